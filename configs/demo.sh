@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Trains a small GPT on the sources of Python's standard library in two processes, then compares the same run with and
+# without the key "token_pipeline". No GPU. `make demo` runs it in an environment that has the package installed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+OUT=${OUT:-build/demo}          # data, logs
+STEPS=${STEPS:-120}             # of the training run
+COMPARE_STEPS=${COMPARE_STEPS:-8}
+
+export DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# megatron-core warns once for each fused CUDA kernel that is not installed; none is used here.
+export PYTHONWARNINGS=ignore
+
+MODEL=(--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 --vocab-size 257)
+DATA="$OUT/data/python"
+
+# DeepSpeed leaves its shared memory buffers behind on CPU, 66 MB for each process, named after the port.
+PORT=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+trap 'rm -f /dev/shm/deepspeed_allreduce_buffer_*_"$PORT"_*' EXIT
+
+# train NAME CONFIG ARGUMENTS...
+train() {
+  local name=$1 config=$2
+  shift 2
+  rm -f "$OUT/$name.jsonl"
+  deepspeed --log_level warning --num_gpus 2 --master_port "$PORT" train.py "${MODEL[@]}" --pipeline-model-parallel-size 2 \
+    --data-path "$DATA" --data-cache-path "$OUT/cache" --log-file "$OUT/$name.jsonl" \
+    --deepspeed --deepspeed_config "$config" "$@"
+}
+
+mkdir -p "$OUT"
+echo "== data"
+rm -rf "$OUT/cache"
+python -m ds_terapipe.cli prepare-data --output-prefix "$DATA"
+
+echo "== $STEPS steps with configs/demo.json: \"token_pipeline\": {\"slices\": 8}"
+train demo configs/demo.json --train-iters "$STEPS" --log-interval 10 --eval-interval "$STEPS" --eval-iters 2
+
+echo "== $COMPARE_STEPS steps from the same seed, with the key and without"
+train with configs/demo.json --train-iters "$COMPARE_STEPS" --log-interval 1
+train without configs/demo_without.json --train-iters "$COMPARE_STEPS" --log-interval 1
+python configs/compare.py "$OUT/with.jsonl" "$OUT/without.jsonl" --training "$OUT/demo.jsonl"

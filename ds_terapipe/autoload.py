@@ -1,0 +1,115 @@
+"""The entry point that PyTorch runs at the end of ``import torch``. Standard library only; it cannot raise.
+
+DeepSpeed may be imported after torch, or be the one that imports torch and so be half imported itself when this runs.
+Both cases meet in one place: a class put over the module ``deepspeed``, whose property ``initialize`` hands out the
+wrapped function when somebody first asks for it. ``from deepspeed import initialize`` asks the same way. The class goes
+away after that.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+SWITCH = "DS_TERAPIPE_AUTOLOAD"
+KEYS = ("token_pipeline", "elastic_pipeline")
+
+logger = logging.getLogger(__name__)
+
+
+def load() -> None:
+    """Leave a hook on ``deepspeed.initialize``, whether DeepSpeed is imported already, just now or later.
+
+    Does nothing with ``DS_TERAPIPE_AUTOLOAD=0``. Never raises, and can be called any number of times.
+    """
+    try:
+        if os.environ.get(SWITCH, "1").strip().lower() in ("0", "false", "no", "off"):
+            return
+        if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Watch())
+        _cover(sys.modules.get("deepspeed"))
+    except Exception:
+        logger.debug("no hook on deepspeed.initialize", exc_info=True)
+
+
+class _Watch:
+    """Finds no module; being asked for a submodule of DeepSpeed, it knows that DeepSpeed is being imported."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname.startswith("deepspeed."):
+            try:
+                _cover(sys.modules.get("deepspeed"))
+            except Exception:
+                logger.debug("no hook on deepspeed.initialize", exc_info=True)
+
+
+def _cover(module: ModuleType | None) -> None:
+    if module is None or isinstance(getattr(type(module), "initialize", None), property):
+        return
+    if hasattr(vars(module).get("initialize"), "ds_terapipe_original"):
+        return
+    plain = type(module)
+
+    def uncover(covered: ModuleType) -> None:
+        covered.__class__ = plain
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
+
+    def read(covered: ModuleType) -> Any:
+        if "initialize" not in vars(covered):
+            raise AttributeError(f"module {covered.__name__!r} has no attribute 'initialize'")
+        try:
+            from .register import install
+
+            install(covered)
+        except Exception as reason:
+            return guard(vars(covered)["initialize"], reason)
+        uncover(covered)
+        return vars(covered)["initialize"]
+
+    def write(covered: ModuleType, value: Any) -> None:
+        vars(covered)["initialize"] = value
+
+    def delete(covered: ModuleType) -> None:
+        del vars(covered)["initialize"]
+
+    module.__class__ = type(plain.__name__, (plain,), {"initialize": property(read, write, delete)})
+
+
+def guard(original: Callable[..., Any], reason: Exception) -> Callable[..., Any]:
+    """``deepspeed.initialize`` for when the hook failed: as ever, but a configuration with our keys says why it can't.
+
+    Raises:
+        RuntimeError: (the returned function) the configuration has one of our keys.
+    """
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        if any(_names_us(value) for value in _configurations([*args, *kwargs.values()])):
+            raise RuntimeError(
+                f"{KEYS[0]}: ds_terapipe could not be loaded ({type(reason).__name__}: {reason}), reinstall it or "
+                f"remove the key"
+            ) from reason
+        return original(*args, **kwargs)
+
+    return initialize
+
+
+def _configurations(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        yield value
+        yield getattr(value, "deepspeed_config", None)
+
+
+def _names_us(config: Any) -> bool:
+    if isinstance(config, dict):
+        return any(key in config for key in KEYS)
+    if isinstance(config, str) and os.path.isfile(config):
+        with open(config, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+        return any(key in text for key in KEYS)
+    return False

@@ -1,0 +1,240 @@
+"""Every private name of DeepSpeed, Megatron and PyTorch that the package uses, and whether it is there.
+
+A name is written ``module:attribute.path``; ``module:function#name`` stands for a name that the function's code uses,
+an attribute that ``__init__`` sets among them. To use another private name, add a line to ``NAMES``; a test asserts
+that all of them exist in the versions that are installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from types import CodeType
+from typing import Any, NamedTuple
+
+from .errors import ConfigError
+
+DEEPSPEED_FROM = (0, 19, 8)
+DEEPSPEED_BELOW = (0, 20)
+
+
+class Name(NamedTuple):
+    """A private name, the version it was seen in, and what it is used for."""
+
+    path: str
+    seen: str
+    reason: str
+    needed: bool = True
+    """False where the package does its work without it, because it only refuses what has that name."""
+
+    @property
+    def package(self) -> str:
+        return self.path.partition(":")[0].partition(".")[0]
+
+
+_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+_BASE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
+_GRID = "deepspeed.runtime.pipe.topology:PipelineParallelGrid"
+_CORE_ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+_ZERO = "deepspeed.runtime.base_optimizer:ZeROOptimizer"
+
+NAMES: tuple[Name, ...] = (
+    Name("deepspeed:initialize", "0.19.8", "register: wrapped"),
+    Name(
+        "deepspeed:initialize#PipelineEngine",
+        "0.19.8",
+        "register: the class that initialize looks up and builds, unless another package has wrapped it too",
+        needed=False,
+    ),
+    Name("deepspeed:PipelineEngine", "0.19.8", "register: replaced while initialize runs"),
+    Name("deepspeed.runtime.tensor_parallel.init_utils:load_ds_config", "0.19.8", "register: reads ds_config.json"),
+    Name("deepspeed.runtime.config_utils:DeepSpeedConfigModel", "0.19.8", "config: base of the keys' models"),
+    Name(
+        "deepspeed.runtime.config:DeepSpeedConfig._initialize_params#pipeline", "0.19.8", "register: pipe_partitioned"
+    ),
+    Name("deepspeed.runtime.constants:GRADIENT_CLIPPING_DEFAULT", "0.19.8", "refusals: is clipping on"),
+    Name("deepspeed.runtime.pipe.dualpipev:DualPipeVModule", "0.19.8", "refusals: refused"),
+    Name("deepspeed.moe.layer:MoE", "0.19.8", "refusals: refused by the name of its package", needed=False),
+    Name(
+        "deepspeed.sequence.layer:DistributedAttention",
+        "0.19.8",
+        "refusals: refused by the name of its package",
+        needed=False,
+    ),
+    Name(f"{_MODULE}.__init__#world_group", "0.19.8", "refusals: findings are exchanged over it"),
+    Name(f"{_MODULE}.__init__#local_rank", "0.19.8", "refusals: device of that exchange"),
+    Name(f"{_MODULE}.__init__#forward_funcs", "0.19.8", "refusals: layers that are functions"),
+    Name(f"{_MODULE}.__init__#_local_start", "0.19.8", "refusals: number of a layer"),
+    Name(f"{_MODULE}.get_additional_losses", "0.19.8", "refusals: refused where it returns something"),
+    Name(f"{_ENGINE}.__init__#is_pipe_partitioned", "0.19.8", "register: off"),
+    Name(f"{_ENGINE}.__init__#is_grad_partitioned", "0.19.8", "register: off"),
+    Name(f"{_ENGINE}._exec_reduce_tied_grads", "0.19.8", "engine: end of a step"),
+    Name(f"{_ENGINE}._exec_reduce_grads", "0.19.8", "engine: end of a step"),
+    Name(f"{_ENGINE}._exec_optimizer_step", "0.19.8", "engine: end of a step"),
+    Name(f"{_ENGINE}._aggregate_total_loss", "0.19.8", "engine: the loss of a step, on all ranks"),
+    Name(f"{_ENGINE}.eval_batch#fwd_outputs", "0.19.8", "engine: losses of the micro-batches"),
+    Name(f"{_ENGINE}._aggregate_total_loss#total_loss", "0.19.8", "engine: sum of those losses"),
+    Name(f"{_ENGINE}._bcast_pipe_scalar", "0.19.8", "engine: eval_batch"),
+    Name(f"{_ENGINE}._reduce_outputs", "0.19.8", "engine: eval_batch"),
+    Name(f"{_ENGINE}._next_batch", "0.19.8", "engine: reads a micro-batch"),
+    Name(f"{_ENGINE}._reentrant_activation_checkpointing", "0.19.8", "engine: inputs that must ask for gradients"),
+    Name(f"{_ENGINE}.train_batch#_compute_loss", "0.19.8", "engine: set as train_batch sets it"),
+    Name(f"{_ENGINE}.train_batch#total_additional_losses", "0.19.8", "engine: reset as train_batch does"),
+    Name(f"{_ENGINE}.train_batch#agg_train_loss", "0.19.8", "engine: set as train_batch sets it"),
+    Name(f"{_ENGINE}.eval_batch#eval_return_logits", "0.19.8", "engine: set as eval_batch sets it"),
+    Name(f"{_BASE}.clip_fp32_gradients", "0.19.8", "engine: overridden, the true norm"),
+    Name(f"{_BASE}._take_model_step#clip_fp32_gradients", "0.19.8", "engine: where clipping happens"),
+    Name(f"{_BASE}._take_model_step#_global_grad_norm", "0.19.8", "engine: the norm that get_global_grad_norm returns"),
+    Name(f"{_BASE}.__init__#_running_engine_backward", "0.19.8", "engine: hooks on gradients look at it"),
+    Name(f"{_BASE}.__init__#torch_autocast_z0_gradscaler", "0.19.8", "engine: loss scaling"),
+    Name("deepspeed.runtime.torch_autocast:autocast_if_enabled", "0.19.8", "engine: around a forward pass"),
+    Name("deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.__init__#loss_scale_config", "0.19.8", "engine: fp16"),
+    Name(
+        "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer.__init__#loss_scale_config",
+        "0.19.8",
+        "engine: the true norm under fp16",
+    ),
+    Name("deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer.step#_global_grad_norm", "0.19.8", "engine"),
+    Name("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.clear_lp_grads", "0.19.8", "engine: before a backward pass"),
+    Name(f"{_ZERO}.scale_if_loss", "0.19.8", "engine: loss scaling under ZeRO-1"),
+    Name(f"{_ZERO}.clear_backward_seen_flag", "0.19.8", "engine: before a backward pass"),
+    Name(f"{_ZERO}.enter_backward", "0.19.8", "engine: before a backward pass"),
+    Name(f"{_ZERO}.backward_epilogue", "0.19.8", "engine: after a backward pass"),
+    Name(f"{_ZERO}.exit_backward", "0.19.8", "engine: after a backward pass"),
+    Name(f"{_MODULE}.forward#is_checkpointable_results", "0.19.8", "inspection: what reentrant checkpointing detaches"),
+    Name(f"{_MODULE}.forward#activation_checkpoint_interval", "0.19.8", "engine, inspection: is there checkpointing"),
+    Name(f"{_MODULE}.forward#curr_layer", "0.19.8", "interception: which layer runs"),
+    Name(f"{_MODULE}._set_bounds", "0.19.8", "megatron: stages of given sizes"),
+    Name(f"{_MODULE}._partition_layers#parts", "0.19.8", "megatron: stages of given sizes"),
+    Name(f"{_GRID}.__init__#pipe_groups", "0.19.8", "engine: ranks of each pipeline"),
+    Name(f"{_GRID}.stage_to_global", "0.19.8", "engine, wire: rank of a stage"),
+    Name(f"{_GRID}.get_slice_parallel_rank", "0.19.8", "clipping: tensor-parallel rank"),
+    Name(f"{_MODULE}._index_tied_modules#ds_pipe_replicated", "0.19.8", "clipping: a tied weight counts once"),
+    Name("torch:ops.aten.scaled_dot_product_attention", "2.13.0", "interception: overridden"),
+    Name("torch:ops.aten.linear", "2.13.0", "weight_gradients: overridden"),
+    Name("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", "2.13.0", "kernels: CPU"),
+    Name("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "2.13.0", "kernels: CPU"),
+    Name("torch:ops.aten._scaled_dot_product_flash_attention", "2.13.0", "kernels: CUDA"),
+    Name("torch:ops.aten._scaled_dot_product_flash_attention_backward", "2.13.0", "kernels: CUDA"),
+    Name("torch:ops.aten._efficient_attention_forward", "2.13.0", "kernels: CUDA"),
+    Name("torch:ops.aten._efficient_attention_backward", "2.13.0", "kernels: CUDA"),
+    Name("torch._subclasses.fake_tensor:FakeTensor", "2.13.0", "interception: torch.compile is at work"),
+    Name("torch.distributed.distributed_c10d:_set_pg_timeout", "2.13.0", "watch: groups that end their waits in time"),
+    Name("torch.distributed.distributed_c10d:_get_default_store", "2.13.0", "watch: who is where, for a hang report"),
+    Name("torch._dynamo.eval_frame:OptimizedModule", "2.13.0", "refusals: refused by its class name"),
+    Name("torch.nn:Module.compile#_compiled_call_impl", "2.13.0", "refusals: a compiled module"),
+    Name(
+        "torch._dynamo.eval_frame:_TorchDynamoContext.__call__#_torchdynamo_orig_callable",
+        "2.13.0",
+        "refusals: a compiled function",
+    ),
+    Name(f"{_CORE_ATTENTION}.__init__#scale_mask_softmax", "0.16.1", "interception: its scale"),
+    Name(f"{_CORE_ATTENTION}.__init__#softmax_scale", "0.16.1", "interception: its scale"),
+    Name(f"{_CORE_ATTENTION}.__init__#attention_dropout", "0.16.1", "interception: its dropout"),
+    Name(f"{_CORE_ATTENTION}.__init__#attn_mask_type", "0.16.1", "interception: is it causal"),
+    Name(f"{_CORE_ATTENTION}.forward#attention_mask", "0.16.1", "interception: name of its argument"),
+    Name(f"{_CORE_ATTENTION}.forward#packed_seq_params", "0.16.1", "interception: refused"),
+    Name("megatron.core.transformer.attention:Attention.__init__#core_attention", "0.16.1", "interception: by name"),
+    Name(
+        "megatron.core.tensor_parallel.layers:ColumnParallelLinear._forward_impl",
+        "0.16.1",
+        "weight_gradients: its product",
+        needed=False,
+    ),
+    Name(
+        "megatron.core.tensor_parallel:get_cuda_rng_tracker", "0.16.1", "interception: dropout of tensor-parallel ranks"
+    ),
+    Name("megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec", "0.16.1", "megatron: a layer's parts"),
+    Name("megatron.core.process_groups_config:ProcessGroupCollection", "0.16.1", "megatron: groups of a layer"),
+    Name(
+        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
+        "0.16.1",
+        "megatron: output layer on the tied embedding",
+    ),
+    Name(
+        "megatron.core.transformer.moe.moe_layer:MoELayer",
+        "0.16.1",
+        "refusals: refused by the name of its package",
+        needed=False,
+    ),
+)
+
+
+def report(names: Iterable[Name] = NAMES, packages: Sequence[str] | None = None) -> dict[Name, bool]:
+    """Which names exist in the installed versions.
+
+    Args:
+        names: what to look for.
+        packages: look only for names of these packages; by default of all that are installed.
+
+    Returns:
+        For each name looked for, whether it is there.
+    """
+    return {name: exists(name.path) for name in names if _asked(name.package, packages)}
+
+
+def exists(path: str) -> bool:
+    """Whether ``module:attribute.path`` or ``module:function#name`` is there."""
+    module, _, rest = path.partition(":")
+    attributes, _, used = rest.partition("#")
+    try:
+        value: Any = importlib.import_module(module)
+        for attribute in attributes.split("."):
+            value = getattr(value, attribute)
+    except (ImportError, AttributeError):
+        return False
+    return not used or used in _names_in(getattr(value, "ds_terapipe_original", value))
+
+
+def _names_in(function: Any) -> set[str]:
+    """Names of globals, attributes, arguments and string keys that a function's code uses, inner functions included."""
+    codes = [getattr(function, "__code__", None)]
+    found: set[str] = set()
+    for code in codes:
+        if isinstance(code, CodeType):
+            found.update(code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+            found.update(constant for constant in code.co_consts if isinstance(constant, str))
+            codes.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return found
+
+
+def _asked(package: str, packages: Sequence[str] | None) -> bool:
+    if packages is not None:
+        return package in packages
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:
+        return package in sys.modules
+
+
+def require() -> None:
+    """Raise where the installed DeepSpeed is none that the engine was built for.
+
+    Raises:
+        ConfigError: naming the version, or the names that it lacks.
+    """
+    deepspeed = importlib.import_module("deepspeed")
+    version = str(deepspeed.__version__)
+    release = _release(version)
+    wanted = f"{_dotted(DEEPSPEED_FROM)} or newer, below {_dotted(DEEPSPEED_BELOW)}"
+    if not DEEPSPEED_FROM <= release < DEEPSPEED_BELOW:
+        use = f"pip install 'deepspeed>={_dotted(DEEPSPEED_FROM)},<{_dotted(DEEPSPEED_BELOW)}'"
+        raise ConfigError(f"token_pipeline: got DeepSpeed {version}, must be {wanted}, use {use}")
+    missing = [name.path for name, there in report(packages=("deepspeed",)).items() if name.needed and not there]
+    if missing:
+        lacks = f"token_pipeline: DeepSpeed {version} lacks {', '.join(missing)}"
+        raise ConfigError(f"{lacks}, must be {wanted}, use the version in constraints.txt")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    from packaging.version import Version
+
+    release: tuple[int, ...] = Version(version).release
+    return release
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(str(part) for part in release)

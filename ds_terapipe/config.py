@@ -1,0 +1,206 @@
+"""The keys of ``ds_config.json`` that this package reads, checked value by value.
+
+The models stand on DeepSpeed's ``DeepSpeedConfigModel``, which is built with ``strict=True`` here: otherwise it drops
+every key whose value is the string ``"auto"`` before it is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import Field, ValidationError, field_validator
+
+from .errors import ConfigError, bad_value, nearest, shown
+
+TOKEN_PIPELINE = "token_pipeline"
+SLICES_RULE = "a positive number or a list of lengths"
+
+Schedule = Literal["terapipe", "1f1b"]
+Layout = Literal["auto", "bsh", "sbh"]
+WeightGradients = Literal["auto", "micro_batch", "slice"]
+Dimensions = int | list[int] | None
+
+
+class TokenPipelineConfig(DeepSpeedConfigModel):
+    """The block ``token_pipeline``.
+
+    Raises:
+        ConfigError: an unknown key, a missing ``slices`` or a value that breaks its rule; only the first is reported,
+            unknown keys before the rest, because a misspelt key is also a missing one.
+    """
+
+    enabled: bool = True
+    """Whether the block counts at all; ``false`` is the same as leaving it out."""
+
+    slices: int | list[int]
+    """Number of equal slices (a remainder is spread), or the length in tokens of every slice."""
+
+    schedule: Schedule = "1f1b"
+    """Order of the work: every slice forward and then backward in reverse, or one forward, one backward."""
+
+    layout: Layout = "auto"
+    """Where the sequence is in tensors between layers: [b, s, h], [s, b, h], or found by comparing shapes."""
+
+    cut: dict[str, list[Dimensions] | None] | None = Field(default=None)
+    """Per tensor of the inputs and the labels, the dimension or dimensions to cut, or null to keep it whole.
+
+    Both keys, ``inputs`` and ``labels``, are there after validation; None means that the general rule holds.
+    """
+
+    verify: bool = True
+    """Whether the first batch is run whole and sliced, and compared module by module, before the first step."""
+
+    weight_gradients: WeightGradients = "auto"
+    """Linear layers' weight gradients: one product per micro-batch (faster), or one per slice (less memory).
+
+    ``auto`` is ``slice`` with activation checkpointing, else ``micro_batch``.
+    """
+
+    timeout_s: float = 600.0
+    """Seconds that a stage waits for another before the run ends with a report."""
+
+    def __init__(self, strict: bool = True, **data: Any) -> None:
+        try:
+            super().__init__(strict=strict, **data)
+        except ValidationError as error:
+            raise _first_error(error, TOKEN_PIPELINE, type(self)) from None
+
+    @field_validator("enabled", "verify", mode="before")
+    @classmethod
+    def _check_switch(cls, value: object, info: Any) -> bool:
+        if not isinstance(value, bool):
+            default = str(cls.model_fields[info.field_name].default).lower()
+            raise bad_value(_path(info.field_name), value, "true or false", default)
+        return value
+
+    @field_validator("slices", mode="before")
+    @classmethod
+    def _check_slices(cls, value: object) -> int | list[int]:
+        key = _path("slices")
+        if value == "auto":
+            raise bad_value(key, value, f'{SLICES_RULE} ("auto" comes with the planner)', "e.g. 8 or [256, 128, 128]")
+        if isinstance(value, (list, tuple)):
+            if not value or not all(_is_count(length) for length in value):
+                raise bad_value(key, value, f"{SLICES_RULE}, each a positive integer", "e.g. [256, 128, 128]")
+            return [int(length) for length in value]
+        if not _is_count(value):
+            raise bad_value(key, value, SLICES_RULE, "e.g. 8")
+        return int(value)  # type: ignore[call-overload, no-any-return]
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _check_schedule(cls, value: object) -> str:
+        return _one_of(_path("schedule"), value, get_args(Schedule), "1f1b")
+
+    @field_validator("layout", mode="before")
+    @classmethod
+    def _check_layout(cls, value: object) -> str:
+        return _one_of(_path("layout"), value, get_args(Layout), "auto")
+
+    @field_validator("weight_gradients", mode="before")
+    @classmethod
+    def _check_weight_gradients(cls, value: object) -> str:
+        return _one_of(_path("weight_gradients"), value, get_args(WeightGradients), "auto")
+
+    @field_validator("cut", mode="before")
+    @classmethod
+    def _check_cut(cls, value: object) -> dict[str, list[Dimensions] | None] | None:
+        key = _path("cut")
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or not value:
+            raise bad_value(key, value, "a block with inputs, labels or both", 'e.g. {"inputs": [1, null]}')
+        for name in value:
+            if name not in ("inputs", "labels"):
+                raise _unknown_key(key, name, ("inputs", "labels"))
+        return {name: _cut_list(f"{key}.{name}", value.get(name)) for name in ("inputs", "labels")}
+
+    @field_validator("timeout_s", mode="before")
+    @classmethod
+    def _check_timeout(cls, value: object) -> float:
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+            raise bad_value(_path("timeout_s"), value, "a positive number of seconds", "e.g. 600")
+        return float(value)  # type: ignore[arg-type]
+
+
+def parse(config: Mapping[str, Any]) -> TokenPipelineConfig | None:
+    """The block ``token_pipeline`` of a DeepSpeed configuration.
+
+    Args:
+        config: the whole configuration, as DeepSpeed reads it from the file.
+
+    Returns:
+        The checked block, or None where it is absent or has ``"enabled": false``.
+
+    Raises:
+        ConfigError: the block is not one, has an unknown key, or a value that breaks its rule.
+    """
+    if TOKEN_PIPELINE not in config:
+        return None
+    block = config[TOKEN_PIPELINE]
+    if not isinstance(block, Mapping):
+        raise bad_value(TOKEN_PIPELINE, block, "a block of keys", 'e.g. {"slices": 8}')
+    if block.get("enabled") is False:
+        return None
+    for name in block:
+        if name not in TokenPipelineConfig.model_fields:
+            raise _unknown_key(TOKEN_PIPELINE, name, TokenPipelineConfig.model_fields)
+    return TokenPipelineConfig(strict=True, **block)
+
+
+def _path(name: str) -> str:
+    return f"{TOKEN_PIPELINE}.{name}"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value > 0  # type: ignore[operator]
+
+
+def _one_of(key: str, value: object, names: tuple[str, ...], default: str) -> str:
+    if value in names:
+        return str(value)
+    use = (nearest(value, names) if isinstance(value, str) else None) or default
+    listed = " or ".join(shown(name) for name in names)
+    raise bad_value(key, value, listed, shown(use))
+
+
+def _cut_list(key: str, value: object) -> list[Dimensions] | None:
+    rule = "a list with one entry per tensor: a dimension (1 or more, 0 is the batch), a list of them, or null"
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not value:
+        raise bad_value(key, value, rule, "e.g. [1, null]")
+    entries: list[Dimensions] = []
+    for entry in value:
+        several = isinstance(entry, (list, tuple)) and bool(entry)
+        dimensions = list(entry) if several else [entry]
+        if entry is not None and (not all(map(_is_count, dimensions)) or len(set(dimensions)) < len(dimensions)):
+            raise bad_value(key, value, rule, "e.g. [1, [2, 3], null]")
+        entries.append(None if entry is None else [int(d) for d in dimensions] if several else int(entry))
+    return entries
+
+
+def _unknown_key(block: str, name: object, known: Any) -> ConfigError:
+    near = nearest(str(name), known)
+    use = shown(near) if near else "one of them"
+    return ConfigError(f"{block}: unknown key {shown(name)}, must be one of {', '.join(known)}, use {use}")
+
+
+def _first_error(error: ValidationError, block: str, model: type[DeepSpeedConfigModel]) -> ConfigError:
+    errors = sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")
+    first = errors[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    if first["type"] == "extra_forbidden":
+        return _unknown_key(block, name, model.model_fields)
+    if first["type"] == "missing":
+        return ConfigError(f"{block}.{name}: missing, must be {SLICES_RULE}, use e.g. 8")
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
+    path = ".".join([block, *(str(part) for part in first["loc"])])
+    return ConfigError(f"{path}: got {shown(first['input'])}, {first['msg']}")

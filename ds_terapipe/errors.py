@@ -1,0 +1,50 @@
+"""The error that a user's configuration can cause, and its one-line form. Standard library only."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """A setting or a model that token pipelining cannot run; the message is one line.
+
+    The form is ``key: got value, must be rule, use what``, with the key's full path in ``ds_config.json``. Every rank
+    validates the same configuration, so every rank raises it.
+    """
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """``value`` as it would stand in a JSON file, on one line and at most ``limit`` characters long."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = " ".join(repr(value).split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def bad_value(key: str, got: object, rule: str, use: str) -> ConfigError:
+    """The error for a value that breaks a rule.
+
+    Args:
+        key: full path of the key, ``token_pipeline.slices``.
+        got: the value as it was given.
+        rule: what a value must be, starting after "must be".
+        use: what to write instead, starting after "use".
+
+    Returns:
+        ``ConfigError: token_pipeline.slices: got -3, must be a positive number or a list of lengths, use e.g. 8``
+    """
+    return ConfigError(f"{key}: got {shown(got)}, must be {rule}, use {use}")
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word most like ``word``, letter case and ``-`` for ``_`` aside; None if none is near."""
+    plain = {_plain(name): name for name in known}
+    found = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=cutoff)
+    return plain[found[0]] if found else None
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "_")

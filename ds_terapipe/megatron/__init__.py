@@ -1,0 +1,21 @@
+"""GPT as a DeepSpeed PipelineModule made of megatron-core's modules. Needs megatron-core."""
+
+from __future__ import annotations
+
+import warnings
+
+try:
+    with warnings.catch_warnings():
+        # One warning for each fused kernel that is not installed, on every process; none of them is used here.
+        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
+        from ds_terapipe.megatron.gpt import GPTPipeline, gpt_pipeline
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "megatron":
+        raise
+    raise ImportError(
+        f"ds_terapipe.megatron needs megatron-core ({error}): pip install ds_terapipe[megatron]"
+    ) from error
+from ds_terapipe.megatron.loss import TokenLoss
+from ds_terapipe.megatron.parallel import destroy_parallel, initialize_parallel
+
+__all__ = ["GPTPipeline", "TokenLoss", "destroy_parallel", "gpt_pipeline", "initialize_parallel"]

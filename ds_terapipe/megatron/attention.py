@@ -1,0 +1,108 @@
+"""megatron-core's ``core_attention`` through PyTorch's scaled dot product attention, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ds_terapipe.errors import ConfigError
+
+
+class CausalAttention(nn.Module):
+    """Causal attention with the interface of megatron-core's ``DotProductAttention``, which needs CUDA.
+
+    ``softmax(scale * q k^T) v`` over the keys up to each query; grouped-query heads when there are fewer keys than
+    queries. ``apply_query_key_layer_scaling`` changes nothing: the softmax is computed in fp32 anyway.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        if attn_mask_type != AttnMaskType.causal or attention_type != "self":
+            raise ConfigError(
+                f"core_attention: got a {attention_type} attention with mask {attn_mask_type.name}, must be causal self-attention"
+            )
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [s, b, heads, d].
+            key: [s, b, groups, d].
+            value: [s, b, groups, d].
+
+        Returns:
+            [s, b, heads * d].
+        """
+        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
+            raise ConfigError("core_attention: got a mask, a bias or packed sequences, must be plain causal attention")
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        context = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return context.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout}, scale={self.softmax_scale}"
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer normalisation as megatron-core builds it, in the dtype of the model's parameters."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root mean square normalisation as megatron-core builds it, in the dtype of the model's parameters."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+
+
+def norm_class(config: Any) -> type[nn.Module]:
+    """The norm that ``config.normalization`` names."""
+    return RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+
+
+def rotary_embedding(rotary: nn.Module, start: int, length: int, device: torch.device) -> Tensor:
+    """Rotary angles of positions ``[start, start + length)``: [length, 1, 1, d].
+
+    megatron-core's ``RotaryEmbedding.forward`` wants CUDA; the frequencies that it starts from do not.
+    """
+    rotary.inv_freq = rotary.inv_freq.to(device)
+    angles = rotary.get_freqs_non_repeated(length, start)
+    pair = (
+        torch.repeat_interleave(angles, 2, dim=-1) if rotary.rotary_interleaved else torch.cat((angles, angles), dim=-1)
+    )
+    return pair[:, None, None, :]

@@ -1,0 +1,142 @@
+"""Batches from Megatron's indexed datasets, by position in the run and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import get_blend_from_list
+from torch import Tensor
+
+from ds_terapipe.errors import ConfigError
+
+Batch = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a dataset of token ids needs to know of its tokenizer: ids are below ``vocab_size``, the last ends a document."""
+
+    vocab_size: int
+
+    @property
+    def eod(self) -> int:
+        """The id that ends a document."""
+        return self.vocab_size - 1
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """What megatron-core puts into the name of the dataset's cache."""
+        return OrderedDict({"class": type(self).__name__, "vocab_size": self.vocab_size})
+
+
+def gpt_datasets(
+    data_path: Sequence[str],
+    *,
+    vocab_size: int,
+    seq_length: int,
+    samples: Sequence[int],
+    split: str = "969,30,1",
+    seed: int = 1234,
+    cache_path: str | None = None,
+    needed: Callable[[], bool] = lambda: True,
+) -> list[Any]:
+    """megatron-core's GPT datasets for training, validation and test. Every process calls it.
+
+    Args:
+        data_path: prefix of a ``.bin`` and ``.idx`` file, or weight, prefix, weight, prefix, ...
+        vocab_size: number of token ids, before padding.
+        seq_length: tokens in a sample.
+        samples: wanted numbers of training, validation and test samples; 0 builds none. Their order depends on them.
+        split: parts of the documents for the three, by weight.
+        seed: of the order of samples.
+        cache_path: where the index of samples is kept, default ``cache`` beside the data.
+        needed: whether this process reads data; the others get None.
+
+    Returns:
+        Three datasets, None where no samples are wanted or this process needs none.
+
+    Raises:
+        ConfigError: there is no dataset at a prefix, or it has no documents for a split that is wanted.
+    """
+    blend = get_blend_from_list(list(data_path))
+    for prefix in blend[0]:
+        missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
+        if missing:
+            raise ConfigError(
+                f"--data-path: got {prefix}, but there is no {' and no '.join(missing)}, "
+                f"write them with e.g. ds_terapipe prepare-data --output-prefix {prefix}"
+            )
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        blend=blend,
+        split=split,
+        tokenizer=Vocabulary(vocab_size),
+        path_to_cache=cache_path or _cache_path(blend[0]),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    config.split_matrix = [part if wanted else None for part, wanted in zip(config.split_matrix, samples, strict=True)]
+    for prefix in blend[0]:
+        _check_split(prefix, config, samples)
+    return list(BlendedMegatronDatasetBuilder(GPTDataset, list(samples), needed, config).build())
+
+
+def _check_split(prefix: str, config: GPTDatasetConfig, samples: Sequence[int]) -> None:
+    """megatron-core never ends drawing samples from a split without tokens."""
+    dataset = IndexedDataset(prefix)
+    lengths = dataset.sequence_lengths.copy()  # a view of a file that is closed with the dataset
+    for name, part, wanted in zip(("training", "validation", "test"), config.split_matrix, samples, strict=True):
+        bounds = [round(edge * len(lengths)) for edge in part or (0, 0)]
+        if wanted and not lengths[bounds[0] : bounds[1]].sum():
+            raise ConfigError(
+                f"--split: got {config.split}, which leaves none of the {len(lengths)} documents of {prefix} for {name}, "
+                "use e.g. 90,10,0"
+            )
+
+
+def _cache_path(prefixes: Sequence[str]) -> str:
+    """A folder beside the data whose name changes with it, so that no index outlives the data it was made for."""
+    index = Path(prefixes[0] + ".idx")
+    written = [os.stat(prefix + ".idx") for prefix in prefixes]
+    version = "-".join(f"{state.st_size:x}.{state.st_mtime_ns:x}" for state in written)
+    return str(index.parent / "cache" / f"{index.stem}-{version}"[:200])
+
+
+class BatchIterator(Iterator[Batch]):
+    """Micro-batches for one data parallel replica.
+
+    A global batch is a run of consecutive samples, whatever the layout: its k-th micro-batch of replica r is the
+    (k * replicas + r)-th piece of ``micro_batch_size`` samples. Past the last sample it starts again at the first.
+    """
+
+    def __init__(
+        self, dataset: Any, micro_batch_size: int, *, replica: int = 0, replicas: int = 1, consumed: int = 0
+    ) -> None:
+        self.dataset = dataset
+        self.micro_batch_size = micro_batch_size
+        self.replicas = replicas
+        self.start = consumed + replica * micro_batch_size
+
+    def __next__(self) -> Batch:
+        """((tokens, position ids), (labels, loss mask)), each [micro_batch_size, seq_length]."""
+        picked = [
+            self.dataset[index % len(self.dataset)] for index in range(self.start, self.start + self.micro_batch_size)
+        ]
+        self.start += self.replicas * self.micro_batch_size
+        tokens, positions, labels, mask = (
+            torch.stack([sample[name] for sample in picked])
+            for name in ("tokens", "position_ids", "labels", "loss_mask")
+        )
+        return (tokens, positions), (labels, mask)

@@ -1,0 +1,141 @@
+"""The layers of a GPT pipeline: embedding, Transformer layer, final norm, output head."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from ds_terapipe.megatron.attention import CausalAttention, norm_class, rotary_embedding
+from ds_terapipe.megatron.parallel import process_groups
+from ds_terapipe.pipeline.context import current_span
+
+
+class Rotary(NamedTuple):
+    """Rotary positions: the part of the head dimension that is rotated, and the base of the frequencies."""
+
+    percent: float = 1.0
+    base: int = 10000
+
+
+@contextlib.contextmanager
+def random_stream(seed: int) -> Iterator[None]:
+    """Random numbers from ``seed`` on the CPU, the state outside untouched."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+class Embedding(nn.Module):
+    """Word embedding over the tensor parallel group, plus learned positions."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, positions: int | None, seed: int) -> None:
+        super().__init__()
+        self.group = process_groups().tp
+        with random_stream(seed):
+            self.word_embeddings = VocabParallelEmbedding(
+                num_embeddings=vocab_size,
+                embedding_dim=config.hidden_size,
+                init_method=config.embedding_init_method,
+                config=config,
+                tp_group=self.group,
+            )
+            self.position_embeddings = None
+            if positions is not None:
+                self.position_embeddings = nn.Embedding(positions, config.hidden_size, dtype=config.params_dtype)
+                if config.perform_initialization:
+                    config.embedding_init_method(self.position_embeddings.weight)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        """(tokens [b, s], position ids [b, s]) to [s, b, hidden]."""
+        tokens, position_ids = inputs
+        hidden = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            hidden = hidden + self.position_embeddings(position_ids)
+        return self.dropout(hidden.transpose(0, 1).contiguous())
+
+
+def tied_logits(embedding: Embedding, hidden: Tensor) -> Tensor:
+    """[s, b, hidden] to this process's logits [s, b, vocabulary / tensor parallel size], by the embedding's table."""
+    hidden = copy_to_tensor_model_parallel_region(hidden, group=embedding.group)
+    return nn.functional.linear(hidden, embedding.word_embeddings.weight)
+
+
+class GPTLayer(TransformerLayer):
+    """megatron-core's local Transformer layer, with attention that can be run slice by slice."""
+
+    def __init__(self, config: TransformerConfig, number: int, rotary: Rotary | None, seed: int) -> None:
+        groups = process_groups()
+        with random_stream(seed):
+            super().__init__(config, layer_spec(config).submodules, layer_number=number, pg_collection=groups)
+        self.rotary = None
+        if rotary is not None:
+            self.rotary = RotaryEmbedding(
+                kv_channels=config.kv_channels,
+                rotary_percent=rotary.percent,
+                rotary_base=rotary.base,
+                rotary_interleaved=config.rotary_interleaved,
+                use_cpu_initialization=True,
+                cp_group=groups.cp,
+            )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s, b, hidden] to the same; ``s`` tokens of a slice or of a whole sequence."""
+        angles = None
+        if self.rotary is not None:
+            span = current_span()
+            angles = rotary_embedding(self.rotary, span.start if span else 0, hidden.shape[0], hidden.device)
+        return super().forward(hidden, attention_mask=None, rotary_pos_emb=angles)[0]
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """megatron-core's local GPT layer, with the modules replaced that need CUDA or fused kernels."""
+    spec = get_gpt_layer_local_spec()
+    norm = norm_class(config)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    return spec
+
+
+class FinalNorm(nn.Module):
+    """The norm after the last layer: [s, b, hidden] to the same."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+
+class OutputHead(nn.Module):
+    """An output head with its own weights: [s, b, hidden] to [s, b, vocabulary / tensor parallel size]."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, seed: int) -> None:
+        super().__init__()
+        with random_stream(seed):
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                vocab_size,
+                config=config,
+                init_method=config.embedding_init_method,
+                bias=False,
+                tp_group=process_groups().tp,
+            )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.output_layer(hidden)[0]

@@ -1,0 +1,3 @@
+"""Runs a token-slice schedule inside DeepSpeed's pipeline engine."""
+
+from __future__ import annotations

@@ -1,0 +1,134 @@
+"""The micro-batches of one step: what was read, how long they are, how they are cut."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.control import Header
+from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like, plan_cuts, slice_lengths
+from ds_terapipe.pipeline.spans import Span, spans
+from ds_terapipe.schedule import Unit
+
+
+@dataclass
+class StepBatch:
+    """All micro-batches of a step. Inputs are there on the first stage, labels on the last, ``spans`` everywhere."""
+
+    inputs: list[Any] = field(default_factory=list)
+    input_cuts: list[tuple[TensorCut, ...]] = field(default_factory=list)
+    labels: list[Any] = field(default_factory=list)
+    label_cuts: list[tuple[TensorCut, ...]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    signatures: list[int] = field(default_factory=list)
+    spans: list[tuple[Span, ...]] = field(default_factory=list)
+
+    def plan(self, header: Header, slices: int | Sequence[int]) -> None:
+        """Adopt what the first stage announced."""
+        self.lengths, self.signatures = list(header.lengths), list(header.signatures)
+        self.spans = [spans(slice_lengths(length, slices)) for length in self.lengths]
+
+    def slice_counts(self) -> tuple[int, ...]:
+        """Number of slices of each micro-batch."""
+        return tuple(len(micro_batch) for micro_batch in self.spans)
+
+    def span(self, unit: Unit) -> Span:
+        """Token positions of a unit."""
+        return self.spans[unit.micro_batch][unit.slice]
+
+    def is_last_slice(self, unit: Unit) -> bool:
+        """True for the unit that completes its micro-batch in the forward direction."""
+        return unit.slice == len(self.spans[unit.micro_batch]) - 1
+
+    def cut_inputs(self, micro_batch: int, span: Span) -> Any:
+        """Inputs of the first stage for a slice."""
+        value, cuts = self.inputs[micro_batch], self.input_cuts[micro_batch]
+        return like(value, [cut.apply(t, span).detach() for t, cut in zip(as_tuple(value), cuts, strict=True)])
+
+
+def read_step(
+    pulled: Sequence[Any],
+    config: TokenPipelineConfig,
+    device: torch.device,
+    *,
+    inputs: bool,
+    labels: bool,
+    cut_labels: bool,
+) -> StepBatch:
+    """Check and cut what the data iterator gave: one (inputs, labels) per micro-batch, each a tensor or several.
+
+    ``inputs``, ``labels``: whether this stage needs them; ``cut_labels``: whether its loss runs per slice. Raises ConfigError
+    for tensors that can't be cut.
+    """
+    batch, cut = StepBatch(), config.cut or {}
+    for item in pulled:
+        _check_item(item)
+        if inputs:
+            value = _tensors(item[0], "inputs", device)
+            total, cuts = _plan(value, config.slices, cut.get("inputs"), "inputs")
+            batch.inputs.append(value)
+            batch.input_cuts.append(cuts)
+            batch.lengths.append(total)
+            batch.signatures.append(_signature(as_tuple(value)))
+            slice_lengths(
+                total, config.slices
+            )  # the error for lengths that don't fit comes before any rank has started
+        if labels:
+            value = _tensors(item[1], "labels", device) if cut_labels else _moved(item[1], device)
+            batch.labels.append(value)
+            if cut_labels:
+                total, cuts = _plan(value, config.slices, cut.get("labels"), "labels")
+                batch.label_cuts.append(cuts)
+                if not inputs:
+                    batch.lengths.append(total)
+                    batch.signatures.append(0)
+    return batch
+
+
+def _plan(value: Any, slices: int | Sequence[int], given: Any, key: str) -> tuple[int, tuple[TensorCut, ...]]:
+    tensors = as_tuple(value)
+    if slices != 1:
+        return plan_cuts(tensors, given, key)
+    try:  # whatever the model is, one slice is the whole of it; the length is only reported
+        total = plan_cuts(tensors, given, key)[0] if key == "inputs" else 0
+    except ConfigError:
+        total = 1
+    return total, tuple(TensorCut() for _ in tensors)
+
+
+def _check_item(item: Any) -> None:
+    if not isinstance(item, (tuple, list)) or len(item) < 2:
+        got = "nothing" if item is None else type(item).__name__
+        got += f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
+        raise ConfigError(
+            f"the data iterator: got {got}, must yield (inputs, labels), use e.g. (tokens, labels) or ((tokens, mask), labels)"
+        )
+
+
+def _tensors(value: Any, key: str, device: torch.device) -> Any:
+    items = (value,) if isinstance(value, Tensor) else value
+    if not isinstance(items, (tuple, list)) or not items or not all(isinstance(item, Tensor) for item in items):
+        raise ConfigError(
+            f"the data iterator: got {type(value).__name__} as {key}, must yield (inputs, labels), each a tensor or a tuple of "
+            "tensors, use e.g. (tokens, labels) or ((tokens, mask), labels)"
+        )
+    return _moved(value, device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device).detach()
+    if isinstance(value, (tuple, list)):
+        return tuple(_moved(item, device) for item in value)
+    return value
+
+
+def _signature(tensors: Sequence[Tensor]) -> int:
+    return zlib.crc32(repr([(tuple(t.shape), str(t.dtype)) for t in tensors]).encode())

@@ -1,0 +1,137 @@
+"""What all ranks agree on before a step: that nobody has failed, and how long the sequences are.
+
+The first stage announces one header per step; an error on any rank is raised on every rank, so nobody is left waiting. Runs
+over a gloo group of its own (host memory, own timeout), whatever the backend of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed
+
+from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.pipeline.watch import Watch, bounded_group
+
+
+class Header(NamedTuple):
+    """A step as the first stage announces it: per micro-batch the sequence length and a checksum of its shapes."""
+
+    lengths: tuple[int, ...]
+    signatures: tuple[int, ...]
+
+
+class Control:
+    """Agreement between all ranks of the job.
+
+    Args:
+        watch: bounds the waits.
+        pipelines: global ranks of every pipeline of the job, by stage.
+        config_hash: of everything that must be the same on all ranks.
+    """
+
+    def __init__(self, watch: Watch, pipelines: Sequence[Sequence[int]], config_hash: int) -> None:
+        self._watch, self._config_hash = watch, config_hash
+        self._pipelines = [list(ranks) for ranks in pipelines]
+        self._group = bounded_group(None, watch.timeout_s, backend="gloo")
+        rank = torch.distributed.get_rank()
+        self._first = next(ranks[0] for ranks in self._pipelines if rank in ranks)
+
+    def announce(self, header: Header | None, micro_batches: int, error: BaseException | None = None) -> Header:
+        """Exchange the header of a step; collective.
+
+        Args:
+            header: what this rank read from the data; that of the first stage counts, that of the last must not differ.
+            micro_batches: how many there are in the step.
+            error: what kept this rank from preparing the step.
+
+        Returns:
+            The header of this rank's pipeline.
+
+        Raises:
+            The error of the rank that has one, on every rank; ConfigError when the ranks' configurations differ, or the
+            lengths of inputs and labels.
+        """
+        header = header or Header((0,) * micro_batches, (0,) * micro_batches)
+        uniform = len(set(zip(*header, strict=True))) <= 1
+        mine = [int(error is not None), self._config_hash, micro_batches, int(uniform)]
+        mine += [header.lengths[0], header.signatures[0]] if micro_batches else [0, 0]
+        table = [_Row(*row) for row in self._gather(mine, torch.int64, "all ranks to start the step")]
+        if any(row.failed for row in table):
+            self._raise_everywhere(error)
+        _check_same(table)
+        headers = [Header((row.length,) * micro_batches, (row.signature,) * micro_batches) for row in table]
+        if not all(row.uniform for row in table):
+            words = [*header.lengths, *header.signatures]
+            rows = self._gather(words, torch.int64, "all ranks to announce their sequence lengths")
+            headers = [Header(tuple(row[:micro_batches]), tuple(row[micro_batches:])) for row in rows]
+        for ranks in self._pipelines:  # every rank looks at every pipeline: all raise, or none
+            _check_labels(headers[ranks[0]], headers[ranks[-1]])
+        return headers[self._first]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise, on every rank, the error that any rank has; collective."""
+        failed = self._gather([int(error is not None)], torch.int64, "all ranks to look at the model")
+        if any(row[0] for row in failed):
+            self._raise_everywhere(error)
+
+    def collect(self, value: float) -> list[float]:
+        """The value of every rank, by global rank; collective."""
+        return [row[0] for row in self._gather([value], torch.float64, "the figures of all ranks")]
+
+    def _gather(self, words: Sequence[Any], dtype: torch.dtype, what: str) -> list[list[Any]]:
+        mine = torch.tensor(words, dtype=dtype)
+        table = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+        with self._watch.waiting(what):
+            torch.distributed.all_gather(table, mine, group=self._group)
+        return [row.tolist() for row in table]
+
+    def _raise_everywhere(self, error: BaseException | None) -> NoReturn:
+        messages: list[tuple[str, str] | None] = [None] * torch.distributed.get_world_size()
+        mine = None if error is None else (type(error).__name__, str(error))
+        with self._watch.waiting("the errors of the other ranks"):
+            torch.distributed.all_gather_object(messages, mine, group=self._group)
+        raise _restore(messages) if error is None else error
+
+
+class _Row(NamedTuple):
+    """What one rank says before a step; ``uniform``: length and signature hold for all its micro-batches."""
+
+    failed: int
+    config_hash: int
+    micro_batches: int
+    uniform: int
+    length: int
+    signature: int
+
+
+def _check_same(table: Sequence[_Row]) -> None:
+    for rank, row in enumerate(table):
+        if row.config_hash != table[0].config_hash:
+            raise ConfigError(
+                f"token_pipeline: got other settings on rank {rank} than on rank 0, must be the same on all, use one file"
+            )
+        if row.micro_batches != table[0].micro_batches:
+            raise ConfigError(
+                f"gradient_accumulation_steps: got {row.micro_batches} micro-batches on rank {rank} and "
+                f"{table[0].micro_batches} on rank 0, must be the same on all, use one file"
+            )
+
+
+def _check_labels(inputs: Header, labels: Header) -> None:
+    if any(labels.lengths) and labels.lengths != inputs.lengths:
+        got, wanted = (shown(sorted(set(header.lengths))) for header in (labels, inputs))
+        raise ConfigError(
+            f"token_pipeline.cut: got labels of {got} tokens for inputs of {wanted}, must be the same, use e.g. "
+            '"cut": {"labels": [1]} if another dimension is the sequence'
+        )
+
+
+def _restore(messages: Sequence[tuple[str, str] | None]) -> Exception:
+    rank, (kind, text) = next((rank, message) for rank, message in enumerate(messages) if message is not None)
+    text = " ".join(text.split())
+    if kind == "StopIteration":
+        return StopIteration(text)
+    return ConfigError(text) if kind == "ConfigError" else RuntimeError(f"rank {rank} failed: {kind}: {text}")

@@ -1,0 +1,429 @@
+"""DeepSpeed's pipeline engine, running units of (micro-batch, slice) in the order of a schedule.
+
+The engine decides nothing: it cuts a batch, asks for the schedule of that many slices and runs one method per action.
+Optimiser step, gradient reduction, loss aggregation and checkpoints are DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from torch import Tensor
+
+from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.batch import StepBatch, read_step
+from ds_terapipe.pipeline.clipping import clip_gradients, mark_gradients
+from ds_terapipe.pipeline.context import SliceContext
+from ds_terapipe.pipeline.control import Control, Header
+from ds_terapipe.pipeline.gradient_sums import GradientSums
+from ds_terapipe.pipeline.inspection import Inspection
+from ds_terapipe.pipeline.interception import Overrides, adapt_core_attention, adapt_parallel_linears, track_layers
+from ds_terapipe.pipeline.layout import Layout
+from ds_terapipe.pipeline.loss import MicroBatchLoss, check_loss, runs_per_slice
+from ds_terapipe.pipeline.plan import FORWARD_ONLY, StepPlan, plan_step
+from ds_terapipe.pipeline.report import StepReport, emit
+from ds_terapipe.pipeline.slicing import as_tuple
+from ds_terapipe.pipeline.watch import Watch, bounded_group
+from ds_terapipe.pipeline.weight_gradients import WeightGradients
+from ds_terapipe.pipeline.wire import Wire
+from ds_terapipe.schedule import Op, Unit
+
+logger = logging.getLogger(__name__)
+
+_EVAL_MESSAGES_IN_FLIGHT = 4
+
+
+class TokenPipelineEngine(PipelineEngine):
+    """A :class:`PipelineEngine` whose pipeline carries slices of sequences. Same calls, same results.
+
+    Args:
+        token_pipeline: the block of the same name.
+        *args, **kwargs: as for ``PipelineEngine``, which ``deepspeed.initialize`` passes.
+    """
+
+    def __init__(self, *args: Any, token_pipeline: TokenPipelineConfig, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.token_pipeline = token_pipeline
+        self.is_pipe_partitioned = self.is_grad_partitioned = False  # boundaries are small already: slices
+        self._context = SliceContext()
+        self._adapted = adapt_core_attention(self.module)
+        track_layers(self.module, self._context)
+        adapt_parallel_linears(self.module)
+        Overrides.acquire()
+        self._finalizer = weakref.finalize(self, Overrides.release)
+        stages = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
+        self._watch = Watch(stages, self.stage_id, token_pipeline.timeout_s)
+        weakref.finalize(self, self._watch.close)
+        settings = repr(sorted((k, v) for k, v in token_pipeline.model_dump().items()))
+        self._control = Control(self._watch, self.grid.pipe_groups, zlib.crc32(settings.encode()))
+        forward_group, backward_group = self._new_pipeline_group(), self._new_pipeline_group()
+        self._wire = Wire(self.grid, self.device, forward_group, backward_group, self._watch)
+        self._layout: Layout | None = None
+        self._report = StepReport(self.num_stages, token_pipeline.schedule)
+        self._losses: dict[int, MicroBatchLoss] = {}
+        self._inputs: dict[Unit, Any] = {}
+        self._outputs: dict[Unit, Any] = {}
+        self._gradients: dict[Unit, list[Tensor]] = {}
+        self._weight_gradients = WeightGradients()
+        self._gradient_sums = GradientSums(self.module.parameters())
+
+    def _new_pipeline_group(self) -> Any:
+        mine = None
+        for ranks in self.grid.pipe_groups:
+            group = bounded_group(ranks, self.token_pipeline.timeout_s)
+            if self.global_rank in ranks:
+                mine = group
+        return mine
+
+    def destroy(self) -> None:
+        """Free DeepSpeed's resources and undo the interception of attention."""
+        self._watch.close()
+        self._finalizer()
+        super().destroy()
+
+    # ------------------------------------------------------------------------------------------------------ train, eval
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimiser step on the next ``gradient_accumulation_steps`` micro-batches; as ``PipelineEngine.train_batch``.
+
+        Returns the mean loss. Raises ConfigError on every rank for data or a model that can't be cut, ``PipelineStalled``
+        when another stage does not answer.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self.module.train()
+        self._compute_loss = True
+        self.total_loss = self.total_additional_losses = None
+        started = time.perf_counter()
+        batch = self._next_step(self.micro_batches)
+        self._inspect(batch)
+        once = self._makes_weight_gradients_once()
+        self._context.weight_gradients = self._weight_gradients if once else None
+        plan = plan_step(self.token_pipeline.schedule, self.num_stages, batch.slice_counts(), once)
+        self._run(batch, plan, self.global_steps)
+        with self._watch.waiting("the all-reduce of tied gradients"):
+            self._exec_reduce_tied_grads()
+        with self._watch.waiting("the all-reduce of gradients over data-parallel replicas"):
+            self._exec_reduce_grads()
+        with self._watch.waiting("the optimiser step of the other ranks", counts=False):
+            self._exec_optimizer_step()
+        with self._watch.waiting("the loss from the last stage"), torch.no_grad():
+            self.agg_train_loss = self._aggregate_total_loss()
+        self._log_step(batch, time.perf_counter() - started)
+        return self.agg_train_loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate one batch without gradients; arguments and result as for ``PipelineEngine.eval_batch``."""
+        self.module.eval()
+        self.eval_return_logits, self._compute_loss = return_logits, compute_loss
+        train_iterator = self.data_iterator
+        self.set_dataiterator(data_iter)
+        micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
+        try:
+            with torch.no_grad():
+                result = self._evaluate(micro_batches, compute_loss, reduce_output, bcast_loss)
+        finally:
+            self.set_dataiterator(train_iterator)
+            self.eval_return_logits = False
+        if self.global_rank == 0 and self.monitor.enabled and compute_loss:
+            self.monitor.write_events([("Train/Samples/eval_loss", result.mean().item(), self.global_samples)])
+        if return_logits:
+            outputs, self.outputs = self.outputs, None
+            return result, outputs
+        return result
+
+    def _evaluate(self, micro_batches: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
+        batch = self._next_step(micro_batches)
+        self._inspect(batch)
+        self.total_loss = self.total_additional_losses = None
+        self._run(batch, plan_step(FORWARD_ONLY, self.num_stages, batch.slice_counts()), self.global_steps)
+        result = None
+        with self._watch.waiting("the loss from the last stage"):
+            if self.is_last_stage():
+                result = self._reduce_outputs(self.fwd_outputs, reduce=reduce_output, micro_batches=micro_batches)
+            if compute_loss and (bcast_loss or self.monitor.enabled):
+                result = self._bcast_pipe_scalar(result)
+        return result
+
+    # -------------------------------------------------------------------------------------------------------- one step
+
+    def _next_step(self, micro_batches: int) -> StepBatch:
+        """Fetch all micro-batches of a step and agree with all ranks that it can start."""
+        error: BaseException | None = None
+        batch = StepBatch()
+        self._watch.begin(self.global_steps, ())
+        try:
+            if self.is_first_stage() or self.is_last_stage():
+                pulled = [self._next_batch() for _ in range(micro_batches)]
+                batch = read_step(
+                    pulled,
+                    self.token_pipeline,
+                    self.device,
+                    inputs=self.is_first_stage(),
+                    labels=self.is_last_stage(),
+                    cut_labels=self._compute_loss and runs_per_slice(self.module.loss_fn),
+                )
+        except Exception as problem:  # whatever the user's data raises is raised on every rank
+            error = problem
+        header = Header(tuple(batch.lengths), tuple(batch.signatures)) if batch.lengths else None
+        header = self._control.announce(header, micro_batches, error)
+        batch.plan(header, self.token_pipeline.slices)
+        return batch
+
+    def _inspect(self, batch: StepBatch) -> None:
+        """Before the first sliced step: where the sequence is between layers, and whether the model can be cut at all."""
+        if self._layout is not None or all(len(spans) == 1 for spans in batch.spans):
+            return
+        check_loss(self.module.loss_fn)
+        inspection = Inspection(
+            self.module, self._context, self._wire, self._control, self.token_pipeline, self._adapted, self._autocast,
+            self.stage_id, self.num_stages, self._compute_loss,
+        )  # fmt: skip
+        self._layout = inspection.run(batch)
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with autocast_if_enabled(self):
+            yield
+
+    def _run(self, batch: StepBatch, plan: StepPlan, step: int) -> None:
+        """Execute this stage's row of the schedule."""
+        row = plan.grid[self.stage_id]
+        self._batch = batch
+        self.fwd_outputs: list[Any] = []
+        training = torch.is_grad_enabled()
+        self._watch.begin(step, plan.grid)
+        self._wire.begin(
+            plan.units(Op.FORWARD, self.stage_id),
+            plan.units(Op.BACKWARD, self.stage_id),
+            self._shape_of(batch, training),
+        )
+        try:
+            for index, action in enumerate(row):
+                self._watch.at(index)
+                self._ACTIONS[action.op](self, action.unit)
+            self._watch.at(len(row))
+            self._wire.finish()
+        except BaseException as error:
+            self._watch.failed(error)
+            self._weight_gradients.clear()
+            self._gradient_sums.clear()
+            raise
+        finally:
+            for leftover in (self._losses, self._inputs, self._outputs):
+                leftover.clear()
+            self._context.clear()
+            self._context.weight_gradients = None
+
+    def _shape_of(self, batch: StepBatch, training: bool) -> Callable[[Unit], Hashable]:
+        return lambda unit: (batch.signatures[unit.micro_batch], batch.spans[unit.micro_batch], unit.slice, training)
+
+    def _forward(self, unit: Unit) -> None:
+        span = self._batch.span(unit)
+        inputs = self._batch.cut_inputs(unit.micro_batch, span) if self.is_first_stage() else self._inputs[unit]
+        if self.is_first_stage() and self._reentrant_activation_checkpointing():
+            for tensor in as_tuple(inputs):
+                tensor.requires_grad_(tensor.is_floating_point() and torch.is_grad_enabled())
+        with self._context.forward(unit.micro_batch, span), self._autocast():
+            outputs = self.module(inputs)
+        if self.is_last_stage():
+            self._take_outputs(unit, outputs)
+        elif torch.is_grad_enabled():
+            self._outputs[unit] = outputs
+        self._sending = outputs
+        if not torch.is_grad_enabled():
+            self._inputs.pop(unit, None)
+            if self._batch.is_last_slice(unit):
+                self._context.release(unit.micro_batch)
+
+    def _take_outputs(self, unit: Unit, outputs: Any) -> None:
+        m = unit.micro_batch
+        if unit.slice == 0:
+            self._losses[m] = self._new_loss(m)
+        loss = self._losses[m]
+        loss.add(outputs, keep_outputs=self.eval_return_logits)
+        if not self._batch.is_last_slice(unit):
+            return
+        value = loss.value
+        parts = [value] if isinstance(value, Tensor) else list(value)
+        detached = [part.detach() for part in parts]
+        self.fwd_outputs.append(detached[0] if isinstance(value, Tensor) else detached)
+        if self.eval_return_logits:
+            self.outputs = loss.outputs
+        if self._compute_loss:
+            total = self.total_loss
+            if isinstance(value, Tensor):
+                self.total_loss = detached[0].clone() if total is None else total + detached[0]
+            else:
+                self.total_loss = detached if total is None else [a + b for a, b in zip(total, detached, strict=True)]
+        if torch.is_grad_enabled():
+            self.loss = detached[0]
+        else:
+            del self._losses[m]
+
+    def _new_loss(self, micro_batch: int) -> MicroBatchLoss:
+        batch, loss_fn = self._batch, self.module.loss_fn if self._compute_loss else None
+        label_cuts = batch.label_cuts[micro_batch] if batch.label_cuts else None
+        output_cuts = self._layout.outputs if self._layout is not None else None
+        return MicroBatchLoss(loss_fn, batch.labels[micro_batch], label_cuts, output_cuts, batch.spans[micro_batch])
+
+    def _backward(self, unit: Unit) -> None:
+        first, last = self._batch.is_last_slice(unit), unit.slice == 0  # slices go backward in descending order
+        self._before_backward(first)
+        span = self._batch.span(unit)
+        try:
+            with self._context.backward(unit.micro_batch, span):
+                if self.is_last_stage():
+                    self._losses[unit.micro_batch].backward(unit.slice, self._scale_loss)
+                else:
+                    outputs = [t for t in as_tuple(self._outputs.pop(unit)) if t.requires_grad]
+                    torch.autograd.backward(outputs, self._gradients.pop(unit))
+        finally:
+            self._running_engine_backward = False
+        self._after_backward(first, last)
+        if last:
+            self._context.release(unit.micro_batch)
+            self._losses.pop(unit.micro_batch, None)
+
+    def _makes_weight_gradients_once(self) -> bool:
+        """Per micro-batch or per slice: a user who checkpoints activations is short of the memory that the former takes."""
+        choice = self.token_pipeline.weight_gradients
+        return choice == "micro_batch" or (choice == "auto" and self.module.activation_checkpoint_interval == 0)
+
+    def _make_weight_gradients(self, unit: Unit) -> None:
+        self._before_backward()
+        try:
+            self._weight_gradients.make()
+        finally:
+            self._running_engine_backward = False
+        self._after_backward()
+
+    def _scale_loss(self, loss: Tensor) -> Tensor:
+        """Gradient accumulation and loss scaling, once (``DeepSpeedEngine.backward`` in 0.19.8 does the same to one loss)."""
+        loss = loss / self.gradient_accumulation_steps()
+        if isinstance(self.optimizer, ZeROOptimizer):
+            return self.optimizer.scale_if_loss(loss)
+        if self.torch_autocast_z0_gradscaler is not None:
+            return self.torch_autocast_z0_gradscaler.scale(loss)
+        scaling = getattr(self.optimizer, "loss_scale_config", None)  # FP16_Optimizer: its step divides by it
+        return loss if scaling is None else loss.float() * scaling.cur_scale
+
+    def _before_backward(self, first: bool = True) -> None:
+        # DeepSpeed's hooks on gradients look at this flag; its optimisers gather 16-bit gradients per micro-batch
+        self._running_engine_backward = True
+        optimizer = self.optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            if first:
+                optimizer.clear_lp_grads(set_to_none=True)
+        elif isinstance(optimizer, ZeROOptimizer):
+            optimizer.clear_backward_seen_flag()
+            optimizer.enter_backward()
+
+    def _after_backward(self, first: bool = True, last: bool = True) -> None:
+        optimizer = self.optimizer
+        if not last:
+            self._gradient_sums.put_aside()
+        elif not first:
+            self._gradient_sums.give_back()
+        if isinstance(optimizer, ZeROOptimizer):
+            if last or not isinstance(optimizer, BF16_Optimizer):
+                optimizer.backward_epilogue()
+            optimizer.exit_backward()
+
+    def _receive_forward(self, unit: Unit) -> None:
+        self._inputs[unit] = self._wire.receive_forward(unit)
+
+    def _send_forward(self, unit: Unit) -> None:
+        self._wire.send_forward(unit, self._sending)
+        self._sending = None
+        if not torch.is_grad_enabled():
+            self._wire.trim(_EVAL_MESSAGES_IN_FLIGHT)
+
+    def _receive_backward(self, unit: Unit) -> None:
+        self._gradients = {unit: self._wire.receive_backward(unit)}
+
+    def _send_backward(self, unit: Unit) -> None:
+        self._wire.send_backward(unit, self._inputs.pop(unit))
+
+    _ACTIONS: dict[Op, Callable[[TokenPipelineEngine, Unit], None]] = {
+        Op.FORWARD: _forward,
+        Op.BACKWARD: _backward,
+        Op.WEIGHT_GRADIENTS: _make_weight_gradients,
+        Op.SEND_FORWARD: _send_forward,
+        Op.RECV_FORWARD: _receive_forward,
+        Op.SEND_BACKWARD: _send_backward,
+        Op.RECV_BACKWARD: _receive_backward,
+    }
+
+    # ------------------------------------------------------------------------------------------------- around DeepSpeed
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: a compiled layer would keep the position of the slice that it was compiled for."""
+        raise ConfigError("engine.compile(): not available with token_pipeline, must not be called, train without it")
+
+    def _log_step(self, batch: StepBatch, seconds: float) -> None:
+        waited = self._watch.waited_s
+        if self._wire.clock is not None and self._printing():
+            waited = self._wire.clock.take_s()
+        self._report.add(sum(batch.lengths) * self.micro_batch_size * self.dp_world_size, seconds, waited)
+        if self._printing():
+            shares = self._control.collect(self._report.waited_share)
+            by_stage = [shares[self.grid.stage_to_global(stage)] for stage in range(self.num_stages)]
+            line = self._report.line(self.global_steps, self.agg_train_loss, batch, by_stage)
+            if self.global_rank == 0:
+                emit(line)
+        if self.global_rank == 0 and self.monitor.enabled:
+            self.monitor.write_events(
+                [("Train/Samples/train_loss", self.agg_train_loss.mean().item(), self.global_samples)]
+            )
+
+    def _printing(self) -> bool:
+        every = self.steps_per_print()
+        return every is not None and self.global_steps % every == 0
+
+    def _exec_reduce_grads(self) -> None:
+        """As DeepSpeed's; but one replica has nothing to reduce, where DeepSpeed flattens all gradients and copies them back."""
+        if self.is_data_parallel or isinstance(self.optimizer, ZeROOptimizer):
+            super()._exec_reduce_grads()
+            return
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and parameter.grad is None and parameter.numel() > 0:
+                parameter.grad = torch.zeros_like(parameter)  # optimisers decay a weight whose gradient is zero
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm over all stages and tensor-parallel ranks (DeepSpeed 0.19.8 counts the first stage alone)."""
+        self._global_grad_norm = clip_gradients(
+            self.module.parameters(), self.gradient_clipping(), self.grid, self.device
+        ).item()
+
+    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        if not isinstance(self.optimizer, FP16_UnfusedOptimizer):
+            return super()._take_model_step(lr_kwargs)
+        mark_gradients(self.module.parameters())
+        super()._take_model_step(lr_kwargs)
+        if not self.optimizer.overflow:  # of scaled gradients, where the other optimisers report that of unscaled ones
+            self._global_grad_norm = self.optimizer._global_grad_norm / self.optimizer.loss_scale_config.cur_scale

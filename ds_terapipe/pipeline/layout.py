@@ -1,0 +1,101 @@
+"""Where the sequence is in the tensors between layers, found by comparing their shapes at two slice lengths.
+
+The first three tokens of a micro-batch are run as slices of one and of two tokens: a dimension that grows from 1 to 2 follows
+the slice, one that grows from 1 to 3 follows context and slice. Sizes that happen to equal the sequence length (hidden size,
+batch) never enter into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.context import refuse_model
+from ds_terapipe.pipeline.slicing import TensorCut, as_tuple
+from ds_terapipe.pipeline.spans import Span
+
+PROBE_TOKENS = 3
+_EXPLICIT = {"bsh": 1, "sbh": 0}
+
+
+def probe_spans(total: int) -> tuple[Span, Span]:
+    """The two slices of a probe in a sequence of ``total`` tokens."""
+    return Span(0, 1, total), Span(1, PROBE_TOKENS, total)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tensors of one stage follow the tokens.
+
+    ``layers``: per layer of the stage, the cuts of its input tensors; ``outputs``: the cuts of the stage's output tensors.
+    """
+
+    layers: tuple[tuple[TensorCut, ...], ...]
+    outputs: tuple[TensorCut, ...]
+
+
+@dataclass
+class LayoutProbe:
+    """Records what the layers of a stage see of the two slices of a probe."""
+
+    layout: str  # token_pipeline.layout
+    first_layer: int
+    _shapes: list[list[list[tuple[int, ...]]]] = field(default_factory=list)  # slice, boundary, tensor
+    _floating: list[list[bool]] = field(default_factory=list)
+
+    def begin_slice(self) -> None:
+        """The next slice of the probe starts."""
+        self._shapes.append([])
+        self._floating.clear()
+
+    def record(self, value: Any) -> None:
+        """A layer's input, or after the last layer the stage's output."""
+        tensors = as_tuple(value)
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            raise refuse_model(
+                f"layer {self.first_layer + len(self._floating)} gets {type(value).__name__}, not tensors"
+            )
+        self._shapes[-1].append([tuple(tensor.shape) for tensor in tensors])
+        self._floating.append([tensor.is_floating_point() for tensor in tensors])
+
+    def result(self) -> Layout:
+        """The layout. Raises ConfigError where it can't be told."""
+        one, two = self._shapes
+        cuts = []
+        for index, (short, long, floating) in enumerate(zip(one, two, self._floating, strict=True)):
+            last = index == len(one) - 1
+            where = "the stage's output" if last else f"the input of layer {self.first_layer + index}"
+            if len(short) != len(long):
+                raise refuse_model(f"{where} is {len(short)} tensors for one slice and {len(long)} for the next")
+            cuts.append(tuple(self._cut(where, a, b, f) for a, b, f in zip(short, long, floating, strict=True)))
+        return Layout(tuple(cuts[:-1]), cuts[-1])
+
+    def _cut(self, where: str, short: tuple[int, ...], long: tuple[int, ...], floating: bool) -> TensorCut:
+        if len(short) != len(long):
+            raise refuse_model(
+                f"{where} has {len(short)} dimensions for a slice of 1 token and {len(long)} for one of 2"
+            )
+        changed = {d: (a, b) for d, (a, b) in enumerate(zip(short, long, strict=True)) if a != b}
+        rows = [d for d, sizes in changed.items() if sizes == (1, 2)]
+        columns = [d for d, sizes in changed.items() if sizes == (1, PROBE_TOKENS)]
+        if len(rows) + len(columns) < len(changed):
+            raise refuse_model(f"{where} has shape {list(short)} for a slice of 1 token and {list(long)} for one of 2")
+        explicit = _EXPLICIT.get(self.layout)
+        if len(rows) > 1 and floating and explicit in rows:
+            rows = [explicit]
+        if len(rows) > 1 or len(columns) > 1:
+            raise ConfigError(
+                f'token_pipeline.layout: got "{self.layout}", but {where} grows with the slice in dimensions {rows + columns} '
+                f'(shape {list(long)} for 2 tokens); must say which one is the sequence, use "bsh" or "sbh"'
+            )
+        return TensorCut(rows[0] if rows else None, columns[0] if columns else None)
+
+
+def check_outputs(outputs: Sequence[TensorCut]) -> None:
+    """Raise ConfigError unless the last stage's outputs can be put together again from their slices."""
+    if not any(cut.row is not None for cut in outputs) or any(cut.column is not None for cut in outputs):
+        raise refuse_model("its outputs do not follow the tokens (is the sequence pooled?)")

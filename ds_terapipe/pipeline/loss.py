@@ -1,0 +1,142 @@
+"""The loss of a micro-batch whose outputs come slice by slice, and its gradient for each slice.
+
+Any ``loss_fn`` is exact on the concatenated outputs, so that is the rule. A loss that is known to be a sum over tokens runs
+on each slice by itself: it then keeps only one slice's logits busy and needs no copy of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like
+from ds_terapipe.pipeline.spans import Span
+
+
+@runtime_checkable
+class TokenLoss(Protocol):
+    """A ``loss_fn`` equal to ``token_sum(outputs, labels) / token_weight(labels)``, a sum over tokens above one below."""
+
+    def __call__(self, outputs: Any, labels: Any) -> Tensor:
+        """The loss of a whole micro-batch, a scalar."""
+
+    def token_sum(self, outputs: Any, labels: Any) -> Tensor:
+        """Sum over the tokens of a slice, a scalar; outputs and labels are the slice's."""
+
+    def token_weight(self, labels: Any) -> Tensor:
+        """The denominator, a scalar, from the labels of the whole micro-batch."""
+
+
+class MicroBatchLoss:
+    """Collects one micro-batch's outputs on the last stage, makes its loss and starts its backward passes.
+
+    Args:
+        loss_fn: of the PipelineModule; None where the model returns its loss.
+        labels: of the whole micro-batch.
+        label_cuts: how the labels are cut; None where they need not be.
+        output_cuts: per output tensor, where its tokens are (from the layout); None for a whole micro-batch.
+        spans: the slices of the micro-batch.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any] | None,
+        labels: Any,
+        label_cuts: Sequence[TensorCut] | None,
+        output_cuts: Sequence[TensorCut] | None,
+        spans: Sequence[Span],
+    ) -> None:
+        self._loss_fn, self._labels, self._label_cuts = loss_fn, labels, label_cuts
+        self._output_cuts, self._spans = output_cuts, spans
+        self._per_slice = len(spans) > 1 and runs_per_slice(loss_fn)
+        self._weight = loss_fn.token_weight(labels) if self._per_slice else None
+        self._outputs: list[Any] = []
+        self._terms: list[Tensor | None] = []
+        self._joined: Any = None
+        self.value: Any = None  # the loss, once the last slice is in; with a graph only where backward needs it
+        self.outputs: Any = None  # of the whole micro-batch, on request
+
+    def add(self, outputs: Any, *, keep_outputs: bool = False) -> None:
+        """Take the outputs of the next slice; with the last one the loss is made."""
+        if self._per_slice:
+            self._add_term(outputs, keep_outputs)
+        elif len(self._spans) == 1:
+            self._outputs.append(outputs)
+            self.value = outputs if self._loss_fn is None else self._loss_fn(outputs, self._labels)
+        else:
+            self._outputs.append(outputs)
+            if len(self._outputs) == len(self._spans):
+                self._joined = self._join(requires_grad=torch.is_grad_enabled())
+                self.value = self._joined if self._loss_fn is None else self._loss_fn(self._joined, self._labels)
+        if keep_outputs and len(self._outputs) == len(self._spans):
+            self.outputs = self._join(requires_grad=False)
+
+    def _add_term(self, outputs: Any, keep_outputs: bool) -> None:
+        span = self._spans[len(self._terms)]
+        labels = like(
+            self._labels,
+            [cut.apply(t, span) for t, cut in zip(as_tuple(self._labels), self._label_cuts or (), strict=True)],
+        )
+        term = self._loss_fn.token_sum(outputs, labels) / self._weight  # type: ignore[union-attr]
+        self._terms.append(term)
+        self.value = term.detach() if self.value is None else self.value + term.detach()
+        if keep_outputs:
+            self._outputs.append(outputs)
+
+    def _join(self, *, requires_grad: bool) -> Any:
+        if len(self._spans) == 1:
+            return self._outputs[0]
+        parts = [as_tuple(outputs) for outputs in self._outputs]
+        joined = []
+        for index, cut in enumerate(self._output_cuts or ()):
+            pieces = [part[index].detach() for part in parts]
+            whole = pieces[0] if cut.row is None else torch.cat(pieces, dim=cut.row)
+            wants = requires_grad and any(part[index].requires_grad for part in parts)
+            joined.append(whole.requires_grad_(wants))
+        return like(self._outputs[0], joined)
+
+    def backward(self, index: int, scale: Callable[[Tensor], Tensor]) -> None:
+        """Backward of slice ``index``; slices come in descending order. ``scale`` applies accumulation and loss scale."""
+        if self._per_slice:
+            term, self._terms[index] = self._terms[index], None
+            assert term is not None
+            scale(term).backward()
+            return
+        if len(self._spans) == 1:
+            scale(self.value).backward()
+            self._outputs.clear()
+            return
+        if index == len(self._spans) - 1:
+            scale(self.value).backward()
+            self.value = self.value.detach()
+        roots, gradients = [], []
+        for output, whole, cut in zip(
+            as_tuple(self._outputs[index]), as_tuple(self._joined), self._output_cuts or (), strict=True
+        ):
+            if output.requires_grad:
+                gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
+                span = self._spans[index]
+                roots.append(output)
+                gradients.append(gradient if cut.row is None else gradient.narrow(cut.row, span.start, span.length))
+        torch.autograd.backward(roots, gradients)
+        self._outputs[index] = None
+        if index == 0:
+            self._joined = None
+
+
+def runs_per_slice(loss_fn: Callable[..., Any] | None) -> bool:
+    """True for a loss that is known to be a sum over tokens."""
+    return isinstance(loss_fn, TokenLoss)
+
+
+def check_loss(loss_fn: Callable[..., Any] | None) -> None:
+    """Raise ConfigError for a model that can't be cut for want of a ``loss_fn``."""
+    if loss_fn is None:
+        raise ConfigError(
+            "token_pipeline.slices: got a PipelineModule without loss_fn, must have one so that the loss sees the whole "
+            'sequence, use PipelineModule(..., loss_fn=...) or "slices": 1'
+        )

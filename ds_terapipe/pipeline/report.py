@@ -1,0 +1,66 @@
+"""One line per ``steps_per_print``, and the monitor's events: loss, tokens/s, waiting, slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deepspeed.utils.logging import print_dist
+from torch import Tensor
+
+from ds_terapipe.pipeline.batch import StepBatch
+
+
+class StepReport:
+    """Adds up steps between two lines.
+
+    Args:
+        stages: number of pipeline stages.
+        schedule: ``token_pipeline.schedule``.
+    """
+
+    def __init__(self, stages: int, schedule: str) -> None:
+        self._stages, self._schedule = stages, schedule
+        self._steps, self._tokens, self._seconds, self._waited = 0, 0, 0.0, 0.0
+
+    def add(self, tokens: int, seconds: float, waited_s: float) -> None:
+        """Count one step: tokens of all micro-batches and replicas, wall and waiting time of this rank."""
+        self._steps += 1
+        self._tokens += tokens
+        self._seconds += seconds
+        self._waited += waited_s
+
+    @property
+    def waited_share(self) -> float:
+        """Share of the time since the last line that this stage waited for others, 0 to 1."""
+        return self._waited / self._seconds if self._seconds else 0.0
+
+    def line(self, step: int, loss: Tensor, batch: StepBatch, waited: Sequence[float]) -> str:
+        """The line, and a new start. ``waited``: the share of each stage, in order."""
+        counts = sorted({len(spans) for spans in batch.spans})
+        slices = "1 slice" if counts == [1] else f"{'/'.join(map(str, counts))} slices"
+        text = (
+            f"step {step}: loss {float(loss):.4f}, {self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s, "
+            f"{self._seconds / max(self._steps, 1):.3f} s per step, waited "
+            + " ".join(f"{share:.0%}" for share in waited)
+            + f" (stages 0 to {self._stages - 1}), {slices}, {self._schedule}"
+        )
+        self._steps, self._tokens, self._seconds, self._waited = 0, 0, 0.0, 0.0
+        note = does_not_pay(self._stages, [len(spans) for spans in batch.spans])
+        return f"{text}; {note}" if note else text
+
+
+def does_not_pay(stages: int, slices: Sequence[int]) -> str:
+    """What to say where micro-batches alone already fill the pipeline; empty otherwise.
+
+    The bubble of M micro-batches on K stages is (K-1)/(M+K-1) of the step; slicing can save at most that, and costs some
+    per cent itself.
+    """
+    bubble = (stages - 1) / (len(slices) + stages - 1)
+    if max(slices) == 1 or bubble > 0.08:
+        return ""
+    return f"slicing does not pay here: {len(slices)} micro-batches leave a bubble of only {bubble:.0%}"
+
+
+def emit(line: str) -> None:
+    """Print a line where DeepSpeed's pipeline prints its own: whatever the log level, which is "warning" by default."""
+    print_dist(line, ranks=[0])

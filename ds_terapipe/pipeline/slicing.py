@@ -1,0 +1,155 @@
+"""A micro-batch into slices: how long they are, and which dimensions of which tensors are cut.
+
+Dimension 0 of an input is the batch. Every further dimension as long as the sequence is cut: rows to the slice's own
+positions, the columns of an attention mask to all positions up to the slice's end. What the rule can't tell apart is an
+error that names the key ``cut``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.spans import Span
+
+
+class TensorCut(NamedTuple):
+    """Dimensions of a tensor that follow the tokens: ``row`` by the slice's positions, ``column`` by all up to its end."""
+
+    row: int | None = None
+    column: int | None = None
+
+    def apply(self, tensor: Tensor, span: Span) -> Tensor:
+        """The part of ``tensor`` that belongs to a slice; contiguous where it was cut, as an uncut one would be."""
+        part = tensor
+        if self.row is not None:
+            part = part.narrow(self.row, span.start, span.length)
+        if self.column is not None:
+            part = part.narrow(self.column, 0, span.stop)
+        return part if part is tensor else part.contiguous()
+
+
+WHOLE = TensorCut()
+
+
+def slice_lengths(total: int, slices: int | Sequence[int]) -> tuple[int, ...]:
+    """Lengths in tokens of the slices of a sequence of ``total`` tokens.
+
+    ``slices`` is a number of equal slices, the first ones a token longer where it doesn't divide, or the lengths themselves.
+    Raises ConfigError when the lengths don't add up or there are more slices than tokens.
+    """
+    if not isinstance(slices, int):
+        if sum(slices) != total:
+            raise ConfigError(
+                f"token_pipeline.slices: got {list(slices)}, which add up to {sum(slices)} tokens, must add up to the "
+                f"sequence length {total}, use e.g. {len(slices)}"
+            )
+        return tuple(slices)
+    if slices > total:
+        raise ConfigError(
+            f"token_pipeline.slices: got {slices}, must be at most the sequence length {total}, use e.g. {min(8, total)}"
+        )
+    length, longer = divmod(total, slices)
+    return tuple(length + (i < longer) for i in range(slices))
+
+
+def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """One tensor or several, as a tuple."""
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def like(value: object, tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    """``tensors`` in the form of ``value``: the inverse of :func:`as_tuple`."""
+    return tensors[0] if isinstance(value, Tensor) else tuple(tensors)
+
+
+def plan_cuts(
+    tensors: Sequence[Tensor], given: Sequence[int | Sequence[int] | None] | None, key: str
+) -> tuple[int, tuple[TensorCut, ...]]:
+    """Sequence length of a micro-batch and how each of its tensors is cut.
+
+    Args:
+        tensors: inputs or labels of the micro-batch, batch first.
+        given: the user's ``cut``, one entry per tensor: a dimension, [row, column], or None for a tensor that stays whole.
+        key: what to call the tensors in errors: ``inputs`` or ``labels``.
+    """
+    if given is not None:
+        return _given_cuts(tensors, given, key)
+    total = _sequence_length(tensors, key)
+    batch = _flat(tensors)[0][1].shape[0]
+    return total, tuple(_infer(index, tensor, total, key, batch) for index, tensor in enumerate(tensors))
+
+
+def _ambiguous(key: str, index: int, tensor: Tensor, why: str) -> ConfigError:
+    shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    return ConfigError(
+        f"token_pipeline.cut: got none, {key}[{index}] ({dtype} {shape}) {why}; must say which dimension is the sequence, "
+        f'use e.g. "cut": {{"{key}": [1, null]}}'
+    )
+
+
+def _sequence_length(tensors: Sequence[Tensor], key: str) -> int:
+    flat = _flat(tensors)
+    if not flat:
+        raise _ambiguous(key, 0, tensors[0], "and no other one has the shape [batch, sequence]")
+    first = flat[0][1].shape[1]
+    for index, tensor in flat:
+        if tensor.shape[1] != first:
+            raise _ambiguous(key, index, tensor, f"is not of the same length as another one of {first}")
+    return first
+
+
+def _flat(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """The tensors [batch, sequence] with their indices: those of whole numbers, where there are any."""
+    flat = [(index, tensor) for index, tensor in enumerate(tensors) if tensor.dim() == 2]
+    return [(i, t) for i, t in flat if not t.is_floating_point() and t.dtype != torch.bool] or flat
+
+
+def _infer(index: int, tensor: Tensor, total: int, key: str, batch: int) -> TensorCut:
+    if tensor.shape == (total, total) and batch != total:
+        return TensorCut(row=0, column=1)  # one mask for all sequences of the batch
+    dimensions = [d for d in range(1, tensor.dim()) if tensor.shape[d] == total]
+    last = tensor.dim() - 1
+    if not dimensions:
+        return WHOLE
+    if len(dimensions) == 1:
+        only = dimensions[0]
+        if only == 1 and tensor.dim() != 3:
+            return TensorCut(row=1)
+        if only == last and all(size == 1 for size in tensor.shape[1:last]) and tensor.dim() > 2:
+            return TensorCut(column=last)  # a key-padding mask [b, 1, 1, S]
+        if only == 1 or (tensor.dim() == 4 and only == 2 and tensor.shape[1] == 1):
+            return TensorCut(row=only)
+    if dimensions == [last - 1, last] and (tensor.dim() == 4 or not tensor.is_floating_point()):
+        return TensorCut(row=last - 1, column=last)
+    raise _ambiguous(key, index, tensor, f"has the sequence length {total} in dimensions {dimensions}")
+
+
+def _given_cuts(
+    tensors: Sequence[Tensor], given: Sequence[int | Sequence[int] | None], key: str
+) -> tuple[int, tuple[TensorCut, ...]]:
+    if len(given) != len(tensors):
+        raise ConfigError(
+            f"token_pipeline.cut.{key}: got {len(given)} entries, must be one for each of the {len(tensors)} tensors, "
+            "use null for one that stays whole"
+        )
+    cuts = []
+    for index, (tensor, entry) in enumerate(zip(tensors, given, strict=True)):
+        wanted = [] if entry is None else [entry] if isinstance(entry, int) else list(entry)
+        if len(wanted) > 2 or any(not 1 <= d < tensor.dim() for d in wanted):
+            raise ConfigError(
+                f"token_pipeline.cut.{key}[{index}]: got {entry}, must be a dimension from 1 to {tensor.dim() - 1} of its "
+                f"shape {list(tensor.shape)}, or [row, column], use null to leave it whole"
+            )
+        cuts.append(TensorCut(*wanted))
+    sizes = {tensor.shape[d] for tensor, cut in zip(tensors, cuts, strict=True) for d in cut if d is not None}
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"token_pipeline.cut.{key}: got {list(given)}, which are dimensions of {sorted(sizes) or 'no'} tokens, must be "
+            "dimensions of one length, the sequence's"
+        )
+    return sizes.pop(), tuple(cuts)

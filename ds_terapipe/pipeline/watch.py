@@ -1,0 +1,307 @@
+"""Every wait of a stage for another: timed, bounded, and explained when it fails.
+
+A wait that fails or lasts too long ends in a report that says who waited for whom and for what, with the schedule's grid and
+the action each stage is at. Ranks learn each other's whereabouts from the process group's store, where a thread of each
+process writes its own down about once a second; so also that of a process which is no longer there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+
+from ds_terapipe.schedule import Action, grid_text
+
+logger = logging.getLogger(__name__)
+
+_PUBLISH_EVERY_S = 1.0
+_SILENT_AFTER_S = 2.5  # in which every living process publishes at least once
+_READ_WITHIN_S = 2.0
+_GRACE_S = 5.0  # what the wait itself gets to fail by its own timeout, before the watching thread ends the process
+_LISTED_OUTSIDE = 8  # ranks of other pipelines that a report names
+_EXIT_CODE = 70  # EX_SOFTWARE
+
+
+class PipelineStalled(RuntimeError):
+    """A stage waited for another that died, or that did not answer within ``token_pipeline.timeout_s``."""
+
+
+class Waiting(NamedTuple):
+    """A wait that is going on: for what, and since when (``time.monotonic``)."""
+
+    what: str
+    since: float
+
+
+class Position(NamedTuple):
+    """What a rank last said of itself: when (``time.time``), in which step, at which action, and doing what."""
+
+    written: float
+    step: int
+    action: int
+    note: str = ""
+    ended: bool = False  # the note says why
+
+    def to_text(self) -> str:
+        """One line; :meth:`from_text` is its inverse."""
+        return f"{self.written:.3f} {self.step} {self.action} {int(self.ended)} {self.note}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Position:
+        """Raises ValueError for anything but a text of :meth:`to_text`."""
+        written, step, action, ended, note = text.split(" ", 4)
+        return cls(float(written), int(step), int(action), note, bool(int(ended)))
+
+
+class Positions:
+    """The table of all ranks' positions in the process group's store.
+
+    The process that holds the store may be the very one that died or stopped: nothing here waits for it longer than about
+    two seconds, and after the first failure it is left alone.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store.clone(), rank  # a connection of its own: the other one may be in use for long
+        self._lost = False
+
+    def publish(self, position: Position) -> None:
+        """Write this rank's position down; no answer is waited for."""
+        if self._lost:
+            return
+        try:
+            self._store.set(self._key(self._rank), position.to_text())
+        except (RuntimeError, OSError) as error:  # the store's host is gone: the wait itself will say so
+            self._lost = True
+            logger.debug("can't publish the position: %s", error)
+
+    def read(self, ranks: Sequence[int]) -> dict[int, Position] | None:
+        """The positions of those of ``ranks`` that have published one; None when the store does not answer."""
+        found: dict[int, Position] = {}
+        done = threading.Event()
+
+        def look() -> None:
+            for rank in ranks:
+                try:
+                    if self._store.check([self._key(rank)]):
+                        found[rank] = Position.from_text(self._store.get(self._key(rank)).decode())
+                except ValueError:
+                    continue
+                except (RuntimeError, OSError):
+                    return
+            done.set()
+
+        if self._lost:
+            return None
+        reader = threading.Thread(target=look, name="ds_terapipe-positions", daemon=True)
+        reader.start()
+        reader.join(_READ_WITHIN_S)
+        self._lost = not done.is_set()
+        return None if self._lost else found
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"ds_terapipe/position/{rank}"
+
+
+class Watch:
+    """Knows what this rank is doing and waits for.
+
+    Args:
+        ranks: global ranks of this rank's pipeline, by stage.
+        stage: this rank's stage.
+        timeout_s: longest wait, in seconds.
+    """
+
+    def __init__(self, ranks: Sequence[int], stage: int, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.waited_s = 0.0
+        self._ranks, self._stage, self._rank = list(ranks), stage, ranks[stage]
+        self._world_size = torch.distributed.get_world_size()
+        self._grid: Sequence[Sequence[Action]] = ()
+        self._step, self._index = 0, 0
+        self._waiting: Waiting | None = None
+        self._ended = ""
+        self._positions = Positions(_get_default_store(), self._rank)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ds_terapipe-watch", daemon=True)
+        self._thread.start()
+        # a thread that is inside the store when the interpreter goes down would take the process with it
+        atexit.register(self.close)
+
+    def begin(self, step: int, grid: Sequence[Sequence[Action]]) -> None:
+        """A new step starts, with the schedule ``grid``; the time waited counts from zero again."""
+        self._step, self._grid, self._index, self.waited_s = step, grid, 0, 0.0
+
+    def at(self, index: int) -> None:
+        """This stage has come to action ``index`` of its row of the grid."""
+        self._index = index
+
+    @contextmanager
+    def waiting(self, what: str, *, counts: bool = True) -> Iterator[None]:
+        """A blocking wait for other processes; ``what`` completes "waited for". Raises PipelineStalled when it fails.
+
+        ``counts``: whether the time is waiting and nothing else, and belongs to ``waited_s``.
+        """
+        outer, mine = self._waiting, Waiting(what, time.monotonic())
+        self._waiting = mine
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, PipelineStalled) or not _is_communication(error):
+                raise
+            self._waiting = None  # the report takes its time
+            raise PipelineStalled(self._report(mine, _first_line(error))) from error
+        finally:
+            if counts and outer is None:
+                self.waited_s += time.monotonic() - mine.since
+            self._waiting = outer
+
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for one message."""
+        with self.waiting(what):
+            work.wait(timedelta(seconds=self.timeout_s))
+
+    def failed(self, error: BaseException) -> None:
+        """This rank's step ends with an error: whoever waits for it will read why."""
+        if not self._ended:
+            self._end(f"failed: {type(error).__name__}: {_first_line(error)}")
+
+    def close(self) -> None:
+        """End the watching thread."""
+        self._closed.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_READ_WITHIN_S)
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        self._publish()
+        while not self._closed.wait(_PUBLISH_EVERY_S):
+            self._publish()
+            waiting = self._waiting
+            if waiting is not None and time.monotonic() - waiting.since > self.timeout_s + _GRACE_S:
+                # the main thread is inside a collective of a group with a longer timeout: nothing can wake it
+                logger.error("%s", self._report(waiting, "no answer"))
+                sys.stderr.flush()
+                os._exit(_EXIT_CODE)
+
+    def _publish(self) -> None:
+        waiting, note = self._waiting, self._ended
+        if not note and waiting is not None:
+            note = f"waits {time.monotonic() - waiting.since:.1f} s for {waiting.what}"
+        self._positions.publish(Position(time.time(), self._step, self._index, note, bool(self._ended)))
+
+    def _end(self, note: str) -> None:
+        self._ended = note
+        self._publish()
+
+    def _report(self, waiting: Waiting, reason: str) -> str:
+        seconds = time.monotonic() - waiting.since
+        first = (
+            f"rank {self._rank} (stage {self._stage}) waited {seconds:.1f} s for {waiting.what} in step {self._step}: {reason} "
+            f"(token_pipeline.timeout_s is {self.timeout_s:g})"
+        )
+        if self._ended:
+            return first
+        logger.error("%s", first)  # at once: a launcher that saw a process die ends the others within a moment
+        self._end(f"gave up waiting for {waiting.what}: {reason}")
+        known, silent = self._observe()
+        lines, at = [first], {self._stage: self._index}
+        if known is None:
+            lines.append("  positions unknown: the process with the store (rank 0, or the launcher) does not answer")
+            known = {}
+        else:
+            lines += self._outside(known, silent)
+            others = [(stage, rank) for stage, rank in enumerate(self._ranks) if stage != self._stage]
+            lines += [_describe(rank, known.get(rank), rank in silent, stage) for stage, rank in others]
+        for stage, rank in enumerate(self._ranks):
+            if rank in known and known[rank].step == self._step:
+                at[stage] = known[rank].action
+        if self._grid:
+            lines.append(grid_text(self._grid, at=at))
+        return "\n".join(lines)
+
+    def _outside(self, known: Mapping[int, Position], silent: Collection[int]) -> list[str]:
+        """Those ranks of other pipelines that ended or fell silent: what all ranks wait for may be one of them."""
+        odd = [rank for rank in known if rank not in self._ranks and (rank in silent or known[rank].ended)]
+        return [_describe(rank, known[rank], rank in silent) for rank in odd[:_LISTED_OUTSIDE]]
+
+    def _observe(self) -> tuple[dict[int, Position] | None, set[int]]:
+        """All ranks' positions, and who has stopped publishing. Two looks tell; clocks of other machines do not."""
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        before = self._positions.read(others)
+        if before is None or any(position.ended for position in before.values()):
+            return before, set()
+        time.sleep(_SILENT_AFTER_S)
+        after = self._positions.read(others)
+        if after is None:
+            return None, set()
+        return after, {rank for rank, position in after.items() if position == before.get(rank)}
+
+
+def _describe(rank: int, position: Position | None, silent: bool, stage: int | None = None) -> str:
+    where = f"  rank {rank}" + ("" if stage is None else f" (stage {stage})")
+    if position is None:
+        return f"{where}: position unknown"
+    text = f"{where}: last seen in step {position.step}, action {position.action}"
+    if position.note:
+        text += f", {position.note}"
+    return f"{text}; no sign of life for {_SILENT_AFTER_S} s" if silent else text
+
+
+def _first_line(error: BaseException) -> str:
+    line = next(iter(str(error).splitlines()), "")
+    line = re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo begins with the place in its source
+    return line.split(". This is typically caused by")[0][:300]
+
+
+def bounded_group(ranks: Sequence[int] | None, timeout_s: float, backend: str | None = None) -> Any:
+    """A new process group whose operations end after ``timeout_s``; collective. ``ranks`` None: all of the job.
+
+    Its creation has the job's own timeout: processes may come to it long after each other.
+    """
+    group = torch.distributed.new_group(ranks, backend=backend)
+    if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return group
+
+
+def _is_communication(error: RuntimeError) -> bool:
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "timed out", "connection", "socket"))
+
+
+class StreamClock:
+    """Time that a CUDA stream spends waiting for messages: there, waiting blocks the stream and not the host."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Bracket one wait by events on the current stream."""
+        pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        pair[0].record()
+        yield
+        pair[1].record()
+        self._pairs.append(pair)
+
+    def take_s(self) -> float:
+        """Seconds since the last call. Synchronises."""
+        torch.cuda.synchronize()
+        seconds = sum(start.elapsed_time(stop) for start, stop in self._pairs) / 1000.0
+        self._pairs.clear()
+        return seconds

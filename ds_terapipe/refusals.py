@@ -1,0 +1,313 @@
+"""What token slices do not go with, refused by name before an engine exists.
+
+Every finding names the key or the layer, the reason and the way out. A layer lives on one stage only, so what one rank
+finds is exchanged, and all ranks raise.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from .config import TOKEN_PIPELINE
+from .errors import ConfigError, bad_value, shown
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+MESSAGE_BYTES = 1024
+
+
+class Rule(NamedTuple):
+    """A key of the DeepSpeed configuration and the values that do not go with token slices."""
+
+    path: str
+    refused: Callable[[Any], bool]
+    rule: str
+    use: str
+
+
+def _true(value: Any) -> bool:
+    return value is True or (isinstance(value, (int, float)) and value != 0)
+
+
+def _above(limit: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value > limit
+
+
+_TIMERS = "false beside token_pipeline (DeepSpeed's pipeline engine starts its timers twice and fails)"
+_COMPILE = "false beside token_pipeline (a compiled graph holds the attention of the whole sequence)"
+
+# Spelt and defaulted as in DeepSpeed 0.19.8: runtime/config.py, runtime/zero/config.py, compile/config.py,
+# runtime/tensor_parallel/config.py, runtime/data_pipeline/config.py, profiling/config.py.
+RULES = (
+    Rule(
+        "zero_optimization.stage",
+        _above(1),
+        "0 or 1 beside token_pipeline (pipeline stages keep their gradients until the last slice is done)",
+        "1",
+    ),
+    Rule(
+        "sequence_parallel_size",
+        _above(1),
+        "1 beside token_pipeline (Ulysses shares a sequence among ranks, slices need it whole on each)",
+        "1, with more pipeline stages",
+    ),
+    Rule(
+        "data_efficiency.data_routing.random_ltd.enabled",
+        _true,
+        "false beside token_pipeline (random-LTD drops tokens by their place in the whole sequence)",
+        "false",
+    ),
+    Rule("flops_profiler.enabled", _true, _TIMERS, "false"),
+    Rule("wall_clock_breakdown", _true, _TIMERS, "false"),
+    Rule("compile.deepcompile", _true, _COMPILE, "false"),
+    Rule("compile.enabled", _true, _COMPILE, "false"),
+    Rule(
+        "tensor_parallel.autotp_size",
+        _above(0),
+        "0 beside token_pipeline (DeepSpeed's automatic tensor parallelism rewrites layers after they are checked)",
+        "0, and layers that are tensor parallel themselves, as megatron-core's are",
+    ),
+    Rule(
+        "expert_parallel.enabled",
+        _true,
+        "false beside token_pipeline (experts choose among all tokens of a sequence, their loss is not a sum)",
+        "false, with dense layers",
+    ),
+)
+
+
+_UNCOMPILED = ("plain Python (a compiled graph holds the attention of all tokens)", "it without torch.compile")
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise for the first key of a DeepSpeed configuration that does not go with token slices.
+
+    Raises:
+        ConfigError: naming the key, its value, the reason and the value to use.
+    """
+    for rule in RULES:
+        value = at(config, rule.path)
+        if rule.refused(value):
+            raise bad_value(rule.path, value, rule.rule, rule.use)
+
+
+def at(config: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path of nested blocks, None where a block or the key is missing."""
+    value: Any = config
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def check_model_class(model: Any) -> None:
+    """Raise unless ``model`` is a ``PipelineModule`` that runs one stage per rank.
+
+    Raises:
+        ConfigError: naming the class and what to build instead.
+    """
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    name = type(model).__name__
+    if isinstance(model, DualPipeVModule):
+        use = "deepspeed.pipe.PipelineModule or remove the key"
+        raise bad_value(TOKEN_PIPELINE, name, "a model with one stage per rank (DualPipeV has two)", use)
+    if not isinstance(model, PipelineModule):
+        use = "deepspeed.pipe.PipelineModule(layers=..., num_stages=2) or remove the key"
+        rule = "left uncompiled" if name == "OptimizedModule" else "a PipelineModule"
+        raise bad_value(TOKEN_PIPELINE, name, rule, use)
+
+
+def check_model(model: Any) -> None:
+    """Raise for the first layer of this rank's stage that does not go with token slices.
+
+    Args:
+        model: a ``PipelineModule``.
+
+    Raises:
+        ConfigError: naming the layer, the reason and the way out.
+    """
+    for index, layer in enumerate(model.forward_funcs, start=model._local_start):
+        if not hasattr(layer, "named_modules") and _compiled(layer):
+            raise _refuse(f"layer {index}", "is compiled", *_UNCOMPILED)
+    for where, module in model.named_modules():
+        for found in _findings(module):
+            raise _refuse(f"layer {where or type(model).__name__} ({type(module).__name__})", *found)
+    if _additional_losses(model):
+        raise _refuse(
+            "get_additional_losses", "returns losses beside the model's own", "None", "a loss_fn that adds them"
+        )
+
+
+def _refuse(where: str, got: str, rule: str, use: str) -> ConfigError:
+    return ConfigError(f"{TOKEN_PIPELINE}: {where} {got}, must be {rule} beside token_pipeline, use {use}")
+
+
+def _findings(module: Any) -> Iterator[tuple[str, str, str]]:
+    origins = [f"{base.__module__}.{base.__name__}" for base in type(module).__mro__]
+    names = [base.__name__ for base in type(module).__mro__]
+    config = getattr(module, "config", None)
+
+    if "OptimizedModule" in names or _compiled(module):
+        yield "is compiled", *_UNCOMPILED
+    if (
+        any(origin.startswith(("deepspeed.moe.", "megatron.core.transformer.moe.")) for origin in origins)
+        or "SwitchMLP" in names
+        or _number(module, "num_experts") > 1
+        or getattr(module, "is_moe_model", False) is True
+    ):
+        yield "is a mixture of experts", "dense (experts choose among all tokens, their loss is not a sum)", "an MLP"
+    if (
+        any(origin.startswith(("deepspeed.sequence.", "deepspeed.runtime.sequence_parallel.")) for origin in origins)
+        or getattr(module, "enable_ds_sequence_parallel", False) is True
+        or getattr(module, "ds_sequence_parallel_fpdt", False) is True
+    ):
+        yield "shares a sequence among ranks", "without Ulysses sequence parallelism", "more pipeline stages"
+    marked = [module, config, *module.parameters(recurse=False)]
+    if any(getattr(holder, "sequence_parallel", False) is True for holder in marked):
+        yield "has sequence_parallel=True", "False (it shares a sequence among tensor-parallel ranks)", "False"
+    if _number(config, "context_parallel_size") > 1:
+        yield "has context_parallel_size > 1", "1 (it shares a sequence among ranks)", "more pipeline stages"
+    if any(name.startswith("FlashSelfAttention") for name in names) or getattr(module, "use_flash_attn", False) is True:
+        yield (
+            "calls flash attention by itself",
+            "attention that can be cut",
+            "Megatron-DeepSpeed without --use-flash-attn",
+        )
+    yield from _megatron_deepspeed(module)
+
+
+def _megatron_deepspeed(module: Any) -> Iterator[tuple[str, str, str]]:
+    """Megatron-DeepSpeed's layers read rotary positions and the zero-bubble switch from its global arguments."""
+    arguments = getattr(module, "_args", None) or _megatron_arguments(module)
+    if True in (
+        getattr(module, "use_rotary_position_embeddings", False),
+        getattr(arguments, "use_rotary_position_embeddings", False),
+    ):
+        use = "learned positions, or a model of ds_terapipe.megatron"
+        yield "has rotary positions", "without rotary positions (every slice would count from 0)", use
+    if getattr(arguments, "enable_zbh1_pipeline", False) is True:
+        yield (
+            "keeps weight gradients back for a zero-bubble schedule",
+            "without it (only that schedule ever computes them)",
+            "Megatron-DeepSpeed without --enable-zbh1-pipeline",
+        )
+
+
+def _megatron_arguments(module: Any) -> Any:
+    origin = type(module).__module__
+    if not origin.startswith("megatron.") or origin.startswith("megatron.core."):
+        return None
+    get_args = getattr(sys.modules.get(origin), "get_args", None)
+    try:
+        return get_args() if callable(get_args) else None
+    except AssertionError:
+        return None  # no arguments were parsed, so no layer can read any
+
+
+def _additional_losses(model: Any) -> bool:
+    try:
+        return model.get_additional_losses() is not None
+    except Exception:
+        return True  # it wants values of a step that has not been run
+
+
+def _compiled(layer: Any) -> bool:
+    return (
+        getattr(layer, "_compiled_call_impl", None) is not None
+        or hasattr(layer, "_torchdynamo_orig_callable")
+        or hasattr(getattr(layer, "forward", None), "_torchdynamo_orig_callable")
+    )
+
+
+def _number(holder: Any, name: str) -> int:
+    value = getattr(holder, name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def advise(config: Mapping[str, Any], model: Any) -> None:
+    """Log on rank 0 what is legal but gains nothing, and what differs from DeepSpeed's own engine."""
+    if not _first_rank():
+        return
+    if model.num_pipeline_stages() == 1:
+        logger.warning("%s: the model has one pipeline stage, slices gain nothing; use num_stages >= 2", TOKEN_PIPELINE)
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
+
+    clipping = config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
+    if _above(0)(clipping):
+        logger.warning(
+            "%s: got %s%s, which clips by the true norm over all pipeline stages; DeepSpeed's own engine counts the "
+            "first stage only, so a clipped run differs from one without %s",
+            GRADIENT_CLIPPING,
+            shown(clipping),
+            "" if GRADIENT_CLIPPING in config else " (DeepSpeed's default)",
+            TOKEN_PIPELINE,
+        )
+
+
+def turn_off_partitioning(pipeline: dict[str, Any], model: Any) -> None:
+    """Set ``pipe_partitioned`` and ``grad_partitioned`` to False, with one warning where they would have counted.
+
+    Args:
+        pipeline: the block ``pipeline`` as ``DeepSpeedConfig`` has filled it in; changed in place, it is no user's.
+        model: a ``PipelineModule``.
+    """
+    names = [name for name in ("pipe_partitioned", "grad_partitioned") if pipeline.get(name)]
+    if names and model.mpu().model_parallel_size > 1 and _first_rank():
+        logger.warning(
+            "%s ignored beside %s: a slice travels whole to every tensor-parallel rank; set to false to silence this",
+            " and ".join(f"pipeline.{name}" for name in names),
+            TOKEN_PIPELINE,
+        )
+    pipeline.update(pipe_partitioned=False, grad_partitioned=False)
+
+
+def on_every_rank(model: Any, check: Callable[[], Result]) -> Result:
+    """Run a check and raise on all ranks what any rank finds, so that none waits for one that has given up.
+
+    Args:
+        model: a ``PipelineModule``; the ranks are those of its ``world_group``.
+        check: run once on this rank.
+
+    Returns:
+        What ``check`` returns.
+
+    Raises:
+        ConfigError: another rank's finding, in its words; this rank's own error is raised as it is.
+    """
+    failure: Exception | None = None
+    try:
+        result = check()
+    except Exception as error:
+        failure = error
+    messages = _exchange(model, "" if failure is None else " ".join(str(failure).split()) or type(failure).__name__)
+    if failure is not None:
+        raise failure
+    for message in messages:
+        if message:
+            raise ConfigError(message)
+    return result
+
+
+def _exchange(model: Any, message: str) -> list[str]:
+    """Every rank's message, cut to ``MESSAGE_BYTES``, by one all-gather."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator().device_name(model.local_rank)
+    encoded = message.encode("utf-8")[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
+    mine = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    received = [torch.empty_like(mine) for _ in range(model.world_size)]
+    torch.distributed.all_gather(received, mine, group=model.world_group)
+    return [bytes(each.tolist()).rstrip(b"\0").decode("utf-8", errors="ignore") for each in received]
+
+
+def _first_rank() -> bool:
+    import torch
+
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -1,0 +1,183 @@
+"""Puts token pipelining behind ``deepspeed.initialize``: the only file that changes a name in DeepSpeed.
+
+It imports nothing but the standard library when it is imported. The rest of the package is loaded by the first
+configuration that has one of our keys.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NoReturn
+
+TOKEN_PIPELINE = "token_pipeline"
+ELASTIC_PIPELINE = "elastic_pipeline"
+KEYS = (TOKEN_PIPELINE, ELASTIC_PIPELINE)
+
+# DeepSpeed's own nearest top-level key is "pipeline" (0.73 alike); a letter or two wrong is above 0.9.
+ALIKE = 0.8
+
+Initialize = Callable[..., tuple[Any, Any, Any, Any]]
+
+
+def register() -> None:
+    """Wrap ``deepspeed.initialize``, importing DeepSpeed if need be. A second call changes nothing.
+
+    A configuration without our keys goes to DeepSpeed's own function with its arguments as they are.
+    """
+    install(importlib.import_module("deepspeed"))
+
+
+def install(module: ModuleType) -> None:
+    """Wrap ``initialize`` of the module ``deepspeed``, once its definition is there."""
+    vars(module)["initialize"] = wrap(vars(module)["initialize"])
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` for a configuration that may have our keys; needs no hook and leaves none.
+
+    Args:
+        args, kwargs: what ``deepspeed.initialize`` takes.
+
+    Returns:
+        What it returns: engine, optimizer, data loader of ``training_data``, LR scheduler.
+
+    Raises:
+        ConfigError: a key of ours has a wrong value, or stands beside something that it does not go with.
+    """
+    deepspeed = importlib.import_module("deepspeed")
+    original = getattr(deepspeed.initialize, "ds_terapipe_original", deepspeed.initialize)
+    return wrap(original)(*args, **kwargs)
+
+
+def wrap(original: Initialize) -> Initialize:
+    """The function that looks for our keys before it calls ``original``; itself, if it is such a function already."""
+    if hasattr(original, "ds_terapipe_original"):
+        return original
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        config = _configuration(original, args, kwargs)
+        if config is None or not _wanted(config) or _being_built():
+            return original(*args, **kwargs)
+        return _build(original, args, kwargs, config)
+
+    initialize.ds_terapipe_original = original  # type: ignore[attr-defined]
+    return initialize
+
+
+def _configuration(original: Initialize, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
+    """The configuration as DeepSpeed would read it, or None for one that DeepSpeed has to complain about."""
+    try:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        config = given.get("config") if given.get("config") is not None else given.get("config_params")
+        for name in ("deepscale_config", "deepspeed_config"):
+            named = getattr(given.get("args"), name, None)
+            if named is not None and config is not None:
+                return None
+            config = named if config is None else config
+        if isinstance(config, str):
+            # DeepSpeed's own reader: comments in the file, duplicate keys and base64 are its rules.
+            from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+            config = load_ds_config(config)
+    except Exception:
+        return None
+    return config if isinstance(config, Mapping) else None
+
+
+def _wanted(config: Mapping[str, Any]) -> bool:
+    for key in config:
+        near = _near_miss(key)
+        if near:
+            from .errors import ConfigError
+
+            raise ConfigError(f'{key}: unknown key, must be spelt "{near}", use "{near}"')
+    return any(key in config and not _switched_off(config[key]) for key in KEYS)
+
+
+def _near_miss(key: object) -> str | None:
+    if not isinstance(key, str) or key in KEYS:
+        return None
+    near = difflib.get_close_matches(key.lower().replace("-", "_"), KEYS, n=1, cutoff=ALIKE)
+    return near[0] if near else None
+
+
+def _switched_off(block: object) -> bool:
+    return isinstance(block, Mapping) and block.get("enabled") is False
+
+
+def _being_built() -> bool:
+    """Whether a wrapper outside this one is at work: another package may have wrapped ours and been wrapped again."""
+    return hasattr(importlib.import_module("deepspeed").PipelineEngine, "ds_terapipe_stands_for")
+
+
+def _build(
+    original: Initialize, args: tuple[Any, ...], kwargs: dict[str, Any], config: Mapping[str, Any]
+) -> tuple[Any, Any, Any, Any]:
+    if ELASTIC_PIPELINE in config and not _switched_off(config[ELASTIC_PIPELINE]):
+        from .errors import ConfigError
+
+        raise ConfigError(f"{ELASTIC_PIPELINE}: not available in this version, must be absent, use {TOKEN_PIPELINE}")
+    try:
+        from . import compat, refusals
+        from .config import parse
+
+        compat.require()
+        from .pipeline.engine import TokenPipelineEngine
+    except Exception as reason:
+        _cannot_run(reason)
+
+    model = inspect.signature(original).bind(*args, **kwargs).arguments.get("model")
+    refusals.check_model_class(model)
+    settings = refusals.on_every_rank(model, lambda: _checked(parse, refusals, config, model))
+
+    def engine(*engine_args: Any, **engine_kwargs: Any) -> Any:
+        # DeepSpeed adds what deepspeed.tp_model_init asked for to the configuration after the first look at it.
+        refusals.check_config(engine_kwargs["config"])
+        refusals.turn_off_partitioning(engine_kwargs["config_class"].pipeline, model)
+        return TokenPipelineEngine(*engine_args, token_pipeline=settings, **engine_kwargs)
+
+    with _engine_class(engine):
+        result = original(*args, **kwargs)
+    if not isinstance(result[0], TokenPipelineEngine):
+        raise RuntimeError(f"{TOKEN_PIPELINE}: DeepSpeed built a {type(result[0]).__name__} in spite of the key")
+    return result
+
+
+def _checked(parse: Any, refusals: Any, config: Mapping[str, Any], model: Any) -> Any:
+    settings = parse(config)
+    refusals.check_config(config)
+    refusals.check_model(model)
+    refusals.advise(config, model)
+    return settings
+
+
+def _cannot_run(reason: Exception) -> NoReturn:
+    from .errors import ConfigError
+
+    if isinstance(reason, ConfigError):
+        raise reason
+    message = f"{TOKEN_PIPELINE}: ds_terapipe cannot run here ({type(reason).__name__}: {reason}), remove the key"
+    raise RuntimeError(message) from reason
+
+
+@contextmanager
+def _engine_class(engine: Callable[..., Any]) -> Iterator[None]:
+    """Have ``deepspeed.initialize`` call ``engine`` where it would build a ``PipelineEngine``.
+
+    It looks the class up by name in its module and offers no other way to choose one.
+    """
+    deepspeed = importlib.import_module("deepspeed")
+    replaced = deepspeed.PipelineEngine
+    engine.ds_terapipe_stands_for = replaced  # type: ignore[attr-defined]
+    deepspeed.PipelineEngine = engine  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        deepspeed.PipelineEngine = replaced  # type: ignore[attr-defined]

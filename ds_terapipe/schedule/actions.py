@@ -1,0 +1,117 @@
+"""Units of work, the actions on them, and their text form.
+
+A *unit* is one token slice of one micro-batch. An *action* is one thing a stage does with a unit. A schedule is a
+*grid*: one list of actions per stage, executed in order. Actions print as ``2F0.3`` (stage 2 runs slice 3 of
+micro-batch 0 forward) or ``1SEND_F0.3`` and parse back. The notation follows torch.distributed.pipelining's, with the
+slice added.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+_NUMBER = r"(0|[1-9][0-9]*)"
+
+
+class Op(str, Enum):
+    """What a stage does with a unit. Forward messages go to the next stage, backward messages to the previous one.
+
+    Where weight gradients are made once per micro-batch and not with each backward, ``W`` makes them; it belongs to the
+    whole micro-batch and names its slice 0, the last one to go backward.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    WEIGHT_GRADIENTS = "W"
+    SEND_FORWARD = "SEND_F"
+    RECV_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECV_BACKWARD = "RECV_B"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @property
+    def is_compute(self) -> bool:
+        return self in (Op.FORWARD, Op.BACKWARD, Op.WEIGHT_GRADIENTS)
+
+    @property
+    def is_send(self) -> bool:
+        return self in (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+
+    @property
+    def is_receive(self) -> bool:
+        return self in (Op.RECV_FORWARD, Op.RECV_BACKWARD)
+
+
+class Unit(NamedTuple):
+    """One token slice of one micro-batch, both counted from 0. Text form: ``0.3``."""
+
+    micro_batch: int
+    slice: int
+
+    def __str__(self) -> str:
+        return f"{self.micro_batch}.{self.slice}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    @classmethod
+    def from_text(cls, text: str) -> Unit:
+        """The exact inverse of ``str(unit)``; any other text is a ValueError."""
+        match = _UNIT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"unit: got {text!r}, must be <micro-batch>.<slice>, e.g. 0.3")
+        return cls(int(match[1]), int(match[2]))
+
+
+class Action(NamedTuple):
+    """One thing that one stage does with one unit. Text form: ``2F0.3``, ``1SEND_F0.3``."""
+
+    op: Op
+    stage: int
+    unit: Unit
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.unit}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    @classmethod
+    def from_text(cls, text: str) -> Action:
+        """The exact inverse of ``str(action)``; any other text is a ValueError."""
+        match = _ACTION.fullmatch(text)
+        if match is None:
+            ops = ", ".join(Op)
+            raise ValueError(f"action: got {text!r}, must be <stage><op><micro-batch>.<slice>, e.g. 2F0.3 (op: {ops})")
+        return cls(Op(match[2]), int(match[1]), Unit(int(match[3]), int(match[4])))
+
+    @property
+    def peer(self) -> int | None:
+        """The stage at the other end of a message (which may not exist), None for a computation."""
+        if self.op.is_compute:
+            return None
+        return self.stage + (1 if self.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD) else -1)
+
+    @property
+    def counterpart(self) -> Action | None:
+        """The receive that belongs to a send and the send that belongs to a receive, None for a computation."""
+        peer = self.peer
+        return None if peer is None else Action(_COUNTERPART[self.op], peer, self.unit)
+
+
+Grid: TypeAlias = Sequence[Sequence[Action]]
+"""A schedule: ``grid[stage]`` lists that stage's actions in the order in which it executes them."""
+
+_UNIT = re.compile(rf"{_NUMBER}\.{_NUMBER}")
+_ACTION = re.compile(rf"{_NUMBER}(W|(?:SEND_|RECV_)?[FB]){_NUMBER}\.{_NUMBER}")
+_COUNTERPART = {
+    Op.SEND_FORWARD: Op.RECV_FORWARD,
+    Op.RECV_FORWARD: Op.SEND_FORWARD,
+    Op.SEND_BACKWARD: Op.RECV_BACKWARD,
+    Op.RECV_BACKWARD: Op.SEND_BACKWARD,
+}

@@ -1,0 +1,155 @@
+"""A schedule's timeline as an SVG picture: stages down, time to the right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from .actions import Action, Grid, Op
+from .lower import has_messages, with_messages
+from .replay import Replay, replay
+
+# Forward and backward colour of a micro-batch; neighbours differ in hue, white text is legible on every backward one.
+_COLOURS = (
+    ("#bfdbfe", "#2563eb"),
+    ("#fde68a", "#b45309"),
+    ("#a7f3d0", "#047857"),
+    ("#fecdd3", "#e11d48"),
+    ("#ddd6fe", "#7c3aed"),
+    ("#a5f3fc", "#0e7490"),
+    ("#d9f99d", "#4d7c0f"),
+    ("#f5d0fe", "#a21caf"),
+)
+_LEFT, _RIGHT, _TITLE, _PANEL_GAP, _LEGEND = 64, 16, 30, 14, 34
+_DIGIT = 0.62  # width of a digit, as a share of the font size
+
+
+class Panel(NamedTuple):
+    """One schedule of a picture. ``durations`` gives the time of each FORWARD and BACKWARD action, in any one unit."""
+
+    title: str
+    grid: Grid
+    durations: Callable[[Action], float]
+
+
+class _Timed(NamedTuple):
+    panel: Panel
+    grid: Grid
+    result: Replay
+
+
+def timeline_svg(grid: Grid, durations: Callable[[Action], float], title: str = "", width: int = 960) -> str:
+    """The picture of one schedule; see `timelines_svg`.
+
+    Args:
+        grid: one list of actions per stage, with or without messages.
+        durations: time of each FORWARD and BACKWARD action. Messages take none.
+        title: a line above the picture.
+        width: of the picture, in pixels.
+    """
+    return timelines_svg([Panel(title, grid, durations)], width)
+
+
+def timelines_svg(panels: Sequence[Panel], width: int = 960) -> str:
+    """Schedules one above the other on one time scale, as the text of an SVG file.
+
+    A colour is a micro-batch, light forward and dark backward. The number in a cell is the slice, or the micro-batch in
+    a schedule that slices none; cells too narrow for it have none.
+
+    Raises:
+        ValueError: no panel, or a schedule in which stages would wait for ever.
+    """
+    if not panels:
+        raise ValueError("timelines_svg: got no panels, must have at least one")
+    timed = [_time(panel) for panel in panels]
+    longest = max(t.result.makespan for t in timed) or 1.0
+    scale = (width - _LEFT - _RIGHT) / longest
+    body: list[str] = []
+    y = 8.0
+    for t in timed:
+        drawn, height = _panel(t, scale, y)
+        body += drawn
+        y += height + _PANEL_GAP
+    y += _LEGEND - _PANEL_GAP
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y:g}" width="{width}" height="{y:g}" '
+            'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#1f2937">',
+            f'<rect width="{width}" height="{y:g}" rx="6" fill="#ffffff"/>',
+            *body,
+            *_legend(width, y - 14),
+            "</svg>\n",
+        ]
+    )
+
+
+def _time(panel: Panel) -> _Timed:
+    grid = panel.grid if has_messages(panel.grid) else with_messages(panel.grid)
+    result = replay(grid, panel.durations)
+    if result.stuck:
+        stages = ", ".join(str(stage) for stage in result.stuck)
+        raise ValueError(f"timeline: stages {stages} would wait for ever, must be a schedule that validate() accepts")
+    return _Timed(panel, grid, result)
+
+
+def _panel(timed: _Timed, scale: float, top: float) -> tuple[list[str], float]:
+    """The SVG elements of one schedule, and its height."""
+    grid, result = timed.grid, timed.result
+    stages = len(grid)
+    row, bar = (24, 21) if stages <= 8 else (18, 16)
+    end = _LEFT + result.makespan * scale
+    cells = [pair for row_cells in zip(grid, result.spans, strict=True) for pair in zip(*row_cells, strict=True)]
+    busy = sum(span.end - span.start for action, span in cells if action.op.is_compute)
+    idle = 1 - busy / (stages * result.makespan) if result.makespan else 0.0
+    sliced = any(action.unit.slice > 0 for actions in grid for action in actions)
+    caption = f"time {result.makespan:.4g}, {idle:.0%} idle"
+    # Where the schedule ends, but clear of the title.
+    caption_end = max(end, _LEFT + 8 * len(timed.panel.title) + 7 * len(caption))
+    out = [
+        f'<text x="{_LEFT}" y="{top + 16:g}" font-weight="bold">{escape(timed.panel.title)}</text>',
+        f'<text x="{caption_end:.1f}" y="{top + 16:g}" text-anchor="end" fill="#4b5563">{caption}</text>',
+    ]
+    for stage, (actions, spans) in enumerate(zip(grid, result.spans, strict=True)):
+        y = top + _TITLE - 4 + stage * row
+        out.append(
+            f'<text x="{_LEFT - 8}" y="{y + bar / 2 + 4:g}" text-anchor="end" fill="#4b5563">stage {stage}</text>'
+            f'<rect x="{_LEFT}" y="{y:g}" width="{end - _LEFT:.2f}" height="{bar}" fill="#f3f4f6"/>'
+        )
+        for action, span in zip(actions, spans, strict=True):
+            if action.op.is_compute:
+                label = str(action.unit.slice if sliced else action.unit.micro_batch)
+                out.append(_cell(action, label, _LEFT + span.start * scale, (span.end - span.start) * scale, y, bar))
+    bottom = top + _TITLE - 4 + stages * row
+    out.append(f'<path d="M{end:.2f} {top + _TITLE - 8:g}V{bottom:g}" stroke="#6b7280" stroke-dasharray="3 2"/>')
+    return out, bottom - top
+
+
+def _cell(action: Action, label: str, x: float, width: float, y: float, height: float) -> str:
+    backward = action.op is Op.BACKWARD
+    colour = _COLOURS[action.unit.micro_batch % len(_COLOURS)][backward]
+    gap = 1.0 if width > 4 else 0.0
+    rect = f'<rect x="{x:.2f}" y="{y:g}" width="{max(width - gap, 0):.2f}" height="{height:g}" fill="{colour}"/>'
+    size = min(height * 0.55, (width - gap) / (_DIGIT * len(label)) * 0.9)
+    if size < 7:
+        return rect
+    ink = "#ffffff" if backward else "#1f2937"
+    return (
+        f'{rect}<text x="{x + (width - gap) / 2:.2f}" y="{y + height / 2 + size * 0.36:.2f}" text-anchor="middle" '
+        f'font-size="{size:.1f}" fill="{ink}">{label}</text>'
+    )
+
+
+def _legend(width: int, y: float) -> list[str]:
+    items = ((_COLOURS[0][0], "forward"), (_COLOURS[0][1], "backward"), ("#f3f4f6", "idle"))
+    out = []
+    x = _LEFT
+    for colour, text in items:
+        out.append(f'<rect x="{x}" y="{y - 10:g}" width="12" height="12" fill="{colour}"/>')
+        out.append(f'<text x="{x + 18}" y="{y:g}" font-size="11" fill="#4b5563">{text}</text>')
+        x += 40 + 7 * len(text)
+    out.append(
+        f'<text x="{width - _RIGHT}" y="{y:g}" font-size="11" fill="#4b5563" text-anchor="end">'
+        "colour: micro-batch; number: slice, or micro-batch where it is not sliced</text>"
+    )
+    return out

@@ -1,0 +1,1 @@
+"""Benchmarks: each is one command, ``python -m tests.benchmarks.<name>``."""

@@ -1,0 +1,147 @@
+"""Small GPTs, their batches, and their weights put together again from all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch.nn import functional as F
+
+VOCAB, SEQ, MICRO_BATCH, MICRO_BATCHES = 64, 16, 2, 2
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which GPT to build."""
+
+    position: str = "learned"
+    tied: bool = True
+    modern: bool = False  # grouped queries, RMS norm, SwiGLU, no biases
+    dtype: torch.dtype = torch.float32
+    checkpoint_interval: int = 0
+
+
+def config(model: Model, tensor: int) -> Any:
+    """megatron-core's configuration of a GPT with 4 layers of 32."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    modern = {
+        "num_query_groups": 2,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+    }
+    return TransformerConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor,
+        params_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
+        **(modern if model.modern else {}),
+    )
+
+
+def build(model: Model, *, tensor: int = 1, stages: int = 1, **arguments: Any) -> Any:
+    """The model's pipeline."""
+    from ds_terapipe.megatron import gpt_pipeline
+
+    return gpt_pipeline(
+        config(model, tensor),
+        vocab_size=VOCAB,
+        seq_length=SEQ,
+        num_stages=stages,
+        position_embedding=model.position,
+        tied=model.tied,
+        activation_checkpoint_interval=model.checkpoint_interval,
+        **arguments,
+    )
+
+
+def batches(replica: int = 0, replicas: int = 1, seed: int = 0) -> Iterator[Any]:
+    """Endless micro-batches, the same sequences for every layout, with holes in the loss mask."""
+    generator = torch.Generator().manual_seed(seed)
+    number = 0
+    while True:
+        text = torch.randint(0, VOCAB, (MICRO_BATCH, SEQ + 1), generator=generator)
+        # as many tokens in each micro-batch, so that replicas weigh the same
+        mask = torch.ones(MICRO_BATCH, SEQ)
+        mask.view(-1)[torch.randperm(mask.numel(), generator=generator)[:7]] = 0.0
+        if number % replicas == replica:
+            positions = torch.arange(SEQ).expand(MICRO_BATCH, SEQ).contiguous()
+            yield (text[:, :-1].contiguous(), positions), (text[:, 1:].contiguous(), mask)
+        number += 1
+
+
+def deepspeed_config(model: Model, replicas: int = 1, **extra: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration, without clipping (its own counts the first stage only)."""
+    settings = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": MICRO_BATCHES // replicas,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "pipeline": {"use_reentrant": False},
+    }
+    if model.dtype == torch.bfloat16:
+        settings["bf16"] = {"enabled": True}
+    return {**settings, **extra}
+
+
+def allow_fp64() -> None:
+    """DeepSpeed's CPU accelerator runs fp64 and says that it does not."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    dtypes = [*accelerator.supported_dtypes(), torch.float64]
+    accelerator.supported_dtypes = lambda: dtypes
+
+
+def whole_weights(pipeline: Any) -> dict[str, np.ndarray]:
+    """Every parameter of the model by name: see :func:`whole_tensors`."""
+    return whole_tensors(pipeline)
+
+
+def whole_tensors(pipeline: Any, of: Callable[[Any], torch.Tensor] = lambda p: p) -> dict[str, np.ndarray]:
+    """Every parameter of the model by name (or what ``of`` takes of it, such as its gradient), put together from stages
+    and tensor parallel parts, on every process.
+
+    In fp64, and as arrays: tensors do not outlive a process that puts them into a queue.
+
+    Asserts on the way that what is held more than once is the same everywhere.
+    """
+    tensor = pipeline.topology().get_dim("model")
+    mine = [
+        (name, getattr(p, "partition_dim", -1), getattr(p, "partition_stride", 1), of(p).detach().clone())
+        for name, p in pipeline.named_parameters()
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    shards: dict[str, list[list[torch.Tensor]]] = {}
+    cuts: dict[str, tuple[int, int]] = {}
+    for rank, parameters in enumerate(everyone):
+        for name, dimension, stride, value in parameters:
+            shards.setdefault(name, [[] for _ in range(tensor)])[rank % tensor].append(value)
+            cuts[name] = (dimension, stride)
+    return {name: _join(name, parts, *cuts[name]).double().numpy() for name, parts in shards.items()}
+
+
+def _join(name: str, parts: list[list[torch.Tensor]], dimension: int, stride: int) -> torch.Tensor:
+    for copies in parts if dimension >= 0 else [[value for part in parts for value in part]]:
+        for copy in copies[1:]:
+            torch.testing.assert_close(copy, copies[0], rtol=1e-6, atol=1e-8, msg=f"copies of {name} differ")
+    if dimension < 0:
+        return parts[0][0]
+    chunks = [part[0].chunk(stride, dim=dimension) for part in parts]
+    return torch.cat([chunk[piece] for piece in range(stride) for chunk in chunks], dim=dimension)
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    """||a - b|| / ||b||."""
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))

@@ -1,0 +1,112 @@
+"""Which samples a replica reads, and where the datasets come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from ds_terapipe import cli
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.megatron.data import BatchIterator, Vocabulary, gpt_datasets
+
+SEQ = 32
+
+
+class Counting:
+    """A dataset whose sample ``i`` consists of tokens ``i``."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        value = torch.full((4,), index)
+        return {"tokens": value, "labels": value + 1, "position_ids": torch.arange(4), "loss_mask": torch.ones(4)}
+
+
+def step_samples(step: int, replicas: int, micro_batches: int, micro_batch_size: int) -> list[int]:
+    """All samples of a global batch, read by every replica from the start of the step, in no order."""
+    batch = replicas * micro_batches * micro_batch_size
+    found = []
+    for replica in range(replicas):
+        batches = BatchIterator(
+            Counting(100), micro_batch_size, replica=replica, replicas=replicas, consumed=step * batch
+        )
+        for _ in range(micro_batches):
+            found += next(batches)[0][0][:, 0].tolist()
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("replicas", "micro_batches", "size"), [(1, 8, 1), (1, 2, 4), (2, 4, 1), (2, 1, 4), (4, 1, 2)])
+def test_a_global_batch_is_the_same_in_every_layout(replicas: int, micro_batches: int, size: int) -> None:
+    for step in range(3):
+        assert step_samples(step, replicas, micro_batches, size) == list(range(8 * step, 8 * step + 8))
+
+
+def test_a_replica_goes_on_where_it_would_have_been() -> None:
+    through = BatchIterator(Counting(100), 2, replica=1, replicas=2)
+    for _ in range(6):
+        next(through)
+    resumed = BatchIterator(Counting(100), 2, replica=1, replicas=2, consumed=24)
+    assert torch.equal(next(through)[0][0], next(resumed)[0][0])
+
+
+def test_the_data_starts_again_at_its_end() -> None:
+    batches = BatchIterator(Counting(3), 2)
+    assert [next(batches)[0][0][:, 0].tolist() for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
+
+
+def write(folder: Path, text: str) -> str:
+    folder.mkdir(exist_ok=True)
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"{number}: {text}\n" * 40)
+    prefix = str(folder.parent / "data" / "corpus")
+    assert cli.main(["prepare-data", "--input", str(folder), "--pattern", "*.txt", "--output-prefix", prefix]) == 0
+    return prefix
+
+
+def test_datasets_are_text_shifted_by_one(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "text", "the quick brown fox")
+    train, valid, test = gpt_datasets(
+        [prefix], vocab_size=257, seq_length=SEQ, samples=[50, 5, 0], split="90,10,0", seed=3
+    )
+    assert len(train) >= 50 and len(valid) >= 5 and test is None
+    (tokens, positions), (labels, mask) = next(BatchIterator(train, 3))
+    assert tokens.shape == positions.shape == labels.shape == mask.shape == (3, SEQ)
+    assert tokens.dtype == positions.dtype == labels.dtype == torch.int64 and mask.dtype == torch.float32
+    assert torch.equal(tokens[:, 1:], labels[:, :-1]) and torch.equal(positions[0], torch.arange(SEQ))
+    text = bytes(token for token in tokens.flatten().tolist() if token < 256).decode()
+    assert "quick brown" in text
+
+
+def test_new_data_at_an_old_prefix_gets_a_new_index(tmp_path: Path) -> None:
+    arguments = {"vocab_size": 257, "seq_length": SEQ, "samples": [10, 0, 0], "split": "1,0,0"}
+    gpt_datasets([write(tmp_path / "text", "old old old old old old old")], **arguments)
+    train, *_ = gpt_datasets([write(tmp_path / "text", "new")], **arguments)
+    text = bytes(token for i in range(len(train)) for token in train[i]["tokens"].tolist() if token < 256)
+    assert b"new" in text and b"old" not in text
+
+
+def test_a_split_without_documents_is_refused_where_it_is_wanted(tmp_path: Path) -> None:
+    arguments = {"vocab_size": 257, "seq_length": SEQ, "split": "969,30,1"}
+    prefix = write(tmp_path / "text", "twenty documents")
+    train, valid, test = gpt_datasets([prefix], samples=[4, 2, 0], **arguments)
+    assert len(train) >= 4 and len(valid) >= 2 and test is None
+    with pytest.raises(ConfigError, match=r"got 969,30,1, which leaves none of the 20 documents of .* for test"):
+        gpt_datasets([prefix], samples=[4, 2, 1], **arguments)
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"--data-path: got .*nothing, but there is no .*\.bin and no .*\.idx"):
+        gpt_datasets([prefix], vocab_size=257, seq_length=SEQ, samples=[1, 1, 1])
+
+
+def test_the_last_id_ends_a_document() -> None:
+    assert Vocabulary(257).eod == cli.END_OF_DOCUMENT

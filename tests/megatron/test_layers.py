@@ -1,0 +1,166 @@
+"""Attention, rotary positions and loss of the GPT pipeline, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.megatron import TokenLoss, destroy_parallel, gpt_pipeline, initialize_parallel, layers
+from ds_terapipe.megatron.attention import CausalAttention
+from ds_terapipe.megatron.gpt import _boundaries
+from ds_terapipe.pipeline.spans import Span
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One process with megatron-core's groups."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    initialize_parallel()
+    yield
+    destroy_parallel()
+    dist.destroy_process_group()
+
+
+def config(**changes: Any) -> TransformerConfig:
+    settings = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "use_cpu_initialization": True}
+    return TransformerConfig(**{**settings, "hidden_dropout": 0.0, "attention_dropout": 0.0, **changes})
+
+
+def attention(**changes: Any) -> CausalAttention:
+    return CausalAttention(config(**changes), 1, AttnMaskType.causal, "self")
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_attention_is_causal_softmax_attention(groups: int) -> None:
+    s, b, heads, d = 6, 2, 4, 8
+    q = torch.randn(s, b, heads, d, dtype=torch.float64)
+    k, v = torch.randn(2, s, b, groups, d, dtype=torch.float64)
+    wide_k, wide_v = (tensor.repeat_interleave(heads // groups, dim=2) for tensor in (k, v))
+    scores = torch.einsum("sbhd,tbhd->bhst", q, wide_k) / d**0.5
+    scores = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf)
+    expected = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), wide_v).reshape(s, b, heads * d)
+    torch.testing.assert_close(attention(num_query_groups=groups)(q, k, v), expected)
+
+
+def test_attention_drops_out_while_training_only() -> None:
+    module = attention(attention_dropout=0.5)
+    q, k, v = torch.randn(3, 6, 2, 4, 8)
+    assert not torch.equal(module(q, k, v), module(q, k, v))
+    module.eval()
+    assert torch.equal(module(q, k, v), module(q, k, v))
+
+
+def test_attention_refuses_what_is_not_causal() -> None:
+    with pytest.raises(ConfigError, match="must be causal self-attention"):
+        CausalAttention(config(), 1, AttnMaskType.padding, "self")
+    q, k, v = torch.randn(3, 6, 2, 4, 8)
+    with pytest.raises(ConfigError, match="must be plain causal attention"):
+        attention()(q, k, v, torch.ones(1, 1, 6, 6).bool())
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_positions_follow_the_slice(alone: None, monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
+    layer = layers.GPTLayer(config(rotary_interleaved=interleaved), 1, layers.Rotary(), seed=1)
+    hidden = torch.randn(12, 2, 32)
+
+    def queries(part: torch.Tensor) -> torch.Tensor:
+        seen = []
+        handle = layer.self_attention.core_attention.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
+        layer(part)
+        handle.remove()
+        return torch.cat(seen[0], dim=-1)
+
+    whole = queries(hidden)
+    for start, stop in ((0, 5), (5, 6), (6, 12)):
+        monkeypatch.setattr(layers, "current_span", lambda: Span(start, stop, 12))  # noqa: B023
+        torch.testing.assert_close(queries(hidden[start:stop]), whole[start:stop])
+    monkeypatch.setattr(layers, "current_span", lambda: Span(0, 6, 12))
+    assert not torch.allclose(queries(hidden[6:]), whole[6:])
+
+
+def test_rotary_angles_are_megatron_core_s(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    for interleaved in (False, True):
+        layer = layers.GPTLayer(config(rotary_interleaved=interleaved), 1, layers.Rotary(percent=0.5), seed=1)
+        expected = layer.rotary.get_emb(7, 3)
+        torch.testing.assert_close(layers.rotary_embedding(layer.rotary, 3, 7, torch.device("cpu")), expected)
+
+
+def loss_case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    logits = torch.randn(10, 2, 16, dtype=dtype, requires_grad=True)
+    return logits, (torch.randint(0, 16, (2, 10)), (torch.rand(2, 10) > 0.3).float())
+
+
+def test_loss_is_the_masked_mean(alone: None) -> None:
+    logits, (targets, mask) = loss_case(torch.float64)
+    each = F.cross_entropy(logits.permute(1, 2, 0), targets, reduction="none")
+    loss = TokenLoss()(logits, (targets, mask))
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, (each * mask).sum() / mask.sum())
+
+
+def test_loss_adds_up_over_slices_and_leaves_logits_alone(alone: None) -> None:
+    loss = TokenLoss()
+    logits, labels = loss_case()
+    before = logits.detach().clone()
+    loss(logits, labels).backward()
+    whole, logits.grad = logits.grad, None
+    total = 0.0
+    for start, stop in ((0, 3), (3, 4), (4, 10)):
+        part = loss.token_sum(logits[start:stop], tuple(label[:, start:stop] for label in labels))
+        (part / loss.token_weight(labels)).backward()
+        total += float(part.detach() / loss.token_weight(labels))
+    assert total == pytest.approx(float(loss(logits, labels)), rel=1e-6)
+    torch.testing.assert_close(logits.grad, whole)
+    assert torch.equal(logits.detach(), before)
+
+
+def test_loss_of_a_mask_without_tokens_is_zero(alone: None) -> None:
+    logits, (targets, mask) = loss_case(torch.bfloat16)
+    loss = TokenLoss()(logits, (targets, torch.zeros_like(mask)))
+    assert loss.dtype == torch.float32 and float(loss) == 0.0
+
+
+def test_stages_get_the_layers_they_are_given() -> None:
+    assert _boundaries(4, 2, None) == [0, 3, 7]
+    assert _boundaries(5, 2, None) == [0, 4, 8]
+    assert _boundaries(5, 3, [1, 3, 1]) == [0, 2, 5, 8]
+    for counts, stages in (([5], 2), ([0, 5], 2), ([2, 2], 2)):
+        with pytest.raises(ConfigError, match="layers per stage: got"):
+            _boundaries(5, stages, counts)
+    with pytest.raises(ConfigError, match="use at most 2 stages"):
+        _boundaries(2, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_moe_experts": 2}, "num_moe_experts: got 2, must be None"),
+        ({"window_size": (8, 0)}, "window_size"),
+        ({"softmax_type": "off-by-one"}, "softmax_type"),
+        ({"recompute_granularity": "selective"}, "use DeepSpeed's activation checkpointing"),
+        ({"tensor_model_parallel_size": 2}, "tensor x pipeline parallel size: got 2 x 1 for 1 processes"),
+    ],
+)
+def test_settings_that_are_not_followed_are_refused(alone: None, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        gpt_pipeline(config(**changes), vocab_size=64, seq_length=16, num_stages=1)
+
+
+def test_arguments_are_checked(alone: None) -> None:
+    with pytest.raises(ConfigError, match="max_position_embeddings: got 8, must be at least seq_length, use 16"):
+        gpt_pipeline(config(), vocab_size=64, seq_length=16, num_stages=1, max_position_embeddings=8)
+    with pytest.raises(ConfigError, match='position_embedding: got "alibi"'):
+        gpt_pipeline(config(), vocab_size=64, seq_length=16, num_stages=1, position_embedding="alibi")

@@ -1,0 +1,133 @@
+"""train.py from end to end: resumed runs, evaluation, and the same losses with token slices."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from ds_terapipe import cli
+from tests.spawn import free_port, run_ranks
+
+ROOT = Path(__file__).parents[2]
+MODEL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "32",
+    "--vocab-size",
+    "257",
+]
+RUN = [
+    "--train-iters",
+    "6",
+    "--log-interval",
+    "1",
+    "--seed",
+    "5",
+    "--split",
+    "80,20,0",
+    "--pipeline-model-parallel-size",
+    "2",
+]
+SETTINGS = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "steps_per_print": 10**9,
+    "gradient_clipping": 0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
+}
+
+
+def train_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("corpus")
+    words = random.Random(0)
+    for number in range(30):
+        text = " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(200))
+        (folder / f"{number}.txt").write_text(text)
+    prefix = str(folder / "corpus")
+    assert cli.main(["prepare-data", "--input", str(folder), "--pattern", "*.txt", "--output-prefix", prefix]) == 0
+    return prefix
+
+
+def launch_in(rank: int, world: int, folder: str, runs: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Run train.py's own code once for each entry of ``runs``."""
+    train = train_module()
+    for name, arguments in runs.items():
+        sys.argv = ["train.py", *arguments, "--log-file", f"{folder}/{name}.jsonl"]
+        trainer = train.Trainer(train.parse_arguments())
+        trainer.train()
+    return {name: type(trainer.engine).__name__ for name in runs}
+
+
+def losses(folder: Path, name: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return {line["iteration"]: line["loss"] for line in lines}
+
+
+def arguments(folder: Path, corpus: str, *more: str, slices: int | None = None) -> list[str]:
+    settings: dict[str, Any] = {**SETTINGS, **({"token_pipeline": {"slices": slices}} if slices else {})}
+    path = folder / f"config-{slices}.json"
+    path.write_text(json.dumps(settings))
+    return [*MODEL, *RUN, "--data-path", corpus, "--deepspeed_config", str(path), *more]
+
+
+def test_resumed_and_sliced_runs_have_the_same_losses(tmp_path: Path, corpus: str) -> None:
+    saved = str(tmp_path / "checkpoints")
+    runs = {
+        "whole": arguments(tmp_path, corpus, "--eval-interval", "3", "--eval-iters", "2"),
+        "stopped": arguments(tmp_path, corpus, "--save", saved, "--save-interval", "3", "--exit-interval", "3"),
+        "resumed": arguments(tmp_path, corpus, "--load", saved),
+        "sliced": arguments(tmp_path, corpus, slices=4),
+    }
+    run_ranks(launch_in, 2, str(tmp_path), runs, timeout=200)
+    whole = losses(tmp_path, "whole")
+    assert list(whole) == [1, 2, 3, 4, 5, 6] and whole[6] < whole[1] - 0.5
+    assert losses(tmp_path, "stopped") == {step: whole[step] for step in (1, 2, 3)}
+    assert losses(tmp_path, "resumed") == {step: whole[step] for step in (4, 5, 6)}
+    assert losses(tmp_path, "sliced") == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_launcher_runs_it_with_tensor_parallelism(tmp_path: Path, corpus: str) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
+    options = arguments(tmp_path, corpus, "--tensor-model-parallel-size", "2", "--position-embedding-type", "rope")
+    options[options.index("--pipeline-model-parallel-size") + 1] = "1"
+    options[options.index("--train-iters") + 1] = "2"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    try:
+        done = subprocess.run(
+            [*command, str(ROOT / "train.py"), *options, "--swiglu", "--normalization", "RMSNorm"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    finally:
+        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+            buffer.unlink()
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "iteration 2/2 | loss" in done.stderr

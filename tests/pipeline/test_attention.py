@@ -1,0 +1,311 @@
+"""Attention slice by slice against the whole sequence at once: outputs, gradients, and what is kept in memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._C._profiler import _EventType
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.attention import slice_attention
+from ds_terapipe.pipeline.buffers import AttentionState
+from ds_terapipe.pipeline.context import PlacementError, SliceContext
+from ds_terapipe.pipeline.spans import Span, spans
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """||a - b|| / ||b|| in fp64."""
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+def tensors(heads=4, kv_heads=4, total=13, d=8, dv=None, batch=2, dtype=torch.float64, seed=0):
+    """q, k, v and the gradient of the output, random; ``batch`` None leaves the dimension out."""
+    g = torch.Generator().manual_seed(seed)
+    lead = () if batch is None else (batch,)
+    shapes = [(heads, total, d), (kv_heads, total, d), (kv_heads, total, dv or d), (heads, total, dv or d)]
+    return [torch.randn(*lead, *shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def sliced(q, k, v, grad, lengths, mask=None, scale=None, dropout_p=0.0):
+    """Forward slice by slice, backward in reverse order; returns output, dq, dk, dv as whole sequences."""
+    context, units = SliceContext(), []
+    for span in spans(tuple(lengths)):
+        leaves = [t[..., span.start : span.stop, :].detach().requires_grad_() for t in (q, k, v)]
+        with context.forward(0, span):
+            context.enter_layer(0)
+            given_mask = mask(span) if callable(mask) else mask
+            units.append((span, leaves, slice_attention(context, *leaves, given_mask, dropout_p, scale)))
+    for span, _, out in reversed(units):
+        with context.backward(0, span):
+            out.backward(grad[..., span.start : span.stop, :])
+    gradients = [torch.cat([leaves[i].grad for _, leaves, _ in units], dim=-2) for i in range(3)]
+    return torch.cat([out.detach() for *_, out in units], dim=-2), *gradients
+
+
+def formula(q, k, v, visible=None, bias=None, scale=None, keep=None, dropout_p=0.0):
+    """The whole sequence by the textbook formula; ``keep`` is the mask that dropout drew."""
+    groups, total = q.shape[-3] // k.shape[-3], q.shape[-2]
+    k, v = (t.repeat_interleave(groups, dim=-3) for t in (k, v))
+    scores = q @ k.transpose(-2, -1) * (scale if scale is not None else q.shape[-1] ** -0.5)
+    hidden = torch.ones(total, total, dtype=torch.bool).triu(1) if visible is None and bias is None else None
+    hidden = ~visible if visible is not None else hidden
+    scores = scores if bias is None else scores + bias
+    scores = scores if hidden is None else scores.masked_fill(hidden, -math.inf)
+    empty = scores.isneginf().all(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return (weights if keep is None else weights * keep / (1 - dropout_p)) @ v
+
+
+def whole(q, k, v, grad, **options):
+    """Output, dq, dk, dv of :func:`formula`."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = formula(*leaves, **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+
+def assert_same(got, expected, tolerance):
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
+        assert relative(a, b) <= tolerance, (name, relative(a, b))
+
+
+@st.composite
+def cases(draw):
+    """Shapes and slicings."""
+    lengths = draw(st.lists(st.integers(1, 7), min_size=1, max_size=6))
+    kv_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    d = draw(st.integers(1, 9))
+    shape = {"heads": kv_heads * groups, "kv_heads": kv_heads, "total": sum(lengths), "d": d}
+    shape["dv"] = draw(st.sampled_from([d, d, d + 1]))
+    shape["batch"] = draw(st.sampled_from([None, 1, 2]))
+    shape["dtype"] = draw(st.sampled_from([torch.float64, torch.float32]))
+    return shape, lengths, draw(st.sampled_from([None, 0.3]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases())
+def test_any_shape_in_any_slicing_equals_the_whole_sequence(case):
+    shape, lengths, scale = case
+    q, k, v, grad = tensors(**shape)
+    expected = whole(*(t.double() for t in (q, k, v, grad)), scale=scale)
+    assert_same(sliced(q, k, v, grad, lengths, scale=scale), expected, TOLERANCE[q.dtype])
+
+
+def document_mask(total: int) -> Tensor:
+    """Causal, and not across the boundaries of documents of five tokens; True: may attend."""
+    document = torch.arange(total) // 5
+    return torch.ones(total, total, dtype=torch.bool).tril() & (document[:, None] == document)
+
+
+MASKS = {
+    "[S, S]": lambda m: m,
+    "[1, 1, S, S]": lambda m: m[None, None],
+    "[b, 1, S, S]": lambda m: m.expand(2, 1, *m.shape),
+    "[b, h, S, S]": lambda m: m.expand(2, 4, *m.shape),
+    "cut already": lambda m: lambda span: m[span.start : span.stop, : span.stop],
+    "rows cut already": lambda m: lambda span: m[span.start : span.stop],
+}
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("form", MASKS)
+def test_explicit_masks_are_cut_by_rows_and_columns(form, additive, kv_heads):
+    q, k, v, grad = tensors(kv_heads=kv_heads)
+    visible = document_mask(13)
+    mask = torch.zeros(13, 13, dtype=q.dtype).masked_fill(~visible, -math.inf) if additive else visible
+    got = sliced(q, k, v, grad, [4, 1, 6, 2], mask=MASKS[form](mask))
+    assert_same(got, whole(q, k, v, grad, visible=visible), 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_key_padding_with_rows_that_see_nothing_gives_zeros_and_no_nan(dtype):
+    q, k, v, grad = tensors(dtype=dtype)
+    padding = torch.ones(2, 1, 1, 13, dtype=torch.bool)
+    padding[1, ..., :6] = False  # padded on the left: the first rows of this sequence see nothing at all
+    causal = torch.ones(13, 13, dtype=torch.bool).tril()
+    got = sliced(
+        q, k, v, grad, [5, 4, 4], mask=lambda span: (padding & causal)[..., span.start : span.stop, : span.stop]
+    )
+    assert_same(got, whole(*(t.double() for t in (q, k, v, grad)), visible=padding & causal), TOLERANCE[dtype])
+    assert torch.isfinite(torch.cat([t.flatten() for t in got])).all()
+    assert (got[0][1, :, :6] == 0).all()
+
+
+def test_a_mask_of_one_row_is_every_querys():
+    q, k, v, _ = tensors(total=6)
+    padding = torch.ones(2, 1, 1, 6, dtype=torch.bool)
+    padding[1, ..., 1] = False
+    context = SliceContext()
+    with context.forward(0, Span(0, 4, 6)):
+        context.enter_layer(0)
+        got = slice_attention(context, q[:, :, :4], k[:, :, :4], v[:, :, :4], padding)
+    expected = F.scaled_dot_product_attention(q[:, :, :4], k[:, :, :4], v[:, :, :4], padding[..., :4])
+    assert relative(got, expected) < 1e-10
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_learned_bias_gets_its_gradient(kv_heads):
+    q, k, v, grad = tensors(kv_heads=kv_heads)
+    hidden = torch.zeros(13, 13, dtype=q.dtype).masked_fill(~document_mask(13), -math.inf)
+    sizes = ((4, 13, 13), (1, 13, 13)) if kv_heads == 4 else ((4, 13, 13),)
+    for size in sizes:
+        bias = torch.randn(size, dtype=q.dtype, requires_grad=True)
+        got = sliced(q, k, v, grad, [5, 5, 3], mask=bias + hidden)
+        leaf = bias.detach().clone().requires_grad_()
+        formula(q, k, v, bias=leaf + hidden).backward(grad)
+        assert relative(bias.grad, leaf.grad) < 1e-10
+        assert_same(got, whole(q, k, v, grad, bias=bias.detach() + hidden), 1e-10)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (13, 4), (3, 13), (4, 9)])
+def test_a_mask_of_other_rows_or_columns_is_an_error(shape):
+    q, k, v, grad = tensors()
+    with pytest.raises(ConfigError, match=rf"mask of {shape[0]} x {shape[1]} for tokens 4 to 8 of 13"):
+        sliced(q, k, v, grad, [4, 4, 5], mask=lambda span: None if span.start == 0 else torch.ones(*shape).bool())
+
+
+def test_other_numbers_of_dimensions_are_errors():
+    context = SliceContext()
+    with context.forward(0, Span(0, 2, 4)), pytest.raises(PlacementError, match="must be 3 or 4"):
+        slice_attention(context, *(torch.randn(2, 8) for _ in range(3)))
+
+
+def drawn(shape, dropout_p, state):
+    """The mask that F.dropout draws for weights of ``shape`` at a random state, and the state after it."""
+    with torch.random.fork_rng():
+        torch.set_rng_state(state)
+        keep = F.dropout(torch.ones(shape, dtype=torch.float64), dropout_p) != 0
+        return keep, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_dropout_draws_the_same_mask_in_forward_and_backward(kv_heads):
+    q, k, v, grad = tensors(kv_heads=kv_heads, total=7)
+    torch.manual_seed(11)
+    keep, state = torch.zeros(2, 4, 7, 7, dtype=torch.bool), torch.get_rng_state()
+    for span in spans((3, 2, 2)):
+        rows = (2, kv_heads, 4 // kv_heads * span.length, span.stop)
+        part, state = drawn(rows, 0.4, state)
+        keep[:, :, span.start : span.stop, : span.stop] = part.reshape(2, 4, span.length, span.stop)
+    got = sliced(q, k, v, grad, [3, 2, 2], dropout_p=0.4)
+    assert torch.equal(torch.get_rng_state(), state), "backward must leave the random state alone"
+    assert 0 < keep[:, :, -1].sum() < keep[:, :, -1].numel()
+    assert_same(got, whole(q, k, v, grad, keep=keep, dropout_p=0.4), 1e-10)
+
+
+def test_dropout_is_off_where_the_context_says_so():
+    q, k, v, _ = tensors(total=6)
+    context = SliceContext()
+    context.dropout = False
+    with context.forward(0, Span(0, 3, 6)):
+        context.enter_layer(0)
+        got = slice_attention(context, q[:, :, :3], k[:, :, :3], v[:, :, :3], dropout_p=0.9)
+    assert relative(got, formula(q[:, :, :3], k[:, :, :3], v[:, :, :3])) < 1e-10
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_bf16_is_about_as_exact_as_the_unsliced_kernel(kv_heads):
+    exact = tensors(heads=4, kv_heads=kv_heads, total=96, d=16)
+    rounded = [t.bfloat16() for t in exact]
+    expected = whole(*(t.double() for t in rounded))
+    leaves = [t.requires_grad_() for t in rounded[:3]]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=kv_heads != 4)
+    unsliced = out, *torch.autograd.grad(out, leaves, rounded[3])
+    got = sliced(*rounded, [30, 20, 26, 20])
+    for name, a, b, c in zip(("out", "dq", "dk", "dv"), got, unsliced, expected, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert relative(a, c) <= 1.2 * relative(b, c), (name, relative(a, c), relative(b, c))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_key_gradients_are_summed_in_a_wide_type(dtype):
+    k = torch.randn(1, 2, 3, 4, dtype=dtype)
+    state = AttentionState(k, k, 6)
+    ones, small = torch.ones(1, 2, 6, 4, dtype=dtype), torch.full((1, 2, 6, 4), 2**-9, dtype=dtype)
+    state.add_gradients(ones, ones, Span(5, 6, 6))
+    state.add_gradients(small[:, :, :5], small[:, :, :5], Span(4, 5, 6))  # in bf16 a small share added to one is lost
+    dk, dv = state.add_gradients(small[:, :, :4], small[:, :, :4], Span(0, 4, 6))
+    assert state.k.dtype == dk.dtype == dv.dtype == dtype
+    assert torch.equal(dk, torch.full((1, 2, 4, 4), 1 + 2**-8, dtype=torch.float64).to(dtype))
+    assert state._dk.dtype == state._dv.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def allocations(function) -> list[int]:
+    """Sizes in bytes of what ``function`` allocates, inside operators too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    events, sizes = list(profile.profiler.kineto_results.experimental_event_tree()), [0]
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag == _EventType.Allocation:
+            sizes.append(event.extra_fields.alloc_size)
+    return sizes
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("kv_heads", "dv"), [(2, 64), (1, 64), (2, 32)])
+def test_no_slice_copies_the_keys_and_values_so_far(kv_heads, dv, masked):
+    total, length, d = 2048, 16, 64
+    q, k, v, _ = tensors(heads=2, kv_heads=kv_heads, total=total, d=d, dv=dv, dtype=torch.float32)
+    mask = document_mask(total) if masked else None
+    context, cache, outs = SliceContext(), 2 * kv_heads * total * dv * 4, []
+
+    def forward(span):
+        with context.forward(0, span):
+            context.enter_layer(0)
+            leaves = [t[..., span.start : span.stop, :].detach().requires_grad_() for t in (q, k, v)]
+            outs.append((span, slice_attention(context, *leaves, mask)))
+
+    def backward(span, out):
+        with context.backward(0, span):
+            out.backward(torch.ones_like(out))
+
+    middle, late = Span(length, total // 2, total), Span(total // 2, total // 2 + length, total)
+    forward(Span(0, length, total))
+    forward(middle)
+    largest = max(allocations(lambda: forward(late)))
+    assert largest < cache / 3, "forward over a context of half the sequence"
+    backward(*outs[2])  # makes the gradient buffers
+    del outs[2]
+    backward(*outs[1])
+    sizes = allocations(lambda: backward(*outs[0]))
+    assert max(sizes) < cache / 16, "backward of a slice without context"
+
+
+def test_the_kernels_read_views_of_the_buffers(monkeypatch):
+    from ds_terapipe.pipeline import kernels
+
+    seen, choose = [], kernels.choose
+
+    def spy(q, k, v, mask, dropout_p):
+        seen.append((k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr(), k.shape[2]))
+        return choose(q, k, v, mask, dropout_p)
+
+    monkeypatch.setattr(kernels, "choose", spy)
+    q, k, v, grad = tensors()
+    sliced(q, k, v, grad, [4, 1, 8])
+    assert [columns for *_, columns in seen] == [4, 5, 13]
+    assert len({storages[:2] for storages in seen}) == 1
+
+
+def test_work_grows_with_the_slice_and_its_context_only():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def flops(context_tokens: int, total: int) -> int:
+        q, k, v, grad = tensors(total=total, dv=7, batch=1)  # other value size: kernels that the counter knows
+        with FlopCounterMode(display=False) as counter:
+            sliced(q, k, v, grad, [context_tokens, 4, total - context_tokens - 4])
+        return counter.get_total_flops()
+
+    area = lambda n, c: c * c + 4 * (c + 4) + (n - c - 4) * n  # noqa: E731
+    assert flops(8, 40) / flops(20, 40) == pytest.approx(area(40, 8) / area(40, 20), rel=1e-6)

@@ -1,0 +1,69 @@
+"""What a step's line says, that it is printed at DeepSpeed's default log level, and that a trial run has no dropout at all."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_terapipe.config import parse
+from ds_terapipe.pipeline.batch import StepBatch, read_step
+from ds_terapipe.pipeline.context import SliceContext
+from ds_terapipe.pipeline.report import StepReport, emit
+from ds_terapipe.pipeline.spans import spans
+from ds_terapipe.pipeline.verify import undisturbed
+
+
+@torch.jit.script
+def scripted(x: Tensor, residual: Tensor, p: float) -> Tensor:
+    """Dropout and add in TorchScript, as Megatron fuses them."""
+    return residual + torch.nn.functional.dropout(x, p=p, training=True)
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_trial_runs_have_no_dropout_in_scripts(trained_before: bool) -> None:
+    x, residual = torch.ones(1000), torch.zeros(1000)
+    for _ in range(3 if trained_before else 0):  # then the script runs its differentiated form
+        scripted(x.requires_grad_(), residual, 0.5).sum().backward()
+    with undisturbed(nn.Dropout(), SliceContext()):
+        for _ in range(3):
+            assert torch.equal(scripted(x, residual, 0.5), torch.ones(1000))
+            assert torch.equal(torch.dropout(x, 0.5, True), torch.ones(1000))
+    assert 300 < int((scripted(x, residual, 0.5) == 0).sum()) < 700
+    assert 300 < int((torch.dropout(x, 0.5, True) == 0).sum()) < 700
+
+
+@pytest.mark.parametrize(("slices", "text"), [(1, "1 slice, 1f1b"), (3, "3 slices, 1f1b"), ([20, 4], "2 slices, 1f1b")])
+def test_line_counts_tokens_whatever_the_slices(slices: int | list[int], text: str) -> None:
+    config = parse({"token_pipeline": {"slices": slices}})
+    assert config is not None
+    pulled = [(torch.zeros(2, 24, dtype=torch.long), torch.zeros(2, 24, dtype=torch.long))]
+    batch = read_step(pulled, config, torch.device("cpu"), inputs=True, labels=False, cut_labels=False)
+    assert batch.lengths == [24]
+    batch.spans = [spans((24,) if slices == 1 else (8, 8, 8) if slices == 3 else (20, 4))]
+    report = StepReport(2, "1f1b")
+    report.add(sum(batch.lengths) * 2, 0.5, 0.1)
+    line = report.line(7, torch.tensor(2.5), batch, [0.2, 0.4])
+    assert line == f"step 7: loss 2.5000, 96 tokens/s, 0.500 s per step, waited 20% 40% (stages 0 to 1), {text}"
+
+
+def test_one_slice_takes_inputs_of_any_form() -> None:
+    config = parse({"token_pipeline": {"slices": 1}})
+    assert config is not None
+    batch: StepBatch = read_step(
+        [(torch.zeros(2, 3, 24, 24), torch.zeros(2))],
+        config,
+        torch.device("cpu"),
+        inputs=True,
+        labels=True,
+        cut_labels=True,
+    )
+    assert len(batch.lengths) == 1 and len(batch.label_cuts) == 1
+
+
+def test_the_line_is_printed_below_the_log_level(capfd: pytest.CaptureFixture[str]) -> None:
+    assert not logging.getLogger("DeepSpeed").isEnabledFor(logging.INFO)
+    emit("step 1: loss 2.5")
+    assert "step 1: loss 2.5\n" in capfd.readouterr().out

@@ -1,0 +1,388 @@
+"""Models that compute something else when their sequence is cut train no step; others are left as they were."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import re
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.context import SliceContext
+from ds_terapipe.pipeline.interception import Overrides
+from ds_terapipe.pipeline.slicing import TensorCut
+from ds_terapipe.pipeline.spans import Span, spans
+from ds_terapipe.pipeline.verify import TOLERANCE, _corresponding, undisturbed, verify_stage
+from tests.pipeline.attention_layers import Attention, EncoderLayer
+from tests.pipeline.models import HIDDEN, Block, Embedding, Head, mean_loss, micro_batch
+from tests.pipeline.training import build_engine
+from tests.spawn import run_ranks
+
+STEPS = [[micro_batch(10 * step + m, masked=False) for m in range(2)] for step in range(3)]
+
+
+class CountedPositions(Embedding):
+    """Makes its positions itself."""
+
+    def forward(self, inputs):
+        tokens, _ = inputs
+        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+
+
+class HandWritten(Attention):
+    """softmax(q k^T) v, written out."""
+
+    def mix(self, q, k, v):
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
+class HandWrittenBehindZeros(HandWritten):
+    """Its output projection starts at zero: nothing of the difference leaves the layer."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.out.weight)
+
+
+class NeedsWeights(nn.Module):
+    """``nn.MultiheadAttention`` that returns its weights computes them by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(HIDDEN, 4, batch_first=True)
+
+    def forward(self, hidden):
+        mask = nn.Transformer.generate_square_subsequent_mask(hidden.shape[1])
+        return hidden + self.attention(hidden, hidden, hidden, attn_mask=mask, is_causal=True)[0]
+
+
+class Bert(nn.TransformerEncoderLayer):
+    """Bidirectional."""
+
+    def __init__(self):
+        super().__init__(HIDDEN, 4, 2 * HIDDEN, dropout=0.0, batch_first=True)
+
+
+class BertWithMask(Attention):
+    """Bidirectional, with an explicit mask that hides nothing."""
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=torch.ones(q.shape[2], 24, dtype=torch.bool)[:, : k.shape[2]]
+        )
+
+
+class PaddingMask(Attention):
+    """Bidirectional over all tokens but the padded ones."""
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(q.shape[0], 1, 1, 24, dtype=torch.bool))
+
+
+class Convolution(nn.Module):
+    """Causal, over four tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(HIDDEN, HIDDEN, 4)
+
+    def forward(self, hidden):
+        return hidden + self.conv(F.pad(hidden.transpose(1, 2), (3, 0))).transpose(1, 2)
+
+
+class MeanOverTokens(nn.Module):
+    def forward(self, hidden):
+        return hidden + hidden.mean(1, keepdim=True)
+
+
+class Pooled(Head):
+    def forward(self, hidden):
+        return super().forward(hidden.mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
+
+    def forward(self, hidden):
+        return self.rnn(hidden)[0]
+
+
+class LastToken(nn.Module):
+    """Lets every token see the last one, through a function no module stands for."""
+
+    def forward(self, hidden):
+        return hidden - 0.1 * hidden[:, -1:]
+
+
+def with_middle(layer: type, embedding: type = Embedding, head: type = Head) -> list[LayerSpec]:
+    return [LayerSpec(kind) for kind in (embedding, Block, Block, layer, Block, head)]
+
+
+CHANGED = {
+    "positions": (with_middle(Block, CountedPositions), r"layer 0, module 0\.positions,"),
+    "hand-written": (with_middle(HandWritten), r"the input of layer 3, module 3\.out,"),
+    "behind zeros": (with_middle(HandWrittenBehindZeros), r"the input of layer 3, module 3\.out,"),
+    "needs weights": (with_middle(NeedsWeights), r"layer 3, module 3\.attention,"),
+    "bert": (with_middle(Bert), r"attention that is not causal \(layer 3"),
+    "bert with a mask": (with_middle(BertWithMask), r"an attention mask of 2 x 2 for tokens 1 to 3 of 24 \(layer 3"),
+    "padding mask": (with_middle(PaddingMask), r"the input of layer 3, module 3\.out,"),
+    "convolution": (with_middle(Convolution), r"the output of layer 3, module 3\.conv,"),
+    "mean": (with_middle(MeanOverTokens), r"the output of layer 3(, module 3,)? differs"),
+    "pooling": (with_middle(Block, head=Pooled), r"outputs do not follow the tokens"),
+    "recurrent": (with_middle(Recurrent), r"the output of layer 3, module 3\.rnn,"),
+    "last token": (with_middle(LastToken), r"the output of layer 3(, module 3,)? differs"),
+}
+WITH_AMOUNT = set(CHANGED) - {"bert", "bert with a mask", "pooling"}
+
+
+def refusals(rank: int, world_size: int) -> dict[str, tuple[str, bool, str]]:
+    """For each model: what this rank raises, whether its weights are as they were, what one slice does."""
+    result = {}
+    for name, (specs, _) in CHANGED.items():
+        engine = build_engine(specs, mean_loss, token_pipeline={"slices": [7, 2, 9, 1, 5]}, stages=world_size)
+        before = copy.deepcopy(engine.module.state_dict())
+        try:
+            engine.train_batch(iter(STEPS[0]))
+            said = "trained"
+        except ConfigError as error:
+            said = str(error)
+        same = all(torch.equal(value, before[key]) for key, value in engine.module.state_dict().items())
+        same = same and all(p.grad is None or not p.grad.any() for p in engine.module.parameters())
+        engine.destroy()
+        result[name] = (said, same and engine.global_steps == 0, "")
+    for name in ("hand-written", "bert", "recurrent", "pooling"):
+        loss = mean_loss if name != "pooling" else pooled_loss
+        engine = build_engine(CHANGED[name][0], loss, token_pipeline={"slices": 1}, stages=world_size)
+        trained = math.isfinite(float(engine.train_batch(iter(STEPS[0]))))
+        engine.destroy()
+        result[name] = (*result[name][:2], "trained" if trained else "not finite")
+    return result
+
+
+def pooled_loss(logits, targets):
+    return F.cross_entropy(logits, targets[:, 0])
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict[str, tuple[str, bool, str]]]:
+    return run_ranks(refusals, 2)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_every_rank_names_the_module_and_no_step_is_trained(name, said):
+    for rank in said:
+        message, untouched, _ = rank[name]
+        assert message.startswith("token_pipeline.slices: got a model that can't be cut: "), message
+        assert re.search(CHANGED[name][1], message), message
+        assert "\n" not in message and untouched
+        if name in WITH_AMOUNT:
+            assert "differs by" in message and "(tokens " in message, message
+    assert said[0][name][0] == said[1][name][0]
+
+
+@pytest.mark.parametrize("name", ["hand-written", "bert", "recurrent", "pooling"])
+def test_one_slice_is_always_fine(name, said):
+    assert [rank[name][2] for rank in said] == ["trained", "trained"]
+
+
+@torch.jit.script
+def scripted_dropout_add(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, training: bool) -> torch.Tensor:
+    """As Megatron's fused bias, dropout and residual."""
+    return residual + F.dropout(x + bias, p=0.5, training=training)
+
+
+class Busy(Attention):
+    """Every kind of dropout, statistics, counters and random numbers: what a look at the model might disturb."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+        self.frozen_dropout = nn.Dropout(0.3)
+        self.bias = nn.Parameter(torch.zeros(HIDDEN))
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("replaced", torch.zeros(1))
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self.frozen_dropout.eval()
+        return self
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2 if self.training else 0.0)
+
+    def forward(self, hidden):
+        self.calls += 1
+        self.replaced = self.replaced + random.random() + float(numpy.random.rand()) + torch.rand(1)
+        hidden = F.alpha_dropout(F.dropout(super().forward(hidden), 0.1, self.training), 0.1, self.training)
+        hidden = self.frozen_dropout(self.dropout(hidden))
+        return scripted_dropout_add(hidden, self.bias, hidden, self.training)
+
+
+BUSY = [LayerSpec(kind) for kind in (Embedding, Busy, Busy, EncoderLayer, Head)]
+
+
+def with_and_without(rank: int, world_size: int) -> list[dict]:
+    """The same training with and without a look at the model: all that it leaves behind."""
+    left = []
+    for verify in (True, False, True):
+        for seeded in (torch.manual_seed, random.seed, numpy.random.seed):
+            seeded(5)
+        engine = build_engine(
+            BUSY,
+            mean_loss,
+            token_pipeline={"slices": [7, 2, 9, 1, 5], "verify": verify},
+            stages=1,
+            module={"seed_layers": False},  # else every layer starts with its own seed, whatever happened before
+        )
+        losses = [float(engine.train_batch(iter(step))) for step in STEPS]
+        state = dict(engine.module.state_dict(), torch=torch.get_rng_state())
+        modes = {name: module.training for name, module in engine.module.named_modules()}
+        left.append(
+            {
+                "state": {name: value.tolist() for name, value in state.items()},
+                "modes": modes,
+                "numbers": (random.random(), float(numpy.random.rand()), losses),
+            }
+        )
+        engine.destroy()
+    return left
+
+
+def test_a_run_with_verify_is_the_run_without_bit_for_bit():
+    first, without, again = run_ranks(with_and_without, 1)[0]
+    assert not first["modes"]["1.frozen_dropout"] and first["modes"]["1.dropout"]
+    for one in (first, again):  # the second time all scripts have been differentiated and optimised
+        assert one["numbers"] == without["numbers"] and one["modes"] == without["modes"]
+        assert [name for name, value in one["state"].items() if value != without["state"][name]] == []
+    assert first["state"]["1.calls"][0] > 0
+
+
+class Stage(nn.Sequential):
+    """The part of a PipelineModule that verification looks at."""
+
+    _local_start = 4
+
+    @property
+    def forward_funcs(self):
+        return list(self)
+
+
+@pytest.fixture
+def context():
+    Overrides.acquire()
+    yield SliceContext()
+    Overrides.release()
+
+
+def look(context, layers, inputs, cuts, lengths=(7, 2, 9, 1, 5)):
+    """Verify a stage of ``layers``; the first layer's inputs are cut by ``cuts``, the others' [b, s, h]."""
+    stage = Stage(*layers)
+    per_layer = [cuts] + [(TensorCut(row=1),)] * (len(layers) - 1)
+    with undisturbed(stage, context):
+        return verify_stage(stage, context, inputs, per_layer, spans(lengths))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_good_models_pass_in_every_dtype(dtype, context):
+    torch.manual_seed(0)
+    layers = [Embedding(), Block(), Busy(), Block(), EncoderLayer(), Head()]
+    layers = [layer.to(dtype) for layer in layers]
+    for layer in layers[1:]:  # away from the initial weights, where all is small
+        for parameter in layer.parameters():
+            parameter.data.mul_(3)
+    (inputs, _) = STEPS[0][0]
+    look(context, layers, inputs, (TensorCut(row=1),) * 2)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_threshold_of_each_dtype_is_between_rounding_and_a_change(dtype, context):
+    class Scaled(nn.Module):
+        def __init__(self, change):
+            super().__init__()
+            self.change = change
+
+        def forward(self, hidden):
+            return hidden if hidden.shape[1] == 24 else hidden * (1 + self.change)
+
+    hidden = torch.randn(2, 24, HIDDEN, dtype=torch.float64).to(dtype)
+    look(context, [Scaled(TOLERANCE[dtype] / 4)], hidden, (TensorCut(row=1),))
+    with pytest.raises(
+        ConfigError, match=r"the output of layer 4, module 0, differs by \d\.\de-\d+ between slice and whole"
+    ):
+        look(context, [Scaled(TOLERANCE[dtype] * 4)], hidden, (TensorCut(row=1),))
+
+
+def test_one_wrong_token_of_many_is_found(context):
+    class Wrong(nn.Module):
+        def forward(self, tokens):
+            return tokens + (torch.arange(tokens.shape[1]) == 3) if tokens.shape[1] == 4 else tokens
+
+    with pytest.raises(ConfigError, match=r"differs by 1\.0e\+00 .* \(tokens 60 to 64\)"):
+        look(context, [Wrong()], torch.zeros(1, 64).long(), (TensorCut(row=1),), (60, 4))
+
+
+def test_other_modules_for_a_slice_than_for_all_are_found(context):
+    class Skips(Head):
+        def forward(self, hidden):
+            return super().forward(hidden) if hidden.shape[1] > 5 else self.norm(hidden)
+
+    with pytest.raises(ConfigError, match="layer 4 calls other modules for tokens 7 to 9 than for the whole sequence"):
+        look(context, [Skips()], torch.randn(2, 24, HIDDEN), (TensorCut(row=1),))
+
+
+def test_sequence_first_layers_around_batch_first_modules_pass(context):
+    class SequenceFirst(nn.Module):
+        """[s, b, h] outside, an embedding-like module in [b, s, h] and one in [b * s, h] inside."""
+
+        def __init__(self):
+            super().__init__()
+            self.batch_first, self.flat = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, hidden):
+            inner = self.batch_first(hidden.transpose(0, 1))
+            return self.flat(inner.reshape(-1, HIDDEN)).view_as(inner).transpose(0, 1)
+
+    hidden = torch.randn(24, 2, HIDDEN)
+    look(context, [SequenceFirst()], hidden, (TensorCut(row=0),))
+    with pytest.raises(
+        ConfigError, match=r"the output of layer 4, module batch_first,|layer 4, module 0\.batch_first,"
+    ):
+        layer = SequenceFirst()
+        layer.batch_first.register_forward_hook(lambda module, args, out: out * out.shape[1])
+        look(context, [layer], hidden, (TensorCut(row=0),))
+
+
+@pytest.mark.parametrize("order", ["b s h", "s b h", "b h s", "bs h", "sb h", "b a s c", "h"])
+def test_the_part_that_a_slice_must_be_is_found_in_any_layout(order):
+    b, span = 3, Span(4, 9, 12)
+    sizes = {"b": (b, b), "s": (12, 5), "c": (12, 9), "h": (12, 12), "a": (2, 2), "bs": (36, 15), "sb": (36, 15)}
+    names = order.split()
+    whole = torch.rand([sizes[name][0] for name in names])
+    part = whole
+    for d, name in enumerate(names):
+        if name == "s":
+            part = part.narrow(d, 4, 5)
+        elif name == "c":
+            part = part.narrow(d, 0, 9)
+        elif name in ("bs", "sb"):
+            shape, inner = ((b, 12), d + 1) if name == "bs" else ((12, b), d)
+            part = part.unflatten(d, shape).narrow(inner, 4, 5).flatten(d, d + 1)
+    candidates = [piece for piece, _ in _corresponding(whole, part, span, b)]
+    assert any(torch.equal(piece, part) for piece in candidates) and len(candidates) <= 2
+
+
+def test_unknown_shapes_and_types_have_no_counterpart():
+    span = Span(4, 9, 12)
+    for part in (torch.rand(3, 6), torch.rand(3, 5, 1), torch.rand(3, 5).double()):
+        assert not list(_corresponding(torch.rand(3, 12), part, span, 3))

@@ -1,0 +1,242 @@
+"""Waits are timed, failures of other processes are told from a user's own, and nothing of the watch outlives its engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_terapipe.pipeline import watch as watch_module
+from ds_terapipe.pipeline.watch import PipelineStalled, Position, Positions, Watch
+from ds_terapipe.schedule import order, with_messages
+from tests.pipeline.models import gpt, mean_loss, micro_batch
+from tests.pipeline.training import build_engine
+from tests.spawn import mark, run_ranks, run_to_exit
+
+GRID = with_messages(order("1f1b", 2, [3]))
+
+
+class Store(torch.distributed.HashStore):
+    """One whose host can be "gone" or "stopped"; counts how often it was asked since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost, self.asked, self.hold = "", 0, threading.Event()
+
+    def clone(self) -> Store:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self._fail()
+        super().set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self._fail()
+        if self.lost == "stopped":  # what is only sent goes into a buffer, an answer never comes
+            self.hold.wait(60)
+        return super().check(keys)
+
+    def _fail(self) -> None:
+        self.asked += bool(self.lost)
+        if self.lost == "gone":
+            raise torch.distributed.DistNetworkError("Broken pipe")
+
+
+@pytest.fixture
+def store(monkeypatch) -> Store:
+    """The store of a job of three: the two stages of a pipeline, and a rank of another pipeline."""
+    store = Store()
+    monkeypatch.setattr(watch_module, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(watch_module, "_SILENT_AFTER_S", 0.3)
+    monkeypatch.setattr(watch_module, "_PUBLISH_EVERY_S", 0.05)
+    monkeypatch.setattr(watch_module, "_READ_WITHIN_S", 0.5)
+    return store
+
+
+@pytest.fixture
+def watch(store):
+    watch = Watch([0, 1], 0, timeout_s=5.0)
+    yield watch
+    watch.close()
+
+
+class Late:
+    """A message that arrives after a while, or not at all."""
+
+    def __init__(self, after_s: float, error: Exception | None = None) -> None:
+        self.after_s, self.error = after_s, error
+
+    def wait(self, timeout: timedelta) -> None:
+        assert timeout == timedelta(seconds=5)
+        time.sleep(self.after_s)
+        if self.error is not None:
+            raise self.error
+
+
+def closed() -> Exception:
+    return RuntimeError(
+        "[/src/gloo/tcp/pair.cc:553] Connection closed by peer [::1]:7. This is typically caused by what"
+    )
+
+
+def other(store: Store, rank: int, **known: Any) -> None:
+    store.set(Positions._key(rank), Position(**{"written": time.time(), "step": 4, "action": 3, **known}).to_text())
+
+
+@given(
+    st.floats(0, 2e9), st.integers(0, 9), st.integers(0, 999), st.text(alphabet="ab 1:.", max_size=20), st.booleans()
+)
+def test_a_position_survives_its_text(written, step, action, note, ended):
+    position = Position(round(written, 3), step, action, note, ended)
+    assert Position.from_text(position.to_text()) == position
+
+
+def test_time_waited_is_counted_once_and_begins_anew_with_a_step(watch):
+    watch.begin(0, GRID)
+    with watch.waiting("what holds the next one"):
+        watch.wait(Late(0.1), "a message")
+    assert 0.1 <= watch.waited_s < 0.19
+    with watch.waiting("work in which others are waited for", counts=False):
+        time.sleep(0.1)
+    assert watch.waited_s < 0.19
+    watch.begin(1, GRID)
+    assert watch.waited_s == 0.0
+
+
+def test_a_users_error_in_a_wait_is_left_alone(watch):
+    for error in (RuntimeError("shape '[2, 3]' is invalid"), ValueError("Connection closed"), StopIteration()):
+        with pytest.raises(type(error)) as caught, watch.waiting("the optimiser step"):
+            raise error
+        assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        closed(),
+        RuntimeError("Timed out waiting 5000ms for recv operation to complete"),
+        RuntimeError("NCCL communicator was aborted on rank 0"),
+        torch.distributed.DistBackendError("remote process exited"),
+    ],
+)
+def test_errors_of_communication_are_stalls(watch, error):
+    with pytest.raises(PipelineStalled) as caught:
+        watch.wait(Late(0.0, error), "activations of 0.1 from rank 1")
+    assert caught.value.__cause__ is error
+
+
+def test_the_report(watch, store, caplog):
+    other(store, 1)
+    other(store, 2, step=3, note="waits 2.0 s for the all-reduce")
+    watch.begin(4, GRID)
+    watch.at(8)
+    with pytest.raises(PipelineStalled) as caught, watch.waiting("the optimiser step of the other ranks"):
+        watch.wait(Late(0.1, closed()), "gradients of 0.2 from rank 1")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == (
+        "rank 0 (stage 0) waited 0.1 s for gradients of 0.2 from rank 1 in step 4: Connection closed by peer [::1]:7 "
+        "(token_pipeline.timeout_s is 5)"
+    )
+    assert caplog.messages == [lines[0]]  # before anything else: there may be no time for more
+    assert (
+        lines[1] == "  rank 2: last seen in step 3, action 3, waits 2.0 s for the all-reduce; no sign of life for 0.3 s"
+    )
+    assert lines[2] == "  rank 1 (stage 1): last seen in step 4, action 3; no sign of life for 0.3 s"
+    assert lines[3].split()[:3] == ["step", "stage", "0"]
+    marked = {line.split("<--")[1].strip(): line for line in lines if "<--" in line}
+    assert f"[{GRID[0][8]}]" in marked["stage 0"] and f"[{GRID[1][3]}]" in marked["stage 1"]
+    told = Position.from_text(store.get(Positions._key(0)).decode())
+    assert (
+        told.ended
+        and told.note == "gave up waiting for gradients of 0.2 from rank 1: Connection closed by peer [::1]:7"
+    )
+
+
+def test_who_failed_says_why_and_then_nobody_is_suspected(watch, store):
+    failing = Positions(store, 1)
+    other(store, 2)
+    failing.publish(Position(time.time(), 4, 3, "failed: KeyError: 'x'", ended=True))
+    with pytest.raises(PipelineStalled) as caught:
+        watch.wait(Late(0.0, closed()), "gradients of 0.2 from rank 1")
+    assert "  rank 1 (stage 1): last seen in step 4, action 3, failed: KeyError: 'x'" in str(caught.value)
+    assert "no sign of life" not in str(caught.value) and "rank 2" not in str(caught.value)
+
+
+def test_an_error_is_written_down_for_the_others(watch, store):
+    watch.begin(2, GRID)
+    watch.failed(KeyError("first\nsecond"))
+    watch.failed(ValueError("what came of it"))
+    time.sleep(0.2)  # the thread publishes it again and again
+    told = Position.from_text(store.get(Positions._key(0)).decode())
+    assert told.ended and told.note == r"failed: KeyError: 'first\nsecond'" and told.step == 2
+
+
+@pytest.mark.parametrize("how", ["gone", "stopped"])
+def test_a_lost_store_costs_neither_time_nor_a_second_try(watch, store, how):
+    watch.begin(0, GRID)
+    time.sleep(0.1)
+    store.lost, start = how, time.monotonic()
+    with pytest.raises(
+        PipelineStalled, match=r"positions unknown: the process with the store .* does not answer\nstep"
+    ):
+        watch.wait(Late(0.0, closed()), "activations of 0.1 from rank 1")
+    assert time.monotonic() - start < 2.0
+    asked = store.asked
+    time.sleep(0.3)
+    assert store.asked == asked
+    store.hold.set()
+
+
+def test_living_ranks_keep_publishing_and_closing_ends_the_thread(watch, store):
+    told = set()
+    for _ in range(4):
+        time.sleep(0.1)
+        told.add(store.get(Positions._key(0)))
+    assert len(told) == 4
+    watch.close()
+    watch.close()
+    assert not watch._thread.is_alive()
+
+
+def watching() -> int:
+    return sum(thread.name == "ds_terapipe-watch" for thread in threading.enumerate())
+
+
+def engines_come_and_go(rank: int, world_size: int) -> list[int]:
+    alive = []
+    for destroy in (True, False):
+        engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2})
+        engine.train_batch(iter([micro_batch(m, masked=False) for m in range(2)]))
+        alive.append(watching())
+        if destroy:
+            engine.destroy()
+        alive.append(watching())
+    return alive
+
+
+def test_destroy_ends_the_thread():
+    assert run_ranks(engines_come_and_go, 2) == [[1, 0, 1, 1]] * 2
+
+
+def run_off_the_end(rank: int, world_size: int, destroy: bool) -> None:
+    engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2})
+    engine.train_batch(iter([micro_batch(m, masked=False) for m in range(2)]))
+    if destroy:
+        engine.destroy()
+        torch.distributed.destroy_process_group()
+    mark("end")
+
+
+@pytest.mark.parametrize("destroy", [True, False])
+def test_nothing_keeps_the_interpreter_alive(destroy):
+    for end in run_to_exit(run_off_the_end, 2, destroy):
+        assert end.code == 0, end.output
+        assert end.at - end.mark("end") < 10.0

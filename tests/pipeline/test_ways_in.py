@@ -1,0 +1,309 @@
+"""Every way in which a model calls attention: trained and evaluated in slices, it is the model it was."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from torch.utils.checkpoint import checkpoint
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.context import PlacementError, SliceContext
+from ds_terapipe.pipeline.interception import Overrides
+from ds_terapipe.pipeline.spans import Span
+from tests.pipeline.attention_layers import WAYS, Attention, TwoCheckpoints
+from tests.pipeline.models import HIDDEN, Embedding, Head, Plain, mean_loss, micro_batch
+from tests.pipeline.training import build_engine, train, train_plain, worst
+from tests.spawn import run_ranks
+
+SLICES = {"slices": [7, 2, 9, 1, 5]}
+STEPS = [[micro_batch(10 * step + m, masked=False) for m in range(2)] for step in range(3)]
+TOLERANCE = 1e-10
+
+
+def specs(layer: type, count: int = 2) -> list[LayerSpec]:
+    """A model of ``count`` such layers."""
+    return [LayerSpec(Embedding), *(LayerSpec(layer) for _ in range(count)), LayerSpec(Head)]
+
+
+def plain_evaluation(weights: dict[str, torch.Tensor], layer: type) -> float:
+    model = Plain(specs(layer)).double().eval()
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        return sum(float(mean_loss(model(x), y)) for x, y in STEPS[0]) / 2
+
+
+def one_way(rank: int, world_size: int, names: list[str]) -> dict[str, list[float]]:
+    """For each way: by how much losses, gradients, weights and the evaluation differ from one process, unsliced."""
+    result = {}
+    for name in names:
+        model, dtype = specs(WAYS[name]), torch.float64
+        engine = build_engine(model, mean_loss, token_pipeline=SLICES, stages=1, dtype=dtype)
+        got = train(engine, STEPS)
+        expected = train_plain(model, mean_loss, STEPS, partial(torch.optim.SGD, lr=0.2), dtype=dtype)
+        loss = float(engine.eval_batch(iter(STEPS[0])))
+        with torch.inference_mode():
+            inference = float(engine.eval_batch(iter(STEPS[0])))
+        evaluated = plain_evaluation(expected.weights, WAYS[name])
+        losses = (torch.tensor(t.losses, dtype=dtype) for t in (got, expected))
+        result[name] = [
+            max(abs(a / b - 1).max().item() for a, b in [tuple(losses)]),
+            max(worst(a, b) for a, b in zip(got.gradients, expected.gradients, strict=True)),
+            worst(got.weights, expected.weights),
+            abs(loss / evaluated - 1) / 1e4,  # DeepSpeed reduces evaluation losses in fp32
+            abs(inference / evaluated - 1) / 1e4,
+        ]
+        engine.destroy()
+    return result
+
+
+@pytest.fixture(scope="module")
+def all_ways() -> dict[str, list[float]]:
+    return run_ranks(one_way, 1, list(WAYS), timeout=120)[0]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_trains_and_evaluates_as_the_whole_sequence(name, all_ways):
+    found = dict(zip(("losses", "gradients", "weights", "eval", "inference"), all_ways[name], strict=True))
+    assert max(found.values()) <= TOLERANCE, found
+
+
+CHECKPOINTED = [
+    (layer, interval, reentrant)
+    for layer in (Attention, TwoCheckpoints)
+    for interval in (1, 2)
+    for reentrant in (True, False)
+]
+
+
+def checkpointed(rank: int, world_size: int) -> list[tuple[float, float, float]]:
+    """Losses, weights and evaluation with DeepSpeed's own activation checkpointing, against its own engine's."""
+    result = []
+    for layer, interval, reentrant in CHECKPOINTED:
+        options = {
+            "config": {"pipeline": {"use_reentrant": reentrant}},
+            "module": {
+                "activation_checkpoint_interval": interval,
+                # a reentrant checkpoint of the embedding would cut it off: its inputs are whole numbers
+                "checkpointable_layers": [layer.__name__, "Head"] if reentrant else None,
+            },
+        }
+        traces, evaluations = [], []
+        for block in (SLICES, None):
+            engine = build_engine(
+                specs(layer, 3), mean_loss, token_pipeline=block, stages=1, dtype=torch.float64, **options
+            )
+            traces.append(train(engine, STEPS[:2]))
+            evaluations.append(float(engine.eval_batch(iter(STEPS[2]))))
+            engine.destroy()
+        ours, theirs = traces
+        losses = max(abs(a / b - 1) for a, b in zip(ours.losses, theirs.losses, strict=True))
+        result.append((losses, worst(ours.weights, theirs.weights), abs(evaluations[0] / evaluations[1] - 1)))
+    return result
+
+
+def test_deepspeeds_activation_checkpointing():
+    for case, (losses, weights, evaluation) in zip(CHECKPOINTED, run_ranks(checkpointed, 1)[0], strict=True):
+        assert losses <= TOLERANCE and weights <= TOLERANCE and evaluation <= 1e-6, (case, losses, weights, evaluation)
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    """What the first batch, or the engine's construction, says of models that can't be placed."""
+    said = {}
+
+    def attempt(name, layers, hook=None, slices=SLICES, **options):
+        try:
+            engine = build_engine(layers, mean_loss, token_pipeline=slices, stages=1, **options)
+            if hook is not None:
+                engine.module.register_forward_pre_hook(hook)
+            engine.train_batch(iter(STEPS[0]))
+            said[name] = "trained"
+        except ConfigError as error:
+            said[name] = f"ConfigError {error}"
+        except RuntimeError as error:
+            said[name] = f"{type(error).__name__} {error}"
+
+    def attention_first(module, inputs):
+        x = torch.ones(2, 4, inputs[0][0].shape[1], 8)
+        F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    compiled = Attention()
+    compiled.compile()
+    attempt("compile()", [LayerSpec(Embedding), compiled, LayerSpec(Head)])
+    attempt("OptimizedModule", [LayerSpec(Embedding), torch.compile(Attention()), LayerSpec(Head)])
+    for length in (1, 9, 11):  # graphs for any length are there before the engine is
+        warm = partial(CompiledInside(), torch.randn(2, length, HIDDEN))
+        warm().sum().backward()
+        with torch.no_grad():
+            warm()
+    attempt("compiled function", specs(CompiledInside), slices={"slices": [7, 3, 9, 5]})
+    attempt("outside the layers", specs(Attention), hook=attention_first)
+    attempt("not causal", specs(Bidirectional))
+    reentrant = {"config": {"pipeline": {"use_reentrant": True}}, "module": {"activation_checkpoint_interval": 1}}
+    attempt("reentrant", specs(Attention), **reentrant)
+    return said
+
+
+@torch.compile(backend="aot_eager", dynamic=True)
+def compiled_attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class CompiledInside(Attention):
+    def mix(self, q, k, v):
+        return compiled_attention(q, k, v)
+
+
+class Bidirectional(Attention):
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_what_cannot_be_placed_is_refused_before_the_first_step():
+    said = run_ranks(refused, 1)[0]
+    assert "compiled" in said["compile()"] and "compiled" in said["OptimizedModule"]
+    assert "attention is compiled by torch.compile (layer 1, micro-batch 0, tokens 0 to" in said["compiled function"]
+    assert said["outside the layers"].startswith("PlacementError causal attention is called outside the layers")
+    assert "attention that is not causal (layer 1" in said["not causal"]
+    assert '"use_reentrant": false' in said["reentrant"]
+
+
+@pytest.fixture
+def context():
+    """A slice context, with the overrides installed."""
+    Overrides.acquire()
+    yield SliceContext()
+    Overrides.release()
+
+
+def rows(length: int, seed: int = 0, **options) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2, length, 8, generator=random).requires_grad_(**options) for _ in range(3)]
+
+
+def run(context: SliceContext, span: Span, *calls, layer: int | None = 5) -> list[torch.Tensor]:
+    with context.forward(3, span):
+        if layer is not None:
+            context.enter_layer(layer)
+        return [call() for call in calls]
+
+
+def attend(q, k, v, **options):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+
+
+def test_a_call_that_the_first_slice_did_not_make_is_an_error(context):
+    run(context, Span(0, 4, 8), lambda: attend(*rows(4)))
+    with pytest.raises(
+        PlacementError, match="layer 5: attention call 1 of micro-batch 3 has no keys for tokens 0 to 4"
+    ):
+        run(context, Span(4, 8, 8), lambda: attend(*rows(4)), lambda: attend(*rows(4)))
+
+
+def test_a_call_that_a_later_slice_does_not_make_is_an_error(context):
+    run(context, Span(0, 4, 8), lambda: attend(*rows(4)), lambda: attend(*rows(4)))
+    with pytest.raises(
+        PlacementError, match=r"layer 5: its attention call 1 is made for some slices .*\(tokens 4 to 8\)"
+    ):
+        run(context, Span(4, 8, 8), lambda: attend(*rows(4)))
+
+
+def test_other_shapes_in_a_later_slice_are_an_error(context):
+    run(context, Span(0, 4, 8), lambda: attend(*rows(4)))
+    with pytest.raises(PlacementError, match="not with these shapes"):
+        run(context, Span(4, 8, 8), lambda: attend(*(t[..., :4] for t in rows(4))))
+
+
+def test_attention_outside_the_layers_is_an_error(context):
+    with pytest.raises(PlacementError, match="outside the layers"):
+        run(context, Span(0, 4, 8), lambda: attend(*rows(4)), layer=None)
+
+
+def test_causal_attention_of_something_else_is_an_error(context):
+    q, k, v = rows(4)
+    with pytest.raises(PlacementError, match="of 2 queries over 4 keys in a slice of 4 tokens"):
+        run(context, Span(0, 4, 8), lambda: attend(q[:, :, :2], k, v))
+
+
+def test_fewer_key_heads_without_enable_gqa_are_an_error_as_they_are_in_torch(context):
+    q, k, v = rows(4)
+    with pytest.raises(PlacementError, match="enable_gqa"):
+        run(context, Span(0, 4, 8), lambda: attend(q, k[:, :1], v[:, :1]))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_that_makes_other_keys_is_an_error(context, reentrant):
+    def noisy(q, k, v):
+        return attend(q, k * torch.rand(()), v)
+
+    outs = [
+        run(context, span, lambda: checkpoint(noisy, *rows(4), use_reentrant=reentrant, preserve_rng_state=False))
+        for span in (Span(0, 4, 8), Span(4, 8, 8))
+    ]
+    with context.backward(3, Span(4, 8, 8)), pytest.raises(PlacementError, match=r"deterministic.*preserve_rng_state"):
+        outs[1][0].sum().backward()
+
+
+def test_recomputation_of_a_step_that_overflowed_is_placed(context):
+    def overflowed(q, k, v):
+        return attend(q, k * float("nan"), v)
+
+    for span in (Span(0, 4, 8), Span(4, 8, 8)):
+        (out,) = run(context, span, lambda: checkpoint(overflowed, *rows(4), use_reentrant=False))
+    with context.backward(3, Span(4, 8, 8)):
+        out.sum().backward()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="attn_mask or is_causal, not both")
+def test_a_mask_beside_is_causal_counts_too(context):
+    padding = torch.tensor([True] * 3 + [False] + [True] * 4)
+    q, k, v = (torch.randn(1, 2, 8, 8) for _ in range(3))
+    parts = [
+        run(
+            context,
+            span,
+            lambda rows=slice(span.start, span.stop): attend(
+                *(t[:, :, rows] for t in (q, k, v)), attn_mask=padding[None, :]
+            ),
+        )[0]
+        for span in (Span(0, 3, 8), Span(3, 8, 8))
+    ]
+    torch.testing.assert_close(torch.cat(parts, 2), attend(q, k, v, attn_mask=padding[None, :]))
+
+
+def test_cross_attention_over_something_that_is_not_cut_is_left_alone(context):
+    (q, *_), (_, k, v) = rows(4), rows(7)
+    (got,) = run(context, Span(4, 8, 12), lambda: F.scaled_dot_product_attention(q, k, v))
+    assert torch.equal(got, F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_outside_slices_and_without_an_engine_nothing_changes(grad):
+    q, k, v = rows(6, requires_grad=grad)
+    mask = torch.rand(6, 6) > 0.3
+
+    def several():
+        torch.manual_seed(1)
+        outs = [
+            attend(q, k, v),
+            attend(q, k, v, dropout_p=0.5),
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+        ]
+        with torch.inference_mode():
+            outs.append(attend(q.detach(), k, v))
+        return outs + ([] if not grad else list(torch.autograd.grad(sum(outs[:3]).sum(), (q, k, v))))
+
+    before = several()
+    Overrides.acquire()
+    during = several()
+    Overrides.acquire()
+    Overrides.release()
+    assert Overrides._library is not None, "another engine still needs it"
+    Overrides.release()
+    after = several()
+    for a, b, c in zip(before, during, after, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert Overrides._library is None

@@ -1,0 +1,150 @@
+"""Weight gradients made once per micro-batch: the same gradients, hooks and memory as one backward of the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_terapipe.pipeline.context import SliceContext
+from ds_terapipe.pipeline.interception import Overrides, adapt_parallel_linears
+from ds_terapipe.pipeline.spans import spans
+from ds_terapipe.pipeline.weight_gradients import WeightGradients
+
+TOKENS, FEATURES = 24, 6
+
+
+@pytest.fixture(autouse=True)
+def _overrides():
+    Overrides.acquire()
+    yield
+    Overrides.release()
+
+
+class Net(nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 2 * FEATURES), nn.Linear(2 * FEATURES, FEATURES, bias=False)
+        self.norm, self.recompute = nn.LayerNorm(FEATURES), recompute
+
+    def forward(self, x):
+        if self.recompute:
+            return checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+    def _forward(self, x):
+        x = self.norm(self.second(F.gelu(self.first(x))))
+        return F.linear(x, self.first.weight) + 1  # the first weight once more in the same slice
+
+
+def gradients_of_the_whole(net, x):
+    net(x).square().sum().backward()
+    return take(net)
+
+
+def take(net):
+    taken = {name: p.grad for name, p in net.named_parameters()}
+    net.zero_grad()
+    return taken
+
+
+def run_sliced(net, x, lengths, keeper):
+    context = SliceContext()
+    context.weight_gradients = keeper
+    slices = spans(tuple(lengths))
+    outputs = []
+    for span in slices:
+        with context.forward(0, span):
+            context.enter_layer(0)
+            outputs.append(net(x[:, span.start : span.stop]))
+    for span, output in reversed(list(zip(slices, outputs, strict=True))):
+        with context.backward(0, span):
+            output.square().sum().backward()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("lengths", [[12, 12], [5, 1, 10, 8], [1] * TOKENS])
+def test_same_gradients_as_the_whole(lengths, recompute):
+    torch.manual_seed(0)
+    # inputs that ask for a gradient, as between stages: the first layer, with its bias, is deferred too
+    net, x = Net(recompute).double(), torch.randn(3, TOKENS, FEATURES, dtype=torch.float64, requires_grad=True)
+    want = gradients_of_the_whole(net, x)
+    keeper = WeightGradients()
+    for _ in range(2):  # the second micro-batch reuses the buffers
+        run_sliced(net, x, lengths, keeper)
+        assert net.second.weight.grad is None  # nothing of the weights has been made yet
+        assert net.norm.weight.grad is not None
+        keeper.make()
+        for name, gradient in take(net).items():
+            torch.testing.assert_close(gradient, want[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_longer_sequences_and_other_batches_follow():
+    torch.manual_seed(0)
+    net, keeper = Net().double(), WeightGradients()
+    for batch, tokens in ((1, 8), (2, 16), (1, 4)):
+        x = torch.randn(batch, tokens, FEATURES, dtype=torch.float64)
+        want = gradients_of_the_whole(net, x)
+        run_sliced(net, x, [tokens // 4] * 4, keeper)
+        keeper.make()
+        for name, gradient in take(net).items():
+            torch.testing.assert_close(gradient, want[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_hooks_on_gradients_run_once_per_micro_batch():
+    net, keeper, calls = Net(), WeightGradients(), []
+    net.second.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.clone()))
+    run_sliced(net, torch.randn(1, TOKENS, FEATURES), [6] * 4, keeper)
+    assert not calls
+    keeper.make()
+    assert len(calls) == 1
+    keeper.make()  # nothing is left to make
+    assert len(calls) == 1
+
+
+def test_frozen_weights_and_whole_sequences_take_no_part():
+    net, keeper = Net(), WeightGradients()
+    net.second.weight.requires_grad_(False)
+    run_sliced(net, torch.randn(1, TOKENS, FEATURES), [TOKENS], keeper)
+    assert net.first.weight.grad is not None and net.second.weight.grad is None
+    net.zero_grad()
+    run_sliced(net, torch.randn(1, TOKENS, FEATURES), [6] * 4, keeper)
+    keeper.make()
+    assert net.first.weight.grad is not None and net.second.weight.grad is None
+
+
+def test_outside_a_slice_linear_is_what_it_was():
+    net, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    net(x).sum().backward()
+    torch.testing.assert_close(net.weight.grad, x.sum(0).expand(4, 4))
+
+
+def test_the_linear_layers_of_megatron_core_defer_too():
+    class ParallelLinear(nn.Module):  # megatron-core's interface: a product behind ``_forward_impl``
+        def __init__(self):
+            super().__init__()
+            self.weight, self.products = nn.Parameter(torch.randn(FEATURES, FEATURES)), 0
+
+        def _forward_impl(self, input, weight, **kwargs):
+            self.products += 1
+            return torch.matmul(input, weight.t())
+
+        def forward(self, x):
+            return self._forward_impl(
+                input=x, weight=self.weight, bias=None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None
+            )
+
+    net, keeper = ParallelLinear(), WeightGradients()
+    x = torch.randn(1, TOKENS, FEATURES, requires_grad=True)
+    want = gradients_of_the_whole(net, x)
+    adapt_parallel_linears(net)
+    adapt_parallel_linears(net)
+    run_sliced(net, x, [6] * 4, keeper)
+    assert net.weight.grad is None
+    keeper.make()
+    torch.testing.assert_close(take(net)["weight"], want["weight"])
+    assert net.products == 1  # outside slices it still runs itself
+    net(x)
+    assert net.products == 2

@@ -1,0 +1,172 @@
+"""What crosses between stages arrives as it was sent, in order; what a neighbour must know of it is told once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_terapipe.pipeline import wire as wire_module
+from ds_terapipe.pipeline.watch import Watch, bounded_group
+from ds_terapipe.pipeline.wire import BoundarySpec, Outbox, TensorSpec, Wire
+from ds_terapipe.schedule import Unit, forward_only
+from tests.spawn import run_ranks
+
+CPU = torch.device("cpu")
+
+specs = st.builds(
+    TensorSpec,
+    st.lists(st.integers(0, 2**40), max_size=5).map(tuple),
+    st.sampled_from(wire_module._DTYPES),
+    st.booleans(),
+)
+boundaries = st.builds(BoundarySpec, st.lists(specs, max_size=12).map(tuple), st.booleans())
+
+
+@given(boundaries)
+@settings(max_examples=200, deadline=None)
+def test_a_spec_survives_its_encoding(spec):
+    meta = spec.encode(CPU)
+    assert meta.shape == (256,) and meta.dtype == torch.int64
+    assert BoundarySpec.decode(meta) == spec
+
+
+@given(boundaries)
+@settings(max_examples=50, deadline=None)
+def test_gradients_travel_for_what_asked_for_them(spec):
+    assert spec.gradients().tensors == tuple(each for each in spec.tensors if each.needs_grad)
+
+
+@given(st.integers(1, 100), st.integers(0, 6))
+@settings(max_examples=50, deadline=None)
+def test_too_many_tensors_are_an_error_that_says_how_many(count, dims):
+    spec = BoundarySpec((TensorSpec((1,) * dims, torch.float32, True),) * count, False)
+    words = 2 + count * (3 + dims)
+    if words <= 256:
+        assert BoundarySpec.decode(spec.encode(CPU)) == spec
+    else:
+        with pytest.raises(
+            ValueError, match=rf"^a stage hands on {count} tensors: their shapes take {words} words, at most 256$"
+        ):
+            spec.encode(CPU)
+
+
+@pytest.mark.parametrize("outputs", [(torch.zeros(1), "text"), (None,), torch.zeros(1, dtype=torch.complex64)])
+def test_only_tensors_that_can_be_sent_are_handed_on(outputs):
+    with pytest.raises(TypeError, match="a stage must hand on tensors of types that can be sent"):
+        BoundarySpec.of(outputs)
+
+
+def all_kinds(unit: Unit) -> tuple[Tensor, ...]:
+    """Tensors of every type and of odd shapes, different for each unit."""
+    random = torch.Generator().manual_seed(100 * unit.micro_batch + unit.slice)
+    whole = torch.randint(-100, 100, (3, 4), generator=random)
+    tensors = [whole.to(dtype) if dtype != torch.bool else whole > 0 for dtype in wire_module._DTYPES]
+    tensors += [torch.tensor(float(unit.slice)), torch.tensor(unit.slice % 2 == 0), torch.empty(0, 5)]
+    tensors += [torch.empty(0, dtype=torch.bool), whole.double().t(), (whole > 0).t(), whole.float()[:, ::2]]
+    for tensor in tensors:
+        tensor.requires_grad_(tensor.is_floating_point())
+    return tuple(tensors)
+
+
+def same(got: Any, sent: Any) -> bool:
+    return len(got) == len(sent) and all(
+        a.dtype == b.dtype and a.shape == b.shape and a.requires_grad == b.requires_grad and torch.equal(a, b)
+        for a, b in zip(got, sent, strict=True)
+    )
+
+
+class Line:
+    """The wire of one rank of a pipeline that is as long as the job; counts the announcements."""
+
+    def __init__(self, rank: int, stages: int) -> None:
+        ranks = list(range(stages))
+        self.watch = Watch(ranks, rank, timeout_s=60.0)
+        grid = SimpleNamespace(
+            get_stage_id=lambda: rank, pipe_parallel_size=stages, stage_to_global=lambda stage: stage
+        )
+        groups = [bounded_group(ranks, 60.0) for _ in range(2)]
+        self.wire = Wire(grid, CPU, *groups, self.watch)
+        self.rank, self.last, self.announced = rank, stages - 1, 0
+        announce = Outbox.announce
+
+        def counted(box: Outbox, *args: Any) -> None:
+            self.announced += 1
+            announce(box, *args)
+
+        Outbox.announce = counted
+
+    def run(self, units: list[Unit], shape_of: Any, tensors: Any = all_kinds) -> None:
+        """All units forward through the stages and their gradients back in reverse; every tensor is checked on arrival."""
+        back = units[::-1]
+        self.wire.begin(units, back, shape_of)
+        inputs: dict[Unit, Any] = {}
+        for unit in units:
+            sent = tensors(unit)
+            if self.rank > 0:
+                inputs[unit] = self.wire.receive_forward(unit)
+                assert same(inputs[unit], sent), unit
+            if self.rank < self.last:
+                self.wire.send_forward(unit, sent)
+        for unit in back:
+            wanted = [t.detach() * (unit.slice + 1) for t in tensors(unit) if t.requires_grad]
+            if self.rank < self.last:
+                got = self.wire.receive_backward(unit)
+                # what this stage adds to the first tensor; the second got no gradient at all
+                expected = [wanted[0] * (self.last - self.rank), torch.zeros_like(wanted[1]), *wanted[2:]]
+                assert len(got) == len(expected) and all(map(torch.equal, got, expected)), unit
+            if self.rank > 0:
+                leaves = [t for t in inputs[unit] if t.requires_grad]
+                for leaf, gradient in zip(leaves, wanted, strict=True):
+                    leaf.grad = gradient.clone()
+                leaves[0].grad *= self.last - self.rank + 1
+                leaves[1].grad = None
+                self.wire.send_backward(unit, inputs[unit])
+        self.wire.finish()
+
+
+def cross_four_stages(rank: int, world_size: int) -> dict[str, int]:
+    line, told = Line(rank, world_size), {}
+    units = [action.unit for action in forward_only(world_size, (3, 2))[0]]
+    line.run(units, lambda unit: unit.slice)
+    told["one for each shape"] = line.announced
+    line.run(units, lambda unit: unit.slice)  # now everything is known, and receives are posted ahead
+    told["none the second time"] = line.announced
+    line.run(units, lambda unit: ("other", unit.slice))
+    told["new shapes"] = line.announced
+    line.run([Unit(0, 0)], lambda unit: "single", lambda unit: all_kinds(unit)[:4])
+    line.watch.close()
+    return told
+
+
+def test_every_type_and_shape_crosses_four_stages_in_order_and_shapes_are_told_once():
+    for rank, told in enumerate(run_ranks(cross_four_stages, 4)):
+        shapes = 3 if rank < 3 else 0  # the last stage hands nothing on
+        assert told == {"one for each shape": shapes, "none the second time": shapes, "new shapes": 2 * shapes}
+
+
+def change_shape(rank: int, world_size: int) -> str:
+    line, unit, message = Line(rank, world_size), Unit(0, 0), ""
+    line.wire.begin([unit], [], lambda unit: "shape")
+    if rank == 0:
+        line.wire.send_forward(unit, torch.ones(2, 3))
+        try:
+            line.wire.send_forward(unit, torch.ones(2, 4))
+        except RuntimeError as error:
+            message = str(error)
+    else:
+        assert torch.equal(line.wire.receive_forward(unit), torch.ones(2, 3))
+    line.wire.finish()
+    line.watch.close()
+    return message
+
+
+def test_another_shape_than_announced_is_an_error_of_the_sender():
+    message, _ = run_ranks(change_shape, 2)
+    assert message.startswith("outputs of 0.0 are ") and "shape=(2, 4)" in message and "they were " in message

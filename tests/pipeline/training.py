@@ -1,0 +1,153 @@
+"""The same training in one process, in DeepSpeed's pipeline and in ours, as traces that can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor, nn
+
+import ds_terapipe
+from tests.pipeline.models import SEED, Plain
+
+SGD = {"type": "SGD", "params": {"lr": 0.2}}
+ADAMW = {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.1, "torch_adam": True}}
+
+
+@dataclass
+class Trace:
+    """A training: loss of each step, gradients of each step and weights at the end by parameter name."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train_plain(
+    specs: Sequence[Any],
+    loss_fn: Callable[..., Any],
+    steps: Sequence[Sequence[Any]],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    clip: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    start: torch.dtype = torch.float32,
+) -> Trace:
+    """Train in this process in ``dtype``, from weights rounded to ``start``; a step is the mean over its micro-batches."""
+    model, trace = Plain(specs).to(start).to(dtype), Trace()
+    stepper = optimizer([p for p in model.parameters() if p.requires_grad])
+    for batches in steps:
+        stepper.zero_grad()
+        total = 0.0
+        for inputs, labels in batches:
+            loss = loss_fn(model(inputs), _cast(labels, dtype)) / len(batches)
+            loss.backward()
+            total += loss.item()
+        trace.losses.append(total)
+        trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        trace.norms.append(float(nn.utils.clip_grad_norm_(parameters, clip or float("inf"))))
+        stepper.step()
+    trace.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return trace
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    return tuple(_cast(item, dtype) for item in value)
+
+
+def build_engine(
+    specs: Sequence[Any],
+    loss_fn: Callable[..., Any] | None,
+    *,
+    token_pipeline: dict[str, Any] | None,
+    micro_batches: int = 2,
+    batch: int = 2,
+    stages: int = 2,
+    clip: float = 0.0,
+    optimizer: dict[str, Any] | Callable[..., Any] = SGD,
+    dtype: torch.dtype = torch.float32,
+    config: dict[str, Any] | None = None,
+    module: dict[str, Any] | None = None,
+    **initialize: Any,
+) -> Any:
+    """An engine on ``stages`` stages and as many replicas as the job has room for: ours, or with ``token_pipeline`` None
+    DeepSpeed's own. ``config`` adds keys of ds_config.json, ``module`` arguments of ``PipelineModule``."""
+    options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, "dynamic_shape": True}
+    model = PipelineModule(list(specs), num_stages=stages, loss_fn=loss_fn, **{**options, **(module or {})})
+    if dtype == torch.float64:
+        model = model.double()
+        get_accelerator().supported_dtypes = lambda: [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": clip,
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,
+        **(config or {}),
+    }
+    if isinstance(optimizer, dict):
+        settings["optimizer"] = optimizer
+    else:
+        initialize["optimizer"] = optimizer
+    if token_pipeline is not None:
+        settings["token_pipeline"] = token_pipeline
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = ds_terapipe.initialize(model=model, config=settings, model_parameters=parameters, **initialize)
+    if dtype == torch.float64:
+        engine.communication_data_type = dtype  # else DeepSpeed reduces gradients in fp32
+    return engine
+
+
+def mine(engine: Any, step: Sequence[Any]) -> list[Any]:
+    """The micro-batches of a step that belong to this replica."""
+    replicas, count = engine.dp_world_size, len(step) // engine.dp_world_size
+    return list(step[engine.grid.data_parallel_id * count :][:count]) if replicas > 1 else list(step)
+
+
+def train(engine: Any, steps: Sequence[Sequence[Any]], after_step: Callable[[], None] | None = None) -> Trace:
+    """Train with an engine; losses are the engine's, gradients (where parameters hold them) and weights this rank's."""
+    trace, step_taken = Trace(), engine._take_model_step
+
+    def observed(*args: Any, **kwargs: Any) -> None:
+        found = {name: _gradient(engine, p) for name, p in engine.module.named_parameters()}
+        trace.gradients.append({name: g.detach().clone() for name, g in found.items() if g is not None})
+        step_taken(*args, **kwargs)
+
+    engine._take_model_step = observed
+    for step in steps:
+        mean = engine.train_batch(iter(mine(engine, step)))
+        exact = engine.total_loss / engine.micro_batches if engine.is_last_stage() else mean
+        trace.losses.append(float(exact if exact.dtype == torch.float64 else mean))
+        trace.norms.append(float(engine.get_global_grad_norm() or 0.0))
+        if after_step is not None:
+            after_step()
+    del engine._take_model_step
+    trace.weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    return trace
+
+
+def _gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:
+    """What the optimiser is about to use, reduced over replicas; collective where ZeRO-1 shares it out."""
+    if engine.using_bf16_optimizer:
+        return getattr(parameter, "_hp_grad", None)
+    return safe_get_full_grad(parameter) if engine.zero_optimization() else parameter.grad
+
+
+def difference(got: Tensor, expected: Tensor) -> float:
+    """||got - expected|| / ||expected||, in double precision."""
+    a, b = got.detach().double(), expected.detach().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+def worst(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest relative difference of the tensors in ``got``, each of which must be in ``expected``."""
+    return max((difference(tensor, expected[name]) for name, tensor in got.items()), default=0.0)

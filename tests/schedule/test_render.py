@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+
+from ds_terapipe.schedule import Action, Op, Panel, grid_text, order, replay, timeline_svg, timelines_svg, with_messages
+
+from . import strategies
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def _seconds(action):
+    return 1.0 if action.op is Op.FORWARD else 2.0
+
+
+def test_whole_grid():
+    assert grid_text(order("1f1b", 2, [2])) == "\n".join(
+        [
+            "step   stage 0   stage 1",
+            "   0   0F0.0     1F0.0",
+            "   1   0F0.1     1F0.1",
+            "   2   0B0.1     1B0.1",
+            "   3   0B0.0     1B0.0",
+        ]
+    )
+
+
+@given(strategies.names, strategies.stages, strategies.slices)
+def test_whole_grid_holds_every_action(name, stages, slices):
+    grid = with_messages(order(name, stages, slices))
+    columns = [[] for _ in grid]
+    for line in grid_text(grid).splitlines()[1:]:
+        for text in line.split()[1:]:
+            action = Action.from_text(text)
+            columns[action.stage].append(action)
+    assert columns == grid
+
+
+def test_marked_stages():
+    grid = with_messages(order("1f1b", 2, [2, 2]))
+    text = grid_text(grid, {0: 5, 1: len(grid[1])}, {0: "waits"})
+    assert re.search(r"   5  \[0SEND_F1.0\] .*<-- stage 0: waits\n", text)
+    assert re.search(r"\[end\] +<-- stage 1$", text, re.MULTILINE)
+    assert "0F0.0" not in text
+
+
+def test_stages_at_one_step_share_a_mark():
+    text = grid_text(order("1f1b", 3, [2]), {0: 1, 2: 1})
+    assert "<-- stage 0, stage 2" in text
+    assert text.count("[") == 2
+
+
+def test_only_the_neighbourhood_of_a_mark_is_shown():
+    grid = order("terapipe", 40, [8] * 8)
+    text = grid_text(grid, {20: 60})
+    assert "[20F7.4]" in text
+    assert "stage 23" in text
+    assert "stage 24" not in text
+    assert len(text.splitlines()) == 1 + 7 + 2
+
+
+def test_an_index_past_the_end_is_the_end():
+    grid = order("1f1b", 2, [2])
+    assert grid_text(grid, {1: 99}) == grid_text(grid, {1: 4})
+    assert "[end]" in grid_text(grid, {1: 99})
+
+
+def test_empty_grid():
+    assert grid_text([[]]) == "step   stage 0"
+    assert "[end]" in grid_text([[]], {0: 0})
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 16])
+def test_timeline_draws_every_computation_once_to_scale(stages):
+    grid = order("1f1b", stages, [3, 2])
+    root = ElementTree.fromstring(timeline_svg(grid, _seconds, title="a < b"))
+    cells = [
+        r for r in root.iter(f"{SVG}rect") if r.get("fill") not in ("#ffffff", "#f3f4f6") and r.get("width") != "12"
+    ]
+    assert len(cells) == sum(len(row) for row in grid)
+    right = max(float(r.get("x")) + float(r.get("width")) for r in cells)
+    assert right < float(root.get("width"))
+    makespan = replay(with_messages(grid), _seconds).makespan
+    busy = stages * 5 * 3
+    texts = [t.text for t in root.iter(f"{SVG}text")]
+    assert "a < b" in texts
+    assert f"time {makespan:g}, {1 - busy / (stages * makespan):.0%} idle" in texts
+    # Backward takes twice as long, so it is twice as wide (but for the gap of one pixel).
+    widths = sorted({round(float(r.get("width")) + 1, 1) for r in cells})
+    assert len(widths) == 2
+    assert widths[1] == pytest.approx(2 * widths[0], abs=0.2)
+
+
+def test_timelines_share_one_scale():
+    whole = Panel("whole", order("1f1b", 4, [1]), _seconds)
+    sliced = Panel("sliced", order("1f1b", 4, [4]), lambda action: _seconds(action) / 4)
+    root = ElementTree.fromstring(timelines_svg([whole, sliced]))
+    tracks = [
+        float(r.get("width")) for r in root.iter(f"{SVG}rect") if r.get("fill") == "#f3f4f6" and r.get("width") != "12"
+    ]
+    assert len(tracks) == 8
+    assert tracks[4] / tracks[0] == pytest.approx((3 + 3 * 3 / 4) / 12, abs=1e-3)
+
+
+def test_timeline_of_a_stuck_schedule_is_refused():
+    grid = with_messages(order("1f1b", 2, [1]))
+    del grid[0][1]
+    with pytest.raises(ValueError, match="stages 0, 1 would wait for ever"):
+        timeline_svg(grid, _seconds)
+    with pytest.raises(ValueError, match="no panels"):
+        timelines_svg([])

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from ds_terapipe.schedule import Action, Op, Replay, order, replay, with_messages
+
+
+def _seconds(action):
+    assert action.op.is_compute
+    return 1.0 if action.op is Op.FORWARD else 2.0
+
+
+def test_spans_are_the_longest_path():
+    # Two stages, one micro-batch of two slices: F 1 s, B 2 s, messages 0 s.
+    grid = with_messages(order("1f1b", 2, [2]))
+    result = replay(grid, _seconds)
+    assert result.stuck == {}
+    ends = {
+        str(a): span for row, spans in zip(grid, result.spans, strict=True) for a, span in zip(row, spans, strict=True)
+    }
+    assert ends["1F0.0"] == (1, 2)
+    assert ends["1F0.1"] == (2, 3)
+    assert ends["1B0.1"] == (3, 5)
+    assert ends["0RECV_B0.1"] == (2, 5)  # stage 0 waits 3 s
+    assert ends["0B0.1"] == (5, 7)
+    assert ends["1B0.0"] == (5, 7)
+    assert ends["0B0.0"] == (7, 9)
+    assert result.makespan == 9
+
+
+def test_slices_shorten_the_step():
+    whole = replay(with_messages(order("1f1b", 4, [1])), _seconds).makespan
+    sliced = replay(with_messages(order("1f1b", 4, [8])), lambda action: _seconds(action) / 8).makespan
+    assert whole == 4 * 3
+    assert sliced == 3 + 3 * 3 / 8
+
+
+def test_stuck_stages_are_named_with_the_receive_they_wait_in():
+    grid = with_messages(order("1f1b", 2, [1]))
+    grid[0].remove(Action.from_text("0SEND_F0.0"))
+    assert replay(grid, _seconds).stuck == {0: 1, 1: 0}
+
+
+def test_a_receive_takes_no_message_but_its_own():
+    grid = with_messages(order("terapipe", 2, [1, 1]))
+    first, second = Action.from_text("1RECV_F0.0"), Action.from_text("1RECV_F1.0")
+    i, j = grid[1].index(first), grid[1].index(second)
+    grid[1][i], grid[1][j] = second, first
+    assert replay(grid, _seconds).stuck == {0: grid[0].index(Action.from_text("0RECV_B1.0")), 1: 0}
+
+
+def test_nothing_takes_no_time():
+    assert replay([[]], _seconds) == Replay([[]], {})
+    assert replay([[]], _seconds).makespan == 0

@@ -1,0 +1,174 @@
+"""The keys of ds_config.json: defaults, what is accepted, and the one line that every mistake gets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_terapipe.config import TokenPipelineConfig, parse
+from ds_terapipe.errors import ConfigError, bad_value, nearest, shown
+
+
+def parsed(**block):
+    return parse({"train_batch_size": 1, "token_pipeline": block})
+
+
+def refused(**block) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parsed(**block)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults():
+    config = parsed(slices=8)
+    assert config.model_dump() == {
+        "enabled": True,
+        "slices": 8,
+        "schedule": "1f1b",
+        "layout": "auto",
+        "cut": None,
+        "verify": True,
+        "weight_gradients": "auto",
+        "timeout_s": 600.0,
+    }
+
+
+def test_absent_and_disabled_blocks_are_the_same():
+    assert parse({"train_batch_size": 1}) is None
+    assert parsed(enabled=False) is None
+    assert parsed(enabled=False, slices="nonsense", colour="red") is None
+
+
+def test_the_form_of_an_error():
+    assert refused(slices=-3) == (
+        "token_pipeline.slices: got -3, must be a positive number or a list of lengths, use e.g. 8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "attribute", "value"),
+    [
+        ({"slices": 1}, "slices", 1),
+        ({"slices": [3, 2, 2]}, "slices", [3, 2, 2]),
+        ({"slices": (3, 2)}, "slices", [3, 2]),
+        ({"slices": 8, "schedule": "terapipe"}, "schedule", "terapipe"),
+        ({"slices": 8, "layout": "auto"}, "layout", "auto"),
+        ({"slices": 8, "layout": "sbh"}, "layout", "sbh"),
+        ({"slices": 8, "verify": False}, "verify", False),
+        ({"slices": 8, "timeout_s": 5}, "timeout_s", 5.0),
+        ({"slices": 8, "timeout_s": 0.5}, "timeout_s", 0.5),
+        ({"slices": 8, "cut": None}, "cut", None),
+        ({"slices": 8, "cut": {"inputs": [1, [2, 3], None]}}, "cut", {"inputs": [1, [2, 3], None], "labels": None}),
+        ({"slices": 8, "cut": {"labels": [1]}}, "cut", {"inputs": None, "labels": [1]}),
+    ],
+)
+def test_accepted(block, attribute, value):
+    assert getattr(parsed(**block), attribute) == value
+
+
+SLICES = "must be a positive number or a list of lengths"
+
+
+@pytest.mark.parametrize(
+    ("block", "parts"),
+    [
+        ({"slices": 0}, ["token_pipeline.slices: got 0", SLICES, "use e.g. 8"]),
+        ({"slices": 2.5}, ["got 2.5", SLICES]),
+        ({"slices": 8.0}, ["got 8.0", SLICES]),
+        ({"slices": True}, ["got true", SLICES]),
+        ({"slices": "8"}, ['got "8"', SLICES, "use e.g. 8"]),
+        ({"slices": None}, ["got null", SLICES]),
+        ({"slices": []}, ["got []", SLICES]),
+        ({"slices": [3, -1]}, ["got [3, -1]", SLICES]),
+        ({"slices": [1, "a"]}, ['got [1, "a"]', SLICES]),
+        ({"slices": [1, True]}, ["got [1, true]", SLICES]),
+        ({"slices": {"n": 8}}, ['got {"n": 8}', SLICES]),
+        ({"slices": "auto"}, ['got "auto"', SLICES, '"auto" comes with the planner', "use e.g. 8 or [256, 128, 128]"]),
+        ({}, ["token_pipeline.slices: missing", SLICES, "use e.g. 8"]),
+        ({"slices": 8, "schedule": "1F1b"}, ["token_pipeline.schedule", '"terapipe" or "1f1b"', 'use "1f1b"']),
+        ({"slices": 8, "schedule": "terrapipe"}, ['"terapipe" or "1f1b"', 'use "terapipe"']),
+        ({"slices": 8, "schedule": "auto"}, ['got "auto"', '"terapipe" or "1f1b"', 'use "1f1b"']),
+        ({"slices": 8, "schedule": 3}, ["token_pipeline.schedule: got 3", 'use "1f1b"']),
+        ({"slices": 8, "weight_gradients": "once"}, ["token_pipeline.weight_gradients", '"micro_batch" or "slice"']),
+        ({"slices": 8, "layout": "bs_h"}, ["token_pipeline.layout", '"auto" or "bsh" or "sbh"', 'use "bsh"']),
+        ({"slices": 8, "verify": 1}, ["token_pipeline.verify: got 1", "true or false"]),
+        ({"slices": 8, "verify": "auto"}, ['token_pipeline.verify: got "auto"', "true or false"]),
+        ({"slices": 8, "enabled": "yes"}, ['token_pipeline.enabled: got "yes"', "true or false"]),
+        ({"slices": 8, "timeout_s": 0}, ["token_pipeline.timeout_s: got 0", "positive number of seconds"]),
+        ({"slices": 8, "timeout_s": -1.5}, ["got -1.5", "positive number of seconds"]),
+        ({"slices": 8, "timeout_s": "60"}, ['got "60"', "use e.g. 600"]),
+        ({"slices": 8, "timeout_s": True}, ["got true", "positive number of seconds"]),
+        ({"slices": 8, "timeout_s": float("inf")}, ["token_pipeline.timeout_s", "positive number of seconds"]),
+        ({"slices": 8, "timeout_s": "auto"}, ['token_pipeline.timeout_s: got "auto"']),
+        ({"slices": 8, "cut": [1]}, ["token_pipeline.cut: got [1]", "inputs, labels or both"]),
+        ({"slices": 8, "cut": {}}, ["token_pipeline.cut: got {}"]),
+        ({"slices": 8, "cut": {"imputs": [1]}}, ['token_pipeline.cut: unknown key "imputs"', 'use "inputs"']),
+        ({"slices": 8, "cut": {"inputs": 1}}, ["token_pipeline.cut.inputs: got 1", "one entry per tensor"]),
+        ({"slices": 8, "cut": {"labels": [0]}}, ["token_pipeline.cut.labels: got [0]", "0 is the batch"]),
+        ({"slices": 8, "cut": {"inputs": [[1, 1]]}}, ["token_pipeline.cut.inputs: got [[1, 1]]"]),
+        ({"slices": 8, "cut": {"inputs": [[]]}}, ["token_pipeline.cut.inputs: got [[]]"]),
+        ({"slice": 8}, ['token_pipeline: unknown key "slice"', 'use "slices"']),
+        ({"slices": 8, "shedule": "1f1b"}, ['unknown key "shedule"', 'use "schedule"']),
+        ({"slices": 8, "time-out-s": 3}, ['unknown key "time-out-s"', 'use "timeout_s"']),
+        ({"slices": 8, "xyzzy": 3}, ['unknown key "xyzzy"', "slices, schedule", "use one of them"]),
+    ],
+)
+def test_refused(block, parts):
+    message = refused(**block)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("block", [3, None, True, "on", [8]])
+def test_a_block_has_to_be_one(block):
+    with pytest.raises(ConfigError, match=r"token_pipeline: got .*, must be a block of keys"):
+        parse({"token_pipeline": block})
+
+
+def test_direct_construction_gives_the_same_errors():
+    with pytest.raises(ConfigError, match=r"token_pipeline\.slices: got -3"):
+        TokenPipelineConfig(slices=-3)
+    with pytest.raises(ConfigError, match='unknown key "slcies"'):
+        TokenPipelineConfig(slcies=3)
+    assert TokenPipelineConfig(slices=3, layout="auto").layout == "auto"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@given(key=st.sampled_from(sorted(TokenPipelineConfig.model_fields)), value=json_values)
+def test_any_value_is_taken_as_it_is_or_refused_in_one_line(key, value):
+    block = {"slices": 8, key: value}
+    try:
+        config = parse({"token_pipeline": block})
+    except ConfigError as error:
+        assert str(error).startswith(f"token_pipeline.{key}")
+        assert "\n" not in str(error)
+        assert "must be" in str(error) and ", use " in str(error)
+    else:
+        if key == "cut" and value is not None:
+            assert {name: tensors for name, tensors in config.cut.items() if tensors is not None} == {
+                name: tensors for name, tensors in value.items() if tensors is not None
+            }
+        elif config is not None:
+            assert getattr(config, key) == value
+            assert isinstance(value, bool) == isinstance(getattr(config, key), bool)
+        else:
+            assert block.get("enabled") is False
+
+
+def test_long_values_are_cut_short():
+    assert len(str(bad_value("key", "x" * 5000, "short", "less"))) < 200
+    assert shown({1, 2}).startswith("{1")
+
+
+def test_nearest():
+    assert nearest("Time-Out", ["timeout_s", "slices"]) == "timeout_s"
+    assert nearest("zzz", ["timeout_s", "slices"]) is None

@@ -1,0 +1,125 @@
+"""What the installed package consists of: public names, entry points, pinned versions, and what it may import."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, entry_points, metadata, requires, version
+from pathlib import Path
+
+import pytest
+
+import ds_terapipe
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "ds_terapipe"
+HOOK = ("__init__.py", "autoload.py", "register.py")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed():
+    try:
+        version("ds_terapipe")
+    except PackageNotFoundError:
+        pytest.fail("install the package first: pip install --no-build-isolation -e .")
+
+
+def test_version_and_requirements():
+    assert version("ds_terapipe") == ds_terapipe.__version__ == "0.1.0"
+    required = set(requires("ds_terapipe"))
+    plain = {re.split(r"[<>=;\s]", entry)[0] for entry in required if "extra" not in entry}
+    assert plain == {"torch", "numpy", "deepspeed", "ninja", "pybind11", "tqdm"}
+    assert any(entry.startswith("deepspeed<0.20,>=0.19.8") for entry in required)
+    assert any(entry.startswith("megatron-core<0.17,>=0.16") and "megatron" in entry for entry in required)
+    assert metadata("ds_terapipe")["Requires-Python"] == ">=3.10"
+
+
+def test_entry_points():
+    backends = [point for point in entry_points(group="torch.backends") if point.name == "ds_terapipe"]
+    assert [point.value for point in backends] == ["ds_terapipe.autoload:load"]
+    assert callable(backends[0].load())
+    commands = [point for point in entry_points(group="console_scripts") if point.name == "ds_terapipe"]
+    assert callable(commands[0].load())
+
+
+def test_the_command_answers():
+    command = Path(sys.executable).parent / "ds_terapipe"
+    done = subprocess.run([str(command), "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "usage: ds_terapipe" in done.stdout
+
+
+def test_public_names():
+    for name in ds_terapipe.__all__:
+        assert getattr(ds_terapipe, name) is not None
+    assert sorted(ds_terapipe._PUBLIC) == sorted(ds_terapipe.__all__)
+    assert callable(ds_terapipe.register) and callable(ds_terapipe.initialize)
+    assert issubclass(ds_terapipe.ConfigError, ValueError)
+    assert set(ds_terapipe.__all__) <= set(dir(ds_terapipe))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        ds_terapipe.no_such_name  # noqa: B018
+
+
+def imports(path: Path, everywhere: bool) -> set[str]:
+    """Top-level packages that a file imports, relative imports left out; at its top only, or in functions too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = ast.walk(tree) if everywhere else tree.body
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("name", HOOK)
+def test_the_hook_names_only_the_standard_library(name):
+    assert imports(PACKAGE / name, everywhere=False) <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "schedule").glob("*.py")), ids=lambda path: path.name)
+def test_schedules_are_pure(path):
+    assert imports(path, everywhere=True) - {"ds_terapipe"} <= sys.stdlib_module_names
+
+
+def test_importing_every_part_but_megatron_needs_no_megatron():
+    """In an environment without megatron-core, everything outside ``ds_terapipe.megatron`` is importable."""
+    script = """
+import json, pkgutil, importlib, sys
+class NoMegatron:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "megatron":
+            raise ImportError(name)
+sys.meta_path.insert(0, NoMegatron())
+import ds_terapipe
+names = [module.name for module in pkgutil.walk_packages(ds_terapipe.__path__, "ds_terapipe.", onerror=lambda name: None)]
+names = [name for name in names if not name.startswith("ds_terapipe.megatron")]
+for name in names:
+    importlib.import_module(name)
+for name in ds_terapipe.__all__:
+    getattr(ds_terapipe, name)
+print(json.dumps(names))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = json.loads(done.stdout.strip().splitlines()[-1])
+    assert {"ds_terapipe.config", "ds_terapipe.pipeline.engine", "ds_terapipe.schedule.orders"} <= set(names)
+
+
+def test_constraints_pin_one_version_each():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", pin) for pin in pins)
+    names = [pin.partition("==")[0].lower().replace("_", "-") for pin in pins]
+    assert len(names) == len(set(names))
+    assert {"torch", "deepspeed", "megatron-core", "numpy", "pytest", "ruff", "mypy"} <= set(names)
+    assert "torch==2.13.0" in pins and "deepspeed==0.19.8" in pins
+
+
+def test_licence():
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text

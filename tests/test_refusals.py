@@ -1,0 +1,311 @@
+"""Everything that token slices do not go with is refused by name, on every rank, before there is an engine."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ds_terapipe import refusals
+from ds_terapipe.errors import ConfigError
+
+from .spawn import run_ranks
+
+KEY = {"token_pipeline": {"slices": 2}}
+
+CONFIGS = {
+    "zero-2": ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage: got 2, must be 0 or 1", "use 1"),
+    "zero-3": ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: got 3, must be 0 or 1", "use 1"),
+    "ulysses": ({"sequence_parallel_size": 2}, "sequence_parallel_size: got 2, must be 1", "use 1"),
+    "random-ltd": (
+        {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}},
+        "data_efficiency.data_routing.random_ltd.enabled: got true, must be false",
+        "use false",
+    ),
+    "flops profiler": ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled: got true", "use false"),
+    "timers": ({"wall_clock_breakdown": True}, "wall_clock_breakdown: got true", "use false"),
+    "deepcompile": ({"compile": {"deepcompile": True}}, "compile.deepcompile: got true", "use false"),
+    "compile": ({"compile": {"enabled": True}}, "compile.enabled: got true", "use false"),
+    "autotp": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: got 2", "megatron-core"),
+    "autoep": ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled: got true", "dense"),
+    "slices": ({"token_pipeline": {"slices": -3}}, "token_pipeline.slices: got -3", "use e.g. 8"),
+    "no slices": ({"token_pipeline": {}}, "token_pipeline.slices: missing", "use e.g. 8"),
+    "schedule": ({"token_pipeline": {"slices": 2, "schedule": "gpipe"}}, 'got "gpipe"', '"terapipe" or "1f1b"'),
+    "key": ({"token_pipeline": {"slises": 2}}, 'unknown key "slises"', 'use "slices"'),
+    "top-level key": ({"token_pipline": {"slices": 2}}, "token_pipline: unknown key", 'use "token_pipeline"'),
+    "elastic": ({"elastic_pipeline": {"enabled": True}}, "elastic_pipeline: not available in this version", "use"),
+}
+
+
+class Plain(nn.Linear):
+    """A layer that every check lets pass."""
+
+    def __init__(self, **marks):
+        super().__init__(4, 4)
+        for name, value in marks.items():
+            setattr(self, name, value)
+
+
+class FlashSelfAttention(Plain):
+    """Megatron-DeepSpeed's, by its name."""
+
+
+class SwitchMLP(Plain):
+    """Megatron-DeepSpeed's, by its name."""
+
+
+def marked_parameter():
+    layer = Plain()
+    layer.bias.sequence_parallel = True
+    return layer
+
+
+def compiled_in_place():
+    layer = Plain()
+    layer.compile()
+    return layer
+
+
+def compiled_forward():
+    layer = Plain()
+    layer.forward = torch.compile(layer.forward)
+    return layer
+
+
+def compiled_inside():
+    return nn.Sequential(Plain(), torch.compile(Plain()))
+
+
+def deepspeed_moe():
+    from deepspeed.moe.layer import MoE
+
+    return MoE(4, Plain(), num_experts=2)
+
+
+def ulysses_attention():
+    from deepspeed.sequence.layer import DistributedAttention
+
+    return DistributedAttention(Plain(), None)
+
+
+def megatron_deepspeed_layer(**arguments):
+    """A layer of a module of the package ``megatron``, which reads ``arguments`` from there."""
+    home = ModuleType(f"megatron.model.{'_'.join(arguments)}")
+    home.get_args = lambda: SimpleNamespace(**arguments)
+    sys.modules[home.__name__] = home
+    return type("ParallelTransformerLayerPipe", (Plain,), {"__module__": home.__name__})()
+
+
+LAYERS = {
+    "OptimizedModule": (lambda: torch.compile(Plain()), "is compiled"),
+    "module.compile()": (compiled_in_place, "is compiled"),
+    "compiled forward": (compiled_forward, "is compiled"),
+    "compiled part": (compiled_inside, "is compiled"),
+    "compiled function": (lambda: torch.compile(torch.relu), "is compiled"),
+    "DeepSpeed MoE": (deepspeed_moe, "mixture of experts"),
+    "experts by number": (lambda: Plain(num_experts=4), "mixture of experts"),
+    "SwitchMLP": (SwitchMLP, "mixture of experts"),
+    "Ulysses attention": (ulysses_attention, "shares a sequence among ranks"),
+    "Ulysses by mark": (lambda: Plain(enable_ds_sequence_parallel=True), "shares a sequence among ranks"),
+    "FPDT": (lambda: Plain(ds_sequence_parallel_fpdt=True), "shares a sequence among ranks"),
+    "sequence_parallel layer": (lambda: Plain(sequence_parallel=True), "sequence_parallel=True"),
+    "sequence_parallel config": (
+        lambda: Plain(config=SimpleNamespace(sequence_parallel=True)),
+        "sequence_parallel=True",
+    ),
+    "sequence_parallel parameter": (marked_parameter, "sequence_parallel=True"),
+    "context parallel": (lambda: Plain(config=SimpleNamespace(context_parallel_size=2)), "context_parallel_size > 1"),
+    "use_flash_attn": (lambda: Plain(use_flash_attn=True), "flash attention"),
+    "FlashSelfAttention": (FlashSelfAttention, "flash attention"),
+    "Megatron-DeepSpeed rotary": (
+        lambda: megatron_deepspeed_layer(use_rotary_position_embeddings=True, enable_zbh1_pipeline=False),
+        "rotary positions",
+    ),
+    "Megatron-DeepSpeed zero bubble": (
+        lambda: megatron_deepspeed_layer(enable_zbh1_pipeline=True),
+        "keeps weight gradients back for a zero-bubble schedule",
+    ),
+    "rotary by mark": (lambda: Plain(use_rotary_position_embeddings=True), "rotary positions"),
+}
+
+FINE = {
+    "num_experts": 1,
+    "use_flash_attn": False,
+    "sequence_parallel": False,
+    "is_moe_model": False,
+    "use_rotary_position_embeddings": False,
+    "config": SimpleNamespace(sequence_parallel=False, context_parallel_size=1, use_flash_attn=False),
+}
+
+
+def refused(model, keys) -> tuple[str, str, float]:
+    """Class and text of what ``deepspeed.initialize`` with the hook raises, and how long it took."""
+    import deepspeed
+
+    import ds_terapipe
+
+    ds_terapipe.register()
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, **KEY, **keys}
+    if "elastic_pipeline" in keys or "token_pipline" in keys:
+        del config["token_pipeline"]
+    start = time.monotonic()
+    try:
+        deepspeed.initialize(model=model, config=config)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "nothing", "", time.monotonic() - start
+
+
+def pipeline(last_layer=Plain, module_class=None):
+    """Two stages of one layer; what is wrong stands on the last stage only, so rank 0 cannot see it."""
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    layers = [LayerSpec(Plain), last_layer()]
+    return (module_class or PipelineModule)(
+        layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform"
+    )
+
+
+def refused_configs(rank, world_size):
+    model = pipeline()
+    return {name: refused(model, keys) for name, (keys, *_) in CONFIGS.items()}
+
+
+def refused_models(rank, world_size):
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
+    class WithLosses(PipelineModule):
+        def get_additional_losses(self):
+            return {"moe loss": torch.zeros(())}
+
+    class WithLossesLater(PipelineModule):
+        def get_additional_losses(self):
+            return self.never_set_before_the_first_step
+
+    found = {name: refused(pipeline(layer), {}) for name, (layer, _) in LAYERS.items()}
+    found["additional losses"] = refused(pipeline(module_class=WithLosses), {})
+    found["additional losses later"] = refused(pipeline(module_class=WithLossesLater), {})
+    found["no PipelineModule"] = refused(Plain(), {})
+    found["compiled PipelineModule"] = refused(torch.compile(pipeline()), {})
+    four = DualPipeVModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2, partition_method="uniform")
+    found["DualPipeV"] = refused(four, {})
+    return found
+
+
+def on_every_rank(results) -> dict[str, str]:
+    first, second = results
+    assert first.keys() == second.keys()
+    for name in first:
+        assert first[name][:2] == second[name][:2], name
+        assert first[name][0] == "ConfigError", (name, first[name])
+        assert "\n" not in first[name][1]
+        assert max(first[name][2], second[name][2]) < 10, name
+    return {name: message for name, (_, message, _) in first.items()}
+
+
+def test_configs_are_refused_on_every_rank():
+    messages = on_every_rank(run_ranks(refused_configs, 2))
+    for name, (_, *parts) in CONFIGS.items():
+        for part in parts:
+            assert part in messages[name], name
+
+
+def test_models_are_refused_on_every_rank():
+    messages = on_every_rank(run_ranks(refused_models, 2))
+    for name, (_, part) in LAYERS.items():
+        assert part in messages[name], name
+        assert messages[name].startswith("token_pipeline: layer 1"), name
+        assert "must be" in messages[name] and ", use " in messages[name]
+    assert "get_additional_losses" in messages["additional losses"]
+    assert "get_additional_losses" in messages["additional losses later"]
+    assert 'got "Plain", must be a PipelineModule' in messages["no PipelineModule"]
+    assert "uncompiled" in messages["compiled PipelineModule"]
+    assert "DualPipeV" in messages["DualPipeV"]
+
+
+def stage(*layers) -> nn.Module:
+    """One rank's stage as the checks see it."""
+    model = nn.Sequential(*layers)
+    model.forward_funcs = list(layers)
+    model._local_start = 0
+    model.get_additional_losses = lambda: None
+    return model
+
+
+def test_ordinary_layers_pass():
+    megatron = megatron_deepspeed_layer(use_rotary_position_embeddings=False, enable_zbh1_pipeline=False)
+    refusals.check_model(stage(Plain(), Plain(**FINE), megatron, nn.LayerNorm(4), nn.MultiheadAttention(4, 1)))
+
+
+def test_megatron_core_mixture_of_experts():
+    moe = pytest.importorskip("megatron.core.transformer.moe.moe_layer")
+
+    class Experts(moe.MoELayer):
+        def __init__(self):
+            nn.Module.__init__(self)
+
+    with pytest.raises(ConfigError, match=r"layer 1 \(Experts\) is a mixture of experts"):
+        refusals.check_model(stage(Plain(), Experts()))
+
+
+def test_ordinary_configs_pass():
+    refusals.check_config({})
+    refusals.check_config(
+        {
+            "zero_optimization": {"stage": 1},
+            "sequence_parallel_size": 1,
+            "flops_profiler": {"enabled": False},
+            "wall_clock_breakdown": False,
+            "compile": {"deepcompile": False},
+            "tensor_parallel": {"autotp_size": 0},
+            "data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": False}}},
+            "gradient_clipping": "auto",
+        }
+    )
+    refusals.check_config({"zero_optimization": True})
+
+
+def one_or_more_stages(stages):
+    return SimpleNamespace(num_pipeline_stages=lambda: stages)
+
+
+def test_one_stage_is_warned_about(caplog):
+    refusals.advise({"gradient_clipping": 0}, one_or_more_stages(1))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "one pipeline stage, slices gain nothing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({}, "gradient_clipping: got 1.0 (DeepSpeed's default), which clips by the true norm over all"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping: got 0.5, which clips by the true norm over all"),
+    ],
+)
+def test_clipping_is_told_in_one_line(caplog, config, text):
+    caplog.set_level(logging.INFO)
+    refusals.advise(config, one_or_more_stages(2))
+    assert len(caplog.records) == 1
+    assert text in caplog.text
+
+
+def test_no_clipping_no_line(caplog):
+    caplog.set_level(logging.INFO)
+    refusals.advise({"gradient_clipping": 0.0}, one_or_more_stages(2))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("tensor_parallel", "given", "warnings"), [(2, True, 1), (2, False, 0), (1, True, 0)])
+def test_partitioned_activations_are_turned_off_with_one_warning(caplog, tensor_parallel, given, warnings):
+    pipeline_block = {"stages": "auto", "pipe_partitioned": given, "grad_partitioned": given}
+    model = SimpleNamespace(mpu=lambda: SimpleNamespace(model_parallel_size=tensor_parallel))
+    refusals.turn_off_partitioning(pipeline_block, model)
+    assert pipeline_block == {"stages": "auto", "pipe_partitioned": False, "grad_partitioned": False}
+    assert len(caplog.records) == warnings
+    assert ("pipeline.pipe_partitioned and pipeline.grad_partitioned ignored" in caplog.text) == bool(warnings)

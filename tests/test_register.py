@@ -1,0 +1,394 @@
+"""How a launch reaches the package: import orders, what is loaded without our keys, and what a failed hook does.
+
+Every case is a Python process of its own, started outside the repository, with the package installed as a user has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from types import ModuleType
+
+import pytest
+
+from ds_terapipe import autoload
+from ds_terapipe.errors import ConfigError
+
+from .spawn import free_port
+
+HARNESS = """
+import json, sys
+import torch
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule
+
+deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+class Args:
+    local_rank = 0
+    deepspeed_config = None
+
+def engine(initialize, keys, how="config", stages=1):
+    layers = [LayerSpec(torch.nn.Linear, 4, 4) for _ in range(stages)]
+    model = PipelineModule(layers, num_stages=stages, loss_fn=torch.nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, **keys}
+    if how in ("path", "args"):
+        with open("ds_config.json", "w") as file:
+            file.write("// a comment, as DeepSpeed's reader allows it\\n" + json.dumps(config))
+    if how == "positional":
+        return initialize(None, model, optimizer, config=config)
+    if how == "args":
+        args = Args()
+        args.deepspeed_config = "ds_config.json"
+        return initialize(args, model, optimizer)
+    if how == "path":
+        return initialize(model=model, optimizer=optimizer, config="ds_config.json")
+    return initialize(model=model, optimizer=optimizer, **{how: config})
+
+def name(thing):
+    return f"{type(thing).__module__}.{type(thing).__name__}"
+
+def ours():
+    return sorted(name for name in sys.modules if name.partition(".")[0] == "ds_terapipe")
+
+def raised(call, *args):
+    try:
+        call(*args)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+KEY = {"token_pipeline": {"slices": 2}}
+OFF = {"token_pipeline": {"enabled": False, "slices": 2}, "elastic_pipeline": {"enabled": False}}
+DEEPSPEED = "deepspeed.runtime.pipe.engine.PipelineEngine"
+OURS = "ds_terapipe.pipeline.engine.TokenPipelineEngine"
+"""
+
+HOOK_MODULES = ["ds_terapipe", "ds_terapipe.autoload", "ds_terapipe.register"]
+
+
+def run(script: str, directory, **env: str) -> dict:
+    """Run a script as a user's, and return what it printed last, which is JSON."""
+    settings = {
+        key: value for key, value in os.environ.items() if key != "PYTHONPATH" and not key.startswith("DS_TERA")
+    }
+    settings.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        DS_ACCELERATOR="cpu",
+        OMP_NUM_THREADS="1",
+        **env,
+    )
+    settings.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
+    settings.update(env)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=directory, env=settings, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return {**json.loads(done.stdout.strip().splitlines()[-1]), "stderr": done.stderr}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed():
+    found = [point.value for point in entry_points(group="torch.backends") if point.name == "ds_terapipe"]
+    if found != ["ds_terapipe.autoload:load"]:
+        pytest.fail(f"install the package first (pip install --no-build-isolation -e .): entry points {found}")
+
+
+ORDERS = {
+    "torch first": "import torch\nimport deepspeed\nfrom deepspeed import initialize",
+    "deepspeed first": "import deepspeed\nimport torch\ninitialize = deepspeed.initialize",
+    "from deepspeed import initialize": "from deepspeed import initialize\nimport torch",
+}
+
+ALL_WAYS = """
+plain = engine(initialize, {})
+switched_off = engine(initialize, OFF)
+loaded = ours()
+result = engine(initialize, KEY)
+print(json.dumps({
+    "plain": name(plain[0]),
+    "off": name(switched_off[0]),
+    "loaded": loaded,
+    "engines": {how: name(engine(initialize, KEY, how)[0]) for how in ("positional", "path", "args", "config_params")},
+    "tuple": [len(result), result[1] is result[0].optimizer, result[2], result[3]],
+    "class restored": deepspeed.PipelineEngine is type(plain[0]),
+    "module restored": type(deepspeed).__name__,
+    "same": deepspeed.initialize is initialize,
+    "near miss": raised(engine, initialize, {"token_pipline": {"slices": 2}}),
+    "wrong type": raised(engine, initialize, {"token_pipeline": {"slices": "8"}}),
+    "no model": raised(initialize, None, None, None, None, None, None, 29500, None, None, None, dict(KEY)),
+    "ordinary": raised(lambda: initialize(model=torch.nn.Linear(4, 4), config={"train_batch_size": 1, **KEY})),
+    "unknown argument": raised(lambda: initialize(model=None, config=KEY, colour="red")),
+    "two configs": raised(lambda: initialize(type("A", (), {"deepspeed_config": "x"}), torch.nn.Linear(4, 4), config=KEY)),
+    "missing file": raised(lambda: initialize(model=torch.nn.Linear(4, 4), config="no_such_file.json")),
+}))
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_import_orders(order, tmp_path):
+    seen = run(ORDERS[order] + HARNESS + ALL_WAYS, tmp_path)
+    deepspeeds, ours = "deepspeed.runtime.pipe.engine.PipelineEngine", "ds_terapipe.pipeline.engine.TokenPipelineEngine"
+    assert seen["plain"] == seen["off"] == deepspeeds
+    assert seen["loaded"] == HOOK_MODULES
+    assert seen["engines"] == dict.fromkeys(["positional", "path", "args", "config_params"], ours)
+    assert seen["tuple"] == [4, True, None, None]
+    assert seen["class restored"] and seen["same"] and seen["module restored"] == "module"
+    assert seen["near miss"] == ["ConfigError", 'token_pipline: unknown key, must be spelt "token_pipeline", use '
+                                 '"token_pipeline"']  # fmt: skip
+    assert seen["wrong type"][0] == "ConfigError" and 'got "8"' in seen["wrong type"][1]
+    assert seen["no model"][0] == seen["ordinary"][0] == "ConfigError"
+    assert "PipelineModule" in seen["ordinary"][1]
+    assert seen["unknown argument"][0] == "TypeError"
+    assert seen["two configs"][0] == "AssertionError"
+    assert seen["missing file"][0] == "ValueError"
+    assert seen["stderr"].count("one pipeline stage, slices gain nothing") == 5
+
+
+def test_explicit_import_after_deepspeed(tmp_path):
+    """With PyTorch's own switch off nothing runs by itself, and ``import ds_terapipe`` brings the hook."""
+    script = """
+import deepspeed
+import sys
+before = sorted(name for name in sys.modules if name.partition(".")[0] == "ds_terapipe")
+import ds_terapipe
+""" + HARNESS + """
+print(json.dumps({"before": before, "loaded": ours(), "with": name(engine(deepspeed.initialize, KEY)[0])}))
+"""  # fmt: skip
+    seen = run(script, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert seen["before"] == []
+    assert seen["loaded"] == HOOK_MODULES
+    assert seen["with"] == "ds_terapipe.pipeline.engine.TokenPipelineEngine"
+
+
+def test_switched_off(tmp_path):
+    """``DS_TERAPIPE_AUTOLOAD=0`` leaves DeepSpeed alone; ``ds_terapipe.initialize`` works and leaves nothing behind."""
+    script = HARNESS + """
+import ds_terapipe
+original, engine_class = deepspeed.initialize, deepspeed.PipelineEngine
+seen = {"hook": hasattr(original, "ds_terapipe_original"), "with": name(engine(deepspeed.initialize, KEY)[0])}
+seen["explicit"] = name(engine(ds_terapipe.initialize, KEY)[0])
+seen["plain"] = name(engine(ds_terapipe.initialize, {})[0])
+seen["refused"] = raised(engine, ds_terapipe.initialize, {"token_pipeline": {"slices": 0}})
+seen["as before"] = deepspeed.initialize is original and deepspeed.PipelineEngine is engine_class
+ds_terapipe.register()
+ds_terapipe.register()
+seen["registered"] = name(engine(deepspeed.initialize, KEY)[0])
+seen["once"] = deepspeed.initialize.ds_terapipe_original is original
+print(json.dumps(seen))
+"""  # fmt: skip
+    seen = run(script, tmp_path, DS_TERAPIPE_AUTOLOAD="0")
+    assert seen["hook"] is False and seen["as before"] and seen["once"]
+    assert seen["with"] == seen["plain"] == "deepspeed.runtime.pipe.engine.PipelineEngine"
+    assert seen["explicit"] == seen["registered"] == "ds_terapipe.pipeline.engine.TokenPipelineEngine"
+    assert seen["refused"][0] == "ConfigError"
+
+
+BLOCK = """
+import sys
+
+class Blocked:
+    names = set()
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.names:
+            raise ImportError(f"{name} is broken today")
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_a_hook_that_cannot_be_loaded(tmp_path):
+    """torch and deepspeed import, a configuration without our keys works, one with a key says why it cannot."""
+    script = BLOCK + "Blocked.names = {'ds_terapipe.register'}" + HARNESS + """
+seen = {"plain": name(engine(deepspeed.initialize, {})[0])}
+for how in ("config", "path", "args"):
+    seen[how] = raised(engine, deepspeed.initialize, KEY, how)
+import ds_terapipe
+seen["explicit"] = raised(lambda: ds_terapipe.initialize(model=None, config=KEY))
+print(json.dumps(seen))
+"""  # fmt: skip
+    seen = run(script, tmp_path)
+    assert seen["plain"] == "deepspeed.runtime.pipe.engine.PipelineEngine"
+    for how in ("config", "path", "args"):
+        assert seen[how][0] == "RuntimeError"
+        assert "token_pipeline" in seen[how][1] and "ds_terapipe.register is broken today" in seen[how][1]
+    assert seen["explicit"] == ["ImportError", "ds_terapipe.register is broken today"]
+
+
+def test_a_package_that_cannot_run_here(tmp_path):
+    script = BLOCK + "Blocked.names = {'ds_terapipe.config'}" + HARNESS + """
+seen = {"plain": name(engine(deepspeed.initialize, {})[0]), "broken": raised(engine, deepspeed.initialize, KEY)}
+Blocked.names = set()
+deepspeed.__version__ = "0.18.9"
+seen["plain on another version"] = name(engine(deepspeed.initialize, {})[0])
+seen["version"] = raised(engine, deepspeed.initialize, KEY)
+deepspeed.__version__ = "0.19.8"
+seen["restored"] = name(engine(deepspeed.initialize, KEY)[0])
+print(json.dumps(seen))
+"""  # fmt: skip
+    seen = run(script, tmp_path)
+    assert seen["plain"] == seen["plain on another version"] == "deepspeed.runtime.pipe.engine.PipelineEngine"
+    assert seen["broken"][0] == "RuntimeError" and "ds_terapipe.config is broken today" in seen["broken"][1]
+    assert seen["version"][0] == "ConfigError" and "got DeepSpeed 0.18.9" in seen["version"][1]
+    assert seen["restored"] == "ds_terapipe.pipeline.engine.TokenPipelineEngine"
+
+
+def test_the_hook_imports_only_the_standard_library(tmp_path):
+    script = """
+import sys
+before = set(sys.modules)
+import ds_terapipe
+tops = {name.partition(".")[0] for name in set(sys.modules) - before}
+import json
+print(json.dumps({"others": sorted(tops - set(sys.stdlib_module_names)), "modules": sorted(
+    name for name in sys.modules if name.partition(".")[0] == "ds_terapipe")}))
+"""
+    seen = run(script, tmp_path)
+    assert seen["others"] == ["ds_terapipe"]
+    assert seen["modules"] == HOOK_MODULES
+
+
+def fresh_deepspeed(monkeypatch) -> ModuleType:
+    module = ModuleType("deepspeed")
+    monkeypatch.setitem(sys.modules, "deepspeed", module)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delenv("DS_TERAPIPE_AUTOLOAD", raising=False)
+    return module
+
+
+def test_a_half_imported_deepspeed(monkeypatch):
+    """The name is not there yet: AttributeError as ever, and the wrapper as soon as it is."""
+    module = fresh_deepspeed(monkeypatch)
+    autoload.load()
+    with pytest.raises(AttributeError, match="initialize"):
+        module.initialize  # noqa: B018
+    assert not hasattr(module, "initialize")
+
+    def initialize(args=None, config=None):
+        return config
+
+    vars(module)["initialize"] = initialize
+    assert module.initialize.ds_terapipe_original is initialize
+    assert module.initialize is vars(module)["initialize"]
+    assert inspect.signature(module.initialize) == inspect.signature(initialize)
+    assert type(module) is ModuleType
+    assert not any(isinstance(finder, autoload._Watch) for finder in sys.meta_path)
+
+
+def test_a_function_that_others_put_there_is_wrapped_too(monkeypatch):
+    module = fresh_deepspeed(monkeypatch)
+    vars(module)["initialize"] = print
+    autoload.load()
+
+    def theirs(config=None):
+        return "theirs"
+
+    module.initialize = theirs
+    assert module.initialize.ds_terapipe_original is theirs
+    assert module.initialize(config={}) == "theirs"
+    del module.initialize
+    assert not hasattr(module, "initialize")
+
+
+def test_an_import_that_fails_and_is_tried_again(monkeypatch):
+    first = fresh_deepspeed(monkeypatch)
+    autoload.load()
+    second = ModuleType("deepspeed")
+    monkeypatch.setitem(sys.modules, "deepspeed", second)
+    for finder in sys.meta_path:
+        if isinstance(finder, autoload._Watch):
+            assert finder.find_spec("deepspeed.ops") is None
+    vars(second)["initialize"] = lambda: None
+    assert hasattr(second.initialize, "ds_terapipe_original")
+    assert first is not second
+
+
+@pytest.mark.parametrize("value", ["0", "false", "OFF", " no "])
+def test_the_switch(monkeypatch, value):
+    module = fresh_deepspeed(monkeypatch)
+    monkeypatch.setenv("DS_TERAPIPE_AUTOLOAD", value)
+    before = list(sys.meta_path)
+    autoload.load()
+    assert type(module) is ModuleType and sys.meta_path == before
+
+
+def test_load_never_raises(monkeypatch):
+    fresh_deepspeed(monkeypatch)
+    monkeypatch.setattr(sys, "meta_path", ())
+    autoload.load()
+
+    def broken(module):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(sys, "meta_path", [])
+    monkeypatch.setattr(autoload, "_cover", broken)
+    autoload.load()
+    assert sys.meta_path[0].find_spec("deepspeed.ops") is None
+
+
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [
+        ("token_pipline", "token_pipeline"),
+        ("token-pipeline", "token_pipeline"),
+        ("tokenpipeline", "token_pipeline"),
+        ("TokenPipeline", "token_pipeline"),
+        ("token_pipelines", "token_pipeline"),
+        ("elastic_pipline", "elastic_pipeline"),
+        ("elastic-pipeline", "elastic_pipeline"),
+    ],
+)
+def test_keys_that_nearly_are_ours(key, right):
+    from ds_terapipe.register import wrap
+
+    def initialize(args=None, model=None, config=None):
+        raise AssertionError("DeepSpeed was called")
+
+    with pytest.raises(ConfigError, match=f'^{key}: unknown key, must be spelt "{right}", use "{right}"$'):
+        wrap(initialize)(config={key: {}, "train_batch_size": 1})
+
+
+def test_no_key_of_deepspeed_is_taken_for_ours():
+    """All lower-case words in DeepSpeed's sources of configuration keys, top-level ones among them."""
+    from deepspeed.runtime import config, constants
+
+    from ds_terapipe.register import _near_miss
+
+    words = {value for module in (config, constants) for value in vars(module).values() if isinstance(value, str)}
+    words |= {
+        "pipeline",
+        "tensor_parallel",
+        "data_efficiency",
+        "curriculum_learning",
+        "elasticity",
+        "sequence_parallel",
+    }
+    words = {word for word in words if word.replace("_", "").isalnum()}
+    assert len(words) > 100
+    assert [word for word in words if _near_miss(word)] == []
+
+
+def test_deepspeed_gets_its_arguments_as_they_are():
+    from ds_terapipe.register import wrap
+
+    calls = []
+
+    def initialize(args=None, model=None, config=None, config_params=None):
+        calls.append((args, model, config, config_params))
+        return "result"
+
+    args, model, config = object(), object(), {"train_batch_size": 1, "my_section": {}}
+    assert wrap(initialize)(args, model, config_params=config) == "result"
+    assert [id(each) for each in calls[0]] == [id(args), id(model), id(None), id(config)]
+    assert wrap(wrap(initialize)) is not None and wrap(initialize).ds_terapipe_original is initialize
+    assert wrap(initialize)() == "result"

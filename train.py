@@ -1,0 +1,230 @@
+"""Trains a GPT with DeepSpeed and megatron-core; arguments are Megatron's, the optimizer and batch sizes are DeepSpeed's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional as F
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from ds_terapipe.megatron import gpt_pipeline
+from ds_terapipe.megatron.data import BatchIterator, gpt_datasets
+
+logger = logging.getLogger("train")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Megatron's names and, where it has them, Megatron's defaults."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    _add_model_arguments(parser.add_argument_group("model"))
+    _add_training_arguments(parser.add_argument_group("training"))
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
+    deepspeed.add_config_arguments(parser)
+    args = parser.parse_args()
+    if not args.deepspeed_config:
+        parser.error("--deepspeed_config is required: batch sizes and optimizer are in it, e.g. configs/demo.json")
+    return args
+
+
+def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--num-layers", type=int, required=True)
+    add("--hidden-size", type=int, required=True)
+    add("--num-attention-heads", type=int, required=True)
+    add("--ffn-hidden-size", type=int, help="default: 4 x hidden size, 8/3 x with --swiglu")
+    add("--num-query-groups", type=int, help="key and value heads, default: one for each attention head")
+    add("--seq-length", type=int, required=True)
+    add("--max-position-embeddings", type=int, help="default: --seq-length")
+    add("--position-embedding-type", choices=["learned_absolute", "rope"], default="learned_absolute")
+    add("--rotary-percent", type=float, default=1.0)
+    add("--rotary-base", type=int, default=10000)
+    add("--vocab-size", type=int, required=True, help="token ids in the data, before padding")
+    add("--make-vocab-size-divisible-by", type=int, default=128, help="times the tensor parallel size")
+    add("--untie-embeddings-and-output-weights", action="store_true")
+    add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
+    add("--swiglu", action="store_true")
+    add("--disable-bias-linear", action="store_true")
+    add("--attention-dropout", type=float, default=0.0)
+    add("--hidden-dropout", type=float, default=0.0)
+    add("--init-method-std", type=float, default=0.02)
+
+
+def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--tensor-model-parallel-size", type=int, default=1)
+    add("--pipeline-model-parallel-size", type=int, default=1)
+    add("--data-path", nargs="+", required=True, help="prefix of .bin and .idx, or weight prefix weight prefix ...")
+    add("--split", default="969,30,1", help="parts of the documents for training, validation, test")
+    add("--data-cache-path", help="where the order of samples is kept, default: beside the data")
+    add("--train-iters", type=int, required=True)
+    add("--eval-interval", type=int, default=1000)
+    add("--eval-iters", type=int, default=0, help="batches in an evaluation; 0: none")
+    add("--log-interval", type=int, default=10)
+    add("--log-file", help="one line of JSON for each iteration")
+    add("--save", help="folder to write checkpoints to")
+    add("--save-interval", type=int, default=1000)
+    add("--load", help="folder to continue from, if there is a checkpoint in it")
+    add("--exit-interval", type=int, help="stop after an iteration that is a multiple of this")
+    add("--seed", type=int, default=1234)
+
+
+def build_model(args: argparse.Namespace) -> torch.nn.Module:
+    """The pipeline of megatron-core layers that the arguments describe."""
+    activation = {"activation_func": F.silu, "gated_linear_unit": True} if args.swiglu else {}
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        ffn_hidden_size=args.ffn_hidden_size or (int(args.hidden_size * 8 / 3 / 64) * 64 if args.swiglu else None),
+        normalization=args.normalization,
+        add_bias_linear=not args.disable_bias_linear,
+        attention_dropout=args.attention_dropout,
+        hidden_dropout=args.hidden_dropout,
+        init_method_std=args.init_method_std,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        **activation,
+    )
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return gpt_pipeline(
+        config,
+        vocab_size=-(-args.vocab_size // multiple) * multiple,
+        seq_length=args.seq_length,
+        num_stages=args.pipeline_model_parallel_size,
+        position_embedding="rope" if args.position_embedding_type == "rope" else "learned",
+        max_position_embeddings=args.max_position_embeddings,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        tied=not args.untie_embeddings_and_output_weights,
+        seed=args.seed,
+    )
+
+
+def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Weight decay for matrices, none for biases and norms."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+class Trainer:
+    """The engine, where it is in the data, and what it tells about it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        model = build_model(args)
+        self.engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=parameter_groups(model))
+        self.grid = model.mpu()
+        self.batch = self.engine.train_batch_size()
+        self.first = self.grid.get_global_rank() == 0
+        self.iteration = self._load()
+        # Dropout: another stream for each stage and replica, the same for the parts of a layer.
+        torch.manual_seed(args.seed + 100 * self.grid.get_stage_id() + 10 * self.grid.get_data_parallel_rank())
+        self.train_data, self.valid_data, _ = gpt_datasets(
+            args.data_path,
+            vocab_size=args.vocab_size,
+            seq_length=args.seq_length,
+            samples=[args.train_iters * self.batch, args.eval_iters * self.batch, 0],
+            split=args.split,
+            seed=args.seed,
+            cache_path=args.data_cache_path,
+            needed=self._reads_data,
+        )
+
+    def _reads_data(self) -> bool:
+        return self.grid.is_first_stage or self.grid.is_last_stage
+
+    def _load(self) -> int:
+        if not self.args.load:
+            return 0
+        path, state = self.engine.load_checkpoint(self.args.load)
+        if path is None:
+            logger.warning("no checkpoint in %s: starting from random weights", self.args.load)
+            return 0
+        return int(state["iteration"])
+
+    def _batches(self, dataset: Any, consumed: int) -> BatchIterator | None:
+        if not self._reads_data():
+            return None
+        return BatchIterator(
+            dataset,
+            self.engine.train_micro_batch_size_per_gpu(),
+            replica=self.grid.get_data_parallel_rank(),
+            replicas=self.grid.get_data_parallel_world_size(),
+            consumed=consumed,
+        )
+
+    def train(self) -> None:
+        """Train to ``--train-iters``, from the iteration that was loaded."""
+        args = self.args
+        batches = self._batches(self.train_data, self.iteration * self.batch)
+        bar = tqdm(total=args.train_iters, initial=self.iteration, unit="it", disable=None if self.first else True)
+        with logging_redirect_tqdm(), bar:
+            while self.iteration < args.train_iters:
+                start = time.perf_counter()
+                loss = float(self.engine.train_batch(data_iter=batches))
+                self.iteration += 1
+                self._report(bar, loss, time.perf_counter() - start)
+                if args.eval_iters and self._at(args.eval_interval):
+                    self.evaluate()
+                if args.save and self._at(args.save_interval):
+                    self.engine.save_checkpoint(args.save, client_state={"iteration": self.iteration})
+                if args.exit_interval and self.iteration % args.exit_interval == 0:
+                    break
+
+    def _at(self, interval: int) -> bool:
+        return self.iteration % interval == 0 or self.iteration == self.args.train_iters
+
+    def _report(self, bar: tqdm, loss: float, seconds: float) -> None:
+        if not self.first:
+            return
+        rate = self.batch * self.args.seq_length / seconds
+        bar.update()
+        bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        if self.iteration % self.args.log_interval == 0 or self.iteration == 1:
+            lr = self.engine.get_lr()[0]
+            logger.info(
+                f"iteration {self.iteration}/{self.args.train_iters} | loss {loss:.4f} | lr {lr:.3e} | "
+                f"{seconds * 1000:.0f} ms | {rate:,.0f} tokens/s"
+            )
+        if self.args.log_file:
+            line = {"iteration": self.iteration, "loss": loss, "seconds": seconds, "tokens_per_second": rate}
+            with open(self.args.log_file, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def evaluate(self) -> None:
+        """Mean loss over the first ``--eval-iters`` batches of the validation data."""
+        batches = self._batches(self.valid_data, consumed=0)
+        losses = [float(self.engine.eval_batch(batches)) for _ in range(self.args.eval_iters)]
+        if self.first:
+            logger.info(f"iteration {self.iteration} | validation loss {sum(losses) / len(losses):.4f}")
+
+
+def main() -> None:
+    args = parse_arguments()
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    for name in ("train", "ds_terapipe"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    deepspeed.init_distributed()
+    if args.log_file and torch.distributed.get_rank() == 0:
+        Path(args.log_file).parent.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(args)
+    trainer.train()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
