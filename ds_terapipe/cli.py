@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import sysconfig
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
-END_OF_DOCUMENT = 256
-BYTE_VOCABULARY = 257
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-EXAMPLE = """\
-example:
-  ds_terapipe prepare-data --output-prefix data/python      the sources of Python's standard library
-  ds_terapipe prepare-data --input book.txt notes/ --output-prefix data/books
-  deepspeed train.py --data-path data/books --vocab-size 257 ...
-"""
-
-
-class CommandError(Exception):
-    """What the command says on one line before it ends."""
+from ds_terapipe.commands import prepare_data, report, trace
+from ds_terapipe.commands.errors import CommandError
+from ds_terapipe.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         options.run(options)
-    except CommandError as error:
+    except (CommandError, ConfigError) as error:
         print(f"ds_terapipe {options.command}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -43,152 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command; every subcommand sets ``run``."""
-    parser = argparse.ArgumentParser(prog="ds_terapipe", description="Tools around token-slice pipelining.")
+    parser = argparse.ArgumentParser(
+        prog="ds_terapipe", description="Tools around token-slice pipelining and FusedLamb."
+    )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for add in (_add_prepare_data,):
-        add(commands)
+    for command in (prepare_data, report, trace):
+        command.add(commands)
     return parser
-
-
-def _add_prepare_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "prepare-data",
-        help="write Megatron .bin and .idx files from text files",
-        description="Write a Megatron dataset from text files. A token is a byte of the file; a document is a file, "
-        f"ended by token {END_OF_DOCUMENT}, so --vocab-size is {BYTE_VOCABULARY}.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        metavar="PATH",
-        help="files or folders (default: the sources of Python's standard library)",
-    )
-    parser.add_argument(
-        "--pattern", default=None, help='names to take from folders, e.g. "*.txt" (default: all text files)'
-    )
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    parser.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        default=128,
-        metavar="N",
-        help="for the padded vocabulary that is reported (default: %(default)s, as train.py's)",
-    )
-    parser.set_defaults(run=prepare_data)
-
-
-def prepare_data(options: argparse.Namespace) -> None:
-    """Write ``PREFIX.bin`` and ``PREFIX.idx``, both or neither.
-
-    Raises:
-        CommandError: an input that is missing, nothing to write, nowhere to write it, or no megatron-core.
-    """
-    multiple = options.make_vocab_size_divisible_by
-    if multiple < 1:
-        raise CommandError(f"--make-vocab-size-divisible-by: got {multiple}, must be a positive number, use e.g. 128")
-    files = find_files(options.input, options.pattern)
-    documents, tokens = write_dataset(files, options.output_prefix)
-    padded = -(-BYTE_VOCABULARY // multiple) * multiple
-    print(
-        f"wrote {options.output_prefix}.bin and .idx: {documents:,} documents, {tokens:,} tokens; "
-        f"train with --data-path {options.output_prefix} --vocab-size {BYTE_VOCABULARY} (padded: {padded})"
-    )
-
-
-def find_files(inputs: Sequence[str] | None, pattern: str | None) -> list[Path]:
-    """The files to read, in an order that depends on their names only.
-
-    Raises:
-        CommandError: an input that does not exist, or no file at all.
-    """
-    if not inputs:
-        root = Path(sysconfig.get_path("stdlib"))
-        found = root.rglob(pattern or "*.py")
-        files = [path for path in found if not NOT_LIBRARY.intersection(path.relative_to(root).parts)]
-    else:
-        files = []
-        for name in inputs:
-            path = Path(name)
-            if not path.exists():
-                raise CommandError(f"--input: got {name}, which does not exist, use a text file or a folder of them")
-            files += [file for file in path.rglob(pattern or "*") if file.is_file()] if path.is_dir() else [path]
-    if not files:
-        raise CommandError(
-            f"--input: no file matches {pattern or '*'} in {' '.join(inputs or ['the standard library'])}"
-        )
-    return sorted(set(files))
-
-
-def write_dataset(files: Sequence[Path], prefix: str) -> tuple[int, int]:
-    """Write the files' bytes with megatron-core's own builder.
-
-    Returns:
-        Numbers of documents and tokens, ends of documents included. Empty and binary files are left out.
-
-    Raises:
-        CommandError: as :func:`prepare_data`.
-    """
-    import numpy
-    from tqdm import tqdm
-
-    builder_class = _indexed_dataset_builder()
-    documents = tokens = 0
-    with _both_or_neither(prefix) as (bin_path, idx_path):
-        builder = builder_class(bin_path, dtype=numpy.uint16)
-        try:
-            for path in tqdm(files, unit="file", desc="prepare-data", disable=None):
-                text = _read(path)
-                if not text or b"\0" in text:
-                    continue
-                document = numpy.append(numpy.frombuffer(text, dtype=numpy.uint8).astype(numpy.uint16), END_OF_DOCUMENT)
-                builder.add_document(document, [len(document)])
-                documents += 1
-                tokens += len(document)
-            if not documents:
-                raise CommandError(f"--input: none of {len(files)} files has text in it, use text files")
-            builder.finalize(idx_path)
-        finally:
-            builder.data_file.close()
-    return documents, tokens
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CommandError(f"--input: cannot read {path} ({error.strerror})") from error
-
-
-def _indexed_dataset_builder() -> type:
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
-            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    except ImportError as error:
-        raise CommandError(f"megatron-core is missing ({error}): pip install ds_terapipe[megatron]") from error
-    return IndexedDatasetBuilder
-
-
-@contextmanager
-def _both_or_neither(prefix: str) -> Iterator[tuple[str, str]]:
-    """Temporary names for ``prefix.bin`` and ``prefix.idx``; renamed at the end, removed after an error."""
-    names = [f"{prefix}.bin", f"{prefix}.idx"]
-    temporary = [f"{name}.{os.getpid()}.tmp" for name in names]
-    try:
-        os.makedirs(os.path.dirname(os.path.abspath(prefix)), exist_ok=True)
-        yield temporary[0], temporary[1]
-        for source, target in zip(temporary, names, strict=True):
-            os.replace(source, target)
-    except OSError as error:
-        raise CommandError(
-            f"--output-prefix: cannot write {prefix}.bin and .idx ({error.strerror or error})"
-        ) from error
-    finally:
-        for name in temporary:
-            if os.path.exists(name):
-                os.remove(name)
 
 
 if __name__ == "__main__":

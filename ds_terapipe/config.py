@@ -63,6 +63,12 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
     timeout_s: float = 600.0
     """Seconds that a stage waits for another before the run ends with a report."""
 
+    trace_path: str | None = None
+    """File for a Chrome trace of some steps, all ranks in it; none by default."""
+
+    trace_steps: list[int] | None = None
+    """First and last step of the trace, counted from 1 as in the log; by default the third to the fifth of the run."""
+
     def __init__(self, strict: bool = True, **data: Any) -> None:
         try:
             super().__init__(strict=strict, **data)
@@ -126,6 +132,23 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
         if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
             raise bad_value(_path("timeout_s"), value, "a positive number of seconds", "e.g. 600")
         return float(value)  # type: ignore[arg-type]
+
+    @field_validator("trace_path", mode="before")
+    @classmethod
+    def _check_trace_path(cls, value: object) -> str | None:
+        if value is not None and (not isinstance(value, str) or not value.strip()):
+            raise bad_value(_path("trace_path"), value, "the name of a file", '"trace.json"')
+        return value
+
+    @field_validator("trace_steps", mode="before")
+    @classmethod
+    def _check_trace_steps(cls, value: object) -> list[int] | None:
+        if value is None:
+            return None
+        pair = list(value) if isinstance(value, (list, tuple)) else []
+        if len(pair) != 2 or not all(map(_is_count, pair)) or pair[0] > pair[1]:
+            raise bad_value(_path("trace_steps"), value, "the first and the last step, counted from 1", "e.g. [3, 5]")
+        return [int(step) for step in pair]
 
 
 def parse(config: Mapping[str, Any]) -> TokenPipelineConfig | None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ds_terapipe import cli
+from ds_terapipe.commands import prepare_data
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -36,7 +37,7 @@ def test_writes_bytes_as_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_takes_the_standard_library_without_its_tests() -> None:
-    files = cli.find_files(None, None)
+    files = prepare_data.find_files(None, None)
     names = {path.name for path in files}
     assert {"argparse.py", "dataclasses.py"} <= names and len(files) > 300
     assert not [path for path in files if "site-packages" in path.parts or path.name == "test_argparse.py"]

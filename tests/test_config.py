@@ -33,6 +33,8 @@ def test_defaults():
         "verify": True,
         "weight_gradients": "auto",
         "timeout_s": 600.0,
+        "trace_path": None,
+        "trace_steps": None,
     }
 
 
@@ -60,6 +62,8 @@ def test_the_form_of_an_error():
         ({"slices": 8, "verify": False}, "verify", False),
         ({"slices": 8, "timeout_s": 5}, "timeout_s", 5.0),
         ({"slices": 8, "timeout_s": 0.5}, "timeout_s", 0.5),
+        ({"slices": 8, "trace_path": "runs/trace.json"}, "trace_path", "runs/trace.json"),
+        ({"slices": 8, "trace_steps": [1, 1]}, "trace_steps", [1, 1]),
         ({"slices": 8, "cut": None}, "cut", None),
         ({"slices": 8, "cut": {"inputs": [1, [2, 3], None]}}, "cut", {"inputs": [1, [2, 3], None], "labels": None}),
         ({"slices": 8, "cut": {"labels": [1]}}, "cut", {"inputs": None, "labels": [1]}),
@@ -98,6 +102,11 @@ SLICES = "must be a positive number or a list of lengths"
         ({"slices": 8, "verify": "auto"}, ['token_pipeline.verify: got "auto"', "true or false"]),
         ({"slices": 8, "enabled": "yes"}, ['token_pipeline.enabled: got "yes"', "true or false"]),
         ({"slices": 8, "timeout_s": 0}, ["token_pipeline.timeout_s: got 0", "positive number of seconds"]),
+        ({"slices": 8, "trace_path": ""}, ['token_pipeline.trace_path: got ""', 'use "trace.json"']),
+        ({"slices": 8, "trace_path": True}, ["token_pipeline.trace_path: got true", "name of a file"]),
+        ({"slices": 8, "trace_steps": 3}, ["token_pipeline.trace_steps: got 3", "use e.g. [3, 5]"]),
+        ({"slices": 8, "trace_steps": [0, 4]}, ["token_pipeline.trace_steps: got [0, 4]", "counted from 1"]),
+        ({"slices": 8, "trace_steps": [5, 4]}, ["token_pipeline.trace_steps: got [5, 4]"]),
         ({"slices": 8, "timeout_s": -1.5}, ["got -1.5", "positive number of seconds"]),
         ({"slices": 8, "timeout_s": "60"}, ['got "60"', "use e.g. 600"]),
         ({"slices": 8, "timeout_s": True}, ["got true", "positive number of seconds"]),

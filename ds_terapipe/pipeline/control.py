@@ -30,12 +30,14 @@ class Control:
         watch: bounds the waits.
         pipelines: global ranks of every pipeline of the job, by stage.
         config_hash: of everything that must be the same on all ranks.
+
+    ``group`` is a gloo group of all ranks, whose operations end in time.
     """
 
     def __init__(self, watch: Watch, pipelines: Sequence[Sequence[int]], config_hash: int) -> None:
         self._watch, self._config_hash = watch, config_hash
         self._pipelines = [list(ranks) for ranks in pipelines]
-        self._group = bounded_group(None, watch.timeout_s, backend="gloo")
+        self.group = bounded_group(None, watch.timeout_s, backend="gloo")
         rank = torch.distributed.get_rank()
         self._first = next(ranks[0] for ranks in self._pipelines if rank in ranks)
 
@@ -85,14 +87,14 @@ class Control:
         mine = torch.tensor(words, dtype=dtype)
         table = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
         with self._watch.waiting(what):
-            torch.distributed.all_gather(table, mine, group=self._group)
+            torch.distributed.all_gather(table, mine, group=self.group)
         return [row.tolist() for row in table]
 
     def _raise_everywhere(self, error: BaseException | None) -> NoReturn:
         messages: list[tuple[str, str] | None] = [None] * torch.distributed.get_world_size()
         mine = None if error is None else (type(error).__name__, str(error))
         with self._watch.waiting("the errors of the other ranks"):
-            torch.distributed.all_gather_object(messages, mine, group=self._group)
+            torch.distributed.all_gather_object(messages, mine, group=self.group)
         raise _restore(messages) if error is None else error
 
 

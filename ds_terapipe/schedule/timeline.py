@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .actions import Action, Grid, Op
 from .lower import has_messages, with_messages
-from .replay import Replay, replay
+from .replay import Replay, Span, replay
 
 # Forward and backward colour of a micro-batch; neighbours differ in hue, white text is legible on every backward one.
 _COLOURS = (
@@ -22,15 +22,21 @@ _COLOURS = (
     ("#f5d0fe", "#a21caf"),
 )
 _LEFT, _RIGHT, _TITLE, _PANEL_GAP, _LEGEND = 64, 16, 30, 14, 34
+_PALE = '{}" fill-opacity="0.72'
 _DIGIT = 0.62  # width of a digit, as a share of the font size
 
 
 class Panel(NamedTuple):
-    """One schedule of a picture. ``durations`` gives the time of each FORWARD and BACKWARD action, in any one unit."""
+    """One schedule of a picture.
+
+    ``durations`` gives the time of each FORWARD, BACKWARD and WEIGHT_GRADIENTS action, in any one unit; where ``spans`` are
+    given, measured or simulated, they are drawn as they are and ``durations`` is not asked.
+    """
 
     title: str
     grid: Grid
-    durations: Callable[[Action], float]
+    durations: Callable[[Action], float] | None = None
+    spans: Sequence[Sequence[Span]] | None = None
 
 
 class _Timed(NamedTuple):
@@ -78,13 +84,17 @@ def timelines_svg(panels: Sequence[Panel], width: int = 960) -> str:
             'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#1f2937">',
             f'<rect width="{width}" height="{y:g}" rx="6" fill="#ffffff"/>',
             *body,
-            *_legend(width, y - 14),
+            *_legend(width, y - 14, any(a.op is Op.WEIGHT_GRADIENTS for t in timed for row in t.grid for a in row)),
             "</svg>\n",
         ]
     )
 
 
 def _time(panel: Panel) -> _Timed:
+    if panel.spans is not None:
+        return _Timed(panel, panel.grid, Replay([list(row) for row in panel.spans], {}))
+    if panel.durations is None:
+        raise ValueError(f"timeline: panel {panel.title!r} has neither durations nor spans, must have one of them")
     grid = panel.grid if has_messages(panel.grid) else with_messages(panel.grid)
     result = replay(grid, panel.durations)
     if result.stuck:
@@ -126,8 +136,10 @@ def _panel(timed: _Timed, scale: float, top: float) -> tuple[list[str], float]:
 
 
 def _cell(action: Action, label: str, x: float, width: float, y: float, height: float) -> str:
-    backward = action.op is Op.BACKWARD
+    backward = action.op is not Op.FORWARD
     colour = _COLOURS[action.unit.micro_batch % len(_COLOURS)][backward]
+    if action.op is Op.WEIGHT_GRADIENTS:
+        colour, label = _PALE.format(colour), "W"
     gap = 1.0 if width > 4 else 0.0
     rect = f'<rect x="{x:.2f}" y="{y:g}" width="{max(width - gap, 0):.2f}" height="{height:g}" fill="{colour}"/>'
     size = min(height * 0.55, (width - gap) / (_DIGIT * len(label)) * 0.9)
@@ -140,8 +152,10 @@ def _cell(action: Action, label: str, x: float, width: float, y: float, height: 
     )
 
 
-def _legend(width: int, y: float) -> list[str]:
-    items = ((_COLOURS[0][0], "forward"), (_COLOURS[0][1], "backward"), ("#f3f4f6", "idle"))
+def _legend(width: int, y: float, weight_gradients: bool) -> list[str]:
+    items = [(_COLOURS[0][0], "forward"), (_COLOURS[0][1], "backward"), ("#f3f4f6", "idle")]
+    if weight_gradients:
+        items.insert(2, (_PALE.format(_COLOURS[0][1]), "W: weight gradients"))
     out = []
     x = _LEFT
     for colour, text in items:

@@ -1,0 +1,37 @@
+"""What all subcommands that print a table have in common: ``--json FILE`` beside it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_terapipe.commands.errors import CommandError
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json FILE``."""
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write the figures as JSON; - writes them to standard output, without table"
+    )
+
+
+def show(options: argparse.Namespace, text: str, data: Mapping[str, Any]) -> None:
+    """Print the table and write the same figures as JSON where ``--json`` says.
+
+    Raises:
+        CommandError: the file cannot be written.
+    """
+    if options.json == "-":
+        json.dump(data, sys.stdout, indent=2)
+        print()
+        return
+    print(text)
+    if options.json:
+        try:
+            Path(options.json).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"--json: cannot write {options.json} ({error.strerror or error})") from error

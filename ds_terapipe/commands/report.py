@@ -1,0 +1,163 @@
+"""``ds_terapipe report``: what is installed, whether the hook is on, and which ops can be used."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+from ds_terapipe import __version__, compat
+from ds_terapipe.autoload import SWITCH
+from ds_terapipe.commands.output import add_json, show
+
+EXAMPLE = """\
+example:
+  ds_terapipe report
+  ds_terapipe report --json report.json
+"""
+PACKAGES = ("torch", "deepspeed", "megatron-core", "pybind11", "ninja")
+
+# Asked of a fresh interpreter, in which nothing but PyTorch's entry point can have set the hook.
+HOOK = """
+import json, deepspeed
+original = getattr(deepspeed.initialize, "ds_terapipe_original", None)
+code = getattr(original, "__code__", None)
+print(json.dumps({"on": original is not None, "wraps": code and f"{code.co_filename}:{code.co_firstlineno}"}))
+"""
+
+
+class OpLine(NamedTuple):
+    """One op: whether it was built with the package, whether it can be built here, and what there is to say about it."""
+
+    name: str
+    installed: bool
+    compatible: bool
+    remark: str = ""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the parser of ``ds_terapipe``."""
+    parser = commands.add_parser(
+        "report",
+        help="show versions, whether the hook on DeepSpeed is on, and the state of the ops",
+        description="Show the installed versions, whether ds_terapipe's hook on deepspeed.initialize is on and what it "
+        "wraps, which private names of DeepSpeed and Megatron were found, and whether FusedLamb's op can be used.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_json(parser)
+    parser.set_defaults(run=report)
+
+
+def report(options: argparse.Namespace) -> None:
+    """Print the report.
+
+    Raises:
+        CommandError: the file of ``--json`` cannot be written.
+    """
+    with _quiet() as said:
+        data = collect()
+    data["messages"] = [line for line in said.getvalue().splitlines() if line.strip()]
+    show(options, as_text(data), data)
+
+
+def collect() -> dict[str, Any]:
+    """All that the report shows, as plain data."""
+    versions = {"ds_terapipe": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "versions": versions,
+        "hook": hook(),
+        "names": names(),
+        "ops": [line._asdict() for line in [*deepspeed_ops(), *our_ops()]],
+    }
+
+
+def hook() -> dict[str, Any]:
+    """Whether ``deepspeed.initialize`` is wrapped in a process that only imports DeepSpeed, and what is wrapped."""
+    answer = subprocess.run([sys.executable, "-c", HOOK], capture_output=True, text=True, check=False)
+    lines = answer.stdout.strip().splitlines()
+    if answer.returncode or not lines:
+        problem = (answer.stderr.strip().splitlines() or ["no answer"])[-1]
+        return {"on": False, "wraps": None, "problem": problem}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return {**found, "problem": None if found["on"] else _why_off()}
+
+
+def _why_off() -> str:
+    for name in (SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        if name in os.environ:
+            return f"{name}={os.environ[name]} turns it off; import ds_terapipe in train.py, or call ds_terapipe.initialize"
+    entries = importlib.metadata.entry_points(group="torch.backends")
+    if "ds_terapipe" not in {entry.name for entry in entries}:
+        return "the package is not installed (pip install), only importable; import ds_terapipe in train.py"
+    return "PyTorch did not load the entry point; import ds_terapipe in train.py"
+
+
+def names() -> dict[str, Any]:
+    """Per package, how many of the private names of compat.py exist, and which do not."""
+    found: dict[str, Any] = {}
+    for name, there in compat.report().items():
+        entry = found.setdefault(name.package, {"found": 0, "missing": []})
+        if there:
+            entry["found"] += 1
+        else:
+            entry["missing"].append(name.path)
+    return found
+
+
+def deepspeed_ops() -> list[OpLine]:
+    """DeepSpeed's own ops, by the tables of its ``ds_report``."""
+    builders = importlib.import_module("deepspeed.ops.op_builder.all_ops").ALL_OPS
+    installed = importlib.import_module("deepspeed.git_version_info").installed_ops
+    compatible = importlib.import_module("deepspeed.ops.op_builder.builder").probe_is_compatible
+    return [OpLine(name, bool(installed.get(name)), bool(compatible(b, False))) for name, b in builders.items()]
+
+
+def our_ops() -> list[OpLine]:
+    """FusedLamb's ops, with the reason where one cannot be used and the instruction set that was picked where it can."""
+    from ds_terapipe.optim.op_builder import builders
+
+    lines = []
+    for builder in builders():
+        usable, remark = builder.status()
+        lines.append(OpLine(builder.name, builder.built_ahead(), usable, remark))
+    return lines
+
+
+def as_text(data: dict[str, Any]) -> str:
+    """The report as lines of text."""
+    lines = ["versions", *(f"  {name:<16}{version}" for name, version in data["versions"].items()), ""]
+    state = data["hook"]
+    where = f"on, wraps {state['wraps']}" if state["on"] else f"off: {state['problem']}"
+    lines += [f"hook on deepspeed.initialize: {where}", "", "private names that are used"]
+    for package, entry in data["names"].items():
+        missing = f", missing: {', '.join(entry['missing'])}" if entry["missing"] else ""
+        lines.append(f"  {package:<16}{entry['found']} found{missing}")
+    lines += ["", f"{'op':<32}{'installed':<12}{'compatible':<12}"]
+    for op in data["ops"]:
+        line = f"{op['name']:<32}{_yes(op['installed']):<12}{_yes(op['compatible']):<12}{op['remark']}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """DeepSpeed prints while it looks for compilers; that is kept aside."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        yield said

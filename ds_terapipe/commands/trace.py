@@ -1,0 +1,88 @@
+"""``ds_terapipe trace``: what a trace says, its picture, and several traces in one file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_terapipe.commands.errors import CommandError
+from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.schedule import Action, Panel, timelines_svg
+from ds_terapipe.schedule.chrome import Event, read, write
+from ds_terapipe.schedule.replay import Span
+from ds_terapipe.schedule.trace_summary import as_table, summarise
+
+EXAMPLE = """\
+example:
+  ds_terapipe trace trace.json                                       per stage: busy, waiting for whom, bubble
+  ds_terapipe trace trace.json --step 4 --picture step4.svg
+  ds_terapipe trace trace.json predicted.json --merged both.json     measured and predicted in one file for Perfetto
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the parser of ``ds_terapipe``."""
+    parser = commands.add_parser(
+        "trace",
+        help="summarise traces, draw them, lay them into one file",
+        description="Print what each stage of a trace did: computing, waiting and for whom, and the share of the schedule that "
+        "is bubble. Traces are written by token_pipeline.trace_path and by `ds_terapipe simulate --trace`.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="Chrome trace files")
+    parser.add_argument("--step", type=int, metavar="N", help="only this step (default: all; a picture: the last)")
+    parser.add_argument("--picture", metavar="FILE", help="draw the traces under each other as an SVG file")
+    parser.add_argument("--merged", metavar="FILE", help="write all events into one Chrome trace file")
+    add_json(parser)
+    parser.set_defaults(run=trace)
+
+
+def trace(options: argparse.Namespace) -> None:
+    """Print the summary; write the picture and the merged file where asked.
+
+    Raises:
+        CommandError: no such step, or a file that can't be written. ConfigError: a broken trace file.
+    """
+    runs = [(name, _chosen(name, read(name), options.step)) for name in options.files]
+    lines = [line for _, events in runs for line in summarise(events)]
+    try:
+        if options.merged:
+            write(options.merged, [event for _, events in runs for event in events])
+        if options.picture:
+            panels = [panel for name, events in runs for panel in panels_of(Path(name).name, events)]
+            Path(options.picture).write_text(timelines_svg(panels), encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {error.filename} ({error.strerror or error})") from error
+    show(options, as_table(lines), {"stages": [line._asdict() for line in lines]})
+
+
+def _chosen(name: str, events: list[Event], step: int | None) -> list[Event]:
+    steps = sorted({event.step for event in events})
+    if step is not None and step not in steps and any(event.run == "measured" for event in events):
+        raise CommandError(f"--step: got {step}, {name} has steps {', '.join(map(str, steps)) or 'none'}")
+    if not any(event.action for event in events):
+        raise CommandError(f"{name}: has no actions in it, must be a trace of at least one step")
+    return [event for event in events if step is None or event.step == step or event.run != "measured"]
+
+
+def panels_of(title: str, events: Sequence[Event]) -> list[Panel]:
+    """One panel a run of the trace, its last step, the first rank of each stage; times in milliseconds from the step's start."""
+    panels = []
+    for run in sorted({event.run for event in events}):
+        actions = [(event, event.action) for event in events if event.run == run]
+        timed = [(event, action) for event, action in actions if action is not None]
+        last = max(event.step for event, _ in timed)
+        first_rank: dict[int, int] = {}
+        for event, _ in timed:
+            first_rank[event.stage] = min(event.rank, first_rank.get(event.stage, event.rank))
+        shown = [(e, a) for e, a in timed if e.step == last and e.rank == first_rank[e.stage]]
+        zero = min(event.start for event, _ in shown)
+        grid: list[list[Action]] = [[] for _ in range(max(first_rank) + 1)]
+        spans: list[list[Span]] = [[] for _ in grid]
+        for event, action in sorted(shown, key=lambda pair: pair[0].start):
+            grid[event.stage].append(action)
+            spans[event.stage].append(Span(1e3 * (event.start - zero), 1e3 * (event.end - zero)))
+        panels.append(Panel(f"{title}: {run}, step {last}, ms", grid, spans=spans))
+    return panels

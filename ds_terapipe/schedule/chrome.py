@@ -1,0 +1,160 @@
+"""Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open, and back.
+
+A process of the trace is a stage (of one replica and tensor-parallel rank), named after it; an event is an action or one of
+the collectives that end a step. Times in the file are microseconds, as the format has it; here they are seconds. Format:
+"Trace Event Format", complete events (``"ph": "X"``) and metadata (``"ph": "M"``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ds_terapipe.errors import ConfigError
+
+from .actions import Action, Grid
+from .replay import Span
+
+FORMAT = "ds_terapipe trace 1"
+MEASURED, PREDICTED = "measured", "predicted"
+
+
+class Event(NamedTuple):
+    """What one rank did from ``start`` to ``end``, in seconds.
+
+    ``name`` is the action's text form (``0F1.2``) or the name of a collective (``optimiser``); ``kind`` its operation (``F``,
+    ``B``, ``W``, ``SEND_F``, ...; for a collective the name again). ``run`` tells measured from predicted events.
+    """
+
+    run: str
+    rank: int
+    stage: int
+    step: int
+    name: str
+    kind: str
+    start: float
+    end: float
+
+    @property
+    def action(self) -> Action | None:
+        """The action, None for a collective."""
+        try:
+            return Action.from_text(self.name)
+        except ValueError:
+            return None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def events_of(grid: Grid, spans: Sequence[Sequence[Span]], run: str = PREDICTED, step: int = 0) -> list[Event]:
+    """A simulated schedule as events; rank and stage are the same number."""
+    return [
+        Event(run, stage, stage, step, str(action), str(action.op), span.start, span.end)
+        for stage, row in enumerate(grid)
+        for action, span in zip(row, spans[stage], strict=True)
+    ]
+
+
+def to_json(events: Iterable[Event], about: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The content of a trace file. ``about`` (model, slices, versions, ...) goes into its metadata."""
+    events = sorted(events, key=lambda event: (event.run, event.rank, event.start))
+    processes: dict[tuple[str, int], int] = {}
+    listed: list[dict[str, Any]] = []
+    for event in events:
+        process = processes.setdefault((event.run, event.rank), len(processes))
+        listed.append(
+            {
+                "name": event.name,
+                "cat": event.kind,
+                "ph": "X",
+                "ts": round(event.start * 1e6, 3),
+                "dur": round(event.seconds * 1e6, 3),
+                "pid": process,
+                "tid": 0,
+                "args": {"run": event.run, "rank": event.rank, "stage": event.stage, "step": event.step},
+            }
+        )
+    stages = {(event.run, event.rank): event.stage for event in events}
+    named = [
+        {
+            "name": "process_name",
+            "ph": "M",
+            "pid": process,
+            "args": {"name": f"stage {stages[key]}, rank {key[1]}, {key[0]}"},
+        }
+        for key, process in processes.items()
+    ]
+    ordered = [
+        {"name": "process_sort_index", "ph": "M", "pid": process, "args": {"sort_index": process}}
+        for process in processes.values()
+    ]
+    return {
+        "traceEvents": [*named, *ordered, *listed],
+        "displayTimeUnit": "ms",
+        "otherData": {"format": FORMAT, **(about or {})},
+    }
+
+
+def write(path: str | Path, events: Iterable[Event], about: dict[str, Any] | None = None) -> None:
+    """Write a trace file, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(to_json(events, about)), encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: str | Path) -> list[Event]:
+    """The events of a trace file.
+
+    Raises:
+        ConfigError: no such file, no JSON (a truncated file among them), not a trace of ours, or a broken event.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}), must be a trace file") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: is no JSON ({error}), must be a whole trace file, write it again") from error
+    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
+        raise ConfigError(
+            f"{path}: traceEvents is missing, must be a list of events, use a file of token_pipeline.trace_path"
+        )
+    found = (data.get("otherData") or {}).get("format")
+    if found != FORMAT:
+        raise ConfigError(f'{path}: otherData.format: got {json.dumps(found)}, must be "{FORMAT}", write it again')
+    return [_event(path, index, raw) for index, raw in enumerate(data["traceEvents"]) if _is_complete(raw)]
+
+
+def _is_complete(raw: Any) -> bool:
+    return not isinstance(raw, dict) or raw.get("ph") != "M"
+
+
+def _event(path: str | Path, index: int, raw: Any) -> Event:
+    try:
+        where = raw["args"]
+        start = float(raw["ts"]) / 1e6
+        end = start + float(raw["dur"]) / 1e6
+        if end < start:
+            raise ValueError("a negative duration")
+        return Event(
+            str(where["run"]), int(where["rank"]), int(where["stage"]), int(where["step"]),
+            str(raw["name"]), str(raw["cat"]), start, end,
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(
+            f"{path}: traceEvents[{index}]: {problem}, must have name, cat, ts, dur and args with run, rank, stage and step"
+        ) from error
