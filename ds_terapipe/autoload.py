@@ -18,6 +18,7 @@ from typing import Any
 
 SWITCH = "DS_TERAPIPE_AUTOLOAD"
 KEYS = ("token_pipeline", "elastic_pipeline")
+TYPES = {"optimizer": ("FusedLamb",), "scheduler": ("LambWarmup", "MixedBatch")}
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +91,9 @@ def guard(original: Callable[..., Any], reason: Exception) -> Callable[..., Any]
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         if any(_names_us(value) for value in _configurations([*args, *kwargs.values()])):
+            problem = f"{type(reason).__name__}: {reason}"
             raise RuntimeError(
-                f"{KEYS[0]}: ds_terapipe could not be loaded ({type(reason).__name__}: {reason}), reinstall it or "
-                f"remove the key"
+                f"the configuration asks for ds_terapipe, which could not be loaded ({problem}), reinstall it or remove its keys"
             ) from reason
         return original(*args, **kwargs)
 
@@ -107,9 +108,12 @@ def _configurations(values: Iterable[Any]) -> Iterable[Any]:
 
 def _names_us(config: Any) -> bool:
     if isinstance(config, dict):
-        return any(key in config for key in KEYS)
+        blocks = [(config.get(block), names) for block, names in TYPES.items()]
+        return any(key in config for key in KEYS) or any(
+            isinstance(block, dict) and block.get("type") in names for block, names in blocks
+        )
     if isinstance(config, str) and os.path.isfile(config):
         with open(config, encoding="utf-8", errors="replace") as file:
             text = file.read()
-        return any(key in text for key in KEYS)
+        return any(f'"{name}"' in text for name in (*KEYS, *(name for names in TYPES.values() for name in names)))
     return False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
-from ds_terapipe.commands import prepare_data, report, trace
+from ds_terapipe.commands import prepare_data, report, reproduce_paper, trace
 from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.errors import ConfigError
 
@@ -18,6 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run(options)
     except (CommandError, ConfigError) as error:
         print(f"ds_terapipe {options.command}: error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read our output has seen enough; nothing is left to be flushed into the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print(f"ds_terapipe {options.command}: stopped", file=sys.stderr)
@@ -31,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ds_terapipe", description="Tools around token-slice pipelining and FusedLamb."
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for command in (prepare_data, report, trace):
+    for command in (prepare_data, report, reproduce_paper, trace):
         command.add(commands)
     return parser
 

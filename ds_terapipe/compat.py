@@ -39,6 +39,8 @@ _BASE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 _GRID = "deepspeed.runtime.pipe.topology:PipelineParallelGrid"
 _CORE_ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+_BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+_ZERO12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ZERO = "deepspeed.runtime.base_optimizer:ZeROOptimizer"
 
 NAMES: tuple[Name, ...] = (
@@ -85,9 +87,11 @@ NAMES: tuple[Name, ...] = (
     Name(f"{_ENGINE}.train_batch#total_additional_losses", "0.19.8", "engine: reset as train_batch does"),
     Name(f"{_ENGINE}.train_batch#agg_train_loss", "0.19.8", "engine: set as train_batch sets it"),
     Name(f"{_ENGINE}.eval_batch#eval_return_logits", "0.19.8", "engine: set as eval_batch sets it"),
-    Name(f"{_BASE}.clip_fp32_gradients", "0.19.8", "engine: overridden, the true norm"),
-    Name(f"{_BASE}._take_model_step#clip_fp32_gradients", "0.19.8", "engine: where clipping happens"),
-    Name(f"{_BASE}._take_model_step#_global_grad_norm", "0.19.8", "engine: the norm that get_global_grad_norm returns"),
+    Name(f"{_BASE}.clip_fp32_gradients", "0.19.8", "clipping: overridden, the true norm"),
+    Name(f"{_BASE}._take_model_step#clip_fp32_gradients", "0.19.8", "clipping: where clipping happens"),
+    Name(
+        f"{_BASE}._take_model_step#_global_grad_norm", "0.19.8", "clipping: the norm that get_global_grad_norm returns"
+    ),
     Name(f"{_BASE}.__init__#_running_engine_backward", "0.19.8", "engine: hooks on gradients look at it"),
     Name(f"{_BASE}.__init__#torch_autocast_z0_gradscaler", "0.19.8", "engine: loss scaling"),
     Name("deepspeed.runtime.torch_autocast:autocast_if_enabled", "0.19.8", "engine: around a forward pass"),
@@ -111,8 +115,40 @@ NAMES: tuple[Name, ...] = (
     Name(f"{_MODULE}._partition_layers#parts", "0.19.8", "megatron: stages of given sizes"),
     Name(f"{_GRID}.__init__#pipe_groups", "0.19.8", "engine: ranks of each pipeline"),
     Name(f"{_GRID}.stage_to_global", "0.19.8", "engine, wire: rank of a stage"),
-    Name(f"{_GRID}.get_slice_parallel_rank", "0.19.8", "clipping: tensor-parallel rank"),
+    Name("deepspeed.utils.bwc:bwc_tensor_model_parallel_rank", "0.19.8", "clipping: tensor-parallel rank"),
+    Name("deepspeed.utils.bwc:bwc_tensor_model_parallel_world_size", "0.19.8", "engine_hooks: are there several"),
+    Name("deepspeed.utils.bwc:bwc_tensor_model_parallel_group", "0.19.8", "engine_hooks: tensor-parallel ranks"),
+    Name(f"{_GRID}.get_model_parallel_group", "0.19.8", "clipping, engine_hooks: ranks of a replica of the model"),
     Name(f"{_MODULE}._index_tied_modules#ds_pipe_replicated", "0.19.8", "clipping: a tied weight counts once"),
+    Name(f"{_MODULE}.get_tied_weights_and_groups", "0.19.8", "engine_hooks: who holds a tied weight"),
+    Name(f"{_MODULE}.__init__#tied_comms", "0.19.8", "engine_hooks: tied modules"),
+    Name(f"{_ENGINE}._INSTRUCTION_MAP", "0.19.8", "engine_hooks: backward pass of a scaled loss"),
+    Name(f"{_ENGINE}._exec_backward_pass#loss", "0.19.8", "engine_hooks: the loss that is scaled"),
+    Name(f"{_BASE}.optimizer_name#client_optimizer", "0.19.8", "engine_hooks: the optimizer's name"),
+    Name(f"{_BASE}._configure_optimizer#basic_optimizer", "0.19.8", "engine_hooks: the optimizer in the wrapper"),
+    Name(f"{_BASE}._configure_lr_scheduler#basic_optimizer", "0.19.8", "json_keys: what the scheduler is made with"),
+    Name(f"{_BASE}.__init__#has_moe_layers", "0.19.8", "engine_hooks: refused"),
+    Name(f"{_BASE}._take_model_step#overflow", "0.19.8", "engine_hooks: a skipped step"),
+    Name(f"{_BASE}.load_checkpoint#_load_zero_checkpoint", "0.19.8", "engine_hooks: bf16 pipelines without ZeRO"),
+    Name(f"{_BF16}.get_grads_for_norm", "0.19.8", "clipping: a rank that counts no parameter"),
+    Name(f"{_BF16}._restore_from_bit16_weights", "0.19.8", "engine_hooks: checkpoints of bf16 pipelines"),
+    Name(f"{_BF16}._setup_for_real_optimizer#fp32_groups_gradients_flat", "0.19.8", "clipping: its device"),
+    Name(f"{_ZERO12}.__init__#check_grad_overflow", "0.19.8", "engine_hooks: on, or bf16 trains on after a nan"),
+    Name("deepspeed.utils.mixed_precision_linkage:_init_lp_to_hp_mapping#_hp_mapping", "0.19.8", "sharding: parts"),
+    Name("deepspeed.utils.mixed_precision_linkage:_init_lp_to_hp_mapping#_dp_group", "0.19.8", "sharding: their ranks"),
+    Name("deepspeed.utils.tensor_fragment:tensor_fragment.update_hp#hp_fragment", "0.19.8", "sharding: parts"),
+    Name(
+        "deepspeed.utils.tensor_fragment:tensor_fragment.get_hp_fragment_address#hp_fragment_address",
+        "0.19.8",
+        "sharding: place of a part in the flat partition",
+    ),
+    Name(
+        "deepspeed.utils.tensor_fragment:get_full_hp_param#lp_fragment_address",
+        "0.19.8",
+        "sharding: place of a part in its parameter",
+    ),
+    Name("deepspeed.runtime.config:DEEPSPEED_OPTIMIZERS", "0.19.8", "register: names that are DeepSpeed's own"),
+    Name("deepspeed.runtime.lr_schedules:WarmupLR", "0.19.8", "register: the module of DeepSpeed's own schedules"),
     Name("torch:ops.aten.scaled_dot_product_attention", "2.13.0", "interception: overridden"),
     Name("torch:ops.aten.linear", "2.13.0", "weight_gradients: overridden"),
     Name("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", "2.13.0", "kernels: CPU"),
@@ -210,8 +246,11 @@ def _asked(package: str, packages: Sequence[str] | None) -> bool:
         return package in sys.modules
 
 
-def require() -> None:
-    """Raise where the installed DeepSpeed is none that the engine was built for.
+def require(key: str = "token_pipeline") -> None:
+    """Raise where the installed DeepSpeed is none that the package was built for.
+
+    Args:
+        key: what the configuration asks for, with which the message begins.
 
     Raises:
         ConfigError: naming the version, or the names that it lacks.
@@ -222,10 +261,10 @@ def require() -> None:
     wanted = f"{_dotted(DEEPSPEED_FROM)} or newer, below {_dotted(DEEPSPEED_BELOW)}"
     if not DEEPSPEED_FROM <= release < DEEPSPEED_BELOW:
         use = f"pip install 'deepspeed>={_dotted(DEEPSPEED_FROM)},<{_dotted(DEEPSPEED_BELOW)}'"
-        raise ConfigError(f"token_pipeline: got DeepSpeed {version}, must be {wanted}, use {use}")
+        raise ConfigError(f"{key}: got DeepSpeed {version}, must be {wanted}, use {use}")
     missing = [name.path for name, there in report(packages=("deepspeed",)).items() if name.needed and not there]
     if missing:
-        lacks = f"token_pipeline: DeepSpeed {version} lacks {', '.join(missing)}"
+        lacks = f"{key}: DeepSpeed {version} lacks {', '.join(missing)}"
         raise ConfigError(f"{lacks}, must be {wanted}, use the version in constraints.txt")
 
 

@@ -17,9 +17,10 @@ from pydantic import Field, ValidationError, field_validator
 from .errors import ConfigError, bad_value, nearest, shown
 
 TOKEN_PIPELINE = "token_pipeline"
-SLICES_RULE = "a positive number or a list of lengths"
+AUTO = "auto"
+SLICES_RULE = '"auto", a positive number or a list of lengths'
 
-Schedule = Literal["terapipe", "1f1b"]
+Schedule = Literal["auto", "terapipe", "1f1b"]
 Layout = Literal["auto", "bsh", "sbh"]
 WeightGradients = Literal["auto", "micro_batch", "slice"]
 Dimensions = int | list[int] | None
@@ -36,11 +37,26 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
     enabled: bool = True
     """Whether the block counts at all; ``false`` is the same as leaving it out."""
 
-    slices: int | list[int]
-    """Number of equal slices (a remainder is spread), or the length in tokens of every slice."""
+    slices: int | list[int] | Literal["auto"] = "auto"
+    """Number of equal slices (a remainder is spread), the length in tokens of every slice, or chosen from measurements."""
 
-    schedule: Schedule = "1f1b"
-    """Order of the work: every slice forward and then backward in reverse, or one forward, one backward."""
+    schedule: Schedule = "auto"
+    """Order of the work: every slice forward and then backward in reverse, or one forward, one backward.
+
+    ``auto`` is chosen with the slices where they are ``auto``, and else ``1f1b``.
+    """
+
+    granularity: int = 8
+    """Tokens by which the lengths of automatically chosen slices differ from each other."""
+
+    memory_gb: float | None = None
+    """What activations and buffers may take on a device, in 1e9 bytes; by default what is free, without limit on a CPU."""
+
+    plan_path: str | None = None
+    """A plan to run by, as ``ds_terapipe plan`` or a run has written it."""
+
+    measurements_path: str | None = None
+    """Where measurements are written to, and read from where they were made on the same; none are kept by default."""
 
     layout: Layout = "auto"
     """Where the sequence is in tensors between layers: [b, s, h], [s, b, h], or found by comparing shapes."""
@@ -85,10 +101,10 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
 
     @field_validator("slices", mode="before")
     @classmethod
-    def _check_slices(cls, value: object) -> int | list[int]:
+    def _check_slices(cls, value: object) -> int | list[int] | str:
         key = _path("slices")
-        if value == "auto":
-            raise bad_value(key, value, f'{SLICES_RULE} ("auto" comes with the planner)', "e.g. 8 or [256, 128, 128]")
+        if value == AUTO:
+            return AUTO
         if isinstance(value, (list, tuple)):
             if not value or not all(_is_count(length) for length in value):
                 raise bad_value(key, value, f"{SLICES_RULE}, each a positive integer", "e.g. [256, 128, 128]")
@@ -100,7 +116,7 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
     @field_validator("schedule", mode="before")
     @classmethod
     def _check_schedule(cls, value: object) -> str:
-        return _one_of(_path("schedule"), value, get_args(Schedule), "1f1b")
+        return _one_of(_path("schedule"), value, get_args(Schedule), AUTO)
 
     @field_validator("layout", mode="before")
     @classmethod
@@ -133,12 +149,30 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
             raise bad_value(_path("timeout_s"), value, "a positive number of seconds", "e.g. 600")
         return float(value)  # type: ignore[arg-type]
 
-    @field_validator("trace_path", mode="before")
+    @field_validator("trace_path", "plan_path", "measurements_path", mode="before")
     @classmethod
-    def _check_trace_path(cls, value: object) -> str | None:
+    def _check_path(cls, value: object, info: Any) -> str | None:
         if value is not None and (not isinstance(value, str) or not value.strip()):
-            raise bad_value(_path("trace_path"), value, "the name of a file", '"trace.json"')
+            example = info.field_name.replace("_path", ".json")
+            raise bad_value(_path(info.field_name), value, "the name of a file", f'"{example}"')
         return value
+
+    @field_validator("granularity", mode="before")
+    @classmethod
+    def _check_granularity(cls, value: object) -> int:
+        if not _is_count(value):
+            raise bad_value(_path("granularity"), value, "a positive number of tokens", "e.g. 8")
+        return int(value)  # type: ignore[call-overload, no-any-return]
+
+    @field_validator("memory_gb", mode="before")
+    @classmethod
+    def _check_memory(cls, value: object) -> float | None:
+        if value is None:
+            return None
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+            raise bad_value(_path("memory_gb"), value, "a positive number of 1e9 bytes", "e.g. 16")
+        return float(value)  # type: ignore[arg-type]
 
     @field_validator("trace_steps", mode="before")
     @classmethod
@@ -173,7 +207,12 @@ def parse(config: Mapping[str, Any]) -> TokenPipelineConfig | None:
     for name in block:
         if name not in TokenPipelineConfig.model_fields:
             raise _unknown_key(TOKEN_PIPELINE, name, TokenPipelineConfig.model_fields)
-    return TokenPipelineConfig(strict=True, **block)
+    settings = TokenPipelineConfig(strict=True, **block)
+    for name in ("plan_path", "measurements_path", "memory_gb"):
+        if settings.slices != AUTO and getattr(settings, name) is not None:
+            rule = 'absent beside slices that are given, it belongs to "slices": "auto"'
+            raise bad_value(_path(name), getattr(settings, name), rule, "one of the two")
+    return settings
 
 
 def _path(name: str) -> str:

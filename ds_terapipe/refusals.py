@@ -1,4 +1,4 @@
-"""What token slices do not go with, refused by name before an engine exists.
+"""What token slices, and FusedLamb, do not go with, refused by name before an engine exists.
 
 Every finding names the key or the layer, the reason and the way out. A layer lives on one stage only, so what one rank
 finds is exchanged, and all ranks raise.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from .config import TOKEN_PIPELINE
@@ -80,6 +80,68 @@ RULES = (
     ),
 )
 
+_LAMB = "with optimizer.type FusedLamb"
+
+
+def _offloads(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("device", "none") not in ("none", None)
+
+
+def _block_is_on(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("enabled", True) is not False
+
+
+def _autocasts_to_fp16(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not _true(value.get("enabled")):
+        return False
+    return str(value.get("dtype", "")).lower().removeprefix("torch.") in ("fp16", "float16", "half")
+
+
+# Spelt and defaulted as in DeepSpeed 0.19.8: runtime/zero/config.py, runtime/precision_config.py, runtime/config.py,
+# runtime/tensor_parallel/config.py.
+LAMB_RULES = (
+    Rule(
+        "zero_optimization.stage",
+        _above(2),
+        f"0, 1 or 2 {_LAMB} (ZeRO-3 does not tell where a layer's parts are)",
+        "1",
+    ),
+    Rule(
+        "zero_optimization.offload_optimizer",
+        _offloads,
+        f'absent {_LAMB} (the optimizer steps where the parameters are), or have device "none"',
+        'device "none"',
+    ),
+    Rule("zero_optimization.offload_param", _offloads, f'absent {_LAMB}, or have device "none"', 'device "none"'),
+    Rule("zero_optimization.cpu_offload", _true, f"false {_LAMB}", "false"),
+    Rule(
+        "zero_optimization.zenflow",
+        _block_is_on,
+        f"absent {_LAMB} (ZenFlow updates single columns of a layer)",
+        "ZeRO-1 or ZeRO-2 without it",
+    ),
+    Rule(
+        "zero_optimization.round_robin_gradients",
+        _true,
+        f"false {_LAMB} (DeepSpeed then notes a wrong place for every parameter in its flat buffers)",
+        "false",
+    ),
+    Rule("bf16.bf16_master_weights_and_grads", _true, f"false {_LAMB} (it updates fp32 master weights)", "false"),
+    Rule("fp16.fp16_master_weights_and_grads", _true, f"false {_LAMB} (it updates fp32 master weights)", "false"),
+    Rule(
+        "torch_autocast",
+        _autocasts_to_fp16,
+        f"bfloat16 or off {_LAMB} (every pipeline stage would scale its loss by itself)",
+        "dtype bfloat16",
+    ),
+    Rule(
+        "tensor_parallel.autotp_size",
+        _above(1),
+        f"0 or 1 {_LAMB} (DeepSpeed's automatic tensor parallelism replaces layers after they are counted)",
+        "0, and layers that are tensor parallel themselves, as megatron-core's are",
+    ),
+    Rule("expert_parallel.enabled", _true, f"false {_LAMB} (experts' norms are on other ranks)", "false"),
+)
 
 _UNCOMPILED = ("plain Python (a compiled graph holds the attention of all tokens)", "it without torch.compile")
 
@@ -90,7 +152,20 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: naming the key, its value, the reason and the value to use.
     """
-    for rule in RULES:
+    _check_rules(RULES, config)
+
+
+def check_lamb_config(config: Mapping[str, Any]) -> None:
+    """Raise for the first key of a DeepSpeed configuration that does not go with ``FusedLamb``.
+
+    Raises:
+        ConfigError: naming the key, its value, the reason and the value to use.
+    """
+    _check_rules(LAMB_RULES, config)
+
+
+def _check_rules(rules: Iterable[Rule], config: Mapping[str, Any]) -> None:
+    for rule in rules:
         value = at(config, rule.path)
         if rule.refused(value):
             raise bad_value(rule.path, value, rule.rule, rule.use)

@@ -1,7 +1,7 @@
-"""Puts token pipelining behind ``deepspeed.initialize``: the only file that changes a name in DeepSpeed.
+"""Puts the package's features behind ``deepspeed.initialize``: the only file that changes a name in DeepSpeed.
 
 It imports nothing but the standard library when it is imported. The rest of the package is loaded by the first
-configuration that has one of our keys.
+configuration that has one of our keys, or names one of our optimizers or LR schedulers.
 """
 
 from __future__ import annotations
@@ -11,18 +11,30 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 TOKEN_PIPELINE = "token_pipeline"
 ELASTIC_PIPELINE = "elastic_pipeline"
 KEYS = (TOKEN_PIPELINE, ELASTIC_PIPELINE)
+OPTIMIZERS = ("FusedLamb",)
+SCHEDULERS = ("LambWarmup", "MixedBatch")
 
-# DeepSpeed's own nearest top-level key is "pipeline" (0.73 alike); a letter or two wrong is above 0.9.
+# DeepSpeed's own nearest top-level key is "pipeline" (0.73 alike); a letter or two wrong is above 0.9. "FusedAdam" and
+# "FusedLamb" are 0.78 alike.
 ALIKE = 0.8
+TYPES_ALIKE = 0.85
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
+
+
+class Wanted(NamedTuple):
+    """Which of our features a configuration asks for."""
+
+    pipeline: bool
+    optimizer: bool
+    scheduler: bool
 
 
 def register() -> None:
@@ -63,9 +75,13 @@ def wrap(original: Initialize) -> Initialize:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         config = _configuration(original, args, kwargs)
-        if config is None or not _wanted(config) or _being_built():
+        if config is None:
             return original(*args, **kwargs)
-        return _build(original, args, kwargs, config)
+        given = _by_name(original, args, kwargs)
+        wanted = _wanted(config, given)
+        if not any(wanted) or _being_built():
+            return original(*args, **kwargs)
+        return _build(original, given, config, wanted)
 
     initialize.ds_terapipe_original = original  # type: ignore[attr-defined]
     return initialize
@@ -91,14 +107,28 @@ def _configuration(original: Initialize, args: tuple[Any, ...], kwargs: dict[str
     return config if isinstance(config, Mapping) else None
 
 
-def _wanted(config: Mapping[str, Any]) -> bool:
+def _by_name(original: Initialize, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the call by name; what another package's wrapper takes as ``**kwargs`` is among them."""
+    signature = inspect.signature(original)
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given.update(given.pop(name, {}))
+    return given
+
+
+def _wanted(config: Mapping[str, Any], given: Mapping[str, Any]) -> Wanted:
     for key in config:
         near = _near_miss(key)
         if near:
             from .errors import ConfigError
 
             raise ConfigError(f'{key}: unknown key, must be spelt "{near}", use "{near}"')
-    return any(key in config and not _switched_off(config[key]) for key in KEYS)
+    return Wanted(
+        pipeline=any(key in config and not _switched_off(config[key]) for key in KEYS),
+        optimizer=_names_ours(config, "optimizer", OPTIMIZERS, _deepspeeds_optimizer, given.get("optimizer")),
+        scheduler=_names_ours(config, "scheduler", SCHEDULERS, _deepspeeds_scheduler, given.get("lr_scheduler")),
+    )
 
 
 def _near_miss(key: object) -> str | None:
@@ -106,6 +136,41 @@ def _near_miss(key: object) -> str | None:
         return None
     near = difflib.get_close_matches(key.lower().replace("-", "_"), KEYS, n=1, cutoff=ALIKE)
     return near[0] if near else None
+
+
+def _names_ours(
+    config: Mapping[str, Any], block: str, names: tuple[str, ...], deepspeeds: Callable[[str], bool], argument: object
+) -> bool:
+    """Whether ``block.type`` is one of our names. DeepSpeed does not read the block where an argument stands in for it."""
+    settings = config.get(block)
+    kind = settings.get("type") if isinstance(settings, Mapping) else None
+    if not isinstance(kind, str):
+        return False
+    if kind in names:
+        return True
+    near = _nearly(kind, names)
+    if near is None or argument is not None or deepspeeds(kind):
+        return False
+    from .errors import ConfigError
+
+    raise ConfigError(f'{block}.type: got "{kind}", must be spelt "{near}", use "{near}"')
+
+
+def _nearly(kind: str, names: tuple[str, ...]) -> str | None:
+    plain = {name.lower(): name for name in names}
+    word = kind.lower().replace("-", "").replace("_", "")
+    near = difflib.get_close_matches(word, plain, n=1, cutoff=TYPES_ALIKE)
+    return plain[near[0]] if near else None
+
+
+def _deepspeeds_optimizer(kind: str) -> bool:
+    known = importlib.import_module("deepspeed.runtime.config").DEEPSPEED_OPTIMIZERS
+    return kind.lower() in known or hasattr(importlib.import_module("torch.optim"), kind)
+
+
+def _deepspeeds_scheduler(kind: str) -> bool:
+    modules = ("deepspeed.runtime.lr_schedules", "torch.optim.lr_scheduler")
+    return any(hasattr(importlib.import_module(module), kind) for module in modules)
 
 
 def _switched_off(block: object) -> bool:
@@ -118,8 +183,40 @@ def _being_built() -> bool:
 
 
 def _build(
-    original: Initialize, args: tuple[Any, ...], kwargs: dict[str, Any], config: Mapping[str, Any]
+    original: Initialize, given: dict[str, Any], config: Mapping[str, Any], wanted: Wanted
 ) -> tuple[Any, Any, Any, Any]:
+    engine, keys = None, None
+    with ExitStack() as during:
+        if wanted.optimizer or wanted.scheduler:
+            keys = _optimizer_keys(config, given, wanted)
+            config = keys.config
+            during.enter_context(keys.put_into(given))
+        if wanted.pipeline:
+            engine = _token_pipeline(given.get("model"), config)
+        during.enter_context(_engine_class(engine))
+        result = original(**given)
+    if engine is not None and not isinstance(result[0], engine.ds_terapipe_builds):  # type: ignore[attr-defined]
+        raise RuntimeError(f"{TOKEN_PIPELINE}: DeepSpeed built a {type(result[0]).__name__} in spite of the key")
+    if keys is not None:
+        keys.finish(result[0])
+    return result
+
+
+def _optimizer_keys(config: Mapping[str, Any], arguments: Mapping[str, Any], wanted: Wanted) -> Any:
+    """What ``optimizer`` and ``scheduler`` say, as arguments of ``deepspeed.initialize``."""
+    key = "optimizer.type" if wanted.optimizer else "scheduler.type"
+    try:
+        from . import compat
+
+        compat.require(key)
+        from .optim import json_keys
+    except Exception as reason:
+        _cannot_run(key, reason)
+    return json_keys.read(config, arguments, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
+
+
+def _token_pipeline(model: Any, config: Mapping[str, Any]) -> Callable[..., Any]:
+    """Called as a ``PipelineEngine``, makes a ``TokenPipelineEngine``; its ``ds_terapipe_builds`` is that class."""
     if ELASTIC_PIPELINE in config and not _switched_off(config[ELASTIC_PIPELINE]):
         from .errors import ConfigError
 
@@ -128,12 +225,11 @@ def _build(
         from . import compat, refusals
         from .config import parse
 
-        compat.require()
+        compat.require(TOKEN_PIPELINE)
         from .pipeline.engine import TokenPipelineEngine
     except Exception as reason:
-        _cannot_run(reason)
+        _cannot_run(TOKEN_PIPELINE, reason)
 
-    model = inspect.signature(original).bind(*args, **kwargs).arguments.get("model")
     refusals.check_model_class(model)
     settings = refusals.on_every_rank(model, lambda: _checked(parse, refusals, config, model))
 
@@ -143,11 +239,8 @@ def _build(
         refusals.turn_off_partitioning(engine_kwargs["config_class"].pipeline, model)
         return TokenPipelineEngine(*engine_args, token_pipeline=settings, **engine_kwargs)
 
-    with _engine_class(engine):
-        result = original(*args, **kwargs)
-    if not isinstance(result[0], TokenPipelineEngine):
-        raise RuntimeError(f"{TOKEN_PIPELINE}: DeepSpeed built a {type(result[0]).__name__} in spite of the key")
-    return result
+    engine.ds_terapipe_builds = TokenPipelineEngine  # type: ignore[attr-defined]
+    return engine
 
 
 def _checked(parse: Any, refusals: Any, config: Mapping[str, Any], model: Any) -> Any:
@@ -158,23 +251,25 @@ def _checked(parse: Any, refusals: Any, config: Mapping[str, Any], model: Any) -
     return settings
 
 
-def _cannot_run(reason: Exception) -> NoReturn:
+def _cannot_run(key: str, reason: Exception) -> NoReturn:
     from .errors import ConfigError
 
     if isinstance(reason, ConfigError):
         raise reason
-    message = f"{TOKEN_PIPELINE}: ds_terapipe cannot run here ({type(reason).__name__}: {reason}), remove the key"
+    message = f"{key}: ds_terapipe cannot run here ({type(reason).__name__}: {reason}), remove the key"
     raise RuntimeError(message) from reason
 
 
 @contextmanager
-def _engine_class(engine: Callable[..., Any]) -> Iterator[None]:
-    """Have ``deepspeed.initialize`` call ``engine`` where it would build a ``PipelineEngine``.
+def _engine_class(engine: Callable[..., Any] | None) -> Iterator[None]:
+    """Have ``deepspeed.initialize`` call ``engine`` where it would build a ``PipelineEngine``; None builds that very class.
 
-    It looks the class up by name in its module and offers no other way to choose one.
+    It looks the class up by name in its module and offers no other way to choose one. What stands there meanwhile also tells
+    a second wrapper that this one is at work.
     """
     deepspeed = importlib.import_module("deepspeed")
     replaced = deepspeed.PipelineEngine
+    engine = engine or functools.partial(replaced)
     engine.ds_terapipe_stands_for = replaced  # type: ignore[attr-defined]
     deepspeed.PipelineEngine = engine  # type: ignore[attr-defined]
     try:

@@ -193,6 +193,104 @@ print(json.dumps(seen))
     assert seen["refused"][0] == "ConfigError"
 
 
+LAMB = """
+from types import SimpleNamespace
+
+LAMB = {"optimizer": {"type": "FusedLamb", "params": {
+    "lr": 0.1, "max_grad_norm": 0.5, "monitor_interval": 2, "backend": "plain"}}}
+WARMUP = {"scheduler": {"type": "LambWarmup", "params": {
+    "reference_lr": 0.1, "reference_batch_size": 4, "total_steps": 10, "warmup_steps": 2}}}
+MIXED = {"scheduler": {"type": "MixedBatch", "params": {"phases": [
+    {"steps": 2, "batch_size": 2, "seq_length": 4, "lr": 0.1, "warmup_steps": 0}]}}}
+CSV = {"csv_monitor": {"enabled": True, "output_path": "csv", "job_name": "job"}}
+
+def lamb_engine(initialize, keys, how="config", plain=False, **given):
+    layers = [LayerSpec(torch.nn.Linear, 4, 4)]
+    model = torch.nn.Linear(4, 4) if plain else PipelineModule(layers, num_stages=1, loss_fn=torch.nn.functional.mse_loss)
+    config = {"train_micro_batch_size_per_gpu": 1, **keys}
+    if how == "config":
+        return initialize(model=model, config=config, **given)
+    with open("lamb.json", "w") as file:
+        json.dump(config, file)
+    if how == "path":
+        return initialize(model=model, config="lamb.json", **given)
+    args = SimpleNamespace(deepspeed_config="lamb.json", local_rank=0)
+    result = initialize(args=args, model=model, **given)
+    assert args.deepspeed_config == "lamb.json"
+    return result
+
+def train(engine, steps):
+    for _ in range(steps):
+        if hasattr(engine, "train_batch"):
+            engine.train_batch(iter([(torch.randn(1, 4), torch.randn(1, 4))] * engine.gradient_accumulation_steps()))
+        else:
+            engine.backward(engine(torch.randn(1, 4)).square().sum())
+            engine.step()
+
+def seen(result):
+    engine = result[0]
+    before = engine.get_lr()
+    train(engine, 4)
+    return [name(engine), engine.optimizer_name(), name(engine.basic_optimizer), before, engine.gradient_clipping(),
+            name(result[3]) if result[3] else None, result[1] is engine.optimizer, bool((engine.get_global_grad_norm() or 0) > 0)]
+"""
+
+LAMB_WAYS = """
+nothing = lamb_engine(deepspeed.initialize, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+loaded = ours()
+initialize = deepspeed.initialize
+result = {
+    "loaded": loaded, "nothing": [name(nothing[0]), nothing[0].optimizer_name()],
+    "pipeline": seen(lamb_engine(initialize, {**LAMB, **CSV})),
+    "path": seen(lamb_engine(initialize, LAMB, "path")),
+    "args": seen(lamb_engine(initialize, LAMB, "args")),
+    "plain": seen(lamb_engine(initialize, LAMB, plain=True)),
+    "sliced": seen(lamb_engine(initialize, {**LAMB, "token_pipeline": {"slices": 1}})),
+    "zero": seen(lamb_engine(initialize, {**LAMB, "zero_optimization": {"stage": 1}})),
+    "warmup": seen(lamb_engine(initialize, {**LAMB, **WARMUP})),
+    "mixed": seen(lamb_engine(initialize, {**LAMB, **MIXED, "token_pipeline": {"slices": 1}})),
+    "adam": seen(lamb_engine(initialize, {**WARMUP, "optimizer": {"type": "Adam", "params": {"lr": 1, "torch_adam": True}}})),
+    "both": raised(lambda: lamb_engine(initialize, LAMB, optimizer=torch.optim.SGD)),
+    "near": raised(lamb_engine, initialize, {"optimizer": {"type": "FusedLAMB"}}),
+    "offload": raised(lamb_engine, initialize, {**LAMB, "zero_optimization": {"stage": 3}}),
+    "restored": name(lamb_engine(initialize, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]),
+}
+from pathlib import Path
+result["events"] = {path.stem: path.read_text().split()[1:] for path in Path("csv").rglob("*Lamb*.csv")}
+
+def again(config=None, **kwargs):
+    return initialize(config=config, **kwargs)
+
+wrap = sys.modules["ds_terapipe.register"].wrap
+result["wrapped twice"] = name(lamb_engine(wrap(again), LAMB)[0].basic_optimizer)
+print(json.dumps(result))
+"""
+
+
+def test_fused_lamb_and_its_schedules(tmp_path):
+    """With each engine and each way to give the configuration; nothing of ours is loaded by a configuration without them."""
+    seen = run("import torch\nimport deepspeed\n" + HARNESS + LAMB + LAMB_WAYS, tmp_path)
+    deepspeeds, ours = "deepspeed.runtime.pipe.engine.PipelineEngine", "ds_terapipe.pipeline.engine.TokenPipelineEngine"
+    lamb, schedules = "ds_terapipe.optim.lamb.FusedLamb", "ds_terapipe.optim.lr_schedules"
+    assert seen["loaded"] == HOOK_MODULES and seen["nothing"] == [deepspeeds, "SGD"] and seen["restored"] == deepspeeds
+    for way, kind in (("pipeline", deepspeeds), ("path", deepspeeds), ("args", deepspeeds), ("sliced", ours),
+                      ("zero", deepspeeds), ("plain", "deepspeed.runtime.engine.DeepSpeedEngine")):  # fmt: skip
+        assert seen[way] == [kind, "FusedLamb", lamb, [0.1], 0.5, None, True, True], way
+    assert seen["warmup"][3:] == [[0.025], 0.5, f"{schedules}.LambWarmup", True, True]  # half of 0.1 sqrt(1 / 4)
+    assert seen["mixed"][0] == ours and seen["mixed"][5] == "ds_terapipe.optim.mixed_batch.MixedBatch"
+    assert seen["adam"][5] == f"{schedules}.LambWarmup" and seen["adam"][1:4] == [
+        "adam",
+        "torch.optim.adamw.AdamW",
+        [0.025],
+    ]
+    for way in ("both", "near", "offload"):
+        assert seen[way][0] == "ConfigError"
+    assert seen["wrapped twice"] == lamb
+    assert set(seen["events"]) >= {"Train_Lamb_mean_trust_ratio", "Train_Lamb_clamped_share"}
+    for rows in seen["events"].values():
+        assert [row.split(",")[0] for row in rows] == ["2", "4"]
+
+
 BLOCK = """
 import sys
 
@@ -213,15 +311,16 @@ def test_a_hook_that_cannot_be_loaded(tmp_path):
 seen = {"plain": name(engine(deepspeed.initialize, {})[0])}
 for how in ("config", "path", "args"):
     seen[how] = raised(engine, deepspeed.initialize, KEY, how)
+seen["lamb"] = raised(engine, deepspeed.initialize, {"optimizer": {"type": "FusedLamb"}})
 import ds_terapipe
 seen["explicit"] = raised(lambda: ds_terapipe.initialize(model=None, config=KEY))
 print(json.dumps(seen))
 """  # fmt: skip
     seen = run(script, tmp_path)
     assert seen["plain"] == "deepspeed.runtime.pipe.engine.PipelineEngine"
-    for how in ("config", "path", "args"):
+    for how in ("config", "path", "args", "lamb"):
         assert seen[how][0] == "RuntimeError"
-        assert "token_pipeline" in seen[how][1] and "ds_terapipe.register is broken today" in seen[how][1]
+        assert "ds_terapipe" in seen[how][1] and "ds_terapipe.register is broken today" in seen[how][1]
     assert seen["explicit"] == ["ImportError", "ds_terapipe.register is broken today"]
 
 

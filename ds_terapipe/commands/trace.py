@@ -9,9 +9,9 @@ from pathlib import Path
 from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.output import add_json, show
 from ds_terapipe.schedule import Action, Panel, timelines_svg
-from ds_terapipe.schedule.chrome import Event, read, write
 from ds_terapipe.schedule.replay import Span
-from ds_terapipe.schedule.trace_summary import as_table, summarise
+from ds_terapipe.tracing.chrome import Event, read, write
+from ds_terapipe.tracing.summary import as_table, summarise
 
 EXAMPLE = """\
 example:

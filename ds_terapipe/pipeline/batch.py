@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.control import Header
 from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like, plan_cuts, slice_lengths
@@ -30,9 +30,12 @@ class StepBatch:
     signatures: list[int] = field(default_factory=list)
     spans: list[tuple[Span, ...]] = field(default_factory=list)
 
-    def plan(self, header: Header, slices: int | Sequence[int]) -> None:
-        """Adopt what the first stage announced."""
+    def adopt(self, header: Header) -> None:
+        """Take what the first stage announced."""
         self.lengths, self.signatures = list(header.lengths), list(header.signatures)
+
+    def cut(self, slices: int | Sequence[int]) -> None:
+        """Cut every micro-batch into so many slices, or slices of these lengths."""
         self.spans = [spans(slice_lengths(length, slices)) for length in self.lengths]
 
     def slice_counts(self) -> tuple[int, ...]:
@@ -67,24 +70,23 @@ def read_step(
     ``inputs``, ``labels``: whether this stage needs them; ``cut_labels``: whether its loss runs per slice. Raises ConfigError
     for tensors that can't be cut.
     """
-    batch, cut = StepBatch(), config.cut or {}
+    batch, cut, slices = StepBatch(), config.cut or {}, config.slices
     for item in pulled:
         _check_item(item)
         if inputs:
             value = _tensors(item[0], "inputs", device)
-            total, cuts = _plan(value, config.slices, cut.get("inputs"), "inputs")
+            total, cuts = _plan(value, slices, cut.get("inputs"), "inputs")
             batch.inputs.append(value)
             batch.input_cuts.append(cuts)
             batch.lengths.append(total)
             batch.signatures.append(_signature(as_tuple(value)))
-            slice_lengths(
-                total, config.slices
-            )  # the error for lengths that don't fit comes before any rank has started
+            if slices != AUTO:
+                slice_lengths(total, slices)  # the error for lengths that don't fit comes before any rank has started
         if labels:
             value = _tensors(item[1], "labels", device) if cut_labels else _moved(item[1], device)
             batch.labels.append(value)
             if cut_labels:
-                total, cuts = _plan(value, config.slices, cut.get("labels"), "labels")
+                total, cuts = _plan(value, slices, cut.get("labels"), "labels")
                 batch.label_cuts.append(cuts)
                 if not inputs:
                     batch.lengths.append(total)
@@ -92,7 +94,7 @@ def read_step(
     return batch
 
 
-def _plan(value: Any, slices: int | Sequence[int], given: Any, key: str) -> tuple[int, tuple[TensorCut, ...]]:
+def _plan(value: Any, slices: int | Sequence[int] | str, given: Any, key: str) -> tuple[int, tuple[TensorCut, ...]]:
     tensors = as_tuple(value)
     if slices != 1:
         return plan_cuts(tensors, given, key)

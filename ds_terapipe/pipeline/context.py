@@ -143,6 +143,10 @@ class SliceContext:
             "does it restore the random state (preserve_rng_state)?"
         )
 
+    def buffers(self, micro_batch: int) -> list[torch.Tensor]:
+        """Keys and values of all attention calls of a micro-batch."""
+        return [buffer for state in self._states[micro_batch].values() for buffer in (state.k, state.v)]
+
     def release(self, micro_batch: int) -> None:
         """Free the attention buffers of a micro-batch that is done."""
         self._states.pop(micro_batch, None)

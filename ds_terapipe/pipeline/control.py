@@ -6,7 +6,7 @@ over a gloo group of its own (host memory, own timeout), whatever the backend of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -78,6 +78,26 @@ class Control:
         failed = self._gather([int(error is not None)], torch.int64, "all ranks to look at the model")
         if any(row[0] for row in failed):
             self._raise_everywhere(error)
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        """What rank 0 decides, or the error that keeps it from deciding, on every rank; collective."""
+        error, said = None, [None]
+        if torch.distributed.get_rank() == 0:
+            try:
+                said = [decision()]
+            except Exception as problem:
+                error = problem
+        self.agree(error)
+        with self._watch.waiting("rank 0 to decide"):
+            torch.distributed.broadcast_object_list(said, 0, group=self.group)
+        return said[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Any value of every rank, by global rank; collective."""
+        values: list[Any] = [None] * torch.distributed.get_world_size()
+        with self._watch.waiting("the figures of all ranks"):
+            torch.distributed.all_gather_object(values, value, group=self.group)
+        return values
 
     def collect(self, value: float) -> list[float]:
         """The value of every rank, by global rank; collective."""

@@ -18,15 +18,16 @@ import torch
 import torch.distributed
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
+from ds_terapipe.clipping import TrueNormClipping
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.accounting import LiveUnits, StepMemory
 from ds_terapipe.pipeline.batch import StepBatch, read_step
-from ds_terapipe.pipeline.clipping import clip_gradients, mark_gradients
+from ds_terapipe.pipeline.choosing import new_choice
 from ds_terapipe.pipeline.context import SliceContext
 from ds_terapipe.pipeline.control import Control, Header
 from ds_terapipe.pipeline.gradient_sums import GradientSums
@@ -37,17 +38,19 @@ from ds_terapipe.pipeline.loss import MicroBatchLoss, check_loss, runs_per_slice
 from ds_terapipe.pipeline.plan import FORWARD_ONLY, StepPlan, plan_step
 from ds_terapipe.pipeline.report import StepReport, emit
 from ds_terapipe.pipeline.slicing import as_tuple
+from ds_terapipe.pipeline.trace import Recorder, TraceFile, check_path
 from ds_terapipe.pipeline.watch import Watch, bounded_group
 from ds_terapipe.pipeline.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.wire import Wire
-from ds_terapipe.schedule import Op, Unit
+from ds_terapipe.schedule import Action, Op, Unit
 
 logger = logging.getLogger(__name__)
 
 _EVAL_MESSAGES_IN_FLIGHT = 4
+PLAN_STATE = "ds_terapipe_plan"
 
 
-class TokenPipelineEngine(PipelineEngine):
+class TokenPipelineEngine(TrueNormClipping, PipelineEngine):
     """A :class:`PipelineEngine` whose pipeline carries slices of sequences. Same calls, same results.
 
     Args:
@@ -71,15 +74,19 @@ class TokenPipelineEngine(PipelineEngine):
         settings = repr(sorted((k, v) for k, v in token_pipeline.model_dump().items()))
         self._control = Control(self._watch, self.grid.pipe_groups, zlib.crc32(settings.encode()))
         forward_group, backward_group = self._new_pipeline_group(), self._new_pipeline_group()
+        self._trace = self._new_trace()
+        self._recorder = Recorder(self.stage_id, self._watch, self._control.group, self.device)
         self._wire = Wire(self.grid, self.device, forward_group, backward_group, self._watch)
         self._layout: Layout | None = None
-        self._report = StepReport(self.num_stages, token_pipeline.schedule)
+        self._report = StepReport(self.num_stages)
         self._losses: dict[int, MicroBatchLoss] = {}
         self._inputs: dict[Unit, Any] = {}
         self._outputs: dict[Unit, Any] = {}
         self._gradients: dict[Unit, list[Tensor]] = {}
+        self._live, self._memory = LiveUnits(), StepMemory()
         self._weight_gradients = WeightGradients()
         self._gradient_sums = GradientSums(self.module.parameters())
+        self._choice = new_choice(self, self._control, self._memory)
 
     def _new_pipeline_group(self) -> Any:
         mine = None
@@ -89,8 +96,49 @@ class TokenPipelineEngine(PipelineEngine):
                 mine = group
         return mine
 
+    def _new_trace(self) -> TraceFile:
+        settings = self.token_pipeline
+        error: BaseException | None = None
+        if settings.trace_path is not None and self.global_rank == 0:
+            try:
+                check_path(settings.trace_path)
+            except ConfigError as problem:
+                error = problem
+        self._control.agree(error)
+        about = {"schedule": settings.schedule, "slices": settings.slices, "stages": self.num_stages}
+        steps = None if settings.trace_steps is None else (settings.trace_steps[0], settings.trace_steps[1])
+        trace = TraceFile(settings.trace_path, steps, about)
+        weakref.finalize(self, trace.close)
+        return trace
+
+    @property
+    def peak_live_units(self) -> int:
+        """Most units of the last step that were live at once on this stage: run forward and not yet backward."""
+        return self._live.peak_units
+
+    @property
+    def peak_live_tokens(self) -> int:
+        """As :attr:`peak_live_units`, in tokens of a sequence."""
+        return self._live.peak_tokens
+
+    def save_checkpoint(
+        self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As ``PipelineEngine.save_checkpoint``; the plan of ``"slices": "auto"`` goes with it."""
+        state = self._choice.state()
+        client_state = {**(client_state or {}), **({PLAN_STATE: state} if state else {})}
+        return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``PipelineEngine.load_checkpoint``; a plan that is in the checkpoint is used again."""
+        path, client_state = super().load_checkpoint(*args, **kwargs)
+        if client_state:
+            self._choice.load(client_state.pop(PLAN_STATE, None))
+        return path, client_state
+
     def destroy(self) -> None:
         """Free DeepSpeed's resources and undo the interception of attention."""
+        self._trace.close()
         self._watch.close()
         self._finalizer()
         super().destroy()
@@ -112,21 +160,40 @@ class TokenPipelineEngine(PipelineEngine):
         self.total_loss = self.total_additional_losses = None
         started = time.perf_counter()
         batch = self._next_step(self.micro_batches)
+        cutting = self._choice.cutting(batch.lengths)
+        batch.cut(cutting.slices)
         self._inspect(batch)
-        once = self._makes_weight_gradients_once()
+        once = self.makes_weight_gradients_once()
         self._context.weight_gradients = self._weight_gradients if once else None
-        plan = plan_step(self.token_pipeline.schedule, self.num_stages, batch.slice_counts(), once)
+        plan = plan_step(cutting.schedule, self.num_stages, batch.slice_counts(), once)
+        step = self.global_steps + 1
+        traced = self._trace.wants(step)
+        self._recorder.begin(step, wanted=traced or self._choice.wants_events)
         self._run(batch, plan, self.global_steps)
-        with self._watch.waiting("the all-reduce of tied gradients"):
-            self._exec_reduce_tied_grads()
-        with self._watch.waiting("the all-reduce of gradients over data-parallel replicas"):
-            self._exec_reduce_grads()
-        with self._watch.waiting("the optimiser step of the other ranks", counts=False):
-            self._exec_optimizer_step()
-        with self._watch.waiting("the loss from the last stage"), torch.no_grad():
-            self.agg_train_loss = self._aggregate_total_loss()
-        self._log_step(batch, time.perf_counter() - started)
+        self._finish_step()
+        seconds = time.perf_counter() - started
+        events = self._recorder.end()
+        if traced:
+            self._trace.add(step, events, self._recorder.cost_of_one())
+        self._log_step(batch, cutting.schedule, seconds)
+        self._choice.took(events, seconds)
         return self.agg_train_loss
+
+    def _finish_step(self) -> None:
+        """What comes after the schedule: gradients reduced, weights updated, the loss known on all stages."""
+        with self._collective("tied gradients", "the all-reduce of tied gradients"):
+            self._exec_reduce_tied_grads()
+        with self._collective("gradients", "the all-reduce of gradients over data-parallel replicas"):
+            self._exec_reduce_grads()
+        with self._collective("optimiser", "the optimiser step of the other ranks", counts=False):
+            self._exec_optimizer_step()
+        with self._collective("loss", "the loss from the last stage"), torch.no_grad():
+            self.agg_train_loss = self._aggregate_total_loss()
+
+    @contextmanager
+    def _collective(self, name: str, waited_for: str, counts: bool = True) -> Iterator[None]:
+        with self._recorder.collective(name), self._watch.waiting(waited_for, counts=counts):
+            yield
 
     def eval_batch(
         self,
@@ -158,9 +225,11 @@ class TokenPipelineEngine(PipelineEngine):
 
     def _evaluate(self, micro_batches: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
         batch = self._next_step(micro_batches)
+        batch.cut(self._choice.now(batch.lengths).slices)
         self._inspect(batch)
         self.total_loss = self.total_additional_losses = None
-        self._run(batch, plan_step(FORWARD_ONLY, self.num_stages, batch.slice_counts()), self.global_steps)
+        plan = plan_step(FORWARD_ONLY, self.num_stages, batch.slice_counts())
+        self._run(batch, plan, self.global_steps)
         result = None
         with self._watch.waiting("the loss from the last stage"):
             if self.is_last_stage():
@@ -191,7 +260,7 @@ class TokenPipelineEngine(PipelineEngine):
             error = problem
         header = Header(tuple(batch.lengths), tuple(batch.signatures)) if batch.lengths else None
         header = self._control.announce(header, micro_batches, error)
-        batch.plan(header, self.token_pipeline.slices)
+        batch.adopt(header)
         return batch
 
     def _inspect(self, batch: StepBatch) -> None:
@@ -216,6 +285,7 @@ class TokenPipelineEngine(PipelineEngine):
         self._batch = batch
         self.fwd_outputs: list[Any] = []
         training = torch.is_grad_enabled()
+        self._live.begin()
         self._watch.begin(step, plan.grid)
         self._wire.begin(
             plan.units(Op.FORWARD, self.stage_id),
@@ -223,9 +293,10 @@ class TokenPipelineEngine(PipelineEngine):
             self._shape_of(batch, training),
         )
         try:
+            execute = self._recorder.recording(self._execute)
             for index, action in enumerate(row):
                 self._watch.at(index)
-                self._ACTIONS[action.op](self, action.unit)
+                execute(action)
             self._watch.at(len(row))
             self._wire.finish()
         except BaseException as error:
@@ -239,6 +310,9 @@ class TokenPipelineEngine(PipelineEngine):
             self._context.clear()
             self._context.weight_gradients = None
 
+    def _execute(self, action: Action) -> None:
+        self._ACTIONS[action.op](self, action.unit)
+
     def _shape_of(self, batch: StepBatch, training: bool) -> Callable[[Unit], Hashable]:
         return lambda unit: (batch.signatures[unit.micro_batch], batch.spans[unit.micro_batch], unit.slice, training)
 
@@ -248,8 +322,12 @@ class TokenPipelineEngine(PipelineEngine):
         if self.is_first_stage() and self._reentrant_activation_checkpointing():
             for tensor in as_tuple(inputs):
                 tensor.requires_grad_(tensor.is_floating_point() and torch.is_grad_enabled())
-        with self._context.forward(unit.micro_batch, span), self._autocast():
+        measured = self._memory.forward(span, lambda: self._context.buffers(unit.micro_batch))
+        with self._context.forward(unit.micro_batch, span), self._autocast(), measured:
             outputs = self.module(inputs)
+        self._live.forward(unit, span)
+        if self._batch.is_last_slice(unit):
+            self._memory.buffers(self._context.buffers(unit.micro_batch))
         if self.is_last_stage():
             self._take_outputs(unit, outputs)
         elif torch.is_grad_enabled():
@@ -305,16 +383,18 @@ class TokenPipelineEngine(PipelineEngine):
         finally:
             self._running_engine_backward = False
         self._after_backward(first, last)
+        self._live.backward(unit)
         if last:
             self._context.release(unit.micro_batch)
             self._losses.pop(unit.micro_batch, None)
 
-    def _makes_weight_gradients_once(self) -> bool:
+    def makes_weight_gradients_once(self) -> bool:
         """Per micro-batch or per slice: a user who checkpoints activations is short of the memory that the former takes."""
         choice = self.token_pipeline.weight_gradients
         return choice == "micro_batch" or (choice == "auto" and self.module.activation_checkpoint_interval == 0)
 
     def _make_weight_gradients(self, unit: Unit) -> None:
+        self._memory.weight_gradients(self._weight_gradients.kept_bytes)
         self._before_backward()
         try:
             self._weight_gradients.make()
@@ -356,8 +436,10 @@ class TokenPipelineEngine(PipelineEngine):
 
     def _receive_forward(self, unit: Unit) -> None:
         self._inputs[unit] = self._wire.receive_forward(unit)
+        self._memory.message("received", self._inputs[unit])
 
     def _send_forward(self, unit: Unit) -> None:
+        self._memory.message("sent", self._sending)
         self._wire.send_forward(unit, self._sending)
         self._sending = None
         if not torch.is_grad_enabled():
@@ -385,7 +467,7 @@ class TokenPipelineEngine(PipelineEngine):
         """Refused: a compiled layer would keep the position of the slice that it was compiled for."""
         raise ConfigError("engine.compile(): not available with token_pipeline, must not be called, train without it")
 
-    def _log_step(self, batch: StepBatch, seconds: float) -> None:
+    def _log_step(self, batch: StepBatch, schedule: str, seconds: float) -> None:
         waited = self._watch.waited_s
         if self._wire.clock is not None and self._printing():
             waited = self._wire.clock.take_s()
@@ -393,7 +475,7 @@ class TokenPipelineEngine(PipelineEngine):
         if self._printing():
             shares = self._control.collect(self._report.waited_share)
             by_stage = [shares[self.grid.stage_to_global(stage)] for stage in range(self.num_stages)]
-            line = self._report.line(self.global_steps, self.agg_train_loss, batch, by_stage)
+            line = self._report.line(self.global_steps, self.agg_train_loss, batch, schedule, by_stage)
             if self.global_rank == 0:
                 emit(line)
         if self.global_rank == 0 and self.monitor.enabled:
@@ -413,17 +495,3 @@ class TokenPipelineEngine(PipelineEngine):
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter.grad is None and parameter.numel() > 0:
                 parameter.grad = torch.zeros_like(parameter)  # optimisers decay a weight whose gradient is zero
-
-    def clip_fp32_gradients(self) -> None:
-        """Clip by the norm over all stages and tensor-parallel ranks (DeepSpeed 0.19.8 counts the first stage alone)."""
-        self._global_grad_norm = clip_gradients(
-            self.module.parameters(), self.gradient_clipping(), self.grid, self.device
-        ).item()
-
-    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
-        if not isinstance(self.optimizer, FP16_UnfusedOptimizer):
-            return super()._take_model_step(lr_kwargs)
-        mark_gradients(self.module.parameters())
-        super()._take_model_step(lr_kwargs)
-        if not self.optimizer.overflow:  # of scaled gradients, where the other optimisers report that of unscaled ones
-            self._global_grad_norm = self.optimizer._global_grad_norm / self.optimizer.loss_scale_config.cur_scale

@@ -15,11 +15,10 @@ class StepReport:
 
     Args:
         stages: number of pipeline stages.
-        schedule: ``token_pipeline.schedule``.
     """
 
-    def __init__(self, stages: int, schedule: str) -> None:
-        self._stages, self._schedule = stages, schedule
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
         self._steps, self._tokens, self._seconds, self._waited = 0, 0, 0.0, 0.0
 
     def add(self, tokens: int, seconds: float, waited_s: float) -> None:
@@ -34,15 +33,15 @@ class StepReport:
         """Share of the time since the last line that this stage waited for others, 0 to 1."""
         return self._waited / self._seconds if self._seconds else 0.0
 
-    def line(self, step: int, loss: Tensor, batch: StepBatch, waited: Sequence[float]) -> str:
-        """The line, and a new start. ``waited``: the share of each stage, in order."""
+    def line(self, step: int, loss: Tensor, batch: StepBatch, schedule: str, waited: Sequence[float]) -> str:
+        """The line, and a new start. ``schedule``: of the step; ``waited``: the share of each stage, in order."""
         counts = sorted({len(spans) for spans in batch.spans})
         slices = "1 slice" if counts == [1] else f"{'/'.join(map(str, counts))} slices"
         text = (
             f"step {step}: loss {float(loss):.4f}, {self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s, "
             f"{self._seconds / max(self._steps, 1):.3f} s per step, waited "
             + " ".join(f"{share:.0%}" for share in waited)
-            + f" (stages 0 to {self._stages - 1}), {slices}, {self._schedule}"
+            + f" (stages 0 to {self._stages - 1}), {slices}, {schedule}"
         )
         self._steps, self._tokens, self._seconds, self._waited = 0, 0, 0.0, 0.0
         note = does_not_pay(self._stages, [len(spans) for spans in batch.spans])

@@ -1,7 +1,7 @@
-"""What this rank did during chosen steps, and when: recorded beside the engine, collected on rank 0, written as one file.
+"""What this rank did during a step, and when: recorded beside the engine, collected on rank 0, written as one file.
 
-Off, it costs nothing: the engine calls its actions directly. On, an action costs two readings of a clock (on a GPU two
-events on the stream, read after the step).
+A step that nobody wants recorded costs nothing: the engine calls its actions directly. Otherwise an action costs two
+readings of a clock (on a GPU two events on the stream, read after the step).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -20,7 +20,7 @@ import torch.distributed
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.watch import Watch
 from ds_terapipe.schedule import Action
-from ds_terapipe.schedule.chrome import MEASURED, Event, write
+from ds_terapipe.tracing.chrome import MEASURED, Event, write
 
 logger = logging.getLogger(__name__)
 
@@ -76,59 +76,35 @@ class StreamMarks:
 
 
 class Recorder:
-    """Records the steps ``first`` to ``last`` of the job and writes them to ``path``; the same on every rank.
+    """Records whole steps of this rank, when it is asked to, and brings those of all ranks together on rank 0.
 
     Args:
-        path: of the Chrome trace; written whole by rank 0 after the last of the steps, or at :meth:`close`.
-        steps: first and last step, counted from 1 as in the log; None: the third to the fifth of this run.
         stage: this rank's stage.
         watch: bounds the waits.
         group: a gloo group of all ranks.
         device: where the stage computes.
-        about: goes into the file's metadata.
     """
 
-    def __init__(
-        self,
-        path: str,
-        steps: tuple[int, int] | None,
-        stage: int,
-        watch: Watch,
-        group: Any,
-        device: torch.device,
-        about: dict[str, Any],
-    ) -> None:
-        self._path, self._steps, self._stage, self._watch, self._group = Path(path), steps, stage, watch, group
+    def __init__(self, stage: int, watch: Watch, group: Any, device: torch.device) -> None:
+        self._stage, self._watch, self._group = stage, watch, group
         self._clock: HostClock | StreamMarks = StreamMarks() if device.type == "cuda" else HostClock()
-        self._about = about
         self._rank = torch.distributed.get_rank()
         self._timings: list[Timing] | None = None  # of the step that is being recorded
-        self._events: list[Event] = []  # of all ranks, on rank 0
-        self._written = False
-        self._step, self._origin, self._zero = 0, 0.0, 0.0
+        self._step, self._zero = 0, 0.0
+        self._origin: float | None = None
         self._start: Any = None
-        self._one_host = self._on_one_host()
 
-    def begin(self, step: int) -> None:
-        """A step, counted from 1, is about to run its actions; collective while recording."""
-        if self._steps is None:
-            self._steps = (step + DEFAULT_STEPS[0] - 1, step + DEFAULT_STEPS[1] - 1)
-        first, last = self._steps
-        if step > last and not self._written and not self._events:
-            self._written = True
-            logger.warning(
-                "token_pipeline.trace_steps: got [%d, %d], but this run is at step %d already", first, last, step
-            )
+    def begin(self, step: int, wanted: bool) -> None:
+        """Step ``step`` is about to run its actions; record it if it is ``wanted``. The same on every rank, collective if so."""
         self._timings = None
-        if self._written or not first <= step <= last:
+        if not wanted:
             return
-        with self._watch.waiting("all ranks to start a traced step", counts=False):
+        with self._watch.waiting("all ranks to start a recorded step", counts=False):
             torch.distributed.barrier(group=self._group)
         self._start = self._clock.start()
         at = time.perf_counter()
-        if not self._events and not self._origin:
+        if self._origin is None:
             self._origin = self._zero_of_all(at)
-        # several hosts have no common clock: there all ranks' times count from the moment they left the barrier
         self._zero = at - self._origin
         self._step, self._timings = step, []
 
@@ -147,85 +123,103 @@ class Recorder:
         yield
         timings.append(Timing(name, name, begin, self._clock.now()))
 
-    def end(self) -> None:
-        """The step is over: bring the ranks' events together, and write the file after the last step; collective."""
+    def end(self) -> list[Event]:
+        """The step is over: what all ranks recorded of it, on rank 0; empty on the others and where nothing was. Collective."""
         timings, self._timings = self._timings, None
         if timings is None:
-            return
+            return []
         mine = [
             Event(MEASURED, self._rank, self._stage, self._step, t.name, t.kind, self._at(t.begin), self._at(t.end))
             for t in timings
         ]
         gathered: list[Any] | None = [None] * torch.distributed.get_world_size() if self._rank == 0 else None
-        with self._watch.waiting("the traces of all ranks", counts=False):
+        with self._watch.waiting("the recorded steps of all ranks", counts=False):
             torch.distributed.gather_object(mine, gathered, group=self._group)
-        if gathered is not None:
-            self._events += [Event(*event) for events in gathered for event in events]
-            self._about.update(self._cost(len(timings), mine))
-        assert self._steps is not None
-        if self._step >= self._steps[1]:
-            self.close()
+        return [Event(*event) for events in gathered or () for event in events]
 
-    def close(self) -> None:
-        """Write what has been recorded, if that has not happened yet."""
-        if self._rank == 0 and self._events and not self._written:
-            try:
-                write(self._path, self._events, self._about)
-                steps = sorted({event.step for event in self._events})
-                logger.info("trace of steps %d to %d written to %s", steps[0], steps[-1], self._path)
-            except OSError as error:
-                logger.error("token_pipeline.trace_path: cannot write %s (%s)", self._path, error.strerror or error)
-        self._written = True
-        self._events = []
-
-    def _at(self, mark: Any) -> float:
-        return self._zero + self._clock.seconds(mark, self._start)
-
-    def _zero_of_all(self, at: float) -> float:
-        """What this rank's clock showed when the trace's time was zero."""
-        if not self._one_host:
-            return at
-        zero = torch.tensor([at], dtype=torch.float64)
-        torch.distributed.broadcast(zero, 0, group=self._group)
-        return float(zero)
-
-    def _on_one_host(self) -> bool:
-        names: list[str | None] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(names, platform.node(), group=self._group)
-        return len(set(names)) == 1
-
-    def _cost(self, events: int, recorded: list[Event]) -> dict[str, float]:
-        """What recording cost: measured seconds of one event, and their share of the step."""
+    def cost_of_one(self) -> float:
+        """Measured seconds that recording one event takes."""
         action = Action.from_text("0F0.0")
         execute = _timed(_nothing, [], self._clock.now)
         started = time.perf_counter()
         for _ in range(_CALIBRATION):
             execute(action)
-        cost = (time.perf_counter() - started) / _CALIBRATION
-        seconds = max(event.end for event in recorded) - min(event.start for event in recorded)
-        return {"events_per_step": events, "seconds_per_event": cost, "overhead": events * cost / max(seconds, 1e-9)}
+        return (time.perf_counter() - started) / _CALIBRATION
+
+    def _at(self, mark: Any) -> float:
+        return self._zero + self._clock.seconds(mark, self._start)
+
+    def _zero_of_all(self, at: float) -> float:
+        """What this rank's clock showed when the recorder's time was zero.
+
+        Processes of one host share a clock. Those of several have none in common: their times count from the moment in which
+        they left the barrier.
+        """
+        said: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(said, (platform.node(), at), group=self._group)
+        one_host = len({host for host, _ in said}) == 1
+        return float(said[0][1]) if one_host else at
 
 
-class NoRecorder:
-    """Stands where nothing is traced."""
+class TraceFile:
+    """The trace that ``token_pipeline.trace_path`` asks for.
 
-    def begin(self, step: int) -> None:
-        """Nothing."""
+    Args:
+        path: of the Chrome trace; written whole by rank 0 after the last of the steps, or at :meth:`close`; None: none.
+        steps: first and last step, counted from 1 as in the log; None: the third to the fifth of this run.
+        about: goes into the file's metadata.
+    """
 
-    def recording(self, execute: Execute) -> Execute:
-        """``execute`` itself."""
-        return execute
+    def __init__(self, path: str | None, steps: tuple[int, int] | None, about: dict[str, Any]) -> None:
+        self._path, self._steps, self._about = path, steps, about
+        self._events: list[Event] = []
+        self._done = path is None
 
-    @contextmanager
-    def collective(self, name: str) -> Iterator[None]:
-        """Nothing."""
-        yield
+    def wants(self, step: int) -> bool:
+        """Whether the step is to be recorded."""
+        if self._done:
+            return False
+        if self._steps is None:
+            self._steps = (step + DEFAULT_STEPS[0] - 1, step + DEFAULT_STEPS[1] - 1)
+        first, last = self._steps
+        if step > last:
+            self._done = True
+            logger.warning(
+                "token_pipeline.trace_steps: got [%d, %d], but this run is at step %d already", first, last, step
+            )
+        return first <= step <= last
 
-    def end(self) -> None:
-        """Nothing."""
+    def add(self, step: int, events: Sequence[Event], cost_of_one: float) -> None:
+        """Keep the events of a step (those of all ranks, on rank 0), and write the file after the last one."""
+        if self._steps is None or self._done:
+            return
+        if events:
+            self._events += events
+            self._about.update(_overhead([event for event in events if event.rank == 0], cost_of_one))
+        if step >= self._steps[1]:
+            self.close()
 
     def close(self) -> None:
-        """Nothing."""
+        """Write what there is, if that has not happened yet."""
+        if self._path is not None and self._events and not self._done:
+            steps = sorted({event.step for event in self._events})
+            try:
+                write(self._path, self._events, self._about)
+                logger.info("trace of steps %d to %d written to %s", steps[0], steps[-1], self._path)
+            except OSError as error:
+                logger.error("token_pipeline.trace_path: cannot write %s (%s)", self._path, error.strerror or error)
+        self._done = True
+        self._events = []
+
+
+def _overhead(events: Sequence[Event], cost: float) -> dict[str, float]:
+    """What recording a step cost one rank."""
+    seconds = max(event.end for event in events) - min(event.start for event in events)
+    return {
+        "events_per_step": len(events),
+        "seconds_per_event": cost,
+        "overhead": len(events) * cost / max(seconds, 1e-9),
+    }
 
 
 def check_path(path: str) -> None:

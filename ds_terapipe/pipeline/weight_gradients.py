@@ -43,6 +43,11 @@ class WeightGradients:
         if roots:
             torch.autograd.backward(roots, gradients)
 
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept for the micro-batch that is on its way back."""
+        return sum(kept.kept_bytes for kept in self._layers.values())
+
     def clear(self) -> None:
         """Forget everything (a step that ended in an error leaves some)."""
         self._layers.clear()
@@ -57,6 +62,12 @@ class _Kept:
         self._outputs: Tensor | None = None
         self._rows = 0
         self._made: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        if self._inputs is None or self._outputs is None:
+            return 0
+        return self._rows * (self._inputs.shape[1] + self._outputs.shape[1]) * self._inputs.element_size()
 
     def add(self, inputs: Tensor, gradient: Tensor, capacity: int) -> None:
         rows = inputs.shape[0]

@@ -21,6 +21,7 @@ from ds_terapipe.schedule import Unit
 
 _META_SIZE = 256
 _POSTED_AHEAD = 2
+SENT_KEPT = 8  # gradients that a stage sends ahead of their being taken
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
@@ -91,24 +92,30 @@ class Outbox:
 
     def __init__(self, peer: int, group: Any, device: torch.device) -> None:
         self._peer, self._group, self._device = peer, group, device
-        self._pending: deque[tuple[Any, Tensor, str]] = deque()
+        self._pending: deque[tuple[Any, Tensor, str, Unit | None]] = deque()
 
     def announce(self, spec: BoundarySpec, what: str) -> None:
         """Tell the neighbour what the next messages look like."""
         self._send(spec.encode(self._device), f"the shapes of {what}")
 
-    def send(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Start sending; the tensors must not change until :meth:`finish`."""
+    def send(self, tensors: Sequence[Tensor], what: str, unit: Unit | None = None) -> None:
+        """Start sending; the tensors must not change until they have been taken."""
         for tensor in tensors:
-            self._send(_raw(tensor), what)
+            self._send(_raw(tensor), what, unit)
 
-    def _send(self, tensor: Tensor, what: str) -> None:
-        self._pending.append((dist.isend(tensor, self._peer, group=self._group), tensor, what))
+    def _send(self, tensor: Tensor, what: str, unit: Unit | None = None) -> None:
+        self._pending.append((dist.isend(tensor, self._peer, group=self._group), tensor, what, unit))
+
+    def taken(self, unit: Unit, watch: Watch) -> None:
+        """The neighbour is known to have taken this unit, and so all before it: let go of them."""
+        ours = [index for index, (*_, sent) in enumerate(self._pending) if sent == unit]
+        if ours:
+            self.finish(watch, keep=len(self._pending) - ours[-1] - 1)
 
     def finish(self, watch: Watch, keep: int = 0) -> None:
         """Wait until at most ``keep`` messages are still on their way."""
         while len(self._pending) > keep:
-            work, _, what = self._pending[0]
+            work, _, what, _ = self._pending[0]
             watch.wait(work, f"rank {self._peer} to take {what}")
             self._pending.popleft()
 
@@ -211,7 +218,7 @@ class Wire:
             raise RuntimeError(
                 f"outputs of {unit} are {spec}, but for inputs of the same shape they were {self._known[key]}"
             )
-        self._to_after.send((outputs,) if isinstance(outputs, Tensor) else outputs, f"activations of {unit}")
+        self._to_after.send((outputs,) if isinstance(outputs, Tensor) else outputs, f"activations of {unit}", unit)
 
     def receive_forward(self, unit: Unit) -> Tensor | tuple[Tensor, ...]:
         """Inputs of a unit from the stage before, those that need a gradient marked so."""
@@ -230,11 +237,15 @@ class Wire:
         tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
         gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors if t.requires_grad]
         self._to_before.send(gradients, f"gradients of {unit}")
+        # taken in this order whatever else the stage before does, so waiting for old ones holds up nothing that it needs
+        self._to_before.finish(self._watch, keep=SENT_KEPT * len(gradients))
 
     def receive_backward(self, unit: Unit) -> list[Tensor]:
         """Gradients of those outputs of a unit that asked for one."""
-        assert self._from_after is not None
-        return self._from_after.take(unit, f"gradients of {unit}")[1]
+        assert self._from_after is not None and self._to_after is not None
+        gradients = self._from_after.take(unit, f"gradients of {unit}")[1]
+        self._to_after.taken(unit, self._watch)
+        return gradients
 
     def trim(self, keep: int) -> None:
         """Bound the outputs that wait to be taken; only where no backward traffic can be waiting for this stage."""

@@ -45,15 +45,16 @@ def with_weight_gradients(grid: Grid) -> list[list[Action]]:
     The stage before gets its gradient first: weight gradients delay nobody (the W of zero-bubble schedules, Qi et al., ICLR
     2024, arXiv 2401.10241, a micro-batch at a time).
     """
-    return [[lowered for index, action in enumerate(row) for lowered in _then_weights(row, index)] for row in grid]
+    return [list(_then_weights(row)) for row in grid]
 
 
-def _then_weights(row: Sequence[Action], index: int) -> Iterator[Action]:
-    op, stage, unit = row[index]
-    yield row[index]
-    last = Op.SEND_BACKWARD if Action(Op.SEND_BACKWARD, stage, unit) in row[index:] else op
-    if unit.slice == 0 and op in (Op.BACKWARD, Op.SEND_BACKWARD) and op is last:
-        yield Action(Op.WEIGHT_GRADIENTS, stage, unit)
+def _then_weights(row: Sequence[Action]) -> Iterator[Action]:
+    sent = {unit for op, _, unit in row if op is Op.SEND_BACKWARD}
+    for action in row:
+        op, stage, unit = action
+        yield action
+        if unit.slice == 0 and op is (Op.SEND_BACKWARD if unit in sent else Op.BACKWARD):
+            yield Action(Op.WEIGHT_GRADIENTS, stage, unit)
 
 
 def has_messages(grid: Grid) -> bool:

@@ -43,9 +43,9 @@ def test_line_counts_tokens_whatever_the_slices(slices: int | list[int], text: s
     batch = read_step(pulled, config, torch.device("cpu"), inputs=True, labels=False, cut_labels=False)
     assert batch.lengths == [24]
     batch.spans = [spans((24,) if slices == 1 else (8, 8, 8) if slices == 3 else (20, 4))]
-    report = StepReport(2, "1f1b")
+    report = StepReport(2)
     report.add(sum(batch.lengths) * 2, 0.5, 0.1)
-    line = report.line(7, torch.tensor(2.5), batch, [0.2, 0.4])
+    line = report.line(7, torch.tensor(2.5), batch, "1f1b", [0.2, 0.4])
     assert line == f"step 7: loss 2.5000, 96 tokens/s, 0.500 s per step, waited 20% 40% (stages 0 to 1), {text}"
 
 

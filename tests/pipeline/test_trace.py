@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ds_terapipe.pipeline.plan import plan_step
-from ds_terapipe.schedule.chrome import MEASURED, read
-from ds_terapipe.schedule.trace_summary import summarise
+from ds_terapipe.tracing.chrome import MEASURED, read
+from ds_terapipe.tracing.summary import summarise
 from tests.pipeline.models import gpt, masked_loss, steps_of
 from tests.pipeline.training import build_engine, train
 from tests.spawn import launch, run_ranks

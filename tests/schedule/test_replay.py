@@ -50,3 +50,43 @@ def test_a_receive_takes_no_message_but_its_own():
 def test_nothing_takes_no_time():
     assert replay([[]], _seconds) == Replay([[]], {})
     assert replay([[]], _seconds).makespan == 0
+
+
+def _ends(grid, result):
+    return {
+        str(a): span.end
+        for row, spans in zip(grid, result.spans, strict=True)
+        for a, span in zip(row, spans, strict=True)
+    }
+
+
+def test_a_message_takes_its_time_and_the_sender_goes_on():
+    grid = with_messages(order("terapipe", 2, [1]))
+    ends = _ends(grid, replay(grid, _seconds, lambda action: 0.5))
+    assert ends["0SEND_F0.0"] == 1
+    assert ends["1RECV_F0.0"] == 1.5
+    assert ends["1B0.0"] == 1.5 + 1 + 2
+    assert ends["0RECV_B0.0"] == 5
+    assert ends["0B0.0"] == 7
+
+
+def test_messages_of_a_channel_leave_one_after_the_other():
+    # Forward messages of 3 s each, sent at 1 s, 2 s and 3 s: the link is what the second stage waits for.
+    grid = with_messages(order("terapipe", 2, [3]))
+    ends = _ends(grid, replay(grid, _seconds, lambda action: 3.0 if action.op is Op.SEND_FORWARD else 0.0))
+    assert [ends[f"1RECV_F0.{i}"] for i in range(3)] == [4, 7, 10]
+
+
+def test_directions_do_not_share_a_channel():
+    grid = with_messages(order("1f1b", 2, [1, 1]))
+    both = replay(grid, _seconds, lambda action: 1.0).makespan
+    forward = replay(grid, _seconds, lambda action: 1.0 if action.op is Op.SEND_FORWARD else 0.0).makespan
+    assert forward < both
+    assert _ends(grid, replay(grid, _seconds, lambda action: 1.0))["1RECV_F1.0"] == 5  # when 1B0.0 is done, not later
+
+
+def test_only_sends_are_asked_for_the_time_of_a_message():
+    asked = []
+    grid = with_messages(order("1f1b", 3, [2]))
+    replay(grid, _seconds, lambda action: asked.append(action) or 0.0)
+    assert sorted(map(str, asked)) == sorted(str(a) for row in grid for a in row if a.op.is_send)

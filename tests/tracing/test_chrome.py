@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.schedule import Op, order, replay, with_messages
-from ds_terapipe.schedule.chrome import MEASURED, Event, events_of, read, to_json, write
-from ds_terapipe.schedule.trace_summary import summarise
-
-from . import strategies
+from ds_terapipe.tracing.chrome import MEASURED, Event, events_of, read, to_json, write
+from ds_terapipe.tracing.summary import summarise
+from tests.schedule import strategies
 
 
 def _seconds(action):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .actions import Op
+from ds_terapipe.schedule import Op
+
 from .chrome import Event
 
 

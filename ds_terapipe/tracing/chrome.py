@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError
-
-from .actions import Action, Grid
-from .replay import Span
+from ds_terapipe.schedule import Action, Grid
+from ds_terapipe.schedule.replay import Span
 
 FORMAT = "ds_terapipe trace 1"
 MEASURED, PREDICTED = "measured", "predicted"

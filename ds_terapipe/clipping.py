@@ -1,0 +1,117 @@
+"""The true norm of all gradients of a model that is spread over pipeline stages and tensor-parallel ranks.
+
+DeepSpeed 0.19.8 gets it wrong in two places: its fp32 engines count the parameters of the first stage alone
+(``clip_grad_norm_`` in runtime/utils.py), and ``FP16_UnfusedOptimizer`` counts tied and tensor-parallel gradients as often, or
+as seldom, as their missing marks say. Its ZeRO optimisers and ``BF16_Optimizer`` are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class TrueNormClipping:
+    """Stands before ``DeepSpeedEngine`` or a class made of it: clips by the true norm, which is also the one it reports.
+
+    Gradient norms are those of unscaled gradients, averaged over data-parallel replicas.
+    """
+
+    def clip_fp32_gradients(self: Any) -> None:
+        """Clip by the norm over all stages and tensor-parallel ranks. Collective over a replica of the model."""
+        self._global_grad_norm = clip_gradients(
+            self.module.parameters(), self.gradient_clipping(), self.mpu, self.device
+        ).item()
+
+    def _take_model_step(self: Any, lr_kwargs: dict[str, Any] | None) -> None:
+        take_step = super()._take_model_step  # type: ignore[misc]
+        if not isinstance(self.optimizer, FP16_UnfusedOptimizer):
+            take_step(lr_kwargs)
+            return
+        mark_gradients(self.module.parameters())
+        scale = self.optimizer.loss_scale_config.cur_scale  # the step may enlarge it
+        take_step(lr_kwargs)
+        if not self.optimizer.overflow:  # of scaled gradients, where the other optimisers report that of unscaled ones
+            self._global_grad_norm = self.optimizer._global_grad_norm / scale
+
+
+def counting_nothing(optimizer: Any) -> None:
+    """Let a ``BF16_Optimizer`` take the norm on a rank that counts none of its parameters, where 0.19.8 fails.
+
+    All of them may be another stage's tied weights, or replicas of the first tensor-parallel rank's.
+    """
+    every_gradient = optimizer.get_grads_for_norm
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        found = every_gradient(for_clipping)
+        if not for_clipping and not found[0]:
+            found[0].append(torch.zeros(1, device=optimizer.fp32_groups_gradients_flat[0].device))
+        return found
+
+    optimizer.get_grads_for_norm = get_grads_for_norm
+
+
+def is_counted(parameter: Tensor, tensor_rank: int) -> bool:
+    """True on exactly one rank for each parameter that several ranks hold: tied ones on their first stage, replicated ones
+    on the first tensor-parallel rank."""
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    sharded = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
+    return tensor_rank == 0 or bool(sharded)
+
+
+def global_gradient_norm(parameters: Iterable[Parameter], mpu: Any, device: torch.device) -> Tensor:
+    """2-norm of the gradients over all stages and tensor-parallel ranks, fp64, the same on all of them. Collective.
+
+    Args:
+        parameters: of this rank; those without gradient do not count.
+        mpu: the pipeline's grid or Megatron's ``mpu``; None for a model that is whole on every rank.
+        device: of the gradients.
+    """
+    tensor_rank = bwc_tensor_model_parallel_rank(mpu)
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter in parameters:
+        if parameter.grad is not None and is_counted(parameter, tensor_rank):
+            squares += torch.linalg.vector_norm(parameter.grad.detach(), dtype=_wide(parameter.grad)).double() ** 2
+    if mpu is not None:
+        dist.all_reduce(squares, group=mpu.get_model_parallel_group())
+    return squares.sqrt()
+
+
+def clip_gradients(parameters: Iterable[Parameter], max_norm: float, mpu: Any, device: torch.device) -> Tensor:
+    """Scale the gradients so that their global norm is at most ``max_norm``; returns the norm before. Collective.
+
+    Where the norm is infinite or not a number, the gradients stay as they are: zero times infinity would turn one bad gradient
+    into zeros for all others.
+    """
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = global_gradient_norm(parameters, mpu, device)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    return norm
+
+
+def mark_gradients(parameters: Iterable[Parameter]) -> None:
+    """Put the marks by which DeepSpeed counts each parameter once on the gradients as well.
+
+    ``FP16_UnfusedOptimizer`` (0.19.8) takes the norm of a list of gradients and looks there for marks that only the parameters
+    have: tied weights counted twice, tensor-parallel ones on their first rank alone.
+    """
+    for parameter in parameters:
+        for mark in ("ds_pipe_replicated", "tensor_model_parallel", "model_parallel"):
+            if parameter.grad is not None and hasattr(parameter, mark):
+                setattr(parameter.grad, mark, getattr(parameter, mark))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

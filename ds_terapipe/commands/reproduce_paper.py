@@ -1,0 +1,57 @@
+"""``ds_terapipe reproduce-paper``: the published figures of TeraPipe, and what the simulator makes of the same settings."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ds_terapipe.commands.output import add_json, show
+
+EXAMPLE = """\
+example:
+  ds_terapipe reproduce-paper
+  ds_terapipe reproduce-paper --uncalibrated           from the datasheets alone
+  ds_terapipe reproduce-paper --json paper.json
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the parser of ``ds_terapipe``."""
+    parser = commands.add_parser(
+        "reproduce-paper",
+        help="simulate the ten settings of the TeraPipe paper beside their published times",
+        description="Simulate the settings of the TeraPipe paper (ICML 2021): without slices, with the paper's, with equal "
+        "ones, with longer sequences, and with our own best slices. At most seven unsliced or uniform figures calibrate the "
+        "model; every figure with the paper's own slices is a prediction.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--uncalibrated", action="store_true", help="no figure calibrates: rates from the datasheets alone"
+    )
+    parser.add_argument(
+        "--granularity",
+        type=int,
+        default=8,
+        metavar="TOKENS",
+        help="of our own best slices (default: %(default)s, the paper's)",
+    )
+    add_json(parser)
+    parser.set_defaults(run=reproduce_paper)
+
+
+def reproduce_paper(options: argparse.Namespace) -> None:
+    """Print published and simulated times.
+
+    Raises:
+        ConfigError: a granularity that is no positive number. CommandError: the file of ``--json`` cannot be written.
+    """
+    from ds_terapipe.plan.paper import Options, reproduce
+
+    progress = _say if sys.stderr.isatty() else None
+    result = reproduce(Options(calibrated=not options.uncalibrated, granularity=options.granularity, progress=progress))
+    show(options, result.table(), result.as_json())
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,176 @@
+"""What is done around DeepSpeed's engine so that ``FusedLamb`` knows all of the model: groups, skipped steps, norms, names.
+
+Read: DeepSpeed 0.19.8, ``runtime/engine.py``, ``runtime/bf16_optimizer.py``, ``runtime/zero/stage_1_and_2.py``,
+``runtime/fp16/unfused_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.schedule import BackwardPass
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
+
+from ..clipping import TrueNormClipping, counting_nothing
+from ..errors import ConfigError
+from .lamb import FusedLamb
+
+
+class LambEngine(TrueNormClipping):
+    """Stands before the class of an engine with a ``FusedLamb``: true norm, scaled loss, checkpoints that can be loaded."""
+
+    def backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's, which without ZeRO divides fp16 gradients by the loss scale and does not multiply the loss (0.19.8)."""
+        if not isinstance(self.optimizer, FP16_UnfusedOptimizer):
+            return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+        scale = self.optimizer.loss_scale
+        return super().backward(loss.float() * scale, *args, **kwargs) / scale  # type: ignore[misc]
+
+    def load_checkpoint(
+        self: Any,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As DeepSpeed's. That saves the parts of a bf16 pipeline's optimizer without ZeRO, but fails to read them (0.19.8)."""
+        load = functools.partial(super().load_checkpoint, load_dir, tag, load_module_strict)  # type: ignore[misc]
+        shared_out = isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
+        if not shared_out or self.load_universal_checkpoint():
+            return load(load_optimizer_states, *args, **kwargs)
+        path, client_state = load(False, *args, **kwargs)
+        if path is None:
+            return path, client_state
+        module_only = kwargs.get("load_module_only", len(args) > 1 and args[1])
+        if not load_optimizer_states or module_only or not self._load_zero_checkpoint(load_dir, Path(path).parent.name):
+            self.optimizer._restore_from_bit16_weights()
+        return path, client_state
+
+
+@functools.cache
+def _engine_class(engine_class: type) -> type:
+    """``engine_class`` with :class:`LambEngine` before it, under its own name."""
+    names = {name: getattr(engine_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if issubclass(engine_class, PipelineEngine):
+        # A pipeline's backward pass goes past `backward` above, and is looked up in this map.
+        names["_INSTRUCTION_MAP"] = {**engine_class._INSTRUCTION_MAP, BackwardPass: _backward_of_a_scaled_loss}
+    return type(engine_class.__name__, (LambEngine, engine_class), names)
+
+
+def _backward_of_a_scaled_loss(engine: Any, buffer_id: int) -> None:
+    if not engine.is_last_stage() or not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        engine._exec_backward_pass(buffer_id)
+        return
+    loss = engine.loss
+    engine.loss = loss.float() * engine.optimizer.loss_scale
+    try:
+        engine._exec_backward_pass(buffer_id)
+    finally:
+        engine.loss = loss
+
+
+def set_groups(optimizer: FusedLamb, model: Any, mpu: Any, config: Mapping[str, Any]) -> None:
+    """Tell the optimizer which ranks hold parts of the same model. Before DeepSpeed's own wrapper is made around it.
+
+    Args:
+        optimizer: of the model's parameters.
+        model: what ``deepspeed.initialize`` is given.
+        mpu: Megatron's, where the model is no pipeline; None for a model that is whole on every rank.
+        config: the DeepSpeed configuration.
+    """
+    pipeline = isinstance(model, PipelineModule)
+    grid = model.mpu() if pipeline else mpu
+    tensor_group = None
+    if grid is not None and bwc_tensor_model_parallel_world_size(grid) > 1:
+        tensor_group = bwc_tensor_model_parallel_group(grid)
+    if is_sharded(config, pipeline):
+        norm_group = dist.get_world_group()
+    else:
+        norm_group = None if grid is None else grid.get_model_parallel_group()
+    tied = dict(model.get_tied_weights_and_groups()) if pipeline else {}
+    for comm in model.tied_comms.values() if pipeline else ():
+        # DeepSpeed marks all parameters of a tied module as copies, also a bias or a table that it does not tie and that the
+        # other stages may not have.
+        for parameter in comm["module"].parameters():
+            parameter.ds_pipe_replicated = parameter.ds_pipe_replicated and parameter in tied
+    optimizer.set_groups(tensor_group, norm_group, tied)
+
+
+def is_sharded(config: Mapping[str, Any], pipeline: bool) -> bool:
+    """Whether DeepSpeed shares the parameters of a layer out among replicas: with ZeRO, and for bf16 under a pipeline."""
+    bf16 = config.get("bf16") or config.get("bfloat16")
+    zero = config.get("zero_optimization")
+    staged = isinstance(zero, Mapping) and bool(zero.get("stage", 0))
+    return staged or (pipeline and isinstance(bf16, Mapping) and bool(bf16.get("enabled")))
+
+
+def attach_optimizer(engine: Any) -> None:
+    """Make an engine that was built on a ``FusedLamb`` clip, skip, name and report right. Collective over the model's ranks.
+
+    Raises:
+        ConfigError: for a model with experts, or stages with different numbers of parameter groups under ZeRO.
+    """
+    optimizer, wrapper = engine.basic_optimizer, engine.optimizer
+    if engine.has_moe_layers:
+        raise ConfigError(
+            "optimizer.type: got FusedLamb for a model with experts, must be one without (their norms are on other ranks), "
+            "use another optimizer"
+        )
+    engine.__class__ = _engine_class(type(engine))
+    engine.client_optimizer = optimizer  # DeepSpeed names the optimizer after its class: not that of a callable
+    if wrapper is optimizer:
+        _tell_skipped_steps(optimizer)
+    else:
+        # The wrappers look for nan and inf themselves, on all ranks, and step for all groups or for none.
+        optimizer.check_gradients = False
+    if isinstance(wrapper, DeepSpeedZeroOptimizer):
+        wrapper.check_grad_overflow = True  # by default it clips a nan in bf16 to steps of zero
+        _check_group_counts(engine, optimizer)
+        for group in optimizer.param_groups:
+            group.setdefault("step", 0)  # elastic checkpoints want one; the numbers that count are in the state
+    if isinstance(wrapper, BF16_Optimizer):
+        counting_nothing(wrapper)
+    optimizer.set_names({parameter: name for name, parameter in engine.module.named_parameters()})
+    if optimizer.monitor_interval and engine.global_rank == 0 and engine.monitor.enabled:
+        optimizer.set_monitor(engine.monitor.write_events)
+
+
+def _tell_skipped_steps(optimizer: FusedLamb) -> None:
+    """Keep ``optimizer.overflow``, by which the engine counts a skipped step and leaves the LR scheduler where it is."""
+    noted = optimizer.skipped_steps
+    optimizer.overflow = False
+
+    def note(stepped: Any, args: Any, kwargs: Any) -> None:
+        nonlocal noted
+        skipped = stepped.skipped_steps
+        stepped.overflow = skipped > noted
+        noted = skipped
+
+    optimizer.register_step_post_hook(note)
+
+
+def _check_group_counts(engine: Any, optimizer: FusedLamb) -> None:
+    """ZeRO steps, and takes norms, one parameter group after the other: stages with fewer would leave the others waiting."""
+    if engine.mpu is None:
+        return
+    count = len(optimizer.param_groups)
+    least_and_most = torch.tensor([-count, count], device=engine.device)
+    dist.all_reduce(least_and_most, op=dist.ReduceOp.MAX, group=engine.mpu.get_model_parallel_group())
+    least, most = -int(least_and_most[0]), int(least_and_most[1])
+    if least != most:
+        raise ConfigError(
+            f"zero_optimization.stage: got parameter groups whose number differs between pipeline stages ({least} to {most}, "
+            "empty ones not counted), must be the same with ZeRO, use groups with parameters on every stage, or stage 0"
+        )

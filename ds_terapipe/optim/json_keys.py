@@ -1,0 +1,189 @@
+"""What ``optimizer`` and ``scheduler`` of ds_config.json say, as arguments of ``deepspeed.initialize``.
+
+DeepSpeed knows neither "FusedLamb" nor the large-batch schedules by name, but takes callables that make an optimizer and a
+scheduler. The configuration that it sees is a copy with what it needs to accept them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, bad_value, nearest, shown
+from ..refusals import check_lamb_config
+from . import engine_hooks
+from .lamb import FusedLamb
+
+OPTIMIZER, SCHEDULER = "optimizer", "scheduler"
+CLIPPING = "gradient_clipping"
+# Groups are the engine's to set; the norm of all gradients is known to it alone.
+NOT_FROM_JSON = ("self", "params", "max_grad_norm", "tensor_parallel_group")
+
+
+@dataclass(frozen=True)
+class JsonKeys:
+    """What is handed to ``deepspeed.initialize``, and what is done to the engine that comes back.
+
+    Attributes:
+        config: the configuration for DeepSpeed, a copy.
+        optimizer: makes a ``FusedLamb`` of parameters or groups of them; None where the optimizer is not ours.
+        lr_scheduler: makes the scheduler of the optimizer; None where it is not ours.
+    """
+
+    config: dict[str, Any]
+    optimizer: Callable[[Any], FusedLamb] | None
+    lr_scheduler: Callable[[Any], Any] | None
+
+    @contextmanager
+    def put_into(self, arguments: dict[str, Any]) -> Iterator[None]:
+        """Replace arguments of ``deepspeed.initialize``, in place, with a configuration where there was one."""
+        holder, name = _configuration_holder(arguments)
+        for argument, value in (("optimizer", self.optimizer), ("lr_scheduler", self.lr_scheduler)):
+            if value is not None:
+                arguments[argument] = value
+        if holder is arguments:
+            arguments[name] = self.config
+            yield
+            return
+        given = getattr(holder, name)
+        setattr(holder, name, self.config)
+        try:
+            yield
+        finally:
+            setattr(holder, name, given)
+
+    def finish(self, engine: Any) -> None:
+        """What is done to an engine that was built with these arguments."""
+        if self.optimizer is not None:
+            engine_hooks.attach_optimizer(engine)
+        if self.lr_scheduler is not None:
+            engine.lr_scheduler.attach(engine)
+
+
+def read(config: Mapping[str, Any], arguments: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> JsonKeys:
+    """Check the two blocks and turn them into arguments.
+
+    Args:
+        config: the whole configuration, as DeepSpeed reads it.
+        arguments: of the call of ``deepspeed.initialize``.
+        optimizer: whether ``optimizer.type`` is ours.
+        scheduler: whether ``scheduler.type`` is ours.
+
+    Raises:
+        ConfigError: naming the key; the same on every rank.
+    """
+    made: dict[str, Any] = dict(config)
+    make_optimizer = make_scheduler = None
+    if optimizer:
+        _refuse_argument("optimizer", OPTIMIZER, config, arguments)
+        check_lamb_config(config)
+        params = _optimizer_params(made, scheduled=scheduler)
+        make_optimizer = _optimizer_maker(params, arguments.get("model"), arguments.get("mpu"), made)
+    if scheduler:
+        _refuse_argument("lr_scheduler", SCHEDULER, config, arguments)
+        if not _block(config, OPTIMIZER).get("type") and arguments.get("optimizer") is None:
+            kind = shown(config[SCHEDULER]["type"])
+            raise ConfigError(f"{SCHEDULER}.type: got {kind} without an optimizer, must have one, use optimizer.type")
+        make_scheduler = _scheduler_maker(made)
+    return JsonKeys(made, make_optimizer, make_scheduler)
+
+
+def _configuration_holder(arguments: dict[str, Any]) -> tuple[Any, str]:
+    """What holds the configuration, and under which name: the call's arguments, or the object ``args``."""
+    for name in ("config", "config_params"):
+        if arguments.get(name) is not None:
+            return arguments, name
+    args = arguments["args"]
+    name = "deepscale_config" if getattr(args, "deepscale_config", None) is not None else "deepspeed_config"
+    return args, name
+
+
+def _refuse_argument(argument: str, block: str, config: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    if arguments.get(argument) is not None:
+        kind = shown(config[block]["type"])
+        raise ConfigError(
+            f"{block}.type: got {kind} beside initialize({argument}=...), must be one of the two, use the key alone"
+        )
+
+
+def _block(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    block = config.get(name)
+    return block if isinstance(block, Mapping) else {}
+
+
+def params_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The block ``<name>.params``, empty where it is absent or null.
+
+    Raises:
+        ConfigError: it is not a block.
+    """
+    params = _block(config, name).get("params")
+    if params is None:
+        return {}
+    if not isinstance(params, Mapping):
+        raise bad_value(f"{name}.params", params, "a block of keys", 'e.g. {"lr": 1e-3}')
+    return dict(params)
+
+
+def _optimizer_params(made: dict[str, Any], *, scheduled: bool) -> dict[str, Any]:
+    """Keyword arguments for ``FusedLamb``; ``made`` gets what DeepSpeed needs."""
+    params = params_of(made, OPTIMIZER)
+    clip = params.pop("max_grad_norm", None)
+    if clip is not None:
+        made[CLIPPING] = _clipping(clip, made.get(CLIPPING))
+    known = [name for name in inspect.signature(FusedLamb).parameters if name not in NOT_FROM_JSON]
+    for name in params:
+        if name not in known:
+            near = nearest(name, known)
+            listed = ", ".join([*known, "max_grad_norm"])
+            raise ConfigError(
+                f"{OPTIMIZER}.params: unknown key {shown(name)}, must be one of {listed}, use "
+                f"{shown(near) if near else 'one of them'}"
+            )
+    if "lr" not in params:
+        if not scheduled:
+            raise ConfigError(f"{OPTIMIZER}.params.lr: missing, must be a finite number, 0 or more, use e.g. 1e-3")
+        params["lr"] = 0.0  # the schedule sets it before the first step
+    made[OPTIMIZER] = {**made[OPTIMIZER], "params": dict(params)}
+    made["zero_allow_untested_optimizer"] = True  # its layers' norms are summed over partitions
+    return params
+
+
+def _clipping(clip: object, engines: object) -> float:
+    """``gradient_clipping`` as ``max_grad_norm`` says it."""
+    key = f"{OPTIMIZER}.params.max_grad_norm"
+    number = isinstance(clip, (int, float)) and not isinstance(clip, bool) and math.isfinite(clip)
+    if not number or clip < 0:  # type: ignore[operator]
+        raise bad_value(key, clip, "a finite number, 0 or more (0 does not clip)", "e.g. 1.0")
+    if engines is not None and engines != clip:
+        raise bad_value(key, clip, f"equal to {CLIPPING}, which is {shown(engines)}", f"{CLIPPING} alone")
+    return float(clip)  # type: ignore[arg-type]
+
+
+def _optimizer_maker(
+    params: dict[str, Any], model: Any, mpu: Any, config: Mapping[str, Any]
+) -> Callable[[Any], FusedLamb]:
+    FusedLamb([torch.nn.Parameter(torch.zeros(1))], **params)  # wrong values are found before anything is built
+
+    def make(parameters: Any) -> FusedLamb:
+        optimizer = FusedLamb(parameters, **params)
+        # Before DeepSpeed's wrapper is made: FP16_UnfusedOptimizer takes a step in its constructor.
+        engine_hooks.set_groups(optimizer, model, mpu, config)
+        return optimizer
+
+    return make
+
+
+def _scheduler_maker(made: dict[str, Any]) -> Callable[[Any], Any]:
+    from .lr_schedules import build_scheduler, complete_config
+
+    complete = complete_config(made)
+    made.clear()
+    made.update(complete)
+    return build_scheduler(made[SCHEDULER]["type"], params_of(made, SCHEDULER), made)

@@ -1,0 +1,91 @@
+"""Checks of the values in ``scheduler.params``, and the errors that name their keys. Imports the standard library only."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from ds_terapipe.errors import ConfigError, bad_value, nearest
+
+PATH = "scheduler.params"
+DECAYS = ("peak", "start")
+
+
+def known_keys(path: str, params: object, known: tuple[str, ...], required: tuple[str, ...]) -> Mapping[str, Any]:
+    """``params`` as a block whose keys are known and whose required ones are there.
+
+    Raises:
+        ConfigError: naming the key that is not known, or missing.
+    """
+    if not isinstance(params, Mapping):
+        raise bad_value(path, params, f"a block with {', '.join(required)}", "{...}")
+    for key in params:
+        if key not in known:
+            near = nearest(str(key), known)
+            raise ConfigError(f"{path}.{key}: unknown key, must be one of {', '.join(known)}, use {near or known[0]}")
+    for key in required:
+        if key not in params:
+            raise ConfigError(
+                f"{path}.{key}: missing, must be there beside {', '.join(required)}, use e.g. {_EXAMPLES[key]}"
+            )
+    return params
+
+
+_EXAMPLES: Mapping[str, object] = {
+    "reference_lr": 6.25e-4, "reference_batch_size": 512, "total_steps": 15625, "warmup_ratio": 0.1,
+    "steps": 7038, "batch_size": 65536, "seq_length": 128, "lr": 6e-3, "phases": '[{"steps": 7038, ...}, ...]',
+}  # fmt: skip
+
+
+def count(path: str, value: object, least: int = 1) -> int:
+    """An integer of at least ``least``; 7038.0 counts as one.
+
+    Raises:
+        ConfigError: naming ``path``.
+    """
+    whole = isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value).is_integer()
+    if not whole or value < least:  # type: ignore[operator]
+        raise bad_value(path, value, f"a whole number of at least {least}", f"e.g. {max(least, 100)}")
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def number(
+    path: str, value: object, *, above: float | None = None, least: float = 0.0, most: float = math.inf
+) -> float:
+    """A finite number, above ``above`` or at least ``least``, and at most ``most``.
+
+    Raises:
+        ConfigError: naming ``path``.
+    """
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    low = real and (value > above if above is not None else value >= least)  # type: ignore[operator]
+    if not low or value > most:  # type: ignore[operator]
+        bound = f"a number above {above:g}" if above is not None else f"a number of at least {least:g}"
+        upper = f" and at most {most:g}" if most < math.inf else ""
+        raise bad_value(path, value, bound + upper, "e.g. 0.1" if most <= 1 else "e.g. 1e-3")
+    return float(value)  # type: ignore[arg-type]
+
+
+def decay_settings(path: str, params: Mapping[str, Any], peak: float) -> dict[str, Any]:
+    """The keys ``end_lr``, ``power``, ``decay_from`` of a block, checked, with their defaults."""
+    decay_from = params.get("decay_from", "peak")
+    if decay_from not in DECAYS:
+        raise bad_value(f"{path}.decay_from", decay_from, f"one of {', '.join(DECAYS)}", '"peak"')
+    return {
+        "end_lr": number(f"{path}.end_lr", params.get("end_lr", 0.0), most=peak),
+        "power": number(f"{path}.power", params.get("power", 1.0), above=0.0),
+        "decay_from": decay_from,
+    }
+
+
+def one_warmup(path: str, params: Mapping[str, Any]) -> str:
+    """Which of ``warmup_ratio`` and ``warmup_steps`` a block has; exactly one must be there."""
+    given = [key for key in ("warmup_ratio", "warmup_steps") if key in params]
+    if len(given) != 1:
+        got = " and ".join(given) or "neither"
+        raise ConfigError(
+            f"{path}: got {got}, must have one of warmup_ratio and warmup_steps, use e.g. warmup_ratio 0.1 or warmup_steps 0"
+        )
+    return given[0]

@@ -1,0 +1,254 @@
+"""Where the parts of a layer are, and over which processes its norms are summed.
+
+The tensors that an optimizer is given by DeepSpeed are not always the model's parameters: ZeRO-1/2 and BF16_Optimizer give
+one flat fp32 partition per parameter group (DeepSpeed 0.19.8, ``utils/mixed_precision_linkage.py``), FP16_UnfusedOptimizer
+gives fp32 clones. Here the original parameters are found again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ..errors import ConfigError
+
+Group = Any  # torch.distributed.ProcessGroup, which builds of PyTorch without distributed lack
+
+
+class Place(NamedTuple):
+    """A run of elements of an original parameter, and where it is held.
+
+    Attributes:
+        parameter: the original.
+        tensor: index of the tensor that holds the run, in its parameter group; None if this rank has no part of it.
+        offset: first element within that tensor.
+        start: first element within the original.
+        length: elements.
+        data_group: the processes that hold the other runs of this parameter, None if there are none.
+    """
+
+    parameter: Tensor
+    tensor: int | None
+    offset: int
+    start: int
+    length: int
+    data_group: Group | None
+
+
+@dataclass
+class Groups:
+    """The process groups that :meth:`FusedLamb.set_groups` was given."""
+
+    tensor_parallel: Group | None = None
+    norm: Group | None = None
+    tied: dict[int, Group] = field(default_factory=dict)
+    """id of an original parameter -> the processes that hold a copy of it on other pipeline stages"""
+
+
+def places(originals: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Place]:
+    """Find the original parameters in a parameter group's tensors.
+
+    Args:
+        originals: the parameters that the optimizer was constructed with.
+        tensors: what the group holds now.
+
+    Returns:
+        One place per original, in the same order on every process that shares them.
+
+    Raises:
+        ConfigError: if the boundaries of the layers within the tensors cannot be known.
+    """
+    known = {id(original) for original in originals}
+    if all(id(tensor) in known for tensor in tensors):
+        return [Place(tensor, i, 0, 0, tensor.numel(), None) for i, tensor in enumerate(tensors)]
+    # DeepSpeed's wrappers leave out frozen and empty parameters.
+    trained = [original for original in originals if original.requires_grad and original.numel()]
+    if trained and all(hasattr(original, "_hp_mapping") for original in trained):
+        return [_fragment(original, tensors) for original in trained]
+    for candidates in (originals, trained):
+        if [original.shape for original in candidates] == [tensor.shape for tensor in tensors]:
+            return [Place(original, i, 0, 0, original.numel(), None) for i, original in enumerate(candidates)]
+    raise _unknown_boundaries(originals, tensors)
+
+
+def _fragment(original: Any, tensors: Sequence[Tensor]) -> Place:
+    """The part of ``original`` that this rank's flat partition holds."""
+    mapping = original._hp_mapping
+    if mapping is None:
+        return Place(original, None, 0, 0, 0, original._dp_group)
+    address, fragment = mapping.hp_fragment_address, mapping.hp_fragment
+    for i, tensor in enumerate(tensors):
+        first = tensor.data_ptr() + address.start * tensor.element_size()
+        inside = address.start + address.numel <= tensor.numel()
+        if fragment.data_ptr() == first and inside and tensor.is_contiguous():
+            start = mapping.lp_fragment_address.start
+            return Place(original, i, address.start, start, address.numel, original._dp_group)
+    raise _unknown_boundaries([original], tensors)
+
+
+def _unknown_boundaries(originals: Sequence[Tensor], tensors: Sequence[Tensor]) -> ConfigError:
+    given = ", ".join(str(tuple(tensor.shape)) for tensor in originals[:3])
+    now = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
+    return ConfigError(
+        f"optimizer.type: got FusedLamb with a parameter group of {len(tensors)} tensors ({now}, ...) in place of the "
+        f"{len(originals)} parameters it was made with ({given}, ...), must be those, their copies in the same order, or flat "
+        "partitions that DeepSpeed has linked to them (ZeRO stage 1 or 2, bf16), use one of these or another optimizer"
+    )
+
+
+def is_tensor_parallel(parameter: Tensor) -> bool:
+    """Whether other tensor-parallel ranks hold other parts of the parameter, by Megatron's mark."""
+    return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
+
+
+def size(group: Group | None) -> int:
+    return dist.get_world_size(group) if group is not None else 1
+
+
+def tensor_parallel_group(groups: Groups, parameters: Sequence[Tensor]) -> Group | None:
+    """The tensor-parallel ranks: as set, else those of Megatron-core if it is in use. None if there is but one.
+
+    Raises:
+        ConfigError: if a parameter is marked as tensor-parallel and the other ranks are not known.
+    """
+    group = groups.tensor_parallel
+    state = sys.modules.get("megatron.core.parallel_state")
+    if group is None and state is not None and state.model_parallel_is_initialized():
+        group = state.get_tensor_model_parallel_group()
+    if group is not None:
+        return group if size(group) > 1 else None
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    marked = next((p for p in parameters if is_tensor_parallel(p)), None) if several else None
+    if marked is not None:
+        raise ConfigError(
+            f"optimizer.type: got FusedLamb and a parameter of shape {tuple(marked.shape)} marked tensor_model_parallel, must be "
+            "told the tensor-parallel ranks, use FusedLamb(tensor_parallel_group=...) or set_groups(tensor_parallel_group=...)"
+        )
+    return None
+
+
+class Sum(NamedTuple):
+    """One all-reduce of norms.
+
+    Attributes:
+        group: the processes.
+        rows: the layers whose norms it sums, int64; None for all.
+        mine: bool per row, whether this rank's values count; None for all.
+    """
+
+    group: Group
+    rows: Tensor | None
+    mine: Tensor | None
+
+
+class Reduction:
+    """How the norms of some layers become those of whole layers, and the sums that all ranks decide by.
+
+    Args:
+        layers: for each row of the norms, the place of its parameter.
+        groups: the process groups.
+        device: where the norms are.
+
+    Raises:
+        ConfigError: if a layer is shared with processes that are not known.
+    """
+
+    def __init__(self, layers: Sequence[Place], groups: Groups, device: torch.device) -> None:
+        parameters = [place.parameter for place in layers]
+        self.tensor_group = tensor_parallel_group(groups, parameters)
+        self._norm_group = groups.norm
+        self._first = self.tensor_group is None or dist.get_rank(self.tensor_group) == 0
+        self._sums = [
+            *self._over_data(layers, device),
+            *self._over_tensor_parallel(parameters, device),
+            *self._over_tied(parameters, groups.tied, device),
+        ]
+
+    def _over_data(self, layers: Sequence[Place], device: torch.device) -> Iterator[Sum]:
+        found = {id(place.data_group): place.data_group for place in layers if size(place.data_group) > 1}
+        self._data_groups = list(found.values())
+        for key, group in found.items():
+            rows = [row for row, place in enumerate(layers) if id(place.data_group) == key]
+            yield Sum(group, _rows(rows, len(layers), device), None)
+
+    def _over_tensor_parallel(self, parameters: Sequence[Tensor], device: torch.device) -> Iterator[Sum]:
+        # A replicated layer's norms come from the first rank too: ranks that round differently would drift apart.
+        if self.tensor_group is not None:
+            mine = [self._first or is_tensor_parallel(parameter) for parameter in parameters]
+            yield Sum(self.tensor_group, None, None if all(mine) else torch.tensor(mine, device=device))
+
+    def _over_tied(
+        self, parameters: Sequence[Tensor], tied: Mapping[int, Group], device: torch.device
+    ) -> Iterator[Sum]:
+        by_group: dict[int, list[int]] = {}
+        for row, parameter in enumerate(parameters):
+            group = tied.get(id(parameter))
+            if group is None and getattr(parameter, "ds_pipe_replicated", False):
+                raise ConfigError(
+                    f"optimizer.type: got FusedLamb and a tied weight of shape {tuple(parameter.shape)} that belongs to another "
+                    "pipeline stage, must be told that stage, use FusedLamb.set_groups(tied={parameter: group})"
+                )
+            if size(group) > 1:
+                by_group.setdefault(id(group), []).append(row)
+        for rows in by_group.values():
+            owned = [not getattr(parameters[row], "ds_pipe_replicated", False) for row in rows]
+            mine = None if all(owned) else torch.tensor(owned, device=device)
+            yield Sum(tied[id(parameters[rows[0]])], _rows(rows, len(parameters), device), mine)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every layer is whole here."""
+        return not self._sums
+
+    def is_counted(self, parameter: Tensor) -> bool:
+        """Whether this rank adds the parameter's gradient to the global norm."""
+        if getattr(parameter, "ds_pipe_replicated", False):
+            return False
+        return self._first or is_tensor_parallel(parameter)
+
+    def sum_norms(self, norms: Tensor) -> None:
+        """Put the sums of squares of whole layers, float64 [L, 2], in the place of those of this rank's parts. Collective."""
+        for group, rows, mine in self._sums:
+            part = norms if rows is None else norms[rows]
+            if mine is not None:
+                part = torch.where(mine[:, None], part, 0.0)
+            all_reduce(part, group)
+            if rows is not None:
+                norms[rows] = part
+            elif part is not norms:
+                norms.copy_(part)
+
+    def control_groups(self, clips: bool) -> list[Group]:
+        """The groups over which, one after another, each gradient is counted once.
+
+        Raises:
+            ConfigError: if they are not known.
+        """
+        if self._norm_group is not None:
+            return [self._norm_group] if size(self._norm_group) > 1 else []
+        if clips and len(self._data_groups) > 1:
+            raise ConfigError(
+                "optimizer.params.max_grad_norm: got parameters that are sharded over different processes, must be told which "
+                "ranks together hold each parameter once, use set_groups(norm_group=...)"
+            )
+        return [*self._data_groups, *([self.tensor_group] if self.tensor_group is not None else [])]
+
+
+def _rows(rows: list[int], layers: int, device: torch.device) -> Tensor | None:
+    return None if len(rows) == layers else torch.tensor(rows, device=device)
+
+
+def all_reduce(values: Tensor, group: Group) -> None:
+    """Sum ``values`` over the group in place, also where the group cannot send from host memory. Collective."""
+    if values.device.type == "cpu" and dist.get_backend(group) == "nccl":
+        sent = values.cuda()
+        dist.all_reduce(sent, group=group)
+        values.copy_(sent)
+        return
+    dist.all_reduce(values, group=group)

@@ -1,0 +1,143 @@
+"""Which tensor is at which step, and the rules that follow: one pair of rows for all tensors of a group at the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import modes, segments
+from .layouts import Record
+
+_COUNT_BITS = 40
+
+
+class DeviceSteps:
+    """The number of steps that a tensor on a GPU has made, read only when somebody asks: ``int(steps)`` waits.
+
+    Args:
+        following: a scalar on the device, the number of the step to come.
+    """
+
+    def __init__(self, following: Tensor) -> None:
+        self.following = following
+
+    def __int__(self) -> int:
+        return int(self.following.item()) - 1
+
+
+class StepRules:
+    """The rules of one device's tensors.
+
+    Tensors of one group that have made the same number of steps are a cohort, with two rows: one for parameters that are
+    adapted and one for those that are excluded.
+
+    Args:
+        records: the parameter groups.
+        group_of: for each tensor, its record; int64 [T].
+        device: where the rules are.
+        op: the back end, if the steps are counted on the device; None if they are counted in host memory.
+    """
+
+    def __init__(self, records: Sequence[Record], group_of: np.ndarray, device: torch.device, op: Any | None) -> None:
+        self._records, self._group_of, self._device, self._op = records, group_of, device, op
+        self._cohorts: list[int] = []
+        self._known: tuple[list[Any], bytes] | None = None
+        self._sent: list[list[float]] | None = None
+        self.values = torch.zeros(1, len(modes.RULE_COLUMNS), dtype=torch.float64, device=device if op else "cpu")
+        self.rows = np.zeros((len(group_of), 2), dtype=np.int64)
+        self.has_started = False
+        """Whether an active tensor is known to have made a step before."""
+
+    def renew(self, states: Sequence[dict[str, Any]], active: np.ndarray) -> None:
+        """Set ``values``, float64 [R, 12], and ``rows``, int64 [T, 2], from the tensors' states and their groups' settings."""
+        self._states, self._active = states, np.flatnonzero(active).tolist()
+        for i in self._active:
+            states[i].setdefault("step", 0)
+        if self._op is None:
+            self._renew_on_host(active)
+        else:
+            self._renew_on_device(active)
+
+    def _renew_on_host(self, active: np.ndarray) -> None:
+        self._counts = np.array([int(state.get("step", 0)) for state in self._states], dtype=np.int64)
+        rules = self._number(self._group_of << _COUNT_BITS | self._counts, active)
+        for cohort, member in enumerate(self._cohorts):
+            for row in (2 * cohort, 2 * cohort + 1):
+                rules[row][modes.STEP] = float(self._counts[member] + 1)
+        self.has_started = bool((self._counts[active] > 0).any())
+        self.values = torch.tensor(rules, dtype=torch.float64)
+
+    def _renew_on_device(self, active: np.ndarray) -> None:
+        """As on the host, but the numbers stay on the device, where the op counts them."""
+        steps = [state.get("step", 0) for state in self._states]
+        if not self._is_known(steps, active):
+            self._begin_cohorts(steps, active)
+        rules = self._settings()
+        if rules != self._sent:
+            self._op.write_rules(self.values, torch.tensor(rules, dtype=torch.float64))
+            self._sent = rules
+        for cohort, member in enumerate(self._cohorts):
+            lr = self._records[self._group_of[member]].group["lr"]
+            if _is_on(self._device, lr):
+                self.values[2 * cohort : 2 * cohort + 2, modes.LR] = lr.reshape(())
+
+    def _is_known(self, steps: list[Any], active: np.ndarray) -> bool:
+        if self._known is None or self._known[1] != active.tobytes():
+            return False
+        return all(one is other for one, other in zip(steps, self._known[0], strict=True))
+
+    def _begin_cohorts(self, steps: list[Any], active: np.ndarray) -> None:
+        """New rows, at the steps that the tensors have come to; rows that others still look at stay as they are."""
+        numbers: dict[Any, int] = {}
+        keys = [numbers.setdefault(id(s) if isinstance(s, DeviceSteps) else int(s), len(numbers)) for s in steps]
+        rules = self._number(self._group_of << _COUNT_BITS | np.array(keys, dtype=np.int64), active)
+        self.values = torch.zeros(len(rules), len(modes.RULE_COLUMNS), dtype=torch.float64, device=self._device)
+        self._sent = None
+        for cohort, member in enumerate(self._cohorts):
+            step = steps[member]
+            following = step.following if isinstance(step, DeviceSteps) else int(step) + 1
+            self.has_started |= not isinstance(step, DeviceSteps) and int(step) > 0
+            self.values[2 * cohort : 2 * cohort + 2, modes.STEP] = following
+        made = [DeviceSteps(self.values[2 * cohort, modes.STEP]) for cohort in range(len(self._cohorts))]
+        for i in self._active:
+            self._states[i]["step"] = steps[i] = made[self.rows[i, 0] // 2]
+        self._known = steps, active.tobytes()
+
+    def _number(self, keys: np.ndarray, active: np.ndarray) -> list[list[float]]:
+        """Put active tensors of the same key into one cohort. Returns the settings of the rows, with step 0."""
+        members = np.flatnonzero(active)
+        _, first, cohort = np.unique(keys[members], return_index=True, return_inverse=True)
+        self._cohorts = members[first].tolist()
+        assert 2 * len(self._cohorts) <= segments.MAX_RULES
+        self.rows = np.zeros((len(keys), 2), dtype=np.int64)
+        self.rows[members] = 2 * cohort[:, None] + np.arange(2)
+        return self._settings()
+
+    def _settings(self) -> list[list[float]]:
+        rules = []
+        for member in self._cohorts:
+            group = self._records[self._group_of[member]].group
+            # A learning rate on the device is copied there; reading it here would make the host wait.
+            lr = 0.0 if _is_on(self._device, group["lr"]) and self._op is not None else float(group["lr"])
+            rules += [modes.rule(group, excluded, lr) for excluded in (False, True)]
+        return rules or [[0.0] * len(modes.RULE_COLUMNS)]
+
+    def count(self) -> None:
+        """In host memory: the active tensors have made a step."""
+        if self._op is None:
+            for i in self._active:
+                self._states[i]["step"] = int(self._counts[i]) + 1
+
+    def steps_made(self) -> Tensor:
+        """The most steps that an active tensor has made before, a float64 scalar. Waits for nothing."""
+        if self._op is None:
+            return torch.tensor(float(self._counts[self._active].max(initial=0)), dtype=torch.float64)
+        return (self.values[:, modes.STEP].max() - 1).clamp(min=0)
+
+
+def _is_on(device: torch.device, lr: Any) -> bool:
+    return isinstance(lr, Tensor) and lr.device == device

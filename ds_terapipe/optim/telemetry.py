@@ -1,0 +1,207 @@
+"""What the trust ratios were: per layer on demand, as a summary to a monitor every few steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .modes import ADAPT, RULE_COLUMNS
+from .plain import FOUND_INF
+
+logger = logging.getLogger(__name__)
+
+Event = tuple[str, float, int]
+Monitor = Callable[[list[Event]], None]
+
+_FLAGS, _LOW, _HIGH, _NORM_LOW, _NORM_HIGH = (
+    RULE_COLUMNS.index(name) for name in ("flags", "min_coeff", "max_coeff", "min_weight_norm", "max_weight_norm")
+)
+
+
+class LayerStatistics(NamedTuple):
+    """What the last step did to one layer.
+
+    Attributes:
+        name: of the parameter, with the number of the sub-layer in brackets where it has some.
+        weight_norm: 2-norm of the parameter before the step, before any clamp; 0 where the ratio is not used.
+        update_norm: 2-norm of the update before the learning rate; 0 where the ratio is not used.
+        trust_ratio: what the update was multiplied by.
+        clamped: whether a clamp of the weight norm or of the ratio changed the ratio.
+    """
+
+    name: str
+    weight_norm: float
+    update_norm: float
+    trust_ratio: float
+    clamped: bool
+
+
+class Report(NamedTuple):
+    """What a table's last step was.
+
+    Attributes:
+        layers: its layers.
+        squares: sum of the squares of all ranks' gradients as they came; negative if it was not taken.
+        scale: what the gradients were multiplied by to undo the loss scale.
+        step: number of the step, from 1.
+    """
+
+    layers: list[LayerStatistics]
+    squares: float
+    scale: float
+    step: int
+
+
+class Delayed:
+    """Values on their way to host memory: a CUDA tensor is copied without making the host wait."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event = None
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(values.device))
+        else:
+            self._values = values.detach().clone()
+
+    def is_here(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> Tensor:
+        """The values, in host memory."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values
+
+
+def layer_statistics(
+    names: Sequence[str], norms: Tensor, ratios: Tensor, rules: Sequence[Sequence[float]]
+) -> list[LayerStatistics]:
+    """Statistics of the layers of a table.
+
+    Args:
+        names: one per layer.
+        norms: float64 [L, 2] in host memory, sums of squares of weights and updates.
+        ratios: float64 [L] in host memory.
+        rules: one row per layer.
+    """
+    rows = zip(names, norms.sqrt().tolist(), ratios.tolist(), rules, strict=True)
+    return [
+        LayerStatistics(name, weight, update, ratio, _clamped(weight, update, rule))
+        for name, (weight, update), ratio, rule in rows
+    ]
+
+
+def _clamped(weight: float, update: float, rule: Sequence[float]) -> bool:
+    if not int(rule[_FLAGS]) & ADAPT or weight == 0 or update == 0:
+        return False
+    if not rule[_NORM_LOW] <= weight <= rule[_NORM_HIGH]:
+        return True
+    return not rule[_LOW] <= weight / update <= rule[_HIGH]
+
+
+def summary(statistics: Sequence[LayerStatistics], squares: float, scale: float, step: int) -> list[Event]:
+    """The events that a monitor is given.
+
+    Args:
+        statistics: of all layers.
+        squares: sum of the squares of the gradients as they came; negative if it was not taken.
+        scale: what the gradients are multiplied by to undo the loss scale.
+        step: number of the step, from 1.
+
+    Returns:
+        (tag, value, step): least, mean and greatest trust ratio, share of clamped layers, 2-norm of the gradients before
+        clipping where it was taken.
+    """
+    if not statistics:
+        return []
+    ratios = [layer.trust_ratio for layer in statistics]
+    values = {
+        "min_trust_ratio": min(ratios),
+        "mean_trust_ratio": sum(ratios) / len(ratios),
+        "max_trust_ratio": max(ratios),
+        "clamped_share": sum(layer.clamped for layer in statistics) / len(ratios),
+    }
+    if squares >= 0:
+        values["gradient_norm"] = math.sqrt(squares) * scale
+    return [(f"Train/Lamb/{name}", value, step) for name, value in values.items()]
+
+
+class SkippedSteps:
+    """Counts the steps that were skipped, and warns of each; for tables on a GPU some steps later."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._underway: list[tuple[Delayed, Any]] = []
+
+    def note(self, table: Any) -> None:
+        """Count a step if its control values say that a gradient was nan or inf. To be called before a priming step is marked."""
+        if not _capturing([table]):
+            self._underway.append((Delayed(table.control), table))
+            self.poll()
+
+    def poll(self, wait: bool = False) -> None:
+        """Look at the values that have arrived, or with ``wait`` at all."""
+        while self._underway and (wait or self._underway[0][0].is_here()):
+            values, table = self._underway.pop(0)
+            control = values.wait()
+            table.learn(control)
+            if control[FOUND_INF] != 0:
+                self._count += 1
+                logger.warning(
+                    "FusedLamb skipped a step: a gradient was nan or inf; nothing was changed (%d skipped so far)",
+                    self._count,
+                )
+
+    def total(self) -> int:
+        """All so far; waits for the devices."""
+        self.poll(wait=True)
+        return self._count
+
+
+class Reports:
+    """Summaries of every so many steps, given to the monitor when their values are in host memory."""
+
+    def __init__(self) -> None:
+        self.monitor: Monitor | None = None
+        self._seen: dict[int, list[Any]] = {}
+        self._rounds = 0
+        self._underway: list[list[Delayed]] = []
+        self._tables: list[list[Any]] = []
+
+    def note(self, records: Sequence[Any], tables: Sequence[Any], all_records: int, interval: int) -> None:
+        """A step was made on these groups. A wrapper may step one group at a time: a step is over when all had their turn."""
+        if self.monitor is None or not interval:
+            return
+        self.deliver()
+        for record in records:
+            self._seen[id(record)] = list(tables)
+        if len(self._seen) < all_records:
+            return
+        used = list({id(table): table for group in self._seen.values() for table in group}.values())
+        self._seen = {}
+        self._rounds += 1
+        if self._rounds % interval == 0 and not _capturing(used):
+            self._underway.append([Delayed(table.report()) for table in used])
+            self._tables.append(used)
+        self.deliver()
+
+    def deliver(self, wait: bool = False) -> None:
+        """Give the monitor what has arrived, or with ``wait`` everything."""
+        while self._underway and (wait or all(values.is_here() for values in self._underway[0])):
+            values, tables = self._underway.pop(0), self._tables.pop(0)
+            reports = [table.read(value.wait()) for table, value in zip(tables, values, strict=True)]
+            layers = [layer for report in reports for layer in report.layers]
+            squares = -1.0 if any(r.squares < 0 for r in reports) else max(r.squares for r in reports)
+            if self.monitor is not None:
+                self.monitor(summary(layers, squares, reports[0].scale, max(r.step for r in reports)))
+
+
+def _capturing(tables: Sequence[Any]) -> bool:
+    return any(table.device.type == "cuda" for table in tables) and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,102 @@
+"""What a stage holds while a step runs: live units, and the bytes that they and their buffers take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_terapipe.pipeline.slicing import as_tuple
+from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.plan.memory import StageMemory
+from ds_terapipe.schedule import Unit
+
+
+class LiveUnits:
+    """Units that ran forward and not yet backward; the largest number since the step began, and of their tokens."""
+
+    def __init__(self) -> None:
+        self._live: dict[Unit, int] = {}
+        self.peak_units = self.peak_tokens = 0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._live.clear()
+        self.peak_units = self.peak_tokens = 0
+
+    def forward(self, unit: Unit, span: Span) -> None:
+        """The unit runs forward."""
+        self._live[unit] = span.length
+        self.peak_units = max(self.peak_units, len(self._live))
+        self.peak_tokens = max(self.peak_tokens, sum(self._live.values()))
+
+    def backward(self, unit: Unit) -> None:
+        """The unit has run backward."""
+        self._live.pop(unit, None)
+
+
+class StepMemory:
+    """Measures what the tokens of a micro-batch take on this stage, during one step.
+
+    Activations are what autograd saves in a unit's forward, parameters and attention buffers aside, every storage counted
+    once. Off, it costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._tokens = 0
+        self._bytes: dict[str, float] = {}
+        self._known: set[int] = set()
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Measure the step that begins; ``parameters`` are not counted."""
+        self.on, self._tokens, self._bytes = True, 0, {}
+        self._known = {p.untyped_storage().data_ptr() for p in parameters}
+
+    def forward(self, span: Span, buffers: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
+        """Around the forward of a unit; ``buffers`` are those of its micro-batch's attention, afterwards."""
+        if not self.on:
+            return nullcontext()
+        self._tokens += span.length
+        return self._saved(buffers)
+
+    @contextmanager
+    def _saved(self, buffers: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        shared = self._known | {t.untyped_storage().data_ptr() for t in buffers()}
+        self._add("activations", sum(count for storage, count in saved.items() if storage not in shared))
+
+    def message(self, name: str, value: Any) -> None:
+        """A message of a unit, ``received`` from the stage before or ``sent`` to the one after."""
+        if self.on:
+            self._add(name, sum(t.numel() * t.element_size() for t in as_tuple(value)))
+
+    def buffers(self, keys_values: Iterable[Tensor]) -> None:
+        """The K and V of one micro-batch; their gradients are as many numbers in fp32 or wider."""
+        for tensor in keys_values if self.on else ():
+            self._add("keys_values", tensor.numel() * tensor.element_size())
+            self._add("key_value_gradients", tensor.numel() * max(tensor.element_size(), 4))
+
+    def weight_gradients(self, kept: int) -> None:
+        """What is kept for the weight gradients of one micro-batch, in bytes."""
+        if self.on:
+            self._add("weight_gradients", kept)
+
+    def end(self) -> StageMemory:
+        """Bytes per token of a micro-batch."""
+        self.on = False
+        return StageMemory(**{name: total / max(self._tokens, 1) for name, total in self._bytes.items()})
+
+    def _add(self, name: str, count: float) -> None:
+        self._bytes[name] = self._bytes.get(name, 0.0) + count

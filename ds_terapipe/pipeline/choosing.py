@@ -1,0 +1,93 @@
+"""What the choice of slices has to know of a live engine: which run this is, and what memory there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_terapipe.config import AUTO
+from ds_terapipe.pipeline.accounting import StepMemory
+from ds_terapipe.pipeline.choice import DEFAULT_SCHEDULE, AutoCutting, FixedCutting, Situation
+from ds_terapipe.pipeline.control import Control
+from ds_terapipe.pipeline.loss import runs_per_slice
+from ds_terapipe.pipeline.report import emit
+from ds_terapipe.plan.memory import GIGABYTE, MemoryModel
+
+
+def new_choice(engine: Any, control: Control, memory: StepMemory) -> FixedCutting | AutoCutting:
+    """How the engine cuts its steps, as its configuration says; collective for ``auto``."""
+    config = engine.token_pipeline
+    if config.slices != AUTO or (engine.num_stages == 1 and config.plan_path is None):
+        slices = 1 if config.slices == AUTO else config.slices
+        return FixedCutting(slices, DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule)
+    say = emit if engine.global_rank == 0 else _nobody_hears
+    return AutoCutting(config, _situation(engine, control), control.decide, _Meter(engine, control, memory), say)
+
+
+def _nobody_hears(line: str) -> None:
+    pass
+
+
+def _situation(engine: Any, control: Control) -> Situation:
+    device = engine.device
+    mine = {
+        "stage": engine.stage_id,
+        "layers": [type(layer).__name__ for layer in engine.module.forward_funcs],
+        "parameters": sum(p.numel() for p in engine.module.parameters()),
+        "types": sorted({str(p.dtype) for p in engine.module.parameters()}),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+    stages = {each["stage"]: each for each in control.gather(mine)}
+    measured_on = {
+        "stages": [stages[stage] for stage in sorted(stages)],
+        "sequences": engine.train_micro_batch_size_per_gpu(),
+        "ranks": {name: engine.grid._topo.get_dim(name) for name in engine.grid._topo.get_axis_names()},
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "weight_gradients": "micro_batch" if engine.makes_weight_gradients_once() else "slice",
+        "checkpoint_interval": engine.module.activation_checkpoint_interval,
+        "autocast": bool(engine.torch_autocast_enabled()),
+    }
+    return Situation(
+        stages=engine.num_stages,
+        sequences=engine.train_micro_batch_size_per_gpu(),
+        weights_once=engine.makes_weight_gradients_once(),
+        loss_of_whole=not runs_per_slice(engine.module.loss_fn),
+        measured_on=measured_on,
+    )
+
+
+class _Meter:
+    """Memory of a step on all stages; see ``choice.MemoryMeter``."""
+
+    def __init__(self, engine: Any, control: Control, memory: StepMemory) -> None:
+        self._engine, self._control, self._memory = engine, control, memory
+
+    def begin(self) -> None:
+        """Measure the step that begins."""
+        self._memory.begin(self._engine.module.parameters())
+
+    def end(self) -> tuple[MemoryModel | None, float | None]:
+        """What it took; the fullest replica and tensor-parallel rank of a stage stands for it."""
+        engine = self._engine
+        said = self._control.gather((engine.stage_id, self._memory.end(), self._free()))
+        stages = {}
+        for stage, taken, _ in said:
+            if stage not in stages or taken.activations > stages[stage].activations:
+                stages[stage] = taken
+        limits = [free for _, _, free in said if free is not None]
+        model = MemoryModel(tuple(stages[stage] for stage in sorted(stages)))
+        return model, min(limits) if limits else None
+
+    def _free(self) -> float | None:
+        """Bytes for activations and buffers: what the configuration says, or what is free now that weights and optimiser are
+        there, what PyTorch keeps for later included."""
+        given = self._engine.token_pipeline.memory_gb
+        if given is not None:
+            return float(given * GIGABYTE)
+        device = self._engine.device
+        if device.type != "cuda":
+            return None
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + kept)

@@ -1,0 +1,44 @@
+"""How to cut: what slices cost, what they hold, and the plan that is fastest. Pure functions on numpy.
+
+`choose` compares schedules, numbers of slices and lengths by simulation, under a limit on memory. It takes a `Cost`:
+`MeasuredCost` is fitted to measurements, `AnalyticCost` of ``plan.analytic`` comes from operations, bytes and links.
+`partition` divides layers over stages.
+"""
+
+from __future__ import annotations
+
+from .choose import Request, advise_micro_batch, choose
+from .cost import Cost, MeasuredCost, Sample, StageCost, sample_points
+from .evaluate import StepTimes
+from .memory import MemoryModel, MemoryUse, StageMemory, memory_use
+from .result import Option, Plan
+from .slices import Cut, Cuts, Groups, best_cut, even_cuts, group_sequences, slice_times
+from .stages import Partition, gain, partition
+
+__all__ = [
+    "Cost",
+    "Cut",
+    "Cuts",
+    "Groups",
+    "MeasuredCost",
+    "MemoryModel",
+    "MemoryUse",
+    "Option",
+    "Partition",
+    "Plan",
+    "Request",
+    "Sample",
+    "StageCost",
+    "StageMemory",
+    "StepTimes",
+    "advise_micro_batch",
+    "best_cut",
+    "choose",
+    "even_cuts",
+    "gain",
+    "group_sequences",
+    "memory_use",
+    "partition",
+    "sample_points",
+    "slice_times",
+]

@@ -1,0 +1,148 @@
+"""How long a step takes with given slices: the simulator, with what does not change from plan to plan worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_terapipe.schedule import (
+    Action,
+    Dependencies,
+    Grid,
+    Op,
+    Simulation,
+    dependencies,
+    order,
+    simulate,
+    with_messages,
+    with_weight_gradients,
+)
+
+from .cost import Cost
+
+_Array = NDArray[np.float64]
+
+
+class SliceSeconds(NamedTuple):
+    """Seconds of the slices of one cut: ``forward`` and ``backward`` [stages, slices], ``weights`` [stages] for a whole
+    micro-batch, ``messages`` [stages - 1, slices]."""
+
+    forward: _Array
+    backward: _Array
+    weights: _Array
+    messages: _Array
+
+
+class StepTimes:
+    """Step times of a pipeline, by schedule and slices. All seconds are without what follows the last action of a step.
+
+    Args:
+        cost: of micro-batches of one size.
+        stages: number of stages.
+        micro_batches: in a step.
+        weights_once: weight gradients are made once per micro-batch where it is cut, as the engine's grids have it.
+    """
+
+    def __init__(self, cost: Cost, stages: int, micro_batches: int, weights_once: bool = False) -> None:
+        self.cost, self.stages, self.micro_batches, self.weights_once = cost, stages, micro_batches, weights_once
+        self._graphs: dict[tuple[str, int], tuple[Dependencies, NDArray[np.intp]]] = {}
+        self._slices: dict[tuple[int, ...], SliceSeconds] = {}
+
+    def grid(self, schedule: str, slices: int) -> Grid:
+        """The actions of a step whose micro-batches have so many slices: the very ones that the engine runs."""
+        grid = with_messages(order(schedule, self.stages, [slices] * self.micro_batches))
+        return with_weight_gradients(grid) if self.weights_once and slices > 1 else grid
+
+    def slice_seconds(self, lengths: Sequence[int]) -> SliceSeconds:
+        """What each slice takes on each stage. An uncut micro-batch makes its weight gradients with its backward."""
+        key = tuple(lengths)
+        if key not in self._slices:
+            length = np.array(key, dtype=float)
+            context = np.array([0, *accumulate(key)][:-1], dtype=float)
+            cost, stages = self.cost, range(self.stages)
+            forward = np.array([cost.forward(stage, length, context) for stage in stages])
+            backward = np.array([cost.backward(stage, length, context) for stage in stages])
+            weights = np.zeros(self.stages)
+            if self.weights_once:
+                weights = np.array([cost.weights(stage, float(sum(key))) for stage in stages])
+            if len(key) == 1:
+                backward, weights = backward + weights[:, None], np.zeros(self.stages)
+            messages = np.array([cost.message(boundary, length) for boundary in range(self.stages - 1)])
+            self._slices[key] = SliceSeconds(forward, backward, weights, messages.reshape(self.stages - 1, len(key)))
+        return self._slices[key]
+
+    def seconds(self, schedule: str, lengths: Sequence[int]) -> float:
+        """Makespan of a step."""
+        graph, keys = self._graph(schedule, len(lengths))
+        own = self.slice_seconds(lengths)
+        values = np.concatenate([part.ravel() for part in own] + [np.zeros(1)])
+        return max(graph.run(values[keys].tolist()))
+
+    def nodes(self, schedule: str, slices: int) -> int:
+        """How much work one call of `seconds` is."""
+        return len(self._graph(schedule, slices)[0].after)
+
+    def bound(self, lengths: Sequence[int]) -> float:
+        """No schedule takes less: a stage must wait for the first slice, do its work, and have the last one done before it."""
+        own = self.slice_seconds(lengths)
+        passes = self.micro_batches * (own.forward.sum(1) + own.backward.sum(1))
+        # the first unit comes down through the stages before; the last one goes up through them, and only the weight
+        # gradients that come after it are made meanwhile
+        down = np.concatenate([[0.0], np.cumsum(own.forward[:-1, 0] + own.messages[:, 0])])
+        up = np.concatenate([[0.0], np.cumsum(own.backward[:-1, 0] + own.messages[:, 0])])
+        weights = self.micro_batches * own.weights
+        return float(np.max(down + passes + np.maximum(weights, weights - own.weights + up)))
+
+    def simulate(self, schedule: str, lengths: Sequence[int], held: Sequence[float] | None = None) -> Simulation:
+        """The whole simulation; ``held`` is what a live unit holds on each stage, in bytes per token."""
+        own = self.slice_seconds(lengths)
+
+        def compute(action: Action) -> float:
+            if action.op is Op.WEIGHT_GRADIENTS:
+                return float(own.weights[action.stage])
+            table = own.forward if action.op is Op.FORWARD else own.backward
+            return float(table[action.stage, action.unit.slice])
+
+        def message(action: Action) -> float:
+            return float(own.messages[_boundary(action), action.unit.slice])
+
+        def tokens(action: Action) -> int:
+            return lengths[action.unit.slice]
+
+        def bytes_(action: Action) -> float:
+            return lengths[action.unit.slice] * held[action.stage] if held else 0.0
+
+        return simulate(self.grid(schedule, len(lengths)), compute, message, tokens, bytes_)
+
+    def _graph(self, schedule: str, slices: int) -> tuple[Dependencies, NDArray[np.intp]]:
+        """The dependencies of a grid, and for each node where its time stands in the concatenated `SliceSeconds`."""
+        key = schedule, slices
+        if key not in self._graphs:
+            graph = dependencies(self.grid(schedule, slices))
+            table = self.stages * slices
+            first = {
+                Op.FORWARD: 0,
+                Op.BACKWARD: table,
+                Op.WEIGHT_GRADIENTS: 2 * table,
+                Op.SEND_FORWARD: 2 * table + self.stages,
+                Op.SEND_BACKWARD: 2 * table + self.stages - slices,  # over the boundary before the stage
+            }
+            nothing = 3 * table + self.stages - slices
+            keys = []
+            for op, stage, unit in graph.actions:
+                if op is Op.WEIGHT_GRADIENTS:
+                    keys.append(first[op] + stage)
+                else:
+                    keys.append(first[op] + stage * slices + unit.slice if op in first else nothing)
+            # millions of actions, kept for nothing, would keep the garbage collector busy
+            slim = graph._replace(actions=[], ends=[])
+            self._graphs[key] = slim, np.array(keys, dtype=np.intp)
+        return self._graphs[key]
+
+
+def _boundary(send: Action) -> int:
+    return send.stage if send.op is Op.SEND_FORWARD else send.stage - 1

@@ -1,0 +1,163 @@
+"""JSON files that a user hands in: read, checked field by field, and written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_terapipe.errors import ConfigError, bad_value, shown
+
+
+class Fields:
+    """The fields of one JSON object; every getter checks what it returns.
+
+    Args:
+        data: the object.
+        where: how errors name it, the file's name first: ``plan.json`` or ``costs.json: stages[0]``.
+
+    The getters raise ConfigError, one line with file, field and expectation.
+    """
+
+    def __init__(self, data: Mapping[str, Any], where: str) -> None:
+        self._data, self._where = data, where
+
+    def path(self, name: str) -> str:
+        """How an error names a field of this object."""
+        return f"{self._where}.{name}" if ": " in self._where else f"{self._where}: {name}"
+
+    def fail(self, name: str, rule: str, use: str) -> ConfigError:
+        """The error for a field that breaks a rule."""
+        if name not in self._data:
+            return ConfigError(f"{self.path(name)}: missing, must be {rule}, use {use}")
+        return bad_value(self.path(name), self._data[name], rule, use)
+
+    def value(self, name: str) -> Any:
+        """A field as it is, None where it is missing."""
+        return self._data.get(name)
+
+    def number(self, name: str, use: str = "e.g. 0.5", default: float | None = None) -> float:
+        """A number, finite and not negative."""
+        value = self._data.get(name, default)
+        if not is_number(value):
+            raise self.fail(name, "a number that is not negative", use)
+        return float(value)
+
+    def count(self, name: str, use: str = "e.g. 1", default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self._data.get(name, default)
+        if not is_count(value):
+            raise self.fail(name, "a positive integer", use)
+        return int(value)
+
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        value = self._data.get(name)
+        if not isinstance(value, bool):
+            raise self.fail(name, "true or false", "false")
+        return value
+
+    def one_of(self, name: str, names: tuple[str, ...]) -> str:
+        """One of the names."""
+        value = self._data.get(name)
+        if value not in names:
+            raise self.fail(name, " or ".join(shown(each) for each in names), shown(names[0]))
+        return str(value)
+
+    def counts(self, name: str, use: str = "e.g. [256, 256]") -> tuple[int, ...]:
+        """A list of positive whole numbers, at least one."""
+        value = self._data.get(name)
+        if not isinstance(value, list) or not value or not all(map(is_count, value)):
+            raise self.fail(name, "a list of positive integers", use)
+        return tuple(int(each) for each in value)
+
+    def rows(self, name: str, columns: tuple[str, ...], least: int = 1) -> list[tuple[float, ...]]:
+        """A list of rows of numbers, none of them negative."""
+        value = self._data.get(name)
+        rule = f"a list of at least {least} rows [{', '.join(columns)}] of numbers that are not negative"
+        if not isinstance(value, list) or len(value) < least:
+            raise self.fail(name, rule, f"a row [{', '.join(columns)}] per measurement")
+        for index, row in enumerate(value):
+            if not isinstance(row, list) or len(row) != len(columns) or not all(map(is_number, row)):
+                raise bad_value(
+                    f"{self.path(name)}[{index}]", row, f"[{', '.join(columns)}], numbers that are not negative",
+                    "a new measurement",
+                )  # fmt: skip
+        return [tuple(float(each) for each in row) for row in value]
+
+    def blocks(self, name: str, least: int = 1) -> list[Fields]:
+        """A list of objects."""
+        value = self._data.get(name)
+        if not isinstance(value, list) or len(value) < least or not all(isinstance(each, dict) for each in value):
+            raise self.fail(name, f"a list of at least {least} objects", "a file that was written by ds_terapipe")
+        return [Fields(each, f"{self.path(name)}[{index}]") for index, each in enumerate(value)]
+
+    def block(self, name: str) -> dict[str, Any]:
+        """An object, as it is."""
+        value = self._data.get(name)
+        if not isinstance(value, dict):
+            raise self.fail(name, "an object", "{}")
+        return value
+
+
+def is_number(value: object) -> bool:
+    """Whether a JSON value is a finite number that is not negative."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def is_count(value: object) -> bool:
+    """Whether a JSON value is a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def read_json(path: str | Path, what: str, form: str | None = None) -> Fields:
+    """The object in a JSON file.
+
+    Args:
+        path: the file.
+        what: what it should be, for errors: ``a plan``.
+        form: what its field ``format`` must say, where it has one.
+
+    Raises:
+        ConfigError: no such file, no JSON (a truncated file among them), no object, or another format.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}), must be {what}, use the path of one") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}: is no JSON ({' '.join(str(error).split())}), must be {what} and whole, write it again"
+        ) from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: got {shown(data, 40)}, must be {what}, a JSON object, write it again")
+    if form is not None and data.get("format") != form:
+        raise ConfigError(
+            f"{path}: format: got {shown(data.get('format'))}, must be {shown(form)}, use {what} written by this version"
+        )
+    return Fields(data, str(path))
+
+
+def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON file, whole or not at all.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}), must be in a directory that you may write to"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):  # what went wrong is said already
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,199 @@
+"""A plan: the slices and schedule of a step, what they are predicted to take, and what lost against them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.schedule import NAMES
+
+from .files import Fields, read_json, write_json
+from .memory import MemoryUse, as_dict, gigabytes
+
+FORMAT = "ds_terapipe plan 1"
+_SHOWN = 10
+_BUBBLE = ("total", "fill", "imbalance", "messages")
+
+
+class Option(NamedTuple):
+    """What was considered: schedule, tokens of each slice, predicted seconds of a step, whether it fits into memory."""
+
+    schedule: str
+    slices: tuple[int, ...]
+    step_s: float
+    fits: bool = True
+
+    @property
+    def name(self) -> str:
+        """As a table has it: ``1f1b, 4 slices``."""
+        count = len(self.slices)
+        return f"{self.schedule}, {'unsliced' if count == 1 else f'{count} slices'}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to run a step.
+
+    Attributes:
+        schedule: ``terapipe`` or ``1f1b``.
+        slices: tokens of each slice; they add up to ``seq_length``.
+        stages, micro_batches, sequences: what it was made for; ``sequences`` of a micro-batch.
+        weights_once: weight gradients are made once per micro-batch.
+        step_s: predicted seconds of a step, ``overhead_s`` included: what comes after its last action.
+        bubble: share of the stages' time in which they compute nothing: ``total``, and its parts ``fill``, ``imbalance`` and
+            ``messages``; of the schedule, without the overhead.
+        memory: bytes of each stage by line; empty where memory is not known.
+        memory_limit: bytes that each stage may take, None where there is no limit.
+        options: the best of each schedule and number of slices, fastest first.
+        about: what the costs are from, for whoever reads the file.
+    """
+
+    schedule: str
+    slices: tuple[int, ...]
+    seq_length: int
+    stages: int
+    micro_batches: int
+    sequences: int
+    weights_once: bool
+    step_s: float
+    overhead_s: float = 0.0
+    bubble: Mapping[str, float] = field(default_factory=dict)
+    memory: tuple[MemoryUse, ...] = ()
+    memory_limit: float | None = None
+    options: tuple[Option, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def losing(self) -> tuple[Option, ...]:
+        """The options but the chosen one."""
+        return tuple(o for o in self.options if (o.schedule, o.slices) != (self.schedule, self.slices))
+
+    def lines(self) -> list[str]:
+        """The plan as text, what was chosen first."""
+        chosen = Option(self.schedule, self.slices, self.step_s)
+        parts = ", ".join(f"{name} {self.bubble[name]:.1%}" for name in _BUBBLE[1:] if name in self.bubble)
+        out = [
+            f"plan: {chosen.name}: {compact(self.slices)} tokens",
+            f"  step {seconds_text(self.step_s)} predicted, bubble {self.bubble.get('total', 0.0):.1%}"
+            + (f" ({parts})" if parts else ""),
+            f"  for {self.stages} stages, {self.micro_batches} micro-batches of {self.sequences} x {self.seq_length} tokens",
+        ]
+        if self.memory:
+            out += _memory_lines(self.memory, self.memory_limit)
+        if self.losing:
+            out.append("  other options:")
+        for option in self.losing[:_SHOWN]:
+            note = "" if option.fits else "  does not fit into memory"
+            ratio = option.step_s / self.step_s if self.step_s else 1.0
+            out.append(
+                f"    {option.name:<24}{seconds_text(option.step_s):>12}  {ratio:.2f}x  {compact(option.slices)}{note}"
+            )
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the file holds; ``--json`` prints the same keys."""
+        return {
+            "format": FORMAT,
+            "schedule": self.schedule,
+            "slices": list(self.slices),
+            "seq_length": self.seq_length,
+            "stages": self.stages,
+            "micro_batches": self.micro_batches,
+            "sequences": self.sequences,
+            "weights_once": self.weights_once,
+            "predicted_step_s": self.step_s,
+            "overhead_s": self.overhead_s,
+            "bubble": dict(self.bubble),
+            "memory_bytes": [{"stage": stage, **as_dict(use)} for stage, use in enumerate(self.memory)],
+            "memory_limit_bytes": self.memory_limit,
+            "options": [
+                {"schedule": o.schedule, "slices": list(o.slices), "predicted_step_s": o.step_s, "fits": o.fits}
+                for o in self.options
+            ],
+            "about": dict(self.about),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan, whole or not at all. Raises ConfigError when the file cannot be written."""
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read what `save` wrote. Raises ConfigError, one line with file, field and expectation."""
+        return cls._from(read_json(path, "a plan", FORMAT))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "plan") -> Plan:
+        """The inverse of `to_dict`, checked like a file; ``where`` is its name in errors."""
+        if data.get("format") != FORMAT:
+            raise ConfigError(f'{where}: format: got {data.get("format")!r}, must be "{FORMAT}", plan again')
+        return cls._from(Fields(data, where))
+
+    @classmethod
+    def _from(cls, fields: Fields) -> Plan:
+        slices, seq_length = fields.counts("slices"), fields.count("seq_length")
+        if sum(slices) != seq_length:
+            raise fields.fail(
+                "slices", f"lengths that add up to seq_length, {seq_length}, not {sum(slices)}", "another"
+            )
+        stages, limit = fields.count("stages"), fields.value("memory_limit_bytes")
+        uses = fields.blocks("memory_bytes", least=0)
+        if uses and len(uses) != stages:
+            raise fields.fail("memory_bytes", f"one block for each of the {stages} stages", "a new plan")
+        return cls(
+            schedule=fields.one_of("schedule", NAMES),
+            slices=slices,
+            seq_length=seq_length,
+            stages=stages,
+            micro_batches=fields.count("micro_batches"),
+            sequences=fields.count("sequences"),
+            weights_once=fields.flag("weights_once"),
+            step_s=fields.number("predicted_step_s"),
+            overhead_s=fields.number("overhead_s", default=0.0),
+            bubble=_bubble(fields),
+            memory=tuple(MemoryUse(*(use.number(line) for line in MemoryUse._fields)) for use in uses),
+            memory_limit=None if limit is None else fields.number("memory_limit_bytes"),
+            options=tuple(_option(block, seq_length) for block in fields.blocks("options", least=0)),
+            about=fields.block("about"),
+        )
+
+
+def compact(lengths: Sequence[int]) -> str:
+    """Lengths as text, repeats counted: ``512x3, 496, 16``."""
+    out: list[list[int]] = []
+    for length in lengths:
+        if out and out[-1][0] == length:
+            out[-1][1] += 1
+        else:
+            out.append([length, 1])
+    return ", ".join(f"{length}x{count}" if count > 1 else str(length) for length, count in out)
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds as a person reads them: ``1.234 s``, ``56.7 ms``."""
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
+def _memory_lines(memory: Sequence[MemoryUse], limit: float | None) -> list[str]:
+    worst = max(range(len(memory)), key=lambda stage: memory[stage].total)
+    of = "" if limit is None else f" of {gigabytes(limit):.2f}"
+    out = [f"  memory of stage {worst}, the fullest: {gigabytes(memory[worst].total):.2f}{of} GB"]
+    for name, value in memory[worst]._asdict().items():
+        if value:
+            out.append(f"    {name.replace('_', ' '):<24}{gigabytes(value):>9.3f} GB")
+    return out
+
+
+def _bubble(fields: Fields) -> dict[str, float]:
+    shares = Fields(fields.block("bubble"), fields.path("bubble"))
+    return {name: shares.number(name, "a share from 0 to 1") for name in _BUBBLE}
+
+
+def _option(block: Fields, seq_length: int) -> Option:
+    slices = block.counts("slices")
+    if sum(slices) != seq_length:
+        raise block.fail("slices", f"lengths that add up to seq_length, {seq_length}", "a new plan")
+    return Option(block.one_of("schedule", NAMES), slices, block.number("predicted_step_s"), block.flag("fits"))

@@ -1,0 +1,290 @@
+"""Where to cut a sequence: TeraPipe's dynamic programme, exactly, and cuts of equal cost for slice-level 1F1B.
+
+TeraPipe (arXiv 2102.07988, section 3.3) minimises T = sum t_i + (K - 1) max t_i over the slices: with the flush order that
+is the time of K equal stages. For each bound on the slowest slice a dynamic programme over the tokens finds the least sum.
+The bounds are walked downwards: the least sum under a bound has a slowest slice of its own, so the next bound is the largest
+latency strictly below it, and at the same time low enough that a sum which can only grow may still win. Nothing is skipped
+that could be better, so no tolerance is needed and the result is the optimum.
+
+With 1F1B that objective is wrong when slices cost unequal amounts: forwards and backwards of unlike slices meet. There the
+slices should cost the same, so `even_cuts` has the most even cut for each number of slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_terapipe.errors import ConfigError, bad_value
+
+from .cost import Cost
+
+Times = NDArray[np.float64]
+"""[quanta, quanta]: seconds of the slice that starts at quantum j and has k + 1 of them; infinite where there is none."""
+_Found = TypeVar("_Found")
+
+
+class Cuts(NamedTuple):
+    """Where a sequence may be cut: between quanta of tokens.
+
+    Attributes:
+        total: tokens of the sequence.
+        quantum: tokens of a quantum; the last slice takes what remains.
+        least: quanta of the shortest slice that is allowed.
+        most: tokens of the longest one, None without limit.
+    """
+
+    total: int
+    quantum: int
+    least: int = 1
+    most: int | None = None
+
+    @property
+    def quanta(self) -> int:
+        """Number of quanta, at least one."""
+        return max(self.total // self.quantum, 1)
+
+    def lengths(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Slices of so many quanta in tokens."""
+        tokens = [count * self.quantum for count in counts]
+        return (*tokens[:-1], self.total - sum(tokens[:-1]))
+
+    @classmethod
+    def of(
+        cls, total: int, granularity: int = 8, min_length: int = 1, multiple_of: int = 1, max_length: int | None = None
+    ) -> Cuts:
+        """The cuts of a sequence.
+
+        Args:
+            total: its length in tokens.
+            granularity: every slice but the last is a multiple of it.
+            min_length: of a slice, in tokens.
+            multiple_of: every slice is a multiple of it: tensor parallelism that splits sequences.
+            max_length: of a slice, in tokens; None: the sequence.
+
+        Raises:
+            ConfigError: a value that is not positive, a sequence that ``multiple_of`` does not divide, or one shorter than
+                the shortest slice.
+        """
+        for key, value in (("granularity", granularity), ("min_length", min_length), ("multiple_of", multiple_of)):
+            if value < 1:
+                raise bad_value(key, value, "a positive number of tokens", "e.g. 8")
+        if total < max(min_length, 1):
+            raise bad_value(
+                "sequence length", total, f"at least the shortest slice, {min_length} tokens", "longer ones"
+            )
+        if total % multiple_of:
+            raise bad_value(
+                "sequence length", total, f"a multiple of {multiple_of}, which slices must be",
+                f"e.g. {-(-total // multiple_of) * multiple_of}",
+            )  # fmt: skip
+        quantum = math.lcm(granularity, multiple_of)
+        return cls(total, quantum, -(-min_length // quantum), max_length)
+
+
+class Cut(NamedTuple):
+    """A cut: quanta of each slice, the sum of the slices' times and the slowest one's, in seconds."""
+
+    counts: tuple[int, ...]
+    total: float
+    slowest: float
+
+
+def slice_times(cost: Cost, stages: int, cuts: Cuts) -> Times:
+    """Forward and backward of every possible slice on the stage that is slowest with it.
+
+    Args:
+        cost: for micro-batches of one size.
+        stages: number of stages.
+        cuts: where the sequence may be cut.
+
+    Returns:
+        [quanta, quanta] in seconds; see `Times`. All infinite where no slice is allowed.
+    """
+    n = cuts.quanta
+    start, count = np.nonzero(np.add.outer(np.arange(n), np.arange(1, n + 1)) <= n)
+    count = count + 1
+    allowed = (count >= cuts.least) | (count == n)
+    start, count = start[allowed], count[allowed]
+    context = (start * cuts.quantum).astype(float)
+    length = np.where(start + count == n, cuts.total - context, count * float(cuts.quantum))
+    if cuts.most is not None:
+        short = length <= cuts.most
+        start, count, context, length = start[short], count[short], context[short], length[short]
+    times = np.full((n, n), np.inf)
+    if len(length) == 0:
+        return times
+    slowest = np.zeros(len(length))
+    seen: set[bytes] = set()
+    probe = np.unique(np.linspace(0, len(length) - 1, 4 * n).astype(int))
+    for stage in range(stages):
+        # stages that agree on every probed slice are equal: most pipelines have three kinds of stages
+        marks = _both(cost, stage, length[probe], context[probe]).tobytes()
+        if marks not in seen:
+            seen.add(marks)
+            slowest = np.maximum(slowest, _both(cost, stage, length, context))
+    times[start, count - 1] = slowest
+    return times
+
+
+def _both(cost: Cost, stage: int, length: NDArray[np.float64], context: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(cost.forward(stage, length, context) + cost.backward(stage, length, context))
+
+
+def best_cut(times: Times, weight: float) -> Cut:
+    """The cut with the least ``sum of times + weight * slowest time``: TeraPipe's optimum, exactly.
+
+    Args:
+        times: see `slice_times`.
+        weight: (stages - 1) / micro-batches. K stages that run B micro-batches take B sum t + (K - 1) max t.
+    """
+    found = _walk(lambda bound: _least_sum(times, bound), lambda cut: (cut.total, cut.slowest), weight)
+    if found is None:
+        raise ConfigError(
+            "slices: got no cut whose slices are neither too short nor too long, must be one, use a smaller granularity"
+        )
+    return found
+
+
+def even_cuts(times: Times, most: int) -> dict[int, tuple[int, ...]]:
+    """For each number of slices up to ``most`` the cut with the least sum of squared times: the most even one.
+
+    Returns:
+        Quanta of each slice, by number of slices; numbers for which there is no cut are left out.
+    """
+    n = len(times)
+    starts = np.arange(n)
+    squares = np.full((n + 1, n), np.inf)  # [end, start]
+    scale = float(np.max(times[np.isfinite(times)], initial=np.finfo(float).tiny))
+    for end in range(1, n + 1):
+        squares[end, :end] = (times[starts[:end], end - 1 - starts[:end]] / scale) ** 2
+    reached = np.full(n + 1, np.inf)
+    reached[0] = 0.0
+    came_from: list[NDArray[np.intp]] = []
+    out = {}
+    for slices in range(1, min(most, n) + 1):
+        sums = squares + reached[None, :n]
+        came_from.append(np.argmin(sums, axis=1))
+        reached = sums[np.arange(n + 1), came_from[-1]]
+        if np.isfinite(reached[n]):
+            ends = [n]
+            for before in reversed(came_from):
+                ends.append(int(before[ends[-1]]))
+            out[slices] = tuple(b - a for a, b in pairwise(reversed(ends)))
+    return out
+
+
+class Groups(NamedTuple):
+    """How many sequences to run at once: sequences and cut of each group, and the seconds of the flush schedule."""
+
+    groups: tuple[tuple[int, Cut], ...]
+    seconds: float
+
+
+def group_sequences(times: Mapping[int, Times], sequences: int, stages: int) -> Groups:
+    """The best division of a batch into groups of sequences, each cut in its own way, under the flush order.
+
+    TeraPipe's second dynamic programme (section 3.4): S_b is the least sum of times for a group of b, and the groups are a
+    knapsack, G(n) = min_b G(n - b) + S_b; T = G(B) + (K - 1) max t. Both run under one bound on the slowest slice.
+
+    Args:
+        times: for each size of a group that is allowed its `slice_times`.
+        sequences: in the batch of one replica.
+        stages: number of stages.
+
+    Raises:
+        ConfigError: no groups of these sizes have that many sequences together.
+    """
+
+    def solve(bound: float) -> tuple[tuple[int, Cut], ...] | None:
+        cut = {b: found for b, table in times.items() if (found := _least_sum(table, bound)) is not None}
+        best: list[tuple[float, int]] = [(0.0, 0)]
+        for n in range(1, sequences + 1):
+            best.append(min(((best[n - b][0] + c.total, b) for b, c in cut.items() if b <= n), default=(math.inf, 0)))
+        if math.isinf(best[sequences][0]):
+            return None
+        groups, left = [], sequences
+        while left:
+            size = best[left][1]
+            groups.append((size, cut[size]))
+            left -= size
+        return tuple(groups)
+
+    def measure(groups: tuple[tuple[int, Cut], ...]) -> tuple[float, float]:
+        return sum(cut.total for _, cut in groups), max(cut.slowest for _, cut in groups)
+
+    found = _walk(solve, measure, stages - 1)
+    if found is None:
+        raise bad_value(
+            "sequences", sequences, f"a sum of group sizes {sorted(times)}", "a measurement of one at a time"
+        )
+    total, slowest = measure(found)
+    return Groups(found, total + (stages - 1) * slowest)
+
+
+def _walk(
+    solve: Callable[[float], _Found | None], measure: Callable[[_Found], tuple[float, float]], weight: float
+) -> _Found | None:
+    """The least ``sum + weight * slowest`` over all bounds on the slowest slice.
+
+    ``solve`` has the least sum under a bound, None where there is nothing; ``measure`` gives sum and slowest.
+    """
+    first = solve(math.inf)
+    if first is None:
+        return None
+    best, least = first, _score(measure(first), weight)
+    # a good solution early makes the walk short; what these probes miss, the walk finds
+    bound = measure(first)[1]
+    for _ in range(16):
+        bound *= 0.75
+        found = solve(bound)
+        if found is None:
+            break
+        if _score(measure(found), weight) < least:
+            best, least = found, _score(measure(found), weight)
+    current: _Found | None = first
+    while current is not None:
+        total, slowest = measure(current)
+        if _score((total, slowest), weight) < least:
+            best, least = current, _score((total, slowest), weight)
+        bound = math.nextafter(slowest, 0.0)
+        if weight > 0:  # sums only grow from here on: what is still to win sets how low the slowest must be
+            bound = min(bound, math.nextafter((least - total) / weight, math.inf))
+        current = solve(bound) if bound > 0 and weight > 0 else None
+    return best
+
+
+def _score(measured: tuple[float, float], weight: float) -> float:
+    return measured[0] + weight * measured[1]
+
+
+def _least_sum(times: Times, bound: float) -> Cut | None:
+    """The cut with the least sum of times among those whose slices take at most ``bound``."""
+    n = len(times)
+    allowed = times <= min(bound, np.finfo(float).max)  # infinite times are no slices
+    # quanta of the longest slice that is allowed from each start
+    reach = np.where(allowed.any(axis=1), n - np.argmax(allowed[:, ::-1], axis=1), 0).tolist()
+    bounded = np.where(allowed, times, np.inf)
+    sums = np.full(n + 1, np.inf)
+    sums[0] = 0.0
+    for start in range(n):
+        if reach[start]:
+            ends = sums[start + 1 : start + 1 + reach[start]]
+            np.minimum(ends, bounded[start, : reach[start]] + sums[start], out=ends)
+    if math.isinf(sums[n]):
+        return None
+    counts: list[int] = []
+    slowest, end = 0.0, n
+    while end:
+        starts = np.arange(end)
+        own = bounded[starts, end - 1 - starts]
+        start = int(np.argmin(sums[:end] + own))
+        slowest = max(slowest, float(own[start]))
+        counts.append(end - start)
+        end = start
+    return Cut(tuple(reversed(counts)), float(sums[n]), slowest)

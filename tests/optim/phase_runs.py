@@ -1,0 +1,330 @@
+"""Trainings in phases, in DeepSpeed's engines, ours and by hand, and what was seen of them at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, DistributedSampler
+
+import ds_terapipe
+from tests.pipeline.models import Plain, gpt, mean_loss, micro_batch, steps_of
+from tests.pipeline.training import SGD, build_engine, worst
+
+SAMPLES = 25
+PHASES: list[dict[str, Any]] = [
+    {"steps": 2, "batch_size": 4, "seq_length": 8, "lr": 0.2, "warmup_steps": 2},
+    {"steps": 3, "batch_size": 6, "seq_length": 16, "lr": 0.3, "warmup_ratio": 0.4, "micro_batch_size": 1},
+    {"steps": 2, "batch_size": 2, "seq_length": 12, "lr": 0.1, "warmup_steps": 0, "end_lr": 0.05},
+]
+LRS = [0.1, 0.2, 0.3, 0.3, 0.15, 0.1, 0.075]  # by hand from the formula
+STEPS = [phase for phase in PHASES for _ in range(phase["steps"])]
+MICRO = [2, 2, 1, 1, 1, 1, 1]
+
+
+class Texts(Dataset):
+    """Samples of ((tokens, positions), targets), as long as was last asked for; notes which were asked for."""
+
+    def __init__(self) -> None:
+        self.length = 5
+        self.asked: list[tuple[int, int]] = []
+
+    def set_seq_length(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append((index, self.length))
+        return one(index, self.length)
+
+
+class OneLength(Texts):
+    """The same without the method."""
+
+    set_seq_length = None  # type: ignore[assignment]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "set_seq_length":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+def one(index: int, length: int) -> Any:
+    (tokens, positions), targets = micro_batch(index, length, batch=1, masked=False)
+    return (tokens[0], positions[0]), targets[0]
+
+
+def stacked(indices: list[int], length: int) -> Any:
+    samples = [one(index, length) for index in indices]
+    inputs = tuple(torch.stack([sample[0][i] for sample in samples]) for i in (0, 1))
+    return inputs, torch.stack([sample[1] for sample in samples])
+
+
+def endless(order: list[int]) -> Iterator[int]:
+    while True:
+        yield from order
+
+
+def reference(orders: list[list[int]], scale: int = 1) -> dict[str, Any]:
+    """The training by hand in one process: ``orders`` are the replicas' samples, ``scale`` multiplies the batches."""
+    model, losses, replicas = Plain(gpt(2)), [], [endless(order) for order in orders]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for phase, micro, lr in zip(STEPS, MICRO, LRS, strict=True):
+        count = phase["batch_size"] * scale // (micro * len(orders))
+        batches = [
+            stacked([next(replica) for _ in range(micro)], phase["seq_length"])
+            for replica in replicas
+            for _ in range(count)
+        ]
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        loss = torch.stack([mean_loss(model(inputs), targets) for inputs, targets in batches]).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def scaled(scale: int) -> list[dict[str, Any]]:
+    return [{**phase, "batch_size": phase["batch_size"] * scale} for phase in PHASES]
+
+
+def keys_of(phases: list[dict[str, Any]]) -> dict[str, Any]:
+    """What stands in ds_config.json."""
+    return {"scheduler": {"type": "MixedBatch", "params": {"phases": phases}}}
+
+
+def pipeline(
+    keys: dict[str, Any] | None, data: Any = None, stages: int = 2, phases: list[dict[str, Any]] = PHASES
+) -> Any:
+    """A pipeline engine with fixed shapes, as DeepSpeed's default is: a switch has to reset them."""
+    return build_engine(
+        gpt(2),
+        mean_loss,
+        token_pipeline=keys,
+        stages=stages,
+        module={"dynamic_shape": False},
+        training_data=data,
+        config=keys_of(phases),
+    )
+
+
+class Observed:
+    """What the optimizer and the first layer of an engine meet, step by step."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.shapes, self.steps, self.losses = engine, [], [], []
+        engine.optimizer.register_step_pre_hook(self._before_step)
+        first = next(m for m in engine.module.modules() if not list(m.children()) and list(m.parameters()))
+        first.register_forward_hook(lambda module, inputs, output: self.shapes.append(tuple(output.shape[:2])))
+
+    def _before_step(self, optimizer: Any, *args: Any) -> None:
+        engine = self.engine
+        batch, pieces = engine.train_batch_size(), engine.gradient_accumulation_steps()
+        self.steps.append((optimizer.param_groups[0]["lr"], batch, pieces, set(self.shapes)))
+        self.shapes.clear()
+
+    def train(self, steps: int, data: Iterator[Any] | None = None) -> None:
+        for _ in range(steps):
+            self.losses.append(float(self.engine.train_batch(*([] if data is None else [data]))))
+
+
+def report(observed: Observed) -> dict[str, Any]:
+    engine = observed.engine
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    counted = (engine.global_steps, engine.global_samples, engine.tput_timer.batch_size)
+    return {"losses": observed.losses, "steps": observed.steps, "weights": weights, "counted": counted}
+
+
+def whole_run(
+    keys: dict[str, Any] | None, folder: str, starts: tuple[int, ...] = (2, 3), stages: int = 2
+) -> dict[str, Any]:
+    """All seven steps in one go with checkpoints on the way, and a run that goes on from each of them.
+
+    2 is exactly at a switch, 3 inside the phase after it.
+    """
+    data = Texts()
+    engine = pipeline(keys, data, stages)
+    observed = Observed(engine)
+    for step in range(len(STEPS)):
+        if step in starts:
+            engine.save_checkpoint(folder, tag=str(step))
+        observed.train(1)
+    found: dict[str, Any] = {"whole": report(observed), "asked": data.asked}
+    found["last"] = (engine.lr_scheduler.phase_index, engine.train_batch_size(), engine.micro_batch_size)
+    engine.destroy()
+    for start in starts:
+        engine = pipeline(keys, Texts(), stages)
+        path, _ = engine.load_checkpoint(folder, tag=str(start))
+        assert path is not None
+        resumed = Observed(engine)
+        resumed.train(len(STEPS) - start)
+        found[start] = report(resumed)
+        engine.destroy()
+    return found
+
+
+def loaded_back(folder: str) -> tuple[Any, ...]:
+    """A checkpoint of the first phase loaded into an engine that is in the second."""
+    engine = pipeline(None, Texts())
+    observed = Observed(engine)
+    observed.train(1)
+    engine.save_checkpoint(folder, tag="first")
+    observed.train(3)
+    before = (engine.train_batch_size(), engine.micro_batches)
+    engine.load_checkpoint(folder, tag="first")
+    observed.train(1)
+    engine.destroy()
+    return before, observed.steps[1][:3] == observed.steps[-1][:3], observed.losses[1] == observed.losses[-1]
+
+
+class Iterated(Iterator[Any]):
+    """Micro-batches as the engine wants them now, from a data set that is registered."""
+
+    def __init__(self, engine: Any, data: Texts) -> None:
+        self.engine, self.data, self.order = engine, data, endless(list(range(SAMPLES)))
+
+    def __next__(self) -> Any:
+        picked = [next(self.order) for _ in range(self.engine.train_micro_batch_size_per_gpu())]
+        return stacked(picked, self.data.length)
+
+
+class ReadingAhead(Iterated):
+    """Looks like the iterator of a loader with worker processes."""
+
+    _num_workers = 2
+
+
+def own_iterator() -> dict[str, Any]:
+    """``train_batch(data_iter)``: unregistered, registered, and one that reads ahead across a switch."""
+    found: dict[str, Any] = {}
+    engine, data = pipeline(None), Texts()
+    iterator = Iterated(engine, data)
+    found["unregistered"] = error_of(lambda: engine.train_batch(iterator))
+    engine.lr_scheduler.register_dataset(data)
+    observed = Observed(engine)
+    observed.train(len(STEPS), iterator)
+    found["registered"] = report(observed)
+    engine.destroy()
+    engine, data = pipeline(None), Texts()
+    engine.lr_scheduler.register_dataset(data)
+    iterator = ReadingAhead(engine, data)
+    observed = Observed(engine)
+    observed.train(2, iterator)
+    found["read ahead"] = error_of(lambda: engine.train_batch(iterator))
+    observed.train(3, ReadingAhead(engine, data))
+    found["anew"] = len(observed.losses)
+    engine.destroy()
+    return found
+
+
+def refusals() -> dict[str, str]:
+    odd = [PHASES[0], {**PHASES[1], "micro_batch_size": 4}]
+    return {
+        "division": error_of(lambda: pipeline(None, phases=odd)),
+        "no method": error_of(lambda: pipeline(None, OneLength() if torch.distributed.get_rank() == 0 else Texts())),
+        "one length": error_of(lambda: pipeline(None, OneLength(), phases=PHASES[:1]).destroy()),
+        "slices": error_of(lambda: pipeline({"slices": [4, 4]})),
+    }
+
+
+def error_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def plain_engine(more: dict[str, Any]) -> tuple[Any, Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": None,
+        "gradient_clipping": 0.0,
+        "optimizer": SGD,
+        "zero_allow_untested_optimizer": True,
+        **keys_of(scaled(2)),
+        **more,
+    }
+    engine, _, loader, _ = ds_terapipe.initialize(model=Plain(gpt(2)), config=config, training_data=Texts())
+    return engine, loader
+
+
+def data_parallel(zero: bool) -> dict[str, Any]:
+    """A plain engine on two replicas, in the loop of a user's script; one step is skipped at the end of a phase."""
+    engine, loader = plain_engine(
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}} if zero else {},
+    )
+    schedule = engine.lr_scheduler
+    used, losses, skipped, pieces = [], [], [], []
+    while engine.global_steps < len(STEPS) + int(not zero):
+        for inputs, targets in loader:
+            if not losses:
+                used.append((engine.get_lr()[0], engine.train_batch_size(), engine.gradient_accumulation_steps()))
+                used[-1] = (*used[-1], tuple(inputs[0].shape))
+                pieces.append(getattr(engine.optimizer, "gradient_accumulation_steps", None))
+                before = engine.global_steps
+                if not zero:
+                    engine.optimizer.overflow = before == 1  # as an optimizer of fp16 says of the step it skipped
+            loss = mean_loss(engine(inputs), targets)
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+            if engine.global_steps > before:
+                skipped.append((engine.skipped_steps, schedule.phase_index, len(losses)))
+                losses = []
+            if engine.global_steps == len(STEPS) + int(not zero):
+                break
+    counted = engine.global_samples
+    engine.destroy()
+    return {"used": used, "skipped": skipped, "counted": counted, "pieces": pieces}
+
+
+def plain_loop(engine: Any, loader: Any, folder: str = "") -> list[float]:
+    """Train to the end; a checkpoint is made after three steps."""
+    losses = []
+    while engine.global_steps < len(STEPS):
+        for inputs, targets in loader:
+            loss = mean_loss(engine(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            if folder and engine.global_steps == 3 and engine.was_step_applied():
+                engine.save_checkpoint(folder, tag="three")
+            if engine.global_steps == len(STEPS):
+                break
+    return losses
+
+
+def plain_resumed(folder: str) -> dict[str, Any]:
+    """The plain engine against the training by hand, and from a checkpoint inside the second phase."""
+    engine, loader = plain_engine({})
+    whole = plain_loop(engine, loader, folder)
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    engine, loader = plain_engine({})
+    engine.load_checkpoint(folder, tag="three")
+    now = (engine.train_batch_size(), engine.gradient_accumulation_steps(), engine.get_lr()[0])
+    engine.lr_scheduler.seek(engine.global_samples)
+    resumed = plain_loop(engine, loader)
+    same = all(torch.equal(p, weights[name]) for name, p in engine.module.named_parameters())
+    engine.destroy()
+    orders = [list(DistributedSampler(Texts(), 2, replica)) for replica in range(2)]
+    difference = worst(weights, reference(orders, 2)["weights"])
+    return {"difference": difference, "same": same, "now": now, "losses": whole[-len(resumed) :] == resumed}
+
+
+def lamb_warmup() -> list[float]:
+    """The LR of each step of an engine whose batch size DeepSpeed computes: 2 x 2 micro-batches on one replica."""
+    params = {"reference_lr": 0.1, "reference_batch_size": 1, "total_steps": 4, "warmup_steps": 2}
+    scheduler = {"type": "LambWarmup", "params": params}
+    engine = build_engine(gpt(2), mean_loss, token_pipeline=None, config={"scheduler": scheduler})
+    used: list[float] = []
+    engine.optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+    for step in steps_of(4, 2, masked=False):
+        engine.train_batch(iter(step))
+    engine.destroy()
+    return used

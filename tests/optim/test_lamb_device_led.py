@@ -1,0 +1,127 @@
+"""The way of a GPU, where the op counts the steps and the host never looks, on a stand-in for its op: the same parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ds_terapipe.optim import backends, modes
+from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.optim.plain import FOUND_INF, Plain
+from ds_terapipe.optim.segments import Tables
+from ds_terapipe.optim.step_rules import DeviceSteps
+from tests.optim import checks
+
+
+class StandIn(Plain):
+    """Counts the steps in the rules, as the op on CUDA does."""
+
+    name = "cuda"
+
+    def write_rules(self, rules: Tensor, values: Tensor) -> None:
+        rules[:, : modes.STEP] = values[:, : modes.STEP]
+        rules[:, modes.STEP + 1 :] = values[:, modes.STEP + 1 :]
+
+    def apply(self, tables: Tables, norms: Tensor, control: Tensor, ratios: Tensor, *, advance: bool = False) -> None:
+        super().apply(tables, norms, control, ratios)
+        if advance and control[FOUND_INF] == 0:
+            tables.rules[:, modes.STEP] += 1
+
+    def step(self, tables: Tables, norms: Tensor, control: Tensor, ratios: Tensor, *, advance: bool = False) -> None:
+        self.moments(tables, norms, control)
+        self.apply(tables, norms, control, ratios, advance=advance)
+
+
+def groups(params: list[Parameter]) -> list[dict[str, Any]]:
+    return [{"params": params[:3]}, {"params": params[3:], "mode": "deepspeed", "lr": 0.02}]
+
+
+def pair(
+    monkeypatch: pytest.MonkeyPatch, **arguments: Any
+) -> tuple[list[Parameter], FusedLamb, list[Parameter], FusedLamb]:
+    """Two optimizers of the same parameters, led by the device and by the host."""
+    device, host = checks.parameters(), checks.parameters()
+    first, second = FusedLamb(groups(device), **arguments), FusedLamb(groups(host), backend="plain", **arguments)
+    plain = backends.pick
+    monkeypatch.setattr(backends, "pick", lambda d, name: StandIn() if name == "auto" else plain(d, name))
+    return device, first, host, second
+
+
+def step(params: list[Parameter], optimizer: FusedLamb, grads: list[Tensor], absent: tuple[int, ...] = ()) -> None:
+    for i, (parameter, gradient) in enumerate(zip(params, grads, strict=True)):
+        parameter.grad = None if i in absent else gradient
+    optimizer.step(grad_scale=checks.SCALE)
+
+
+def assert_same(one: tuple[list[Parameter], FusedLamb], other: tuple[list[Parameter], FusedLamb]) -> None:
+    for a, b in zip(one[0], other[0], strict=True):
+        assert torch.equal(a, b)
+    first, second = one[1].state_dict(), other[1].state_dict()
+    assert first["param_groups"] == second["param_groups"]
+    assert first["state"].keys() == second["state"].keys()
+    for index, values in first["state"].items():
+        assert values["step"] == second["state"][index]["step"]
+        assert torch.equal(values["exp_avg_sq"], second["state"][index]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("clips", [None, checks.MAX_GRAD_NORM])
+def test_led_by_the_device_is_led_by_the_host(clips: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Priming, skipped steps, parameters without gradient, another learning rate, loading and copying."""
+    device, first, host, second = pair(monkeypatch, max_grad_norm=clips)
+    sides = [(device, first), (host, second)]
+    grads = list(checks.gradients(10))
+    bad = [gradient.clone() for gradient in grads[3]]
+    bad[1][5] = torch.nan
+    for params, optimizer in sides:
+        step(params, optimizer, [torch.zeros_like(gradient) for gradient in grads[0]])
+        step(params, optimizer, grads[0])
+        step(params, optimizer, [torch.zeros_like(gradient) for gradient in grads[0]])
+        step(params, optimizer, grads[1], absent=(0, 4))
+        step(params, optimizer, bad, absent=(1,))
+        step(params, optimizer, bad)
+        step(params, optimizer, grads[2], absent=(2,))
+        optimizer.param_groups[0]["lr"] = 0.005
+        step(params, optimizer, grads[3])
+        optimizer.load_state_dict(optimizer.state_dict())
+        step(params, optimizer, grads[4])
+    assert_same(*sides)
+    assert [values["step"] for values in first.state_dict()["state"].values()] == [6, 6, 6, 7, 6]
+    assert all(isinstance(first.state[parameter]["step"], DeviceSteps) for parameter in device)
+    assert first.skipped_steps == second.skipped_steps == 1
+    copies = [copy.deepcopy(side) for side in sides]
+    for params, optimizer in copies:
+        step(params, optimizer, grads[5])
+    assert_same(*copies)
+    for params, optimizer in sides:
+        step(params, optimizer, grads[5])
+    assert_same(sides[0], copies[0])
+
+
+def test_all_that_a_steady_step_asks_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is known that a step was made, no more tensor is made or computed than the op's own and two copies."""
+    params, optimizer, _, _ = pair(monkeypatch)
+    for grads in checks.gradients(3):
+        step(params, optimizer, grads)
+    ((_, (table,)),) = optimizer._tables.values()
+    assert table._rules.has_started
+    monkeypatch.setattr(table._rules, "steps_made", lambda: pytest.fail("the device was asked for the number of steps"))
+    for grads in checks.gradients(2):
+        step(params, optimizer, grads)
+
+
+def test_the_learning_rate_may_live_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, first, host, second = pair(monkeypatch)
+    held = torch.tensor(0.01, dtype=torch.float64)
+    first.param_groups[0]["lr"] = held
+    for grads, lr in zip(checks.gradients(3), (0.01, 0.03, 0.002), strict=True):
+        held.fill_(lr)
+        second.param_groups[0]["lr"] = lr
+        step(device, first, grads)
+        step(host, second, grads)
+    for a, b in zip(device, host, strict=True):
+        assert torch.equal(a, b)

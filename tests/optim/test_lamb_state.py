@@ -1,0 +1,367 @@
+"""What is kept between steps: state dicts of ours and of others, copies, skipped and priming steps, the monitor."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.optim.lamb import FusedLamb
+from tests.optim import checks
+
+SHAPES = ((12, 5), (7,), (2, 3, 2, 2))
+BACKENDS = ("auto", "plain")
+GROUP_KEYS = {
+    "DeepSpeed": {"lr", "bias_correction", "betas", "eps", "weight_decay", "max_grad_norm", "max_coeff", "min_coeff"},
+    "apex": {"lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "max_grad_norm", "step"},
+    "timm": {
+        *("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "max_grad_norm", "trust_clip"),
+        *("always_adapt", "caution", "decoupled_decay", "corrected_weight_decay", "max_lr_snapshot", "foreach", "step"),
+    },
+}
+"""What the ``step`` of each reads from a group."""
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def run(params: list[Parameter], optimizer: FusedLamb, seeds: range) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in params:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        optimizer.step()
+
+
+def groups_of(params: list[Parameter]) -> list[dict[str, Any]]:
+    return [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.0, "lr": 0.02}]
+
+
+def snapshot(params: list[Parameter], optimizer: FusedLamb) -> list[Any]:
+    """Everything that a step changes."""
+    tensors = [parameter.detach().clone() for parameter in params]
+    for parameter in params:
+        state = optimizer.state[parameter]
+        tensors += [state["exp_avg"].clone(), state["exp_avg_sq"].clone(), torch.tensor(state["step"])]
+    return tensors
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+RESUMES: dict[str, Callable[[list[Parameter], FusedLamb], tuple[list[Parameter], FusedLamb]]] = {}
+
+
+def resume(function: Callable) -> Callable:
+    RESUMES[function.__name__] = function
+    return function
+
+
+@resume
+def saved_and_loaded(params: list[Parameter], optimizer: FusedLamb) -> tuple[list[Parameter], FusedLamb]:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    fresh = [Parameter(parameter.detach().clone()) for parameter in params]
+    other = FusedLamb(groups_of(fresh), max_grad_norm=0.5, backend=optimizer.backend)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    return fresh, other
+
+
+@resume
+def loaded_in_place(params: list[Parameter], optimizer: FusedLamb) -> tuple[list[Parameter], FusedLamb]:
+    optimizer.load_state_dict(optimizer.state_dict())
+    return params, optimizer
+
+
+@resume
+def deep_copied(params: list[Parameter], optimizer: FusedLamb) -> tuple[list[Parameter], FusedLamb]:
+    return copy.deepcopy((params, optimizer))
+
+
+@resume
+def pickled(params: list[Parameter], optimizer: FusedLamb) -> tuple[list[Parameter], FusedLamb]:
+    return pickle.loads(pickle.dumps((params, optimizer)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RESUMES)
+def test_training_goes_on_bit_for_bit(name: str, dtype: torch.dtype, backend: str) -> None:
+    params = parameters(dtype)
+    optimizer = FusedLamb(groups_of(params), max_grad_norm=0.5, backend=backend)
+    run(params, optimizer, range(3))
+    other_params, other = RESUMES[name](params, optimizer)
+    assert all(other.state[parameter]["exp_avg"].dtype == torch.float32 for parameter in other_params)
+    run(other_params, other, range(3, 6))
+    straight = parameters(dtype)
+    reference = FusedLamb(groups_of(straight), max_grad_norm=0.5, backend=backend)
+    run(straight, reference, range(6))
+    assert same(snapshot(other_params, other), snapshot(straight, reference))
+    assert [group["lr"] for group in other.param_groups] == [1e-3, 0.02]
+
+
+@pytest.mark.parametrize("whose", ["DeepSpeed", "apex", "timm"])
+def test_the_state_of_others_is_taken(whose: str) -> None:
+    """Their states, of 4 steps: DeepSpeed counts per parameter, apex and timm per group, timm in a tensor."""
+    params = parameters()
+    moments = [(torch.randn_like(p), torch.rand_like(p)) for p in params]
+    state = {i: {"exp_avg": m.detach(), "exp_avg_sq": v.detach()} for i, (m, v) in enumerate(moments)}
+    group: dict[str, Any] = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.3, "bias_correction": True}
+    group["params"], group["max_grad_norm"] = [0, 1, 2], 1.0
+    if whose == "DeepSpeed":
+        group |= {"max_coeff": 10.0, "min_coeff": 0.01}
+        for values in state.values():
+            values["step"] = 4
+    else:
+        group |= {"step": torch.tensor(4.0) if whose == "timm" else 4, "grad_averaging": True, "trust_clip": False}
+    optimizer = FusedLamb(params, mode="nvlamb", max_coeff=7.0)
+    optimizer.load_state_dict({"state": state, "param_groups": [group]})
+    now = optimizer.param_groups[0]
+    assert (now["lr"], now["betas"], now["eps"], now["weight_decay"]) == (0.5, (0.8, 0.9), 1e-8, 0.3)
+    assert (now["mode"], now["max_coeff"], optimizer.max_grad_norm) == ("nvlamb", 7.0, 0.0)
+    assert "trust_clip" not in now
+    for parameter, (m, v) in zip(params, moments, strict=True):
+        values = optimizer.state[parameter]
+        assert values["step"] == 4 and torch.equal(values["exp_avg"], m) and torch.equal(values["exp_avg_sq"], v)
+    run(params, optimizer, range(1))
+    assert optimizer.state[params[0]]["step"] == 5
+
+
+@pytest.mark.parametrize("whose", GROUP_KEYS)
+def test_the_state_has_what_others_read(whose: str) -> None:
+    params = parameters()
+    optimizer = FusedLamb(groups_of(params))
+    run(params, optimizer, range(3))
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        assert GROUP_KEYS[whose] <= group.keys()
+        assert group["step"] == 3 and type(group["step"]) is int
+    for values in saved["state"].values():
+        assert values["step"] == 3 and type(values["step"]) is int
+
+
+def test_deepspeeds_own_lamb_goes_on_from_our_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Python code runs on it; its CUDA op is a stand-in that notes what it is called with."""
+    from deepspeed.ops.lamb import fused_lamb
+
+    calls: list[tuple] = []
+    op = SimpleNamespace(lamb=lambda *arguments: calls.append(arguments) or torch.ones(1))
+    monkeypatch.setattr(fused_lamb, "FusedLambBuilder", lambda: SimpleNamespace(load=lambda: op))
+    params = parameters()
+    ours = FusedLamb(params, mode="deepspeed", lr=0.02)
+    run(params, ours, range(3))
+    theirs = fused_lamb.FusedLamb(params)
+    theirs.load_state_dict(ours.state_dict())
+    theirs.step()
+    for parameter, call in zip(params, calls, strict=True):
+        state = ours.state[parameter]
+        assert torch.equal(call[2], state["exp_avg"]) and torch.equal(call[3], state["exp_avg_sq"])
+        # lr, betas, max_coeff, min_coeff, eps, scale, step, eps outside the root, bias correction, decay
+        assert call[5:] == (0.02, 0.9, 0.999, 10.0, 0.01, 1e-6, 1.0, 4, 1, 1, 0.01)
+
+
+@pytest.mark.parametrize("found", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("clips", [None, 0.5])
+def test_a_step_with_a_bad_gradient_changes_nothing(
+    found: float, clips: float | None, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = parameters()
+    optimizer = FusedLamb(groups_of(params), max_grad_norm=clips, backend=backend)
+    run(params, optimizer, range(2))
+    before = snapshot(params, optimizer)
+    params[1].grad[3] = found
+    with caplog.at_level(logging.WARNING):
+        optimizer.step()
+    assert same(before, snapshot(params, optimizer))
+    assert optimizer.skipped_steps == 1 and "skipped a step" in caplog.text
+    run(params, optimizer, range(2, 3))
+    assert optimizer.state[params[0]]["step"] == 3 and optimizer.skipped_steps == 1
+
+
+def test_large_gradients_are_not_bad_ones(backend: str) -> None:
+    params = parameters()
+    optimizer = FusedLamb(params, max_grad_norm=1.0, backend=backend)
+    for parameter in params:
+        parameter.grad = torch.full_like(parameter, 1e30)
+    optimizer.step()
+    assert optimizer.skipped_steps == 0 and optimizer.state[params[0]]["step"] == 1
+    assert all(parameter.isfinite().all() for parameter in params)
+
+
+@pytest.mark.parametrize("found", [1.0, True, torch.tensor([1.0]), torch.tensor(1.0)], ids=repr)
+def test_the_caller_may_have_found_inf(found: Any, backend: str) -> None:
+    params = parameters()
+    optimizer = FusedLamb(params, backend=backend)
+    run(params, optimizer, range(1))
+    before = snapshot(params, optimizer)
+    optimizer.step(found_inf=found)
+    assert same(before, snapshot(params, optimizer)) and optimizer.skipped_steps == 1
+    optimizer.step(found_inf=found * 0)
+    assert not same(before, snapshot(params, optimizer)) and optimizer.skipped_steps == 1
+
+
+def test_a_priming_step_counts_nothing(backend: str) -> None:
+    """Before the first step gradients of zero do nothing, not even decay; afterwards they are gradients like others."""
+    params = parameters()
+    start = [parameter.detach().clone() for parameter in params]
+    optimizer = FusedLamb(params, weight_decay=0.1, backend=backend)
+    for parameter in params:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert same(start, [parameter.detach() for parameter in params])
+    assert [optimizer.state[parameter]["step"] for parameter in params] == [0, 0, 0]
+    assert optimizer.skipped_steps == 0
+    run(params, optimizer, range(1))
+    for parameter in params:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert [optimizer.state[parameter]["step"] for parameter in params] == [2, 2, 2]
+
+
+def test_grad_scaler_leaves_the_unscaling_to_the_step(backend: str) -> None:
+    """The same parameters as without it, and a step of too large a scale is skipped."""
+    scaled, reference = parameters(), parameters()
+    first, second = FusedLamb(scaled, backend=backend), FusedLamb(reference, backend=backend)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for one, other in zip(scaled, reference, strict=True):
+            other.grad = torch.randn(other.shape, generator=generator)
+            one.grad = other.grad * scaler.scale(torch.ones(()))
+        scaler.step(first)
+        scaler.update()
+        second.step()
+    assert same(snapshot(scaled, first), snapshot(reference, second))
+    scaled[0].grad[0, 0] = torch.inf
+    scaler.scale(torch.ones(()))
+    scaler.step(first)
+    scaler.update()
+    assert same(snapshot(scaled, first), snapshot(reference, second))
+    assert scaler.get_scale() == 512.0 and first.skipped_steps == 1
+    for parameter in scaled:
+        parameter.grad = torch.ones_like(parameter) * 512
+    for parameter in reference:
+        parameter.grad = torch.ones_like(parameter)
+    scaler.unscale_(first)
+    scaler.step(first)
+    second.step()
+    assert same(snapshot(scaled, first), snapshot(reference, second))
+
+
+def test_groups_may_be_added(backend: str) -> None:
+    params, straight = parameters(), parameters()
+    optimizer = FusedLamb(params[:1], backend=backend)
+    reference = FusedLamb(straight[:1], backend=backend)
+    run(params[:1], optimizer, range(1))
+    run(straight[:1], reference, range(1))
+    optimizer.add_param_group({"params": params[1:], "weight_decay": 0.0, "mode": "apex"})
+    late = FusedLamb(straight[1:], weight_decay=0.0, mode="apex", backend=backend)
+    run(params, optimizer, range(1, 3))
+    for seed in range(1, 3):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in straight:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        reference.step()
+        late.step()
+    assert same([p.detach() for p in params], [p.detach() for p in straight])
+
+
+def test_the_learning_rate_may_change_and_be_a_tensor(backend: str) -> None:
+    params, straight = parameters(), parameters()
+    optimizer = FusedLamb(params, lr=torch.tensor(0.1), backend=backend)
+    reference = FusedLamb(straight, lr=0.1, backend=backend)
+    for seed, lr in enumerate((0.5, 0.25)):
+        run(params, optimizer, range(seed, seed + 1))
+        run(straight, reference, range(seed, seed + 1))
+        optimizer.param_groups[0]["lr"].fill_(lr)
+        reference.param_groups[0]["lr"] = lr
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    # 0.1 is another number in fp32 than in fp64: an eighth of a unit of fp32
+    for one, other in zip(params, straight, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_fp32_clones_take_the_originals_place(backend: str) -> None:
+    """FP16_UnfusedOptimizer replaces trained parameters by clones, which have none of their attributes."""
+    originals = [Parameter(torch.randn(6, 4).bfloat16()) for _ in range(2)]
+    frozen = Parameter(torch.randn(3).bfloat16(), requires_grad=False)
+    originals[0].lamb_rows = (1, 1, 1)
+    optimizer = FusedLamb([originals[0], frozen, originals[1]], split_qkv=True, backend=backend)
+    clones = [original.detach().float().requires_grad_() for original in originals]
+    optimizer.param_groups[0]["params"] = clones
+    for clone in clones:
+        clone.grad = torch.randn(6, 4)
+    optimizer.step()
+    assert [layer.name for layer in optimizer.statistics()] == ["group0.0[0]", "group0.0[1]", "group0.0[2]", "group0.2"]
+    assert all(optimizer.state[clone]["step"] == 1 for clone in clones)
+
+
+@pytest.mark.parametrize("shapes", [((24,), (24,)), ((48,),), ((6, 4),)], ids=str)
+def test_unknown_tensors_are_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Flat buffers that nobody has linked to the parameters would make one layer of all."""
+    optimizer = FusedLamb([Parameter(torch.randn(6, 4)) for _ in range(2)])
+    flats = [Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer.param_groups[0]["params"] = flats
+    for flat in flats:
+        flat.grad = torch.randn(flat.shape)
+    before = [flat.detach().clone() for flat in flats]
+    with pytest.raises(ConfigError, match=r"optimizer.type: got FusedLamb with a parameter group of"):
+        optimizer.step()
+    assert same(before, [flat.detach() for flat in flats])
+
+
+def test_the_monitor_is_told(backend: str) -> None:
+    events: list[tuple[str, float, int]] = []
+    params = parameters()
+    optimizer = FusedLamb(
+        params, mode="deepspeed", max_coeff=1.2, max_grad_norm=1.0, monitor_interval=2, backend=backend
+    )
+    optimizer.set_names({params[0]: "weight"})
+    optimizer.set_monitor(events.extend)
+    run(params, optimizer, range(5))
+    norm = torch.linalg.vector_norm(torch.cat([parameter.grad.reshape(-1) for parameter in params])).item()
+    assert [step for tag, _, step in events if tag.endswith("min_trust_ratio")] == [2, 4]
+    run(params, optimizer, range(4, 5))
+    last = {tag.rpartition("/")[2]: value for tag, value, step in events if step == 6}
+    layers = optimizer.statistics()
+    ratios = [layer.trust_ratio for layer in layers]
+    assert last["min_trust_ratio"] == min(ratios) and last["max_trust_ratio"] == max(ratios)
+    assert last["mean_trust_ratio"] == pytest.approx(sum(ratios) / 3, rel=1e-12)
+    assert last["clamped_share"] == sum(layer.clamped for layer in layers) / 3
+    assert last["gradient_norm"] == pytest.approx(norm, rel=1e-6)
+    assert [layer.name for layer in layers] == ["weight", "group0.1", "group0.2"]
+
+
+def test_statistics_are_those_of_the_step(backend: str) -> None:
+    params = checks.parameters()
+    optimizer = FusedLamb(params, max_coeff=0.3, backend=backend)
+    before = [torch.linalg.vector_norm(parameter.detach().double()).item() for parameter in params]
+    start = [parameter.detach().clone() for parameter in params]
+    for parameter, gradient in zip(params, next(checks.gradients(1)), strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    for layer, weight, old, new in zip(optimizer.statistics(), before, start, params, strict=True):
+        assert layer.weight_norm == pytest.approx(weight, rel=1e-6)
+        assert layer.trust_ratio == pytest.approx(min(0.3, layer.weight_norm / layer.update_norm), rel=1e-12)
+        assert layer.clamped == (weight / layer.update_norm > 0.3)
+        length = torch.linalg.vector_norm(new.detach().double() - old.double()).item()
+        # a parameter of 0.05 rounds by 3e-9, the smallest step here is 3e-5 long
+        assert length == pytest.approx(1e-3 * layer.trust_ratio * layer.update_norm, rel=1e-3)

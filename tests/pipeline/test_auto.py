@@ -1,0 +1,168 @@
+"""``"slices": "auto"``: trials, a plan that all ranks have, the same numbers, and plans that outlive the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_terapipe.pipeline.choice import CHECKED, ROUNDS
+from ds_terapipe.pipeline.engine import PLAN_STATE
+from ds_terapipe.plan.result import Plan
+from ds_terapipe.schedule import peak_live_units
+from tests.pipeline.models import gpt, masked_loss, micro_batch, steps_of
+from tests.pipeline.training import build_engine, train
+from tests.spawn import launch, run_ranks
+
+MICRO_BATCHES, SEQUENCE = 2, 24
+TRIALS = 2  # of sequences of 24 tokens: two slices and one
+MEASURING = 1 + ROUNDS * TRIALS  # a step to warm up, then the trials
+
+
+def auto(**keys: Any) -> Any:
+    keys = {"slices": "auto", **keys}
+    return build_engine(gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES)
+
+
+def plans(engine: Any) -> list[dict[str, Any]]:
+    state = engine._choice.state()
+    return state["plans"] if state else []
+
+
+def same_numbers() -> dict[str, Any]:
+    steps = steps_of(MEASURING + CHECKED + 2, MICRO_BATCHES)
+    fixed = build_engine(gpt(), masked_loss, token_pipeline={"slices": 2}, micro_batches=MICRO_BATCHES)
+    wanted = train(fixed, steps)
+    fixed.destroy()
+    engine = auto()
+    known: list[int] = []
+    live: list[bool] = []
+
+    def look() -> None:
+        known.append(len(plans(engine)))
+        counts = [len(spans) for spans in engine._batch.spans]
+        live.append(engine.peak_live_units <= max(peak_live_units("terapipe", 2, counts)))
+
+    found = train(engine, steps, look)
+    engine.destroy()
+    return {
+        "losses": (wanted.losses, found.losses),
+        "weights": max(float((wanted.weights[n] - found.weights[n]).abs().max()) for n in wanted.weights),
+        "known": known,
+        "live": live,
+        "plan": plans(engine),
+    }
+
+
+def outlives(folder: str) -> dict[str, Any]:
+    steps = steps_of(MEASURING + 1, MICRO_BATCHES)
+    engine = auto(measurements_path=f"{folder}/costs.json", schedule="terapipe")
+    train(engine, steps)
+    made = plans(engine)
+    engine.save_checkpoint(f"{folder}/checkpoint", tag="here", client_state={"mine": 7})
+    engine.destroy()
+    resumed = auto()
+    _, client = resumed.load_checkpoint(f"{folder}/checkpoint", tag="here")
+    from_checkpoint = plans(resumed)
+    resumed.destroy()
+    again = auto(measurements_path=f"{folder}/costs.json")
+    train(again, steps[:1])
+    from_measurements = plans(again)
+    again.destroy()
+    if torch.distributed.get_rank() == 0:
+        Path(folder, "plan.json").write_text(json.dumps({**made[0], "slices": [10, 14]}))
+    torch.distributed.barrier()
+    given = auto(plan_path=f"{folder}/plan.json")
+    train(given, steps[:1])
+    cut = [span.length for span in given._batch.spans[0]]
+    given.destroy()
+    return {"made": made, "checkpoint": from_checkpoint, "client": client, "measured": from_measurements, "cut": cut}
+
+
+def odd_steps() -> dict[str, Any]:
+    """Evaluation before there is a plan, and longer sequences after there is one."""
+    engine = auto()
+    engine.train_batch(iter(steps_of(1, MICRO_BATCHES)[0]))
+    engine.eval_batch(iter([micro_batch(m) for m in range(MICRO_BATCHES)]))
+    train(engine, steps_of(MEASURING, MICRO_BATCHES)[1:])
+    before = len(plans(engine))
+    shorter = steps_of(1, MICRO_BATCHES, length=SEQUENCE - 8)
+    train(engine, shorter)
+    engine.destroy()
+    return {"before": before, "after": [plan["seq_length"] for plan in plans(engine)]}
+
+
+def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    return {"numbers": same_numbers(), "outlives": outlives(folder), "odd": odd_steps()}
+
+
+def bad(rank: int, world_size: int, keys: dict[str, Any], steps: int) -> None:
+    train(auto(**keys), steps_of(steps, MICRO_BATCHES))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(worker, 2, str(tmp_path_factory.mktemp("auto")))
+
+
+def test_a_run_with_trials_has_the_losses_and_weights_of_one_without(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        wanted, found = result["numbers"]["losses"]
+        assert found == pytest.approx(wanted, rel=1e-5)
+        assert result["numbers"]["weights"] < 1e-5
+
+
+def test_the_plan_is_made_after_the_trials_and_all_ranks_have_it(results: list[dict[str, Any]]) -> None:
+    first, second = (result["numbers"] for result in results)
+    assert first["known"] == second["known"] == [0] * (MEASURING - 1) + [1] * (CHECKED + 3)
+    assert first["plan"] == second["plan"]
+    plan = Plan.from_dict(first["plan"][0])
+    assert sum(plan.slices) == plan.seq_length == SEQUENCE and plan.micro_batches == MICRO_BATCHES
+    assert plan.step_s > 0 and len(plan.options) >= 4
+    assert all(first["live"]) and all(second["live"])
+
+
+def test_an_explicit_schedule_binds(results: list[dict[str, Any]]) -> None:
+    (plan,) = results[0]["outlives"]["made"]
+    assert plan["schedule"] == "terapipe" and {option["schedule"] for option in plan["options"]} == {"terapipe"}
+
+
+def test_a_checkpoint_has_the_plan_and_the_client_s_own_state(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["outlives"]["checkpoint"] == result["outlives"]["made"]
+        assert result["outlives"]["client"]["mine"] == 7 and PLAN_STATE not in result["outlives"]["client"]
+
+
+def test_measurements_of_the_same_run_spare_the_trials(results: list[dict[str, Any]]) -> None:
+    (plan,) = results[0]["outlives"]["measured"]
+    assert plan["seq_length"] == SEQUENCE and {option["schedule"] for option in plan["options"]} == {"1f1b", "terapipe"}
+    assert plan["memory_bytes"][0]["activations"] > 0
+
+
+def test_a_plan_that_is_given_is_used(results: list[dict[str, Any]]) -> None:
+    assert all(result["outlives"]["cut"] == [10, 14] for result in results)
+
+
+def test_evaluation_and_other_lengths_are_no_trouble(results: list[dict[str, Any]]) -> None:
+    assert results[0]["odd"] == {"before": 1, "after": [SEQUENCE, SEQUENCE - 8]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "message"),
+    [
+        ({"plan_path": "missing.json"}, 1, "missing.json: cannot be read"),
+        ({"memory_gb": 1e-9}, MEASURING, "memory_gb: got 1e-09, must be at least"),
+        (
+            {"slices": 4, "memory_gb": 2},
+            1,
+            "token_pipeline.memory_gb: got 2.0, must be absent beside slices that are given",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_on_every_rank(keys: dict[str, Any], steps: int, message: str) -> None:
+    for result in launch(bad, 2, keys, steps):
+        assert result.error is not None and result.error.startswith("ConfigError: "), result.traceback
+        assert message in result.error and "\n" not in result.error

@@ -1,0 +1,313 @@
+"""The choice of a plan: against all plans there are, under memory, and as a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.plan import (
+    Cuts,
+    MeasuredCost,
+    MemoryModel,
+    Plan,
+    Request,
+    Sample,
+    StageCost,
+    StageMemory,
+    StepTimes,
+    advise_micro_batch,
+    best_cut,
+    choose,
+    memory_use,
+    sample_points,
+    slice_times,
+)
+from ds_terapipe.schedule import NAMES, Op
+
+from .costs import ExampleCost
+from .test_slices import compositions
+
+factors = st.lists(st.floats(0.2, 3.0), min_size=1, max_size=4)
+
+
+@st.composite
+def costs(draw):
+    return ExampleCost(
+        draw(factors),
+        fixed=draw(st.sampled_from([0.0, 1e-3, 1e-2])),
+        attention=draw(st.sampled_from([0.0, 1e-7, 1e-6])),
+        weights=draw(st.sampled_from([0.0, 1e-5])),
+        link=draw(st.sampled_from([0.0, 1e-6, 3e-5])),
+        rough=draw(st.sampled_from([0.0, 1e-3])),
+    )
+
+
+def memory(stages):
+    return MemoryModel(tuple(StageMemory(9.0 + s, 1.0, 2.0, 3.0, 1.0, 1.0) for s in range(stages)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    costs(),
+    st.sampled_from(NAMES),
+    st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_step_times_are_the_simulators(cost, schedule, lengths, micro_batches, weights_once):
+    times = StepTimes(cost, len(cost.factors), micro_batches, weights_once)
+    result = times.simulate(schedule, lengths, [2.0] * len(cost.factors))
+    assert times.seconds(schedule, lengths) == pytest.approx(result.makespan, rel=1e-12)
+    assert times.bound(lengths) <= result.makespan * (1 + 1e-12)
+    assert result.stages[0].peak_bytes == 2 * result.stages[0].peak_tokens
+
+
+@pytest.mark.parametrize("lengths", [[256], [128, 128], [100, 90, 66]])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_weight_gradients_are_work_of_every_stage_whether_cut_or_not(schedule, lengths):
+    cost = ExampleCost([1.0, 2.0, 1.5], weights=2e-5)
+    times = StepTimes(cost, 3, 5, weights_once=True)
+    result = times.simulate(schedule, lengths)
+    actions = [a for a in result.grid[1] if a.op is Op.WEIGHT_GRADIENTS]
+    assert len(actions) == (5 if len(lengths) > 1 else 0)
+    starts = [0, *itertools.accumulate(lengths)]
+    passes = sum(3 * cost.forward(1, length, start) for length, start in zip(lengths, starts, strict=False))
+    assert result.stages[1].busy == pytest.approx(5 * (passes + 2 * 2e-5 * 256))
+    assert times.seconds(schedule, lengths) == pytest.approx(result.makespan)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_the_bound_holds_where_the_first_stage_makes_weight_gradients_last(schedule):
+    # The last stage is the slow one: its last weight gradients are made while the stages before it go backward.
+    times = StepTimes(ExampleCost([1.0, 1.0, 1.0, 4.0], weights=4e-5), 4, 2, weights_once=True)
+    for lengths in ([256, 256], [200, 168, 144]):
+        makespan = times.simulate(schedule, lengths).makespan
+        assert 0.95 * makespan <= times.bound(lengths) <= makespan * (1 + 1e-12)
+
+
+@settings(deadline=None, max_examples=20)
+@given(costs(), st.integers(1, 6), st.integers(0, 7), st.integers(1, 3), st.booleans(), st.floats(0.0, 1.2))
+def test_small_cases_are_the_best_of_all_plans_that_fit(cost, quanta, rest, micro_batches, weights_once, room):
+    stages, total = len(cost.factors), quanta * 8 + rest
+    times = StepTimes(cost, stages, micro_batches, weights_once)
+    request = Request(total, stages, micro_batches, memory=memory(stages), weights_once=weights_once)
+    most = max(use.total for use in choose(cost, dataclasses.replace(request, schedule="terapipe")).memory)
+    request = dataclasses.replace(request, memory_gb=room * most / 1e9 or None)
+    cuts = [Cuts(total, 8).lengths(counts) for counts in compositions(quanta)]
+    feasible = [times.seconds(name, c) for name in NAMES for c in cuts if _fits(request, name, c)]
+    try:
+        found = choose(cost, request)
+    except ConfigError:
+        assert not feasible
+        return
+    # lengths that are equal but no multiples of the granularity are allowed as well, and may be better still
+    assert found.step_s <= min(feasible, default=found.step_s) * (1 + 1e-9)
+    if all(length % 8 == 0 for length in found.slices[:-1]):
+        assert found.step_s >= min(feasible) * (1 - 1e-9)
+    assert _fits(request, found.schedule, found.slices)
+    assert found.step_s == pytest.approx(times.seconds(found.schedule, found.slices))
+
+
+def _fits(request, schedule, lengths):
+    uses = memory_use(request.memory, schedule, lengths, request.micro_batches, request.weights_once)
+    return request.memory_gb is None or max(use.total for use in uses) <= request.memory_gb * 1e9
+
+
+@pytest.mark.parametrize("schedule", ["auto", *NAMES])
+@pytest.mark.parametrize("micro_batches", [1, 4, 12])
+@pytest.mark.parametrize("factors", [[1.0] * 4, [1.0, 1.0, 1.0, 2.0], [2.5, 1.0]])
+def test_never_slower_than_equal_slices_or_terapipes_optimum(schedule, micro_batches, factors):
+    cost = ExampleCost(factors, attention=2e-8, link=1e-7, rough=5e-4)
+    stages, total = len(factors), 1000
+    found = choose(cost, Request(total, stages, micro_batches, schedule))
+    times = StepTimes(cost, stages, micro_batches)
+    for name in NAMES if schedule == "auto" else (schedule,):
+        for count in range(1, 17):
+            length, longer = divmod(total, count)
+            equal = [length + (i < longer) for i in range(count)]
+            assert found.step_s <= times.seconds(name, equal) * (1 + 1e-12)
+    cuts = Cuts.of(total)
+    optimum = best_cut(slice_times(cost, stages, cuts), (stages - 1) / micro_batches)
+    if schedule != "1f1b":
+        assert found.step_s <= times.seconds("terapipe", cuts.lengths(optimum.counts)) * (1 + 1e-12)
+    if schedule != "auto":
+        assert {option.schedule for option in found.options} == {found.schedule} == {schedule}
+    assert sum(found.slices) == total
+
+
+def test_unequal_slices_of_equal_cost_beat_equal_lengths_under_1f1b():
+    cost = ExampleCost([1.0] * 8, fixed=0.0, linear=1e-6, attention=1e-8)
+    request = Request(4096, 8, 8, "1f1b")
+    found, times = choose(cost, request), StepTimes(cost, 8, 8)
+    assert found.step_s < 0.95 * min(times.seconds("1f1b", [4096 // n] * n) for n in (1, 2, 4, 8, 16))
+    assert list(found.slices) == sorted(found.slices, reverse=True)
+
+
+@settings(deadline=None, max_examples=10)
+@given(costs(), st.integers(1, 4), st.booleans(), st.lists(st.floats(0.2, 1.3), min_size=3, max_size=3))
+def test_more_memory_never_gives_a_slower_plan(cost, micro_batches, weights_once, rooms):
+    stages = len(cost.factors)
+    request = Request(128, stages, micro_batches, memory=memory(stages), weights_once=weights_once)
+    free = choose(cost, request)
+    most = max(use.total for use in free.memory)
+    previous = float("inf")
+    for room in sorted(rooms):
+        limited = dataclasses.replace(request, memory_gb=room * most / 1e9)
+        try:
+            found = choose(cost, limited)
+        except ConfigError:
+            assert previous == float("inf")
+            continue
+        assert found.step_s <= previous
+        assert max(use.total for use in found.memory) <= room * most
+        previous = found.step_s
+    assert free.step_s <= previous
+
+
+def test_what_does_not_fit_says_what_would():
+    cost, stages = ExampleCost([1.0] * 4), 4
+    bytes_ = MemoryModel((StageMemory(activations=1e6),) * 4)
+    request = Request(512, stages, 8, memory=bytes_, memory_gb=0.1)
+    with pytest.raises(
+        ConfigError, match=r"memory_gb: got 0\.1, must be at least 0\.\d+: .*stage 0 takes.*1f1b, "
+    ) as raised:
+        choose(cost, request)
+    need = float(str(raised.value).split("at least ")[1].split(":")[0])
+    assert choose(cost, dataclasses.replace(request, memory_gb=need)).schedule == "1f1b"
+    with pytest.raises(ConfigError):
+        choose(cost, dataclasses.replace(request, memory_gb=need - 0.002))
+
+
+def test_rules_for_lengths_hold():
+    found = choose(ExampleCost([1.0] * 4), Request(768, 4, 2, granularity=8, min_length=100, multiple_of=12))
+    assert min(found.slices) >= 100
+    assert all(length % 12 == 0 for length in found.slices)
+
+
+@pytest.mark.parametrize(("total", "least"), [(1000, 8), (96, 8), (37, 8), (8, 8), (5, 5)])
+def test_the_samples_that_are_asked_for_are_enough_for_every_candidate(total, least):
+    true = ExampleCost([1.0, 1.5], attention=2e-8, link=1e-7)
+    points = sample_points(total, least)
+    stages = [
+        StageCost([Sample(n, c, true.forward(stage, n, c), true.backward(stage, n, c)) for n, c in points])
+        for stage in range(2)
+    ]
+    lengths = sorted({length for length, _ in points})
+    cost = MeasuredCost(stages, [[(n, true.message(0, n)) for n in lengths]])
+    found = choose(cost, Request(total, 2, 2, min_length=least))
+    assert found.step_s == pytest.approx(StepTimes(true, 2, 2).seconds(found.schedule, found.slices), rel=0.02)
+    with pytest.raises(ConfigError, match=f"within what was measured, {total} tokens"):
+        choose(cost, Request(total + 1, 2, 2))
+
+
+def test_one_stage_is_not_cut_and_the_overhead_counts():
+    found = choose(ExampleCost([1.0]), Request(512, 1, 4, overhead_s=0.5))
+    assert found.slices == (512,)
+    assert found.step_s == pytest.approx(0.5 + 4 * 3 * ExampleCost([1.0]).forward(0, 512, 0))
+    assert found.bubble["total"] == 0
+
+
+def test_advice_compares_sizes_of_the_micro_batch():
+    costs = {b: ExampleCost([1.0] * 4, fixed=5e-3, sequences=b) for b in (1, 2, 3, 4)}
+    plans = advise_micro_batch(costs, Request(256, 4, 1, memory=memory(4)), 4)
+    assert sorted((plan.sequences, plan.micro_batches) for plan in plans) == [(1, 4), (2, 2), (4, 1)]
+    assert [plan.step_s for plan in plans] == sorted(plan.step_s for plan in plans)
+    whole, single = (next(p for p in plans if p.sequences == b) for b in (4, 1))
+    assert max(u.activations for u in whole.memory) >= max(u.activations for u in single.memory)
+    with pytest.raises(ConfigError, match="sequences: got 5, must be a multiple of one of"):
+        advise_micro_batch({2: costs[2]}, Request(256, 4, 1), 5)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"stages": 0}, "stages: got 0, must be a positive integer"),
+        ({"seq_length": 1 << 20}, "sequence length: got 1048576, must be within what was measured, 65536 tokens"),
+        ({"schedule": "gpipe"}, 'schedule: got "gpipe", must be "auto" or "terapipe" or "1f1b"'),
+        ({"memory_gb": -1.0}, "memory_gb: got -1.0, must be a positive number"),
+        ({"memory": memory(3)}, "memory: got 3 stages, must be the pipeline's 2"),
+        ({"granularity": 0}, "granularity: got 0"),
+    ],
+)
+def test_requests_that_break_a_rule_are_errors(values, says):
+    with pytest.raises(ConfigError, match=says):
+        choose(ExampleCost([1.0] * 2), dataclasses.replace(Request(256, 2, 2), **values))
+
+
+# ------------------------------------------------------------------------------------------------------- the plan's file
+
+
+def example():
+    return choose(
+        ExampleCost([1.0] * 4, link=1e-6),
+        Request(512, 4, 4, memory=memory(4), memory_gb=1.0, weights_once=True, about={"model": "gpt"}),
+    )
+
+
+def test_a_saved_plan_is_the_same(tmp_path):
+    plan = example()
+    plan.save(tmp_path / "sub" / "plan.json")
+    assert Plan.load(tmp_path / "sub" / "plan.json") == plan
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert [path.name for path in (tmp_path / "sub").iterdir()] == ["plan.json"]
+
+
+def test_a_plan_prints_what_was_chosen_and_what_lost():
+    plan = example()
+    text = "\n".join(plan.lines())
+    assert f"{plan.schedule}, {len(plan.slices)} slices" in plan.lines()[0]
+    assert "ms predicted, bubble" in text
+    assert "fill" in text and "imbalance" in text and "messages" in text
+    assert "activations" in text and "of 1.00 GB" in text
+    assert plan.losing
+    assert all(option.step_s >= plan.step_s for option in plan.losing if option.fits)
+    names = {(o.schedule, len(o.slices)) for o in plan.options}
+    assert {(name, count) for name, count in itertools.product(NAMES, (1, 2, 4, 8, 16))} <= names
+
+
+def _broken(change):
+    data = example().to_dict()
+    change(data)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (_broken(lambda d: None)[:-30], "is no JSON .*must be a plan and whole"),
+        ("3", "got 3, must be a plan, a JSON object"),
+        (_broken(lambda d: d.update(format="x")), 'format: got "x", must be "ds_terapipe plan 1"'),
+        (_broken(lambda d: d.pop("slices")), "slices: missing, must be a list of positive integers"),
+        (_broken(lambda d: d.update(slices=[256, 0])), r"slices: got \[256, 0\], must be a list of positive integers"),
+        (_broken(lambda d: d.update(slices=[256, 255])), "slices: got .*add up to seq_length, 512, not 511"),
+        (
+            _broken(lambda d: d.update(schedule="gpipe")),
+            'schedule: got "gpipe", must be "terapipe" or "1f1b", use "terapipe"',
+        ),
+        (_broken(lambda d: d.update(stages="4")), 'stages: got "4", must be a positive integer'),
+        (_broken(lambda d: d.update(weights_once=1)), "weights_once: got 1, must be true or false"),
+        (_broken(lambda d: d["memory_bytes"].pop()), "memory_bytes: got .*one block for each of the 4 stages"),
+        (_broken(lambda d: d["memory_bytes"][2].update(messages=-1)), r"memory_bytes\[2\]\.messages: got -1"),
+        (_broken(lambda d: d["bubble"].pop("fill")), "bubble.fill: missing"),
+        (_broken(lambda d: d["options"][0].update(slices=[1])), r"options\[0\]\.slices: got \[1\], must be lengths"),
+    ],
+)
+def test_a_broken_plan_is_one_line_with_file_and_field(tmp_path, text, says):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says) as raised:
+        Plan.load(path)
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith(f"{path}: ")
+
+
+def test_a_plan_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        example().save(tmp_path / "file" / "plan.json")
