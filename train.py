@@ -126,7 +126,6 @@ class Trainer:
         model = build_model(args)
         self.engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=parameter_groups(model))
         self.grid = model.mpu()
-        self.batch = self.engine.train_batch_size()
         self.first = self.grid.get_global_rank() == 0
         self.iteration = self._load()
         # Dropout: another stream for each stage and replica, the same for the parts of a layer.
@@ -135,12 +134,19 @@ class Trainer:
             args.data_path,
             vocab_size=args.vocab_size,
             seq_length=args.seq_length,
-            samples=[args.train_iters * self.batch, args.eval_iters * self.batch, 0],
+            samples=[self._samples(), args.eval_iters * self.engine.train_batch_size(), 0],
             split=args.split,
             seed=args.seed,
             cache_path=args.data_cache_path,
             needed=self._reads_data,
         )
+
+    def _samples(self) -> int:
+        """Samples of the whole training; the schedule MixedBatch has its own batch for each phase."""
+        phases = getattr(self.engine.lr_scheduler, "phases", None)
+        if phases is None:
+            return self.args.train_iters * self.engine.train_batch_size()
+        return sum(phase.steps * phase.batch_size for phase in phases)
 
     def _reads_data(self) -> bool:
         return self.grid.is_first_stage or self.grid.is_last_stage
@@ -159,7 +165,7 @@ class Trainer:
             return None
         return BatchIterator(
             dataset,
-            self.engine.train_micro_batch_size_per_gpu(),
+            self.engine.train_micro_batch_size_per_gpu,
             replica=self.grid.get_data_parallel_rank(),
             replicas=self.grid.get_data_parallel_world_size(),
             consumed=consumed,
@@ -168,14 +174,17 @@ class Trainer:
     def train(self) -> None:
         """Train to ``--train-iters``, from the iteration that was loaded."""
         args = self.args
-        batches = self._batches(self.train_data, self.iteration * self.batch)
+        batches = self._batches(self.train_data, self.engine.global_samples)
+        if batches is not None and hasattr(self.engine.lr_scheduler, "register_dataset"):
+            self.engine.lr_scheduler.register_dataset(batches)
         bar = tqdm(total=args.train_iters, initial=self.iteration, unit="it", disable=None if self.first else True)
         with logging_redirect_tqdm(), bar:
             while self.iteration < args.train_iters:
+                tokens = self._tokens()
                 start = time.perf_counter()
                 loss = float(self.engine.train_batch(data_iter=batches))
                 self.iteration += 1
-                self._report(bar, loss, time.perf_counter() - start)
+                self._report(bar, loss, time.perf_counter() - start, tokens)
                 if args.eval_iters and self._at(args.eval_interval):
                     self.evaluate()
                 if args.save and self._at(args.save_interval):
@@ -183,13 +192,18 @@ class Trainer:
                 if args.exit_interval and self.iteration % args.exit_interval == 0:
                     break
 
+    def _tokens(self) -> int:
+        """Tokens of the next step."""
+        phase = getattr(self.engine.lr_scheduler, "phase", None)
+        return self.engine.train_batch_size() * (self.args.seq_length if phase is None else phase.seq_length)
+
     def _at(self, interval: int) -> bool:
         return self.iteration % interval == 0 or self.iteration == self.args.train_iters
 
-    def _report(self, bar: tqdm, loss: float, seconds: float) -> None:
+    def _report(self, bar: tqdm, loss: float, seconds: float, tokens: int) -> None:
         if not self.first:
             return
-        rate = self.batch * self.args.seq_length / seconds
+        rate = tokens / seconds
         bar.update()
         bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
         if self.iteration % self.args.log_interval == 0 or self.iteration == 1:

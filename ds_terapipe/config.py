@@ -18,7 +18,7 @@ from .errors import ConfigError, bad_value, nearest, shown
 
 TOKEN_PIPELINE = "token_pipeline"
 AUTO = "auto"
-SLICES_RULE = '"auto", a positive number or a list of lengths'
+SLICES_RULE = "a positive number or a list of lengths"
 
 Schedule = Literal["auto", "terapipe", "1f1b"]
 Layout = Literal["auto", "bsh", "sbh"]
@@ -30,8 +30,7 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
     """The block ``token_pipeline``.
 
     Raises:
-        ConfigError: an unknown key, a missing ``slices`` or a value that breaks its rule; only the first is reported,
-            unknown keys before the rest, because a misspelt key is also a missing one.
+        ConfigError: an unknown key or a value that breaks its rule; only the first is reported.
     """
 
     enabled: bool = True
@@ -259,8 +258,6 @@ def _first_error(error: ValidationError, block: str, model: type[DeepSpeedConfig
     name = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "extra_forbidden":
         return _unknown_key(block, name, model.model_fields)
-    if first["type"] == "missing":
-        return ConfigError(f"{block}.{name}: missing, must be {SLICES_RULE}, use e.g. 8")
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return cause

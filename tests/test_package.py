@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points, metadata, requires, version
@@ -123,3 +125,34 @@ def test_constraints_pin_one_version_each():
 def test_licence():
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_op_can_be_built_ahead_and_its_sources_come_with_the_package(tmp_path):
+    source = tmp_path / "source"
+    kept_out = shutil.ignore_patterns(".git", ".venv", "build", "runs", "*.egg-info", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, source, ignore=kept_out)
+    target, cache = tmp_path / "installed", tmp_path / "cache"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-build-isolation",
+        "--no-deps",
+        "--target",
+        str(target),
+    ]
+    ahead = {**os.environ, "DS_BUILD_FUSED_LAMB_TERAPIPE": "1"}
+    subprocess.run([*command, str(source)], check=True, env=ahead, cwd=tmp_path, capture_output=True)
+    program = (
+        "import ds_terapipe; from ds_terapipe.optim.op_builder import builders; b = builders()[0]; "
+        "print(ds_terapipe.__file__, b.built_ahead(), b.sources()[0], b.status()[0])"
+    )
+    elsewhere = {**os.environ, "PYTHONPATH": str(target), "TORCH_EXTENSIONS_DIR": str(cache), "DS_ACCELERATOR": "cpu"}
+    answer = subprocess.run(
+        [sys.executable, "-c", program], check=True, env=elsewhere, cwd=tmp_path, capture_output=True, text=True
+    )
+    module, ahead_of_time, first_source, usable = answer.stdout.split()[-4:]
+    assert module.startswith(str(target)) and first_source.startswith(str(target))
+    assert (ahead_of_time, usable) == ("True", "True") and not cache.exists()

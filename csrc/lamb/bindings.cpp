@@ -37,7 +37,9 @@ T* array_at(int64_t address, int64_t count, const char* name) {
 
 lamb::Control& control_at(int64_t address) {
   auto* control = array_at<lamb::Control>(address, 1, "control");
-  if (!(control->grad_scale > 0) || control->grad_scale > 1e300) throw std::invalid_argument("control: grad_scale must be positive and finite");
+  if (!(control->grad_scale > 0) || control->grad_scale > 1e300) {
+    throw std::invalid_argument("control: grad_scale must be positive and finite");
+  }
   return *control;
 }
 

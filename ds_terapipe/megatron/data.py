@@ -119,24 +119,49 @@ class BatchIterator(Iterator[Batch]):
 
     A global batch is a run of consecutive samples, whatever the layout: its k-th micro-batch of replica r is the
     (k * replicas + r)-th piece of ``micro_batch_size`` samples. Past the last sample it starts again at the first.
+
+    Args:
+        dataset: samples by index, as megatron-core's ``GPTDataset``.
+        micro_batch_size: samples of a micro-batch, or a function that says how many the next one has.
+        replica, replicas: of this process, and in all.
+        consumed: samples of all replicas that have been used before.
     """
 
     def __init__(
-        self, dataset: Any, micro_batch_size: int, *, replica: int = 0, replicas: int = 1, consumed: int = 0
+        self,
+        dataset: Any,
+        micro_batch_size: int | Callable[[], int],
+        *,
+        replica: int = 0,
+        replicas: int = 1,
+        consumed: int = 0,
     ) -> None:
         self.dataset = dataset
-        self.micro_batch_size = micro_batch_size
-        self.replicas = replicas
-        self.start = consumed + replica * micro_batch_size
+        self._size = micro_batch_size if callable(micro_batch_size) else lambda: micro_batch_size
+        self.replica, self.replicas, self.consumed = replica, replicas, consumed
+        self._seq_length: int | None = None
+
+    def set_seq_length(self, seq_length: int) -> None:
+        """From now on only the first ``seq_length`` tokens of each sample, as the schedule ``MixedBatch`` asks for.
+
+        Raises:
+            ValueError: the samples are shorter.
+        """
+        longest = len(self.dataset[0]["tokens"])
+        if seq_length > longest:
+            raise ValueError(
+                f"seq_length: got {seq_length}, must be at most {longest}, the samples' own, use --seq-length {seq_length}"
+            )
+        self._seq_length = seq_length
 
     def __next__(self) -> Batch:
         """((tokens, position ids), (labels, loss mask)), each [micro_batch_size, seq_length]."""
-        picked = [
-            self.dataset[index % len(self.dataset)] for index in range(self.start, self.start + self.micro_batch_size)
-        ]
-        self.start += self.replicas * self.micro_batch_size
+        size = self._size()
+        start = self.consumed + self.replica * size
+        picked = [self.dataset[index % len(self.dataset)] for index in range(start, start + size)]
+        self.consumed += self.replicas * size
         tokens, positions, labels, mask = (
-            torch.stack([sample[name] for sample in picked])
+            torch.stack([sample[name][: self._seq_length] for sample in picked])
             for name in ("tokens", "position_ids", "labels", "loss_mask")
         )
         return (tokens, positions), (labels, mask)

@@ -76,6 +76,45 @@ def source_folder() -> Path:
     raise BuildError(f"the sources of the op are not in {package / 'csrc' / 'lamb'}")
 
 
+CPU_SOURCES = (
+    "bindings.cpp",
+    "lamb_cpu.cpp",
+    "lamb_cpu_check.cpp",
+    "lamb_cpu_scalar.cpp",
+    "lamb_cpu_avx2.cpp",
+    "lamb_cpu_avx512.cpp",
+)
+CPU_HEADERS = ("segment.h", "lamb_cpu.h", "lamb_cpu_kernels.h", "lamb_cpu_target.h")
+# No -march and no fast maths; contraction is off because results must not depend on what a compiler likes to fuse.
+CPU_ARGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-g0",
+)
+
+
+def cpu_recipe() -> Recipe:
+    """How the CPU op is made, at first use and ahead.
+
+    Raises:
+        BuildError: if the sources are not there.
+    """
+    folder = source_folder()
+    return Recipe(
+        module="_lamb_cpu",
+        sources=tuple(str(folder / name) for name in CPU_SOURCES),
+        headers=tuple(str(folder / name) for name in CPU_HEADERS),
+        include_paths=(str(folder),),
+        cxx_args=CPU_ARGS,
+        ldflags=("-fopenmp",),
+    )
+
+
 def compiler() -> str | None:
     """The C++ compiler: CXX, else c++, g++ or clang++, the first that exists."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]

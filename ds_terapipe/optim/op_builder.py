@@ -123,20 +123,11 @@ class CpuLambBuilder(_LambBuilder):
 
     NAME = "fused_lamb_terapipe_cpu"
     MODULE = "_lamb_cpu"
-    SOURCES = (
-        "bindings.cpp",
-        "lamb_cpu.cpp",
-        "lamb_cpu_check.cpp",
-        "lamb_cpu_scalar.cpp",
-        "lamb_cpu_avx2.cpp",
-        "lamb_cpu_avx512.cpp",
-    )
-    HEADERS = ("segment.h", "lamb_cpu.h", "lamb_cpu_kernels.h", "lamb_cpu_target.h")
+    SOURCES = jit.CPU_SOURCES
+    HEADERS = jit.CPU_HEADERS
 
     def cxx_args(self) -> list[str]:
-        """No -march and no fast maths; -ffp-contract=off because results do not depend on what a compiler likes to fuse."""
-        rounding = ["-ffp-contract=off", "-fno-math-errno"]
-        return ["-O3", "-std=c++17", "-fPIC", "-fopenmp", *rounding, "-fvisibility=hidden", "-g0"]
+        return list(jit.CPU_ARGS)
 
     def extra_ldflags(self) -> list[str]:
         return ["-fopenmp"]

@@ -39,7 +39,8 @@ def exported(state_dict: dict[str, Any]) -> dict[str, Any]:
         values = dict(values)
         if "step" in values:
             values["step"] = _number(values["step"], read)
-        state[index] = values
+        if values:  # a parameter that was never stepped, a frozen one, has none
+            state[index] = values
     groups = []
     for group in state_dict["param_groups"]:
         steps = [state[index]["step"] for index in group["params"] if "step" in state.get(index, {})]
@@ -71,7 +72,7 @@ def imported(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dic
             f"optimizer: got a state of {[len(group['params']) for group in saved]} parameters per group, must be that of "
             f"{[len(group['params']) for group in groups]}, use a checkpoint of the same model and parameter groups"
         )
-    state = {index: dict(values) for index, values in state_dict["state"].items()}
+    state = {index: dict(values) for index, values in state_dict["state"].items() if values}
     for old, group in zip(saved, groups, strict=True):
         for index, parameter in zip(old["params"], group["params"], strict=True):
             if index in state:

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from ds_terapipe import cli
+from ds_terapipe.commands import prepare_data
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron.data import BatchIterator, Vocabulary, gpt_datasets
 
@@ -109,4 +110,4 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
 
 
 def test_the_last_id_ends_a_document() -> None:
-    assert Vocabulary(257).eod == cli.END_OF_DOCUMENT
+    assert Vocabulary(257).eod == prepare_data.END_OF_DOCUMENT

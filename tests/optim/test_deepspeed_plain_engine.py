@@ -40,7 +40,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "fp16, dynamic scale": {"grouped": True, "config": {"fp16": {"enabled": True, "initial_scale_power": 6}}},
     "fp16 zero1": {"clip": CLIP, "config": {"fp16": {"enabled": True, "initial_scale_power": 6}, **zero(1)}},
 }
-RESUMED = ["fp16, dynamic scale", "fp32 zero1, two groups", "fp32 zero1, elastic", "bf16", "bf16 zero2"]
+RESUMED = ["fp32", "fp16, dynamic scale", "fp32 zero1, two groups", "fp32 zero1, elastic", "bf16", "bf16 zero2"]
 ALSO = {"fp32 zero1, elastic": {"config": zero(1, elastic_checkpoint=True)}}
 
 

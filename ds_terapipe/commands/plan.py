@@ -1,0 +1,136 @@
+"""``ds_terapipe plan``: the fastest slices and schedule, before or after a cluster is there."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from ds_terapipe.commands.alternatives import alternatives_to, verdicts
+from ds_terapipe.commands.cost_sources import Analytic, Measured
+from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.plan_inputs import Inputs, add_inputs, choose_plan, read_inputs
+from ds_terapipe.commands.progress import progress
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.plan.choose import advise_micro_batch
+from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.plan.result import Plan, compact, seconds_text
+from ds_terapipe.plan.stages import describe, partition
+
+EXAMPLE = """\
+example:
+  ds_terapipe plan --model gpt3-13b --cluster p3.16xlarge --stages 40 --tensor-parallel 8 --sequences 8
+  ds_terapipe plan --ds-config ds_config.json --measured costs.json --output plan.json
+  ds_terapipe plan --ds-config ds_config.json --model model.json --stages 8 --memory-gb 12 --json -
+
+The file of --output is taken by "token_pipeline": {"slices": "auto", "plan_path": "plan.json"}.
+"""
+_SIZES = 6  # of micro-batches that are compared with the given one
+_WORTH = 0.001  # a gain that is worth a line
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the parser of ``ds_terapipe``."""
+    parser = commands.add_parser(
+        "plan",
+        help="the fastest slices and schedule for a model, a cluster and a batch",
+        description="Choose slices and schedule by simulation, within the memory of a device, and print them with what lost "
+        "against them: other numbers of slices, other stages, other micro-batches, interleaving, tensor parallelism.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_inputs(parser)
+    parser.add_argument("--output", metavar="FILE", help="write the plan, as token_pipeline.plan_path reads it")
+    add_json(parser)
+    parser.set_defaults(run=plan)
+
+
+def plan(options: argparse.Namespace) -> None:
+    """Print the plan and advice; write it where asked.
+
+    Raises:
+        ConfigError: a file, an argument or their combination; no plan fits into the memory. CommandError: the file of
+            ``--json`` cannot be written.
+    """
+    with progress("reading"):
+        inputs = read_inputs(options)
+    with progress("planning"):
+        found = choose_plan(inputs)
+    if options.output:
+        found.save(options.output)
+    with progress("comparing with other stages, micro-batches and parallelism"):
+        stage_lines, stages = _stage_advice(inputs, found)
+        batch_lines, batches = _batch_advice(inputs, found)
+        alternatives, why_not = alternatives_to(inputs)
+    said = verdicts(inputs, found.step_s, len(found.slices) > 1, alternatives, why_not)
+    written = [f"written to {options.output}"] if options.output else []
+    lines = [*inputs.lines, *found.lines(), *stage_lines, *batch_lines, *said, *written]
+    data = {
+        **found.to_dict(),
+        "stage_layers": stages,
+        "micro_batch_advice": batches,
+        "alternatives": [each.as_json(found.step_s) for each in alternatives],
+        "verdicts": said,
+    }
+    show(options, "\n".join(lines), data)
+
+
+def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any] | None]:
+    """The best boundaries between stages for the plan's slices, and what they gain."""
+    source = inputs.source
+    if not isinstance(source, Analytic):
+        return ["stages: the costs do not know single layers, use --model for the best boundaries"], None
+    seconds = source.layer_seconds(inputs.sequences, found.slices)
+    present, best = describe(seconds, source.layers), partition(seconds, source.stages)
+    better = StepTimes(
+        source.with_layout(best.layers).cost(inputs.sequences), found.stages, found.micro_batches, found.weights_once
+    )
+    step_s = better.seconds(found.schedule, found.slices) + found.overhead_s
+    gain = 1 - best.slowest / present.slowest if present.slowest else 0.0
+    data = {
+        "present": list(present.layers),
+        "best": list(best.layers),
+        "slowest_stage_gain": gain,
+        "predicted_step_s": step_s,
+    }
+    gained = 1 - step_s / found.step_s
+    if gained < _WORTH:
+        text = present.text if len(set(present.layers)) > 1 else f"{present.layers[0]} layers on each"
+        return [f"stages: {text} is as good as any"], data
+    return [
+        f"stages: --stage-layers {best.text} in place of {present.text}: step {seconds_text(step_s)} in place of "
+        f"{seconds_text(found.step_s)} ({gained:.1%} less), the slowest stage {gain:.1%} less"
+    ], data
+
+
+def _batch_advice(inputs: Inputs, found: Plan) -> tuple[list[str], list[dict[str, Any]]]:
+    """Plans for other sizes of micro-batches of the same sequences."""
+    total = inputs.sequences * inputs.request.micro_batches
+    sizes = [size for size in range(1, total + 1) if total % size == 0]
+    if isinstance(inputs.source, Measured) or len(sizes) == 1:
+        return [], []
+    others = [size for size in sizes if size != inputs.sequences]
+    kept = sorted(others, key=lambda size: (abs(size.bit_length() - inputs.sequences.bit_length()), size))[:_SIZES]
+    request = replace(inputs.request, memory=inputs.source.memory(1))
+    try:
+        plans = advise_micro_batch({size: inputs.source.cost(size) for size in kept}, request, total)
+    except ConfigError:  # no other size fits
+        plans = []
+    plans = sorted([*plans, found], key=lambda each: each.step_s)
+    lines = [f"micro-batches for {total} sequences in a step, fastest first:"]
+    for each in plans:
+        mark = "  (the plan)" if each.sequences == found.sequences else ""
+        lines.append(
+            f"  {each.micro_batches:>4} of {each.sequences:<4}{seconds_text(each.step_s):>12}  {each.schedule}, "
+            f"{compact(each.slices)}{mark}"
+        )
+    return lines, [
+        {
+            "sequences": each.sequences,
+            "micro_batches": each.micro_batches,
+            "predicted_step_s": each.step_s,
+            "schedule": each.schedule,
+            "slices": list(each.slices),
+        }
+        for each in plans
+    ]

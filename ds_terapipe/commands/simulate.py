@@ -1,0 +1,241 @@
+"""``ds_terapipe simulate``: a step on paper: times, bubble, memory, its picture, and schedules under each other."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any, NamedTuple
+
+from ds_terapipe.commands.compare import compare
+from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.plan_inputs import (
+    AUTO,
+    Inputs,
+    add_inputs,
+    choose_plan,
+    read_inputs,
+    shown_time,
+    unwritable,
+    write_text,
+)
+from ds_terapipe.commands.progress import progress
+from ds_terapipe.errors import bad_value
+from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.plan.memory import MemoryUse, as_dict, gigabytes, memory_use
+from ds_terapipe.plan.result import Plan, compact
+from ds_terapipe.schedule import Panel, Simulation, timelines_svg
+from ds_terapipe.tracing.chrome import events_of, write
+
+EXAMPLE = """\
+example:
+  ds_terapipe simulate --stages 4 --micro-batches 4 --slices 4 --picture timeline.svg         no cost needed to draw
+  ds_terapipe simulate --model gpt3-175b --stages 48 --tensor-parallel 8 --sequences 2 --slices 128x16
+  ds_terapipe simulate --plan plan.json --measured costs.json --trace predicted.json          opens in Perfetto
+  ds_terapipe simulate --model gpt3-13b --stages 8 --tensor-parallel 8 --sequences 8 --compare --picture compare.svg
+"""
+_RULE = "a number of equal slices, or lengths in tokens"
+_UNIT_SLICES = 4
+DEFAULT_SCHEDULE = "1f1b"
+
+
+class Cutting(NamedTuple):
+    """What is simulated."""
+
+    schedule: str
+    slices: tuple[int, ...]
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the parser of ``ds_terapipe``."""
+    parser = commands.add_parser(
+        "simulate",
+        help="time and draw a schedule, or several under each other",
+        description="Run the actions that the engine executes against the costs: step time, what the bubble is made of, "
+        "memory, picture, trace. Without any cost a sequence takes 1 forward and 2 backward on each stage.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_inputs(parser)
+    parser.add_argument("--slices", metavar="N|L,L", help=f"{_RULE}: 8, or 512,512, or 128x16 (default: the best)")
+    parser.add_argument("--plan", metavar="FILE", help="simulate the plan of this file")
+    parser.add_argument(
+        "--compare", action="store_true", help="1F1B, interleaved 1F1B, TeraPipe and slice-level 1F1B under each other"
+    )
+    parser.add_argument("--picture", metavar="FILE", help="draw the timeline as an SVG file")
+    parser.add_argument("--trace", metavar="FILE", help="write the predicted run as a Chrome trace")
+    add_json(parser)
+    parser.set_defaults(run=simulate)
+
+
+def simulate(options: argparse.Namespace) -> None:
+    """Print what a step takes; draw it and write its trace where asked.
+
+    Raises:
+        ConfigError: a file, an argument or their combination. CommandError: the file of ``--json`` cannot be written.
+    """
+    given = None if options.plan is None else Plan.load(options.plan)
+    if given is not None and options.slices is not None:
+        raise bad_value("--slices", options.slices, "absent beside --plan, which has slices", "one of the two")
+    if options.compare and options.trace is not None:
+        raise bad_value("--trace", options.trace, "absent beside --compare", "--picture, or one schedule")
+    lengths = None if options.slices is None else slice_lengths(options.slices, options.seq_length)
+    if lengths is not None and options.seq_length is None and len(lengths) > 1:
+        options.seq_length = sum(lengths)
+    with progress("reading"):
+        inputs = read_inputs(options, unit_costs=True, plan=given)
+    slices = given.slices if given else _lengths(inputs, options.slices)
+    if options.compare:
+        with progress("comparing"):
+            lines, data, panels = compare(inputs, slices)
+    else:
+        with progress("simulating"):
+            lines, data, panels = _one(inputs, _cutting(inputs, options, given, slices), options.trace)
+    if options.picture:
+        write_text("--picture", options.picture, timelines_svg(panels))
+        lines.append(f"drawn in {options.picture}")
+    if options.trace:
+        lines.append(f"trace in {options.trace}")
+    show(options, "\n".join(lines), data)
+
+
+def slice_lengths(text: str, seq_length: int | None) -> tuple[int, ...] | None:
+    """``512,512`` or ``128x16`` or both as lengths; None for a number of equal slices.
+
+    Raises:
+        ConfigError: any other text, or lengths that do not add up to ``seq_length``.
+    """
+    parts = [re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", part) for part in re.split(r",\s*|\s+", text.strip())]
+    if None in parts:
+        raise bad_value("--slices", text, _RULE, "e.g. 8, or 512,512, or 128x16")
+    found = tuple(int(part[1]) for part in parts if part for _ in range(int(part[2] or 1)))
+    if len(parts) == 1 and "x" not in text:
+        return None
+    if seq_length is not None and sum(found) != seq_length:
+        rule = f"lengths that add up to the sequence, {seq_length} tokens, not {sum(found)}"
+        raise bad_value("--slices", text, rule, f"e.g. {len(found)}")
+    return found
+
+
+def _lengths(inputs: Inputs, text: str | None) -> tuple[int, ...] | None:
+    """The slices that the argument or the configuration names; None where they are to be chosen."""
+    total = inputs.request.seq_length
+    if text is not None:
+        found = slice_lengths(text, total)
+        return found if found is not None else _equal("--slices", total, int(text))
+    if inputs.slices == AUTO:
+        return _equal("--seq-length", total, min(_UNIT_SLICES, total)) if inputs.units else None
+    if isinstance(inputs.slices, int):
+        return _equal("token_pipeline.slices", total, inputs.slices)
+    if sum(inputs.slices) != total:  # type: ignore[arg-type]
+        raise bad_value(
+            "token_pipeline.slices",
+            inputs.slices,
+            f"lengths that add up to the sequence, {total} tokens",
+            "--seq-length",
+        )
+    return tuple(inputs.slices)  # type: ignore[arg-type]
+
+
+def _equal(key: str, total: int, count: int) -> tuple[int, ...]:
+    if count > total:
+        raise bad_value(key, count, f"at most the tokens of a sequence, {total}", str(min(8, total)))
+    length, longer = divmod(total, count)
+    return tuple(length + (i < longer) for i in range(count))
+
+
+def _cutting(
+    inputs: Inputs, options: argparse.Namespace, given: Plan | None, slices: tuple[int, ...] | None
+) -> Cutting:
+    schedule = inputs.request.schedule
+    if given is not None and (options.schedule is None or options.schedule == AUTO):
+        schedule = given.schedule
+    if slices is None:
+        best = choose_plan(inputs)
+        return Cutting(best.schedule, best.slices)
+    return Cutting(DEFAULT_SCHEDULE if schedule == AUTO else schedule, slices)
+
+
+def _one(inputs: Inputs, cutting: Cutting, trace: str | None) -> tuple[list[str], dict[str, Any], list[Panel]]:
+    """One schedule: what is printed, its figures, its picture."""
+    request = inputs.request
+    times = StepTimes(inputs.source.cost(inputs.sequences), request.stages, request.micro_batches, request.weights_once)
+    found = times.simulate(cutting.schedule, cutting.slices)
+    memory: tuple[MemoryUse, ...] = ()
+    if request.memory is not None:
+        memory = memory_use(
+            request.memory, cutting.schedule, cutting.slices, request.micro_batches, request.weights_once
+        )
+    if trace is not None:
+        about = {"schedule": cutting.schedule, "slices": list(cutting.slices), "costs": inputs.source.text}
+        try:
+            write(trace, events_of(found.grid, found.spans), about)
+        except OSError as error:
+            raise unwritable("--trace", trace, error) from error
+    data = _figures(inputs, cutting, found, memory)
+    scale = 1.0 if inputs.units else 1e3
+    spans = [[span._replace(start=scale * span.start, end=scale * span.end) for span in row] for row in found.spans]
+    count = len(cutting.slices)
+    title = f"{cutting.schedule}, {count} slices" if count > 1 else f"{cutting.schedule}, unsliced"
+    panel = Panel(title if inputs.units else f"{title}, ms", found.grid, spans=spans)
+    return _lines(inputs, cutting, data, memory), data, [panel]
+
+
+def _figures(inputs: Inputs, cutting: Cutting, found: Simulation, memory: tuple[MemoryUse, ...]) -> dict[str, Any]:
+    request = inputs.request
+    return {
+        "schedule": cutting.schedule,
+        "slices": list(cutting.slices),
+        "seq_length": request.seq_length,
+        "stages": request.stages,
+        "micro_batches": request.micro_batches,
+        "sequences": inputs.sequences,
+        "weights_once": request.weights_once,
+        "unit_costs": inputs.units,
+        "costs": inputs.source.text,
+        "predicted_step_s": found.makespan + request.overhead_s,
+        "overhead_s": request.overhead_s,
+        "bubble": {"total": found.bubble, **found.bubble_shares},
+        "per_stage": [
+            {
+                "stage": stage,
+                "busy_s": result.busy,
+                "idle_s": result.idle,
+                "fill_s": result.fill,
+                "imbalance_s": result.imbalance,
+                "messages_s": result.messages,
+                "live_units": result.peak_units,
+                "live_tokens": result.peak_tokens * inputs.sequences,
+                "live_sequences": result.peak_tokens / request.seq_length * inputs.sequences,
+            }
+            for stage, result in enumerate(found.stages)
+        ],
+        "memory_bytes": [{"stage": stage, **as_dict(use)} for stage, use in enumerate(memory)],
+    }
+
+
+def _lines(inputs: Inputs, cutting: Cutting, data: dict[str, Any], memory: tuple[MemoryUse, ...]) -> list[str]:
+    shown = shown_time(inputs.units)
+    bubble = data["bubble"]
+    parts = ", ".join(f"{name} {bubble[name]:.1%}" for name in ("fill", "imbalance", "messages"))
+    after = f", {shown(data['overhead_s'])} of it after the last action" if data["overhead_s"] else ""
+    lines = [
+        *inputs.lines,
+        f"schedule: {cutting.schedule}, {compact(cutting.slices)} tokens",
+        f"step {shown(data['predicted_step_s'])}{after}; bubble {bubble['total']:.1%} ({parts})",
+        f"{'stage':>5}{'busy':>12}{'idle':>12}{'fill':>12}{'imbalance':>12}{'messages':>12}{'live seqs':>11}{'live tokens':>13}",
+    ]
+    for row in data["per_stage"]:
+        cells = "".join(f"{shown(row[f'{name}_s']):>12}" for name in ("busy", "idle", "fill", "imbalance", "messages"))
+        lines.append(f"{row['stage']:>5}{cells}{row['live_sequences']:>11.2f}{row['live_tokens']:>13}")
+    if not memory:
+        return lines
+    worst = max(range(len(memory)), key=lambda stage: memory[stage].total)
+    limit = inputs.request.memory_gb
+    of = "" if limit is None else f" of {limit:.2f}"
+    lines.append(f"memory of stage {worst}, the fullest: {gigabytes(memory[worst].total):.2f}{of} GB")
+    for name, value in memory[worst]._asdict().items():
+        if value:
+            lines.append(f"  {name.replace('_', ' '):<24}{gigabytes(value):>9.3f} GB")
+    if limit is not None and gigabytes(memory[worst].total) > limit:
+        lines.append("  does not fit")
+    return lines
