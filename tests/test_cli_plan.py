@@ -109,6 +109,25 @@ def test_the_configuration_is_read_and_arguments_win(
     assert found["memory_limit_bytes"] == 5e9
 
 
+def test_deepspeed_s_batch_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds_config.json"
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for sizes, replicas, expected in [
+        ((24, 2, 3), None, (2, 3)),
+        ((24, 2, None), 4, (2, 3)),
+        ((24, None, 3), 4, (2, 3)),
+        ((24, None, None), 4, (6, 1)),
+        ((None, 2, "auto"), None, (2, 2)),  # no cost: as many micro-batches as stages
+    ]:
+        path.write_text(json.dumps({name: size for name, size in zip(names, sizes, strict=True) if size}))
+        extra = ["--data-parallel", replicas] if replicas else []
+        found = figures(capsys, "simulate", "--ds-config", path, "--stages", 2, *extra)
+        assert (found["sequences"], found["micro_batches"]) == expected
+    path.write_text('{"train_batch_size": 2}')
+    status, _, err = run(capsys, "simulate", "--ds-config", path, "--data-parallel", 4)
+    assert status == 1 and "train_batch_size: got 2, must be micro-batch size x" in err
+
+
 def test_uneven_stages_get_better_boundaries(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     arguments = ["plan", "--model", model, *SMALL, "--stages", 2, "--sequences", 4]
     found = figures(capsys, *arguments, "--stage-layers", "1,7")
@@ -332,6 +351,7 @@ def test_progress_shows_up_on_standard_error(capsys: pytest.CaptureFixture[str])
             sys.stderr.flush()
             told += capsys.readouterr().err
     assert told.startswith("planning: 0 s so far")
+    capsys.readouterr()
     with progress("planning", every_s=60):
         pass
     assert capsys.readouterr().err == ""

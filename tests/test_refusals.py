@@ -34,7 +34,11 @@ CONFIGS = {
     "autotp": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: got 2", "megatron-core"),
     "autoep": ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled: got true", "dense"),
     "slices": ({"token_pipeline": {"slices": -3}}, "token_pipeline.slices: got -3", "use e.g. 8"),
-    "slices by another word": ({"token_pipeline": {"slices": "many"}}, 'token_pipeline.slices: got "many"', "use e.g. 8"),
+    "slices by another word": (
+        {"token_pipeline": {"slices": "many"}},
+        'token_pipeline.slices: got "many"',
+        "use e.g. 8",
+    ),
     "schedule": ({"token_pipeline": {"slices": 2, "schedule": "gpipe"}}, 'got "gpipe"', '"terapipe" or "1f1b"'),
     "key": ({"token_pipeline": {"slises": 2}}, 'unknown key "slises"', 'use "slices"'),
     "top-level key": ({"token_pipline": {"slices": 2}}, "token_pipline: unknown key", 'use "token_pipeline"'),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_terapipe.commands.batch_sizes import batch, data_parallel
 from ds_terapipe.commands.cost_sources import Analytic, Measured, Source, Units, even_layers
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.choose import Request, choose
@@ -125,7 +126,7 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         raise bad_value("--plan", plan.stages, f"for the {source.stages} stages that the costs are for", "another plan")
     units = isinstance(source, Units)
     _check_unused(options, source, notes)
-    sequences, micro_batches = _batch(options, data, source, plan)
+    sequences, micro_batches = batch(options, data, source, plan)
     length = _seq_length(options, source, plan)
     memory_gb = options.memory_gb if options.memory_gb is not None else config.memory_gb if config else None
     memory = source.memory(sequences)
@@ -275,7 +276,7 @@ def _analytic(
     layers = None if options.stage_layers is None else _stage_layers(options.stage_layers, stages, model.num_layers)
     if layers is None and stages is None:
         raise ConfigError("--stages: missing, must be the number of pipeline stages, use e.g. 8")
-    tensor, data_parallel = options.tensor_parallel or 1, _data_parallel(options, data)
+    tensor, replicas = options.tensor_parallel or 1, data_parallel(options, data)
     if model.num_attention_heads % tensor:
         raise bad_value(
             "--tensor-parallel", tensor, f"a divisor of the model's {model.num_attention_heads} attention heads", "1"
@@ -286,8 +287,8 @@ def _analytic(
         cluster,
         layers or even_layers(model.num_layers, int(stages or 1)),
         tensor,
-        data_parallel,
-        data_parallel if _zero_stage(data) else 1,
+        replicas,
+        replicas if _zero_stage(data) else 1,
         weights_once,
         fixed=memory_gb is None,
     )
@@ -312,67 +313,10 @@ def _stage_layers(text: str, stages: int | None, layers: int) -> tuple[int, ...]
     return counts
 
 
-def _data_parallel(options: argparse.Namespace, data: Fields | None) -> int:
-    """As given, or what is left of train_batch_size where the configuration has all three sizes."""
-    if options.data_parallel is not None or data is None:
-        return options.data_parallel or 1
-    total, micro, steps = _sizes(data)
-    return max(total // (micro * steps), 1) if total and micro and steps else 1
-
-
 def _zero_stage(data: Fields | None) -> bool:
     block = data.value("zero_optimization") if data is not None else None
     stage = block.get("stage", 0) if isinstance(block, dict) else 0
     return isinstance(stage, int) and stage > 0
-
-
-def _sizes(data: Fields) -> tuple[int | None, int | None, int | None]:
-    """train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps; None for missing or ``auto``."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    total, micro, steps = (None if data.value(n) in (None, AUTO) else data.count(n, "e.g. 8") for n in names)
-    return total, micro, steps
-
-
-def _batch(options: argparse.Namespace, data: Fields | None, source: Source, plan: Plan | None) -> tuple[int, int]:
-    """Sequences in a micro-batch, and micro-batches of a replica in a step."""
-    total, micro, steps = _sizes(data) if data is not None else (None, None, None)
-    if data is not None and total is not None:
-        micro, steps = _completed(options, data, total, micro, steps)
-    if isinstance(source, Measured):
-        if micro is not None and options.micro_batches is None:
-            source.cost(micro)
-        micro = source.measured.sequences
-    elif micro is None and plan is not None:
-        micro = plan.sequences
-    micro = micro or 1
-    if options.sequences is None:
-        default = plan.micro_batches if plan else source.stages if isinstance(source, Units) else 1
-        return micro, options.micro_batches or steps or default
-    parts = options.micro_batches or micro
-    if options.sequences % parts:
-        what = f"{parts} micro-batches" if options.micro_batches else f"micro-batches of {micro}"
-        raise bad_value("--sequences", options.sequences, f"a multiple of {parts}, for {what}", str(parts))
-    if options.micro_batches:
-        return options.sequences // options.micro_batches, options.micro_batches
-    return micro, options.sequences // micro
-
-
-def _completed(
-    options: argparse.Namespace, data: Fields, total: int, micro: int | None, steps: int | None
-) -> tuple[int, int]:
-    """DeepSpeed's rule: train_batch_size = micro-batch size x accumulation steps x replicas."""
-    replicas = _data_parallel(options, data)
-    if micro is None:
-        steps = steps or 1
-        micro = total // (steps * replicas)
-    steps = steps or total // (micro * replicas)
-    if micro * steps * replicas != total:
-        raise data.fail(
-            "train_batch_size",
-            f"micro-batch size x accumulation steps x replicas, here {micro} x {steps} x {replicas}",
-            "--data-parallel for the number of replicas, or sizes that agree",
-        )
-    return micro, steps
 
 
 def _seq_length(options: argparse.Namespace, source: Source, plan: Plan | None) -> int:

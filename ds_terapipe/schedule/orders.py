@@ -70,7 +70,7 @@ def _warm_up(name: str, stage: int, stages: int, slices: Sequence[int]) -> int:
     if name == "terapipe":
         return total
     # stages - stage - 1 forwards fill the stages below, as in 1F1B over micro-batches. The other max(slices) - 1 are
-    # there # because a micro-batch goes backward from its last slice, so all its slices must have gone forward first.
+    # there because a micro-batch goes backward from its last slice, so all its slices must have gone forward first.
     return min(total, stages - stage - 1 + max(slices) - 1)
 
 
