@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains a small GPT on the sources of Python's standard library in two processes, then compares the same run with and
-# without the key "token_pipeline". No GPU. `make demo` runs it in an environment that has the package installed.
+# Trains a small GPT on the sources of Python's standard library in two processes, with slices that are chosen in its first
+# steps, compares the same run with and without the key "token_pipeline", and draws what ran when. No GPU. `make demo` runs it in an environment that has the package installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-OUT=${OUT:-build/demo}          # data, logs
+OUT=build/demo                  # data, logs, measurements, pictures: configs/demo.json names it too
 STEPS=${STEPS:-120}             # of the training run
 COMPARE_STEPS=${COMPARE_STEPS:-8}
 
@@ -34,10 +34,16 @@ echo "== data"
 rm -rf "$OUT/cache"
 python -m ds_terapipe.cli prepare-data --output-prefix "$DATA"
 
-echo "== $STEPS steps with configs/demo.json: \"token_pipeline\": {\"slices\": 8}"
+rm -f "$OUT/costs.json" "$OUT/trace.json"
+echo "== $STEPS steps with configs/demo.json: \"token_pipeline\": {\"slices\": \"auto\", ...}"
 train demo configs/demo.json --train-iters "$STEPS" --log-interval 10 --eval-interval "$STEPS" --eval-iters 2
 
-echo "== $COMPARE_STEPS steps from the same seed, with the key and without"
+echo "== $COMPARE_STEPS steps from the same seed, with the key (the measurements are there now) and without"
 train with configs/demo.json --train-iters "$COMPARE_STEPS" --log-interval 1
 train without configs/demo_without.json --train-iters "$COMPARE_STEPS" --log-interval 1
 python configs/compare.py "$OUT/with.jsonl" "$OUT/without.jsonl" --training "$OUT/demo.jsonl"
+
+echo "== what ran when: the traced steps, and the same step uncut as the measurements predict it"
+python -m ds_terapipe.cli simulate --measured "$OUT/costs.json" --micro-batches 1 --slices 1 --trace "$OUT/uncut.json" > "$OUT/uncut.txt"
+python -m ds_terapipe.cli trace "$OUT/uncut.json" "$OUT/trace.json" --picture "$OUT/timeline.svg"
+echo "picture: $OUT/timeline.svg, for Perfetto: $OUT/trace.json"

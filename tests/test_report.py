@@ -11,12 +11,17 @@ from ds_terapipe import cli, compat
 from ds_terapipe.commands import report
 
 
-def test_it_shows_versions_hook_names_and_ops(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_it_shows_versions_hook_names_and_ops(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DS_TERAPIPE_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(name, raising=False)
     assert cli.main(["report", "--json", str(tmp_path / "report.json")]) == 0
     text = capsys.readouterr().out
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["versions"]["deepspeed"] in text
-    assert data["hook"]["on"] and "deepspeed/__init__.py:" in data["hook"]["wraps"]
+    assert data["hook"]["on"], data["hook"]["problem"]
+    assert "deepspeed/__init__.py:" in data["hook"]["wraps"]
     assert data["names"]["deepspeed"]["missing"] == []
     assert sum(entry["found"] for entry in data["names"].values()) <= len(compat.NAMES)
     ops = {op["name"]: op for op in data["ops"]}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 
 from tests.benchmarks import large_batch, large_batch_plan
 from tests.benchmarks.large_batch_corpus import MASK, PREDICTED, SEQUENCE, MaskedSamples, load_corpus
@@ -20,6 +22,15 @@ PLAN = Plan(
     samples=102_400,
     centres=(("lamb", 16, 8e-3), ("adamw", 16, 5e-4), ("adamw", 128, 1.41e-3), ("adamw", 512, 2.83e-3)),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group_of_its_own() -> Iterator[None]:
+    """Megatron's groups are global to the process: the tests after these make others."""
+    yield
+    if torch.distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
 
 
 def fake(best: dict[str, float], noise: float = 0.001):

@@ -111,7 +111,7 @@ def test_least_squares_satisfy_the_conditions_of_an_optimum(columns, rows, rando
 
 def pipeline():
     stages = [StageCost(measured().samples, [(512, 0.25), (256, 0.125)], f"stage {i}") for i in range(2)]
-    memory = MemoryModel((StageMemory(activations=10.0, sent=4.0), StageMemory(received=4.0, fixed=1e6)), 2, None)
+    memory = MemoryModel((StageMemory(activations=10.0, sent=4.0), StageMemory(received=4.0, fixed=1e6)), 2, 4)
     return MeasuredCost(stages, [[(8, 1e-4), (512, 2e-4)]], 3, {"model": "gpt", "dtype": "float32"}, memory)
 
 
