@@ -101,10 +101,10 @@ def launch(
         "OMP_NUM_THREADS": "1",
         **(env or {}),
     }
-    context = mp.get_context("spawn")
-    queues = [context.Queue() for _ in range(world_size)]
     previous = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)  # a spawned child reads these before its first import
+    os.environ.update(settings)  # a spawned child, and the fork server, read these before their first import
+    context = _context(settings)
+    queues = [context.Queue() for _ in range(world_size)]
     try:
         processes = [
             context.Process(
@@ -126,6 +126,18 @@ def launch(
         for process in processes:
             process.kill()
             process.join()
+
+
+def _context(settings: Mapping[str, str]) -> Any:
+    """Where new processes come from: a server that has imported torch and DeepSpeed, which takes seconds, and forks.
+
+    It has the settings of its first use. Others, of a GPU test, get interpreters of their own.
+    """
+    if settings["DS_ACCELERATOR"] != "cpu" or settings["OMP_NUM_THREADS"] != "1":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "deepspeed"])
+    return context
 
 
 def _collect(processes, queues, timeout: float) -> list[RankResult]:
