@@ -40,7 +40,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_access_outside_and_nothing_undefined(program: Path, isa: str) -> None:
     environment = {**os.environ, "DS_TERAPIPE_LAMB_ISA": isa, "OMP_NUM_THREADS": "3"}
     # Threads that OpenMP keeps to the end are no leak; LeakSanitizer cannot run under a debugger or in some containers.
-    # Its copies of stack frames are not aligned for AVX-512 (GCC bug 110027).
+    # Its copies of stack frames are not aligned for AVX-512.
     environment["ASAN_OPTIONS"] = "detect_leaks=0:detect_stack_use_after_return=0"
     done = subprocess.run([str(program)], env=environment, capture_output=True, text=True, check=False, timeout=120)
     if "this processor has" in done.stderr:
