@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.choose import Request, choose
 from ds_terapipe.plan.cost import MeasuredCost
 from ds_terapipe.plan.measure import RecordedStep, measured_cost, overhead
@@ -23,6 +24,7 @@ DEFAULT_SCHEDULE = "1f1b"
 TRIALS = (16, 8, 4, 2, 1)  # numbers of equal slices that are measured
 ROUNDS = 2
 SHORTEST = 8  # tokens of a slice that is tried
+PATIENCE = 20  # steps of other lengths until a measurement is given up
 CHECKED = 3  # steps of a new plan that are compared with its prediction
 WORSE = 1.02  # a plan that takes so much longer than the best trial did is given up for it
 
@@ -135,12 +137,12 @@ class AutoCutting:
         self._limit: float | None = None
         self._now: tuple[int, int] | None = None
         self._trial: Cutting | None = None
-        self._warm = False
+        self._warm, self._missed = False, 0
         self._checks: list[float] = []
         self._checking: tuple[int, int] | None = None
         if config.plan_path is not None:
             plan = Plan.load(config.plan_path)
-            _check_plan(plan, situation, config.plan_path)
+            _check_plan(plan, situation, config.schedule, config.plan_path)
             self._plans[plan.seq_length, plan.micro_batches] = plan
         if config.measurements_path is not None:
             self._load_measurements(config.measurements_path)
@@ -155,12 +157,18 @@ class AutoCutting:
         if plan is not None:
             uniform = min(lengths) == longest
             return Cutting(plan.slices if uniform else len(plan.slices), plan.schedule)
-        if min(lengths) < longest:  # lengths that differ within the step: nothing that could be compared with another
-            return Cutting(min(TRIALS[0], min(lengths)), self._schedule)
-        if self._trials_of != shape:
+        if min(lengths) < longest:  # nothing that another step could be compared with
+            return self._unmeasured(lengths)
+        if shape != self._trials_of:
+            # Where lengths change from step to step, one is measured whenever it comes, the others run meanwhile; what never
+            # comes again is given up after a while.
+            self._missed += 1
+            if self._trials and self._missed <= PATIENCE:
+                return self._unmeasured(lengths)
             self._trials_of, self._steps, self._warm = shape, [], False
             self._trials = [n for _ in range(ROUNDS) for n in TRIALS if n == 1 or longest // n >= SHORTEST]
             self._memory.begin()
+        self._missed = 0
         self._trial = Cutting(self._trials[0], self._schedule)
         return self._trial
 
@@ -169,8 +177,12 @@ class AutoCutting:
         longest = max(lengths)
         plan = next((plan for (length, _), plan in self._plans.items() if length == longest), None)
         if plan is None:
-            return Cutting(min(TRIALS[1], min(lengths)), self._schedule)
+            return self._unmeasured(lengths)
         return Cutting(plan.slices if min(lengths) == longest else len(plan.slices), plan.schedule)
+
+    def _unmeasured(self, lengths: Sequence[int]) -> Cutting:
+        """For steps that nothing is known of."""
+        return Cutting(min(TRIALS[1], max(min(lengths) // SHORTEST, 1)), self._schedule)
 
     @property
     def wants_events(self) -> bool:
@@ -194,7 +206,7 @@ class AutoCutting:
             self._trials = [n for n in self._trials if self._fits(n)] or self._trials[:1]
             return
         count = self._trials.pop(0)
-        self._steps.append(RecordedStep(_equal(self._trials_of[0], count), events, seconds))
+        self._steps.append(RecordedStep(slice_lengths(self._trials_of[0], count), events, seconds))
         if self._trials:
             return
         shape = self._trials_of
@@ -271,7 +283,7 @@ class AutoCutting:
             return True
         length, micro_batches = self._trials_of
         uses = memory_use(
-            self._model, self._schedule, _equal(length, count), micro_batches, self._situation.weights_once
+            self._model, self._schedule, slice_lengths(length, count), micro_batches, self._situation.weights_once
         )
         return max(use.total for use in uses) <= self._limit
 
@@ -289,7 +301,7 @@ class AutoCutting:
 
         better = self._agree(decide)
         if better is not None:
-            slices = _equal(shape[0], better[0])
+            slices = slice_lengths(shape[0], better[0])
             self._plans[shape] = _instead(plan, self._schedule, slices, better[1])
             self._say(
                 f"plan: {compact(slices)} tokens in {self._schedule} took {seconds_text(better[1])}, used instead"
@@ -311,7 +323,12 @@ class AutoCutting:
                 self._say(f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from the checkpoint")
 
 
-def _check_plan(plan: Plan, situation: Situation, path: str) -> None:
+def _check_plan(plan: Plan, situation: Situation, schedule: str, path: str) -> None:
+    if schedule not in (AUTO, plan.schedule):
+        raise ConfigError(
+            f'token_pipeline.plan_path: {path} is for the schedule "{plan.schedule}", must be for the given one, use '
+            f'"schedule": "{plan.schedule}" or another plan'
+        )
     for name in ("stages", "sequences"):
         if getattr(plan, name) != getattr(situation, name):
             raise ConfigError(
@@ -322,8 +339,3 @@ def _check_plan(plan: Plan, situation: Situation, path: str) -> None:
 
 def _instead(plan: Plan, schedule: str, slices: tuple[int, ...], seconds: float) -> Plan:
     return dataclasses.replace(plan, schedule=schedule, slices=slices, step_s=seconds, memory=(), bubble=plan.bubble)
-
-
-def _equal(total: int, count: int) -> tuple[int, ...]:
-    length, longer = divmod(total, count)
-    return tuple(length + (i < longer) for i in range(count))

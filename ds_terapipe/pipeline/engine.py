@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
@@ -31,6 +29,7 @@ from ds_terapipe.pipeline.choosing import new_choice
 from ds_terapipe.pipeline.context import SliceContext
 from ds_terapipe.pipeline.control import Control, Header
 from ds_terapipe.pipeline.gradient_sums import GradientSums
+from ds_terapipe.pipeline.gradients import SlicedGradients
 from ds_terapipe.pipeline.inspection import Inspection
 from ds_terapipe.pipeline.interception import Overrides, adapt_core_attention, adapt_parallel_linears, track_layers
 from ds_terapipe.pipeline.layout import Layout
@@ -50,7 +49,7 @@ _EVAL_MESSAGES_IN_FLIGHT = 4
 PLAN_STATE = "ds_terapipe_plan"
 
 
-class TokenPipelineEngine(TrueNormClipping, PipelineEngine):
+class TokenPipelineEngine(SlicedGradients, TrueNormClipping, PipelineEngine):
     """A :class:`PipelineEngine` whose pipeline carries slices of sequences. Same calls, same results.
 
     Args:
@@ -402,38 +401,6 @@ class TokenPipelineEngine(TrueNormClipping, PipelineEngine):
             self._running_engine_backward = False
         self._after_backward()
 
-    def _scale_loss(self, loss: Tensor) -> Tensor:
-        """Gradient accumulation and loss scaling, once (``DeepSpeedEngine.backward`` in 0.19.8 does the same to one loss)."""
-        loss = loss / self.gradient_accumulation_steps()
-        if isinstance(self.optimizer, ZeROOptimizer):
-            return self.optimizer.scale_if_loss(loss)
-        if self.torch_autocast_z0_gradscaler is not None:
-            return self.torch_autocast_z0_gradscaler.scale(loss)
-        scaling = getattr(self.optimizer, "loss_scale_config", None)  # FP16_Optimizer: its step divides by it
-        return loss if scaling is None else loss.float() * scaling.cur_scale
-
-    def _before_backward(self, first: bool = True) -> None:
-        # DeepSpeed's hooks on gradients look at this flag; its optimisers gather 16-bit gradients per micro-batch
-        self._running_engine_backward = True
-        optimizer = self.optimizer
-        if isinstance(optimizer, BF16_Optimizer):
-            if first:
-                optimizer.clear_lp_grads(set_to_none=True)
-        elif isinstance(optimizer, ZeROOptimizer):
-            optimizer.clear_backward_seen_flag()
-            optimizer.enter_backward()
-
-    def _after_backward(self, first: bool = True, last: bool = True) -> None:
-        optimizer = self.optimizer
-        if not last:
-            self._gradient_sums.put_aside()
-        elif not first:
-            self._gradient_sums.give_back()
-        if isinstance(optimizer, ZeROOptimizer):
-            if last or not isinstance(optimizer, BF16_Optimizer):
-                optimizer.backward_epilogue()
-            optimizer.exit_backward()
-
     def _receive_forward(self, unit: Unit) -> None:
         self._inputs[unit] = self._wire.receive_forward(unit)
         self._memory.message("received", self._inputs[unit])
@@ -486,12 +453,3 @@ class TokenPipelineEngine(TrueNormClipping, PipelineEngine):
     def _printing(self) -> bool:
         every = self.steps_per_print()
         return every is not None and self.global_steps % every == 0
-
-    def _exec_reduce_grads(self) -> None:
-        """As DeepSpeed's; but one replica has nothing to reduce, where DeepSpeed flattens all gradients and copies them back."""
-        if self.is_data_parallel or isinstance(self.optimizer, ZeROOptimizer):
-            super()._exec_reduce_grads()
-            return
-        for parameter in self.module.parameters():
-            if parameter.requires_grad and parameter.grad is None and parameter.numel() > 0:
-                parameter.grad = torch.zeros_like(parameter)  # optimisers decay a weight whose gradient is zero

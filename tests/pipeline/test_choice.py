@@ -1,0 +1,162 @@
+"""Which steps are measured and planned, without processes: simulated steps in place of recorded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_terapipe.config import parse
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.choice import CHECKED, PATIENCE, ROUNDS, TRIALS, AutoCutting, Situation
+from ds_terapipe.pipeline.slicing import slice_lengths
+from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.plan.memory import MemoryModel, StageMemory
+from ds_terapipe.plan.result import Plan
+from ds_terapipe.tracing.chrome import MEASURED, events_of
+
+STAGES = 2
+MEASURING = 1 + ROUNDS * len(TRIALS)
+
+
+class Truth:
+    """What a slice takes on both stages; no messages."""
+
+    sequences, max_length = 1, 1 << 20
+
+    def forward(self, stage: int, length: Any, context: Any) -> Any:
+        return 1e-3 + 1e-4 * np.asarray(length, float) + 1e-8 * np.asarray(length, float) * context
+
+    def backward(self, stage: int, length: Any, context: Any) -> Any:
+        return 2 * self.forward(stage, length, context)
+
+    def weights(self, stage: int, length: Any) -> Any:
+        return 0.0 * length
+
+    def message(self, boundary: int, length: Any) -> Any:
+        return 0.0 * np.asarray(length, float)
+
+
+class Meter:
+    """Counts how often memory is measured."""
+
+    def __init__(self, limit: float | None = None) -> None:
+        self.begun, self._limit = 0, limit
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def end(self) -> tuple[MemoryModel | None, float | None]:
+        return MemoryModel((StageMemory(activations=1.0),) * STAGES), self._limit
+
+
+class Run:
+    """Steps of given lengths, one after the other."""
+
+    def __init__(self, meter: Meter | None = None, **keys: Any) -> None:
+        self.lines: list[str] = []
+        self.meter = meter or Meter()
+        config = parse({"token_pipeline": keys})
+        assert config is not None
+        situation = Situation(STAGES, 1, weights_once=False, loss_of_whole=False)
+        self.choice = AutoCutting(config, situation, lambda decide: decide(), self.meter, self.lines.append)
+
+    def step(self, lengths: Sequence[int], slow: float = 1.0) -> tuple[int, ...]:
+        """Run a step; the slices of its longest micro-batch."""
+        cutting = self.choice.cutting(lengths)
+        given = cutting.slices if isinstance(cutting.slices, int) else list(cutting.slices)
+        slices = slice_lengths(max(lengths), given if isinstance(given, int) or len(set(lengths)) == 1 else len(given))
+        simulation = StepTimes(Truth(), STAGES, len(lengths)).simulate(cutting.schedule, slices)
+        events = [e._replace(run=MEASURED) for e in events_of(simulation.grid, simulation.spans)]
+        self.choice.took(events if self.choice.wants_events else [], slow * simulation.makespan)
+        return slices
+
+    @property
+    def planned(self) -> list[int]:
+        return [plan["seq_length"] for plan in self.choice.state()["plans"]]
+
+
+def test_trials_then_a_plan_that_is_the_best_of_them_or_better() -> None:
+    run = Run()
+    tried = [len(run.step([1024])) for _ in range(MEASURING)]
+    assert tried == [TRIALS[0], *TRIALS * ROUNDS] and run.planned == [1024]
+    chosen = run.step([1024])
+    times = StepTimes(Truth(), STAGES, 1)
+    assert times.seconds("1f1b", chosen) <= min(times.seconds("1f1b", slice_lengths(1024, n)) for n in TRIALS) * (
+        1 + 1e-9
+    )
+
+
+@pytest.mark.parametrize("lengths", [(1024, 512), (512, 1024)])
+def test_lengths_that_alternate_are_both_planned_in_the_end(lengths: tuple[int, int]) -> None:
+    run = Run()
+    for _ in range(2 * MEASURING + 1):
+        for length in lengths:
+            run.step([length])
+    run.step([512])
+    assert sorted(run.planned) == [512, 1024] and run.meter.begun <= 2
+
+
+def test_an_outlier_that_never_comes_again_is_given_up() -> None:
+    run = Run()
+    run.step([4096])
+    for _ in range(PATIENCE + MEASURING):
+        run.step([512])
+    assert run.planned == [512]
+
+
+def test_lengths_that_never_repeat_are_seldom_measured_and_always_run() -> None:
+    run = Run()
+    run.step([5000])
+    for length in range(1000, 1000 + 4 * PATIENCE):
+        assert sum(run.step([length])) == length
+    assert run.planned == [] and run.meter.begun <= 5
+
+
+def test_micro_batches_of_different_lengths_are_run_unmeasured_and_by_the_plan_when_there_is_one() -> None:
+    run = Run()
+    assert len(run.step([1024, 512])) == 8 and run.meter.begun == 0
+    for _ in range(MEASURING):
+        run.step([1024, 1024])
+    assert len(run.step([1024, 512])) == len(run.step([1024, 1024]))
+
+
+def test_another_number_of_micro_batches_is_planned_from_what_is_known() -> None:
+    run = Run()
+    for _ in range(MEASURING):
+        run.step([1024])
+    run.step([1024] * 4)
+    assert run.planned == [1024, 1024] and run.meter.begun == 1
+
+
+def test_a_trial_that_needs_more_memory_than_there_is_is_left_out() -> None:
+    run = Run(Meter(limit=1700.0))  # bytes; a token takes one: two whole sequences are too many
+    tried = [len(run.step([1024] * 8)) for _ in range(1 + ROUNDS * (len(TRIALS) - 1))]
+    assert set(tried) == set(TRIALS) - {1} and run.planned == [1024]
+    assert len(run.step([1024] * 8)) > 1
+
+
+def test_a_plan_that_disappoints_gives_way_to_the_best_trial() -> None:
+    run = Run()
+    for _ in range(MEASURING):
+        run.step([1024])
+    for _ in range(CHECKED):
+        run.step([1024], slow=10.0)
+    assert any("used instead" in line for line in run.lines)
+    times = StepTimes(Truth(), STAGES, 1)
+    best = min(TRIALS, key=lambda n: times.seconds("1f1b", slice_lengths(1024, n)))
+    assert run.step([1024]) == slice_lengths(1024, best)
+
+
+def test_a_plan_of_another_schedule_than_the_given_one_is_refused(tmp_path: Any) -> None:
+    run = Run()
+    for _ in range(MEASURING):
+        run.step([1024])
+    plan = Plan.from_dict(run.choice.state()["plans"][0])
+    other = {"1f1b": "terapipe", "terapipe": "1f1b"}[plan.schedule]
+    plan.save(tmp_path / "plan.json")
+    assert Run(plan_path=str(tmp_path / "plan.json")).planned == [1024]
+    with pytest.raises(ConfigError, match=r"token_pipeline\.plan_path: .* is for the schedule"):
+        Run(plan_path=str(tmp_path / "plan.json"), schedule=other)
