@@ -15,11 +15,10 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-TOKEN_PIPELINE = "token_pipeline"
-ELASTIC_PIPELINE = "elastic_pipeline"
-KEYS = (TOKEN_PIPELINE, ELASTIC_PIPELINE)
-OPTIMIZERS = ("FusedLamb",)
-SCHEDULERS = ("LambWarmup", "MixedBatch")
+from .autoload import KEYS, TYPES
+
+TOKEN_PIPELINE, ELASTIC_PIPELINE = KEYS
+OPTIMIZERS, SCHEDULERS = TYPES["optimizer"], TYPES["scheduler"]
 
 # DeepSpeed's own nearest top-level key is "pipeline" (0.73 alike); a letter or two wrong is above 0.9. "FusedAdam" and
 # "FusedLamb" are 0.78 alike.
