@@ -176,11 +176,14 @@ void moments(const Coefficients& coefficients, const float* p, const float* g, f
   sums[1] += trusted(u_total) ? u_total : exact_update_square_sum(c, p, m, v, n);
 }
 
-// p and u are of phase 1, not long ago, so they are not asked for ahead.
 void apply_kept(float size, const float* p, const float* u, float* to, int64_t n) {
   const Vector s = all(size);
   int64_t i = 0;
-  for (; i + WIDTH <= n; i += WIDTH) store(to + i, sub(load(p + i), mul(s, load(u + i))));
+  for (; i + WIDTH <= n; i += WIDTH) {
+    ask_for(p + i);
+    ask_for(u + i);
+    store(to + i, sub(load(p + i), mul(s, load(u + i))));
+  }
   if (const int64_t rest = n - i; rest > 0) {
     store_tail(sub(load_tail(p + i, rest), mul(s, load_tail(u + i, rest))), to + i, rest);
   }
