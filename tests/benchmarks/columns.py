@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_terapipe.pipeline.choice import CHECKED, ROUNDS, TRIALS
 from tests.benchmarks import gpt
 from tests.benchmarks.workers import Seat
 
@@ -44,13 +45,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Column:
-    """A way to train the model. ``modules`` are imported before the column's memory is first looked at."""
+    """A way to train the model. ``modules`` are imported before the column's memory is first looked at; ``settling`` is
+    the number of steps that it takes, with nothing else running, before it is as fast as it will be.
+    """
 
     name: str
     title: str
     world: int
     prepare: Callable[[int, int, Workload], Step] = field(repr=False)
     modules: tuple[str, ...] = ()
+    settling: int = 0
 
 
 def _accumulating_step(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], workload: Workload) -> Step:
@@ -75,7 +79,7 @@ def prepare_one_process(rank: int, world: int, workload: Workload) -> Step:
     return _accumulating_step(gpt.stage(workload.shape, 0, 1), gpt.TokenLoss(), workload)
 
 
-def _deepspeed_step(initialize: Callable[..., Any], world: int, workload: Workload, keys: dict[str, Any]) -> Step:
+def _deepspeed_engine(initialize: Callable[..., Any], world: int, workload: Workload, keys: dict[str, Any]) -> Any:
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
 
@@ -93,6 +97,10 @@ def _deepspeed_step(initialize: Callable[..., Any], world: int, workload: Worklo
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def _training_step(engine: Any, workload: Workload) -> Step:
     iterator = workload.endlessly()
     return lambda: float(engine.train_batch(iterator))
 
@@ -101,23 +109,28 @@ def prepare_deepspeed(rank: int, world: int, workload: Workload) -> Step:
     """DeepSpeed's own PipelineEngine."""
     import deepspeed
 
-    return _deepspeed_step(deepspeed.initialize, world, workload, {})
+    return _training_step(_deepspeed_engine(deepspeed.initialize, world, workload, {}), workload)
+
+
+def token_slice_engine(world: int, workload: Workload, slices: int | str) -> Any:
+    """ds_terapipe's engine over the workload's model; ``slices`` as in the configuration."""
+    import ds_terapipe
+
+    keys = {"token_pipeline": {"slices": slices, "verify": False}}
+    return _deepspeed_engine(ds_terapipe.initialize, world, workload, keys)
 
 
 @dataclass(frozen=True)
 class PrepareOurs:
-    """ds_terapipe's engine with ``slices`` equal slices; with one process it runs all of them in sequence.
+    """ds_terapipe's engine with ``slices`` equal slices, or ``"auto"``; with one process it runs all of them in sequence.
 
     A class and not a closure because it travels to the workers.
     """
 
-    slices: int
+    slices: int | str
 
     def __call__(self, rank: int, world: int, workload: Workload) -> Step:
-        import ds_terapipe
-
-        keys = {"token_pipeline": {"slices": self.slices, "verify": False}}
-        return _deepspeed_step(ds_terapipe.initialize, world, workload, keys)
+        return _training_step(token_slice_engine(world, workload, self.slices), workload)
 
 
 def prepare_torch_pipelining(rank: int, world: int, workload: Workload) -> Step:
@@ -234,7 +247,15 @@ def timed_step(seat: Seat) -> tuple[float, float | None]:
     return time.perf_counter() - start, loss
 
 
+def settle(seat: Seat, steps: int) -> None:
+    """Request: so many steps that are not timed."""
+    for _ in range(steps):
+        seat.step()
+
+
 SLICES = (1, 2, 4, 8, 16)
+# The planner measures in the first steps, plans, and compares the next ones with its prediction.
+SETTLING = 1 + ROUNDS * len(TRIALS) + CHECKED
 _DEEPSPEED = ("deepspeed",)
 _OURS = ("deepspeed", "ds_terapipe")
 COLUMNS: dict[str, Column] = {
@@ -246,6 +267,7 @@ COLUMNS: dict[str, Column] = {
         Column("torch", "torch PP", 2, prepare_torch_pipelining, ("torch.distributed.pipelining",)),
         Column("megatron", "mcore TP=2", 2, prepare_megatron_tp, ("megatron.core.tensor_parallel",)),
         *(Column(f"ours{count}", f"ours {count}", 2, PrepareOurs(count), _OURS) for count in SLICES),
+        Column("auto", "ours, auto", 2, PrepareOurs("auto"), _OURS, SETTLING),
     )
 }
 

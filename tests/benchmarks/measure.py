@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from tests.benchmarks.columns import Column, Workload, prepare, timed_step
+from tests.benchmarks.columns import Column, Workload, prepare, settle, timed_step
 from tests.benchmarks.rounds import Minima, Probe, minima, probe, run_rounds
 from tests.benchmarks.workers import PeakMemory, WorkerError, Workers, peak_memory
 
@@ -67,6 +67,9 @@ class Fleet:
                 self._bare = Workers(2, (), settings.log, settings.timeout)
             for name, group in self.groups.items():
                 self._first_losses(name, group)
+            self.sleep()
+            for column in columns:
+                self._settle(column)
         except BaseException:
             self.close()
             raise
@@ -92,6 +95,15 @@ class Fleet:
             self._failed(name, error)
         else:
             self.losses[name] = losses
+
+    def _settle(self, column: Column) -> None:
+        """While the others stand still: what a column measures of itself must not be of them."""
+        if column.settling and column.name not in self.failures:
+            try:
+                with self.groups[column.name].awake():
+                    self.groups[column.name].call(settle, column.settling)
+            except WorkerError as error:
+                self._failed(column.name, error)
 
     def check_losses(self) -> None:
         """Every column's losses of its first two steps are those of the first column. Raises WrongResult."""
@@ -132,7 +144,12 @@ class Fleet:
 
     def memory(self) -> dict[str, list[PeakMemory]]:
         """Peak memory of every rank of every column that did not fail."""
-        return {name: group.call(peak_memory) for name, group in self.groups.items() if name not in self.failures}
+        found = {}
+        for name, group in self.groups.items():
+            if name not in self.failures:
+                with group.awake():
+                    found[name] = group.call(peak_memory)
+        return found
 
 
 def measure(
@@ -146,7 +163,6 @@ def measure(
         alive = {
             name: lambda name=name: fleet.step_seconds(name) for name in fleet.groups if name not in fleet.failures
         }
-        memory = fleet.memory()  # of the first two steps: the probes add their own memory to two of the workers
-        fleet.sleep()
+        memory = fleet.memory()  # before the probes add their own to two of the workers
         rounds = run_rounds(alive, fleet.probe, settings.rounds, settings.attempts, report)
         return Result(minima(rounds), memory, fleet.losses, dict(fleet.failures))

@@ -38,7 +38,7 @@ class Seat:
     rank: int
     world: int
     imported_mb: float
-    step: Callable[[], float | None] | None = None
+    step: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
