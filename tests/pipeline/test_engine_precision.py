@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -27,6 +27,7 @@ BF16 = {  # the optimiser classes that DeepSpeed 0.19.8 chooses among
         **FP32_SUM,
     },
 }
+FULL = ("zero0, gathered after backward", "zero1, fp32 sum, gathered after backward", "zero1 adamw", "clipped replicas")
 ZERO1 = {"zero_optimization": {"stage": 1}}
 CLIP = 0.5
 LOSS_ROUNDING = 2.0**-11  # of a mean of losses made from bf16 logits
@@ -109,19 +110,37 @@ def fp32_runs() -> dict[str, Callable[[], dict[str, float]]]:
     }
 
 
-def worker(rank: int, world_size: int) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
-    return ({name: run() for name, run in fp32_runs().items()}, {name: run() for name, run in bf16_runs().items()})
+Results = list[tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]]
 
 
-@pytest.fixture(scope="module")
-def results() -> list[tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]]:
-    return run_ranks(worker, 4, timeout=240)
+def worker(rank: int, world_size: int, full: bool) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    fp32, bf16 = (
+        {name: run() for name, run in runs.items() if (name.split("/")[0] in FULL) == full}
+        for runs in (fp32_runs(), bf16_runs())
+    )
+    return fp32, bf16
 
 
-@pytest.mark.parametrize("name", [
+@cache
+def launched(full: bool) -> Results:
+    return run_ranks(worker, 4, full, timeout=240)
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest) -> Results:
+    """Of the launch that the test is for."""
+    return launched(full=any(mark.name == "full" for mark in request.node.iter_markers()))
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """As parameters; launches of many engines take minutes, so some are for ``make test-full``."""
+    return [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in names]
+
+
+@pytest.mark.parametrize("name", marked([
     "zero1", "zero1 adamw", "zero1 clipped", "zero1 four stages", "clipped", "clipped replicas", "clipped slice",
     "client optimizer",
-])  # fmt: skip
+]))  # fmt: skip
 def test_fp32_equals_one_process(results: Any, name: str) -> None:
     for fp32, _ in results:
         measured = fp32[name]
@@ -129,7 +148,7 @@ def test_fp32_equals_one_process(results: Any, name: str) -> None:
             assert measured[what] <= 1e-5, f"{what} differ by {measured[what]:.1e}"
 
 
-@pytest.mark.parametrize("name", [*BF16, "four stages"])
+@pytest.mark.parametrize("name", marked([*BF16, "four stages"]))
 def test_bf16_is_as_exact_as_unsliced(results: Any, name: str) -> None:
     for _, bf16 in results:
         own = bf16[f"{name}/own"]
