@@ -10,7 +10,7 @@ from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.output import add_json, show
 from ds_terapipe.schedule import Action, Panel, timelines_svg
 from ds_terapipe.schedule.replay import Span
-from ds_terapipe.tracing.chrome import Event, read, write
+from ds_terapipe.tracing.chrome import PREDICTED, Event, read, write
 from ds_terapipe.tracing.summary import as_table, summarise
 
 EXAMPLE = """\
@@ -51,7 +51,7 @@ def trace(options: argparse.Namespace) -> None:
         if options.merged:
             write(options.merged, [event for _, events in runs for event in events])
         if options.picture:
-            panels = [panel for name, events in runs for panel in panels_of(Path(name).name, events)]
+            panels = [panel for name, events in runs for panel in panels_of(Path(name).stem, events)]
             Path(options.picture).write_text(timelines_svg(panels), encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {error.filename} ({error.strerror or error})") from error
@@ -84,5 +84,6 @@ def panels_of(title: str, events: Sequence[Event]) -> list[Panel]:
         for event, action in sorted(shown, key=lambda pair: pair[0].start):
             grid[event.stage].append(action)
             spans[event.stage].append(Span(1e3 * (event.start - zero), 1e3 * (event.end - zero)))
-        panels.append(Panel(f"{title}: {run}, step {last}, ms", grid, spans=spans))
+        what = run if run == PREDICTED else f"{run}, step {last}"
+        panels.append(Panel(f"{title}: {what}, ms", grid, spans=spans))
     return panels

@@ -205,7 +205,11 @@ class TraceFile:
             steps = sorted({event.step for event in self._events})
             try:
                 write(self._path, self._events, self._about)
-                logger.info("trace of steps %d to %d written to %s", steps[0], steps[-1], self._path)
+                logger.info(
+                    "trace of steps %d to %d written to %s; recording took %.3f%% of a step (%d events of %.1f us)",
+                    steps[0], steps[-1], self._path, 100 * self._about["overhead"], self._about["events_per_step"],
+                    1e6 * self._about["seconds_per_event"],
+                )  # fmt: skip
             except OSError as error:
                 logger.error("token_pipeline.trace_path: cannot write %s (%s)", self._path, error.strerror or error)
         self._done = True

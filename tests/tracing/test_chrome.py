@@ -111,7 +111,7 @@ def test_the_command_prints_draws_and_merges(tmp_path: Path, capsys: pytest.Capt
     assert len(table) == 5 and table[1].split()[0] == "measured" and table[3].split()[0] == "predicted"
     assert {event.run for event in read(merged)} == {"measured", "predicted"}
     svg = picture.read_text()
-    assert "m.json: measured, step 4" in svg and "p.json: predicted" in svg
+    assert "m: measured, step 4" in svg and "p: predicted, ms" in svg
     assert cli.main(["trace", str(measured), "--json", "-"]) == 0
     stages = json.loads(capsys.readouterr().out)["stages"]
     assert [line["stage"] for line in stages] == [0, 1] and all(line["run"] == "measured" for line in stages)
