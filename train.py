@@ -178,11 +178,10 @@ class Trainer:
         saved = folder / latest.read_text(encoding="utf-8").strip() / STAGE_LAYERS_FILE if latest.exists() else latest
         if not saved.exists():
             return
-        wanted, now = json.loads(saved.read_text(encoding="utf-8")), list(self.engine.module.layers_per_stage)
-        if wanted != now:
-            raise bad_value(
-                "--stage-layers", now, f"as the checkpoint in {folder} was saved", ",".join(map(str, wanted))
-            )
+        both = json.loads(saved.read_text(encoding="utf-8")), self.engine.module.layers_per_stage
+        then, now = (",".join(map(str, each)) for each in both)
+        if then != now:
+            raise bad_value("--stage-layers", now, f"as the checkpoint in {folder} was saved", then)
 
     def _save(self) -> None:
         folder, tag = Path(self.args.save), f"global_step{self.engine.global_steps}"

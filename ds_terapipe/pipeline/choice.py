@@ -236,7 +236,7 @@ class AutoCutting:
         self._advised = True
         advice = self._cost.layers.advice()
         if advice:
-            self._say(f"plan: {advice}")
+            self._say(f"plan: stages of {advice}")
 
     def _costs(self, layers: LayerSeconds | None) -> tuple[MeasuredCost, float]:
         situation = self._situation

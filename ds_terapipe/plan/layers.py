@@ -64,7 +64,7 @@ class LayerSeconds:
             how = f"pass --stage-layers {best.text}, or to gpt_pipeline layers_per_stage={list(best.layers)}"
         else:
             how = f"begin the stages of the PipelineModule at its layers {_starts(best)} in place of {_starts(present)}"
-        return f"stages of {best.text} layers would take {self.gain:.1%} less than {present.text} in the slowest stage: {how}"
+        return f"{best.text} layers would take {self.gain:.1%} less than {present.text} in the slowest stage: {how}"
 
     def to_dict(self) -> dict[str, Any]:
         """As a file holds it."""
