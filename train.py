@@ -16,10 +16,14 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.megatron import gpt_pipeline
 from ds_terapipe.megatron.data import BatchIterator, gpt_datasets
+from ds_terapipe.plan.stages import read_layers
 
 logger = logging.getLogger("train")
+
+STAGE_LAYERS_FILE = "stage_layers.json"  # in the folder of each checkpoint
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -32,6 +36,11 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if not args.deepspeed_config:
         parser.error("--deepspeed_config is required: batch sizes and optimizer are in it, e.g. configs/demo.json")
+    if args.stage_layers is not None:
+        try:
+            args.stage_layers = read_layers(args.stage_layers, args.num_layers, args.pipeline_model_parallel_size)
+        except ConfigError as error:
+            parser.error(str(error))
     return args
 
 
@@ -62,6 +71,7 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--tensor-model-parallel-size", type=int, default=1)
     add("--pipeline-model-parallel-size", type=int, default=1)
+    add("--stage-layers", metavar="N,N", help="Transformer layers of each stage, default: even; see `ds_terapipe plan`")
     add("--data-path", nargs="+", required=True, help="prefix of .bin and .idx, or weight prefix weight prefix ...")
     add("--split", default="969,30,1", help="parts of the documents for training, validation, test")
     add("--data-cache-path", help="where the order of samples is kept, default: beside the data")
@@ -105,6 +115,7 @@ def build_model(args: argparse.Namespace) -> torch.nn.Module:
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         tied=not args.untie_embeddings_and_output_weights,
+        layers_per_stage=args.stage_layers,
         seed=args.seed,
     )
 
@@ -154,11 +165,31 @@ class Trainer:
     def _load(self) -> int:
         if not self.args.load:
             return 0
+        self._check_stages(Path(self.args.load))
         path, state = self.engine.load_checkpoint(self.args.load)
         if path is None:
             logger.warning("no checkpoint in %s: starting from random weights", self.args.load)
             return 0
         return int(state["iteration"])
+
+    def _check_stages(self, folder: Path) -> None:
+        """Weights are saved by layer, the optimiser's state by stage: with other stages it would go to other layers."""
+        latest = folder / "latest"
+        saved = folder / latest.read_text(encoding="utf-8").strip() / STAGE_LAYERS_FILE if latest.exists() else latest
+        if not saved.exists():
+            return
+        both = json.loads(saved.read_text(encoding="utf-8")), self.engine.module.layers_per_stage
+        then, now = (",".join(map(str, each)) for each in both)
+        if then != now:
+            raise bad_value("--stage-layers", now, f"as the checkpoint in {folder} was saved", then)
+
+    def _save(self) -> None:
+        folder, tag = Path(self.args.save), f"global_step{self.engine.global_steps}"
+        if self.first:
+            (folder / tag).mkdir(parents=True, exist_ok=True)
+            stages = json.dumps(list(self.engine.module.layers_per_stage))
+            (folder / tag / STAGE_LAYERS_FILE).write_text(stages, encoding="utf-8")
+        self.engine.save_checkpoint(self.args.save, tag=tag, client_state={"iteration": self.iteration})
 
     def _batches(self, dataset: Any, consumed: int) -> BatchIterator | None:
         if not self._reads_data():
@@ -188,7 +219,7 @@ class Trainer:
                 if args.eval_iters and self._at(args.eval_interval):
                     self.evaluate()
                 if args.save and self._at(args.save_interval):
-                    self.engine.save_checkpoint(args.save, client_state={"iteration": self.iteration})
+                    self._save()
                 if args.exit_interval and self.iteration % args.exit_interval == 0:
                     break
 

@@ -68,7 +68,11 @@ NAMES: tuple[Name, ...] = (
     ),
     Name(f"{_MODULE}.__init__#world_group", "0.19.8", "refusals: findings are exchanged over it"),
     Name(f"{_MODULE}.__init__#local_rank", "0.19.8", "refusals: device of that exchange"),
-    Name(f"{_MODULE}.__init__#forward_funcs", "0.19.8", "refusals: layers that are functions"),
+    Name(
+        f"{_MODULE}.__init__#forward_funcs",
+        "0.19.8",
+        "refusals: layers that are functions; pipeline: layers that are timed",
+    ),
     Name(f"{_MODULE}.__init__#_local_start", "0.19.8", "refusals: number of a layer"),
     Name(f"{_MODULE}.get_additional_losses", "0.19.8", "refusals: refused where it returns something"),
     Name(f"{_ENGINE}.__init__#is_pipe_partitioned", "0.19.8", "register: off"),

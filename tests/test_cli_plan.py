@@ -14,7 +14,16 @@ import pytest
 import ds_terapipe.config  # noqa: F401  DeepSpeed's own messages at its import are not the commands'
 from ds_terapipe import cli
 from ds_terapipe.commands.progress import progress
-from ds_terapipe.plan import MeasuredCost, MemoryModel, Plan, Sample, StageCost, StageMemory, sample_points
+from ds_terapipe.plan import (
+    LayerSeconds,
+    MeasuredCost,
+    MemoryModel,
+    Plan,
+    Sample,
+    StageCost,
+    StageMemory,
+    sample_points,
+)
 from ds_terapipe.plan.analytic_memory import analytic_memory, fixed_bytes
 from ds_terapipe.plan.hardware import Model
 from ds_terapipe.schedule import Op
@@ -140,6 +149,33 @@ def test_uneven_stages_get_better_boundaries(capsys: pytest.CaptureFixture[str],
     again = figures(capsys, *arguments, "--stage-layers", best)
     assert again["predicted_step_s"] <= advice["predicted_step_s"] * (1 + 1e-9)
     assert again["stage_layers"]["slowest_stage_gain"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ends", "line"),
+    [
+        (
+            (0, 0),
+            "stages: 1,3 layers would take 25.0% less than 2,2 in the slowest stage: begin the stages of the",
+        ),
+        ((1, 1), "stages: 1 layers on each is as good as any"),
+    ],
+)
+def test_boundaries_from_measured_layers(
+    capsys: pytest.CaptureFixture[str], measured: Path, ends: tuple[int, int], line: str
+) -> None:
+    cost = MeasuredCost.load(measured)
+    cost.layers = LayerSeconds(((3.0, 1.0), (1.0, 1.0)), ends)
+    cost.save(measured)
+    _, out, err = run(capsys, "plan", "--measured", measured, "--sequences", 4)
+    assert line in out, (out, err)
+    advice = figures(capsys, "plan", "--measured", measured, "--sequences", 4)["stage_layers"]
+    assert advice == {
+        "present": [2 - ends[0], 2 - ends[1]],
+        "best": [1, 3] if ends == (0, 0) else [1, 1],
+        "slowest_stage_gain": 0.25 if ends == (0, 0) else 0.0,
+        "predicted_step_s": None,
+    }
 
 
 def test_micro_batches_are_compared(capsys: pytest.CaptureFixture[str], model: Path) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_terapipe.commands.cost_sources import Analytic, Measured, even_layers
+from ds_terapipe.commands.cost_sources import Analytic, Measured
 from ds_terapipe.commands.plan_inputs import Inputs
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.cost import Cost
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.memory import GIGABYTE, memory_use
+from ds_terapipe.plan.stages import even_layers
 from ds_terapipe.schedule import Action, Op
 from ds_terapipe.schedule.interleaved import InterleavedRun, run_interleaved
 

@@ -293,14 +293,3 @@ class _Parts:
     def message(self, boundary: int, length: Tokens) -> Tokens:
         # from the last device back to the first nothing was measured: the last boundary stands for it
         return self.whole.message(min(boundary % self.stages, self.stages - 2), length)
-
-
-def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers on each stage, the first ones one more where it does not divide.
-
-    Raises:
-        ConfigError: more stages than layers.
-    """
-    if stages > layers:
-        raise bad_value("--stages", stages, f"at most the model's layers, {layers}", str(layers))
-    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))

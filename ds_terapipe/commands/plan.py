@@ -14,8 +14,9 @@ from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.choose import advise_micro_batch
 from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.plan.layers import LayerSeconds
 from ds_terapipe.plan.result import Plan, compact, seconds_text
-from ds_terapipe.plan.stages import describe, partition
+from ds_terapipe.plan.stages import Partition, describe, partition
 
 EXAMPLE = """\
 example:
@@ -78,6 +79,8 @@ def plan(options: argparse.Namespace) -> None:
 def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any] | None]:
     """The best boundaries between stages for the plan's slices, and what they gain."""
     source = inputs.source
+    if isinstance(source, Measured) and source.measured.layers is not None:
+        return _measured_stages(source.measured.layers)
     if not isinstance(source, Analytic):
         return ["stages: the costs do not know single layers, use --model for the best boundaries"], None
     seconds = source.layer_seconds(inputs.sequences, found.slices)
@@ -95,12 +98,27 @@ def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any
     }
     gained = 1 - step_s / found.step_s
     if gained < _WORTH:
-        text = present.text if len(set(present.layers)) > 1 else f"{present.layers[0]} layers on each"
-        return [f"stages: {text} is as good as any"], data
+        return [_as_good(present)], data
     return [
         f"stages: --stage-layers {best.text} in place of {present.text}: step {seconds_text(step_s)} in place of "
         f"{seconds_text(found.step_s)} ({gained:.1%} less), the slowest stage {gain:.1%} less"
     ], data
+
+
+def _measured_stages(layers: LayerSeconds) -> tuple[list[str], dict[str, Any]]:
+    """The same from what single layers took; the step is not predicted, for curves were measured of the present stages."""
+    advice = layers.advice(_WORTH)
+    return [f"stages: {advice}" if advice else _as_good(layers.present)], {
+        "present": list(layers.present.layers),
+        "best": list(layers.best.layers),
+        "slowest_stage_gain": layers.gain,
+        "predicted_step_s": None,
+    }
+
+
+def _as_good(present: Partition) -> str:
+    text = present.text if len(set(present.layers)) > 1 else f"{present.layers[0]} layers on each"
+    return f"stages: {text} is as good as any"
 
 
 def _batch_advice(inputs: Inputs, found: Plan) -> tuple[list[str], list[dict[str, Any]]]:

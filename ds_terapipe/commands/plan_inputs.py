@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_terapipe.commands.batch_sizes import batch, data_parallel
-from ds_terapipe.commands.cost_sources import Analytic, Measured, Source, Units, even_layers
+from ds_terapipe.commands.cost_sources import Analytic, Measured, Source, Units
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.choose import Request, choose
 from ds_terapipe.plan.cost import MeasuredCost
 from ds_terapipe.plan.files import Fields, read_json
 from ds_terapipe.plan.hardware import CLUSTERS, MODELS, load_cluster, load_model
 from ds_terapipe.plan.result import Plan, seconds_text
+from ds_terapipe.plan.stages import even_layers, read_layers
 from ds_terapipe.schedule import NAMES
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ def _analytic(
     if options.cluster is None:
         notes.append(f"--cluster is not given: {_CLUSTER}")
     stages = options.stages or (plan.stages if plan else None)
-    layers = None if options.stage_layers is None else _stage_layers(options.stage_layers, stages, model.num_layers)
+    layers = None if options.stage_layers is None else read_layers(options.stage_layers, model.num_layers, stages)
     if layers is None and stages is None:
         raise ConfigError("--stages: missing, must be the number of pipeline stages, use e.g. 8")
     tensor, replicas = options.tensor_parallel or 1, data_parallel(options, data)
@@ -300,17 +301,6 @@ def _units(options: argparse.Namespace, weights_once: bool, plan: Plan | None) -
     # a person who draws a schedule expects F and B, unless a plan or an argument says otherwise
     apart = weights_once and (plan is not None or options.weight_gradients is not None)
     return Units(stages, length, apart)
-
-
-def _stage_layers(text: str, stages: int | None, layers: int) -> tuple[int, ...]:
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 1 or sum(counts) != layers or (stages or len(counts)) != len(counts):
-        rule = f"one positive number for each of {stages or 'the'} stages, {layers} together"
-        raise bad_value("--stage-layers", text, rule, ",".join(map(str, even_layers(layers, stages or 1))))
-    return counts
 
 
 def _zero_stage(data: Fields | None) -> bool:

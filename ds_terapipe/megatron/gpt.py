@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -43,11 +43,23 @@ class GPTPipeline(PipelineModule):
 
     Layers: embedding, ``num_layers`` Transformer layers, final norm, output head. Input: (tokens, position ids), both
     [b, s] int64. Between layers: [s, b, hidden]. Output: logits [s, b, vocabulary / tensor parallel size].
+
+    ``layers_around`` says how many layers before and after the Transformer layers belong to the first and the last stage.
     """
+
+    layers_around = (1, 2)
 
     def __init__(self, layers: Sequence[LayerSpec], boundaries: Sequence[int], **arguments: Any) -> None:
         self._boundaries = list(boundaries)
         super().__init__(layers, checkpointable_layers=[GPTLayer.__name__], **arguments)
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Transformer layers of each stage."""
+        counts = [stop - start for start, stop in pairwise(self._boundaries)]
+        counts[0] -= self.layers_around[0]
+        counts[-1] -= self.layers_around[1]
+        return tuple(counts)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self._boundaries
@@ -157,8 +169,8 @@ def _boundaries(num_layers: int, stages: int, layers_per_stage: Sequence[int] | 
             f"layers per stage: got {counts} for {num_layers} layers, must be {stages} positive numbers that add up to "
             f"{num_layers}, use at most {num_layers} stages"
         )
-    counts[0] += 1
-    counts[-1] += 2
+    counts[0] += GPTPipeline.layers_around[0]
+    counts[-1] += GPTPipeline.layers_around[1]
     return [0, *accumulate(counts)]
 
 

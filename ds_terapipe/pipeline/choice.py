@@ -13,6 +13,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.choose import Request, choose
 from ds_terapipe.plan.cost import MeasuredCost
+from ds_terapipe.plan.layers import LayerSeconds
 from ds_terapipe.plan.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.plan.memory import MemoryModel, memory_use
 from ds_terapipe.plan.result import Plan, compact, seconds_text
@@ -91,6 +92,11 @@ class FixedCutting:
         """Whether the step is to be recorded for the choice."""
         return False
 
+    @property
+    def wants_layers(self) -> bool:
+        """Whether the step's single layers are to be timed for the choice."""
+        return False
+
     def took(self, events: Sequence[Event], seconds: float) -> None:
         """What the step took."""
 
@@ -115,6 +121,7 @@ class AutoCutting:
         agree: brings rank 0's decisions to all ranks.
         memory: measures what a step takes.
         say: writes a line into the log, on rank 0.
+        layers: what single layers took in the steps that ``wants_layers``; collective.
     """
 
     def __init__(
@@ -124,8 +131,10 @@ class AutoCutting:
         agree: Agreement,
         memory: MemoryMeter,
         say: Callable[[str], None],
+        layers: Callable[[], LayerSeconds | None] = lambda: None,
     ) -> None:
         self._config, self._situation, self._agree, self._memory, self._say = config, situation, agree, memory, say
+        self._layers, self._advised = layers, False
         self._schedule = DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule
         self._plans: dict[tuple[int, int], Plan] = {}  # by sequence length and micro-batches
         self._cost: MeasuredCost | None = None
@@ -189,6 +198,11 @@ class AutoCutting:
         """Whether the step that was cut last is to be recorded."""
         return self._trial is not None and self._warm
 
+    @property
+    def wants_layers(self) -> bool:
+        """Whether single layers are to be timed in the step that was cut last: an uncut trial, if there is memory for one."""
+        return self.wants_events and self._trials[0] == 1
+
     def took(self, events: Sequence[Event], seconds: float) -> None:
         """The step is over: its events, on rank 0, and its wall time; collective where that decides something."""
         if self._trial is not None:
@@ -209,12 +223,22 @@ class AutoCutting:
         self._steps.append(RecordedStep(slice_lengths(self._trials_of[0], count), events, seconds))
         if self._trials:
             return
-        shape = self._trials_of
-        self._cost, self._overhead_s = self._agree(self._costs)
+        shape, layers = self._trials_of, self._layers()
+        self._cost, self._overhead_s = self._agree(lambda: self._costs(layers))
         self._plans[shape] = self._new_plan(shape)
         self._checking, self._checks = shape, []
+        self._advise()
 
-    def _costs(self) -> tuple[MeasuredCost, float]:
+    def _advise(self) -> None:
+        """Say once what other stages would gain: they cannot be changed in a run."""
+        if self._advised or self._cost is None or self._cost.layers is None:
+            return
+        self._advised = True
+        advice = self._cost.layers.advice()
+        if advice:
+            self._say(f"plan: stages of {advice}")
+
+    def _costs(self, layers: LayerSeconds | None) -> tuple[MeasuredCost, float]:
         situation = self._situation
         cost = measured_cost(
             self._steps,
@@ -224,6 +248,7 @@ class AutoCutting:
             situation.loss_of_whole,
             {**situation.measured_on, "overhead_s": overhead(self._steps)},
             self._model,
+            layers,
         )
         if self._config.measurements_path is not None:
             cost.save(self._config.measurements_path)
@@ -244,6 +269,7 @@ class AutoCutting:
         if self._cost is not None:
             self._model = self._cost.memory
             self._overhead_s = float(self._cost.measured_on.get("overhead_s", 0.0))
+            self._advise()
 
     def _can_plan(self, length: int) -> bool:
         cost = self._cost

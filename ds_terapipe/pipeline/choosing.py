@@ -10,19 +10,28 @@ from ds_terapipe.config import AUTO
 from ds_terapipe.pipeline.accounting import StepMemory
 from ds_terapipe.pipeline.choice import DEFAULT_SCHEDULE, AutoCutting, FixedCutting, Situation
 from ds_terapipe.pipeline.control import Control
+from ds_terapipe.pipeline.layer_times import LayerTimes
 from ds_terapipe.pipeline.loss import runs_per_slice
 from ds_terapipe.pipeline.report import emit
+from ds_terapipe.plan.layers import LayerSeconds
 from ds_terapipe.plan.memory import GIGABYTE, MemoryModel
 
 
-def new_choice(engine: Any, control: Control, memory: StepMemory) -> FixedCutting | AutoCutting:
+def new_choice(engine: Any, control: Control, memory: StepMemory, layers: LayerTimes) -> FixedCutting | AutoCutting:
     """How the engine cuts its steps, as its configuration says; collective for ``auto``."""
     config = engine.token_pipeline
     if config.slices != AUTO or (engine.num_stages == 1 and config.plan_path is None):
         slices = 1 if config.slices == AUTO else config.slices
         return FixedCutting(slices, DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule)
     say = emit if engine.global_rank == 0 else _nobody_hears
-    return AutoCutting(config, _situation(engine, control), control.decide, _Meter(engine, control, memory), say)
+    return AutoCutting(
+        config,
+        _situation(engine, control),
+        control.decide,
+        _Meter(engine, control, memory),
+        say,
+        lambda: _layer_seconds(engine, control, layers),
+    )
 
 
 def _nobody_hears(line: str) -> None:
@@ -56,6 +65,17 @@ def _situation(engine: Any, control: Control) -> Situation:
         loss_of_whole=not runs_per_slice(engine.module.loss_fn),
         measured_on=measured_on,
     )
+
+
+def _layer_seconds(engine: Any, control: Control, times: LayerTimes) -> LayerSeconds | None:
+    """What single layers took on all stages; the slowest replica or tensor-parallel rank of a stage stands for it."""
+    stages: dict[int, tuple[float, ...]] = {}
+    for stage, seconds in control.gather((engine.stage_id, times.seconds())):
+        if seconds is None:
+            return None
+        stages[stage] = max(stages.get(stage, ()), seconds, key=sum)
+    ends = getattr(engine.module, "layers_around", (0, 0))
+    return LayerSeconds(tuple(stages[stage] for stage in sorted(stages)), ends)
 
 
 class _Meter:

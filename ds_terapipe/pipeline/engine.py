@@ -32,6 +32,7 @@ from ds_terapipe.pipeline.gradient_sums import GradientSums
 from ds_terapipe.pipeline.gradients import SlicedGradients
 from ds_terapipe.pipeline.inspection import Inspection
 from ds_terapipe.pipeline.interception import Overrides, adapt_core_attention, adapt_parallel_linears, track_layers
+from ds_terapipe.pipeline.layer_times import LayerTimes
 from ds_terapipe.pipeline.layout import Layout
 from ds_terapipe.pipeline.loss import MicroBatchLoss, check_loss, runs_per_slice
 from ds_terapipe.pipeline.plan import FORWARD_ONLY, StepPlan, plan_step
@@ -85,7 +86,8 @@ class TokenPipelineEngine(SlicedGradients, TrueNormClipping, PipelineEngine):
         self._live, self._memory = LiveUnits(), StepMemory()
         self._weight_gradients = WeightGradients()
         self._gradient_sums = GradientSums(self.module.parameters())
-        self._choice = new_choice(self, self._control, self._memory)
+        self._layer_times = LayerTimes(self.module, self.device)
+        self._choice = new_choice(self, self._control, self._memory, self._layer_times)
 
     def _new_pipeline_group(self) -> Any:
         mine = None
@@ -168,7 +170,8 @@ class TokenPipelineEngine(SlicedGradients, TrueNormClipping, PipelineEngine):
         step = self.global_steps + 1
         traced = self._trace.wants(step)
         self._recorder.begin(step, wanted=traced or self._choice.wants_events)
-        self._run(batch, plan, self.global_steps)
+        with self._layer_times.step(self._choice.wants_layers):
+            self._run(batch, plan, self.global_steps)
         self._finish_step()
         seconds = time.perf_counter() - started
         events = self._recorder.end()
@@ -292,7 +295,7 @@ class TokenPipelineEngine(SlicedGradients, TrueNormClipping, PipelineEngine):
             self._shape_of(batch, training),
         )
         try:
-            execute = self._recorder.recording(self._execute)
+            execute = self._recorder.recording(self._layer_times.recording(self._execute))
             for index, action in enumerate(row):
                 self._watch.at(index)
                 execute(action)

@@ -75,6 +75,11 @@ class StreamMarks:
         return start.elapsed_time(mark) / 1000.0
 
 
+def new_clock(device: torch.device) -> HostClock | StreamMarks:
+    """The clock of what runs on a device."""
+    return StreamMarks() if device.type == "cuda" else HostClock()
+
+
 class Recorder:
     """Records whole steps of this rank, when it is asked to, and brings those of all ranks together on rank 0.
 
@@ -87,7 +92,7 @@ class Recorder:
 
     def __init__(self, stage: int, watch: Watch, group: Any, device: torch.device) -> None:
         self._stage, self._watch, self._group = stage, watch, group
-        self._clock: HostClock | StreamMarks = StreamMarks() if device.type == "cuda" else HostClock()
+        self._clock = new_clock(device)
         self._rank = torch.distributed.get_rank()
         self._timings: list[Timing] | None = None  # of the step that is being recorded
         self._step, self._zero = 0, 0.0

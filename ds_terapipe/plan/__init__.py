@@ -10,6 +10,7 @@ from __future__ import annotations
 from .choose import Request, advise_micro_batch, choose
 from .cost import Cost, MeasuredCost, Sample, StageCost, sample_points
 from .evaluate import StepTimes
+from .layers import LayerSeconds
 from .memory import MemoryModel, MemoryUse, StageMemory, memory_use
 from .result import Option, Plan
 from .slices import Cut, Cuts, Groups, best_cut, even_cuts, group_sequences, slice_times
@@ -20,6 +21,7 @@ __all__ = [
     "Cut",
     "Cuts",
     "Groups",
+    "LayerSeconds",
     "MeasuredCost",
     "MemoryModel",
     "MemoryUse",

@@ -20,6 +20,7 @@ from ds_terapipe.errors import ConfigError
 
 from .files import Fields, read_json, write_json
 from .fit import nonnegative_least_squares
+from .layers import LayerSeconds
 from .memory import MemoryModel, model_dict, model_from
 
 FORMAT = "ds_terapipe costs 1"
@@ -189,6 +190,7 @@ class MeasuredCost:
         memory: what tokens of such a micro-batch take on each stage, where that was measured as well.
         loss: forward and backward seconds of a loss that is made of a whole sequence's outputs, with its last slice on the
             last stage; zero where the loss is in the times of the slices.
+        layers: what single layers took, where that was measured as well.
 
     Raises:
         ConfigError: not a boundary between each two stages.
@@ -202,13 +204,14 @@ class MeasuredCost:
         measured_on: Mapping[str, Any] | None = None,
         memory: MemoryModel | None = None,
         loss: tuple[float, float] = (0.0, 0.0),
+        layers: LayerSeconds | None = None,
     ) -> None:
         if len(messages) != len(stage_costs) - 1:
             raise ConfigError(
                 f"costs: got {len(messages)} boundaries of {len(stage_costs)} stages, must be one between each two, measure again"
             )
         self.stage_costs = tuple(stage_costs)
-        self.sequences, self.memory, self.loss = sequences, memory, loss
+        self.sequences, self.memory, self.loss, self.layers = sequences, memory, loss, layers
         self.measured_on = dict(measured_on or {})
         self._messages = [Curve(points, f"messages of boundary {index}") for index, points in enumerate(messages)]
 
@@ -272,6 +275,7 @@ class MeasuredCost:
             "messages": [{"points": [list(point) for point in curve.points]} for curve in self._messages],
             "loss": [list(self.loss)],
             "memory": None if self.memory is None else model_dict(self.memory),
+            "layers": None if self.layers is None else self.layers.to_dict(),
         }
 
     def save(self, path: str | Path) -> None:
@@ -296,7 +300,10 @@ class MeasuredCost:
                 raise fields.fail("memory", f"of {len(stages)} stages", "a new measurement")
         ((forward, backward),) = fields.rows("loss", ("forward", "backward")) if fields.value("loss") else ((0.0, 0.0),)
         loss = forward, backward
-        return cls(stages, messages, fields.count("sequences"), fields.block("measured_on"), memory, loss)
+        layers = None
+        if fields.value("layers") is not None:
+            layers = LayerSeconds.from_fields(Fields(fields.block("layers"), fields.path("layers")), len(stages))
+        return cls(stages, messages, fields.count("sequences"), fields.block("measured_on"), memory, loss, layers)
 
 
 def sample_points(total: int, least: int) -> list[tuple[int, int]]:

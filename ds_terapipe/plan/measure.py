@@ -20,6 +20,7 @@ from ds_terapipe.schedule import Action, Op
 from ds_terapipe.tracing.chrome import Event
 
 from .cost import MeasuredCost, Sample, StageCost
+from .layers import LayerSeconds
 from .memory import MemoryModel
 
 # Noise only ever adds: a low quantile of the repeats is near what an undisturbed slice takes.
@@ -51,6 +52,7 @@ def measured_cost(
     loss_of_whole: bool,
     measured_on: Mapping[str, Any],
     memory: MemoryModel | None = None,
+    layers: LayerSeconds | None = None,
 ) -> MeasuredCost:
     """The costs that the steps show.
 
@@ -60,7 +62,7 @@ def measured_cost(
         sequences: in a micro-batch.
         weights_once: weight gradients are made once per micro-batch where it is cut; the backward of an uncut one has them.
         loss_of_whole: the loss is made of a micro-batch's whole outputs, with its last slice.
-        measured_on, memory: kept with the costs.
+        measured_on, memory, layers: kept with the costs.
 
     Raises:
         ConfigError: no step, or a stage without events.
@@ -80,7 +82,7 @@ def measured_cost(
         costs.append(StageCost(samples, points, f"stage {stage}"))
     lengths = [length for step in steps for length in step.slices]
     curves = [_curve(messages, boundary, ahead, lengths) for boundary in range(stages - 1)]
-    return MeasuredCost(costs, curves, sequences, measured_on, memory, losses)
+    return MeasuredCost(costs, curves, sequences, measured_on, memory, losses, layers)
 
 
 def overhead(steps: Sequence[RecordedStep]) -> float:

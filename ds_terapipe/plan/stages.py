@@ -93,6 +93,39 @@ def gain(layer_seconds: Sequence[float], layers: Sequence[int]) -> float:
     return 1 - partition(layer_seconds, len(layers)).slowest / present if present > 0 else 0.0
 
 
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """As many layers on each stage, the first ones one more where it does not divide.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    if stages > layers:
+        raise bad_value("--stages", stages, f"at most the model's layers, {layers}", str(layers))
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def read_layers(text: str, layers: int, stages: int | None = None) -> tuple[int, ...]:
+    """The argument ``--stage-layers`` of ``train.py`` and ``ds_terapipe plan``: ``5,3``.
+
+    Args:
+        text: Transformer layers of each stage.
+        layers: of the model.
+        stages: how many there are, None where the text says it.
+
+    Raises:
+        ConfigError: no positive number for each stage, or they do not add up.
+    """
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1 or sum(counts) != layers or len(counts) != (stages or len(counts)):
+        rule = f"one positive number for each of {stages or 'the'} stages, {layers} together"
+        use = Partition(even_layers(layers, min(stages or len(counts) or 1, layers)), ()).text
+        raise bad_value("--stage-layers", text, rule, f"e.g. {use}")
+    return counts
+
+
 def _prefix_sums(layer_seconds: Sequence[float]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """[n + 1, n + 1]: time of the layers from a to b - 1; infinite where b <= a."""
     sums = np.concatenate([[0.0], np.cumsum(layer_seconds)])

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from ds_terapipe import cli
+from ds_terapipe.errors import ConfigError
 from tests.spawn import free_port, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -73,14 +74,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return prefix
 
 
-def launch_in(rank: int, world: int, folder: str, runs: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Run train.py's own code once for each entry of ``runs``."""
-    train = train_module()
+def launch_in(rank: int, world: int, folder: str, runs: dict[str, list[str]]) -> dict[str, str]:
+    """Run train.py's own code once for each entry of ``runs``; the errors of those that it refused."""
+    train, errors = train_module(), {}
     for name, arguments in runs.items():
         sys.argv = ["train.py", *arguments, "--log-file", f"{folder}/{name}.jsonl"]
-        trainer = train.Trainer(train.parse_arguments())
+        try:
+            trainer = train.Trainer(train.parse_arguments())
+        except ConfigError as error:
+            errors[name] = str(error)
+            continue
         trainer.train()
-    return {name: type(trainer.engine).__name__ for name in runs}
+    return errors
 
 
 def losses(folder: Path, name: str) -> dict[int, float]:
@@ -102,13 +107,32 @@ def test_resumed_and_sliced_runs_have_the_same_losses(tmp_path: Path, corpus: st
         "stopped": arguments(tmp_path, corpus, "--save", saved, "--save-interval", "3", "--exit-interval", "3"),
         "resumed": arguments(tmp_path, corpus, "--load", saved),
         "sliced": arguments(tmp_path, corpus, slices=4),
+        "uneven": arguments(tmp_path, corpus, "--stage-layers", "3,1", slices=4),
+        "other stages": arguments(tmp_path, corpus, "--load", saved, "--stage-layers", "1,3"),
     }
-    run_ranks(launch_in, 2, str(tmp_path), runs, timeout=200)
+    errors = run_ranks(launch_in, 2, str(tmp_path), runs, timeout=200)
     whole = losses(tmp_path, "whole")
     assert list(whole) == [1, 2, 3, 4, 5, 6] and whole[6] < whole[1] - 0.5
     assert losses(tmp_path, "stopped") == {step: whole[step] for step in (1, 2, 3)}
     assert losses(tmp_path, "resumed") == {step: whole[step] for step in (4, 5, 6)}
     assert losses(tmp_path, "sliced") == pytest.approx(whole, rel=1e-5)
+    assert losses(tmp_path, "uneven") == pytest.approx(whole, rel=1e-5)
+    message = f'--stage-layers: got "1,3", must be as the checkpoint in {saved} was saved, use 2,2'
+    assert errors == [{"other stages": message}] * 2
+
+
+@pytest.mark.parametrize("layers", ["3,2", "4", "4,0", "two"])
+def test_stages_that_do_not_fit_the_model_end_with_a_line(
+    layers: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["train.py", *MODEL, *RUN, "--data-path", "none", "--deepspeed_config", "none.json", "--stage-layers", layers]
+    monkeypatch.setattr(sys, "argv", run)
+    with pytest.raises(SystemExit) as ended:
+        train_module().parse_arguments()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and last.endswith(
+        f'error: --stage-layers: got "{layers}", must be one positive number for each of 2 stages, 4 together, use e.g. 2,2'
+    )
 
 
 def test_the_launcher_runs_it_with_tensor_parallelism(tmp_path: Path, corpus: str) -> None:

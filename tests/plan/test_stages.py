@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan import gain, partition
-from ds_terapipe.plan.stages import describe
+from ds_terapipe.plan.stages import describe, even_layers, read_layers
 
 layers = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 
@@ -59,6 +59,27 @@ def test_it_prints_what_a_command_line_takes():
     assert found.text == "5,3"
     assert found.boundaries == (0, 5, 8)
     assert found.seconds == (5.0, 5.0)
+
+
+def test_what_it_prints_is_read_again():
+    found = partition([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0], 2)
+    assert read_layers(found.text, 8, 2) == read_layers(" 5, 3", 8) == found.layers
+
+
+@pytest.mark.parametrize(
+    ("text", "stages", "use"),
+    [
+        ("5,2", 2, "4,4"), ("5,2", None, "4,4"), ("8", 2, "4,4"), ("9,-1", None, "4,4"), ("8,0", 2, "4,4"),
+        ("4,4", 3, "3,3,2"), ("4;4", 2, "4,4"), ("", None, "8"), ("1," * 8 + "1", 9, "1,1,1,1,1,1,1,1"),
+    ],
+)  # fmt: skip
+def test_other_texts_are_one_line_that_says_what_to_use(text, stages, use):
+    with pytest.raises(ConfigError, match=f"--stage-layers: got .*, 8 together, use e.g. {use}$"):
+        read_layers(text, 8, stages)
+
+
+def test_even_layers_are_even():
+    assert even_layers(8, 3) == (3, 3, 2)
 
 
 def test_gain_is_the_share_of_the_slowest_stages_time():

@@ -1,0 +1,200 @@
+"""Times of single layers: of a stage without processes, by a clock that the layers themselves move; then of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor
+
+from ds_terapipe.pipeline import choosing
+from ds_terapipe.pipeline.choice import ROUNDS
+from ds_terapipe.pipeline.layer_times import LayerTimes
+from ds_terapipe.plan import MeasuredCost
+from ds_terapipe.schedule import Action
+from tests.pipeline.models import Block, Embedding, Head, masked_loss, steps_of
+from tests.pipeline.training import build_engine, train
+from tests.spawn import run_ranks
+
+FORWARD, BACKWARD = Action.from_text("0F0.0"), Action.from_text("0B0.0")
+
+
+class Clock:
+    """Stands still but for what the layers take."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def seconds(self, mark: float, start: float) -> float:
+        return mark - start
+
+
+class Takes(torch.autograd.Function):
+    """``x`` itself, in so many seconds forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, forward: float, backward: float) -> Tensor:
+        ctx.clock, ctx.backward_s = clock, backward
+        clock.time += forward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.clock.time += ctx.backward_s
+        return gradient, None, None, None
+
+
+class Stage:
+    """Runs layers as an engine does; the loss takes 10 forward and 20 backward."""
+
+    def __init__(self, *layers: Callable[[Clock, Any], Any], interval: int = 0) -> None:
+        self.clock = Clock()
+        functions = [lambda x, layer=layer: layer(self.clock, x) for layer in layers]
+        self.module = SimpleNamespace(forward_funcs=functions, activation_checkpoint_interval=interval)
+        self.times = LayerTimes(self.module, torch.device("cpu"))
+        self.times._clock = self.clock
+
+    def step(self, micro_batches: int = 1, wanted: bool = True) -> None:
+        with self.times.step(wanted):
+            execute = self.times.recording(self.execute)
+            for _ in range(micro_batches):
+                execute(FORWARD)
+                self.clock.time += 1000  # waiting is nobody's
+                execute(BACKWARD)
+
+    def execute(self, action: Action) -> None:
+        if action == FORWARD:
+            value: Any = torch.ones(2, requires_grad=True)
+            for layer in self.module.forward_funcs:
+                value = layer(value)
+            value = value[0] if isinstance(value, tuple) else value
+            self.loss = Takes.apply(value, self.clock, 10.0, 20.0).sum()
+        else:
+            self.loss.backward()
+
+
+def takes(forward: float, backward: float) -> Callable[[Clock, Tensor], Tensor]:
+    return lambda clock, x: Takes.apply(x, clock, forward, backward)
+
+
+def pair(clock: Clock, x: Any) -> Any:
+    """Makes a pair, or hands the second of it on."""
+    first, second = x if isinstance(x, tuple) else (x, x * 2)
+    return Takes.apply(first, clock, 5.0, 6.0), second
+
+
+def test_layers_take_what_they_take_and_the_loss_is_in_the_last_one() -> None:
+    stage = Stage(takes(1, 2), takes(3, 4), takes(5, 6))
+    stage.step()
+    assert stage.times.seconds() == (3.0, 7.0, 11.0 + 30.0)
+
+
+def test_a_step_that_is_not_wanted_is_not_touched() -> None:
+    stage = Stage(takes(1, 2))
+    layers = stage.module.forward_funcs
+    stage.step(wanted=False)
+    assert stage.times.seconds() is None and stage.module.forward_funcs is layers
+    stage.step()
+    assert stage.module.forward_funcs is layers and stage.times.seconds() == (33.0,)
+    assert stage.times.seconds() is None  # what was told is not told again
+
+
+def test_a_slow_repeat_does_not_count() -> None:
+    slow = iter([0.0, 100.0, 0.0, 0.0])
+    stage = Stage(takes(1, 2), lambda clock, x: Takes.apply(x, clock, 3 + next(slow), 4))
+    stage.step(micro_batches=2)
+    stage.step(micro_batches=2)
+    assert stage.times.seconds() == (3.0, 7.0 + 30.0)
+
+
+def test_pairs_identities_and_layers_without_gradient() -> None:
+    stage = Stage(takes(1, 2), pair, lambda clock, x: x, pair)
+    stage.step()
+    assert stage.times.seconds() == (3.0, 11.0, 0.0, 11.0 + 30.0)
+    stage = Stage(lambda clock, x: x.detach(), takes(1, 100), lambda clock, x: x.clone().requires_grad_(), takes(3, 4))
+    stage.step()
+    assert stage.times.seconds() == (0.0, 1.0, 0.0, 7.0 + 30.0)
+
+
+def test_layers_that_do_not_run_one_after_the_other_are_not_known() -> None:
+    stage = Stage(takes(1, 2), takes(3, 4))
+    once = stage.execute
+    stage.execute = lambda action: [once(action) for _ in range(2 if action == FORWARD else 1)]
+    stage.step()
+    assert stage.times.seconds() is None
+
+
+def test_ranges_of_layers_that_are_checkpointed_are_not_timed() -> None:
+    stage = Stage(takes(1, 2), interval=1)
+    stage.step()
+    assert stage.times.seconds() is None
+
+
+def test_an_error_leaves_the_layers_as_they_were() -> None:
+    def fails(clock: Clock, x: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    stage = Stage(takes(1, 2), fails)
+    layers = stage.module.forward_funcs
+    with pytest.raises(ValueError, match="no"):
+        stage.step()
+    assert stage.module.forward_funcs is layers and stage.times.seconds() is None
+
+
+class Slow(Block):
+    """A block that takes long."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        time.sleep(0.03)
+        return super().forward(hidden)
+
+
+MEASURING = 1 + 2 * ROUNDS  # sequences of 24 tokens are tried in two slices and in one
+
+
+def lines_of(kinds: list[type], folder: str = "", checkpoint: int = 0) -> list[str]:
+    """What is said about the stages in a run of these layers, three on each of two, until it is planned."""
+    said: list[str] = []
+    choosing.emit = said.append
+    keys = {"slices": "auto", **({"measurements_path": f"{folder}/costs.json"} if folder else {})}
+    engine = build_engine(
+        [LayerSpec(kind) for kind in kinds],
+        masked_loss,
+        token_pipeline=keys,
+        module={"partition_method": "uniform", "activation_checkpoint_interval": checkpoint},
+        config={"pipeline": {"use_reentrant": False}},
+    )
+    train(engine, steps_of(MEASURING, 2))
+    assert engine._choice.state()["plans"]
+    engine.destroy()
+    return [line for line in said if "slowest stage" in line]
+
+
+def worker(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
+    unbalanced = [Embedding, Slow, Slow, Block, Block, Head]
+    return {
+        "unbalanced": lines_of(unbalanced, folder),
+        "from the file": lines_of(unbalanced, folder),
+        "balanced": lines_of([Embedding, Block, Slow, Slow, Block, Head]),
+        "checkpointed": lines_of(unbalanced, checkpoint=1),
+    }
+
+
+def test_stages_that_are_out_of_balance_are_said_once_on_rank_0(tmp_path: Any) -> None:
+    first, second = run_ranks(worker, 2, str(tmp_path))
+    for run in ("unbalanced", "from the file"):
+        (line,) = first[run]
+        assert line.startswith("plan: stages of 2,4 layers would take ")
+        assert line.endswith("begin the stages of the PipelineModule at its layers 0, 2 in place of 0, 3")
+    assert first["unbalanced"] == first["from the file"]
+    assert first["balanced"] == first["checkpointed"] == [] and not any(second.values())
+    measured = MeasuredCost.load(tmp_path / "costs.json").layers
+    assert measured is not None and all(0.03 < seconds < 0.3 for seconds in measured.stages[0][1:])
