@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.optim.lr_schedules import Schedule
+from ds_terapipe.optim.lr_rules import Schedule
 from ds_terapipe.optim.phases import Phase, check_division, micro_batch_sizes, parse_phases, position
 from ds_terapipe.optim.schedule_values import PATH
 from ds_terapipe.optim.training_loader import TrainingLoader, is_deepspeed_loader, reads_ahead

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_terapipe.errors import ConfigError, bad_value, shown
-from ds_terapipe.optim.lr_schedules import Ramp, whole_steps
+from ds_terapipe.optim.lr_rules import Ramp, whole_steps
 from ds_terapipe.optim.schedule_values import PATH, count, decay_settings, known_keys, number, one_warmup
 
 REQUIRED = ("steps", "batch_size", "seq_length", "lr")

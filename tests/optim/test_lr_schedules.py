@@ -15,16 +15,8 @@ from torch import nn
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim import lr_schedules
-from ds_terapipe.optim.lr_schedules import (
-    LambWarmup,
-    Ramp,
-    build_scheduler,
-    complete_config,
-    linear_epoch_ratio,
-    square_root_lr,
-    validate,
-    whole_steps,
-)
+from ds_terapipe.optim.lr_rules import Ramp, linear_epoch_ratio, square_root_lr, whole_steps
+from ds_terapipe.optim.lr_schedules import LambWarmup, build_scheduler, complete_config, validate
 
 # BERT-Large without tuning, arXiv 1904.00962 table 4: batch, LR as printed, share of warm-up, steps. The shape of the table
 # (square root, doubling share) is in the paper's text; the numbers were recalled, not read again: 5 / (2^x 10^3), 1/320 .. 1/5.
