@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ds_terapipe.pipeline.choice import TRIALS, Cutting
+from ds_terapipe.pipeline.choice import TRIALS, FixedCutting
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.measure import RecordedStep, measured_cost, overhead
@@ -76,16 +76,11 @@ def runs(sequence: int, batches: Sequence[int]) -> list[Run]:
     return [Run(b, tuple(cut), schedule) for b in batches for cut, schedule in zip(cuts, schedules, strict=True)]
 
 
-class Given:
-    """Cuts the engine's steps as the benchmark says, and keeps what it recorded: stands where its choice stood."""
+class Recorded(FixedCutting):
+    """A given cutting of a step that is recorded."""
 
-    def __init__(self, cutting: Cutting, wants_events: bool) -> None:
-        self._cutting, self.wants_events = cutting, wants_events
-        self.events: Sequence[Event] = ()
-
-    def cutting(self, lengths: Sequence[int]) -> Cutting:
-        """For micro-batches of these lengths."""
-        return self._cutting
+    events: Sequence[Event] = ()
+    wants_events = True
 
     def took(self, events: Sequence[Event], seconds: float) -> None:
         """What the step took."""
@@ -100,11 +95,11 @@ def prepare(seat: Seat, shape: gpt.Shape) -> None:
     def step(run: Run, recorded: bool) -> tuple[float, Sequence[Event]]:
         if engine.gradient_accumulation_steps() != run.sequences:
             engine.set_train_batch_size(run.sequences)
-        engine._choice = given = Given(Cutting(run.slices, run.schedule), recorded)
+        engine._choice = choice = (Recorded if recorded else FixedCutting)(run.slices, run.schedule)
         dist.barrier()
         start = time.perf_counter()
         engine.train_batch(batches)
-        return time.perf_counter() - start, given.events
+        return time.perf_counter() - start, getattr(choice, "events", ())
 
     seat.step = step
 
