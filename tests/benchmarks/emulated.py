@@ -36,9 +36,9 @@ class SleepCost:
     length. All stages are alike.
     """
 
-    fixed: float = 0.004
-    token: float = 0.0045
-    pair: float = 1e-5
+    fixed: float
+    token: float
+    pair: float
     backward_factor: float = 2.0
     message_s: float = 0.0
     sequences: int = 1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.emulated import Case, SleepCost, Taken
-from tests.benchmarks.emulation import Row, check_losses, main, parse, table, verdicts
+from tests.benchmarks.emulated import Case, Taken
+from tests.benchmarks.emulation import QUICK, Row, check_losses, main, parse, table, verdicts
 from tests.benchmarks.measure import WrongResult
 
 WHOLE = Row(16, Case("1f1b", 2, (32,)), 10.0, (10.3, 10.1))
@@ -19,7 +19,9 @@ def cut(simulated: float, *steps: float) -> Row:
 
 
 def test_a_quick_run_takes_what_the_simulator_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--quick", "--json", str(tmp_path / "rows.json")])  # whether 5% are met depends on who else is at work here
+    main(
+        ["--quick", "--steps", "2", "--json", str(tmp_path / "rows.json")]
+    )  # whether 5% are met depends on who else is at work here
     written = json.loads((tmp_path / "rows.json").read_text())
     assert len(capsys.readouterr().out.splitlines()) == 1 + 3 + 1
     assert [(row["case"]["schedule"], row["slices"]) for row in written["rows"]] == [
@@ -37,7 +39,7 @@ def test_a_quick_run_takes_what_the_simulator_says(tmp_path: Path, capsys: pytes
 
 
 def test_forward_units_are_long_beside_the_lateness_of_sleeps() -> None:
-    assert SleepCost().forward(0, 8, 0) >= 0.04
+    assert QUICK.forward(0, 8, 0) >= 0.04
 
 
 def test_verdicts_on_error_and_speedup() -> None:

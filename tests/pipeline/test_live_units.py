@@ -25,7 +25,7 @@ def worker(rank: int, world_size: int) -> dict[str, Peak]:
     peaks = {}
     for name, (schedule, slices) in CASES.items():
         case = Case(schedule, MICRO_BATCHES, (TOKENS // slices,) * slices)
-        engine = new_engine(SleepCost(), case, STAGES)
+        engine = new_engine(SleepCost(0.0, 0.0, 0.0), case, STAGES)
         engine.train_batch(iter(data_for(case)))
         peaks[name] = Peak(engine.peak_live_units, engine.peak_live_tokens)
         engine.destroy()
