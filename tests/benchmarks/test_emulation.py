@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks.emulated import Case, Taken
-from tests.benchmarks.emulation import QUICK, Row, check_losses, main, parse, table, verdicts
+from tests.benchmarks.emulation import COST, Row, check_losses, main, parse, table, verdicts
 from tests.benchmarks.measure import WrongResult
 
 WHOLE = Row(16, Case("1f1b", 2, (32,)), 10.0, (10.3, 10.1))
@@ -39,7 +39,7 @@ def test_a_quick_run_takes_what_the_simulator_says(tmp_path: Path, capsys: pytes
 
 
 def test_forward_units_are_long_beside_the_lateness_of_sleeps() -> None:
-    assert QUICK.forward(0, 8, 0) >= 0.04
+    assert COST.forward(0, 8, 0) >= 0.04
 
 
 def test_verdicts_on_error_and_speedup() -> None:
