@@ -30,8 +30,8 @@ def test_a_quick_run_takes_what_the_simulator_says(tmp_path: Path, capsys: pytes
         ("1f1b", 4),
     ]
     # two stages: the whole forward and backward of one sequence twice; in slices, each once and the slowest again
-    whole, slices = 3 * (0.004 + 0.0045 * 32 + 1e-5 * 32 * 16.5), 3 * (0.016 + 0.0045 * 32 + 1e-5 * 32 * 16.5)
-    slowest = 3 * (0.004 + 0.0045 * 8 + 1e-5 * 8 * 28.5)
+    whole, slices = 3 * (0.006 + 0.00675 * 32 + 1.5e-5 * 32 * 16.5), 3 * (0.024 + 0.00675 * 32 + 1.5e-5 * 32 * 16.5)
+    slowest = 3 * (0.006 + 0.00675 * 8 + 1.5e-5 * 8 * 28.5)
     assert [row["simulated"] for row in written["rows"]] == pytest.approx([2 * whole, *[slices + slowest] * 2])
     for row in written["rows"]:
         # a step can't be faster than its sleeps; slices that don't overlap would take 57% longer
