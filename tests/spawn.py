@@ -131,12 +131,13 @@ def launch(
 def _context(settings: Mapping[str, str]) -> Any:
     """Where new processes come from: a server that has imported torch and DeepSpeed, which takes seconds, and forks.
 
+    So has it torch._dynamo, which the first optimiser that a process makes would import: more than a second for each.
     It has the settings of its first use. Others, of a GPU test, get interpreters of their own.
     """
     if settings["DS_ACCELERATOR"] != "cpu" or settings["OMP_NUM_THREADS"] != "1":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "deepspeed"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "deepspeed"])
     return context
 
 
