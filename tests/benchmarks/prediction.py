@@ -157,41 +157,56 @@ def table(found: Sequence[Compared], clean: int, tried: int) -> list[str]:
     return lines
 
 
-def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[list[Compared], list[Round]]:
-    """Rounds of recorded and of plain steps."""
+def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[int, tuple[list[Compared], list[Round]]]:
+    """For each number of sequences rounds of recorded and of plain steps: short ones, for the machine's speed drifts."""
     shape = gpt.QUICK if options.quick else gpt.Shape()
-    every = runs(shape.sequence, options.batches)
     trials = [Run(1, slice_lengths(shape.sequence, count), "1f1b") for count in TRIALS if shape.sequence // count >= 8]
-    steps: list[list[RecordedStep]] = []
+    results = {}
     with Workers(STAGES, ("deepspeed", "ds_terapipe"), options.log, options.timeout) as workers:
         workers.call(prepare, shape)
-        for run in (*trials, *every):  # buffers, allocator and groups of each
+        for run in trials:  # buffers, allocator and groups of each
             workers.call(stepped, run, False)
+        for batch in options.batches:
+            say(f"B={batch}")
+            results[batch] = _measure_batch(workers, trials, runs(shape.sequence, [batch]), options, say)
+    return results
 
-        def record() -> float:
-            steps.append(recorded(workers, [*trials, *trials]))
-            return 0.0
 
-        columns: Mapping[str, Callable[[], float]] = {
-            "record": record,
-            **{run.name: lambda run=run: timed(workers, run, options.steps) for run in every},
-        }
+def _measure_batch(
+    workers: Workers,
+    trials: Sequence[Run],
+    every: Sequence[Run],
+    options: argparse.Namespace,
+    say: Callable[[str], None],
+) -> tuple[list[Compared], list[Round]]:
+    steps: list[list[RecordedStep]] = []
+    for run in every:
+        workers.call(stepped, run, False)
 
-        def probed() -> Any:
-            with workers.awake():
-                return probe(workers, 2 if options.quick else 16)
+    def record() -> float:
+        steps.append(recorded(workers, [*trials, *trials]))
+        return 0.0
 
-        rounds = run_rounds(columns, probed, options.rounds, options.attempts, say)
+    columns: Mapping[str, Callable[[], float]] = {
+        "record": record,
+        **{run.name: lambda run=run: timed(workers, run, options.steps) for run in every},
+    }
+
+    def probed() -> Any:
+        with workers.awake():
+            return probe(workers, 2 if options.quick else 16)
+
+    rounds = run_rounds(columns, probed, options.rounds, options.attempts, say)
     found, clean = compare(rounds, steps, every)
-    print("\n".join(["", *table(found, clean, len(rounds))]))
+    print("\n".join(["", *table(found, clean, len(rounds))]), flush=True)
     return found, rounds
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.prediction", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="clean rounds wanted (default 3)")
-    parser.add_argument("--attempts", type=int, default=9, help="rounds tried at most (default 9)")
+    parser.add_argument("--rounds", type=int, default=3, help="clean rounds wanted per batch (default 3)")
+    parser.add_argument("--attempts", type=int, default=9, help="rounds tried at most per batch (default 9)")
     parser.add_argument("--steps", type=int, default=2, help="steps of each run in a round (default 2)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4], help="sequences (default 1 2 4)")
     parser.add_argument("--json", metavar="FILE", help="write everything measured there")
@@ -205,12 +220,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    found, rounds = measure(options, logging.getLogger(__name__).info)
+    results = measure(options, logging.getLogger(__name__).info)
+    every = [one for found, _ in results.values() for one in found]
+    clean = min(sum(one.clean for one in rounds) for _, rounds in results.values())
+    tried = max(len(rounds) for _, rounds in results.values())
+    print("\nAll of them: " + table(every, clean, tried)[-1])
     if options.json:
         with open(options.json, "w") as file:
-            json.dump(
-                {"runs": [asdict(one) for one in found], "rounds": [asdict(one) for one in rounds]}, file, indent=1
-            )
+            kept = {
+                batch: {"runs": [asdict(one) for one in found], "rounds": [asdict(one) for one in rounds]}
+                for batch, (found, rounds) in results.items()
+            }
+            json.dump(kept, file, indent=1)
     return 0
 
 
