@@ -1,6 +1,6 @@
-"""Draws docs/timeline.svg: 1F1B and slice-level 1F1B on one time scale, from the schedules that the engine executes.
+"""Draws docs/schedules.svg: 1F1B and slice-level 1F1B on one time scale, from the schedules that the engine executes.
 
-    python docs/draw_timeline.py
+    python docs/draw_schedules.py
 
 Arithmetic, not a measurement: slices of equal cost, backward twice as long as forward, messages free.
 """
@@ -22,7 +22,7 @@ def main() -> None:
         Panel("1F1B: 4 stages, 2 sequences", order("1f1b", 4, [1] * 2), cost(1)),
         Panel("slice-level 1F1B: the same, each sequence in 4 slices", order("1f1b", 4, [4] * 2), cost(4)),
     ]
-    Path(__file__).with_name("timeline.svg").write_text(timelines_svg(panels))
+    Path(__file__).with_name("schedules.svg").write_text(timelines_svg(panels))
 
 
 if __name__ == "__main__":
