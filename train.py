@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.megatron import gpt_pipeline
 from ds_terapipe.megatron.data import BatchIterator, gpt_datasets
-from ds_terapipe.plan.stages import read_layers
+from ds_terapipe.plan.stages import even_layers, read_layers
 
 logger = logging.getLogger("train")
 
@@ -173,22 +174,38 @@ class Trainer:
         return int(state["iteration"])
 
     def _check_stages(self, folder: Path) -> None:
-        """Weights are saved by layer, the optimiser's state by stage: with other stages it would go to other layers."""
-        latest = folder / "latest"
-        saved = folder / latest.read_text(encoding="utf-8").strip() / STAGE_LAYERS_FILE if latest.exists() else latest
-        if not saved.exists():
+        """Weights are saved by layer, the optimiser's state by stage: with other stages it would go to other layers.
+
+        Rank 0 wrote the file and reads it for all. A checkpoint without one is of a time when stages were even.
+        """
+        saved: list[Any] = [self._saved_stages(folder) if self.first else None]
+        torch.distributed.broadcast_object_list(saved, src=0)
+        if saved[0] is None or self.engine.load_universal_checkpoint():
             return
-        both = json.loads(saved.read_text(encoding="utf-8")), self.engine.module.layers_per_stage
-        then, now = (",".join(map(str, each)) for each in both)
+        then, now = tuple(saved[0]), self.engine.module.layers_per_stage
+        must = f"as the checkpoint in {folder} was saved"
+        if len(then) != len(now):
+            raise bad_value("--pipeline-model-parallel-size", len(now), must, str(len(then)))
         if then != now:
-            raise bad_value("--stage-layers", now, f"as the checkpoint in {folder} was saved", then)
+            raise bad_value("--stage-layers", ",".join(map(str, now)), must, ",".join(map(str, then)))
+
+    def _saved_stages(self, folder: Path) -> Sequence[int] | None:
+        latest = folder / "latest"
+        if not latest.exists():
+            return None
+        saved = folder / latest.read_text(encoding="utf-8").strip() / STAGE_LAYERS_FILE
+        if saved.exists():
+            return json.loads(saved.read_text(encoding="utf-8"))
+        return even_layers(self.args.num_layers, self.args.pipeline_model_parallel_size)
 
     def _save(self) -> None:
         folder, tag = Path(self.args.save), f"global_step{self.engine.global_steps}"
         if self.first:
             (folder / tag).mkdir(parents=True, exist_ok=True)
             stages = json.dumps(list(self.engine.module.layers_per_stage))
-            (folder / tag / STAGE_LAYERS_FILE).write_text(stages, encoding="utf-8")
+            new = folder / tag / f"{STAGE_LAYERS_FILE}.tmp"
+            new.write_text(stages, encoding="utf-8")
+            new.replace(folder / tag / STAGE_LAYERS_FILE)  # whole or not at all
         self.engine.save_checkpoint(self.args.save, tag=tag, client_state={"iteration": self.iteration})
 
     def _batches(self, dataset: Any, consumed: int) -> BatchIterator | None:

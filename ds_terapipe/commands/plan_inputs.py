@@ -187,9 +187,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
 def _check_unused(options: argparse.Namespace, source: Source, notes: list[str]) -> None:
     """Arguments that these costs have no use for: an error where they would mislead, else a note."""
     if options.stage_layers is not None and not isinstance(source, Analytic):
-        raise bad_value(
-            "--stage-layers", options.stage_layers, "absent where the costs do not know single layers", "--model alone"
-        )
+        rule = "absent: these costs are of the stages that were measured, or of no layers at all"
+        raise bad_value("--stage-layers", options.stage_layers, rule, "--model alone, or train.py to measure them")
     if isinstance(source, Measured):
         found = "micro_batch" if source.weights_once else "slice"
         if options.weight_gradients not in (None, found):

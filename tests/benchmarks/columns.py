@@ -247,10 +247,9 @@ def timed_step(seat: Seat) -> tuple[float, float | None]:
     return time.perf_counter() - start, loss
 
 
-def settle(seat: Seat, steps: int) -> None:
-    """Request: so many steps that are not timed."""
-    for _ in range(steps):
-        seat.step()
+def untimed_step(seat: Seat) -> None:
+    """Request: one step that is not timed."""
+    seat.step()
 
 
 SLICES = (1, 2, 4, 8, 16)

@@ -87,16 +87,17 @@ def first_in_line() -> Iterator[bool]:
     """
     threads = [int(thread) for thread in os.listdir("/proc/self/task")] if sys.platform == "linux" else []
     try:
-        for thread in threads:
-            os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
-    except OSError:
-        yield False
-        return
-    try:
-        yield bool(threads)
+        granted = bool(threads)
+        try:
+            for thread in threads:
+                with suppress(ProcessLookupError):  # a thread that is gone
+                    os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
+        except OSError:
+            granted = False
+        yield granted
     finally:
         for thread in threads:
-            with suppress(OSError):  # a thread that is gone
+            with suppress(OSError):
                 os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
 
 

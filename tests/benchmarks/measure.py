@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from tests.benchmarks.columns import Column, Workload, prepare, settle, timed_step
+from tests.benchmarks.columns import Column, Workload, prepare, timed_step, untimed_step
 from tests.benchmarks.rounds import Minima, Probe, minima, probe, run_rounds
 from tests.benchmarks.workers import PeakMemory, WorkerError, Workers, peak_memory
 
@@ -67,9 +67,6 @@ class Fleet:
                 self._bare = Workers(2, (), settings.log, settings.timeout)
             for name, group in self.groups.items():
                 self._first_losses(name, group)
-            self.sleep()
-            for column in columns:
-                self._settle(column)
         except BaseException:
             self.close()
             raise
@@ -96,12 +93,14 @@ class Fleet:
         else:
             self.losses[name] = losses
 
-    def _settle(self, column: Column) -> None:
-        """While the others stand still: what a column measures of itself must not be of them."""
-        if column.settling and column.name not in self.failures:
+    def settle(self, columns: Sequence[Column]) -> None:
+        """One column after the other while the rest stand still: what one measures of itself must not be of them."""
+        self.sleep()
+        for column in (each for each in columns if each.name not in self.failures):
             try:
                 with self.groups[column.name].awake():
-                    self.groups[column.name].call(settle, column.settling)
+                    for _ in range(column.settling):
+                        self.groups[column.name].call(untimed_step)
             except WorkerError as error:
                 self._failed(column.name, error)
 
@@ -158,11 +157,12 @@ def measure(
     """Run ``columns`` side by side; a failing one is in the result. Raises WrongResult when they train differently."""
     with Fleet(columns, workload, settings) as fleet:
         fleet.check_losses()
+        memory = fleet.memory()  # of the first two steps, before the probes add their own to two of the workers
+        fleet.settle(columns)
         for name, reason in fleet.failures.items():
             report(f"{name} failed: {reason}")
         alive = {
             name: lambda name=name: fleet.step_seconds(name) for name in fleet.groups if name not in fleet.failures
         }
-        memory = fleet.memory()  # before the probes add their own to two of the workers
         rounds = run_rounds(alive, fleet.probe, settings.rounds, settings.attempts, report)
         return Result(minima(rounds), memory, fleet.losses, dict(fleet.failures))

@@ -180,8 +180,9 @@ def _measure_batch(
     say: Callable[[str], None],
 ) -> tuple[list[Compared], list[Round]]:
     steps: list[list[RecordedStep]] = []
-    for run in every:
-        workers.call(stepped, run, False)
+    with workers.awake():
+        for run in every:
+            workers.call(stepped, run, False)
 
     def record() -> float:
         steps.append(recorded(workers, [*trials, *trials]))
