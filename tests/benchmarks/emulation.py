@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.choose import Request, choose
 from ds_terapipe.plan.evaluate import StepTimes
 from tests.benchmarks.emulated import Case, SleepCost, Taken, run_cases
@@ -73,18 +74,12 @@ class Verdict:
     met: bool
 
 
-def equal(tokens: int, slices: int) -> tuple[int, ...]:
-    """Lengths of equal slices; the first ones take what remains."""
-    length, longer = divmod(tokens, slices)
-    return tuple(length + (i < longer) for i in range(slices))
-
-
 def cases_for(cost: SleepCost, processes: int, sequences: int, tokens: int, slices: Sequence[int]) -> list[Case]:
     """Unsliced 1F1B, then for each schedule the equal slices and the planner's, each once."""
     cases = [Case("1f1b", sequences, (tokens,))]
     for schedule in SCHEDULES:
         request = Request(tokens, processes, sequences, schedule, granularity=1, min_length=SHORTEST)
-        cuts = [*(equal(tokens, count) for count in slices), tuple(choose(cost, request).slices)]
+        cuts = [*(slice_lengths(tokens, count) for count in slices), tuple(choose(cost, request).slices)]
         cases += [Case(schedule, sequences, cut) for cut in dict.fromkeys(cuts) if len(cut) > 1]
     return cases
 
