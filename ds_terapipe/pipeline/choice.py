@@ -6,10 +6,11 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.runoff import Cutting, Runoff
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.choose import Request, choose
 from ds_terapipe.plan.cost import MeasuredCost
@@ -26,15 +27,9 @@ TRIALS = (16, 8, 4, 2, 1)  # numbers of equal slices that are measured
 ROUNDS = 2
 SHORTEST = 8  # tokens of a slice that is tried
 PATIENCE = 20  # steps of other lengths until a measurement is given up
-CHECKED = 3  # steps of a new plan that are compared with its prediction
-WORSE = 1.02  # a plan that takes so much longer than the best trial did is given up for it
-
-
-class Cutting(NamedTuple):
-    """How the micro-batches of a step are cut, and the schedule that they run in."""
-
-    slices: int | tuple[int, ...]
-    schedule: str
+RIVALS = 2  # other trials that are compared with a plan,
+NEAR = 1.15  # if they took at most so much longer than the fastest
+WORSE = 1.02  # a plan that takes so much longer than a trial in the same steps is given up for it
 
 
 @dataclass(frozen=True)
@@ -112,8 +107,9 @@ class AutoCutting:
     """Measures in the first steps, plans, and checks the plan against the steps after it.
 
     The first step warms up: buffers are made and the model is inspected. The next ones are the trials, each cut in its own way
-    and recorded. From what they took rank 0 makes the plan, which all ranks adopt. A sequence that is longer than what was
-    measured starts anew; another number of micro-batches, or shorter sequences, are planned from what is known.
+    and recorded. From what they took rank 0 makes the plan, which all ranks adopt, and which then has to hold against the best of
+    the trials. A sequence that is longer than what was measured starts anew; another number of micro-batches, or shorter
+    sequences, are planned from what is known.
 
     Args:
         config: the block ``token_pipeline``.
@@ -144,11 +140,10 @@ class AutoCutting:
         self._steps: list[RecordedStep] = []
         self._model: MemoryModel | None = None
         self._limit: float | None = None
-        self._now: tuple[int, int] | None = None
         self._trial: Cutting | None = None
+        self._turn = False  # the step that was cut last is one of the runoff
         self._warm, self._missed = False, 0
-        self._checks: list[float] = []
-        self._checking: tuple[int, int] | None = None
+        self._runoff: Runoff | None = None
         if config.plan_path is not None:
             plan = Plan.load(config.plan_path)
             _check_plan(plan, situation, config.schedule, config.plan_path)
@@ -158,13 +153,16 @@ class AutoCutting:
 
     def cutting(self, lengths: Sequence[int]) -> Cutting:
         """For micro-batches of these lengths; collective where a plan has to be made."""
-        longest, self._trial = max(lengths), None
-        shape = self._now = longest, len(lengths)
+        longest, self._trial, self._turn = max(lengths), None, False
+        shape = longest, len(lengths)
         if shape not in self._plans and self._can_plan(longest):
             self._plans[shape] = self._new_plan(shape)
         plan = self._plans.get(shape)
         if plan is not None:
             uniform = min(lengths) == longest
+            if uniform and self._runoff is not None and self._runoff.shape == shape:
+                self._turn = True
+                return self._runoff.cutting
             return Cutting(plan.slices if uniform else len(plan.slices), plan.schedule)
         if min(lengths) < longest:  # nothing that another step could be compared with
             return self._unmeasured(lengths)
@@ -207,10 +205,9 @@ class AutoCutting:
         """The step is over: its events, on rank 0, and its wall time; collective where that decides something."""
         if self._trial is not None:
             self._took_trial(events, seconds)
-        elif self._checking is not None and self._checking == self._now:
-            self._checks.append(seconds)
-            if len(self._checks) == CHECKED:
-                self._check()
+        elif self._turn and self._runoff is not None and self._runoff.took(seconds):
+            self._settle(self._runoff)
+            self._runoff = None
 
     def _took_trial(self, events: Sequence[Event], seconds: float) -> None:
         assert self._trials_of is not None
@@ -226,7 +223,9 @@ class AutoCutting:
         shape, layers = self._trials_of, self._layers()
         self._cost, self._overhead_s = self._agree(lambda: self._costs(layers))
         self._plans[shape] = self._new_plan(shape)
-        self._checking, self._checks = shape, []
+        plan = self._plans[shape]
+        planned = Cutting(plan.slices, plan.schedule)
+        self._runoff = Runoff(shape, [planned, *self._agree(lambda: self._rivals(planned))])
         self._advise()
 
     def _advise(self) -> None:
@@ -313,25 +312,31 @@ class AutoCutting:
         )
         return max(use.total for use in uses) <= self._limit
 
-    def _check(self) -> None:
-        """Compare the plan with the steps that it was made for; a trial that was faster after all takes its place."""
-        shape, self._checking = self._checking, None
-        assert shape is not None
-        plan, taken = self._plans[shape], min(self._checks)
+    def _rivals(self, planned: Cutting) -> list[Cutting]:
+        """The fastest trials that are not what is planned."""
+        seconds: dict[Cutting, float] = {}
+        for step in self._steps:
+            cutting = Cutting(tuple(step.slices), self._schedule)
+            seconds[cutting] = min(step.seconds, seconds.get(cutting, step.seconds))
+        near = [c for c, taken in seconds.items() if c != planned and taken <= NEAR * min(seconds.values())]
+        return sorted(near, key=seconds.__getitem__)[:RIVALS]
 
-        def decide() -> tuple[int, float] | None:
+    def _settle(self, runoff: Runoff) -> None:
+        """Compare the plan with its prediction, and with the trials: one that is faster after all takes its place."""
+        plan = self._plans[runoff.shape]
+
+        def decide() -> tuple[Cutting, float] | None:
+            taken, *others = runoff.fastest()
             error = taken / plan.step_s - 1
             self._say(f"plan: step {seconds_text(plan.step_s)} predicted, {seconds_text(taken)} taken ({error:+.1%})")
-            best = min(self._steps, key=lambda step: step.seconds, default=None)
-            return (len(best.slices), best.seconds) if best and taken > WORSE * best.seconds else None
+            best = min(zip(others, runoff.cuttings[1:], strict=True), default=None)
+            return (best[1], best[0]) if best and taken > WORSE * best[0] else None
 
         better = self._agree(decide)
         if better is not None:
-            slices = slice_lengths(shape[0], better[0])
-            self._plans[shape] = _instead(plan, self._schedule, slices, better[1])
-            self._say(
-                f"plan: {compact(slices)} tokens in {self._schedule} took {seconds_text(better[1])}, used instead"
-            )
+            (slices, schedule), seconds = better
+            self._plans[runoff.shape] = _instead(plan, schedule, slices, seconds)
+            self._say(f"plan: {compact(slices)} tokens in {schedule} took {seconds_text(seconds)}, used instead")
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the plans."""

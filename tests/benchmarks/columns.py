@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_terapipe.pipeline.choice import CHECKED, ROUNDS, TRIALS
+from ds_terapipe.pipeline.choice import RIVALS, ROUNDS, TRIALS
+from ds_terapipe.pipeline.runoff import TURNS
 from tests.benchmarks import gpt
 from tests.benchmarks.workers import Seat
 
@@ -253,8 +254,8 @@ def untimed_step(seat: Seat) -> None:
 
 
 SLICES = (1, 2, 4, 8, 16)
-# The planner measures in the first steps, plans, and compares the next ones with its prediction.
-SETTLING = 1 + ROUNDS * len(TRIALS) + CHECKED
+# The planner measures in the first steps, plans, and compares the plan with the best trials in the next ones.
+SETTLING = 1 + ROUNDS * len(TRIALS) + TURNS * (1 + RIVALS)
 _DEEPSPEED = ("deepspeed",)
 _OURS = ("deepspeed", "ds_terapipe")
 COLUMNS: dict[str, Column] = {

@@ -22,7 +22,7 @@ import torch
 from tests.benchmarks import lamb_cases, lamb_cuda
 from tests.benchmarks.lamb_shapes import MODELS
 from tests.benchmarks.lamb_table import Case, as_json, class_table, table, target_lines
-from tests.benchmarks.rounds import minima, probe, run_rounds
+from tests.benchmarks.rounds import PATIENCE, minima, probe, run_rounds
 from tests.benchmarks.workers import Workers
 
 
@@ -32,7 +32,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> list[Cas
     Worker 0 does the steps; worker 1 is there for the probe, which says whether the other core was free.
     """
     cases = []
-    repeats = 2 if options.quick else 16
+    repeats, patience = (2, 0) if options.quick else (16, PATIENCE)
     with Workers(2, (), options.log, options.timeout) as workers:
         for model in options.models:
             say(f"{model}: allocating")
@@ -46,7 +46,9 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> list[Cas
                     return lambda: workers.call(lamb_cases.timed, column, threads, steps, ranks=[0])[0]
 
                 columns = {name: one(name) for name in names}
-                rounds = run_rounds(columns, lambda: probe(workers, repeats), options.rounds, options.attempts, say)
+                rounds = run_rounds(
+                    columns, lambda: probe(workers, repeats), options.rounds, options.attempts, say, patience
+                )
                 cases.append(Case(model, MODELS[model](), threads, minima(rounds)))
                 print("\n".join(["", *table(cases[-1]), "", *class_table(cases[-1])]), flush=True)
     return cases

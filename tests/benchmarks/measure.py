@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from tests.benchmarks.columns import Column, Workload, prepare, timed_step, untimed_step
-from tests.benchmarks.rounds import Minima, Probe, minima, probe, run_rounds
+from tests.benchmarks.rounds import PATIENCE, Minima, Probe, minima, probe, run_rounds
 from tests.benchmarks.workers import PeakMemory, WorkerError, Workers, peak_memory
 
 LOSS_TOLERANCE = 1e-4
@@ -36,7 +36,8 @@ class Result:
 @dataclass(frozen=True)
 class Settings:
     """``rounds`` clean rounds of ``steps`` steps are wanted, at most ``attempts`` tried; ``probe_repeats`` as in
-    rounds.probe; a request is waited for ``timeout`` seconds; the workers' own output goes to the file ``log``.
+    rounds.probe, ``patience`` as in rounds.run_rounds; a request is waited for ``timeout`` seconds; the workers' own output
+    goes to the file ``log``.
     """
 
     rounds: int = 5
@@ -45,6 +46,7 @@ class Settings:
     probe_repeats: int = 16
     timeout: float = 300.0
     log: str = os.devnull
+    patience: int = PATIENCE
 
 
 class Fleet:
@@ -164,5 +166,5 @@ def measure(
         alive = {
             name: lambda name=name: fleet.step_seconds(name) for name in fleet.groups if name not in fleet.failures
         }
-        rounds = run_rounds(alive, fleet.probe, settings.rounds, settings.attempts, report)
+        rounds = run_rounds(alive, fleet.probe, settings.rounds, settings.attempts, report, settings.patience)
         return Result(minima(rounds), memory, fleet.losses, dict(fleet.failures))

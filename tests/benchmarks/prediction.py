@@ -28,7 +28,7 @@ from ds_terapipe.plan.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.tracing.chrome import Event
 from tests.benchmarks import gpt
 from tests.benchmarks.columns import Workload, token_slice_engine
-from tests.benchmarks.rounds import CLEAN_ROUNDS_NEEDED, Round, minima, probe, run_rounds
+from tests.benchmarks.rounds import CLEAN_ROUNDS_NEEDED, PATIENCE, Round, minima, probe, run_rounds
 from tests.benchmarks.workers import Seat, Workers
 
 STAGES = 2
@@ -197,7 +197,8 @@ def _measure_batch(
         with workers.awake():
             return probe(workers, 2 if options.quick else 16)
 
-    rounds = run_rounds(columns, probed, options.rounds, options.attempts, say)
+    patience = 0 if options.quick else PATIENCE
+    rounds = run_rounds(columns, probed, options.rounds, options.attempts, say, patience)
     found, clean = compare(rounds, steps, every)
     print("\n".join(["", *table(found, clean, len(rounds))]), flush=True)
     return found, rounds

@@ -1,8 +1,9 @@
 """How figures are taken on a machine whose two cores slow each other by up to 2x from minute to minute.
 
 A round measures every column once, one after another. Before and after it a fixed computation runs alone in one
-worker and then in two at once. A round during which two ran more than 1.15x slower than one is dropped. A column's
-figure is its minimum over the rounds that are left, and with fewer than three of those nothing is concluded.
+worker and then in two at once. A round during which two ran more than 1.15x slower than one is dropped; none is begun
+before they did not, unless that takes longer than ``PATIENCE`` probes. A column's figure is its minimum over the rounds
+that are left, and with fewer than three of those nothing is concluded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.benchmarks.workers import Seat, Workers
 
 SLOWDOWN_LIMIT = 1.15
 CLEAN_ROUNDS_NEEDED = 3
+PATIENCE = 30
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class Probe:
 
     alone: tuple[float, ...]
     together: tuple[float, ...]
+
+    @property
+    def clean(self) -> bool:
+        return max(self.together) <= SLOWDOWN_LIMIT * min(self.alone)
 
 
 @dataclass(frozen=True)
@@ -93,15 +99,21 @@ def run_rounds(
     wanted: int,
     at_most: int,
     report: Callable[[str], None] = lambda line: None,
+    patience: int = PATIENCE,
 ) -> list[Round]:
     """Rounds over ``columns`` (name -> measurement, in seconds) until ``wanted`` are clean or ``at_most`` were tried.
 
-    The order of the columns is reversed every other round, so none always follows the same neighbour.
+    Before a round at most ``patience`` probes wait for a quiet machine. The order of the columns is reversed every other
+    round, so none always follows the same neighbour.
     """
     rounds: list[Round] = []
     while len(rounds) < at_most and sum(one.clean for one in rounds) < wanted:
         names = list(columns) if len(rounds) % 2 == 0 else list(reversed(columns))
         before = take_probe()
+        for _ in range(patience):
+            if before.clean:
+                break
+            before = take_probe()
         seconds = {name: columns[name]() for name in names}
         rounds.append(Round(before, take_probe(), {name: seconds[name] for name in columns}))
         state = "clean" if rounds[-1].clean else "dropped"

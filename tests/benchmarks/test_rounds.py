@@ -22,7 +22,7 @@ NOISY = Probe((1.0, 1.02), (1.05, 1.3))
 def test_a_round_with_a_slow_probe_on_either_side_is_dropped():
     probes = iter([QUIET, QUIET, QUIET, NOISY, NOISY, QUIET, QUIET, QUIET])
     times = iter([5.0, 3.0, 1.0, 4.0])
-    rounds = run_rounds({"a": lambda: next(times)}, lambda: next(probes), wanted=2, at_most=9)
+    rounds = run_rounds({"a": lambda: next(times)}, lambda: next(probes), wanted=2, at_most=9, patience=0)
     assert [one.clean for one in rounds] == [True, False, False, True]
     result = minima(rounds)
     assert result.seconds == {"a": 4.0} and (result.clean, result.tried) == (2, 4)
@@ -34,6 +34,13 @@ def test_rounds_end_after_the_attempts_and_say_so_with_figures_of_dropped_rounds
     rounds = run_rounds({"a": itertools.count(2.0).__next__}, lambda: NOISY, wanted=3, at_most=4)
     assert minima(rounds).seconds == {"a": 2.0}
     assert (minima(rounds).clean, minima(rounds).tried) == (0, 4)
+
+
+def test_a_round_begins_when_the_machine_is_quiet_or_patience_ends():
+    probes = iter([NOISY, NOISY, QUIET, QUIET, NOISY, NOISY, NOISY, QUIET])
+    rounds = run_rounds({"a": lambda: 1.0}, lambda: next(probes), wanted=2, at_most=2, patience=2)
+    assert [(one.before, one.after) for one in rounds] == [(QUIET, QUIET), (NOISY, QUIET)]
+    assert [one.clean for one in rounds] == [True, False]
 
 
 def test_columns_are_interleaved_and_change_places():
@@ -80,7 +87,7 @@ def prepare_broken(rank: int, world: int, workload: Workload):
 
 
 RIGHT = Column("right", "right", 1, prepare_one_process)
-FAST = Settings(rounds=1, attempts=1, probe_repeats=1, timeout=60)
+FAST = Settings(rounds=1, attempts=1, probe_repeats=1, timeout=60, patience=0)
 
 
 def test_a_column_with_another_loss_ends_the_benchmark():

@@ -201,7 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     say = logging.getLogger(__name__).info
     shape = gpt.QUICK if options.quick else gpt.Shape()
-    settings = Settings(options.rounds, options.attempts, 1, 2 if options.quick else 16, options.timeout, options.log)
+    settings = Settings(options.rounds, options.attempts, 1, 16, options.timeout, options.log)
+    if options.quick:
+        settings = replace(settings, probe_repeats=2, patience=0)
     results: dict[int, Result] = {}
     try:
         for sequences in options.batches:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_terapipe.pipeline.choice import CHECKED, ROUNDS
+from ds_terapipe.pipeline.choice import RIVALS, ROUNDS
 from ds_terapipe.pipeline.engine import PLAN_STATE
+from ds_terapipe.pipeline.runoff import TURNS
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import peak_live_units
 from tests.pipeline.models import gpt, masked_loss, micro_batch, steps_of
@@ -20,6 +21,7 @@ from tests.spawn import launch, run_ranks
 MICRO_BATCHES, SEQUENCE = 2, 24
 TRIALS = 2  # of sequences of 24 tokens: two slices and one
 MEASURING = 1 + ROUNDS * TRIALS  # a step to warm up, then the trials
+COMPARING = TURNS * (1 + RIVALS)
 
 
 def auto(**keys: Any) -> Any:
@@ -33,7 +35,7 @@ def plans(engine: Any) -> list[dict[str, Any]]:
 
 
 def same_numbers() -> dict[str, Any]:
-    steps = steps_of(MEASURING + CHECKED + 2, MICRO_BATCHES)
+    steps = steps_of(MEASURING + COMPARING + 1, MICRO_BATCHES)
     fixed = build_engine(gpt(), masked_loss, token_pipeline={"slices": 2}, micro_batches=MICRO_BATCHES)
     wanted = train(fixed, steps)
     fixed.destroy()
@@ -117,7 +119,7 @@ def test_a_run_with_trials_has_the_losses_and_weights_of_one_without(results: li
 
 def test_the_plan_is_made_after_the_trials_and_all_ranks_have_it(results: list[dict[str, Any]]) -> None:
     first, second = (result["numbers"] for result in results)
-    assert first["known"] == second["known"] == [0] * (MEASURING - 1) + [1] * (CHECKED + 3)
+    assert first["known"] == second["known"] == [0] * (MEASURING - 1) + [1] * (COMPARING + 2)
     assert first["plan"] == second["plan"]
     plan = Plan.from_dict(first["plan"][0])
     assert sum(plan.slices) == plan.seq_length == SEQUENCE and plan.micro_batches == MICRO_BATCHES

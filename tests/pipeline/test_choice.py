@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ import pytest
 
 from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.choice import CHECKED, PATIENCE, ROUNDS, TRIALS, AutoCutting, Situation
+from ds_terapipe.pipeline.choice import PATIENCE, RIVALS, ROUNDS, TRIALS, AutoCutting, Situation
+from ds_terapipe.pipeline.runoff import TURNS
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.memory import MemoryModel, StageMemory
@@ -63,14 +64,16 @@ class Run:
         situation = Situation(STAGES, 1, weights_once=False, loss_of_whole=False)
         self.choice = AutoCutting(config, situation, lambda decide: decide(), self.meter, self.lines.append)
 
-    def step(self, lengths: Sequence[int], slow: float = 1.0) -> tuple[int, ...]:
-        """Run a step; the slices of its longest micro-batch."""
+    def step(
+        self, lengths: Sequence[int], slow: Callable[[tuple[int, ...]], float] = lambda slices: 1.0
+    ) -> tuple[int, ...]:
+        """Run a step, ``slow`` times as long as it should take; the slices of its longest micro-batch."""
         cutting = self.choice.cutting(lengths)
         given = cutting.slices if isinstance(cutting.slices, int) else list(cutting.slices)
         slices = slice_lengths(max(lengths), given if isinstance(given, int) or len(set(lengths)) == 1 else len(given))
         simulation = StepTimes(Truth(), STAGES, len(lengths)).simulate(cutting.schedule, slices)
         events = [e._replace(run=MEASURED) for e in events_of(simulation.grid, simulation.spans)]
-        self.choice.took(events if self.choice.wants_events else [], slow * simulation.makespan)
+        self.choice.took(events if self.choice.wants_events else [], slow(slices) * simulation.makespan)
         return slices
 
     @property
@@ -138,16 +141,45 @@ def test_a_trial_that_needs_more_memory_than_there_is_is_left_out() -> None:
     assert len(run.step([1024] * 8)) > 1
 
 
+def compared(run: Run, slow: Callable[[tuple[int, ...]], float]) -> list[tuple[int, ...]]:
+    """The steps in which the plan is compared with the best trials."""
+    return [run.step([1024], slow) for _ in range(TURNS * (1 + RIVALS))]
+
+
 def test_a_plan_that_disappoints_gives_way_to_the_best_trial() -> None:
     run = Run()
     for _ in range(MEASURING):
         run.step([1024])
-    for _ in range(CHECKED):
-        run.step([1024], slow=10.0)
-    assert any("used instead" in line for line in run.lines)
+    ran = compared(run, lambda slices: 1.0 if len(set(slices)) == 1 else 10.0)
     times = StepTimes(Truth(), STAGES, 1)
-    best = min(TRIALS, key=lambda n: times.seconds("1f1b", slice_lengths(1024, n)))
-    assert run.step([1024]) == slice_lengths(1024, best)
+    seconds = {slice_lengths(1024, n): times.seconds("1f1b", slice_lengths(1024, n)) for n in TRIALS}
+    best, second, *_ = sorted(seconds, key=seconds.__getitem__)
+    planned, *others = ran[:3]
+    assert ran == [planned, *others] * TURNS and others == [best, second] and planned not in seconds
+    assert any("used instead" in line for line in run.lines)
+    assert run.step([1024]) == best
+
+
+def test_a_lucky_trial_does_not_displace_a_plan_that_is_faster_in_the_same_steps() -> None:
+    run = Run()
+    for _ in range(MEASURING):
+        run.step([1024], lambda slices: 0.9)  # the machine was faster then
+    planned = compared(run, lambda slices: 1.0)[0]
+    assert run.step([1024]) == planned and not any("used instead" in line for line in run.lines)
+    assert any("predicted" in line for line in run.lines)
+
+
+def test_steps_of_another_shape_do_not_count_in_the_comparison() -> None:
+    run = Run()
+    for _ in range(MEASURING):
+        run.step([1024])
+    run.step([1024])
+    before = len(run.lines)
+    for _ in range(TURNS * (1 + RIVALS)):
+        run.step([1024, 512], lambda slices: 100.0)
+    assert not any("taken" in line for line in run.lines[before:])
+    compared(run, lambda slices: 1.0)
+    assert sum("taken" in line for line in run.lines) == 1
 
 
 def test_a_plan_of_another_schedule_than_the_given_one_is_refused(tmp_path: Any) -> None:
