@@ -183,6 +183,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="clean rounds wanted per batch (default 5; 1 with --quick)")
     parser.add_argument("--attempts", type=int, help="rounds tried at most per batch (default: 3 times --rounds)")
     parser.add_argument("--batches", type=numbers, help="sequences per step (default 1,2,4,8; 1,2 with --quick)")
+    parser.add_argument(
+        "--steps", type=int, help="steps of a column in a round, the fastest counts (default 2; 1 from B=4)"
+    )
     parser.add_argument("--columns", type=names, default=list(COLUMNS), help=f"default {','.join(COLUMNS)}")
     parser.add_argument("--json", metavar="FILE", help="write everything measured there")
     parser.add_argument("--log", metavar="FILE", default=os.devnull, help="the workers' own output (default: nowhere)")
@@ -209,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sequences in options.batches:
             say(f"B={sequences}: starting {len(options.columns)} columns")
             chosen = [COLUMNS[name] for name in options.columns]
-            steps = replace(settings, steps=2 if sequences <= 2 else 1)
+            steps = replace(settings, steps=options.steps or (2 if sequences <= 2 else 1))
             results[sequences] = measure(chosen, Workload(shape, sequences), steps, say)
         found = accounts(results, shape, settings, say)
     except WrongResult as error:
