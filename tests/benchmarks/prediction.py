@@ -1,8 +1,8 @@
 """What the planner says a step takes against what it takes: the GPT of the token pipeline benchmark in two processes.
 
-``python -m tests.benchmarks.prediction`` measures costs as ``"slices": "auto"`` does, from recorded steps of one sequence
-in 16, 8, 4, 2 and 1 equal slices, and with them predicts steps of 1, 2 and 4 sequences in four slicings, two of which have
-lengths that were never measured. Costs and steps are taken in the same rounds, tests/benchmarks/rounds.py says how.
+``python -m tests.benchmarks.prediction`` measures costs as ``"slices": "auto"`` does, from recorded steps of 1, 2 or 4
+sequences in 16, 8, 4, 2 and 1 equal slices, and with them predicts steps of as many sequences in four slicings, two of which
+have lengths that were never measured. Costs and steps are taken in the same rounds, tests/benchmarks/rounds.py says how.
 ``--quick`` runs a tiny model through all of it and shows that the benchmark works, not how good the planner is.
 """
 
@@ -160,14 +160,13 @@ def table(found: Sequence[Compared], clean: int, tried: int) -> list[str]:
 def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[int, tuple[list[Compared], list[Round]]]:
     """For each number of sequences rounds of recorded and of plain steps: short ones, for the machine's speed drifts."""
     shape = gpt.QUICK if options.quick else gpt.Shape()
-    trials = [Run(1, slice_lengths(shape.sequence, count), "1f1b") for count in TRIALS if shape.sequence // count >= 8]
+    cuts = [slice_lengths(shape.sequence, count) for count in TRIALS if shape.sequence // count >= 8]
     results = {}
     with Workers(STAGES, ("deepspeed", "ds_terapipe"), options.log, options.timeout) as workers:
         workers.call(prepare, shape)
-        for run in trials:  # buffers, allocator and groups of each
-            workers.call(stepped, run, False)
         for batch in options.batches:
             say(f"B={batch}")
+            trials = [Run(batch, cut, "1f1b") for cut in cuts]
             results[batch] = _measure_batch(workers, trials, runs(shape.sequence, [batch]), options, say)
     return results
 
@@ -181,11 +180,11 @@ def _measure_batch(
 ) -> tuple[list[Compared], list[Round]]:
     steps: list[list[RecordedStep]] = []
     with workers.awake():
-        for run in every:
+        for run in (*trials, *every):  # buffers, allocator and groups of each
             workers.call(stepped, run, False)
 
     def record() -> float:
-        steps.append(recorded(workers, [*trials, *trials]))
+        steps.append(recorded(workers, trials))
         return 0.0
 
     columns: Mapping[str, Callable[[], float]] = {
