@@ -62,13 +62,11 @@ class Fleet:
         self._bare: Workers | None = None
         try:
             for column in columns:
-                group = Workers(column.world, column.modules, settings.log, settings.timeout)
-                self.groups[column.name] = group
-                group.post(prepare, column, workload)
+                self.groups[column.name] = Workers(column.world, column.modules, settings.log, settings.timeout)
             if not any(group.world > 1 for group in self.groups.values()):
                 self._bare = Workers(2, (), settings.log, settings.timeout)
-            for name, group in self.groups.items():
-                self._first_losses(name, group)
+            for column in columns:  # one after the other: all at once they may take longer than ``timeout``
+                self._first_losses(column, workload)
         except BaseException:
             self.close()
             raise
@@ -87,13 +85,14 @@ class Fleet:
     def _failed(self, name: str, error: WorkerError) -> None:
         self.failures[name] = str(error).strip().splitlines()[-1]
 
-    def _first_losses(self, name: str, group: Workers) -> None:
+    def _first_losses(self, column: Column, workload: Workload) -> None:
+        group = self.groups[column.name]
         try:
-            losses = next(losses for losses in group.collect() if None not in losses)
+            with group.awake():
+                ranks = group.call(prepare, column, workload)
+            self.losses[column.name] = next(losses for losses in ranks if None not in losses)
         except WorkerError as error:
-            self._failed(name, error)
-        else:
-            self.losses[name] = losses
+            self._failed(column.name, error)
 
     def settle(self, columns: Sequence[Column]) -> None:
         """One column after the other while the rest stand still: what one measures of itself must not be of them."""
