@@ -27,12 +27,17 @@ class StepBatch:
     labels: list[Any] = field(default_factory=list)
     label_cuts: list[tuple[TensorCut, ...]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    everywhere: tuple[int, ...] = ()
     signatures: list[int] = field(default_factory=list)
     spans: list[tuple[Span, ...]] = field(default_factory=list)
 
     def adopt(self, header: Header) -> None:
         """Take what the first stage announced."""
-        self.lengths, self.signatures = list(header.lengths), list(header.signatures)
+        self.lengths, self.signatures, self.everywhere = (
+            list(header.lengths),
+            list(header.signatures),
+            header.everywhere,
+        )
 
     def cut(self, slices: int | Sequence[int]) -> None:
         """Cut every micro-batch into so many slices, or slices of these lengths."""

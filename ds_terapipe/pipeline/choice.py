@@ -74,7 +74,7 @@ class FixedCutting:
     def __init__(self, slices: int | Sequence[int], schedule: str) -> None:
         self._cutting = Cutting(slices if isinstance(slices, int) else tuple(slices), schedule)
 
-    def cutting(self, lengths: Sequence[int]) -> Cutting:
+    def cutting(self, lengths: Sequence[int], everywhere: Sequence[int]) -> Cutting:
         """For micro-batches of these lengths."""
         return self._cutting
 
@@ -104,7 +104,7 @@ class FixedCutting:
 
 
 class AutoCutting:
-    """Measures in the first steps, plans, and checks the plan against the steps after it.
+    """Measures in the first steps, plans, and compares the plan with the best of what was measured in the steps after it.
 
     The first step warms up: buffers are made and the model is inspected. The next ones are the trials, each cut in its own way
     and recorded. From what they took rank 0 makes the plan, which all ranks adopt, and which then has to hold against the best of
@@ -141,9 +141,9 @@ class AutoCutting:
         self._model: MemoryModel | None = None
         self._limit: float | None = None
         self._trial: Cutting | None = None
-        self._turn = False  # the step that was cut last is one of the runoff
+        self._turn: tuple[int, int] | None = None  # the runoff that the step that was cut last belongs to
         self._warm, self._missed = False, 0
-        self._runoff: Runoff | None = None
+        self._runoffs: dict[tuple[int, int], Runoff] = {}  # in the same way, until they are settled
         if config.plan_path is not None:
             plan = Plan.load(config.plan_path)
             _check_plan(plan, situation, config.schedule, config.plan_path)
@@ -151,20 +151,19 @@ class AutoCutting:
         if config.measurements_path is not None:
             self._load_measurements(config.measurements_path)
 
-    def cutting(self, lengths: Sequence[int]) -> Cutting:
-        """For micro-batches of these lengths; collective where a plan has to be made."""
-        longest, self._trial, self._turn = max(lengths), None, False
-        shape = longest, len(lengths)
+    def cutting(self, lengths: Sequence[int], everywhere: Sequence[int]) -> Cutting:
+        """For micro-batches of these lengths, of those in all pipelines; collective where a plan has to be made."""
+        longest, self._trial, self._turn = max(everywhere), None, None
+        shape, alike = (longest, len(lengths)), min(everywhere) == longest
         if shape not in self._plans and self._can_plan(longest):
             self._plans[shape] = self._new_plan(shape)
         plan = self._plans.get(shape)
         if plan is not None:
-            uniform = min(lengths) == longest
-            if uniform and self._runoff is not None and self._runoff.shape == shape:
-                self._turn = True
-                return self._runoff.cutting
-            return Cutting(plan.slices if uniform else len(plan.slices), plan.schedule)
-        if min(lengths) < longest:  # nothing that another step could be compared with
+            if alike and shape in self._runoffs:
+                self._turn = shape
+                return self._runoffs[shape].cutting
+            return Cutting(plan.slices if min(lengths) == longest else len(plan.slices), plan.schedule)
+        if not alike:  # nothing that another step could be compared with
             return self._unmeasured(lengths)
         if shape != self._trials_of:
             # Where lengths change from step to step, one is measured whenever it comes, the others run meanwhile; what never
@@ -205,9 +204,8 @@ class AutoCutting:
         """The step is over: its events, on rank 0, and its wall time; collective where that decides something."""
         if self._trial is not None:
             self._took_trial(events, seconds)
-        elif self._turn and self._runoff is not None and self._runoff.took(seconds):
-            self._settle(self._runoff)
-            self._runoff = None
+        elif self._turn is not None and self._runoffs[self._turn].took(seconds):
+            self._settle(self._turn, self._runoffs.pop(self._turn))
 
     def _took_trial(self, events: Sequence[Event], seconds: float) -> None:
         assert self._trials_of is not None
@@ -225,7 +223,7 @@ class AutoCutting:
         self._plans[shape] = self._new_plan(shape)
         plan = self._plans[shape]
         planned = Cutting(plan.slices, plan.schedule)
-        self._runoff = Runoff(shape, [planned, *self._agree(lambda: self._rivals(planned))])
+        self._runoffs[shape] = Runoff(planned, self._agree(lambda: self._rivals(planned)))
         self._advise()
 
     def _advise(self) -> None:
@@ -321,22 +319,22 @@ class AutoCutting:
         near = [c for c, taken in seconds.items() if c != planned and taken <= NEAR * min(seconds.values())]
         return sorted(near, key=seconds.__getitem__)[:RIVALS]
 
-    def _settle(self, runoff: Runoff) -> None:
+    def _settle(self, shape: tuple[int, int], runoff: Runoff) -> None:
         """Compare the plan with its prediction, and with the trials: one that is faster after all takes its place."""
-        plan = self._plans[runoff.shape]
+        plan, planned = self._plans[shape], runoff.cuttings[0]
 
-        def decide() -> tuple[Cutting, float] | None:
-            taken, *others = runoff.fastest()
+        def decide() -> tuple[Cutting, float]:
+            taken, winner = runoff.fastest(planned), runoff.winner(WORSE)
             error = taken / plan.step_s - 1
             self._say(f"plan: step {seconds_text(plan.step_s)} predicted, {seconds_text(taken)} taken ({error:+.1%})")
-            best = min(zip(others, runoff.cuttings[1:], strict=True), default=None)
-            return (best[1], best[0]) if best and taken > WORSE * best[0] else None
+            return winner, runoff.fastest(winner)
 
-        better = self._agree(decide)
-        if better is not None:
-            (slices, schedule), seconds = better
-            self._plans[runoff.shape] = _instead(plan, schedule, slices, seconds)
-            self._say(f"plan: {compact(slices)} tokens in {schedule} took {seconds_text(seconds)}, used instead")
+        winner, seconds = self._agree(decide)
+        if winner != planned:
+            self._plans[shape] = _instead(plan, winner.schedule, winner.slices, seconds)
+            self._say(
+                f"plan: {compact(winner.slices)} tokens in {winner.schedule} took {seconds_text(seconds)}, used instead"
+            )
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the plans."""

@@ -17,10 +17,14 @@ from ds_terapipe.pipeline.watch import Watch, bounded_group
 
 
 class Header(NamedTuple):
-    """A step as the first stage announces it: per micro-batch the sequence length and a checksum of its shapes."""
+    """A step as the first stage announces it: per micro-batch the sequence length and a checksum of its shapes.
+
+    ``everywhere`` are the lengths in all pipelines of the job, each once: what all ranks decide together is decided by them.
+    """
 
     lengths: tuple[int, ...]
     signatures: tuple[int, ...]
+    everywhere: tuple[int, ...] = ()
 
 
 class Control:
@@ -57,7 +61,7 @@ class Control:
             lengths of inputs and labels.
         """
         header = header or Header((0,) * micro_batches, (0,) * micro_batches)
-        uniform = len(set(zip(*header, strict=True))) <= 1
+        uniform = len(set(zip(header.lengths, header.signatures, strict=True))) <= 1
         mine = [int(error is not None), self._config_hash, micro_batches, int(uniform)]
         mine += [header.lengths[0], header.signatures[0]] if micro_batches else [0, 0]
         table = [_Row(*row) for row in self._gather(mine, torch.int64, "all ranks to start the step")]
@@ -71,7 +75,8 @@ class Control:
             headers = [Header(tuple(row[:micro_batches]), tuple(row[micro_batches:])) for row in rows]
         for ranks in self._pipelines:  # every rank looks at every pipeline: all raise, or none
             _check_labels(headers[ranks[0]], headers[ranks[-1]])
-        return headers[self._first]
+        everywhere = {length for ranks in self._pipelines for length in headers[ranks[0]].lengths}
+        return headers[self._first]._replace(everywhere=tuple(sorted(everywhere)))
 
     def agree(self, error: BaseException | None) -> None:
         """Raise, on every rank, the error that any rank has; collective."""

@@ -161,7 +161,7 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         self.total_loss = self.total_additional_losses = None
         started = time.perf_counter()
         batch = self._next_step(self.micro_batches)
-        cutting = self._choice.cutting(batch.lengths)
+        cutting = self._choice.cutting(batch.lengths, batch.everywhere)
         batch.cut(cutting.slices)
         self._inspect(batch)
         once = self.makes_weight_gradients_once()

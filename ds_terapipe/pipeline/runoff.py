@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,32 +16,49 @@ class Cutting(NamedTuple):
     schedule: str
 
 
+def steps_of(cuttings: int) -> int:
+    """How many steps a runoff of so many cuttings takes."""
+    return 1 + TURNS * cuttings
+
+
 class Runoff:
-    """Each of some cuttings gets a step in its turn, ``TURNS`` times.
+    """A planned cutting and its rivals; each gets a step in its turn, ``TURNS`` times.
 
     A machine is now faster and now slower than it was during the trials; what a trial took then says nothing of what it
-    would take now, and the fastest of many trials was a lucky one.
+    would take now, and the fastest of many trials was a lucky one. The plan's first step does not count: the trials have
+    run before, and their buffers are there. Each turn begins with another cutting, or what comes every third step would
+    always meet the same one.
 
     Args:
-        shape: sequence length and micro-batches of the steps that count.
-        cuttings: what is compared, at least one.
+        planned: the plan.
+        rivals: what else may be faster.
     """
 
-    def __init__(self, shape: tuple[int, int], cuttings: Sequence[Cutting]) -> None:
-        self.shape, self.cuttings = shape, tuple(cuttings)
-        self._seconds: list[float] = []
+    def __init__(self, planned: Cutting, rivals: Sequence[Cutting]) -> None:
+        self.cuttings = (planned, *rivals)
+        count = len(self.cuttings)
+        self._order = [0, *((turn + place) % count for turn in range(TURNS) for place in range(count))]
+        self._seconds: list[list[float]] = [[] for _ in self.cuttings]
+        self._done = 0
 
     @property
     def cutting(self) -> Cutting:
         """Whose turn it is."""
-        return self.cuttings[len(self._seconds) % len(self.cuttings)]
+        return self.cuttings[self._order[self._done]]
 
     def took(self, seconds: float) -> bool:
         """What the step took, of the one whose turn it was; True after the last."""
-        self._seconds.append(seconds)
-        return len(self._seconds) == TURNS * len(self.cuttings)
+        if self._done:
+            self._seconds[self._order[self._done]].append(seconds)
+        self._done += 1
+        return self._done == len(self._order)
 
-    def fastest(self) -> list[float]:
-        """Seconds of the fastest step of each; infinite where there was none."""
-        count = len(self.cuttings)
-        return [min(self._seconds[i::count], default=math.inf) for i in range(count)]
+    def fastest(self, cutting: Cutting) -> float:
+        """Seconds of the fastest step of one."""
+        return min(self._seconds[self.cuttings.index(cutting)])
+
+    def winner(self, worse: float) -> Cutting:
+        """The plan, or the rival of which it took more than ``worse`` times the seconds: the median of the turns decides."""
+        planned, *rivals = self._seconds
+        ratios = [statistics.median(p / r for p, r in zip(planned, rival, strict=True)) for rival in rivals]
+        return self.cuttings[1 + ratios.index(max(ratios))] if max(ratios, default=0.0) > worse else self.cuttings[0]

@@ -65,6 +65,7 @@ class Fleet:
                 self.groups[column.name] = Workers(column.world, column.modules, settings.log, settings.timeout)
             if not any(group.world > 1 for group in self.groups.values()):
                 self._bare = Workers(2, (), settings.log, settings.timeout)
+            self._started()
             for column in columns:  # one after the other: all at once they may take longer than ``timeout``
                 self._first_losses(column, workload)
         except BaseException:
@@ -85,7 +86,18 @@ class Fleet:
     def _failed(self, name: str, error: WorkerError) -> None:
         self.failures[name] = str(error).strip().splitlines()[-1]
 
+    def _started(self) -> None:
+        """Wait until all workers have imported what they need, and put them to sleep."""
+        for name, group in self.groups.items():
+            try:
+                group.collect()
+            except WorkerError as error:
+                self._failed(name, error)
+        self.sleep()
+
     def _first_losses(self, column: Column, workload: Workload) -> None:
+        if column.name in self.failures:
+            return
         group = self.groups[column.name]
         try:
             with group.awake():

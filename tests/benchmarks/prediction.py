@@ -1,9 +1,10 @@
 """What the planner says a step takes against what it takes: the GPT of the token pipeline benchmark in two processes.
 
 ``python -m tests.benchmarks.prediction`` measures costs as ``"slices": "auto"`` does, from recorded steps of 1, 2 or 4
-sequences in 16, 8, 4, 2 and 1 equal slices, and with them predicts steps of as many sequences in four slicings, two of which
-have lengths that were never measured. Costs and steps are taken in the same rounds, tests/benchmarks/rounds.py says how.
-``--quick`` runs a tiny model through all of it and shows that the benchmark works, not how good the planner is.
+sequences in 16, 8, 4, 2 and 1 equal slices, once in every round, and with them predicts steps of as many sequences in four
+slicings, two of which have lengths that were never measured. Costs and steps are taken in the same rounds,
+tests/benchmarks/rounds.py says how. ``--quick`` runs a tiny model through all of it and shows that the benchmark works, not how
+good the planner is.
 """
 
 from __future__ import annotations

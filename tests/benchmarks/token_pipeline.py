@@ -136,7 +136,7 @@ def accounts(
     slices = sorted({best[sequences] for sequences in known})
     say(f"cost of cutting: one stage with {', '.join(map(str, [1, *slices]))} slices")
     columns = [in_one_process(count) for count in [1, *slices]]
-    whole = measure(columns, Workload(shape, 1), replace(settings, steps=2), say)
+    whole = measure(columns, Workload(shape, 1), settings, say)
     cut = {count: time for count in [1, *slices] if (time := whole.seconds(f"whole{count}")) is not None}
     costs = measure_costs(shape, slices, cut, settings.timeout, settings.log)
     found = []
@@ -212,9 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sequences in options.batches:
             say(f"B={sequences}: starting {len(options.columns)} columns")
             chosen = [COLUMNS[name] for name in options.columns]
-            steps = replace(settings, steps=options.steps or (2 if sequences <= 2 else 1))
-            results[sequences] = measure(chosen, Workload(shape, sequences), steps, say)
-        found = accounts(results, shape, settings, say)
+            taken = replace(settings, steps=steps_of(options, sequences))
+            results[sequences] = measure(chosen, Workload(shape, sequences), taken, say)
+        found = accounts(results, shape, replace(settings, steps=steps_of(options, 1)), say)
     except WrongResult as error:
         print(f"wrong result: {error}")
         return 1
@@ -226,18 +226,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for title, lines in sections.items():
         print("\n".join(["", title, *(lines or ["not measured"])]))
     if options.json:
-        write_json(options.json, shape, settings, results, found)
+        steps = {sequences: steps_of(options, sequences) for sequences in results}
+        write_json(options.json, shape, settings, steps, results, found)
     return int(any(result.failures for result in results.values()))
 
 
+def steps_of(options: argparse.Namespace, sequences: int) -> int:
+    """Steps of a column in a round."""
+    return int(options.steps or (2 if sequences <= 2 else 1))
+
+
 def write_json(
-    path: str, shape: gpt.Shape, settings: Settings, results: Mapping[int, Result], found: Sequence[Account]
+    path: str,
+    shape: gpt.Shape,
+    settings: Settings,
+    steps: Mapping[int, int],
+    results: Mapping[int, Result],
+    found: Sequence[Account],
 ) -> None:
     """Everything measured, every round and probe included."""
     data = {
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()},
         "shape": asdict(shape),
-        "settings": {name: value for name, value in asdict(settings).items() if name != "log"},
+        "settings": {name: value for name, value in asdict(settings).items() if name not in ("log", "steps")},
+        "steps": {str(sequences): count for sequences, count in steps.items()},
         "batches": {str(sequences): asdict(result) for sequences, result in results.items()},
         "accounts": [{**asdict(one), "rest": one.rest} for one in found],
     }

@@ -11,7 +11,7 @@ import torch
 
 from ds_terapipe.pipeline.choice import RIVALS, ROUNDS
 from ds_terapipe.pipeline.engine import PLAN_STATE
-from ds_terapipe.pipeline.runoff import TURNS
+from ds_terapipe.pipeline.runoff import steps_of as comparing_steps
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import peak_live_units
 from tests.pipeline.models import gpt, masked_loss, micro_batch, steps_of
@@ -21,7 +21,7 @@ from tests.spawn import launch, run_ranks
 MICRO_BATCHES, SEQUENCE = 2, 24
 TRIALS = 2  # of sequences of 24 tokens: two slices and one
 MEASURING = 1 + ROUNDS * TRIALS  # a step to warm up, then the trials
-COMPARING = TURNS * (1 + RIVALS)
+COMPARING = comparing_steps(1 + RIVALS)
 
 
 def auto(**keys: Any) -> Any:
@@ -42,10 +42,14 @@ def same_numbers() -> dict[str, Any]:
     engine = auto()
     known: list[int] = []
     live: list[bool] = []
+    cuts: list[tuple[int, ...]] = []
+    comparing: list[int] = []
 
     def look() -> None:
         known.append(len(plans(engine)))
+        comparing.append(len(engine._choice._runoffs))
         counts = [len(spans) for spans in engine._batch.spans]
+        cuts.append(tuple(span.length for span in engine._batch.spans[0]))
         live.append(engine.peak_live_units <= max(peak_live_units("terapipe", 2, counts)))
 
     found = train(engine, steps, look)
@@ -55,6 +59,8 @@ def same_numbers() -> dict[str, Any]:
         "weights": max(float((wanted.weights[n] - found.weights[n]).abs().max()) for n in wanted.weights),
         "known": known,
         "live": live,
+        "cuts": cuts,
+        "comparing": comparing,
         "plan": plans(engine),
     }
 
@@ -97,6 +103,18 @@ def odd_steps() -> dict[str, Any]:
     return {"before": before, "after": [plan["seq_length"] for plan in plans(engine)]}
 
 
+def ragged_replicas(rank: int, world_size: int) -> dict[str, Any]:
+    """Two replicas; every second step the second one has shorter sequences, in one micro-batch or in both."""
+    engine = auto()
+    whole = steps_of(MEASURING + COMPARING + 2, 2 * MICRO_BATCHES)
+    short = steps_of(MEASURING + COMPARING + 2, 2 * MICRO_BATCHES, length=SEQUENCE - 8)
+    for number, step in enumerate(whole):
+        at = 2 * MICRO_BATCHES - 1 - number % 2
+        train(engine, [step, [*step[:at], *short[number][at:]]])
+    engine.destroy()
+    return {"plans": plans(engine), "left": len(engine._choice._runoffs)}
+
+
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {"numbers": same_numbers(), "outlives": outlives(folder), "odd": odd_steps()}
 
@@ -125,6 +143,15 @@ def test_the_plan_is_made_after_the_trials_and_all_ranks_have_it(results: list[d
     assert sum(plan.slices) == plan.seq_length == SEQUENCE and plan.micro_batches == MICRO_BATCHES
     assert plan.step_s > 0 and len(plan.options) >= 4
     assert all(first["live"]) and all(second["live"])
+    assert first["cuts"] == second["cuts"] and first["cuts"][-1] == plan.slices
+
+
+def test_the_plan_is_compared_with_its_rivals_before_it_stays(results: list[dict[str, Any]]) -> None:
+    first, second = (result["numbers"]["comparing"] for result in results)
+    lasted = [comparing_steps(cuttings) for cuttings in range(1, 2 + RIVALS)]  # as many rivals as came near the fastest
+    total = len(first)
+    assert first == second
+    assert first in [[0] * (MEASURING - 1) + [1] * steps + [0] * (total - MEASURING + 1 - steps) for steps in lasted]
 
 
 def test_an_explicit_schedule_binds(results: list[dict[str, Any]]) -> None:
@@ -150,6 +177,12 @@ def test_a_plan_that_is_given_is_used(results: list[dict[str, Any]]) -> None:
 
 def test_evaluation_and_other_lengths_are_no_trouble(results: list[dict[str, Any]]) -> None:
     assert results[0]["odd"] == {"before": 1, "after": [SEQUENCE, SEQUENCE - 8]}
+
+
+def test_replicas_whose_lengths_differ_now_and_then_measure_and_compare_together() -> None:
+    first, *others = run_ranks(ragged_replicas, 4)
+    assert [plan["seq_length"] for plan in first["plans"]] == [SEQUENCE] and first["left"] == 0
+    assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.choice import PATIENCE, RIVALS, ROUNDS, TRIALS, AutoCutting, Situation
-from ds_terapipe.pipeline.runoff import TURNS
+from ds_terapipe.pipeline.runoff import Cutting, Runoff, steps_of
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.memory import MemoryModel, StageMemory
@@ -65,10 +65,13 @@ class Run:
         self.choice = AutoCutting(config, situation, lambda decide: decide(), self.meter, self.lines.append)
 
     def step(
-        self, lengths: Sequence[int], slow: Callable[[tuple[int, ...]], float] = lambda slices: 1.0
+        self,
+        lengths: Sequence[int],
+        slow: Callable[[tuple[int, ...]], float] = lambda slices: 1.0,
+        elsewhere: Sequence[int] = (),
     ) -> tuple[int, ...]:
-        """Run a step, ``slow`` times as long as it should take; the slices of its longest micro-batch."""
-        cutting = self.choice.cutting(lengths)
+        """Run a step, ``slow`` times as long as it should take, beside other replicas'; its longest micro-batch's slices."""
+        cutting = self.choice.cutting(lengths, sorted({*lengths, *elsewhere}))
         given = cutting.slices if isinstance(cutting.slices, int) else list(cutting.slices)
         slices = slice_lengths(max(lengths), given if isinstance(given, int) or len(set(lengths)) == 1 else len(given))
         simulation = StepTimes(Truth(), STAGES, len(lengths)).simulate(cutting.schedule, slices)
@@ -143,19 +146,19 @@ def test_a_trial_that_needs_more_memory_than_there_is_is_left_out() -> None:
 
 def compared(run: Run, slow: Callable[[tuple[int, ...]], float]) -> list[tuple[int, ...]]:
     """The steps in which the plan is compared with the best trials."""
-    return [run.step([1024], slow) for _ in range(TURNS * (1 + RIVALS))]
+    return [run.step([1024], slow) for _ in range(steps_of(1 + RIVALS))]
 
 
 def test_a_plan_that_disappoints_gives_way_to_the_best_trial() -> None:
     run = Run()
     for _ in range(MEASURING):
         run.step([1024])
-    ran = compared(run, lambda slices: 1.0 if len(set(slices)) == 1 else 10.0)
+    planned, *ran = compared(run, lambda slices: 1.0 if len(set(slices)) == 1 else 10.0)
     times = StepTimes(Truth(), STAGES, 1)
     seconds = {slice_lengths(1024, n): times.seconds("1f1b", slice_lengths(1024, n)) for n in TRIALS}
     best, second, *_ = sorted(seconds, key=seconds.__getitem__)
-    planned, *others = ran[:3]
-    assert ran == [planned, *others] * TURNS and others == [best, second] and planned not in seconds
+    assert planned not in seconds
+    assert ran == [planned, best, second, best, second, planned, second, planned, best]
     assert any("used instead" in line for line in run.lines)
     assert run.step([1024]) == best
 
@@ -169,17 +172,64 @@ def test_a_lucky_trial_does_not_displace_a_plan_that_is_faster_in_the_same_steps
     assert any("predicted" in line for line in run.lines)
 
 
-def test_steps_of_another_shape_do_not_count_in_the_comparison() -> None:
+def test_ragged_steps_here_or_elsewhere_do_not_count_in_the_comparison() -> None:
     run = Run()
     for _ in range(MEASURING):
-        run.step([1024])
-    run.step([1024])
-    before = len(run.lines)
-    for _ in range(TURNS * (1 + RIVALS)):
-        run.step([1024, 512], lambda slices: 100.0)
-    assert not any("taken" in line for line in run.lines[before:])
-    compared(run, lambda slices: 1.0)
+        run.step([1024, 1024])
+    first = run.step([1024, 1024])
+    for _ in range(steps_of(1 + RIVALS)):
+        assert len(run.step([1024, 512])) == len(first)
+        assert run.step([1024, 1024], elsewhere=[512]) == first
+    assert not any("taken" in line for line in run.lines)
+    for _ in range(steps_of(1 + RIVALS) - 1):
+        run.step([1024, 1024])
     assert sum("taken" in line for line in run.lines) == 1
+
+
+def test_replicas_with_other_lengths_measure_and_plan_together() -> None:
+    """What is decided together is decided by the lengths in all pipelines, never by a replica's own."""
+    here, there = Run(), Run()
+    for _ in range(3 * MEASURING):
+        for short, long in ((512, 1024), (1024, 1024)):
+            here.step([short], elsewhere=[long])
+            there.step([long], elsewhere=[short])
+            assert here.planned == there.planned and here.meter.begun == there.meter.begun
+    assert here.planned == [1024]
+
+
+def test_two_lengths_are_compared_beside_each_other() -> None:
+    run = Run()
+    for length in (512, 1024):
+        for _ in range(MEASURING):
+            run.step([length])
+    for _ in range(steps_of(1 + RIVALS)):
+        run.step([512])
+        run.step([1024])
+    assert sum("taken" in line for line in run.lines) == 2
+
+
+def taken(runoff: Runoff, seconds: dict[str, list[float]]) -> None:
+    """Run it to its end; a cutting's steps take these seconds, the last for all further ones."""
+    ended = False
+    while not ended:
+        left = seconds[runoff.cutting.schedule]
+        ended = runoff.took(left.pop(0) if len(left) > 1 else left[0])
+
+
+def test_the_median_of_the_turns_decides_and_the_plan_s_first_step_does_not_count() -> None:
+    plan, rival = Cutting((8,), "plan"), Cutting((4, 4), "rival")
+    runoff = Runoff(plan, [rival])
+    taken(runoff, {"plan": [9.0, 1.0, 1.0, 1.0], "rival": [1.1, 0.5, 1.1]})
+    assert runoff.winner(1.02) == plan and (runoff.fastest(plan), runoff.fastest(rival)) == (1.0, 0.5)
+    runoff = Runoff(plan, [rival])
+    taken(runoff, {"plan": [1.0], "rival": [0.9, 0.9, 1.1]})
+    assert runoff.winner(1.02) == rival
+
+
+def test_a_plan_without_rivals_stays() -> None:
+    runoff = Runoff(Cutting((8,), "plan"), [])
+    taken(runoff, {"plan": [2.0, 1.0]})
+    assert runoff.winner(1.02).schedule == "plan" and runoff.fastest(runoff.cuttings[0]) == 1.0
 
 
 def test_a_plan_of_another_schedule_than_the_given_one_is_refused(tmp_path: Any) -> None:
