@@ -58,7 +58,13 @@ class Runoff:
         return min(self._seconds[self.cuttings.index(cutting)])
 
     def winner(self, worse: float) -> Cutting:
-        """The plan, or the rival of which it took more than ``worse`` times the seconds: the median of the turns decides."""
+        """The plan, or the rival of which it took more than ``worse`` times the seconds, in the median turn and at its best.
+
+        Either alone is often chance: a step that was disturbed or a lucky one.
+        """
         planned, *rivals = self._seconds
-        ratios = [statistics.median(p / r for p, r in zip(planned, rival, strict=True)) for rival in rivals]
+        ratios = [
+            min(statistics.median(p / r for p, r in zip(planned, rival, strict=True)), min(planned) / min(rival))
+            for rival in rivals
+        ]
         return self.cuttings[1 + ratios.index(max(ratios))] if max(ratios, default=0.0) > worse else self.cuttings[0]

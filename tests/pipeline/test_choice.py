@@ -216,14 +216,27 @@ def taken(runoff: Runoff, seconds: dict[str, list[float]]) -> None:
         ended = runoff.took(left.pop(0) if len(left) > 1 else left[0])
 
 
-def test_the_median_of_the_turns_decides_and_the_plan_s_first_step_does_not_count() -> None:
+@pytest.mark.parametrize(
+    ("plan_s", "rival_s", "winner"),
+    [
+        (
+            [9.0, 1.0, 1.0, 1.0],
+            [1.1, 0.5, 1.1],
+            "plan",
+        ),  # a lucky step of the rival; the first of the plan does not count
+        ([9.0, 0.9, 1.1, 1.1], [1.0, 1.0, 1.0], "plan"),  # slower in two of three turns, but not at its best
+        ([9.0, 1.0, 1.0, 1.0], [0.9, 0.9, 1.1], "rival"),
+        ([9.0, 1.0, 1.0, 1.0], [0.99, 0.99, 0.99], "plan"),
+    ],
+)
+def test_a_rival_wins_by_the_median_turn_and_by_the_fastest_step(
+    plan_s: list[float], rival_s: list[float], winner: str
+) -> None:
     plan, rival = Cutting((8,), "plan"), Cutting((4, 4), "rival")
     runoff = Runoff(plan, [rival])
-    taken(runoff, {"plan": [9.0, 1.0, 1.0, 1.0], "rival": [1.1, 0.5, 1.1]})
-    assert runoff.winner(1.02) == plan and (runoff.fastest(plan), runoff.fastest(rival)) == (1.0, 0.5)
-    runoff = Runoff(plan, [rival])
-    taken(runoff, {"plan": [1.0], "rival": [0.9, 0.9, 1.1]})
-    assert runoff.winner(1.02) == rival
+    fastest = min(plan_s[1:]), min(rival_s)
+    taken(runoff, {"plan": plan_s, "rival": rival_s})
+    assert runoff.winner(1.02).schedule == winner and (runoff.fastest(plan), runoff.fastest(rival)) == fastest
 
 
 def test_a_plan_without_rivals_stays() -> None:
