@@ -33,11 +33,8 @@ class StepBatch:
 
     def adopt(self, header: Header) -> None:
         """Take what the first stage announced."""
-        self.lengths, self.signatures, self.everywhere = (
-            list(header.lengths),
-            list(header.signatures),
-            header.everywhere,
-        )
+        self.lengths, self.signatures = list(header.lengths), list(header.signatures)
+        self.everywhere = header.everywhere
 
     def cut(self, slices: int | Sequence[int]) -> None:
         """Cut every micro-batch into so many slices, or slices of these lengths."""

@@ -133,6 +133,7 @@ class AutoCutting:
         self._layers, self._advised = layers, False
         self._schedule = DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule
         self._plans: dict[tuple[int, int], Plan] = {}  # by sequence length and micro-batches
+        self._runoffs: dict[tuple[int, int], Runoff] = {}  # the unsettled ones, by the same
         self._cost: MeasuredCost | None = None
         self._overhead_s = 0.0
         self._trials: list[int] = []
@@ -143,7 +144,6 @@ class AutoCutting:
         self._trial: Cutting | None = None
         self._turn: tuple[int, int] | None = None  # the runoff that the step that was cut last belongs to
         self._warm, self._missed = False, 0
-        self._runoffs: dict[tuple[int, int], Runoff] = {}  # in the same way, until they are settled
         if config.plan_path is not None:
             plan = Plan.load(config.plan_path)
             _check_plan(plan, situation, config.schedule, config.plan_path)

@@ -16,7 +16,7 @@ class Cutting(NamedTuple):
     schedule: str
 
 
-def steps_of(cuttings: int) -> int:
+def runoff_steps(cuttings: int) -> int:
     """How many steps a runoff of so many cuttings takes."""
     return 1 + TURNS * cuttings
 

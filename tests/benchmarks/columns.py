@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_terapipe.pipeline.choice import RIVALS, ROUNDS, TRIALS
-from ds_terapipe.pipeline.runoff import steps_of
+from ds_terapipe.pipeline.runoff import runoff_steps
 from tests.benchmarks import gpt
 from tests.benchmarks.workers import Seat
 
@@ -255,7 +255,7 @@ def untimed_step(seat: Seat) -> None:
 
 SLICES = (1, 2, 4, 8, 16)
 # The planner measures in the first steps, plans, and compares the plan with the best trials in the next ones.
-SETTLING = 1 + ROUNDS * len(TRIALS) + steps_of(1 + RIVALS)
+SETTLING = 1 + ROUNDS * len(TRIALS) + runoff_steps(1 + RIVALS)
 _DEEPSPEED = ("deepspeed",)
 _OURS = ("deepspeed", "ds_terapipe")
 COLUMNS: dict[str, Column] = {

@@ -212,9 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sequences in options.batches:
             say(f"B={sequences}: starting {len(options.columns)} columns")
             chosen = [COLUMNS[name] for name in options.columns]
-            taken = replace(settings, steps=steps_of(options, sequences))
+            taken = replace(settings, steps=steps_in_round(options, sequences))
             results[sequences] = measure(chosen, Workload(shape, sequences), taken, say)
-        found = accounts(results, shape, replace(settings, steps=steps_of(options, 1)), say)
+        found = accounts(results, shape, replace(settings, steps=steps_in_round(options, 1)), say)
     except WrongResult as error:
         print(f"wrong result: {error}")
         return 1
@@ -226,12 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for title, lines in sections.items():
         print("\n".join(["", title, *(lines or ["not measured"])]))
     if options.json:
-        steps = {sequences: steps_of(options, sequences) for sequences in results}
+        steps = {sequences: steps_in_round(options, sequences) for sequences in results}
         write_json(options.json, shape, settings, steps, results, found)
     return int(any(result.failures for result in results.values()))
 
 
-def steps_of(options: argparse.Namespace, sequences: int) -> int:
+def steps_in_round(options: argparse.Namespace, sequences: int) -> int:
     """Steps of a column in a round."""
     return int(options.steps or (2 if sequences <= 2 else 1))
 

@@ -11,7 +11,7 @@ import torch
 
 from ds_terapipe.pipeline.choice import RIVALS, ROUNDS
 from ds_terapipe.pipeline.engine import PLAN_STATE
-from ds_terapipe.pipeline.runoff import steps_of as comparing_steps
+from ds_terapipe.pipeline.runoff import runoff_steps
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import peak_live_units
 from tests.pipeline.models import gpt, masked_loss, micro_batch, steps_of
@@ -21,7 +21,7 @@ from tests.spawn import launch, run_ranks
 MICRO_BATCHES, SEQUENCE = 2, 24
 TRIALS = 2  # of sequences of 24 tokens: two slices and one
 MEASURING = 1 + ROUNDS * TRIALS  # a step to warm up, then the trials
-COMPARING = comparing_steps(1 + RIVALS)
+COMPARING = runoff_steps(1 + RIVALS)
 
 
 def auto(**keys: Any) -> Any:
@@ -148,7 +148,7 @@ def test_the_plan_is_made_after_the_trials_and_all_ranks_have_it(results: list[d
 
 def test_the_plan_is_compared_with_its_rivals_before_it_stays(results: list[dict[str, Any]]) -> None:
     first, second = (result["numbers"]["comparing"] for result in results)
-    lasted = [comparing_steps(cuttings) for cuttings in range(1, 2 + RIVALS)]  # as many rivals as came near the fastest
+    lasted = [runoff_steps(cuttings) for cuttings in range(1, 2 + RIVALS)]  # as many rivals as came near the fastest
     total = len(first)
     assert first == second
     assert first in [[0] * (MEASURING - 1) + [1] * steps + [0] * (total - MEASURING + 1 - steps) for steps in lasted]

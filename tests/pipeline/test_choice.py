@@ -11,7 +11,7 @@ import pytest
 from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.choice import PATIENCE, RIVALS, ROUNDS, TRIALS, AutoCutting, Situation
-from ds_terapipe.pipeline.runoff import Cutting, Runoff, steps_of
+from ds_terapipe.pipeline.runoff import Cutting, Runoff, runoff_steps
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.memory import MemoryModel, StageMemory
@@ -146,7 +146,7 @@ def test_a_trial_that_needs_more_memory_than_there_is_is_left_out() -> None:
 
 def compared(run: Run, slow: Callable[[tuple[int, ...]], float]) -> list[tuple[int, ...]]:
     """The steps in which the plan is compared with the best trials."""
-    return [run.step([1024], slow) for _ in range(steps_of(1 + RIVALS))]
+    return [run.step([1024], slow) for _ in range(runoff_steps(1 + RIVALS))]
 
 
 def test_a_plan_that_disappoints_gives_way_to_the_best_trial() -> None:
@@ -177,11 +177,11 @@ def test_ragged_steps_here_or_elsewhere_do_not_count_in_the_comparison() -> None
     for _ in range(MEASURING):
         run.step([1024, 1024])
     first = run.step([1024, 1024])
-    for _ in range(steps_of(1 + RIVALS)):
+    for _ in range(runoff_steps(1 + RIVALS)):
         assert len(run.step([1024, 512])) == len(first)
         assert run.step([1024, 1024], elsewhere=[512]) == first
     assert not any("taken" in line for line in run.lines)
-    for _ in range(steps_of(1 + RIVALS) - 1):
+    for _ in range(runoff_steps(1 + RIVALS) - 1):
         run.step([1024, 1024])
     assert sum("taken" in line for line in run.lines) == 1
 
@@ -202,7 +202,7 @@ def test_two_lengths_are_compared_beside_each_other() -> None:
     for length in (512, 1024):
         for _ in range(MEASURING):
             run.step([length])
-    for _ in range(steps_of(1 + RIVALS)):
+    for _ in range(runoff_steps(1 + RIVALS)):
         run.step([512])
         run.step([1024])
     assert sum("taken" in line for line in run.lines) == 2
