@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ds_terapipe.pipeline.spans import Span
@@ -40,12 +41,17 @@ class AttentionState:
         self.filled = max(self.filled, span.stop)
 
     def add_gradients(self, dk: Tensor, dv: Tensor, span: Span) -> tuple[Tensor, Tensor]:
-        """Add a slice's share [b, kv heads, stop, d] and hand out what is complete: the slice's own rows."""
+        """Add a slice's share [b, kv heads, stop, d] and hand out what is complete: the slice's own rows.
+
+        The first share of a sequence becomes the buffers, so ``dk`` and ``dv`` belong to nobody else from here on.
+        """
         if self._dk is None or self._dv is None:
             wide = torch.float64 if self.k.dtype == torch.float64 else torch.float32
-            self._dk, self._dv = torch.zeros_like(self.k, dtype=wide), torch.zeros_like(self.v, dtype=wide)
-        self._dk[:, :, : span.stop] += dk
-        self._dv[:, :, : span.stop] += dv
+            missing = (0, 0, 0, self.k.shape[2] - span.stop)
+            self._dk, self._dv = (t.to(wide) if not missing[-1] else F.pad(t.to(wide), missing) for t in (dk, dv))
+        else:
+            self._dk[:, :, : span.stop] += dk
+            self._dv[:, :, : span.stop] += dv
         self.differentiated_from = span.start
         rows = slice(span.start, span.stop)
         complete = self._dk[:, :, rows].to(self.k.dtype, copy=True), self._dv[:, :, rows].to(self.v.dtype, copy=True)

@@ -108,7 +108,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or not (_is_trained(weight) and weight.dim() == 2 and (bias is None or _is_trained(bias)))
     ):
         return _LINEAR.decompose(x, weight, bias)
-    return DeferredLinear.apply(x, (weight, bias), keeper, context.span)
+    return DeferredLinear.apply(x, (weight, bias), keeper)
 
 
 def _is_trained(parameter: Tensor) -> bool:

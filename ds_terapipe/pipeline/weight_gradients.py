@@ -2,19 +2,23 @@
 
 A slice's weight gradient is a small matrix product whose result is as large as the weight and has to be added to it: for
 short slices that traffic is most of what cutting costs. Here a slice's backward makes the gradient of the input alone and
-keeps (input, output gradient); when the micro-batch is through, one product over all its tokens makes the weight gradient.
-Same sum, rounded as in the unsliced run. The price is memory: inputs and output gradients of a micro-batch's linear layers
-live until then. (Deferred weight gradients as in zero-bubble schedules and MEPipe; the gain is TeraPipe's floor per slice.)
+keeps (input, output gradient), the tensors themselves; when the micro-batch is through, a layer's products are made one after
+the other, and its weight gradient stays in the cache meanwhile. In 16 bits, where each addition would round, and on GPUs,
+which want large products, it is one product over all tokens. The price is memory: inputs and output gradients of a
+micro-batch's linear layers live until then. (Deferred weight gradients as in zero-bubble schedules and MEPipe; the gain is
+TeraPipe's floor per slice.)
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_terapipe.pipeline.spans import Span
+# Below, a product takes longer than joining its operands with the next ones.
+_LEAST_TOKENS = 128
 
 
 class WeightGradients:
@@ -23,13 +27,13 @@ class WeightGradients:
     def __init__(self) -> None:
         self._layers: dict[tuple[int, int], _Kept] = {}
 
-    def keep(self, weight: Tensor, bias: Tensor | None, inputs: Tensor, gradient: Tensor, span: Span) -> None:
+    def keep(self, weight: Tensor, bias: Tensor | None, inputs: Tensor, gradient: Tensor) -> None:
         """Keep a slice's inputs [tokens, in] and the gradient of its outputs [tokens, out]."""
         key = id(weight), id(bias)  # a tied weight may be used with a bias in one place and without in another
         kept = self._layers.get(key)
         if kept is None:
             kept = self._layers[key] = _Kept(weight, bias)
-        kept.add(inputs, gradient, inputs.shape[0] // span.length * span.total)
+        kept.add(inputs, gradient)
 
     def make(self) -> None:
         """Make the gradients of the micro-batch and accumulate them as a backward pass would, hooks included."""
@@ -45,60 +49,80 @@ class WeightGradients:
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept for the micro-batch that is on its way back."""
-        return sum(kept.kept_bytes for kept in self._layers.values())
+        """What is kept for the micro-batch that is on its way back; layers with the same inputs keep them once."""
+        kept = (t.untyped_storage() for layer in self._layers.values() for t in layer.tensors())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def clear(self) -> None:
         """Forget everything (a step that ended in an error leaves some)."""
         self._layers.clear()
 
 
+class _Pair(NamedTuple):
+    """Of one slice: inputs [tokens, in] and the gradient of the outputs [tokens, out], with their versions."""
+
+    inputs: Tensor
+    gradient: Tensor
+    versions: tuple[int, int]
+
+
 class _Kept:
-    """Pairs of one linear layer, one below the other in two buffers as long as the micro-batch has tokens."""
+    """What the slices of a micro-batch leave in one linear layer."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
-        self._inputs: Tensor | None = None
-        self._outputs: Tensor | None = None
-        self._rows = 0
-        self._made: tuple[Tensor, Tensor] | None = None
+        self._pairs: list[_Pair] = []
 
-    @property
-    def kept_bytes(self) -> int:
-        if self._inputs is None or self._outputs is None:
-            return 0
-        return self._rows * (self._inputs.shape[1] + self._outputs.shape[1]) * self._inputs.element_size()
+    def tensors(self) -> Iterator[Tensor]:
+        for inputs, gradient, _ in self._pairs:
+            yield from (inputs, gradient)
 
-    def add(self, inputs: Tensor, gradient: Tensor, capacity: int) -> None:
-        rows = inputs.shape[0]
-        if self._inputs is not None and self._rows + rows > self._inputs.shape[0]:
-            self._multiply()  # a weight that is used more than once per slice, or longer sequences
-        if self._inputs is None or self._outputs is None or self._inputs.shape[0] < rows:
-            self._inputs, self._outputs = (t.new_empty((max(capacity, rows), t.shape[1])) for t in (inputs, gradient))
-        self._inputs[self._rows : self._rows + rows] = inputs
-        self._outputs[self._rows : self._rows + rows] = gradient
-        self._rows += rows
+    def add(self, inputs: Tensor, gradient: Tensor) -> None:
+        self._pairs.append(_Pair(inputs, gradient, (inputs._version, gradient._version)))
 
     def take(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters and their gradients; nothing when no slice came by."""
-        self._multiply()
-        if self._made is None:
+        """Parameters and their gradients; nothing when no slice came by. Lets the slices' tensors go."""
+        pairs, self._pairs = self._pairs, []
+        if not pairs:
             return []
-        (weight, bias), self._made = self._made, None
-        if (
-            self._weight.device.type != "cpu"
-        ):  # fresh memory is dear on CPU (page faults) and cheap from torch's CUDA pool
-            self._inputs = self._outputs = None
+        weight: Tensor | None = None
+        bias: Tensor | None = None
+        for inputs, gradient in _joined(pairs):
+            if weight is None:
+                weight = gradient.t() @ inputs
+            else:
+                weight.addmm_(gradient.t(), inputs)
+            if self._bias is not None:
+                bias = gradient.sum(0) if bias is None else bias.add_(gradient.sum(0))
+        assert weight is not None
         made = [(self._weight, weight)]
-        return made if self._bias is None else [*made, (self._bias, bias)]
+        return made if self._bias is None or bias is None else [*made, (self._bias, bias)]
 
-    def _multiply(self) -> None:
-        if self._rows == 0 or self._inputs is None or self._outputs is None:
-            return
-        inputs, outputs = self._inputs[: self._rows], self._outputs[: self._rows]
-        weight, bias = outputs.t() @ inputs, outputs.sum(0)
-        self._made = (weight, bias) if self._made is None else (self._made[0] + weight, self._made[1] + bias)
-        self._rows = 0
+
+def _joined(pairs: list[_Pair]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The pairs, short ones joined, into as many as there are products to make.
+
+    Raises RuntimeError where somebody has written into one of the tensors, which would be a wrong gradient.
+    """
+    for inputs, gradient, versions in pairs:
+        if (inputs._version, gradient._version) != versions:
+            raise RuntimeError(
+                "token_pipeline.weight_gradients: the input or output gradient of a linear layer was modified in place "
+                'during the backward pass, must be left alone, use "slice"'
+            )
+    first = pairs[0].inputs
+    one_by_one = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
+    least = _LEAST_TOKENS if one_by_one else sum(pair.inputs.shape[0] for pair in pairs)
+    group: list[_Pair] = []
+    for pair in pairs:
+        group.append(pair)
+        if sum(each.inputs.shape[0] for each in group) >= least or pair is pairs[-1]:
+            yield _cat([each.inputs for each in group]), _cat([each.gradient for each in group])
+            group = []
+
+
+def _cat(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 class DeferredLinear(torch.autograd.Function):
@@ -109,11 +133,9 @@ class DeferredLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, parameters: tuple[Tensor, Tensor | None], keeper: WeightGradients, span: Span
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, parameters: tuple[Tensor, Tensor | None], keeper: WeightGradients) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.parameters, ctx.keeper, ctx.span = parameters, keeper, span
+        ctx.parameters, ctx.keeper = parameters, keeper
         return torch.nn.functional.linear(x, *parameters)
 
     @staticmethod
@@ -121,5 +143,5 @@ class DeferredLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight, bias = ctx.parameters
         inputs, outputs = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        ctx.keeper.keep(weight, bias, inputs, outputs, ctx.span)
-        return gradient @ weight, None, None, None
+        ctx.keeper.keep(weight, bias, inputs, outputs)
+        return gradient @ weight, None, None

@@ -5,8 +5,8 @@ The lines follow what the engine keeps:
 - ``activations``: of live units, from a unit's forward to its backward;
 - ``keys_values``: K and V of a micro-batch that is cut, allocated whole at its first forward, freed after its last backward;
 - ``key_value_gradients``: dK and dV (fp32), from its first backward to its last;
-- ``weight_gradients``: inputs and output gradients of the linear layers, allocated whole at the first backward of a micro-batch
-  and kept until its weight gradients are made, where those are made once per micro-batch;
+- ``weight_gradients``: inputs and output gradients of the linear layers, of the slices of a micro-batch that have gone backward,
+  kept until its weight gradients are made, where those are made once per micro-batch;
 - ``messages``: memory for the next ones, posted ahead; sent activations until the gradient of their unit comes back, or of a
   later one; the last few gradients sent.
 """
@@ -137,7 +137,7 @@ def _peak(
     """Walks a stage's computations and keeps what is held at the worst moment."""
     own, total, cut = model.stages[stage], sum(lengths), len(lengths) > 1
     messages = _Messages(model, own, row, lengths)
-    live = cached = returning = 0
+    live = cached = returning = kept = 0
     worst = MemoryUse(own.fixed)
     for op, _, unit in row:
         length = lengths[unit.slice]
@@ -146,12 +146,13 @@ def _peak(
             cached += total if cut and unit.slice == 0 else 0
         else:
             returning += total if cut and unit.slice == len(lengths) - 1 else 0
+            kept += length if cut and weights_once else 0
         use = MemoryUse(
             own.fixed,
             own.activations * live,
             own.keys_values * cached,
             own.key_value_gradients * returning,
-            own.weight_gradients * returning if weights_once else 0.0,
+            own.weight_gradients * kept,
             messages.held(op, unit),
         )
         worst = max(worst, use, key=lambda each: each.total)
@@ -160,6 +161,7 @@ def _peak(
             if cut and unit.slice == 0:
                 cached -= total
                 returning -= total
+                kept = 0
     return worst
 
 

@@ -74,6 +74,11 @@ def whole(q, k, v, grad, **options):
 
 def assert_same(got, expected, tolerance):
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
+        if (
+            not b.any()
+        ):  # of one position: its scores change nothing, and what a kernel leaves there is a rounding of dv's size
+            assert float(a.double().norm()) <= tolerance * float(expected[-1].double().norm()), name
+            continue
         assert relative(a, b) <= tolerance, (name, relative(a, b))
 
 
@@ -231,7 +236,7 @@ def test_key_gradients_are_summed_in_a_wide_type(dtype):
     k = torch.randn(1, 2, 3, 4, dtype=dtype)
     state = AttentionState(k, k, 6)
     ones, small = torch.ones(1, 2, 6, 4, dtype=dtype), torch.full((1, 2, 6, 4), 2**-9, dtype=dtype)
-    state.add_gradients(ones, ones, Span(5, 6, 6))
+    state.add_gradients(ones, ones.clone(), Span(5, 6, 6))  # it takes these two over
     state.add_gradients(small[:, :, :5], small[:, :, :5], Span(4, 5, 6))  # in bf16 a small share added to one is lost
     dk, dv = state.add_gradients(small[:, :, :4], small[:, :, :4], Span(0, 4, 6))
     assert state.k.dtype == dk.dtype == dv.dtype == dtype

@@ -72,7 +72,7 @@ def test_same_gradients_as_the_whole(lengths, recompute):
     net, x = Net(recompute).double(), torch.randn(3, TOKENS, FEATURES, dtype=torch.float64, requires_grad=True)
     want = gradients_of_the_whole(net, x)
     keeper = WeightGradients()
-    for _ in range(2):  # the second micro-batch reuses the buffers
+    for _ in range(2):  # the second micro-batch starts from nothing
         run_sliced(net, x, lengths, keeper)
         assert net.second.weight.grad is None  # nothing of the weights has been made yet
         assert net.norm.weight.grad is not None
@@ -91,6 +91,44 @@ def test_longer_sequences_and_other_batches_follow():
         keeper.make()
         for name, gradient in take(net).items():
             torch.testing.assert_close(gradient, want[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[300], [128, 128], [1, 2, 200, 5], [40] * 7, [127, 1], [130, 3]])
+def test_any_lengths_are_all_in_the_products(lengths, dtype):
+    torch.manual_seed(0)
+    keeper, layer = WeightGradients(), nn.Linear(4, 5, dtype=dtype)
+    pairs = [(torch.randn(n, 4, dtype=dtype), torch.randn(n, 5, dtype=dtype)) for n in lengths]
+    for inputs, gradient in pairs:
+        keeper.keep(layer.weight, layer.bias, inputs, gradient)
+    keeper.make()
+    inputs, gradient = (torch.cat([pair[i] for pair in pairs]).double() for i in range(2))
+    # in 16 bits rounded once at the end: the nearest number to the sum
+    torch.testing.assert_close(
+        layer.weight.grad.double(), gradient.t() @ inputs, atol=1e-4, rtol=torch.finfo(dtype).eps
+    )
+    torch.testing.assert_close(layer.bias.grad.double(), gradient.sum(0), atol=1e-4, rtol=torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_tensors_that_were_written_into_are_refused(which):
+    keeper, layer = WeightGradients(), nn.Linear(4, 4)
+    for _ in range(2):
+        kept = torch.randn(3, 4), torch.randn(3, 4)
+        keeper.keep(layer.weight, layer.bias, *kept)
+    kept[which].add_(1)
+    with pytest.raises(RuntimeError, match=r"token_pipeline.weight_gradients: .* modified in place"):
+        keeper.make()
+    assert layer.weight.grad is None
+
+
+def test_inputs_of_several_layers_are_kept_once():
+    keeper, inputs = WeightGradients(), torch.randn(3, 4)
+    for layer in (nn.Linear(4, 2), nn.Linear(4, 5)):
+        keeper.keep(layer.weight, layer.bias, inputs, torch.randn(3, layer.out_features))
+    assert keeper.kept_bytes == 4 * 3 * (4 + 2 + 5)
+    keeper.make()
+    assert keeper.kept_bytes == 0
 
 
 def test_hooks_on_gradients_run_once_per_micro_batch():
