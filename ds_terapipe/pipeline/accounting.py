@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_terapipe.pipeline.slicing import as_tuple
 from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.pipeline.weight_gradients import WeightGradients
 from ds_terapipe.plan.memory import StageMemory
 from ds_terapipe.schedule import Unit
 
@@ -88,10 +89,10 @@ class StepMemory:
             self._add("keys_values", tensor.numel() * tensor.element_size())
             self._add("key_value_gradients", tensor.numel() * max(tensor.element_size(), 4))
 
-    def weight_gradients(self, kept: int) -> None:
-        """What is kept for the weight gradients of one micro-batch, in bytes."""
+    def weight_gradients(self, keeper: WeightGradients) -> None:
+        """What is kept for the weight gradients of one micro-batch."""
         if self.on:
-            self._add("weight_gradients", kept)
+            self._add("weight_gradients", keeper.kept_bytes)
 
     def end(self) -> StageMemory:
         """Bytes per token of a micro-batch."""

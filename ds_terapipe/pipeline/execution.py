@@ -99,7 +99,7 @@ class ActionExecution:
             self._losses.pop(unit.micro_batch, None)
 
     def _make_weight_gradients(self: Any, unit: Unit) -> None:
-        self._memory.weight_gradients(self._weight_gradients.kept_bytes)
+        self._memory.weight_gradients(self._weight_gradients)
         self._before_backward()
         try:
             self._weight_gradients.make()

@@ -100,29 +100,34 @@ class _Kept:
 
 
 def _joined(pairs: list[_Pair]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The pairs, short ones joined, into as many as there are products to make.
+    """The pairs, short ones joined, into as many as there are products to make. Empties the list as it goes.
 
-    Raises RuntimeError where somebody has written into one of the tensors, which would be a wrong gradient.
+    Raises RuntimeError where an operation of PyTorch's has written into one of the tensors: that would be a wrong gradient.
     """
-    for inputs, gradient, versions in pairs:
-        if (inputs._version, gradient._version) != versions:
-            raise RuntimeError(
-                "token_pipeline.weight_gradients: the input or output gradient of a linear layer was modified in place "
-                'during the backward pass, must be left alone, use "slice"'
-            )
+    if any((pair.inputs._version, pair.gradient._version) != pair.versions for pair in pairs):
+        raise RuntimeError(
+            "token_pipeline.weight_gradients: got an input or output gradient of a linear layer that was modified in place "
+            'during the backward pass, must be left alone until the micro-batch is through, use "slice"'
+        )
     first = pairs[0].inputs
     one_by_one = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
     least = _LEAST_TOKENS if one_by_one else sum(pair.inputs.shape[0] for pair in pairs)
-    group: list[_Pair] = []
-    for pair in pairs:
-        group.append(pair)
-        if sum(each.inputs.shape[0] for each in group) >= least or pair is pairs[-1]:
-            yield _cat([each.inputs for each in group]), _cat([each.gradient for each in group])
-            group = []
+    del first
+    while pairs:
+        group, rows = [], 0
+        while pairs and rows < least:
+            group.append(pairs.pop(0))
+            rows += group[-1].inputs.shape[0]
+        several = [pair.inputs for pair in group], [pair.gradient for pair in group]
+        group.clear()
+        yield _cat(several[0]), _cat(several[1])
 
 
 def _cat(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    """Joins the tensors and lets them go: there are not two copies of the inputs while the gradients are joined."""
+    joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    tensors.clear()
+    return joined
 
 
 class DeferredLinear(torch.autograd.Function):
@@ -142,6 +147,11 @@ class DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         weight, bias = ctx.parameters
-        inputs, outputs = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        # Detached: what is kept would otherwise hold the slice's graph, and with it messages and buffers, until the products.
+        inputs, outputs = x.detach().reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        if outputs.shape[0] == 1:
+            # One row is also the whole gradient of a bias that somebody adds to the output: it may become that bias's
+            # ``grad``, into which the other slices are added.
+            outputs = outputs.clone()
         ctx.keeper.keep(weight, bias, inputs, outputs)
         return gradient @ weight, None, None

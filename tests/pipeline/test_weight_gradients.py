@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -120,6 +123,41 @@ def test_tensors_that_were_written_into_are_refused(which):
     with pytest.raises(RuntimeError, match=r"token_pipeline.weight_gradients: .* modified in place"):
         keeper.make()
     assert layer.weight.grad is None
+
+
+def test_what_is_kept_does_not_hold_the_graph():
+    net, keeper = Net(), WeightGradients()
+    x = torch.randn(1, 6, FEATURES, requires_grad=True)
+    context = SliceContext()
+    context.weight_gradients = keeper
+    span, _ = spans((6, 6))
+    with context.forward(0, span):
+        context.enter_layer(0)
+        output = net(x * 1)
+    with context.backward(0, span):
+        output.sum().backward()
+    received = weakref.ref(x)
+    del x, output
+    gc.collect()
+    assert keeper.kept_bytes > 0 and received() is None
+
+
+@pytest.mark.parametrize("lengths", [[2, 2, 1], [1] * 5])
+def test_a_bias_that_takes_a_gradient_of_one_row_for_its_own(lengths):
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.shift = nn.Linear(FEATURES, FEATURES), nn.Parameter(torch.randn(FEATURES))
+
+        def forward(self, x):
+            return self.shift[None, None] + self.linear(x)
+
+    net, keeper, x = Shift(), WeightGradients(), torch.randn(1, 5, FEATURES, requires_grad=True)
+    want = gradients_of_the_whole(net, x)
+    run_sliced(net, x, lengths, keeper)
+    keeper.make()
+    for name, gradient in take(net).items():
+        torch.testing.assert_close(gradient, want[name], msg=name)
 
 
 def test_inputs_of_several_layers_are_kept_once():
