@@ -29,7 +29,7 @@ SHORTEST = 8  # tokens of a slice that is tried
 PATIENCE = 20  # steps of other lengths until a measurement is given up
 RIVALS = 2  # other trials that are compared with a plan,
 NEAR = 1.15  # if they took at most so much longer than the fastest
-WORSE = 1.02  # a plan that takes so much longer than a trial in the same steps is given up for it
+WORSE = 1.01  # a plan that takes so much longer than a trial in the same steps is given up for it
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-TURNS = 3
+TURNS = 5
 
 
 class Cutting(NamedTuple):

@@ -158,7 +158,8 @@ def test_a_plan_that_disappoints_gives_way_to_the_best_trial() -> None:
     seconds = {slice_lengths(1024, n): times.seconds("1f1b", slice_lengths(1024, n)) for n in TRIALS}
     best, second, *_ = sorted(seconds, key=seconds.__getitem__)
     assert planned not in seconds
-    assert ran == [planned, best, second, best, second, planned, second, planned, best]
+    turns = [planned, best, second], [best, second, planned], [second, planned, best]
+    assert ran == [*turns[0], *turns[1], *turns[2], *turns[0], *turns[1]]
     assert any("used instead" in line for line in run.lines)
     assert run.step([1024]) == best
 
@@ -224,9 +225,9 @@ def taken(runoff: Runoff, seconds: dict[str, list[float]]) -> None:
             [1.1, 0.5, 1.1],
             "plan",
         ),  # a lucky step of the rival; the first of the plan does not count
-        ([9.0, 0.9, 1.1, 1.1], [1.0, 1.0, 1.0], "plan"),  # slower in two of three turns, but not at its best
-        ([9.0, 1.0, 1.0, 1.0], [0.9, 0.9, 1.1], "rival"),
-        ([9.0, 1.0, 1.0, 1.0], [0.99, 0.99, 0.99], "plan"),
+        ([9.0, 0.9, 1.1, 1.1], [1.0, 1.0, 1.0], "plan"),  # slower in most turns, but not at its best
+        ([9.0, 1.0, 1.0, 1.0], [0.9, 0.9, 0.9, 1.1], "rival"),
+        ([9.0, 1.0, 1.0, 1.0], [0.995], "plan"),
     ],
 )
 def test_a_rival_wins_by_the_median_turn_and_by_the_fastest_step(
@@ -236,13 +237,13 @@ def test_a_rival_wins_by_the_median_turn_and_by_the_fastest_step(
     runoff = Runoff(plan, [rival])
     fastest = min(plan_s[1:]), min(rival_s)
     taken(runoff, {"plan": plan_s, "rival": rival_s})
-    assert runoff.winner(1.02).schedule == winner and (runoff.fastest(plan), runoff.fastest(rival)) == fastest
+    assert runoff.winner(1.01).schedule == winner and (runoff.fastest(plan), runoff.fastest(rival)) == fastest
 
 
 def test_a_plan_without_rivals_stays() -> None:
     runoff = Runoff(Cutting((8,), "plan"), [])
     taken(runoff, {"plan": [2.0, 1.0]})
-    assert runoff.winner(1.02).schedule == "plan" and runoff.fastest(runoff.cuttings[0]) == 1.0
+    assert runoff.winner(1.01).schedule == "plan" and runoff.fastest(runoff.cuttings[0]) == 1.0
 
 
 def test_a_plan_of_another_schedule_than_the_given_one_is_refused(tmp_path: Any) -> None:
