@@ -85,18 +85,16 @@ class _Kept:
         pairs, self._pairs = self._pairs, []
         if not pairs:
             return []
-        weight: Tensor | None = None
-        bias: Tensor | None = None
-        for inputs, gradient in _joined(pairs):
-            if weight is None:
-                weight = gradient.t() @ inputs
-            else:
-                weight.addmm_(gradient.t(), inputs)
-            if self._bias is not None:
-                bias = gradient.sum(0) if bias is None else bias.add_(gradient.sum(0))
-        assert weight is not None
-        made = [(self._weight, weight)]
-        return made if self._bias is None or bias is None else [*made, (self._bias, bias)]
+        products = _joined(pairs)
+        inputs, gradient = next(products)
+        of_weight = gradient.t() @ inputs
+        of_bias = None if self._bias is None else gradient.sum(0)
+        for inputs, gradient in products:
+            of_weight.addmm_(gradient.t(), inputs)
+            if of_bias is not None:
+                of_bias += gradient.sum(0)
+        made = [(self._weight, of_weight)]
+        return made if self._bias is None or of_bias is None else [*made, (self._bias, of_bias)]
 
 
 def _joined(pairs: list[_Pair]) -> Iterator[tuple[Tensor, Tensor]]:

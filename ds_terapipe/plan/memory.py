@@ -5,7 +5,7 @@ The lines follow what the engine keeps:
 - ``activations``: of live units, from a unit's forward to its backward;
 - ``keys_values``: K and V of a micro-batch that is cut, allocated whole at its first forward, freed after its last backward;
 - ``key_value_gradients``: dK and dV (fp32), from its first backward to its last;
-- ``weight_gradients``: inputs and output gradients of the linear layers, of the slices of a micro-batch that have gone backward,
+- ``weight_gradients``: inputs and output gradients of the linear layers, of a micro-batch's slices from their backward on,
   kept until its weight gradients are made, where those are made once per micro-batch;
 - ``messages``: memory for the next ones, posted ahead; sent activations until the gradient of their unit comes back, or of a
   later one; the last few gradients sent.

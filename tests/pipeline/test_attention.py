@@ -74,9 +74,8 @@ def whole(q, k, v, grad, **options):
 
 def assert_same(got, expected, tolerance):
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
-        if (
-            not b.any()
-        ):  # of one position: its scores change nothing, and what a kernel leaves there is a rounding of dv's size
+        if not b.any():
+            # One position: its score changes nothing, and what a kernel leaves there is a rounding of something of dv's size.
             assert float(a.double().norm()) <= tolerance * float(expected[-1].double().norm()), name
             continue
         assert relative(a, b) <= tolerance, (name, relative(a, b))
