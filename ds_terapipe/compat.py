@@ -154,6 +154,8 @@ NAMES: tuple[Name, ...] = (
     Name("deepspeed.runtime.config:DEEPSPEED_OPTIMIZERS", "0.19.8", "register: names that are DeepSpeed's own"),
     Name("deepspeed.runtime.lr_schedules:WarmupLR", "0.19.8", "register: the module of DeepSpeed's own schedules"),
     Name("torch:ops.aten.scaled_dot_product_attention", "2.13.0", "interception: overridden"),
+    Name("torch:ops.mkl._mkl_linear", "2.13.0", "packed_weights: multiplies; none is packed without it", needed=False),
+    Name("torch:ops.mkl._mkl_reorder_linear_weight", "2.13.0", "packed_weights: packs", needed=False),
     Name("torch:ops.aten.linear", "2.13.0", "weight_gradients: overridden"),
     Name("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", "2.13.0", "kernels: CPU"),
     Name("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "2.13.0", "kernels: CPU"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ def _situation(engine: Any, control: Control) -> Situation:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "weight_gradients": "micro_batch" if engine.makes_weight_gradients_once() else "slice",
+        "pack_weights": engine.token_pipeline.pack_weights,
         "checkpoint_interval": engine.module.activation_checkpoint_interval,
         "autocast": bool(engine.torch_autocast_enabled()),
     }
@@ -91,7 +93,8 @@ class _Meter:
     def end(self) -> tuple[MemoryModel | None, float | None]:
         """What it took; the fullest replica and tensor-parallel rank of a stage stands for it."""
         engine = self._engine
-        said = self._control.gather((engine.stage_id, self._memory.end(), self._free()))
+        mine = dataclasses.replace(self._memory.end(), fixed=float(engine.packed_weights_bytes))
+        said = self._control.gather((engine.stage_id, mine, self._free()))
         stages = {}
         for stage, taken, _ in said:
             if stage not in stages or taken.activations > stages[stage].activations:

@@ -17,6 +17,7 @@ import torch
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.buffers import AttentionState
+from ds_terapipe.pipeline.packed_weights import PackedWeights
 from ds_terapipe.pipeline.spans import Span
 from ds_terapipe.pipeline.weight_gradients import WeightGradients
 
@@ -41,6 +42,7 @@ class SliceContext:
         self.span: Span | None = None
         self.dropout = True  # False while a model is compared with itself
         self.weight_gradients: WeightGradients | None = None  # set where they are made once per micro-batch
+        self.packed_weights = PackedWeights(wanted=False)
         self.micro_batch = -1
         self._recomputing = False
         self.layer: int | None = None

@@ -37,6 +37,7 @@ from ds_terapipe.pipeline.interception import Overrides, adapt_core_attention, a
 from ds_terapipe.pipeline.layer_times import LayerTimes
 from ds_terapipe.pipeline.layout import Layout
 from ds_terapipe.pipeline.loss import MicroBatchLoss, check_loss, runs_per_slice
+from ds_terapipe.pipeline.packed_weights import PackedWeights
 from ds_terapipe.pipeline.plan import FORWARD_ONLY, StepPlan, plan_step
 from ds_terapipe.pipeline.report import StepReport, emit
 from ds_terapipe.pipeline.trace import Recorder, TraceFile, check_path
@@ -63,6 +64,7 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         self.token_pipeline = token_pipeline
         self.is_pipe_partitioned = self.is_grad_partitioned = False  # boundaries are small already: slices
         self._context = SliceContext()
+        self._context.packed_weights = PackedWeights(token_pipeline.pack_weights)
         self._adapted = adapt_core_attention(self.module)
         track_layers(self.module, self._context)
         adapt_parallel_linears(self.module)
@@ -122,6 +124,11 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         """As :attr:`peak_live_units`, in tokens of a sequence."""
         return self._live.peak_tokens
 
+    @property
+    def packed_weights_bytes(self) -> int:
+        """What packed weights take on this stage, see ``token_pipeline.pack_weights``; known after the first step."""
+        return self._context.packed_weights.most_bytes
+
     def save_checkpoint(
         self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -166,6 +173,9 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         self._inspect(batch)
         once = self.makes_weight_gradients_once()
         self._context.weight_gradients = self._weight_gradients if once else None
+        self._context.packed_weights.begin(span.length for spans in batch.spans for span in spans if not span.is_whole)
+        if self.is_first_stage():
+            self._context.packed_weights.pack_forward(waiting=False)
         plan = plan_step(cutting.schedule, self.num_stages, batch.slice_counts(), once)
         step = self.global_steps + 1
         traced = self._trace.wants(step)
@@ -311,6 +321,7 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
                 leftover.clear()
             self._context.clear()
             self._context.weight_gradients = None
+            self._context.packed_weights.end()
 
     def _shape_of(self, batch: StepBatch, training: bool) -> Callable[[Unit], Hashable]:
         return lambda unit: (batch.signatures[unit.micro_batch], batch.spans[unit.micro_batch], unit.slice, training)

@@ -108,6 +108,10 @@ class ActionExecution:
         self._after_backward()
 
     def _receive_forward(self: Any, unit: Unit) -> None:
+        if torch.is_grad_enabled():
+            self._context.packed_weights.pack_forward(waiting=True)
+            if self.is_last_stage():  # which never waits for a gradient
+                self._context.packed_weights.pack_backward()
         self._inputs[unit] = self._wire.receive_forward(unit)
         self._memory.message("received", self._inputs[unit])
 
@@ -119,6 +123,7 @@ class ActionExecution:
             self._wire.trim(_EVAL_MESSAGES_IN_FLIGHT)
 
     def _receive_backward(self: Any, unit: Unit) -> None:
+        self._context.packed_weights.pack_backward()
         self._gradients = {unit: self._wire.receive_backward(unit)}
 
     def _send_backward(self: Any, unit: Unit) -> None:

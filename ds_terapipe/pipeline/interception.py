@@ -103,12 +103,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     keeper = None if context is None else context.weight_gradients
     if (
         keeper is None
-        or context.span.is_whole
         or not (torch.is_grad_enabled() and x.requires_grad)
         or not (_is_trained(weight) and weight.dim() == 2 and (bias is None or _is_trained(bias)))
     ):
         return _LINEAR.decompose(x, weight, bias)
-    return DeferredLinear.apply(x, (weight, bias), keeper)
+    context.packed_weights.note(weight, x, context.span.length)
+    if context.span.is_whole:
+        return _LINEAR.decompose(x, weight, bias)
+    return DeferredLinear.apply(x, (weight, bias), keeper, context.packed_weights)
 
 
 def _is_trained(parameter: Tensor) -> bool:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_terapipe.pipeline.packed_weights import PackedWeights
+
 # Below, a product takes longer than joining its operands with the next ones.
 _LEAST_TOKENS = 128
 
@@ -136,10 +138,12 @@ class DeferredLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameters: tuple[Tensor, Tensor | None], keeper: WeightGradients) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, parameters: tuple[Tensor, Tensor | None], keeper: WeightGradients, packed: PackedWeights
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.parameters, ctx.keeper = parameters, keeper
-        return torch.nn.functional.linear(x, *parameters)
+        ctx.parameters, ctx.keeper, ctx.packed = parameters, keeper, packed
+        return packed.linear(x, *parameters)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -152,4 +156,4 @@ class DeferredLinear(torch.autograd.Function):
             # ``grad``, into which the other slices are added.
             outputs = outputs.clone()
         ctx.keeper.keep(weight, bias, inputs, outputs)
-        return gradient @ weight, None, None
+        return ctx.packed.input_gradient(gradient, weight), None, None, None

@@ -36,7 +36,8 @@ class StageMemory:
         key_value_gradients: dK and dV.
         weight_gradients: inputs and output gradients of the linear layers.
         received, sent: what the boundary before hands over, and the boundary after; 0 at the ends.
-        fixed: bytes that are there whatever the plan: weights, gradients, optimiser; 0 where ``memory_gb`` is what is free.
+        fixed: bytes that are there whatever the plan: weights, gradients, optimiser; where ``memory_gb`` is what is free only
+            packed weights.
     """
 
     activations: float = 0.0
