@@ -49,7 +49,8 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
     """Tokens by which the lengths of automatically chosen slices differ from each other."""
 
     memory_gb: float | None = None
-    """What activations and buffers may take on a device, in 1e9 bytes; by default what is free, without limit on a CPU."""
+    """What activations, buffers and packed weights may take on a device, in 1e9 bytes; by default what is free, without
+    limit on a CPU."""
 
     plan_path: str | None = None
     """A plan to run by, as ``ds_terapipe plan`` or a run has written it."""

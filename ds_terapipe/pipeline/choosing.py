@@ -56,7 +56,7 @@ def _situation(engine: Any, control: Control) -> Situation:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "weight_gradients": "micro_batch" if engine.makes_weight_gradients_once() else "slice",
-        "pack_weights": engine.token_pipeline.pack_weights,
+        "pack_weights": engine.packs_weights(),
         "checkpoint_interval": engine.module.activation_checkpoint_interval,
         "autocast": bool(engine.torch_autocast_enabled()),
     }

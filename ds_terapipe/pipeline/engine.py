@@ -37,7 +37,7 @@ from ds_terapipe.pipeline.interception import Overrides, adapt_core_attention, a
 from ds_terapipe.pipeline.layer_times import LayerTimes
 from ds_terapipe.pipeline.layout import Layout
 from ds_terapipe.pipeline.loss import MicroBatchLoss, check_loss, runs_per_slice
-from ds_terapipe.pipeline.packed_weights import PackedWeights
+from ds_terapipe.pipeline.packed_weights import PackedWeights, is_available
 from ds_terapipe.pipeline.plan import FORWARD_ONLY, StepPlan, plan_step
 from ds_terapipe.pipeline.report import StepReport, emit
 from ds_terapipe.pipeline.trace import Recorder, TraceFile, check_path
@@ -64,7 +64,7 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         self.token_pipeline = token_pipeline
         self.is_pipe_partitioned = self.is_grad_partitioned = False  # boundaries are small already: slices
         self._context = SliceContext()
-        self._context.packed_weights = PackedWeights(token_pipeline.pack_weights)
+        self._context.packed_weights = PackedWeights(self.packs_weights())
         self._adapted = adapt_core_attention(self.module)
         track_layers(self.module, self._context)
         adapt_parallel_linears(self.module)
@@ -146,6 +146,7 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
 
     def destroy(self) -> None:
         """Free DeepSpeed's resources and undo the interception of attention."""
+        self._context.packed_weights = PackedWeights(wanted=False)
         self._trace.close()
         self._watch.close()
         self._finalizer()
@@ -173,9 +174,9 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         self._inspect(batch)
         once = self.makes_weight_gradients_once()
         self._context.weight_gradients = self._weight_gradients if once else None
-        self._context.packed_weights.begin(span.length for spans in batch.spans for span in spans if not span.is_whole)
-        if self.is_first_stage():
-            self._context.packed_weights.pack_forward(waiting=False)
+        if once:
+            cut = [span.length for spans in batch.spans for span in spans if not span.is_whole]
+            self._context.packed_weights.begin(cut)
         plan = plan_step(cutting.schedule, self.num_stages, batch.slice_counts(), once)
         step = self.global_steps + 1
         traced = self._trace.wants(step)
@@ -308,6 +309,7 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
             execute = self._recorder.recording(self._layer_times.recording(self._execute))
             for index, action in enumerate(row):
                 self._watch.at(index)
+                self._pack_weights(action.op)
                 execute(action)
             self._watch.at(len(row))
             self._wire.finish()
@@ -330,6 +332,11 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         """Per micro-batch or per slice: a user who checkpoints activations is short of the memory that the former takes."""
         choice = self.token_pipeline.weight_gradients
         return choice == "micro_batch" or (choice == "auto" and self.module.activation_checkpoint_interval == 0)
+
+    def packs_weights(self) -> bool:
+        """Whether weights of 32 bits are packed, see ``token_pipeline.pack_weights``."""
+        wanted = self.token_pipeline.pack_weights and self.makes_weight_gradients_once()
+        return wanted and self.device.type == "cpu" and is_available()
 
     # ------------------------------------------------------------------------------------------------- around DeepSpeed
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.slicing import as_tuple
 from ds_terapipe.schedule import Action, Op, Unit
+from ds_terapipe.tracing.chrome import PACKING
 
 _EVAL_MESSAGES_IN_FLIGHT = 4
 
@@ -25,6 +26,19 @@ class ActionExecution:
 
     def _execute(self: Any, action: Action) -> None:
         self._ACTIONS[action.op](self, action.unit)
+
+    def _pack_weights(self: Any, op: Op) -> None:
+        """Pack what is used from this action on, in the step's first wait of its kind if there is one.
+
+        The first stage's forward waits for nobody, and the last stage never waits for a gradient.
+        """
+        forward = op is Op.RECV_FORWARD or (op is Op.FORWARD and self.is_first_stage())
+        backward = op is Op.RECV_BACKWARD or (op is Op.RECV_FORWARD and self.is_last_stage())
+        packed = self._context.packed_weights
+        due = packed.due(forward, backward, waiting=op.is_receive)
+        if due:
+            with self._recorder.collective(PACKING):
+                packed.pack(due)
 
     def _forward(self: Any, unit: Unit) -> None:
         span = self._batch.span(unit)
@@ -108,10 +122,6 @@ class ActionExecution:
         self._after_backward()
 
     def _receive_forward(self: Any, unit: Unit) -> None:
-        if torch.is_grad_enabled():
-            self._context.packed_weights.pack_forward(waiting=True)
-            if self.is_last_stage():  # which never waits for a gradient
-                self._context.packed_weights.pack_backward()
         self._inputs[unit] = self._wire.receive_forward(unit)
         self._memory.message("received", self._inputs[unit])
 
@@ -123,7 +133,6 @@ class ActionExecution:
             self._wire.trim(_EVAL_MESSAGES_IN_FLIGHT)
 
     def _receive_backward(self: Any, unit: Unit) -> None:
-        self._context.packed_weights.pack_backward()
         self._gradients = {unit: self._wire.receive_backward(unit)}
 
     def _send_backward(self: Any, unit: Unit) -> None:

@@ -101,16 +101,19 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The override of ATen's ``linear``: deferred in a slice's training forward, else what it replaces."""
     context = SliceContext.current
     keeper = None if context is None else context.weight_gradients
-    if (
-        keeper is None
-        or not (torch.is_grad_enabled() and x.requires_grad)
-        or not (_is_trained(weight) and weight.dim() == 2 and (bias is None or _is_trained(bias)))
-    ):
+    if keeper is None or not (_is_trained(weight) and weight.dim() == 2 and (bias is None or _is_trained(bias))):
         return _LINEAR.decompose(x, weight, bias)
-    context.packed_weights.note(weight, x, context.span.length)
+    packed = context.packed_weights
+    if not torch.is_grad_enabled():
+        # a reentrant checkpoint's first pass: its recomputation, which is deferred, has to make the same keys bit for bit
+        out = None if context.span.is_whole else packed.linear(x, weight, bias)
+        return _LINEAR.decompose(x, weight, bias) if out is None else out
+    if not x.requires_grad:
+        return _LINEAR.decompose(x, weight, bias)
+    packed.note(weight, x, context.span.length)
     if context.span.is_whole:
         return _LINEAR.decompose(x, weight, bias)
-    return DeferredLinear.apply(x, (weight, bias), keeper, context.packed_weights)
+    return DeferredLinear.apply(x, (weight, bias), keeper, packed)
 
 
 def _is_trained(parameter: Tensor) -> bool:

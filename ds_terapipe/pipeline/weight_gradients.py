@@ -143,7 +143,8 @@ class DeferredLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.parameters, ctx.keeper, ctx.packed = parameters, keeper, packed
-        return packed.linear(x, *parameters)
+        out = packed.linear(x, *parameters)
+        return torch.nn.functional.linear(x, *parameters) if out is None else out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -156,4 +157,5 @@ class DeferredLinear(torch.autograd.Function):
             # ``grad``, into which the other slices are added.
             outputs = outputs.clone()
         ctx.keeper.keep(weight, bias, inputs, outputs)
-        return ctx.packed.input_gradient(gradient, weight), None, None, None
+        of_input = ctx.packed.input_gradient(gradient, weight)
+        return gradient @ weight if of_input is None else of_input, None, None, None

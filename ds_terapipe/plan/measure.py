@@ -17,7 +17,7 @@ import numpy as np
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.schedule import Action, Op
-from ds_terapipe.tracing.chrome import Event
+from ds_terapipe.tracing.chrome import PACKING, Event
 
 from .cost import MeasuredCost, Sample, StageCost
 from .layers import LayerSeconds
@@ -91,7 +91,8 @@ def overhead(steps: Sequence[RecordedStep]) -> float:
     for step in steps:
         actions = [event for event in step.events if event.action is not None]
         outside.append(step.seconds - (max(e.end for e in actions) - min(e.start for e in actions)))
-    return max(_typical(outside), 0.0)
+    # the median: whether the first stage packs weights before it starts depends on the cut, and for most cuts it does
+    return max(_median(outside), 0.0)
 
 
 class _Message(NamedTuple):
@@ -116,12 +117,15 @@ def _rows(step: RecordedStep) -> list[_Row]:
         by_rank[event.rank].append(event)
     rows = []
     for events in by_rank.values():
-        ordered = sorted((e for e in events if e.action is not None), key=lambda event: event.start)
+        events = [event for event in events if event.action is not None or event.kind == PACKING]
+        ordered = sorted(events, key=lambda event: event.start)
         timed: list[_Timed] = []
         free = ordered[-1].end if ordered else 0.0
         for event in reversed(ordered):
             action = event.action
-            assert action is not None
+            if action is None:  # packing belongs to no slice
+                free = event.start
+                continue
             timed.append(_Timed(action, event.start, max(free, event.end), event.end))
             if not action.op.is_send:
                 free = event.start

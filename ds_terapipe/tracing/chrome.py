@@ -19,13 +19,14 @@ from ds_terapipe.schedule.replay import Span
 
 FORMAT = "ds_terapipe trace 1"
 MEASURED, PREDICTED = "measured", "predicted"
+PACKING = "packing"  # of weights, between a stage's actions (pipeline/packed_weights.py)
 
 
 class Event(NamedTuple):
     """What one rank did from ``start`` to ``end``, in seconds.
 
-    ``name`` is the action's text form (``0F1.2``) or the name of a collective (``optimiser``); ``kind`` its operation (``F``,
-    ``B``, ``W``, ``SEND_F``, ...; for a collective the name again). ``run`` tells measured from predicted events.
+    ``name`` is the action's text form (``0F1.2``) or the name of something else (``optimiser``, ``packing``); ``kind`` its
+    operation (``F``, ``B``, ``W``, ``SEND_F``, ...; else the name again). ``run`` tells measured from predicted events.
     """
 
     run: str
@@ -39,7 +40,7 @@ class Event(NamedTuple):
 
     @property
     def action(self) -> Action | None:
-        """The action, None for a collective."""
+        """The action, None for what is none."""
         try:
             return Action.from_text(self.name)
         except ValueError:

@@ -14,9 +14,9 @@ class StageSummary(NamedTuple):
     """Seconds per step of one rank, over the traced steps.
 
     ``busy`` is computation (F, B, W), ``waiting`` what its receives took, by the stage waited for, ``collectives`` what ends a
-    step (gradient reduction, optimiser, loss) by name, ``other`` the rest: cutting, posting sends, Python. ``bubble`` is the
-    share of the schedule, from the step's first action on any stage to its last, that is neither computation nor messages
-    posted.
+    step (gradient reduction, optimiser, loss) and packing of weights, by name, ``other`` the rest: cutting, posting sends,
+    packing, Python. ``bubble`` is the share of the schedule, from the step's first action on any stage to its last, that is
+    neither computation nor messages posted.
     """
 
     run: str
@@ -79,7 +79,7 @@ def _own_frame(events: Sequence[Event], step: int) -> float:
 def as_table(lines: Sequence[StageSummary]) -> str:
     """The summaries as text, a line each, times in milliseconds."""
     out = [
-        f"{'run':<10}{'rank':>5}{'stage':>6}{'steps':>6}{'schedule':>10}{'busy':>10}{'bubble':>8}  waiting for, ms; after it, ms"
+        f"{'run':<10}{'rank':>5}{'stage':>6}{'steps':>6}{'schedule':>10}{'busy':>10}{'bubble':>8}  waiting for, ms; besides, ms"
     ]
     for line in lines:
         waits = (
