@@ -32,6 +32,7 @@ from ds_terapipe.pipeline.control import Control, Header
 from ds_terapipe.pipeline.execution import ActionExecution
 from ds_terapipe.pipeline.gradient_sums import GradientSums
 from ds_terapipe.pipeline.gradients import SlicedGradients
+from ds_terapipe.pipeline.host_memory import keep_freed_memory
 from ds_terapipe.pipeline.inspection import Inspection
 from ds_terapipe.pipeline.interception import Overrides, adapt_core_attention, adapt_parallel_linears, track_layers
 from ds_terapipe.pipeline.layer_times import LayerTimes
@@ -63,6 +64,8 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         super().__init__(*args, **kwargs)
         self.token_pipeline = token_pipeline
         self.is_pipe_partitioned = self.is_grad_partitioned = False  # boundaries are small already: slices
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._context = SliceContext()
         self._context.packed_weights = PackedWeights(self.packs_weights())
         self._adapted = adapt_core_attention(self.module)
