@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -26,8 +27,10 @@ def test_writes_bytes_as_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "binary.dat").write_bytes(b"\x00\x01")
     prefix = str(tmp_path / "out" / "corpus")
-    status, out, _ = run(capsys, "--input", str(tmp_path), "--output-prefix", prefix)
+    status, out, _ = run(capsys, "--input", str(tmp_path), "--output-prefix", prefix, "--json", str(tmp_path / "said"))
     assert status == 0
+    said = {"data_path": prefix, "documents": 2, "tokens": 12, "vocab_size": 257, "padded_vocab_size": 384}
+    assert json.loads((tmp_path / "said").read_text()) == said
     assert "2 documents, 12 tokens" in out and "--vocab-size 257 (padded: 384)" in out
     dataset = indexed.IndexedDataset(prefix)
     expected = [[*"zwölf\n".encode(), 256], [*b"one", 256]]
@@ -93,8 +96,28 @@ def test_without_megatron_core_the_extra_is_named(
     assert status == 1 and "pip install ds_terapipe[megatron]" in err
 
 
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "example"),
+    [
+        ("plan", "plan --model gpt3-13b --cluster"),
+        ("simulate", "simulate --stages 4"),
+        ("prepare-data", "prepare-data --output-prefix data/python"),
+        ("report", "report --json report.json"),
+        ("reproduce-paper", "reproduce-paper --json paper.json"),
+        ("trace", "trace "),
+    ],
+)
+def test_help_has_an_example_and_figures_can_be_had_as_json(
+    capsys: pytest.CaptureFixture[str], command: str, example: str
+) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main(["prepare-data", "--help"])
-    assert end.value.code == 0
-    assert "ds_terapipe prepare-data --output-prefix data/python" in capsys.readouterr().out
+        cli.main([command, "--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and "--json FILE" in out
+    assert f"ds_terapipe {example}" in out.split("example:")[1]
+
+
+def test_every_command_is_known_to_the_test_above() -> None:
+    parser = cli.build_parser()
+    (commands,) = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    assert set(commands) == {"plan", "simulate", "prepare-data", "report", "reproduce-paper", "trace"}

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ds_terapipe.commands.errors import CommandError
+from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.progress import progress
 
 END_OF_DOCUMENT = 256
 BYTE_VOCABULARY = 257
@@ -51,6 +53,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="for the padded vocabulary that is reported (default: %(default)s, as train.py's)",
     )
+    add_json(parser)
     parser.set_defaults(run=prepare_data)
 
 
@@ -58,18 +61,28 @@ def prepare_data(options: argparse.Namespace) -> None:
     """Write ``PREFIX.bin`` and ``PREFIX.idx``, both or neither.
 
     Raises:
-        CommandError: an input that is missing, nothing to write, nowhere to write it, or no megatron-core.
+        CommandError: an input that is missing, nothing to write, nowhere to write it (the figures of ``--json`` among it), or
+            no megatron-core.
     """
     multiple = options.make_vocab_size_divisible_by
     if multiple < 1:
         raise CommandError(f"--make-vocab-size-divisible-by: got {multiple}, must be a positive number, use e.g. 128")
-    files = find_files(options.input, options.pattern)
+    with progress("looking for files"):
+        files = find_files(options.input, options.pattern)
     documents, tokens = write_dataset(files, options.output_prefix)
     padded = -(-BYTE_VOCABULARY // multiple) * multiple
-    print(
+    data = {
+        "data_path": options.output_prefix,
+        "documents": documents,
+        "tokens": tokens,
+        "vocab_size": BYTE_VOCABULARY,
+        "padded_vocab_size": padded,
+    }
+    text = (
         f"wrote {options.output_prefix}.bin and .idx: {documents:,} documents, {tokens:,} tokens; "
         f"train with --data-path {options.output_prefix} --vocab-size {BYTE_VOCABULARY} (padded: {padded})"
     )
+    show(options, text, data)
 
 
 def find_files(inputs: Sequence[str] | None, pattern: str | None) -> list[Path]:
@@ -113,7 +126,7 @@ def write_dataset(files: Sequence[Path], prefix: str) -> tuple[int, int]:
     with _both_or_neither(prefix) as (bin_path, idx_path):
         builder = builder_class(bin_path, dtype=numpy.uint16)
         try:
-            for path in tqdm(files, unit="file", desc="prepare-data", disable=None):
+            for path in tqdm(files, unit="file", desc="prepare-data", delay=5, mininterval=5):
                 text = _read(path)
                 if not text or b"\0" in text:
                     continue

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ds_terapipe import __version__, compat
 from ds_terapipe.autoload import SWITCH
 from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.progress import progress
 
 EXAMPLE = """\
 example:
@@ -63,7 +64,7 @@ def report(options: argparse.Namespace) -> None:
     Raises:
         CommandError: the file of ``--json`` cannot be written.
     """
-    with _quiet() as said:
+    with progress("looking"), _quiet() as said:
         data = collect()
     data["messages"] = [line for line in said.getvalue().splitlines() if line.strip()]
     show(options, as_text(data), data)

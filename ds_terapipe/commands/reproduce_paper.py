@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.progress import progress
 
 EXAMPLE = """\
 example:
@@ -48,8 +49,9 @@ def reproduce_paper(options: argparse.Namespace) -> None:
     """
     from ds_terapipe.plan.paper import Options, reproduce
 
-    progress = _say if sys.stderr.isatty() else None
-    result = reproduce(Options(calibrated=not options.uncalibrated, granularity=options.granularity, progress=progress))
+    told = _say if sys.stderr.isatty() else None
+    with progress("simulating the paper's settings"):
+        result = reproduce(Options(calibrated=not options.uncalibrated, granularity=options.granularity, progress=told))
     show(options, result.table(), result.as_json())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.progress import progress
 from ds_terapipe.schedule import Action, Panel, timelines_svg
 from ds_terapipe.schedule.replay import Span
 from ds_terapipe.tracing.chrome import PREDICTED, Event, read, write
@@ -45,14 +46,17 @@ def trace(options: argparse.Namespace) -> None:
     Raises:
         CommandError: no such step, or a file that can't be written. ConfigError: a broken trace file.
     """
-    runs = [(name, _chosen(name, read(name), options.step)) for name in options.files]
-    lines = [line for _, events in runs for line in summarise(events)]
+    with progress("reading"):
+        runs = [(name, _chosen(name, read(name), options.step)) for name in options.files]
+    with progress("summarising"):
+        lines = [line for _, events in runs for line in summarise(events)]
     try:
-        if options.merged:
-            write(options.merged, [event for _, events in runs for event in events])
-        if options.picture:
-            panels = [panel for name, events in runs for panel in panels_of(Path(name).stem, events)]
-            Path(options.picture).write_text(timelines_svg(panels), encoding="utf-8")
+        with progress("writing"):
+            if options.merged:
+                write(options.merged, [event for _, events in runs for event in events])
+            if options.picture:
+                panels = [panel for name, events in runs for panel in panels_of(Path(name).stem, events)]
+                Path(options.picture).write_text(timelines_svg(panels), encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {error.filename} ({error.strerror or error})") from error
     show(options, as_table(lines), {"stages": [line._asdict() for line in lines]})

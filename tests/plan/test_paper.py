@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from ds_terapipe import cli
 from ds_terapipe.plan import paper
 from ds_terapipe.plan.hardware import CLUSTERS
 from ds_terapipe.plan.paper import (
@@ -222,3 +223,17 @@ def test_without_calibration_all_is_prediction(monkeypatch):
     assert not any(entry.calibration for entry in found.compared)
     assert set(found.shifts.values()) == {0.0} and found.rates == RATES
     assert sum(entry.held_out for entry in found.compared) == 29
+
+
+def test_the_command_prints_the_table_and_the_same_figures(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(paper, "simulated", closed_form)
+    arguments = ["reproduce-paper", "--uncalibrated", "--granularity", "64", "--json", str(tmp_path / "paper.json")]
+    assert cli.main(arguments) == 0
+    data = json.loads((tmp_path / "paper.json").read_text())
+    out = capsys.readouterr().out
+    assert len(data["figures"]) == 35 and len(data["settings"]) == 10
+    assert all(f"{figure['simulated_s']:.3f} s" in out for figure in data["figures"])
+    assert all(f"{setting['speedup_simulated']:.2f}x" in out for setting in data["settings"])
+    assert f"simulated / published)|: {data['held_out_mean_error']:.3f} over" in out
+    assert cli.main(["reproduce-paper", "--granularity", "0"]) == 1
+    assert capsys.readouterr().err.startswith("ds_terapipe reproduce-paper: error: granularity: got 0")
