@@ -11,8 +11,9 @@ import pytest
 from tests.benchmarks.account import Costs, account, bound
 from tests.benchmarks.columns import Column, Workload, prepare_one_process
 from tests.benchmarks.gpt import QUICK
-from tests.benchmarks.measure import Settings, WrongResult, measure
-from tests.benchmarks.rounds import Probe, minima, run_rounds, verdict
+from tests.benchmarks.measure import Result, Settings, WrongResult, measure
+from tests.benchmarks.rounds import Minima, Probe, minima, run_rounds, verdict
+from tests.benchmarks.token_pipeline import auto_line, target_lines
 from tests.benchmarks.workers import Seat, WorkerError, Workers
 
 QUIET = Probe((1.0, 1.02), (1.05, 1.1))
@@ -114,3 +115,27 @@ def test_a_killed_worker_is_reported_and_its_group_ended():
         with pytest.raises(WorkerError, match="rank 1 died without a word, exit code -9"):
             pair.call(die)
         assert not any(process.is_alive() for process in processes)
+
+
+def ran(clean: int = 3, **seconds: float) -> Result:
+    return Result(Minima(seconds, clean, clean, 1.05, 1.05, []), {}, {}, {})
+
+
+EQUAL = {"ours1": 2.5, "ours2": 1.5, "ours4": 1.2, "ours8": 1.3, "ours16": 1.4}
+
+
+def test_the_planner_s_choice_is_compared_with_the_best_of_all_equal_slices():
+    assert auto_line(1, ran(**EQUAL, auto=1.27)).endswith("(4), at most 1.06: pass")
+    assert auto_line(1, ran(**EQUAL, auto=1.28)).endswith("(4), at most 1.06: miss")
+    assert auto_line(1, ran(clean=2, **EQUAL, auto=1.0)).endswith("inconclusive")
+    some = {name: seconds for name, seconds in EQUAL.items() if name not in ("ours4", "ours16")}
+    assert auto_line(1, ran(**some, auto=1.0)).endswith("not compared with the best equal slices, 4, 16 not measured")
+    assert auto_line(1, ran(**EQUAL)) is None
+
+
+def test_targets_are_those_of_their_batch_and_the_noise_does_not_count():
+    lines = target_lines({1: ran(**EQUAL, auto=1.3, deepspeed=1.9, deepspeed2=1.96)})
+    assert [line.rsplit(": ", 1)[1] for line in lines] == ["pass", "miss", "inconclusive", "miss"]
+    assert lines[2] == "B=1  ours, auto: 1.462x DeepSpeed, target 1.50x: inconclusive"
+    slow = target_lines({8: ran(deepspeed=10.0, deepspeed2=10.1, auto=10.3, ours1=10.0, ours2=10.1)})
+    assert [line.rsplit(": ", 1)[1] for line in slow[:3]] == ["pass", "pass", "miss"]

@@ -114,11 +114,13 @@ def target_lines(results: Mapping[int, Result]) -> list[str]:
 
 
 def auto_line(sequences: int, result: Result) -> str | None:
-    """The planner's choice against the best equal slices, None when one of them was not run."""
+    """The planner's choice against the best equal slices, None when it was not run."""
     auto = result.seconds("auto")
     equal = {count: time for count in SLICES if (time := result.seconds(f"ours{count}")) is not None}
-    if auto is None or not equal:
+    if auto is None:
         return None
+    if missing := [str(count) for count in SLICES if count not in equal]:
+        return f"B={sequences}  auto: not compared with the best equal slices, {', '.join(missing)} not measured"
     best = min(equal, key=equal.__getitem__)
     ratio = auto / equal[best]
     outcome = verdict(AUTO_SLOWER / ratio, 1.0, 0.0, result.minima.conclusive)

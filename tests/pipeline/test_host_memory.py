@@ -45,7 +45,12 @@ def test_a_step_that_repeats_itself_has_no_page_faults():
 
 
 @pytest.mark.parametrize(
-    "environment", [{"MALLOC_ARENA_MAX": "2"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}]
+    "environment",
+    [
+        {"MALLOC_ARENA_MAX": "2"},
+        {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
+        {"LD_PRELOAD": "libm.so.6"},
+    ],
 )
 def test_who_has_chosen_is_left_alone(environment):
     kept, _ = faults("keep", **environment)
