@@ -13,7 +13,7 @@ from ds_terapipe.plan.analytic import AnalyticCost
 from ds_terapipe.plan.analytic_memory import analytic_memory, fixed_bytes
 from ds_terapipe.plan.cost import Cost, MeasuredCost, Tokens
 from ds_terapipe.plan.hardware import Cluster, Model
-from ds_terapipe.plan.memory import MemoryModel
+from ds_terapipe.plan.memory import GIGABYTE, MemoryModel
 
 
 class Source(Protocol):
@@ -230,10 +230,7 @@ class Measured:
     @property
     def overhead_s(self) -> float:
         """See `Source`."""
-        value = self.measured.measured_on.get("overhead_s", 0.0)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-            raise bad_value(f"{self.path}: measured_on.overhead_s", value, "seconds, not negative", "e.g. 0")
-        return float(value)
+        return self.measured.overhead_s
 
     @property
     def weights_once(self) -> bool:
@@ -242,8 +239,9 @@ class Measured:
 
     @property
     def device_gb(self) -> float | None:
-        """See `Source`; a live run takes what is free."""
-        return None
+        """See `Source`: what was free when it was measured."""
+        limit = self.measured.memory_limit
+        return None if limit is None else limit / GIGABYTE
 
     def cost(self, sequences: int) -> MeasuredCost:
         """See `Source`. Raises ConfigError for another size of micro-batch."""

@@ -85,13 +85,15 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches that these are divided into")
     shape.add_argument("--seq-length", type=int, metavar="L", help=f"tokens of a sequence (default: {_SEQ_LENGTH})")
     shape.add_argument("--schedule", choices=(AUTO, *NAMES), help="the only schedule to use (default: auto, the best)")
-    shape.add_argument("--granularity", type=int, metavar="TOKENS", help="slices are multiples of it (default: 8)")
+    shape.add_argument(
+        "--granularity", type=int, metavar="TOKENS", help="unequal slices are multiples of it (default: 8)"
+    )
     shape.add_argument(
         "--memory-gb",
         type=float,
         metavar="GB",
         help="what activations and buffers may take on a device, in 1e9 bytes, as token_pipeline.memory_gb (default: the "
-        "cluster's memory, weights and optimiser counted)",
+        "cluster's memory, weights and optimiser counted, or what was free when it was measured)",
     )
     shape.add_argument(
         "--weight-gradients",

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.runoff import Cutting, Runoff
+from ds_terapipe.pipeline.situation import Agreement, MemoryMeter, Situation, check_plan
 from ds_terapipe.pipeline.slicing import slice_lengths
-from ds_terapipe.plan.choose import Request, choose
+from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
 from ds_terapipe.plan.cost import MeasuredCost
 from ds_terapipe.plan.layers import LayerSeconds
 from ds_terapipe.plan.measure import RecordedStep, measured_cost, overhead
-from ds_terapipe.plan.memory import MemoryModel, memory_use
+from ds_terapipe.plan.memory import GIGABYTE, MemoryModel, memory_use
 from ds_terapipe.plan.result import Plan, compact, seconds_text
 from ds_terapipe.tracing.chrome import Event
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_SCHEDULE = "1f1b"
 TRIALS = (16, 8, 4, 2, 1)  # numbers of equal slices that are measured
@@ -30,42 +27,7 @@ PATIENCE = 20  # steps of other lengths until a measurement is given up
 RIVALS = 2  # other trials that are compared with a plan,
 NEAR = 1.15  # if they took at most so much longer than the fastest
 WORSE = 1.01  # a plan that takes so much longer than a trial in the same steps is given up for it
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What a plan is made for and what is known about the run: the same on all ranks.
-
-    Attributes:
-        stages: pipeline stages.
-        sequences: in a micro-batch.
-        weights_once: weight gradients are made once per micro-batch where it is cut.
-        loss_of_whole: the loss is made of a micro-batch's whole outputs.
-        measured_on: model, types, devices, versions, ...: measurements hold where this is the same.
-    """
-
-    stages: int
-    sequences: int
-    weights_once: bool
-    loss_of_whole: bool
-    measured_on: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Agreement(Protocol):
-    """Brings what rank 0 decided to all ranks; collective."""
-
-    def __call__(self, decide: Callable[[], Any]) -> Any:
-        """``decide()`` of rank 0, or its error, on every rank."""
-
-
-class MemoryMeter(Protocol):
-    """Measures one step."""
-
-    def begin(self) -> None:
-        """The step that begins is to be measured."""
-
-    def end(self) -> tuple[MemoryModel | None, float | None]:
-        """What it took on every stage, and the bytes that a stage may take, None without limit; collective."""
+_Shape = tuple[int, int]  # of a step: the length of its sequences in tokens, and its micro-batches
 
 
 class FixedCutting:
@@ -132,22 +94,24 @@ class AutoCutting:
         self._config, self._situation, self._agree, self._memory, self._say = config, situation, agree, memory, say
         self._layers, self._advised = layers, False
         self._schedule = DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule
-        self._plans: dict[tuple[int, int], Plan] = {}  # by sequence length and micro-batches
-        self._runoffs: dict[tuple[int, int], Runoff] = {}  # the unsettled ones, by the same
+        self._plans: dict[_Shape, Plan] = {}
+        self._runoffs: dict[_Shape, Runoff] = {}  # the unsettled ones
+        self._rivals_of: dict[_Shape, tuple[Plan, ...]] = {}  # what else runs in them
         self._cost: MeasuredCost | None = None
         self._overhead_s = 0.0
         self._trials: list[int] = []
-        self._trials_of: tuple[int, int] | None = None  # the sequence length and micro-batches that are being measured
+        self._trials_of: _Shape | None = None  # what is being measured
         self._steps: list[RecordedStep] = []
         self._model: MemoryModel | None = None
         self._limit: float | None = None
         self._trial: Cutting | None = None
-        self._turn: tuple[int, int] | None = None  # the runoff that the step that was cut last belongs to
+        self._turn: _Shape | None = None  # the runoff that the step that was cut last belongs to
         self._warm, self._missed = False, 0
+        self._given: Plan | None = None
         if config.plan_path is not None:
-            plan = Plan.load(config.plan_path)
-            _check_plan(plan, situation, config.schedule, config.plan_path)
-            self._plans[plan.seq_length, plan.micro_batches] = plan
+            plan = self._given = Plan.load(config.plan_path)
+            check_plan(plan, situation, config.schedule, config.plan_path)
+            self._adopt(plan)
         if config.measurements_path is not None:
             self._load_measurements(config.measurements_path)
 
@@ -155,8 +119,8 @@ class AutoCutting:
         """For micro-batches of these lengths, of those in all pipelines; collective where a plan has to be made."""
         longest, self._trial, self._turn = max(everywhere), None, None
         shape, alike = (longest, len(lengths)), min(everywhere) == longest
-        if shape not in self._plans and self._can_plan(longest):
-            self._plans[shape] = self._new_plan(shape)
+        if shape not in self._plans and self._can_plan(shape):
+            self._adopt(self._new_plan(shape))
         plan = self._plans.get(shape)
         if plan is not None:
             if alike and shape in self._runoffs:
@@ -172,7 +136,9 @@ class AutoCutting:
             if self._trials and self._missed <= PATIENCE:
                 return self._unmeasured(lengths)
             self._trials_of, self._steps, self._warm = shape, [], False
-            self._trials = [n for _ in range(ROUNDS) for n in TRIALS if n == 1 or longest // n >= SHORTEST]
+            least = max(SHORTEST, self._config.granularity)
+            self._trials = [n for _ in range(ROUNDS) for n in TRIALS if n == 1 or longest // n >= least]
+            self._say_why(shape)
             self._memory.begin()
         self._missed = 0
         self._trial = Cutting(self._trials[0], self._schedule)
@@ -212,7 +178,8 @@ class AutoCutting:
         if not self._warm:
             self._warm = True
             self._model, self._limit = self._memory.end()
-            self._trials = [n for n in self._trials if self._fits(n)] or self._trials[:1]
+            length = self._trials_of[0]
+            self._trials = [n for n in self._trials if self._fits(slice_lengths(length, n))] or self._trials[:1]
             return
         count = self._trials.pop(0)
         self._steps.append(RecordedStep(slice_lengths(self._trials_of[0], count), events, seconds))
@@ -220,11 +187,24 @@ class AutoCutting:
             return
         shape, layers = self._trials_of, self._layers()
         self._cost, self._overhead_s = self._agree(lambda: self._costs(layers))
-        self._plans[shape] = self._new_plan(shape)
-        plan = self._plans[shape]
-        planned = Cutting(plan.slices, plan.schedule)
-        self._runoffs[shape] = Runoff(planned, self._agree(lambda: self._rivals(planned)))
+        plan = self._new_plan(shape)
+        self._adopt(plan, self._agree(lambda: self._rivals(plan)))
         self._advise()
+
+    def _adopt(self, plan: Plan, rivals: Sequence[Plan] = ()) -> None:
+        """Use a plan, and compare the next steps with what it predicts and with its rivals."""
+        shape = plan.seq_length, plan.micro_batches
+        self._plans[shape], self._rivals_of[shape] = plan, tuple(rivals)
+        self._runoffs[shape] = Runoff(_cutting(plan), [_cutting(rival) for rival in rivals])
+
+    def _say_why(self, shape: _Shape) -> None:
+        """Say that the plan of ``plan_path`` is not used where other sequences come than it is for."""
+        given = self._given
+        if given is not None and (given.seq_length, given.micro_batches) != shape:
+            self._say(
+                f"plan: {self._config.plan_path} is for {given.micro_batches} micro-batches of {given.seq_length} tokens, "
+                f"these are {shape[1]} of {shape[0]}: measured"
+            )
 
     def _advise(self) -> None:
         """Say once what other stages would gain: they cannot be changed in a run."""
@@ -243,7 +223,7 @@ class AutoCutting:
             situation.sequences,
             situation.weights_once,
             situation.loss_of_whole,
-            {**situation.measured_on, "overhead_s": overhead(self._steps)},
+            {**situation.measured_on, "overhead_s": overhead(self._steps), "memory_limit_bytes": self._free_bytes},
             self._model,
             layers,
         )
@@ -259,82 +239,97 @@ class AutoCutting:
                 if isinstance(error.__cause__, FileNotFoundError):
                     return None
                 raise
-            found = {name: value for name, value in cost.measured_on.items() if name != "overhead_s"}
-            return cost if found == dict(self._situation.measured_on) else None
+            found, here = cost.holds_for, self._situation.measured_on
+            other = sorted(name for name in {*found, *here} if found.get(name) != here.get(name))
+            if other:
+                self._say(f"plan: {path} was measured on another run ({', '.join(other)}), measured again")
+            return None if other else cost
 
         self._cost = self._agree(load)
         if self._cost is not None:
             self._model = self._cost.memory
-            self._overhead_s = float(self._cost.measured_on.get("overhead_s", 0.0))
+            self._overhead_s = self._cost.overhead_s
+            self._limit = self._cost.memory_limit
             self._advise()
 
-    def _can_plan(self, length: int) -> bool:
-        cost = self._cost
-        return cost is not None and cost.min_length <= length <= cost.max_length
+    @property
+    def _free_bytes(self) -> float | None:
+        """What was free when it was measured; None where the configuration sets the limit, or nothing does."""
+        return self._limit if self._config.memory_gb is None else None
 
-    def _new_plan(self, shape: tuple[int, int]) -> Plan:
+    def _can_plan(self, shape: _Shape) -> bool:
+        cost = self._cost
+        known = cost is not None and cost.min_length <= shape[0] <= cost.max_length
+        return known and cost is not None and can_choose(cost, self._request(cost, shape))
+
+    def _new_plan(self, shape: _Shape) -> Plan:
         plan: Plan = self._agree(lambda: self._choose(shape))
         for line in plan.lines():
             self._say(line)
         return plan
 
-    def _choose(self, shape: tuple[int, int]) -> Plan:
+    def _choose(self, shape: _Shape) -> Plan:
         assert self._cost is not None
+        return choose(self._cost, self._request(self._cost, shape))
+
+    def _request(self, cost: MeasuredCost, shape: _Shape) -> Request:
         config, situation = self._config, self._situation
-        limit = config.memory_gb if self._limit is None else self._limit / 1e9
-        return choose(
-            self._cost,
-            Request(
-                seq_length=shape[0],
-                stages=situation.stages,
-                micro_batches=shape[1],
-                schedule=config.schedule,
-                granularity=config.granularity,
-                min_length=max(self._cost.min_length, config.granularity),
-                max_slice=self._cost.max_slice,
-                memory=self._model,
-                memory_gb=limit if self._model is not None else None,
-                weights_once=situation.weights_once,
-                overhead_s=self._overhead_s,
-                about=dict(situation.measured_on),
-            ),
+        limit = self._limit / GIGABYTE if config.memory_gb is None and self._limit is not None else config.memory_gb
+        return Request(
+            seq_length=shape[0],
+            stages=situation.stages,
+            micro_batches=shape[1],
+            schedule=config.schedule,
+            granularity=config.granularity,
+            min_length=max(cost.min_length, config.granularity),
+            max_slice=cost.max_slice,
+            memory=self._model,
+            memory_gb=limit if self._model is not None else None,
+            weights_once=situation.weights_once,
+            overhead_s=self._overhead_s,
+            about=dict(situation.measured_on),
         )
 
-    def _fits(self, count: int) -> bool:
+    def _fits(self, lengths: Sequence[int]) -> bool:
         """Whether a trial may be run: an uncut step can take more memory than there is."""
         if self._model is None or self._limit is None or self._trials_of is None:
             return True
-        length, micro_batches = self._trials_of
-        uses = memory_use(
-            self._model, self._schedule, slice_lengths(length, count), micro_batches, self._situation.weights_once
-        )
+        uses = memory_use(self._model, self._schedule, lengths, self._trials_of[1], self._situation.weights_once)
         return max(use.total for use in uses) <= self._limit
 
-    def _rivals(self, planned: Cutting) -> list[Cutting]:
-        """The fastest trials that are not what is planned."""
-        seconds: dict[Cutting, float] = {}
+    def _rivals(self, planned: Plan) -> list[Plan]:
+        """The fastest trials that are not what is planned, as plans of their own."""
+        assert self._cost is not None
+        seconds: dict[tuple[int, ...], float] = {}
         for step in self._steps:
-            cutting = Cutting(tuple(step.slices), self._schedule)
-            seconds[cutting] = min(step.seconds, seconds.get(cutting, step.seconds))
-        near = [c for c, taken in seconds.items() if c != planned and taken <= NEAR * min(seconds.values())]
-        return sorted(near, key=seconds.__getitem__)[:RIVALS]
+            if self._fits(step.slices):
+                seconds[step.slices] = min(step.seconds, seconds.get(step.slices, step.seconds))
+        seconds.pop(planned.slices if planned.schedule == self._schedule else (), None)
+        near = [slices for slices, taken in seconds.items() if taken <= NEAR * min(s.seconds for s in self._steps)]
+        request = self._request(self._cost, (planned.seq_length, planned.micro_batches))
+        return [
+            plan_of(self._cost, request, self._schedule, slices)
+            for slices in sorted(near, key=seconds.__getitem__)[:RIVALS]
+        ]
 
-    def _settle(self, shape: tuple[int, int], runoff: Runoff) -> None:
+    def _settle(self, shape: _Shape, runoff: Runoff) -> None:
         """Compare the plan with its prediction, and with the trials: one that is faster after all takes its place."""
-        plan, planned = self._plans[shape], runoff.cuttings[0]
+        plan, rivals = self._plans[shape], self._rivals_of.pop(shape)
 
-        def decide() -> tuple[Cutting, float]:
-            taken, winner = runoff.fastest(planned), runoff.winner(WORSE)
-            error = taken / plan.step_s - 1
-            self._say(f"plan: step {seconds_text(plan.step_s)} predicted, {seconds_text(taken)} taken ({error:+.1%})")
-            return winner, runoff.fastest(winner)
+        def decide() -> Plan:
+            taken, winner = runoff.fastest(_cutting(plan)), runoff.winner(WORSE)
+            error = f" ({taken / plan.step_s - 1:+.1%})" if plan.step_s else ""
+            self._say(f"plan: step {seconds_text(plan.step_s)} predicted, {seconds_text(taken)} taken{error}")
+            faster = [rival for rival in rivals if _cutting(rival) == winner]
+            if not faster:
+                return plan
+            return dataclasses.replace(faster[0], step_s=runoff.fastest(winner), options=plan.options)
 
-        winner, seconds = self._agree(decide)
-        if winner != planned:
-            self._plans[shape] = _instead(plan, winner.schedule, winner.slices, seconds)
-            self._say(
-                f"plan: {compact(winner.slices)} tokens in {winner.schedule} took {seconds_text(seconds)}, used instead"
-            )
+        settled: Plan = self._agree(decide)
+        self._plans[shape] = settled
+        if _cutting(settled) != _cutting(plan):
+            what = f"{compact(settled.slices)} tokens in {settled.schedule}"
+            self._say(f"plan: {what} took {seconds_text(settled.step_s)}, used instead")
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the plans."""
@@ -348,23 +343,9 @@ class AutoCutting:
             fits = plan.stages == self._situation.stages and plan.sequences == self._situation.sequences
             allowed = self._config.schedule in (AUTO, plan.schedule)
             if fits and allowed and shape not in self._plans:
-                self._plans[shape] = plan
+                self._adopt(plan)
                 self._say(f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from the checkpoint")
 
 
-def _check_plan(plan: Plan, situation: Situation, schedule: str, path: str) -> None:
-    if schedule not in (AUTO, plan.schedule):
-        raise ConfigError(
-            f'token_pipeline.plan_path: {path} is for the schedule "{plan.schedule}", must be for the given one, use '
-            f'"schedule": "{plan.schedule}" or another plan'
-        )
-    for name in ("stages", "sequences"):
-        if getattr(plan, name) != getattr(situation, name):
-            raise ConfigError(
-                f"token_pipeline.plan_path: {path} is for {getattr(plan, name)} {name}, must be for this run's "
-                f"{getattr(situation, name)}, use a plan made for it or leave plan_path out"
-            )
-
-
-def _instead(plan: Plan, schedule: str, slices: tuple[int, ...], seconds: float) -> Plan:
-    return dataclasses.replace(plan, schedule=schedule, slices=slices, step_s=seconds, memory=(), bubble=plan.bubble)
+def _cutting(plan: Plan) -> Cutting:
+    return Cutting(plan.slices, plan.schedule)

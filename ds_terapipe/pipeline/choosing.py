@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
+from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 
+import ds_terapipe
 from ds_terapipe.config import AUTO
 from ds_terapipe.pipeline.accounting import StepMemory
-from ds_terapipe.pipeline.choice import DEFAULT_SCHEDULE, AutoCutting, FixedCutting, Situation
+from ds_terapipe.pipeline.choice import DEFAULT_SCHEDULE, AutoCutting, FixedCutting
 from ds_terapipe.pipeline.control import Control
 from ds_terapipe.pipeline.layer_times import LayerTimes
 from ds_terapipe.pipeline.loss import runs_per_slice
 from ds_terapipe.pipeline.report import emit
+from ds_terapipe.pipeline.situation import Situation
+from ds_terapipe.plan.files import check_writable
 from ds_terapipe.plan.layers import LayerSeconds
 from ds_terapipe.plan.memory import GIGABYTE, MemoryModel
 
@@ -24,6 +30,9 @@ def new_choice(engine: Any, control: Control, memory: StepMemory, layers: LayerT
     if config.slices != AUTO or (engine.num_stages == 1 and config.plan_path is None):
         slices = 1 if config.slices == AUTO else config.slices
         return FixedCutting(slices, DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule)
+    path = config.measurements_path
+    if path is not None:
+        control.decide(lambda: check_writable("token_pipeline.measurements_path", path, "e.g. costs.json"))
     say = emit if engine.global_rank == 0 else _nobody_hears
     return AutoCutting(
         config,
@@ -46,7 +55,7 @@ def _situation(engine: Any, control: Control) -> Situation:
         "layers": [type(layer).__name__ for layer in engine.module.forward_funcs],
         "parameters": sum(p.numel() for p in engine.module.parameters()),
         "types": sorted({str(p.dtype) for p in engine.module.parameters()}),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
     }
     stages = {each["stage"]: each for each in control.gather(mine)}
     measured_on = {
@@ -54,7 +63,12 @@ def _situation(engine: Any, control: Control) -> Situation:
         "sequences": engine.train_micro_batch_size_per_gpu(),
         "ranks": {name: engine.grid._topo.get_dim(name) for name in engine.grid._topo.get_axis_names()},
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "ds_terapipe": ds_terapipe.__version__,
+        },
         "weight_gradients": "micro_batch" if engine.makes_weight_gradients_once() else "slice",
         "pack_weights": engine.packs_weights(),
         "checkpoint_interval": engine.module.activation_checkpoint_interval,
@@ -63,10 +77,21 @@ def _situation(engine: Any, control: Control) -> Situation:
     return Situation(
         stages=engine.num_stages,
         sequences=engine.train_micro_batch_size_per_gpu(),
+        micro_batches=engine.micro_batches,
         weights_once=engine.makes_weight_gradients_once(),
         loss_of_whole=not runs_per_slice(engine.module.loss_fn),
         measured_on=measured_on,
     )
+
+
+def _processor() -> str:
+    """The processor's name, as Linux gives it, or the little that Python knows of it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _layer_seconds(engine: Any, control: Control, times: LayerTimes) -> LayerSeconds | None:

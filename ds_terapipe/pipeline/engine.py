@@ -41,10 +41,11 @@ from ds_terapipe.pipeline.loss import MicroBatchLoss, check_loss, runs_per_slice
 from ds_terapipe.pipeline.packed_weights import PackedWeights, is_available
 from ds_terapipe.pipeline.plan import FORWARD_ONLY, StepPlan, plan_step
 from ds_terapipe.pipeline.report import StepReport, emit
-from ds_terapipe.pipeline.trace import Recorder, TraceFile, check_path
+from ds_terapipe.pipeline.trace import Recorder, TraceFile
 from ds_terapipe.pipeline.watch import Watch, bounded_group
 from ds_terapipe.pipeline.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.wire import Wire
+from ds_terapipe.plan.files import check_writable
 from ds_terapipe.schedule import Op, Unit
 
 logger = logging.getLogger(__name__)
@@ -104,13 +105,9 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
 
     def _new_trace(self) -> TraceFile:
         settings = self.token_pipeline
-        error: BaseException | None = None
-        if settings.trace_path is not None and self.global_rank == 0:
-            try:
-                check_path(settings.trace_path)
-            except ConfigError as problem:
-                error = problem
-        self._control.agree(error)
+        path = settings.trace_path
+        if path is not None:
+            self._control.decide(lambda: check_writable("token_pipeline.trace_path", path, "e.g. trace.json"))
         about = {"schedule": settings.schedule, "slices": settings.slices, "stages": self.num_stages}
         steps = None if settings.trace_steps is None else (settings.trace_steps[0], settings.trace_steps[1])
         trace = TraceFile(settings.trace_path, steps, about)

@@ -11,13 +11,11 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed
 
-from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.watch import Watch
 from ds_terapipe.schedule import Action
 from ds_terapipe.tracing.chrome import MEASURED, Event, write
@@ -229,20 +227,6 @@ def _overhead(events: Sequence[Event], cost: float) -> dict[str, float]:
         "seconds_per_event": cost,
         "overhead": len(events) * cost / max(seconds, 1e-9),
     }
-
-
-def check_path(path: str) -> None:
-    """Raise ConfigError where a trace could not be written: on rank 0, before the first step."""
-    folder = Path(path).absolute().parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{Path(path).name}.probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"token_pipeline.trace_path: got {path}, must be a file that can be written ({error.strerror}), use e.g. trace.json"
-        ) from error
 
 
 def _timed(execute: Execute, timings: list[Timing], now: Callable[[], Any]) -> Execute:

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from .choose import Request, advise_micro_batch, choose
+from .choose import Request, advise_micro_batch, can_choose, choose, plan_of
 from .cost import Cost, MeasuredCost, Sample, StageCost, sample_points
 from .evaluate import StepTimes
 from .layers import LayerSeconds
@@ -35,12 +35,14 @@ __all__ = [
     "StepTimes",
     "advise_micro_batch",
     "best_cut",
+    "can_choose",
     "choose",
     "even_cuts",
     "gain",
     "group_sequences",
     "memory_use",
     "partition",
+    "plan_of",
     "sample_points",
     "slice_times",
 ]

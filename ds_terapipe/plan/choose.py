@@ -41,7 +41,8 @@ class Request:
         stages: pipeline stages.
         micro_batches: in a step.
         schedule: ``auto``, or the only one that may be used.
-        granularity: lengths of slices are multiples of so many tokens; the last slice takes the remainder.
+        granularity: unequal slices are multiples of so many tokens, and the last one takes the remainder; equal lengths are
+            tried as they are.
         min_length: shortest slice in tokens; by default the granularity.
         max_slice: longest slice in tokens, None without limit: measurements may reach no further.
         multiple_of: every slice is a multiple of it (tensor parallelism that splits sequences).
@@ -90,10 +91,33 @@ def choose(cost: Cost, request: Request) -> Plan:
     _check(cost, request)
     times = StepTimes(cost, request.stages, request.micro_batches, request.weights_once)
     search = _Search(times, request)
-    for schedule, lengths in search.ordered(list(_candidates(cost, request))):
+    candidates = list(_candidates(cost, request))
+    if not candidates:
+        raise bad_value(
+            "sequence length", request.seq_length,
+            f"one that can be cut into slices of {request.least} to {request.max_slice} tokens, which is what was measured",
+            "a measurement of this length, or a smaller granularity",
+        )  # fmt: skip
+    for schedule, lengths in search.ordered(candidates):
         search.add(schedule, lengths)
     for schedule, lengths in search.families():
         search.refine(schedule, lengths)
+    return search.plan()
+
+
+def can_choose(cost: Cost, request: Request) -> bool:
+    """Whether there is any cut of such a sequence whose slices the costs know."""
+    return next(_candidates(cost, request), None) is not None
+
+
+def plan_of(cost: Cost, request: Request, schedule: str, lengths: tuple[int, ...]) -> Plan:
+    """The plan that is this cut under this schedule, whatever else there is.
+
+    Raises:
+        ConfigError: it does not fit into the memory.
+    """
+    search = _Search(StepTimes(cost, request.stages, request.micro_batches, request.weights_once), request)
+    search.take((schedule, lengths))
     return search.plan()
 
 
@@ -175,9 +199,11 @@ class _Search:
         worth = max(self._seconds[self._best] if self._best else math.inf, _CLOSE * self._fastest)
         if len(lengths) not in _SHOWN and self._times.bound(lengths) > worth:
             return
-        self._take((schedule, lengths), self._times.seconds(schedule, lengths))
+        self.take((schedule, lengths))
 
-    def _take(self, candidate: _Candidate, seconds: float) -> None:
+    def take(self, candidate: _Candidate, seconds: float | None = None) -> None:
+        """Considers a candidate; ``seconds`` where it was timed already."""
+        seconds = self._times.seconds(*candidate) if seconds is None else seconds
         self._seconds[candidate] = seconds
         self._fastest = min(self._fastest, seconds)
         if (self._best is None or seconds < self._seconds[self._best]) and self._fits(candidate):
@@ -212,7 +238,7 @@ class _Search:
                 if seconds < best * (1 - 1e-9):
                     best, lengths, improved = seconds, trial, True
             step = step if improved else step // 2
-        self._take((schedule, lengths), best)
+        self.take((schedule, lengths), best)
 
     def plan(self) -> Plan:
         """The fastest plan that fits, with what lost."""

@@ -9,7 +9,8 @@ more context never take less time, whatever the noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -24,6 +25,7 @@ from .layers import LayerSeconds
 from .memory import MemoryModel, model_dict, model_from
 
 FORMAT = "ds_terapipe costs 1"
+_OVERHEAD, _LIMIT = "overhead_s", "memory_limit_bytes"
 Tokens = TypeVar("Tokens", float, NDArray[np.float64])
 """A number of tokens, or an array of them: seconds have its shape."""
 
@@ -186,7 +188,8 @@ class MeasuredCost:
         stage_costs: one per stage; embedding, LM head and loss are in the times of their stages.
         messages: for each boundary pairs (tokens, seconds) of one message.
         sequences: sequences in the micro-batch that was measured.
-        measured_on: model, type, device, versions, ...: measurements are used again only where this is the same.
+        measured_on: model, type, device, versions, ...: measurements are used again only where this is the same. Two figures
+            of the run are beside them, ``overhead_s`` and ``memory_limit_bytes``.
         memory: what tokens of such a micro-batch take on each stage, where that was measured as well.
         loss: forward and backward seconds of a loss that is made of a whole sequence's outputs, with its last slice on the
             last stage; zero where the loss is in the times of the slices.
@@ -219,6 +222,22 @@ class MeasuredCost:
     def stages(self) -> int:
         """Number of stages."""
         return len(self.stage_costs)
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of a step outside of its schedule, 0 where that was not measured."""
+        return float(self.measured_on.get(_OVERHEAD) or 0.0)
+
+    @property
+    def memory_limit(self) -> float | None:
+        """Bytes that were free for activations and buffers on every stage's device, None where nothing limits them."""
+        limit = self.measured_on.get(_LIMIT)
+        return None if limit is None else float(limit)
+
+    @property
+    def holds_for(self) -> dict[str, Any]:
+        """``measured_on`` without what was measured: another run with the same may use these costs."""
+        return {name: value for name, value in self.measured_on.items() if name not in (_OVERHEAD, _LIMIT)}
 
     @property
     def min_length(self) -> int:
@@ -287,12 +306,7 @@ class MeasuredCost:
         """Read what `save` wrote. Raises ConfigError, one line with file, field and expectation."""
         fields = read_json(path, "a measurement", FORMAT)
         stages = [_stage(block, index) for index, block in enumerate(fields.blocks("stages"))]
-        messages = [
-            [(point[0], point[1]) for point in block.rows("points", ("tokens", "seconds"))]
-            for block in fields.blocks("messages", least=len(stages) - 1)
-        ]
-        if len(messages) != len(stages) - 1:
-            raise fields.fail("messages", f"{len(stages) - 1} boundaries of {len(stages)} stages", "a new measurement")
+        messages = _boundaries(fields, stages)
         memory = None
         if fields.value("memory") is not None:
             memory = model_from(Fields(fields.block("memory"), fields.path("memory")))
@@ -303,6 +317,10 @@ class MeasuredCost:
         layers = None
         if fields.value("layers") is not None:
             layers = LayerSeconds.from_fields(Fields(fields.block("layers"), fields.path("layers")), len(stages))
+        about = Fields(fields.block("measured_on"), fields.path("measured_on"))
+        about.number(_OVERHEAD, "e.g. 0", default=0.0)
+        if about.value(_LIMIT) is not None:
+            about.number(_LIMIT, "null for no limit")
         return cls(stages, messages, fields.count("sequences"), fields.block("measured_on"), memory, loss, layers)
 
 
@@ -339,7 +357,37 @@ def _stage(block: Fields, index: int) -> StageCost:
             )
     samples = [Sample(int(row[0]), int(row[1]), row[2], row[3]) for row in rows]
     weights = [(row[0], row[1]) for row in block.rows("weights", ("tokens", "seconds"), least=0)]
-    return StageCost(samples, weights, f"costs of stage {index}")
+    longest = max(sample.length + sample.context for sample in samples)
+    if weights and (max(tokens for tokens, _ in weights) < longest or min(tokens for tokens, _ in weights) < 1):
+        raise block.fail("weights", f"of at least one token and up to {longest}", "a new measurement")
+    with _in_file(block.path("samples")):
+        return StageCost(samples, weights, f"costs of stage {index}")
+
+
+def _boundaries(fields: Fields, stages: Sequence[StageCost]) -> list[list[tuple[float, float]]]:
+    """The messages of a file: a curve between each two stages that knows all the slices that the stages know."""
+    blocks = fields.blocks("messages", least=len(stages) - 1)
+    if len(blocks) != len(stages) - 1:
+        raise fields.fail("messages", f"{len(stages) - 1} boundaries of {len(stages)} stages", "a new measurement")
+    least = max(min(sample.length for sample in stage.samples) for stage in stages)
+    most = min(max(sample.length for sample in stage.samples) for stage in stages)
+    found = []
+    for block in blocks:
+        points = [(row[0], row[1]) for row in block.rows("points", ("tokens", "seconds"))]
+        tokens = [point[0] for point in points]
+        if min(tokens) < 1 or min(tokens) > least or max(tokens) < most:
+            raise block.fail("points", f"of at least one token and from {least} to {most}", "a new measurement")
+        found.append(points)
+    return found
+
+
+@contextmanager
+def _in_file(where: str) -> Iterator[None]:
+    """Names the file and the field in what is wrong with its figures."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _relative_fit(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:

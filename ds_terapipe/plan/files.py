@@ -142,6 +142,18 @@ def read_json(path: str | Path, what: str, form: str | None = None) -> Fields:
     return Fields(data, str(path))
 
 
+def check_writable(key: str, path: str | Path, use: str) -> None:
+    """Raise ConfigError, in the name of ``key``, where a file could not be written: before what is to be in it is there."""
+    folder = Path(path).absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{Path(path).name}.probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise bad_value(key, str(path), f"a file that can be written ({error.strerror})", use) from error
+
+
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
     """Write a JSON file, whole or not at all.
 

@@ -14,19 +14,20 @@ from ds_terapipe.pipeline.engine import PLAN_STATE
 from ds_terapipe.pipeline.runoff import runoff_steps
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import peak_live_units
-from tests.pipeline.models import gpt, masked_loss, micro_batch, steps_of
+from tests.pipeline.models import HIDDEN, VOCABULARY, gpt, masked_loss, micro_batch, steps_of
 from tests.pipeline.training import build_engine, train
 from tests.spawn import launch, run_ranks
 
 MICRO_BATCHES, SEQUENCE = 2, 24
+BATCH = 2  # sequences of a micro-batch
 TRIALS = 2  # of sequences of 24 tokens: two slices and one
 MEASURING = 1 + ROUNDS * TRIALS  # a step to warm up, then the trials
 COMPARING = runoff_steps(1 + RIVALS)
 
 
-def auto(**keys: Any) -> Any:
+def auto(module: dict[str, Any] | None = None, **keys: Any) -> Any:
     keys = {"slices": "auto", **keys}
-    return build_engine(gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES)
+    return build_engine(gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES, module=module)
 
 
 def plans(engine: Any) -> list[dict[str, Any]]:
@@ -55,6 +56,7 @@ def same_numbers() -> dict[str, Any]:
     found = train(engine, steps, look)
     engine.destroy()
     return {
+        "memory": engine._choice._model.stages,
         "losses": (wanted.losses, found.losses),
         "weights": max(float((wanted.weights[n] - found.weights[n]).abs().max()) for n in wanted.weights),
         "known": known,
@@ -75,6 +77,8 @@ def outlives(folder: str) -> dict[str, Any]:
     resumed = auto()
     _, client = resumed.load_checkpoint(f"{folder}/checkpoint", tag="here")
     from_checkpoint = plans(resumed)
+    train(resumed, steps[:1])
+    resumed_cut = tuple(span.length for span in resumed._batch.spans[0])
     resumed.destroy()
     again = auto(measurements_path=f"{folder}/costs.json")
     train(again, steps[:1])
@@ -87,20 +91,33 @@ def outlives(folder: str) -> dict[str, Any]:
     train(given, steps[:1])
     cut = [span.length for span in given._batch.spans[0]]
     given.destroy()
-    return {"made": made, "checkpoint": from_checkpoint, "client": client, "measured": from_measurements, "cut": cut}
+    return {
+        "made": made,
+        "checkpoint": from_checkpoint,
+        "resumed_cut": resumed_cut,
+        "client": client,
+        "measured": from_measurements,
+        "cut": cut,
+    }
 
 
 def odd_steps() -> dict[str, Any]:
-    """Evaluation before there is a plan, and longer sequences after there is one."""
-    engine = auto()
+    """Evaluation before there is a plan; shorter sequences, which are planned, and longer ones, which are measured."""
+    engine = auto(module={"seed_layers": False})  # with it, every layer sets the random state anew
+    random = torch.get_rng_state()
     engine.train_batch(iter(steps_of(1, MICRO_BATCHES)[0]))
     engine.eval_batch(iter([micro_batch(m) for m in range(MICRO_BATCHES)]))
     train(engine, steps_of(MEASURING, MICRO_BATCHES)[1:])
     before = len(plans(engine))
     shorter = steps_of(1, MICRO_BATCHES, length=SEQUENCE - 8)
     train(engine, shorter)
+    after = [plan["seq_length"] for plan in plans(engine)]
+    longer = steps_of(1 + ROUNDS * 3, MICRO_BATCHES, length=SEQUENCE + 8)  # in four slices, two and one
+    train(engine, longer)
     engine.destroy()
-    return {"before": before, "after": [plan["seq_length"] for plan in plans(engine)]}
+    random_used = not torch.equal(random, torch.get_rng_state())
+    longest = [plan["seq_length"] for plan in plans(engine)]
+    return {"before": before, "after": after, "longer": longest, "random_used": random_used}
 
 
 def ragged_replicas(rank: int, world_size: int) -> dict[str, Any]:
@@ -135,6 +152,25 @@ def test_a_run_with_trials_has_the_losses_and_weights_of_one_without(results: li
         assert result["numbers"]["weights"] < 1e-5
 
 
+def test_trials_use_no_random_number(results: list[dict[str, Any]]) -> None:
+    assert not any(result["odd"]["random_used"] for result in results)
+
+
+def test_memory_is_counted_in_bytes_of_the_model_s_sizes(results: list[dict[str, Any]]) -> None:
+    """Two blocks of the GPT on each stage, two sequences at once, numbers of four bytes."""
+    number, blocks = 4 * BATCH, 2
+    for stage, memory in enumerate(results[0]["numbers"]["memory"]):
+        assert memory.keys_values == memory.key_value_gradients == blocks * 2 * HIDDEN * number
+        # qkv, out, up and down: what each is given and the gradient of what each gives; the last stage's head as well
+        linear = blocks * (HIDDEN + 3 * HIDDEN + HIDDEN + HIDDEN + HIDDEN + 2 * HIDDEN + 2 * HIDDEN + HIDDEN)
+        head = HIDDEN + VOCABULARY if stage == 1 else 0
+        assert memory.weight_gradients == (linear + head) * number
+        assert memory.sent == (HIDDEN * number if stage == 0 else 0)
+        assert memory.received == (HIDDEN * number if stage == 1 else 0)
+        # at least what the linear layers were given; beside them norms, attention and what is in between
+        assert 1.0 < memory.activations / (blocks * 5 * HIDDEN * number) < 4.0
+
+
 def test_the_plan_is_made_after_the_trials_and_all_ranks_have_it(results: list[dict[str, Any]]) -> None:
     first, second = (result["numbers"] for result in results)
     assert first["known"] == second["known"] == [0] * (MEASURING - 1) + [1] * (COMPARING + 2)
@@ -162,6 +198,7 @@ def test_an_explicit_schedule_binds(results: list[dict[str, Any]]) -> None:
 def test_a_checkpoint_has_the_plan_and_the_client_s_own_state(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["outlives"]["checkpoint"] == result["outlives"]["made"]
+        assert result["outlives"]["resumed_cut"] == tuple(result["outlives"]["made"][0]["slices"])
         assert result["outlives"]["client"]["mine"] == 7 and PLAN_STATE not in result["outlives"]["client"]
 
 
@@ -176,7 +213,9 @@ def test_a_plan_that_is_given_is_used(results: list[dict[str, Any]]) -> None:
 
 
 def test_evaluation_and_other_lengths_are_no_trouble(results: list[dict[str, Any]]) -> None:
-    assert results[0]["odd"] == {"before": 1, "after": [SEQUENCE, SEQUENCE - 8]}
+    odd = results[0]["odd"]
+    assert odd["before"] == 1 and odd["after"] == [SEQUENCE, SEQUENCE - 8]
+    assert odd["longer"] == [SEQUENCE, SEQUENCE - 8, SEQUENCE + 8]
 
 
 def test_replicas_whose_lengths_differ_now_and_then_measure_and_compare_together() -> None:
@@ -189,6 +228,7 @@ def test_replicas_whose_lengths_differ_now_and_then_measure_and_compare_together
     ("keys", "steps", "message"),
     [
         ({"plan_path": "missing.json"}, 1, "missing.json: cannot be read"),
+        ({"measurements_path": f"{__file__}/costs.json"}, 1, 'costs.json", must be a file that can be written'),
         ({"memory_gb": 1e-9}, MEASURING, "memory_gb: got 1e-09, must be at least"),
         (
             {"slices": 4, "memory_gb": 2},

@@ -10,8 +10,9 @@ import pytest
 
 from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.choice import PATIENCE, RIVALS, ROUNDS, TRIALS, AutoCutting, Situation
+from ds_terapipe.pipeline.choice import PATIENCE, RIVALS, ROUNDS, TRIALS, AutoCutting
 from ds_terapipe.pipeline.runoff import Cutting, Runoff, runoff_steps
+from ds_terapipe.pipeline.situation import Situation
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.memory import MemoryModel, StageMemory
@@ -56,12 +57,15 @@ class Meter:
 class Run:
     """Steps of given lengths, one after the other."""
 
-    def __init__(self, meter: Meter | None = None, **keys: Any) -> None:
+    def __init__(
+        self, meter: Meter | None = None, micro_batches: int = 1, device: str = "this one", **keys: Any
+    ) -> None:
         self.lines: list[str] = []
         self.meter = meter or Meter()
         config = parse({"token_pipeline": keys})
         assert config is not None
-        situation = Situation(STAGES, 1, weights_once=False, loss_of_whole=False)
+        measured_on = {"device": device, "versions": {"torch": "2"}}
+        situation = Situation(STAGES, 1, micro_batches, False, False, measured_on)
         self.choice = AutoCutting(config, situation, lambda decide: decide(), self.meter, self.lines.append)
 
     def step(
@@ -162,6 +166,10 @@ def test_a_plan_that_disappoints_gives_way_to_the_best_trial() -> None:
     assert ran == [*turns[0], *turns[1], *turns[2], *turns[0], *turns[1]]
     assert any("used instead" in line for line in run.lines)
     assert run.step([1024]) == best
+    (kept,) = run.choice.state()["plans"]
+    assert kept["predicted_step_s"] == pytest.approx(times.seconds("1f1b", best))
+    assert kept["bubble"]["total"] == pytest.approx(times.simulate("1f1b", best).bubble, rel=0.05)
+    assert len(kept["memory_bytes"]) == STAGES and kept["options"]
 
 
 def test_a_lucky_trial_does_not_displace_a_plan_that_is_faster_in_the_same_steps() -> None:
@@ -253,3 +261,110 @@ def test_a_plan_of_another_schedule_than_the_given_one_is_refused(tmp_path: Any)
     assert Run(plan_path=str(tmp_path / "plan.json")).planned == [1024]
     with pytest.raises(ConfigError, match=r"token_pipeline\.plan_path: .* is for the schedule"):
         Run(plan_path=str(tmp_path / "plan.json"), schedule=other)
+
+
+def test_a_plan_for_other_micro_batches_is_refused_and_one_for_other_lengths_is_said_to_be_of_no_use(
+    tmp_path: Any,
+) -> None:
+    run = Run()
+    for _ in range(MEASURING):
+        run.step([1024])
+    path = tmp_path / "plan.json"
+    Plan.from_dict(run.choice.state()["plans"][0]).save(path)
+    with pytest.raises(ConfigError, match=r"plan_path: .* is for 1 micro_batches, must be for this run's 4"):
+        Run(plan_path=str(path), micro_batches=4)
+    other = Run(plan_path=str(path))
+    other.step([512])
+    said = f"plan: {path} is for 1 micro-batches of 1024 tokens, these are 1 of 512: measured"
+    assert other.lines == [said]
+
+
+def measured(path: Any, **keys: Any) -> Run:
+    """A run that has measured and planned, and written its measurements."""
+    run = Run(measurements_path=str(path), **keys)
+    for _ in range(MEASURING):
+        run.step([1024] * 8)
+    assert run.planned == [1024]
+    return run
+
+
+def test_measurements_are_used_again_in_the_same_run_only(tmp_path: Any) -> None:
+    path = tmp_path / "costs.json"
+    measured(path)
+    again = Run(measurements_path=str(path))
+    again.step([1024] * 8)
+    assert again.planned == [1024] and again.meter.begun == 0
+    other = Run(measurements_path=str(path), device="another")
+    assert other.lines == [f"plan: {path} was measured on another run (device), measured again"]
+    other.step([1024] * 8)
+    assert other.planned == [] and other.meter.begun == 1
+
+
+def test_what_was_free_when_it_was_measured_is_a_limit_for_whoever_uses_the_measurements(tmp_path: Any) -> None:
+    """A token takes one byte: two whole sequences are too many for 1,700, not for 1 GB."""
+    path = tmp_path / "costs.json"
+    limited = [{"path": path}, {"path": path, "memory_gb": 1.0}]
+    run = Run(Meter(limit=1700.0), measurements_path=str(path))
+    for _ in range(1 + ROUNDS * (len(TRIALS) - 1)):
+        run.step([1024] * 8)
+    assert run.planned == [1024]
+    limits = []
+    for keys in limited:
+        again = Run(measurements_path=str(keys.pop("path")), **keys)
+        again.step([1024] * 8)
+        limits.append(again.choice.state()["plans"][0]["memory_limit_bytes"])
+    assert limits == [1700.0, 1e9]
+
+
+def test_a_limit_that_was_given_belongs_to_its_run(tmp_path: Any) -> None:
+    path = tmp_path / "costs.json"
+    measured(path, meter=Meter(limit=1e9), memory_gb=1.0)
+    again = Run(measurements_path=str(path))
+    again.step([1024] * 8)
+    assert again.choice.state()["plans"][0]["memory_limit_bytes"] is None
+
+
+@pytest.mark.parametrize("known_by", ["measurements", "plan", "checkpoint", "another number of micro-batches"])
+def test_every_plan_is_compared_with_its_prediction(tmp_path: Any, known_by: str) -> None:
+    run = measured(tmp_path / "costs.json")
+    Plan.from_dict(run.choice.state()["plans"][0]).save(tmp_path / "plan.json")
+    count = 8
+    if known_by == "measurements":
+        other = Run(measurements_path=str(tmp_path / "costs.json"))
+    elif known_by == "plan":
+        other = Run(plan_path=str(tmp_path / "plan.json"), micro_batches=8)
+    elif known_by == "checkpoint":
+        other = Run()
+        other.choice.load(run.choice.state())
+    else:
+        other, count = run, 4
+    for _ in range(runoff_steps(1)):
+        other.step([1024] * count)
+    (line,) = [line for line in other.lines if "taken" in line]
+    assert float(line.split("(")[1].split("%")[0]) == pytest.approx(0.0, abs=5.0)
+
+
+def test_a_sequence_that_the_measured_slices_cannot_make_is_measured() -> None:
+    """So little memory that one cut was measured: slices of 64 tokens, of which 1000 cannot be made."""
+    run = Run(Meter(limit=1100.0))
+    while not run.planned:
+        run.step([1024] * 8)
+    assert {len(plan["slices"]) for plan in run.choice.state()["plans"]} == {16}
+    while len(run.planned) < 2:
+        run.step([1000] * 8)
+    assert run.planned == [1024, 1000] and run.meter.begun == 2
+
+
+def test_no_slice_shorter_than_the_granularity_is_tried() -> None:
+    run = Run(granularity=128)
+    tried = {len(run.step([1024])) for _ in range(1 + ROUNDS * (len(TRIALS) - 1))}
+    assert tried == set(TRIALS) - {16} and run.planned == [1024]
+    assert all(length % 128 == 0 for length in run.step([1024])[:-1])
+
+
+def test_measuring_costs_less_than_ten_steps() -> None:
+    """Over the best of equal slices, in a step of 32 ms on two stages: trials, and the runoff's rivals."""
+    run, times = Run(), StepTimes(Truth(), STAGES, 1)
+    best = min(times.seconds("1f1b", slice_lengths(1024, n)) for n in TRIALS)
+    lost = sum(times.seconds("1f1b", run.step([1024])) / best - 1 for _ in range(MEASURING + runoff_steps(1 + RIVALS)))
+    assert lost < 10

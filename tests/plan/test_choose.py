@@ -23,8 +23,10 @@ from ds_terapipe.plan import (
     StepTimes,
     advise_micro_batch,
     best_cut,
+    can_choose,
     choose,
     memory_use,
+    plan_of,
     sample_points,
     slice_times,
 )
@@ -224,6 +226,28 @@ def test_advice_compares_sizes_of_the_micro_batch():
         advise_micro_batch({2: costs[2]}, Request(256, 4, 1), 5)
 
 
+def test_a_cut_that_is_named_is_a_plan_of_its_own():
+    cost, request = ExampleCost([1.0] * 4), Request(512, 4, 4, memory=memory(4), overhead_s=0.5)
+    plan = plan_of(cost, request, "terapipe", (300, 212))
+    simulation = StepTimes(cost, 4, 4).simulate("terapipe", [300, 212])
+    assert (plan.schedule, plan.slices, plan.losing) == ("terapipe", (300, 212), ())
+    assert plan.step_s == pytest.approx(simulation.makespan + 0.5) and plan.bubble["total"] == simulation.bubble
+    assert plan.memory == memory_use(request.memory, "terapipe", (300, 212), 4)
+
+
+def test_a_sequence_that_cannot_be_cut_as_measured_is_an_error_of_one_line():
+    true = ExampleCost([1.0, 1.0])
+    samples = [Sample(64, c, true.forward(0, 64, c), true.backward(0, 64, c)) for c in range(0, 1024, 64)]
+    cost = MeasuredCost([StageCost(samples)] * 2, [[(64, 0.0)]])
+    known, unknown = (Request(total, 2, 2, min_length=64, max_slice=64) for total in (1024, 1000))
+    assert can_choose(cost, known) and choose(cost, known).slices == (64,) * 16
+    assert not can_choose(cost, unknown)
+    with pytest.raises(
+        ConfigError, match="sequence length: got 1000, must be one that can be cut into slices of 64 to 64"
+    ):
+        choose(cost, unknown)
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
@@ -267,6 +291,11 @@ def test_a_plan_prints_what_was_chosen_and_what_lost():
     assert "activations" in text and "of 1.00 GB" in text
     assert plan.losing
     assert all(option.step_s >= plan.step_s for option in plan.losing if option.fits)
+    printed = text.split("other options:")[1].splitlines()[1:]
+    assert len(printed) == 10 and len(plan.losing) > 10
+    for option, line in zip(plan.losing, printed, strict=False):
+        assert option.name in line and f"{1e3 * option.step_s:.1f} ms" in line
+        assert f"{option.step_s / plan.step_s:.2f}x" in line and ("does not fit" in line) == (not option.fits)
     names = {(o.schedule, len(o.slices)) for o in plan.options}
     assert {(name, count) for name, count in itertools.product(NAMES, (1, 2, 4, 8, 16))} <= names
 

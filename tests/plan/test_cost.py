@@ -152,7 +152,22 @@ def _broken(change):
             _broken(lambda d: d["stages"][0]["samples"].append([8.5, 0, 1.0, 1.0])),
             r"stages\[0\].samples\[\d+\]: got \[8.5, 0.0, 1.0, 1.0\], must be whole numbers of tokens",
         ),
-        (_broken(lambda d: d["stages"][0].update(samples=[[8, 8, 1, 1]])), "got no measurement without context"),
+        (
+            _broken(lambda d: d["stages"][0].update(samples=[[8, 8, 1, 1]])),
+            r"stages\[0\].samples: costs of stage 0: got no measurement without context",
+        ),
+        (
+            _broken(lambda d: d["stages"][1].update(weights=[[0, 1.0]])),
+            r"stages\[1\].weights: got \[\[0, 1.0\]\], must be of at least one token and up to 512",
+        ),
+        (
+            _broken(lambda d: d["messages"][0].update(points=[[0, 1e-4], [512, 2e-4]])),
+            r"messages\[0\].points: got .*, must be of at least one token and from 8 to 512",
+        ),
+        (
+            _broken(lambda d: d["messages"][0].update(points=[[8, 1e-4], [256, 2e-4]])),
+            r"messages\[0\].points: got .*, must be of at least one token and from 8 to 512",
+        ),
         (_broken(lambda d: d["memory"]["stages"].pop()), "memory: got .*, must be of 2 stages"),
         (
             _broken(lambda d: d["memory"]["stages"][0].pop("sent")),
@@ -166,7 +181,7 @@ def test_a_broken_file_is_one_line_with_file_and_field(tmp_path, text, says):
     with pytest.raises(ConfigError, match=says) as raised:
         MeasuredCost.load(path)
     assert "\n" not in str(raised.value)
-    assert str(raised.value).startswith((str(path), "costs of stage"))
+    assert str(raised.value).startswith(f"{path}: ")
 
 
 def test_no_file_is_an_error(tmp_path):
