@@ -120,6 +120,7 @@ class AutoCutting:
         longest, self._trial, self._turn = max(everywhere), None, None
         shape, alike = (longest, len(lengths)), min(everywhere) == longest
         if shape not in self._plans and self._can_plan(shape):
+            self._say_why(shape)
             self._adopt(self._new_plan(shape))
         plan = self._plans.get(shape)
         if plan is not None:
@@ -202,8 +203,8 @@ class AutoCutting:
         given = self._given
         if given is not None and (given.seq_length, given.micro_batches) != shape:
             self._say(
-                f"plan: {self._config.plan_path} is for {given.micro_batches} micro-batches of {given.seq_length} tokens, "
-                f"these are {shape[1]} of {shape[0]}: measured"
+                f"plan: {self._config.plan_path} is for {given.micro_batches} micro-batches of {given.seq_length} tokens, not "
+                f"for these {shape[1]} of {shape[0]}"
             )
 
     def _advise(self) -> None:
@@ -259,8 +260,9 @@ class AutoCutting:
 
     def _can_plan(self, shape: _Shape) -> bool:
         cost = self._cost
-        known = cost is not None and cost.min_length <= shape[0] <= cost.max_length
-        return known and cost is not None and can_choose(cost, self._request(cost, shape))
+        if cost is None or not cost.min_length <= shape[0] <= cost.max_length:
+            return False
+        return can_choose(cost, self._request(cost, shape))
 
     def _new_plan(self, shape: _Shape) -> Plan:
         plan: Plan = self._agree(lambda: self._choose(shape))
@@ -272,9 +274,14 @@ class AutoCutting:
         assert self._cost is not None
         return choose(self._cost, self._request(self._cost, shape))
 
+    @property
+    def _limit_gb(self) -> float | None:
+        """What a plan may take: the configuration's limit, else what was free."""
+        given = self._config.memory_gb
+        return self._limit / GIGABYTE if given is None and self._limit is not None else given
+
     def _request(self, cost: MeasuredCost, shape: _Shape) -> Request:
         config, situation = self._config, self._situation
-        limit = self._limit / GIGABYTE if config.memory_gb is None and self._limit is not None else config.memory_gb
         return Request(
             seq_length=shape[0],
             stages=situation.stages,
@@ -284,7 +291,7 @@ class AutoCutting:
             min_length=max(cost.min_length, config.granularity),
             max_slice=cost.max_slice,
             memory=self._model,
-            memory_gb=limit if self._model is not None else None,
+            memory_gb=self._limit_gb if self._model is not None else None,
             weights_once=situation.weights_once,
             overhead_s=self._overhead_s,
             about=dict(situation.measured_on),
@@ -292,10 +299,11 @@ class AutoCutting:
 
     def _fits(self, lengths: Sequence[int]) -> bool:
         """Whether a trial may be run: an uncut step can take more memory than there is."""
-        if self._model is None or self._limit is None or self._trials_of is None:
+        limit = self._limit_gb
+        if self._model is None or limit is None or self._trials_of is None:
             return True
         uses = memory_use(self._model, self._schedule, lengths, self._trials_of[1], self._situation.weights_once)
-        return max(use.total for use in uses) <= self._limit
+        return max(use.total for use in uses) <= limit * GIGABYTE
 
     def _rivals(self, planned: Plan) -> list[Plan]:
         """The fastest trials that are not what is planned, as plans of their own."""

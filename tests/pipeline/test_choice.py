@@ -275,7 +275,7 @@ def test_a_plan_for_other_micro_batches_is_refused_and_one_for_other_lengths_is_
         Run(plan_path=str(path), micro_batches=4)
     other = Run(plan_path=str(path))
     other.step([512])
-    said = f"plan: {path} is for 1 micro-batches of 1024 tokens, these are 1 of 512: measured"
+    said = f"plan: {path} is for 1 micro-batches of 1024 tokens, not for these 1 of 512"
     assert other.lines == [said]
 
 
