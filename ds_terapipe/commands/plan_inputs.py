@@ -147,6 +147,9 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         max_slice=None if measured is None else measured.max_slice,
         memory=memory,
         memory_gb=None if memory is None else source.device_gb if memory_gb is None else memory_gb,
+        limit_name=f"{source.path}: measured_on.memory_limit_bytes, in GB"
+        if isinstance(source, Measured) and memory_gb is None
+        else "memory_gb",
         weights_once=source.weights_once if isinstance(source, Measured) else weights_once,
         overhead_s=source.overhead_s,
         about={**source.about, "seq_length": length},

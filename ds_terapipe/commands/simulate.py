@@ -231,8 +231,8 @@ def _lines(inputs: Inputs, cutting: Cutting, data: dict[str, Any], memory: tuple
         return lines
     worst = max(range(len(memory)), key=lambda stage: memory[stage].total)
     limit = inputs.request.memory_gb
-    of = "" if limit is None else f" of {limit:.2f}"
-    lines.append(f"memory of stage {worst}, the fullest: {gigabytes(memory[worst].total):.2f}{of} GB")
+    of = "" if limit is None else f" of {limit:.3f}"
+    lines.append(f"memory of stage {worst}, the fullest: {gigabytes(memory[worst].total):.3f}{of} GB")
     for name, value in memory[worst]._asdict().items():
         if value:
             lines.append(f"  {name.replace('_', ' '):<24}{gigabytes(value):>9.3f} GB")

@@ -9,7 +9,7 @@ from typing import Any
 from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.runoff import Cutting, Runoff
-from ds_terapipe.pipeline.situation import Agreement, MemoryMeter, Situation, check_plan
+from ds_terapipe.pipeline.situation import Agreement, MemoryMeter, Situation, check_plan, differences, mismatch
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
 from ds_terapipe.plan.cost import MeasuredCost
@@ -27,6 +27,7 @@ PATIENCE = 20  # steps of other lengths until a measurement is given up
 RIVALS = 2  # other trials that are compared with a plan,
 NEAR = 1.15  # if they took at most so much longer than the fastest
 WORSE = 1.01  # a plan that takes so much longer than a trial in the same steps is given up for it
+_SHOWN = 3  # differences to another run that a line names
 _Shape = tuple[int, int]  # of a step: the length of its sequences in tokens, and its micro-batches
 
 
@@ -104,14 +105,16 @@ class AutoCutting:
         self._steps: list[RecordedStep] = []
         self._model: MemoryModel | None = None
         self._limit: float | None = None
+        self._limit_from: str | None = None  # the file that it was read from
         self._trial: Cutting | None = None
         self._turn: _Shape | None = None  # the runoff that the step that was cut last belongs to
         self._warm, self._missed = False, 0
         self._given: Plan | None = None
         if config.plan_path is not None:
             plan = self._given = Plan.load(config.plan_path)
-            check_plan(plan, situation, config.schedule, config.plan_path)
+            check_plan(plan, situation, config.schedule, config.memory_gb, config.plan_path)
             self._adopt(plan)
+            self._say(f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from {config.plan_path}")
         if config.measurements_path is not None:
             self._load_measurements(config.measurements_path)
 
@@ -140,6 +143,11 @@ class AutoCutting:
             least = max(SHORTEST, self._config.granularity)
             self._trials = [n for _ in range(ROUNDS) for n in TRIALS if n == 1 or longest // n >= least]
             self._say_why(shape)
+            if self._cost is not None:
+                known = (
+                    f"slices of {self._cost.min_length} to {self._cost.max_slice} tokens, up to {self._cost.max_length}"
+                )
+                self._say(f"plan: measured were {known}, not sequences of {longest}: measured again")
             self._memory.begin()
         self._missed = 0
         self._trial = Cutting(self._trials[0], self._schedule)
@@ -179,8 +187,12 @@ class AutoCutting:
         if not self._warm:
             self._warm = True
             self._model, self._limit = self._memory.end()
-            length = self._trials_of[0]
-            self._trials = [n for n in self._trials if self._fits(slice_lengths(length, n))] or self._trials[:1]
+            self._limit_from = None
+            cuts = {n: slice_lengths(self._trials_of[0], n) for n in self._trials}
+            fitting = [n for n in self._trials if self._fits(cuts[n])]
+            self._trials = fitting or [
+                min(cuts, key=lambda n: self._bytes(cuts[n]))
+            ]  # none: the plan's error says what would
             return
         count = self._trials.pop(0)
         self._steps.append(RecordedStep(slice_lengths(self._trials_of[0], count), events, seconds))
@@ -240,17 +252,19 @@ class AutoCutting:
                 if isinstance(error.__cause__, FileNotFoundError):
                     return None
                 raise
-            found, here = cost.holds_for, self._situation.measured_on
-            other = sorted(name for name in {*found, *here} if found.get(name) != here.get(name))
+            other = differences(cost.holds_for, self._situation.measured_on)
             if other:
-                self._say(f"plan: {path} was measured on another run ({', '.join(other)}), measured again")
+                more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
+                self._say(
+                    f"plan: {path} was measured on another run: {'; '.join(other[:_SHOWN])}{more}: measured again"
+                )
             return None if other else cost
 
         self._cost = self._agree(load)
         if self._cost is not None:
             self._model = self._cost.memory
             self._overhead_s = self._cost.overhead_s
-            self._limit = self._cost.memory_limit
+            self._limit, self._limit_from = self._cost.memory_limit, path
             self._advise()
 
     @property
@@ -280,6 +294,13 @@ class AutoCutting:
         given = self._config.memory_gb
         return self._limit / GIGABYTE if given is None and self._limit is not None else given
 
+    @property
+    def _limit_name(self) -> str:
+        """Where that limit is from, for errors."""
+        if self._config.memory_gb is None and self._limit_from is not None:
+            return f"{self._limit_from}: measured_on.memory_limit_bytes, in GB"
+        return "token_pipeline.memory_gb"
+
     def _request(self, cost: MeasuredCost, shape: _Shape) -> Request:
         config, situation = self._config, self._situation
         return Request(
@@ -292,6 +313,7 @@ class AutoCutting:
             max_slice=cost.max_slice,
             memory=self._model,
             memory_gb=self._limit_gb if self._model is not None else None,
+            limit_name=self._limit_name,
             weights_once=situation.weights_once,
             overhead_s=self._overhead_s,
             about=dict(situation.measured_on),
@@ -300,10 +322,14 @@ class AutoCutting:
     def _fits(self, lengths: Sequence[int]) -> bool:
         """Whether a trial may be run: an uncut step can take more memory than there is."""
         limit = self._limit_gb
-        if self._model is None or limit is None or self._trials_of is None:
-            return True
+        return limit is None or self._bytes(lengths) <= limit * GIGABYTE
+
+    def _bytes(self, lengths: Sequence[int]) -> float:
+        """What a trial takes on the fullest stage, 0 where that is not known."""
+        if self._model is None or self._trials_of is None:
+            return 0.0
         uses = memory_use(self._model, self._schedule, lengths, self._trials_of[1], self._situation.weights_once)
-        return max(use.total for use in uses) <= limit * GIGABYTE
+        return max(use.total for use in uses)
 
     def _rivals(self, planned: Plan) -> list[Plan]:
         """The fastest trials that are not what is planned, as plans of their own."""
@@ -348,11 +374,17 @@ class AutoCutting:
         for data in (state or {}).get("plans", ()):
             plan = Plan.from_dict(data, "checkpoint")
             shape = plan.seq_length, plan.micro_batches
-            fits = plan.stages == self._situation.stages and plan.sequences == self._situation.sequences
-            allowed = self._config.schedule in (AUTO, plan.schedule)
-            if fits and allowed and shape not in self._plans:
+            # a run may change its number of micro-batches, and has a plan for each
+            alike = dataclasses.replace(self._situation, micro_batches=plan.micro_batches)
+            other = mismatch(plan, alike, self._config.schedule, self._config.memory_gb)
+            what = f"{compact(plan.slices)} tokens, {plan.schedule}, from the checkpoint"
+            if other is not None:
+                self._say(f"plan: {what}, is for {other.theirs} and not for {other.ours}: not used")
+            elif shape in self._plans:
+                self._say(f"plan: {what}, is not used: there is another one")
+            else:
                 self._adopt(plan)
-                self._say(f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from the checkpoint")
+                self._say(f"plan: {what}, for {plan.micro_batches} micro-batches of {plan.seq_length} tokens")
 
 
 def _cutting(plan: Plan) -> Cutting:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ds_terapipe.config import AUTO
-from ds_terapipe.errors import ConfigError
-from ds_terapipe.plan.memory import MemoryModel
+from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.plan.memory import GIGABYTE, MemoryModel, gigabytes
 from ds_terapipe.plan.result import Plan
 
 
@@ -50,16 +50,48 @@ class MemoryMeter(Protocol):
         """What it took on every stage, and the bytes that a stage may take, None without limit; collective."""
 
 
-def check_plan(plan: Plan, situation: Situation, schedule: str, path: str) -> None:
-    """Raise ConfigError where the plan of ``token_pipeline.plan_path`` is for another run, or not for this ``schedule``."""
+class Mismatch(NamedTuple):
+    """Why a plan is not for a run: what it is for, what it must be for, and what to use instead."""
+
+    theirs: str
+    ours: str
+    use: str
+
+
+def mismatch(plan: Plan, situation: Situation, schedule: str, memory_gb: float | None) -> Mismatch | None:
+    """Why the plan is not for this run, None where it is; ``schedule`` and ``memory_gb`` as configured."""
     if schedule not in (AUTO, plan.schedule):
-        raise ConfigError(
-            f'token_pipeline.plan_path: {path} is for the schedule "{plan.schedule}", must be for the given one, use '
-            f'"schedule": "{plan.schedule}" or another plan'
+        return Mismatch(
+            f'the schedule "{plan.schedule}"', "the given one", f'"schedule": "{plan.schedule}" or another plan'
         )
     for name in ("stages", "sequences", "micro_batches"):
-        if getattr(plan, name) != getattr(situation, name):
-            raise ConfigError(
-                f"token_pipeline.plan_path: {path} is for {getattr(plan, name)} {name}, must be for this run's "
-                f"{getattr(situation, name)}, use a plan made for it or leave plan_path out"
-            )
+        theirs, ours = getattr(plan, name), getattr(situation, name)
+        if theirs != ours:
+            return Mismatch(f"{theirs} {name}", f"this run's {ours}", "a plan made for it or leave plan_path out")
+    needed = max((use.total for use in plan.memory), default=0.0)
+    if memory_gb is not None and needed > memory_gb * GIGABYTE:
+        return Mismatch(
+            f"{gigabytes(needed):.3g} GB", f"memory_gb, {memory_gb:g}", "a plan made for it or leave plan_path out"
+        )
+    return None
+
+
+def check_plan(plan: Plan, situation: Situation, schedule: str, memory_gb: float | None, path: str) -> None:
+    """Raise ConfigError where the plan of ``token_pipeline.plan_path`` is for another run."""
+    found = mismatch(plan, situation, schedule, memory_gb)
+    if found is not None:
+        raise ConfigError(
+            f"token_pipeline.plan_path: {path} is for {found.theirs}, must be for {found.ours}, use {found.use}"
+        )
+
+
+def differences(there: Any, here: Any, name: str = "") -> list[str]:
+    """What differs between two JSON values, each as ``name there, here``: ``versions.torch "2.12", here "2.13"``."""
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        keys = [*here, *(key for key in there if key not in here)]
+        parts = [(f"{name}.{key}" if name else key, there.get(key), here.get(key)) for key in keys]
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        parts = [(f"{name}[{index}]", *pair) for index, pair in enumerate(zip(there, here, strict=True))]
+    else:
+        return [] if there == here else [f"{name} {shown(there, 40)}, here {shown(here, 40)}"]
+    return [line for key, a, b in parts for line in differences(a, b, key)]

@@ -48,6 +48,7 @@ class Request:
         multiple_of: every slice is a multiple of it (tensor parallelism that splits sequences).
         memory: what a plan takes; without it memory is no limit.
         memory_gb: what each stage may take, in 1e9 bytes; None: no limit.
+        limit_name: what errors call that limit.
         weights_once: weight gradients are made once per micro-batch where it is cut.
         overhead_s: seconds of a step after its last action: gradient reduction, optimiser.
         about: what the costs are from.
@@ -63,6 +64,7 @@ class Request:
     multiple_of: int = 1
     memory: MemoryModel | None = None
     memory_gb: float | None = None
+    limit_name: str = "memory_gb"
     weights_once: bool = False
     overhead_s: float = 0.0
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -288,9 +290,9 @@ class _Search:
         # rounded up: what is named here fits
         need = math.ceil(gigabytes(least) * 1000) / 1000
         return ConfigError(
-            f"memory_gb: got {self._request.memory_gb:g}, must be at least {need:g}: that is what stage {stage} takes with the "
-            f"thriftiest plan, {Option(*candidate, 0.0).name} ({compact(candidate[1])} tokens), use {need:g}, a smaller "
-            "micro-batch or more stages"
+            f"{self._request.limit_name}: got {self._request.memory_gb:g}, must be at least {need:g}: that is what stage "
+            f"{stage} takes with the thriftiest plan, {Option(*candidate, 0.0).name} ({compact(candidate[1])} tokens), use "
+            f"{need:g}, a smaller micro-batch or more stages"
         )
 
 
@@ -336,6 +338,6 @@ def _check(cost: Cost, request: Request) -> None:
             "a measurement of this length",
         )  # fmt: skip
     if request.memory_gb is not None and not (request.memory_gb > 0 and math.isfinite(request.memory_gb)):
-        raise bad_value("memory_gb", request.memory_gb, "a positive number", "e.g. 16")
+        raise bad_value(request.limit_name, request.memory_gb, "a positive number", "e.g. 16")
     if request.memory is not None:
         check_stages(request.memory, request.stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -151,7 +152,9 @@ def check_writable(key: str, path: str | Path, use: str) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise bad_value(key, str(path), f"a file that can be written ({error.strerror})", use) from error
+        # a file where a folder would have to be is an error of making the folder
+        why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror
+        raise bad_value(key, str(path), f"a file that can be written ({why})", use) from error
 
 
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:

@@ -179,8 +179,8 @@ def seconds_text(seconds: float) -> str:
 
 def _memory_lines(memory: Sequence[MemoryUse], limit: float | None) -> list[str]:
     worst = max(range(len(memory)), key=lambda stage: memory[stage].total)
-    of = "" if limit is None else f" of {gigabytes(limit):.2f}"
-    out = [f"  memory of stage {worst}, the fullest: {gigabytes(memory[worst].total):.2f}{of} GB"]
+    of = "" if limit is None else f" of {gigabytes(limit):.3f}"
+    out = [f"  memory of stage {worst}, the fullest: {gigabytes(memory[worst].total):.3f}{of} GB"]
     for name, value in memory[worst]._asdict().items():
         if value:
             out.append(f"    {name.replace('_', ' '):<24}{gigabytes(value):>9.3f} GB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +13,11 @@ from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.choice import PATIENCE, RIVALS, ROUNDS, TRIALS, AutoCutting
 from ds_terapipe.pipeline.runoff import Cutting, Runoff, runoff_steps
-from ds_terapipe.pipeline.situation import Situation
+from ds_terapipe.pipeline.situation import Situation, differences
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.memory import MemoryModel, StageMemory
-from ds_terapipe.plan.result import Plan
+from ds_terapipe.plan.result import Plan, compact
 from ds_terapipe.tracing.chrome import MEASURED, events_of
 
 STAGES = 2
@@ -276,7 +277,8 @@ def test_a_plan_for_other_micro_batches_is_refused_and_one_for_other_lengths_is_
     other = Run(plan_path=str(path))
     other.step([512])
     said = f"plan: {path} is for 1 micro-batches of 1024 tokens, not for these 1 of 512"
-    assert other.lines == [said]
+    used = f"plan: {compact(Plan.load(path).slices)} tokens, {Plan.load(path).schedule}, from {path}"
+    assert other.lines == [used, said]
 
 
 def measured(path: Any, **keys: Any) -> Run:
@@ -295,7 +297,8 @@ def test_measurements_are_used_again_in_the_same_run_only(tmp_path: Any) -> None
     again.step([1024] * 8)
     assert again.planned == [1024] and again.meter.begun == 0
     other = Run(measurements_path=str(path), device="another")
-    assert other.lines == [f"plan: {path} was measured on another run (device), measured again"]
+    said = f'plan: {path} was measured on another run: device "this one", here "another": measured again'
+    assert other.lines == [said]
     other.step([1024] * 8)
     assert other.planned == [] and other.meter.begun == 1
 
@@ -350,9 +353,13 @@ def test_a_sequence_that_the_measured_slices_cannot_make_is_measured() -> None:
     while not run.planned:
         run.step([1024] * 8)
     assert {len(plan["slices"]) for plan in run.choice.state()["plans"]} == {16}
+    before = len(run.lines)
     while len(run.planned) < 2:
         run.step([1000] * 8)
     assert run.planned == [1024, 1000] and run.meter.begun == 2
+    assert run.lines[before] == (
+        "plan: measured were slices of 64 to 64 tokens, up to 1024, not sequences of 1000: measured again"
+    )
 
 
 def test_no_slice_shorter_than_the_granularity_is_tried() -> None:
@@ -368,3 +375,65 @@ def test_measuring_costs_less_than_ten_steps() -> None:
     best = min(times.seconds("1f1b", slice_lengths(1024, n)) for n in TRIALS)
     lost = sum(times.seconds("1f1b", run.step([1024])) / best - 1 for _ in range(MEASURING + runoff_steps(1 + RIVALS)))
     assert lost < 10
+
+
+def test_too_little_memory_names_the_least_that_any_trial_takes() -> None:
+    """One micro-batch is held whole however it is cut, and cut it keeps K and V besides."""
+
+    class Kept(Meter):
+        def end(self) -> tuple[MemoryModel | None, float | None]:
+            return MemoryModel((StageMemory(activations=1e6, keys_values=1e6),) * STAGES), 1e9
+
+    run = Run(Kept(), memory_gb=1.0)
+    with pytest.raises(ConfigError, match=r"token_pipeline\.memory_gb: got 1, must be at least 1\.024.*unsliced"):
+        for _ in range(MEASURING):
+            run.step([1024])
+
+
+def test_a_limit_from_the_file_is_called_by_its_field(tmp_path: Any) -> None:
+    path = tmp_path / "costs.json"
+    measured(path, meter=Meter(limit=1e9))
+    data = json.loads(path.read_text())
+    data["measured_on"]["memory_limit_bytes"] = 10.0
+    path.write_text(json.dumps(data))
+    again = Run(measurements_path=str(path))
+    with pytest.raises(ConfigError, match=r"costs\.json: measured_on\.memory_limit_bytes, in GB: got 1e-08, must be"):
+        again.step([1024] * 8)
+
+
+def test_a_plan_that_takes_more_than_memory_gb_is_refused_or_not_used(tmp_path: Any) -> None:
+    run = measured(tmp_path / "costs.json", meter=Meter(limit=1e9))
+    state = run.choice.state()
+    Plan.from_dict(state["plans"][0]).save(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match=r"plan_path: .*plan\.json is for \S+e-06 GB, must be for memory_gb, 1e-08"):
+        Run(plan_path=str(tmp_path / "plan.json"), micro_batches=8, memory_gb=1e-8)
+    other = Run(memory_gb=1e-8)
+    other.choice.load(state)
+    assert other.planned == [] and other.lines[-1].endswith("e-06 GB and not for memory_gb, 1e-08: not used")
+
+
+def test_a_checkpoint_s_plan_is_said_to_be_used_or_not(tmp_path: Any) -> None:
+    state = measured(tmp_path / "costs.json").choice.state()
+    (plan,) = state["plans"]
+    other_schedule = {"1f1b": "terapipe", "terapipe": "1f1b"}[plan["schedule"]]
+    for keys, ending, used in [
+        ({}, "from the checkpoint, for 8 micro-batches of 1024 tokens", [1024]),
+        (
+            {"schedule": other_schedule},
+            f'is for the schedule "{plan["schedule"]}" and not for the given one: not used',
+            [],
+        ),
+    ]:
+        run = Run(**keys)
+        run.choice.load(state)
+        assert run.lines[-1].endswith(ending) and run.planned == used
+    run.choice.load({"plans": [{**plan, "schedule": other_schedule}]})
+    run.choice.load({"plans": [{**plan, "schedule": other_schedule}]})
+    assert run.lines[-1].endswith("from the checkpoint, is not used: there is another one")
+
+
+def test_differences_are_named_by_their_place() -> None:
+    there = {"a": 1, "stages": [{"n": 1, "d": "x"}, {"n": 2, "d": "x"}], "gone": True, "list": [1, 2]}
+    here = {"a": 1, "stages": [{"n": 1, "d": "x"}, {"n": 3, "d": "x"}], "new": None, "list": [1]}
+    assert differences(there, there) == []
+    assert differences(there, here) == ["stages[1].n 2, here 3", "list [1, 2], here [1]", "gone true, here null"]

@@ -288,7 +288,7 @@ def test_a_plan_prints_what_was_chosen_and_what_lost():
     assert f"{plan.schedule}, {len(plan.slices)} slices" in plan.lines()[0]
     assert "ms predicted, bubble" in text
     assert "fill" in text and "imbalance" in text and "messages" in text
-    assert "activations" in text and "of 1.00 GB" in text
+    assert "activations" in text and "of 1.000 GB" in text
     assert plan.losing
     assert all(option.step_s >= plan.step_s for option in plan.losing if option.fits)
     printed = text.split("other options:")[1].splitlines()[1:]
