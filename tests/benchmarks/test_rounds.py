@@ -13,7 +13,7 @@ from tests.benchmarks.columns import Column, Workload, prepare_one_process
 from tests.benchmarks.gpt import QUICK
 from tests.benchmarks.measure import Result, Settings, WrongResult, measure
 from tests.benchmarks.rounds import Minima, Probe, minima, run_rounds, verdict
-from tests.benchmarks.token_pipeline import auto_line, target_lines
+from tests.benchmarks.token_pipeline import auto_line, table, target_lines
 from tests.benchmarks.workers import Seat, WorkerError, Workers
 
 QUIET = Probe((1.0, 1.02), (1.05, 1.1))
@@ -139,3 +139,9 @@ def test_targets_are_those_of_their_batch_and_the_noise_does_not_count():
     assert lines[2] == "B=1  ours, auto: 1.462x DeepSpeed, target 1.50x: inconclusive"
     slow = target_lines({8: ran(deepspeed=10.0, deepspeed2=10.1, auto=10.3, ours1=10.0, ours2=10.1)})
     assert [line.rsplit(": ", 1)[1] for line in slow[:3]] == ["pass", "pass", "miss"]
+
+
+def test_a_column_that_failed_says_why():
+    result = Result(Minima({"ours1": 1.0}, 3, 3, 1.05, 1.05, []), {}, {}, {"ours2": "rank 0 did not answer"})
+    lines = table({1: result}, ["ours1", "ours2"])
+    assert "failed" in lines[1] and lines[-1].strip() == "ours 2 failed: rank 0 did not answer"

@@ -91,6 +91,7 @@ def table(results: Mapping[int, Result], names: Sequence[str]) -> list[str]:
         state = "" if result.minima.conclusive else f"; INCONCLUSIVE, fewer than {CLEAN_ROUNDS_NEEDED} clean"
         tried = f"{result.minima.clean} clean rounds of {result.minima.tried}"
         lines.append(f"      {tried}, two at once {result.minima.slowdown:.2f}x slower than one{noise}{state}")
+        lines += [f"      {COLUMNS[name].title} failed: {reason}" for name, reason in result.failures.items()]
     return lines
 
 
