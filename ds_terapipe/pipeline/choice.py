@@ -190,9 +190,8 @@ class AutoCutting:
             self._limit_from = None
             cuts = {n: slice_lengths(self._trials_of[0], n) for n in self._trials}
             fitting = [n for n in self._trials if self._fits(cuts[n])]
-            self._trials = fitting or [
-                min(cuts, key=lambda n: self._bytes(cuts[n]))
-            ]  # none: the plan's error says what would
+            # where none fits, the thriftiest: planning refuses it and says what it takes
+            self._trials = fitting or [min(cuts, key=lambda n: self._bytes(cuts[n]))]
             return
         count = self._trials.pop(0)
         self._steps.append(RecordedStep(slice_lengths(self._trials_of[0], count), events, seconds))

@@ -9,8 +9,7 @@ more context never take less time, whatever the noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -242,12 +241,12 @@ class MeasuredCost:
     @property
     def min_length(self) -> int:
         """The shortest slice that was measured on every stage."""
-        return max(min(sample.length for sample in stage.samples) for stage in self.stage_costs)
+        return _known_slices(self.stage_costs)[0]
 
     @property
     def max_slice(self) -> int:
         """The longest slice that was measured on every stage."""
-        return min(max(sample.length for sample in stage.samples) for stage in self.stage_costs)
+        return _known_slices(self.stage_costs)[1]
 
     @property
     def max_length(self) -> int:
@@ -360,8 +359,16 @@ def _stage(block: Fields, index: int) -> StageCost:
     longest = max(sample.length + sample.context for sample in samples)
     if weights and (max(tokens for tokens, _ in weights) < longest or min(tokens for tokens, _ in weights) < 1):
         raise block.fail("weights", f"of at least one token and up to {longest}", "a new measurement")
-    with _in_file(block.path("samples")):
+    try:
         return StageCost(samples, weights, f"costs of stage {index}")
+    except ConfigError as error:  # it names the stage, not the file
+        raise ConfigError(f"{block.path('samples')}: {error}") from error
+
+
+def _known_slices(stages: Sequence[StageCost]) -> tuple[int, int]:
+    """Tokens of the shortest and of the longest slice that was measured on every stage."""
+    lengths = [[sample.length for sample in stage.samples] for stage in stages]
+    return max(map(min, lengths)), min(map(max, lengths))
 
 
 def _boundaries(fields: Fields, stages: Sequence[StageCost]) -> list[list[tuple[float, float]]]:
@@ -369,8 +376,7 @@ def _boundaries(fields: Fields, stages: Sequence[StageCost]) -> list[list[tuple[
     blocks = fields.blocks("messages", least=len(stages) - 1)
     if len(blocks) != len(stages) - 1:
         raise fields.fail("messages", f"{len(stages) - 1} boundaries of {len(stages)} stages", "a new measurement")
-    least = max(min(sample.length for sample in stage.samples) for stage in stages)
-    most = min(max(sample.length for sample in stage.samples) for stage in stages)
+    least, most = _known_slices(stages)
     found = []
     for block in blocks:
         points = [(row[0], row[1]) for row in block.rows("points", ("tokens", "seconds"))]
@@ -379,15 +385,6 @@ def _boundaries(fields: Fields, stages: Sequence[StageCost]) -> list[list[tuple[
             raise block.fail("points", f"of at least one token and from {least} to {most}", "a new measurement")
         found.append(points)
     return found
-
-
-@contextmanager
-def _in_file(where: str) -> Iterator[None]:
-    """Names the file and the field in what is wrong with its figures."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 def _relative_fit(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:

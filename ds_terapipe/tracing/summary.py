@@ -95,7 +95,7 @@ def as_table(lines: Sequence[StageSummary]) -> str:
             ", ".join(f"stage {peer} {1e3 * seconds:.1f}" for peer, seconds in sorted(line.waiting.items())) or "nobody"
         )
         besides = {**line.collectives, **({PACKING: line.packing} if line.packing else {}), "other": line.other}
-        after = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in besides.items()) or "-"
+        after = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in besides.items())
         out.append(
             f"{line.run:<10}{line.rank:>5}{line.stage:>6}{line.steps:>6}{1e3 * line.schedule:>10.1f}"
             f"{1e3 * line.busy:>10.1f}{line.bubble:>8.1%}  {waits}; {after}"
