@@ -19,7 +19,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.schedule import Action, Op, Unit, order
+from ds_terapipe.schedule import POSTED_AHEAD, SENT_KEPT, Action, Op, Unit, order
 
 from .files import Fields
 
@@ -60,8 +60,8 @@ class MemoryModel:
     """
 
     stages: tuple[StageMemory, ...]
-    posted_ahead: int = 2
-    sent_kept: int = 8
+    posted_ahead: int = POSTED_AHEAD
+    sent_kept: int = SENT_KEPT
 
 
 class MemoryUse(NamedTuple):

@@ -13,12 +13,17 @@ from .orders import NAMES, forward_only, order, peak_live_units
 from .render import grid_text, timeline_svg, timelines_svg
 from .replay import Dependencies, Replay, Span, dependencies, replay
 from .simulate import Simulation, StageResult, simulate
+from .streams import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, stream_deadlock
 from .timeline import Panel
 from .validate import ScheduleError, dry_run, validate
 
 __all__ = [
+    "EVAL_SENT_KEPT",
     "NAMES",
+    "POSTED_AHEAD",
+    "SENT_KEPT",
     "Action",
+    "Channel",
     "Dependencies",
     "Grid",
     "Op",
@@ -37,6 +42,7 @@ __all__ = [
     "peak_live_units",
     "replay",
     "simulate",
+    "stream_deadlock",
     "timeline_svg",
     "timelines_svg",
     "validate",

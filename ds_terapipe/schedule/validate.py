@@ -9,6 +9,7 @@ from .lower import has_messages, with_messages
 from .orders import peak_live_units
 from .render import grid_text
 from .replay import Replay, replay
+from .streams import stream_deadlock
 
 
 class ScheduleError(ValueError):
@@ -22,7 +23,8 @@ def validate(grid: Grid, slices: Sequence[int], name: str | None = None) -> None
       micro-batch ascending forward and descending backward.
     - Each input is received before its computation and each result sent after it, once; both ends of a channel (one
       direction between two neighbours) name the units in one order.
-    - No stage waits for ever: sends are buffered, receives wait.
+    - No stage waits for ever: neither where sends are buffered and receives wait, nor where a channel's messages run one
+      behind the other and few may wait to be taken (`streams`).
     - Weight gradients of their own, where there are any, come once per micro-batch and stage, after its last backward.
     - The peak of live units on each stage is the one predicted for the schedule's name.
 
@@ -159,10 +161,11 @@ def _check_channels(grid: Grid) -> None:
 
 def _run(grid: Grid) -> Replay:
     result = replay(grid, lambda action: 1)
-    if result.stuck:
-        notes = {stage: f"waits for {grid[stage][index].counterpart}" for stage, index in result.stuck.items()}
-        names = ", ".join(str(stage) for stage in sorted(result.stuck))
-        raise _error(f"deadlock: stages {names} wait for ever", grid, result.stuck, notes)
+    stuck = result.stuck or stream_deadlock(grid)
+    if stuck:
+        notes = {stage: f"waits for {grid[stage][index].counterpart}" for stage, index in stuck.items()}
+        names = ", ".join(str(stage) for stage in sorted(stuck))
+        raise _error(f"deadlock: stages {names} wait for ever", grid, stuck, notes)
     return result
 
 

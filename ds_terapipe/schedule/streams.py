@@ -1,0 +1,172 @@
+"""Proves that a grid's messages cannot lock each other up on a device, where a group of ranks runs them one behind the other.
+
+On NCCL the sends and receives of one process group run on one stream in the order in which they were issued, and each holds
+the ones behind it until its peer has joined (PyTorch 2.13, unbatched point-to-point operations of a group that is bound to
+a device). A grid that `replay` runs with buffered sends can therefore still stop for ever: a send that queues behind a
+receive which was posted ahead waits for a message that may need that very send. With a group for every channel, that is one
+direction of one boundary, a queue holds sends alone or receives alone, and this replay finds no such circle.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, TypeAlias
+
+from .actions import Action, Grid, Op, Unit
+
+POSTED_AHEAD = 2
+"""Receives in each direction that a stage posts before it needs them."""
+
+SENT_KEPT = 8
+"""Units whose gradients a stage has sent and the stage before has not taken; at one more it waits."""
+
+EVAL_SENT_KEPT = 4
+"""As `SENT_KEPT`, of outputs in an evaluation. In training a stage keeps its outputs anyway, for their backward pass."""
+
+
+class Channel(NamedTuple):
+    """One direction of the boundary between stages ``boundary`` and ``boundary + 1``."""
+
+    boundary: int
+    forward: bool
+
+
+GroupOf: TypeAlias = Callable[[Channel], Hashable]
+
+
+class _Message(NamedTuple):
+    channel: Channel
+    unit: Unit
+    sends: bool  # this end of it
+
+
+def group_per_channel(channel: Channel) -> Hashable:
+    """The groups that an engine makes: two ranks each."""
+    return channel
+
+
+def group_per_direction(channel: Channel) -> Hashable:
+    """One group of the whole pipeline for each direction: what locks up from three stages on."""
+    return channel.forward
+
+
+def stream_deadlock(
+    grid: Grid, group_of: GroupOf = group_per_channel, posted_ahead: int = POSTED_AHEAD, sent_kept: int | None = None
+) -> dict[int, int]:
+    """Where the stages stop for ever when their messages run in order of issue, group by group.
+
+    Args:
+        grid: computations and messages, as `lower.with_messages` returns them.
+        group_of: which channels share a group.
+        posted_ahead: receives of a channel that are issued before their turn.
+        sent_kept: units that may wait to be taken where sends are bounded: gradients, and in an evaluation outputs; a stage
+            that has sent more waits for the oldest. None: what the engine keeps.
+
+    Returns:
+        For each stage that does not come to its end, the index of the action at which it waits.
+    """
+    replay = _StreamReplay(grid, group_of, posted_ahead, sent_kept)
+    while replay.stages_go_on() or replay.messages_go_through():
+        pass
+    return {stage: at for stage, at in enumerate(replay.at) if at < len(grid[stage])}
+
+
+class _StreamReplay:
+    """The stages' positions and the queues of their groups."""
+
+    def __init__(self, grid: Grid, group_of: GroupOf, posted_ahead: int, sent_kept: int | None) -> None:
+        self.at = [0] * len(grid)
+        self._grid, self._group_of, self._ahead = grid, group_of, posted_ahead
+        training = any(action.op is Op.BACKWARD for row in grid for action in row)
+        self._bounded = Op.SEND_BACKWARD if training else Op.SEND_FORWARD
+        self._kept = sent_kept if sent_kept is not None else SENT_KEPT if training else EVAL_SENT_KEPT
+        self._queues: dict[tuple[int, Hashable], deque[_Message]] = {}
+        self._busy: set[tuple[int, Hashable]] = set()  # queues that may have a new head
+        self._expected: dict[Channel, deque[Unit]] = {}
+        self._posted: dict[Channel, deque[Unit]] = {}
+        self._through: set[tuple[Channel, Unit]] = set()
+        self._untaken: list[deque[tuple[Channel, Unit]]] = [deque() for _ in grid]
+        self._waits = [False] * len(grid)  # for room, its message being issued
+        for stage, row in enumerate(grid):
+            for action in row:
+                if action.op.is_receive:
+                    self._expected.setdefault(channel_of(action), deque()).append(action.unit)
+            for channel in {channel_of(action) for action in row if action.op.is_receive}:
+                self._posted[channel] = deque()
+                self._post(stage, channel)
+
+    def stages_go_on(self) -> bool:
+        """Every stage as far as it comes; whether any did."""
+        before = sum(self.at)
+        for stage, row in enumerate(self._grid):
+            while self.at[stage] < len(row) and self._step(stage, row[self.at[stage]]):
+                self.at[stage] += 1
+        return sum(self.at) > before
+
+    def messages_go_through(self) -> bool:
+        """Every message that is at the head of its queue at both ends; whether there was any."""
+        any_did = False
+        while self._busy:
+            stage, group = self._busy.pop()
+            queue = self._queues[stage, group]
+            while queue and self._goes_through(stage, group, queue):
+                any_did = True
+        return any_did
+
+    def _goes_through(self, stage: int, group: Hashable, queue: deque[_Message]) -> bool:
+        channel, unit, sends = queue[0]
+        peer = 2 * channel.boundary + 1 - stage
+        other = self._queues.get((peer, group))
+        if not other or other[0] != _Message(channel, unit, not sends):
+            return False
+        queue.popleft()
+        other.popleft()
+        self._through.add((channel, unit))
+        self._busy.add((peer, group))
+        return True
+
+    def _step(self, stage: int, action: Action) -> bool:
+        """Runs one action; False where it has to wait."""
+        if action.op.is_compute:
+            return True
+        channel, unit = channel_of(action), action.unit
+        if action.op.is_receive:
+            self._post(stage, channel)
+            if (channel, unit) not in self._through:
+                return False
+            self._posted[channel].popleft()
+            self._post(stage, channel)
+            return True
+        if not self._waits[stage]:
+            self._issue(stage, _Message(channel, unit, sends=True))
+        return action.op is not self._bounded or self._has_room(stage, channel, unit)
+
+    def _has_room(self, stage: int, channel: Channel, unit: Unit) -> bool:
+        untaken = self._untaken[stage]
+        if not self._waits[stage]:
+            untaken.append((channel, unit))
+        while untaken and untaken[0] in self._through:
+            untaken.popleft()
+        self._waits[stage] = len(untaken) > self._kept
+        return not self._waits[stage]
+
+    def _post(self, stage: int, channel: Channel) -> None:
+        expected, posted = self._expected[channel], self._posted[channel]
+        while expected and len(posted) < self._ahead:
+            posted.append(expected.popleft())
+            self._issue(stage, _Message(channel, posted[-1], sends=False))
+
+    def _issue(self, stage: int, message: _Message) -> None:
+        key = stage, self._group_of(message.channel)
+        self._queues.setdefault(key, deque()).append(message)
+        self._busy.add(key)
+
+
+def channel_of(action: Action) -> Channel:
+    """The channel that carries a message. Raises ValueError for a computation."""
+    if action.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD):
+        return Channel(action.stage, action.op is Op.SEND_FORWARD)
+    if action.op in (Op.RECV_FORWARD, Op.SEND_BACKWARD):
+        return Channel(action.stage - 1, action.op is Op.RECV_FORWARD)
+    raise ValueError(f"channel_of: got {action}, must be a send or a receive")
