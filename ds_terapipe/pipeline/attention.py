@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ds_terapipe.pipeline import kernels
 from ds_terapipe.pipeline.buffers import AttentionState
@@ -43,6 +44,7 @@ class SliceAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask, *saved = ctx.saved_tensors
         state, span = ctx.state, ctx.span

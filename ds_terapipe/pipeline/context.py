@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -72,7 +72,9 @@ class SliceContext:
     @contextmanager
     def backward(self, micro_batch: int, span: Span) -> Iterator[None]:
         """Backward of one slice: attention that is called here is a recomputation of the forward's."""
-        with self._running(micro_batch, span, recomputing=True):
+        keeper = self.weight_gradients
+        keeping = nullcontext() if keeper is None else keeper.backward(micro_batch)
+        with self._running(micro_batch, span, recomputing=True), keeping:
             yield
 
     @contextmanager

@@ -26,6 +26,7 @@ from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.accounting import LiveUnits, StepMemory
 from ds_terapipe.pipeline.batch import StepBatch, read_step
+from ds_terapipe.pipeline.channels import Channels
 from ds_terapipe.pipeline.choosing import new_choice
 from ds_terapipe.pipeline.context import SliceContext
 from ds_terapipe.pipeline.control import Control, Header
@@ -42,7 +43,7 @@ from ds_terapipe.pipeline.packed_weights import PackedWeights, is_available
 from ds_terapipe.pipeline.plan import FORWARD_ONLY, StepPlan, plan_step
 from ds_terapipe.pipeline.report import StepReport, emit
 from ds_terapipe.pipeline.trace import Recorder, TraceFile
-from ds_terapipe.pipeline.watch import Watch, bounded_group
+from ds_terapipe.pipeline.watch import StreamMark, Watch
 from ds_terapipe.pipeline.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.wire import Wire
 from ds_terapipe.plan.files import check_writable
@@ -74,34 +75,28 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         adapt_parallel_linears(self.module)
         Overrides.acquire()
         self._finalizer = weakref.finalize(self, Overrides.release)
-        stages = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
-        self._watch = Watch(stages, self.stage_id, token_pipeline.timeout_s)
+        ranks = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
+        new_mark = StreamMark if self.device.type == "cuda" else None
+        self._watch = Watch(ranks, self.stage_id, token_pipeline.timeout_s, new_mark)
         weakref.finalize(self, self._watch.close)
         settings = repr(sorted((k, v) for k, v in token_pipeline.model_dump().items()))
         self._control = Control(self._watch, self.grid.pipe_groups, zlib.crc32(settings.encode()))
-        forward_group, backward_group = self._new_pipeline_group(), self._new_pipeline_group()
+        self._channels = Channels(self.grid.pipe_groups, self._watch, self.device)
         self._trace = self._new_trace()
         self._recorder = Recorder(self.stage_id, self._watch, self._control.group, self.device)
-        self._wire = Wire(self.grid, self.device, forward_group, backward_group, self._watch)
+        self._wire = Wire(ranks, self.stage_id, self._channels, self.device, self._watch)
         self._layout: Layout | None = None
         self._report = StepReport(self.num_stages)
         self._losses: dict[int, MicroBatchLoss] = {}
         self._inputs: dict[Unit, Any] = {}
         self._outputs: dict[Unit, Any] = {}
+        self._outgoing: dict[Unit, Any] = {}
         self._gradients: dict[Unit, list[Tensor]] = {}
         self._live, self._memory = LiveUnits(), StepMemory()
         self._weight_gradients = WeightGradients()
         self._gradient_sums = GradientSums(self.module.parameters())
         self._layer_times = LayerTimes(self.module, self.device)
         self._choice = new_choice(self, self._control, self._memory, self._layer_times)
-
-    def _new_pipeline_group(self) -> Any:
-        mine = None
-        for ranks in self.grid.pipe_groups:
-            group = bounded_group(ranks, self.token_pipeline.timeout_s)
-            if self.global_rank in ranks:
-                mine = group
-        return mine
 
     def _new_trace(self) -> TraceFile:
         settings = self.token_pipeline
@@ -149,6 +144,8 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         self._context.packed_weights = PackedWeights(wanted=False)
         self._trace.close()
         self._watch.close()
+        if not self._watch.ended:  # else messages may still be on their way, and who they are for may be gone
+            self._channels.close()
         self._finalizer()
         super().destroy()
 
@@ -158,10 +155,12 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         """One optimiser step on the next ``gradient_accumulation_steps`` micro-batches; as ``PipelineEngine.train_batch``.
 
         Returns the mean loss. Raises ConfigError on every rank for data or a model that can't be cut, ``PipelineStalled``
-        when another stage does not answer.
+        when another stage does not answer. After an error in the middle of a step the engine is of no more use, and the next
+        call says so; one that was found before the step began leaves it as it was.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+        self._refuse_broken()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
@@ -181,9 +180,10 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         step = self.global_steps + 1
         traced = self._trace.wants(step)
         self._recorder.begin(step, wanted=traced or self._choice.wants_events)
-        with self._layer_times.step(self._choice.wants_layers):
-            self._run(batch, plan, self.global_steps)
-        self._finish_step()
+        with self._no_way_back():
+            with self._layer_times.step(self._choice.wants_layers):
+                self._run(batch, plan, self.global_steps)
+            self._finish_step()
         seconds = time.perf_counter() - started
         events = self._recorder.end()
         if traced:
@@ -204,6 +204,22 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
             self.agg_train_loss = self._aggregate_total_loss()
 
     @contextmanager
+    def _no_way_back(self) -> Iterator[None]:
+        """Around what leaves messages, half a gradient or half a step behind when it fails."""
+        try:
+            yield
+        except BaseException as error:
+            self._watch.failed(error)
+            raise
+
+    def _refuse_broken(self) -> None:
+        if self._watch.ended:
+            raise RuntimeError(
+                f"a step of this engine did not come to its end ({self._watch.ended}): its messages and gradients are in no "
+                "known state; end the processes, start anew and load the last checkpoint"
+            )
+
+    @contextmanager
     def _collective(self, name: str, waited_for: str, counts: bool = True) -> Iterator[None]:
         with self._recorder.collective(name), self._watch.waiting(waited_for, counts=counts):
             yield
@@ -218,6 +234,7 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         num_micro_batches: int | None = None,
     ) -> Any:
         """Evaluate one batch without gradients; arguments and result as for ``PipelineEngine.eval_batch``."""
+        self._refuse_broken()
         self.module.eval()
         self.eval_return_logits, self._compute_loss = return_logits, compute_loss
         train_iterator = self.data_iterator
@@ -242,7 +259,8 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         self._inspect(batch)
         self.total_loss = self.total_additional_losses = None
         plan = plan_step(FORWARD_ONLY, self.num_stages, batch.slice_counts())
-        self._run(batch, plan, self.global_steps)
+        with self._no_way_back():
+            self._run(batch, plan, self.global_steps)
         result = None
         with self._watch.waiting("the loss from the last stage"):
             if self.is_last_stage():
@@ -301,8 +319,8 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         self._live.begin()
         self._watch.begin(step, plan.grid)
         self._wire.begin(
-            plan.units(Op.FORWARD, self.stage_id),
-            plan.units(Op.BACKWARD, self.stage_id),
+            plan.units(Op.RECV_FORWARD, self.stage_id),
+            plan.units(Op.RECV_BACKWARD, self.stage_id),
             self._shape_of(batch, training),
         )
         try:
@@ -313,13 +331,12 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
                 execute(action)
             self._watch.at(len(row))
             self._wire.finish()
-        except BaseException as error:
-            self._watch.failed(error)
+        except BaseException:
             self._weight_gradients.clear()
             self._gradient_sums.clear()
             raise
         finally:
-            for leftover in (self._losses, self._inputs, self._outputs):
+            for leftover in (self._losses, self._inputs, self._outputs, self._outgoing, self._gradients):
                 leftover.clear()
             self._context.clear()
             self._context.weight_gradients = None
@@ -329,9 +346,14 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         return lambda unit: (batch.signatures[unit.micro_batch], batch.spans[unit.micro_batch], unit.slice, training)
 
     def makes_weight_gradients_once(self) -> bool:
-        """Per micro-batch or per slice: a user who checkpoints activations is short of the memory that the former takes."""
+        """Per micro-batch or per slice: a user who checkpoints activations is short of the memory that the former takes.
+
+        Under ``torch_autocast`` a layer multiplies with a copy of its weight, whose gradient is autograd's to make.
+        """
         choice = self.token_pipeline.weight_gradients
-        return choice == "micro_batch" or (choice == "auto" and self.module.activation_checkpoint_interval == 0)
+        if choice == "auto":
+            return self.module.activation_checkpoint_interval == 0 and not self.torch_autocast_enabled()
+        return choice == "micro_batch"
 
     def packs_weights(self) -> bool:
         """Whether weights of 32 bits are packed, see ``token_pipeline.pack_weights``."""
@@ -345,9 +367,11 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         raise ConfigError("engine.compile(): not available with token_pipeline, must not be called, train without it")
 
     def _log_step(self, batch: StepBatch, schedule: str, seconds: float) -> None:
-        waited = self._watch.waited_s
-        if self._wire.clock is not None and self._printing():
-            waited = self._wire.clock.take_s()
+        waited, clock = self._watch.waited_s, self._wire.clock
+        if (
+            clock is not None
+        ):  # there the host waits for no message, and reading the stream's waits makes it wait for the stream
+            waited = clock.take_s() if self._printing() else 0.0
         self._report.add(sum(batch.lengths) * self.micro_batch_size * self.dp_world_size, seconds, waited)
         if self._printing():
             shares = self._control.collect(self._report.waited_share)

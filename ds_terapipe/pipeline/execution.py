@@ -17,12 +17,10 @@ from ds_terapipe.pipeline.slicing import as_tuple
 from ds_terapipe.schedule import Action, Op, Unit
 from ds_terapipe.tracing.chrome import PACKING
 
-_EVAL_MESSAGES_IN_FLIGHT = 4
-
 
 class ActionExecution:
-    """Stands before ``PipelineEngine``; the class that has both holds what units leave for each other, by unit: ``_inputs``,
-    ``_outputs``, ``_gradients``, and ``_losses`` by micro-batch."""
+    """Stands before ``PipelineEngine``; the class that has both holds what actions leave for later ones, by unit: ``_inputs``,
+    ``_outgoing``, ``_outputs``, ``_gradients``; ``_losses`` and ``_weight_gradients`` by micro-batch."""
 
     def _execute(self: Any, action: Action) -> None:
         self._ACTIONS[action.op](self, action.unit)
@@ -54,9 +52,10 @@ class ActionExecution:
             self._memory.buffers(self._context.buffers(unit.micro_batch))
         if self.is_last_stage():
             self._take_outputs(unit, outputs)
-        elif torch.is_grad_enabled():
-            self._outputs[unit] = outputs
-        self._sending = outputs
+        else:
+            self._outgoing[unit] = outputs
+            if torch.is_grad_enabled():
+                self._outputs[unit] = outputs
         if not torch.is_grad_enabled():
             self._inputs.pop(unit, None)
             if self._batch.is_last_slice(unit):
@@ -95,7 +94,7 @@ class ActionExecution:
 
     def _backward(self: Any, unit: Unit) -> None:
         first, last = self._batch.is_last_slice(unit), unit.slice == 0  # slices go backward in descending order
-        self._before_backward(first)
+        self._before_backward()
         span = self._batch.span(unit)
         try:
             with self._context.backward(unit.micro_batch, span):
@@ -116,7 +115,7 @@ class ActionExecution:
         self._memory.weight_gradients(self._weight_gradients)
         self._before_backward()
         try:
-            self._weight_gradients.make()
+            self._weight_gradients.make(unit.micro_batch)
         finally:
             self._running_engine_backward = False
         self._after_backward()
@@ -126,14 +125,12 @@ class ActionExecution:
         self._memory.message("received", self._inputs[unit])
 
     def _send_forward(self: Any, unit: Unit) -> None:
-        self._memory.message("sent", self._sending)
-        self._wire.send_forward(unit, self._sending)
-        self._sending = None
-        if not torch.is_grad_enabled():
-            self._wire.trim(_EVAL_MESSAGES_IN_FLIGHT)
+        outputs = self._outgoing.pop(unit)
+        self._memory.message("sent", outputs)
+        self._wire.send_forward(unit, outputs)
 
     def _receive_backward(self: Any, unit: Unit) -> None:
-        self._gradients = {unit: self._wire.receive_backward(unit)}
+        self._gradients[unit] = self._wire.receive_backward(unit)
 
     def _send_backward(self: Any, unit: Unit) -> None:
         self._wire.send_backward(unit, self._inputs.pop(unit))

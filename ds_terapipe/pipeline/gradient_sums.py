@@ -1,7 +1,9 @@
 """Gradients of 16-bit parameters, summed over the slices of a micro-batch in fp32.
 
 Autograd adds a slice's gradient to the last one's in the parameter's own type, and each addition rounds. Here the sum is kept
-in fp32 and rounded once per micro-batch, as the unsliced backward's is.
+in fp32 and rounded when a micro-batch ends, as the unsliced backward's is. A gradient is in one place at a time, in ``grad`` or
+in the sums, so the slices of several micro-batches may come in any order: what is given back at the end of one may hold a part
+of another's, and that part is not given again.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch.nn import Parameter
 
 
 class GradientSums:
-    """The sums of the micro-batch that is on its way back.
+    """The sums of the slices that came since a micro-batch ended last.
 
     Args:
         parameters: of the stage; those of 16 bits take part.

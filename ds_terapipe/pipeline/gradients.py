@@ -27,14 +27,11 @@ class SlicedGradients:
         scaling = getattr(self.optimizer, "loss_scale_config", None)  # FP16_Optimizer: its step divides by it
         return loss if scaling is None else loss.float() * scaling.cur_scale
 
-    def _before_backward(self: Any, first: bool = True) -> None:
+    def _before_backward(self: Any) -> None:
         # DeepSpeed's hooks on gradients look at this flag; its optimisers gather 16-bit gradients per micro-batch
         self._running_engine_backward = True
         optimizer = self.optimizer
-        if isinstance(optimizer, BF16_Optimizer):
-            if first:
-                optimizer.clear_lp_grads(set_to_none=True)
-        elif isinstance(optimizer, ZeROOptimizer):
+        if isinstance(optimizer, ZeROOptimizer) and not isinstance(optimizer, BF16_Optimizer):
             optimizer.clear_backward_seen_flag()
             optimizer.enter_backward()
 
@@ -44,9 +41,14 @@ class SlicedGradients:
             self._gradient_sums.put_aside()
         elif not first:
             self._gradient_sums.give_back()
-        if isinstance(optimizer, ZeROOptimizer):
-            if last or not isinstance(optimizer, BF16_Optimizer):
+        if isinstance(optimizer, BF16_Optimizer):
+            if last:
+                # Adds what it finds in ``grad`` to its own sums. DeepSpeed clears ``grad`` before the next micro-batch; here
+                # that one may have begun, and what has been added must not be there when it ends.
                 optimizer.backward_epilogue()
+                optimizer.clear_lp_grads(set_to_none=True)
+        elif isinstance(optimizer, ZeROOptimizer):
+            optimizer.backward_epilogue()
             optimizer.exit_backward()
 
     def _exec_reduce_grads(self: Any) -> None:

@@ -1,6 +1,7 @@
 """Before the first sliced step: where the sequence is between the layers, and whether the model can be cut at all.
 
-Stages go one behind the other and agree after each, so that an error of one is raised by all and nobody waits for it.
+Stages go one behind the other and agree after each, so that an error of one is raised by all and nobody waits for it. A stage
+sends when all have agreed: the next one then comes straight to its receives, and after an error no message is on its way.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from torch import Tensor, nn
+from torch import nn
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
@@ -24,7 +25,7 @@ from ds_terapipe.pipeline.slicing import as_tuple
 from ds_terapipe.pipeline.spans import Span
 from ds_terapipe.pipeline.verify import undisturbed, verify_stage
 from ds_terapipe.pipeline.watch import PipelineStalled
-from ds_terapipe.pipeline.wire import Wire
+from ds_terapipe.pipeline.wire import BoundarySpec, Wire
 from ds_terapipe.schedule import Unit
 
 
@@ -127,13 +128,17 @@ class Inspection:
 
     def _through_stages(self, batch: StepBatch, spans: tuple[Span, ...], run: Callable[[Any, Span], Any]) -> None:
         units = [Unit(0, index) for index in range(len(spans))]
-        self.wire.begin(units, [], lambda unit: ("inspection", batch.signatures[0], spans[unit.slice]))
+        # an announcement each time: a receive that was posted ahead would be left over from an attempt that failed
+        attempt = object()
+        self.wire.begin(units, [], lambda unit: (attempt, unit))
         for stage in range(self.stages):
             error: BaseException | None = None
+            outputs: list[Any] = []
             if stage == self.stage:
                 try:
-                    for unit, span in zip(units, spans, strict=True):
-                        self._run_unit(batch, unit, span, run)
+                    # all that was sent is taken before anything can fail
+                    inputs = [self._inputs(batch, unit, span) for unit, span in zip(units, spans, strict=True)]
+                    outputs = [self._run_unit(each, span, run) for each, span in zip(inputs, spans, strict=True)]
                 except PipelineStalled:
                     raise
                 except ConfigError as problem:
@@ -142,17 +147,19 @@ class Inspection:
                     error = refuse_model(f"run on a slice it fails, {describe(problem)}")
                     error.__cause__ = problem
             self.control.agree(error)
+            if stage == self.stage < self.stages - 1:
+                for unit, output in zip(units, outputs, strict=True):
+                    self.wire.send_forward(unit, output)
         self.wire.finish()
 
-    def _run_unit(self, batch: StepBatch, unit: Unit, span: Span, run: Callable[[Any, Span], Any]) -> None:
-        inputs = batch.cut_inputs(0, span) if self.stage == 0 else self.wire.receive_forward(unit)
+    def _inputs(self, batch: StepBatch, unit: Unit, span: Span) -> Any:
+        return batch.cut_inputs(0, span) if self.stage == 0 else self.wire.receive_forward(unit)
+
+    def _run_unit(self, inputs: Any, span: Span, run: Callable[[Any, Span], Any]) -> Any:
         outputs = run(inputs, span)
         if self.stage < self.stages - 1:
-            if not all(
-                isinstance(tensor, Tensor) for tensor in ((outputs,) if isinstance(outputs, Tensor) else outputs)
-            ):
-                raise TypeError(f"the stage hands on {type(outputs).__name__}, not tensors")
-            self.wire.send_forward(unit, outputs)
+            BoundarySpec.of(outputs)
+        return outputs
 
 
 def describe(error: BaseException) -> str:

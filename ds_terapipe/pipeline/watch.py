@@ -3,6 +3,11 @@
 A wait that fails or lasts too long ends in a report that says who waited for whom and for what, with the schedule's grid and
 the action each stage is at. Ranks learn each other's whereabouts from the process group's store, where a thread of each
 process writes its own down about once a second; so also that of a process which is no longer there.
+
+Where a device has streams, a wait for a message is the stream's and the host goes on: a wait that blocked the host would keep
+it from launching what comes next. Then the same thread watches the stream itself: every wait leaves a mark behind it, the first
+mark that the stream has not reached tells at which action the stage is, and a stream that reaches none for ``timeout_s`` is
+reported as a host's wait would be.
 """
 
 from __future__ import annotations
@@ -14,10 +19,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
@@ -30,6 +36,7 @@ _PUBLISH_EVERY_S = 1.0
 _SILENT_AFTER_S = 2.5  # in which every living process publishes at least once
 _READ_WITHIN_S = 2.0
 _GRACE_S = 5.0  # what the wait itself gets to fail by its own timeout, before the watching thread ends the process
+_LAST_RESORT_S = 60.0
 _LISTED_OUTSIDE = 8  # ranks of other pipelines that a report names
 _EXIT_CODE = 70  # EX_SOFTWARE
 
@@ -43,6 +50,23 @@ class Waiting(NamedTuple):
 
     what: str
     since: float
+
+
+class Mark(Protocol):
+    """A point on a device's stream."""
+
+    def is_completed(self) -> bool:
+        """Whether the stream has come to it; asked from another thread."""
+
+
+class _Passed(NamedTuple):
+    """A wait that the stream has been given: the mark behind it, for what, when, and at which step and action."""
+
+    mark: Mark
+    what: str
+    since: float
+    step: int
+    action: int
 
 
 class Position(NamedTuple):
@@ -122,17 +146,23 @@ class Watch:
         ranks: global ranks of this rank's pipeline, by stage.
         stage: this rank's stage.
         timeout_s: longest wait, in seconds.
+        new_mark: puts a mark on the device's current stream; None where the host waits for messages.
     """
 
-    def __init__(self, ranks: Sequence[int], stage: int, timeout_s: float) -> None:
+    def __init__(
+        self, ranks: Sequence[int], stage: int, timeout_s: float, new_mark: Callable[[], Mark] | None = None
+    ) -> None:
         self.timeout_s = timeout_s
+        self._new_mark = new_mark
+        self._marks: deque[_Passed] = deque()  # those that the stream has not come to, as far as is known
+        self._marks_lock, self._progress = threading.Lock(), 0.0
         self.waited_s = 0.0
         self._ranks, self._stage, self._rank = list(ranks), stage, ranks[stage]
         self._world_size = torch.distributed.get_world_size()
         self._grid: Sequence[Sequence[Action]] = ()
         self._step, self._index = 0, 0
         self._waiting: Waiting | None = None
-        self._ended = ""
+        self.ended = ""  # why this rank's steps came to no end
         self._positions = Positions(_get_default_store(), self._rank)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds_terapipe-watch", daemon=True)
@@ -168,14 +198,56 @@ class Watch:
                 self.waited_s += time.monotonic() - mine.since
             self._waiting = outer
 
+    @property
+    def group_timeout_s(self) -> float:
+        """The limit of a process group whose messages this watch waits for.
+
+        Only the host's waits end by it. A stream's are ended by the thread; the group's own watchdog counts from the time at
+        which a message was issued, which for a receive is long before anybody waits for it, and is the last resort.
+        """
+        return self.timeout_s if self._new_mark is None else 2 * self.timeout_s + _LAST_RESORT_S
+
     def wait(self, work: Any, what: str) -> None:
-        """Wait for one message."""
+        """Wait for one message: the host does, or, where there are streams, the current stream."""
+        if self._new_mark is None:
+            self.wait_on_host(work, what)
+            return
+        with self.waiting(what):
+            work.wait()
+        passed = _Passed(self._new_mark(), what, time.monotonic(), self._step, self._index)
+        self._drop_reached()  # a mark may keep something alive, so none is kept for longer than it takes
+        with self._marks_lock:
+            self._marks.append(passed)
+
+    def wait_on_host(self, work: Any, what: str) -> None:
+        """Wait for one message, and return when it is there."""
         with self.waiting(what):
             work.wait(timedelta(seconds=self.timeout_s))
 
+    def _drop_reached(self) -> _Passed | None:
+        """Forget the marks that the stream has come to; the first that it has not come to."""
+        with self._marks_lock:
+            while self._marks and self._marks[0].mark.is_completed():
+                self._marks.popleft()
+                self._progress = time.monotonic()
+            return self._marks[0] if self._marks else None
+
+    def _late(self) -> Waiting | None:
+        """What the stream has waited for, longer than it may."""
+        first = self._drop_reached()
+        if first is None:
+            return None
+        since = max(first.since, self._progress)
+        return Waiting(first.what, since) if time.monotonic() - since > self.timeout_s else None
+
+    def _where(self) -> tuple[int, int]:
+        """Step and action that this stage is at: the host's, or the stream's, which may be far behind."""
+        first = self._drop_reached()
+        return (self._step, self._index) if first is None else (first.step, first.action)
+
     def failed(self, error: BaseException) -> None:
         """This rank's step ends with an error: whoever waits for it will read why."""
-        if not self._ended:
+        if not self.ended:
             self._end(f"failed: {type(error).__name__}: {_first_line(error)}")
 
     def close(self) -> None:
@@ -189,35 +261,38 @@ class Watch:
         self._publish()
         while not self._closed.wait(_PUBLISH_EVERY_S):
             self._publish()
-            waiting = self._waiting
+            waiting, late = self._waiting, self._late()
             if waiting is not None and time.monotonic() - waiting.since > self.timeout_s + _GRACE_S:
-                # the main thread is inside a collective of a group with a longer timeout: nothing can wake it
-                logger.error("%s", self._report(waiting, "no answer"))
+                late = waiting  # the main thread is inside a collective of a group with a longer timeout
+            if late is not None:  # nothing can wake the main thread, or the stream
+                logger.error("%s", self._report(late, "no answer"))
                 sys.stderr.flush()
                 os._exit(_EXIT_CODE)
 
     def _publish(self) -> None:
-        waiting, note = self._waiting, self._ended
+        waiting, note = self._waiting, self.ended
         if not note and waiting is not None:
             note = f"waits {time.monotonic() - waiting.since:.1f} s for {waiting.what}"
-        self._positions.publish(Position(time.time(), self._step, self._index, note, bool(self._ended)))
+        step, action = self._where()
+        self._positions.publish(Position(time.time(), step, action, note, bool(self.ended)))
 
     def _end(self, note: str) -> None:
-        self._ended = note
+        self.ended = note
         self._publish()
 
     def _report(self, waiting: Waiting, reason: str) -> str:
         seconds = time.monotonic() - waiting.since
+        step, action = self._where()
         first = (
-            f"rank {self._rank} (stage {self._stage}) waited {seconds:.1f} s for {waiting.what} in step {self._step}: {reason} "
+            f"rank {self._rank} (stage {self._stage}) waited {seconds:.1f} s for {waiting.what} in step {step}: {reason} "
             f"(token_pipeline.timeout_s is {self.timeout_s:g})"
         )
-        if self._ended:
+        if self.ended:
             return first
         logger.error("%s", first)  # at once: a launcher that saw a process die ends the others within a moment
         self._end(f"gave up waiting for {waiting.what}: {reason}")
         known, silent = self._observe()
-        lines, at = [first], {self._stage: self._index}
+        lines, at = [first], {self._stage: action}
         if known is None:
             lines.append("  positions unknown: the process with the store (rank 0, or the launcher) does not answer")
             known = {}
@@ -226,7 +301,7 @@ class Watch:
             others = [(stage, rank) for stage, rank in enumerate(self._ranks) if stage != self._stage]
             lines += [_describe(rank, known.get(rank), rank in silent, stage) for stage, rank in others]
         for stage, rank in enumerate(self._ranks):
-            if rank in known and known[rank].step == self._step:
+            if rank in known and known[rank].step == step:
                 at[stage] = known[rank].action
         if self._grid:
             lines.append(grid_text(self._grid, at=at))
@@ -284,11 +359,27 @@ def _is_communication(error: RuntimeError) -> bool:
     return any(word in text for word in ("gloo", "nccl", "timed out", "connection", "socket"))
 
 
+class StreamMark:
+    """A :class:`Mark` on CUDA's current stream. An event and not a message's work, which would keep its tensor alive."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def is_completed(self) -> bool:
+        """Whether the stream has come to it."""
+        return bool(self._event.query())
+
+
 class StreamClock:
-    """Time that a CUDA stream spends waiting for messages: there, waiting blocks the stream and not the host."""
+    """Time that a CUDA stream spends waiting for messages in a step: there, waiting blocks the stream and not the host."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def begin(self) -> None:
+        """A step begins: what is known of the last one is forgotten."""
+        self._pairs.clear()
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -300,8 +391,6 @@ class StreamClock:
         self._pairs.append(pair)
 
     def take_s(self) -> float:
-        """Seconds since the last call. Synchronises."""
+        """Seconds since the step began. Synchronises."""
         torch.cuda.synchronize()
-        seconds = sum(start.elapsed_time(stop) for start, stop in self._pairs) / 1000.0
-        self._pairs.clear()
-        return seconds
+        return sum(start.elapsed_time(stop) for start, stop in self._pairs) / 1000.0

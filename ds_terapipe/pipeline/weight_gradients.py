@@ -11,11 +11,14 @@ TeraPipe's floor per slice.)
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ds_terapipe.pipeline.packed_weights import PackedWeights
 
@@ -24,24 +27,42 @@ _LEAST_TOKENS = 128
 
 
 class WeightGradients:
-    """What is kept for the weight gradients of the micro-batch that is on its way back."""
+    """What is kept for the weight gradients of the micro-batches that are on their way back."""
 
     def __init__(self) -> None:
-        self._layers: dict[tuple[int, int], _Kept] = {}
+        self._layers: dict[int, dict[tuple[int, int], _Kept]] = defaultdict(dict)
+        self._micro_batch: int | None = None
+
+    @contextmanager
+    def backward(self, micro_batch: int) -> Iterator[None]:
+        """Around a backward pass of a slice of ``micro_batch``: what layers leave in it belongs to that micro-batch."""
+        self._micro_batch = micro_batch
+        try:
+            yield
+        finally:
+            self._micro_batch = None
 
     def keep(self, weight: Tensor, bias: Tensor | None, inputs: Tensor, gradient: Tensor) -> None:
-        """Keep a slice's inputs [tokens, in] and the gradient of its outputs [tokens, out]."""
-        key = id(weight), id(bias)  # a tied weight may be used with a bias in one place and without in another
-        kept = self._layers.get(key)
+        """Keep a slice's inputs [tokens, in] and the gradient of its outputs [tokens, out].
+
+        Raises RuntimeError outside of the pipeline's own backward passes: there nobody will ask for what is kept.
+        """
+        if self._micro_batch is None:
+            raise RuntimeError(
+                'token_pipeline.weight_gradients: got "micro_batch" and a model that differentiates its own linear layers '
+                '(torch.autograd.grad in its forward?), must leave that to the pipeline, use "slice"'
+            )
+        layers, key = self._layers[self._micro_batch], (id(weight), id(bias))
+        kept = layers.get(key)  # a tied weight may be used with a bias in one place and without in another
         if kept is None:
-            kept = self._layers[key] = _Kept(weight, bias)
+            kept = layers[key] = _Kept(weight, bias)
         kept.add(inputs, gradient)
 
-    def make(self) -> None:
-        """Make the gradients of the micro-batch and accumulate them as a backward pass would, hooks included."""
+    def make(self, micro_batch: int) -> None:
+        """Make the gradients of a micro-batch and accumulate them as a backward pass would, hooks included."""
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
-        for kept in self._layers.values():
+        for kept in self._layers.pop(micro_batch, {}).values():
             for parameter, gradient in kept.take():
                 with torch.enable_grad():
                     roots.append(parameter.view_as(parameter))
@@ -51,8 +72,9 @@ class WeightGradients:
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept for the micro-batch that is on its way back; layers with the same inputs keep them once."""
-        kept = (t.untyped_storage() for layer in self._layers.values() for t in layer.tensors())
+        """What is kept for all micro-batches that are on their way back; layers with the same inputs keep them once."""
+        layers = (layer for of_one in self._layers.values() for layer in of_one.values())
+        kept = (t.untyped_storage() for layer in layers for t in layer.tensors())
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def clear(self) -> None:
@@ -134,21 +156,23 @@ class DeferredLinear(torch.autograd.Function):
     """``F.linear`` whose backward returns the gradient of the input only.
 
     The parameters come in a tuple, out of autograd's sight: an edge to them, even one that carries nothing, would run the
-    hooks on their gradients (ZeRO's, ``immediate_grad_update``'s) once per slice.
+    hooks on their gradients (ZeRO's, ``immediate_grad_update``'s) once per slice. The weight is saved nevertheless, so that
+    one which is changed before its backward is autograd's own error.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, parameters: tuple[Tensor, Tensor | None], keeper: WeightGradients, packed: PackedWeights
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, parameters[0])
         ctx.parameters, ctx.keeper, ctx.packed = parameters, keeper, packed
         out = packed.linear(x, *parameters)
         return torch.nn.functional.linear(x, *parameters) if out is None else out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        x, _ = ctx.saved_tensors
         weight, bias = ctx.parameters
         # Detached: what is kept would otherwise hold the slice's graph, and with it messages and buffers, until the products.
         inputs, outputs = x.detach().reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])

@@ -1,9 +1,9 @@
 """What crosses between neighbouring stages: typed, ordered, posted ahead.
 
-Forward and backward traffic have process groups of their own, so each is a queue whose order both ends know from the
-schedule. Shapes and types of a boundary are announced once per new shape and cached; afterwards receives are posted before
-they are needed and nothing else is negotiated. (One fixed order per direction is what rules out the deadlocks of lazily
-paired sends and receives; gloo's sends complete only when the receiver arrives, hence no wait for a send before the end.)
+Every channel, one direction of one boundary, has a process group of its own (``channels.py``), so each is a queue whose order
+both ends know from the schedule. Shapes and types of a boundary are announced once per new shape and cached; afterwards
+receives are posted before they are needed and nothing else is negotiated. Sends complete only when the receiver arrives, so
+none is waited for but to bound what is kept (``schedule/streams.py`` proves that this cannot lock up).
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
+from ds_terapipe.pipeline.channels import Channels
 from ds_terapipe.pipeline.watch import StreamClock, Watch
-from ds_terapipe.schedule import Unit
+from ds_terapipe.schedule import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, Unit
 
 _META_SIZE = 256
-_POSTED_AHEAD = 2
-SENT_KEPT = 8  # gradients that a stage sends ahead of their being taken
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
@@ -87,36 +86,54 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor  # NCCL has no bool
 
 
+class _Sent(NamedTuple):
+    """A message on its way: what to wait for, the tensor that must not change until then, and whose it is."""
+
+    work: Any
+    tensor: Tensor
+    what: str
+    unit: Unit | None
+
+
 class Outbox:
     """Sends to one neighbour in one direction, in order."""
 
-    def __init__(self, peer: int, group: Any, device: torch.device) -> None:
-        self._peer, self._group, self._device = peer, group, device
-        self._pending: deque[tuple[Any, Tensor, str, Unit | None]] = deque()
+    def __init__(self, peer: int, group: Any, device: torch.device, watch: Watch) -> None:
+        self._peer, self._group, self._device, self._watch = peer, group, device, watch
+        self._pending: deque[_Sent] = deque()
 
     def announce(self, spec: BoundarySpec, what: str) -> None:
         """Tell the neighbour what the next messages look like."""
-        self._send(spec.encode(self._device), f"the shapes of {what}")
+        self._send(spec.encode(self._device), f"the shapes of {what}", None)
 
-    def send(self, tensors: Sequence[Tensor], what: str, unit: Unit | None = None) -> None:
-        """Start sending; the tensors must not change until they have been taken."""
+    def send(self, unit: Unit, tensors: Sequence[Tensor], what: str) -> None:
+        """Start sending what a unit leaves; the tensors must not change until they have been taken."""
         for tensor in tensors:
             self._send(_raw(tensor), what, unit)
 
-    def _send(self, tensor: Tensor, what: str, unit: Unit | None = None) -> None:
-        self._pending.append((dist.isend(tensor, self._peer, group=self._group), tensor, what, unit))
+    def _send(self, tensor: Tensor, what: str, unit: Unit | None) -> None:
+        work = dist.isend(tensor, self._peer, group=self._group)
+        self._pending.append(_Sent(work, tensor, what, unit))
 
-    def taken(self, unit: Unit, watch: Watch) -> None:
+    def taken(self, unit: Unit) -> None:
         """The neighbour is known to have taken this unit, and so all before it: let go of them."""
-        ours = [index for index, (*_, sent) in enumerate(self._pending) if sent == unit]
+        ours = [index for index, sent in enumerate(self._pending) if sent.unit == unit]
         if ours:
-            self.finish(watch, keep=len(self._pending) - ours[-1] - 1)
+            self._finish(len(self._pending) - ours[-1] - 1)
 
-    def finish(self, watch: Watch, keep: int = 0) -> None:
-        """Wait until at most ``keep`` messages are still on their way."""
-        while len(self._pending) > keep:
-            work, _, what, _ = self._pending[0]
-            watch.wait(work, f"rank {self._peer} to take {what}")
+    def keep(self, units: int) -> None:
+        """Wait until the messages of at most so many units are still on their way."""
+        kept = list(dict.fromkeys(sent.unit for sent in self._pending if sent.unit is not None))[-units:]
+        self._finish(sum(sent.unit in kept for sent in self._pending))
+
+    def finish(self) -> None:
+        """Wait until all messages have been taken."""
+        self._finish(0)
+
+    def _finish(self, left: int) -> None:
+        while len(self._pending) > left:
+            sent = self._pending[0]
+            self._watch.wait(sent.work, f"rank {self._peer} to take {sent.what}")
             self._pending.popleft()
 
 
@@ -139,8 +156,10 @@ class Inbox:
     def receive_spec(self, what: str) -> BoundarySpec:
         """The neighbour's announcement."""
         meta = torch.empty(_META_SIZE, dtype=torch.int64, device=self._device)
-        self._await(dist.irecv(meta, self._peer, group=self._group), f"the shapes of {what}")
-        return BoundarySpec.decode(meta)
+        what = f"the shapes of {what}"
+        self._await(dist.irecv(meta, self._peer, group=self._group), what)
+        with self._watch.waiting(f"{what} from rank {self._peer}"):  # where there are streams the host waits here
+            return BoundarySpec.decode(meta)
 
     def take(self, unit: Unit, what: str) -> tuple[BoundarySpec, list[Tensor]]:
         """The tensors of ``unit``, which must be the next one expected and of known spec."""
@@ -153,7 +172,7 @@ class Inbox:
         return spec, [tensor for _, tensor, _ in messages]
 
     def _post_ahead(self) -> None:
-        while self._expected and len(self._posted) < _POSTED_AHEAD:
+        while self._expected and len(self._posted) < POSTED_AHEAD:
             spec = self._spec_of(self._expected[0])
             if spec is None:
                 return
@@ -177,27 +196,34 @@ class Wire:
     """The links of one stage to its neighbours, and what is known of the boundaries.
 
     Args:
-        grid: DeepSpeed's ``PipelineParallelGrid``.
+        ranks: global ranks of the stages of this rank's pipeline.
+        stage: this rank's.
+        channels: the groups that the messages travel in.
         device: where the messages live.
-        forward_group, backward_group: process groups of this rank's pipeline.
         watch: times and bounds the waits.
     """
 
-    def __init__(self, grid: Any, device: torch.device, forward_group: Any, backward_group: Any, watch: Watch) -> None:
-        stage, last = grid.get_stage_id(), grid.pipe_parallel_size - 1
+    def __init__(
+        self, ranks: Sequence[int], stage: int, channels: Channels, device: torch.device, watch: Watch
+    ) -> None:
         self.clock = StreamClock() if device.type == "cuda" else None
         self._watch = watch
         self._known: dict[Hashable, BoundarySpec] = {}  # of both boundaries of this stage
-        before = grid.stage_to_global(stage - 1) if stage > 0 else None
-        after = grid.stage_to_global(stage + 1) if stage < last else None
-        self._from_before = None if before is None else Inbox(before, forward_group, device, watch, self.clock)
-        self._to_after = None if after is None else Outbox(after, forward_group, device)
-        self._from_after = None if after is None else Inbox(after, backward_group, device, watch, self.clock)
-        self._to_before = None if before is None else Outbox(before, backward_group, device)
+        self._from_before = self._to_before = self._from_after = self._to_after = None
+        if stage > 0:
+            before, inward, outward = ranks[stage - 1], Channel(stage - 1, True), Channel(stage - 1, False)
+            self._from_before = Inbox(before, channels[inward], device, watch, self.clock)
+            self._to_before = Outbox(before, channels[outward], device, watch)
+        if stage < len(ranks) - 1:
+            after, inward, outward = ranks[stage + 1], Channel(stage, False), Channel(stage, True)
+            self._from_after = Inbox(after, channels[inward], device, watch, self.clock)
+            self._to_after = Outbox(after, channels[outward], device, watch)
 
     def begin(self, forward: Sequence[Unit], backward: Sequence[Unit], shape_of: Callable[[Unit], Hashable]) -> None:
-        """A step starts: the units in the order in which this stage runs them, and what their shapes depend on."""
+        """A step starts: the units in the order in which this stage receives them, and what their shapes depend on."""
         self._shape_of = shape_of
+        if self.clock is not None:
+            self.clock.begin()
         if self._from_before is not None:
             self._from_before.expect(forward, lambda unit: self._known.get(("in", shape_of(unit))))
         if self._from_after is not None:
@@ -218,7 +244,10 @@ class Wire:
             raise RuntimeError(
                 f"outputs of {unit} are {spec}, but for inputs of the same shape they were {self._known[key]}"
             )
-        self._to_after.send((outputs,) if isinstance(outputs, Tensor) else outputs, f"activations of {unit}", unit)
+        self._to_after.send(unit, (outputs,) if isinstance(outputs, Tensor) else outputs, f"activations of {unit}")
+        if not torch.is_grad_enabled():
+            # in training a stage keeps its outputs anyway, and its gradients say that they were taken
+            self._to_after.keep(EVAL_SENT_KEPT)
 
     def receive_forward(self, unit: Unit) -> Tensor | tuple[Tensor, ...]:
         """Inputs of a unit from the stage before, those that need a gradient marked so."""
@@ -236,24 +265,19 @@ class Wire:
         assert self._to_before is not None
         tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
         gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors if t.requires_grad]
-        self._to_before.send(gradients, f"gradients of {unit}")
+        self._to_before.send(unit, gradients, f"gradients of {unit}")
         # taken in this order whatever else the stage before does, so waiting for old ones holds up nothing that it needs
-        self._to_before.finish(self._watch, keep=SENT_KEPT * len(gradients))
+        self._to_before.keep(SENT_KEPT)
 
     def receive_backward(self, unit: Unit) -> list[Tensor]:
         """Gradients of those outputs of a unit that asked for one."""
         assert self._from_after is not None and self._to_after is not None
         gradients = self._from_after.take(unit, f"gradients of {unit}")[1]
-        self._to_after.taken(unit, self._watch)
+        self._to_after.taken(unit)
         return gradients
-
-    def trim(self, keep: int) -> None:
-        """Bound the outputs that wait to be taken; only where no backward traffic can be waiting for this stage."""
-        if self._to_after is not None:
-            self._to_after.finish(self._watch, keep)
 
     def finish(self) -> None:
         """The step's messages have all arrived."""
         for box in (self._to_after, self._to_before):
             if box is not None:
-                box.finish(self._watch)
+                box.finish()

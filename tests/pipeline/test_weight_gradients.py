@@ -79,7 +79,7 @@ def test_same_gradients_as_the_whole(lengths, recompute):
         run_sliced(net, x, lengths, keeper)
         assert net.second.weight.grad is None  # nothing of the weights has been made yet
         assert net.norm.weight.grad is not None
-        keeper.make()
+        keeper.make(0)
         for name, gradient in take(net).items():
             torch.testing.assert_close(gradient, want[name], rtol=1e-12, atol=1e-12, msg=name)
 
@@ -91,7 +91,7 @@ def test_longer_sequences_and_other_batches_follow():
         x = torch.randn(batch, tokens, FEATURES, dtype=torch.float64)
         want = gradients_of_the_whole(net, x)
         run_sliced(net, x, [tokens // 4] * 4, keeper)
-        keeper.make()
+        keeper.make(0)
         for name, gradient in take(net).items():
             torch.testing.assert_close(gradient, want[name], rtol=1e-12, atol=1e-12, msg=name)
 
@@ -102,9 +102,10 @@ def test_any_lengths_are_all_in_the_products(lengths, dtype):
     torch.manual_seed(0)
     keeper, layer = WeightGradients(), nn.Linear(4, 5, dtype=dtype)
     pairs = [(torch.randn(n, 4, dtype=dtype), torch.randn(n, 5, dtype=dtype)) for n in lengths]
-    for inputs, gradient in pairs:
-        keeper.keep(layer.weight, layer.bias, inputs, gradient)
-    keeper.make()
+    with keeper.backward(0):
+        for inputs, gradient in pairs:
+            keeper.keep(layer.weight, layer.bias, inputs, gradient)
+    keeper.make(0)
     inputs, gradient = (torch.cat([pair[i] for pair in pairs]).double() for i in range(2))
     # in 16 bits rounded once at the end: the nearest number to the sum
     torch.testing.assert_close(
@@ -118,10 +119,11 @@ def test_tensors_that_were_written_into_are_refused(which):
     keeper, layer = WeightGradients(), nn.Linear(4, 4)
     for _ in range(2):
         kept = torch.randn(3, 4), torch.randn(3, 4)
-        keeper.keep(layer.weight, layer.bias, *kept)
+        with keeper.backward(0):
+            keeper.keep(layer.weight, layer.bias, *kept)
     kept[which].add_(1)
     with pytest.raises(RuntimeError, match=r"token_pipeline.weight_gradients: .* modified in place"):
-        keeper.make()
+        keeper.make(0)
     assert layer.weight.grad is None
 
 
@@ -155,18 +157,81 @@ def test_a_bias_that_takes_a_gradient_of_one_row_for_its_own(lengths):
     net, keeper, x = Shift(), WeightGradients(), torch.randn(1, 5, FEATURES, requires_grad=True)
     want = gradients_of_the_whole(net, x)
     run_sliced(net, x, lengths, keeper)
-    keeper.make()
+    keeper.make(0)
     for name, gradient in take(net).items():
         torch.testing.assert_close(gradient, want[name], msg=name)
 
 
 def test_inputs_of_several_layers_are_kept_once():
     keeper, inputs = WeightGradients(), torch.randn(3, 4)
-    for layer in (nn.Linear(4, 2), nn.Linear(4, 5)):
-        keeper.keep(layer.weight, layer.bias, inputs, torch.randn(3, layer.out_features))
+    with keeper.backward(0):
+        for layer in (nn.Linear(4, 2), nn.Linear(4, 5)):
+            keeper.keep(layer.weight, layer.bias, inputs, torch.randn(3, layer.out_features))
     assert keeper.kept_bytes == 4 * 3 * (4 + 2 + 5)
-    keeper.make()
+    keeper.make(0)
     assert keeper.kept_bytes == 0
+
+
+def test_two_micro_batches_on_their_way_back_are_kept_apart():
+    torch.manual_seed(0)
+    net, keeper = Net().double(), WeightGradients()
+    xs = [torch.randn(1, 12, FEATURES, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    want = [gradients_of_the_whole(net, x)["second.weight"] for x in xs]
+    context, cut = SliceContext(), spans((6, 6))
+    context.weight_gradients = keeper
+    outputs = {}
+    for m, x in enumerate(xs):
+        for span in cut:
+            with context.forward(m, span):
+                context.enter_layer(0)
+                outputs[m, span] = net(x[:, span.start : span.stop])
+    for m, span in ((0, cut[1]), (1, cut[1]), (1, cut[0]), (0, cut[0])):
+        with context.backward(m, span):
+            outputs[m, span].square().sum().backward()
+    both = keeper.kept_bytes
+    for m in (1, 0):
+        keeper.make(m)
+        torch.testing.assert_close(take(net)["second.weight"], want[m], rtol=1e-12, atol=1e-12)
+        assert keeper.kept_bytes == (both // 2 if m else 0)
+
+
+def one_slice(net, keeper):
+    """A context and what the net makes of the first of two slices in it."""
+    context, (span, _) = SliceContext(), spans((6, 6))
+    context.weight_gradients = keeper
+    x = torch.randn(1, 6, FEATURES, requires_grad=True)
+    with context.forward(0, span):
+        context.enter_layer(0)
+        return context, span, x, net(x)
+
+
+def test_a_weight_that_changed_before_its_backward_is_an_error():
+    net, keeper = Net(), WeightGradients()
+    context, span, _, output = one_slice(net, keeper)
+    with torch.no_grad():
+        net.first.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), context.backward(0, span):
+        output.sum().backward()
+
+
+def test_a_gradient_of_a_gradient_is_an_error():
+    net, keeper = Net(), WeightGradients()
+    context, span, x, output = one_slice(net, keeper)
+    with context.backward(0, span):
+        (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.square().sum().backward()
+
+
+def test_a_model_that_differentiates_itself_is_refused():
+    class Penalised(Net):
+        def forward(self, x):
+            out = super().forward(x)
+            (gradient,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+            return out + gradient
+
+    with pytest.raises(RuntimeError, match=r'^token_pipeline.weight_gradients: got "micro_batch" and .* use "slice"$'):
+        one_slice(Penalised(), WeightGradients())
 
 
 def test_hooks_on_gradients_run_once_per_micro_batch():
@@ -174,9 +239,9 @@ def test_hooks_on_gradients_run_once_per_micro_batch():
     net.second.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.clone()))
     run_sliced(net, torch.randn(1, TOKENS, FEATURES), [6] * 4, keeper)
     assert not calls
-    keeper.make()
+    keeper.make(0)
     assert len(calls) == 1
-    keeper.make()  # nothing is left to make
+    keeper.make(0)  # nothing is left to make
     assert len(calls) == 1
 
 
@@ -187,7 +252,7 @@ def test_frozen_weights_and_whole_sequences_take_no_part():
     assert net.first.weight.grad is not None and net.second.weight.grad is None
     net.zero_grad()
     run_sliced(net, torch.randn(1, TOKENS, FEATURES), [6] * 4, keeper)
-    keeper.make()
+    keeper.make(0)
     assert net.first.weight.grad is not None and net.second.weight.grad is None
 
 
@@ -219,7 +284,7 @@ def test_the_linear_layers_of_megatron_core_defer_too():
     adapt_parallel_linears(net)
     run_sliced(net, x, [6] * 4, keeper)
     assert net.weight.grad is None
-    keeper.make()
+    keeper.make(0)
     torch.testing.assert_close(take(net)["weight"], want["weight"])
     assert net.products == 1  # outside slices it still runs itself
     net(x)

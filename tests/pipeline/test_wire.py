@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_terapipe.pipeline import wire as wire_module
-from ds_terapipe.pipeline.watch import Watch, bounded_group
+from ds_terapipe.pipeline.channels import Channels
+from ds_terapipe.pipeline.watch import Watch
 from ds_terapipe.pipeline.wire import BoundarySpec, Outbox, TensorSpec, Wire
 from ds_terapipe.schedule import Unit, forward_only
 from tests.spawn import run_ranks
@@ -88,11 +88,7 @@ class Line:
     def __init__(self, rank: int, stages: int) -> None:
         ranks = list(range(stages))
         self.watch = Watch(ranks, rank, timeout_s=60.0)
-        grid = SimpleNamespace(
-            get_stage_id=lambda: rank, pipe_parallel_size=stages, stage_to_global=lambda stage: stage
-        )
-        groups = [bounded_group(ranks, 60.0) for _ in range(2)]
-        self.wire = Wire(grid, CPU, *groups, self.watch)
+        self.wire = Wire(ranks, rank, Channels([ranks], self.watch, CPU), CPU, self.watch)
         self.rank, self.last, self.announced = rank, stages - 1, 0
         announce = Outbox.announce
 
