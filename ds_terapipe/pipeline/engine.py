@@ -65,6 +65,11 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
     def __init__(self, *args: Any, token_pipeline: TokenPipelineConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.token_pipeline = token_pipeline
+        if token_pipeline.weight_gradients == "micro_batch" and self.torch_autocast_enabled():
+            raise ConfigError(
+                'token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast, must be "slice" or "auto" (a layer '
+                'multiplies with a copy of its weight, whose gradient is made with it), use "auto"'
+            )
         self.is_pipe_partitioned = self.is_grad_partitioned = False  # boundaries are small already: slices
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -338,6 +343,7 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         finally:
             for leftover in (self._losses, self._inputs, self._outputs, self._outgoing, self._gradients):
                 leftover.clear()
+            self._batch = StepBatch()  # its inputs and labels are no longer needed
             self._context.clear()
             self._context.weight_gradients = None
             self._context.packed_weights.end()

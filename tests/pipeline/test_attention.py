@@ -313,3 +313,16 @@ def test_work_grows_with_the_slice_and_its_context_only():
 
     area = lambda n, c: c * c + 4 * (c + 4) + (n - c - 4) * n  # noqa: E731
     assert flops(8, 40) / flops(20, 40) == pytest.approx(area(40, 8) / area(40, 20), rel=1e-6)
+
+
+def test_a_gradient_of_a_gradient_is_an_error():
+    q, k, v, _ = tensors()
+    context, span = SliceContext(), Span(0, 4, q.shape[2])
+    q, k, v = (t[:, :, :4].detach().requires_grad_() for t in (q, k, v))
+    with context.forward(0, span):
+        context.enter_layer(0)
+        out = slice_attention(context, q, k, v)
+    with context.backward(0, span):
+        (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.square().sum().backward()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.pipeline.models import MaskedTokenLoss, masked_loss, steps_of, tied_gpt
-from tests.pipeline.training import ADAMW, SGD, Trace, build_engine, train, train_plain, worst
+from tests.pipeline.training import ADAMW, SGD, Trace, build_engine, errors, train, train_plain
 from tests.spawn import run_ranks
 
 STEPS = 3
@@ -42,20 +42,6 @@ def exact(micro_batches: int, clip: float = 0.0, bf16: bool = True, optimizer: A
         tied_gpt(), masked_loss, steps_of(STEPS, micro_batches, length=48), optimizer, clip,
         dtype=torch.float64 if bf16 else torch.float32, start=torch.bfloat16 if bf16 else torch.float32,
     )  # fmt: skip
-
-
-def errors(got: Trace, reference: Trace) -> dict[str, float]:
-    """Of all gradients of all steps together, and of the mean loss of a step, against the reference."""
-    squares = [
-        ((g.double().view(-1) - r[name].view(-1)).square().sum(), r[name].square().sum())
-        for step, r in zip(got.gradients, reference.gradients, strict=True)
-        for name, g in step.items()
-    ]
-    assert squares
-    off = sum(abs(a - b) / b for a, b in zip(got.losses, reference.losses, strict=True)) / len(got.losses)
-    gradients = float(sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5
-    norms = max(abs(a - b) / b for a, b in zip(got.norms, reference.norms, strict=True))
-    return {"loss": off, "gradients": gradients, "norms": norms, "weights": worst(got.weights, reference.weights)}
 
 
 def trained(slices: Any, stages: int, micro_batches: int, reference: Trace, **options: Any) -> dict[str, float]:

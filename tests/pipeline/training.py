@@ -151,3 +151,17 @@ def difference(got: Tensor, expected: Tensor) -> float:
 def worst(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest relative difference of the tensors in ``got``, each of which must be in ``expected``."""
     return max((difference(tensor, expected[name]) for name, tensor in got.items()), default=0.0)
+
+
+def errors(got: Trace, reference: Trace) -> dict[str, float]:
+    """Of all gradients of all steps together, and of the mean loss of a step, against the reference."""
+    squares = [
+        ((g.double().view(-1) - r[name].view(-1)).square().sum(), r[name].square().sum())
+        for step, r in zip(got.gradients, reference.gradients, strict=True)
+        for name, g in step.items()
+    ]
+    assert squares
+    off = sum(abs(a - b) / b for a, b in zip(got.losses, reference.losses, strict=True)) / len(got.losses)
+    gradients = float(sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5
+    norms = max(abs(a - b) / b for a, b in zip(got.norms, reference.norms, strict=True))
+    return {"loss": off, "gradients": gradients, "norms": norms, "weights": worst(got.weights, reference.weights)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import count, islice
 from typing import NamedTuple
 
 from hypothesis import strategies as st
@@ -39,10 +40,10 @@ def random_grids(
     draw: st.DrawFn, least_stages: int = 1, most_stages: int = 4, weights: bool | None = None
 ) -> RandomGrid:
     """Messages and weight gradients included, anywhere where the rules let them be."""
-    count = draw(st.integers(least_stages, most_stages))
+    stages = draw(st.integers(least_stages, most_stages))
     each = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     with_weights = draw(st.booleans()) if weights is None else weights
-    return random_grid(draw(st.integers(0, 2**32 - 1)), count, each, with_weights)
+    return random_grid(draw(st.integers(0, 2**32 - 1)), stages, each, with_weights)
 
 
 def random_grid(seed: int, stages: int, slices: Sequence[int], weights: bool) -> RandomGrid:
@@ -52,6 +53,12 @@ def random_grid(seed: int, stages: int, slices: Sequence[int], weights: bool) ->
         run.do(choice.choice(ready))
     assert all(len(run.done[stage]) == len(run.wanted[stage]) for stage in range(stages))
     return RandomGrid(run.grid, list(slices))
+
+
+def interleaved_grid(number: int, stages: int, slices: Sequence[int], weights: bool) -> RandomGrid:
+    """The ``number``-th of those random grids in which micro-batches come back together."""
+    found = (made for seed in count() if (made := random_grid(seed, stages, slices, weights)).interleaved)
+    return next(islice(found, number, None))
 
 
 class _Run:

@@ -64,19 +64,19 @@ def test_what_a_group_per_direction_can_run(name, stages, slices):
 
 def test_stages_that_wait_crosswise_are_found():
     grid = [
-        [Action.from_text(text) for text in "0F0.0 0SEND_F0.0 0RECV_B0.0 0B0.0".split()],
-        [Action.from_text(text) for text in "1RECV_F0.0 1F0.0 1B0.0 1SEND_B0.0".split()],
+        [Action.from_text(text) for text in ["0F0.0", "0SEND_F0.0", "0RECV_B0.0", "0B0.0"]],
+        [Action.from_text(text) for text in ["1RECV_F0.0", "1F0.0", "1B0.0", "1SEND_B0.0"]],
     ]
     assert not stream_deadlock(grid, sent_kept=0)
     # stage 1 wants the second micro-batch before it hands back the gradient that stage 0 waits for
     cross = [
         [
             Action.from_text(text)
-            for text in "0F0.0 0SEND_F0.0 0RECV_B0.0 0B0.0 0F1.0 0SEND_F1.0 0RECV_B1.0 0B1.0".split()
+            for text in ["0F0.0", "0SEND_F0.0", "0RECV_B0.0", "0B0.0", "0F1.0", "0SEND_F1.0", "0RECV_B1.0", "0B1.0"]
         ],
         [
             Action.from_text(text)
-            for text in "1RECV_F0.0 1F0.0 1B0.0 1RECV_F1.0 1F1.0 1SEND_B0.0 1B1.0 1SEND_B1.0".split()
+            for text in ["1RECV_F0.0", "1F0.0", "1B0.0", "1RECV_F1.0", "1F1.0", "1SEND_B0.0", "1B1.0", "1SEND_B1.0"]
         ],
     ]
     assert stream_deadlock(cross) == {0: 2, 1: 3}

@@ -1,0 +1,124 @@
+"""On NCCL, where a group's messages run one behind the other and no wait holds the host: no lock-up, and reports as ever."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from ds_terapipe.pipeline import wire as wire_module
+from ds_terapipe.pipeline.wire import BoundarySpec
+from ds_terapipe.schedule import Action, Op, Unit, order, stream_deadlock, with_messages, with_weight_gradients
+from ds_terapipe.schedule.streams import group_per_direction
+from tests.pipeline.models import gpt, mean_loss, micro_batch
+from tests.pipeline.nccl import Messages
+from tests.pipeline.training import build_engine
+from tests.spawn import Exit, mark, run_to_exit
+
+MICRO_BATCHES, SLICES, STEPS = 2, 4, 2
+TIMEOUT_S = 4.0
+EXIT_CODE = 70  # see watch.py
+
+
+def install(engine: Any, shared: bool) -> Messages:
+    """Let the engine's messages go through the stand-in. ``shared``: as before each channel had a group, one per direction."""
+    streams: dict[int, Hashable] = {}
+    for channel, group in engine._channels._groups.items():
+        streams[id(group)] = f"forward {channel.forward}" if shared else f"{channel}"
+    messages = Messages(lambda group: streams[id(group)])
+    decode = BoundarySpec.decode
+
+    def decode_when_there(meta: torch.Tensor) -> BoundarySpec:
+        messages.compute.mark().reached.wait()  # on a device, reading a tensor waits for its stream
+        return decode(meta)
+
+    BoundarySpec.decode = decode_when_there
+    wire_module.dist = messages
+    engine._watch._new_mark = messages.compute.mark
+    return messages
+
+
+def train(rank: int, world_size: int, shared: bool, stops: bool) -> None:
+    """Two steps; then what the host has issued must come to its end. ``stops``: the first stage never sends its last outputs."""
+    engine = build_engine(
+        gpt(2 * world_size - 2), mean_loss, micro_batches=MICRO_BATCHES, stages=world_size,
+        token_pipeline={"slices": SLICES, "schedule": "1f1b", "verify": False, "timeout_s": TIMEOUT_S},
+    )  # fmt: skip
+    data = [micro_batch(m, length=24, masked=False) for m in range(MICRO_BATCHES)]
+    messages = install(engine, shared)
+    for step in range(STEPS):
+        if stops and rank == 0 and step == STEPS - 1:
+            withhold(messages, after=3 * MICRO_BATCHES)
+        engine.train_batch(iter(data))
+    mark("issued")
+    messages.compute.mark().reached.wait(60)
+    mark("through")
+    assert messages.issued > STEPS * MICRO_BATCHES * SLICES, "the stand-in carried nothing"
+    torch.distributed.barrier()
+    engine.destroy()
+
+
+def withhold(messages: Messages, after: int) -> None:
+    """Never let a message go that is sent once ``after`` others are."""
+    issue, sent = messages.isend, 0
+
+    def isend(*args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        if sent > after:
+            messages.compute.put(lambda: time.sleep(120))
+        return issue(*args, **kwargs)
+
+    messages.isend = isend
+
+
+RUNS = {
+    "3 stages": (3, False, False),
+    "4 stages": (4, False, False),
+    "3 stages, a group per direction": (3, True, False),
+    "4 stages, a group per direction": (4, True, False),
+    "withheld": (3, False, True),
+}
+
+
+@pytest.fixture(scope="module")
+def exits() -> dict[str, list[Exit]]:
+    with ThreadPoolExecutor(2) as pool:
+        runs = {name: pool.submit(run_to_exit, train, *arguments, timeout=150.0) for name, arguments in RUNS.items()}
+        return {name: run.result() for name, run in runs.items()}
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_a_group_per_channel_comes_to_its_end(exits, stages):
+    for end in exits[f"{stages} stages"]:
+        assert end.code == 0, end.output
+        assert end.mark("through") >= end.mark("issued")
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_a_group_per_direction_locks_up_and_is_reported(exits, stages):
+    grid = with_weight_gradients(with_messages(order("1f1b", stages, [SLICES] * MICRO_BATCHES)))
+    assert stream_deadlock(grid, group_per_direction)
+    for end in exits[f"{stages} stages, a group per direction"]:
+        assert end.code == EXIT_CODE, end.output
+        assert re.search(
+            rf"waited .* s for .* from rank .* in step .*: no answer .token_pipeline.timeout_s is {TIMEOUT_S:g}.",
+            end.output,
+        )
+
+
+def test_a_message_that_never_comes_is_reported_by_what_the_stream_has_done(exits):
+    grid = with_weight_gradients(with_messages(order("1f1b", 3, [SLICES] * MICRO_BATCHES)))
+    missing = Action(Op.RECV_FORWARD, 1, Unit(*divmod(3 * MICRO_BATCHES, SLICES)))
+    for end in exits["withheld"]:
+        assert end.code == EXIT_CODE, end.output
+        assert end.mark("issued")  # no host has waited
+    told = exits["withheld"][1].output
+    assert f"for activations of {missing.unit} from rank 0 in step {STEPS - 1}: no answer" in told
+    marked = [line for line in told.splitlines() if "<-- stage 1" in line]
+    assert f"[{missing}]" in marked[0] and missing in grid[1][:-1]

@@ -1,0 +1,138 @@
+"""What an engine is good for after an error: one that was found before a step leaves it as it was, one within a step ends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+
+from ds_terapipe import ConfigError, current_span
+from ds_terapipe.pipeline.layout import probe_spans
+from ds_terapipe.schedule import Op
+from tests.pipeline.models import Block, gpt, mean_loss, micro_batch
+from tests.pipeline.training import build_engine
+from tests.spawn import run_ranks
+
+SLICES, LENGTH, MICRO_BATCHES = 4, 24, 2
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
+class Faulty(Block):
+    """Fails where it is told to: in a slice that begins at so many tokens."""
+
+    at: int | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        span = current_span()
+        if span is not None and span.start == Faulty.at:
+            raise KeyError("a bug in the layer")
+        return super().forward(hidden)
+
+
+def layers() -> list[Any]:
+    return [gpt(2)[0], *(LayerSpec(Faulty) for _ in range(3)), gpt(2)[-1]]
+
+
+def data(length: int = LENGTH) -> Any:
+    return iter([micro_batch(m, length=length, masked=False) for m in range(MICRO_BATCHES)])
+
+
+def said(call: Any) -> str:
+    """What a call raises, its type and first line; empty for one that succeeds."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
+
+
+def come_back(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Errors before the first action of a step, each followed by a step that succeeds."""
+    engine = build_engine(layers(), mean_loss, token_pipeline={"slices": SLICES, "timeout_s": 20})
+    if rank == 1:
+        Faulty.at = probe_spans(LENGTH)[1].start  # on the last stage, when the first slice has been sent, and taken
+    found = {"the model can't be cut": [said(lambda: engine.train_batch(data())) for _ in range(2)]}
+    Faulty.at = None
+    found["data"] = [said(lambda: engine.train_batch(data(3))), said(lambda: engine.eval_batch(data(3)))]
+    found["good"] = [said(lambda: engine.train_batch(data())) for _ in range(2)]
+    engine.destroy()
+    return found
+
+
+def break_down(rank: int, world_size: int) -> dict[str, list[str]]:
+    """An error in the middle of a step, on the last stage; the other one waits in vain. Whoever goes on is told."""
+    engine = build_engine(layers(), mean_loss, token_pipeline={"slices": SLICES, "timeout_s": 3})
+    found = {"good": [said(lambda: engine.train_batch(data()))]}
+    if rank == 1:
+        Faulty.at = LENGTH // SLICES
+    found["bad"] = [said(lambda: engine.train_batch(data()))]
+    Faulty.at = None
+    found["next"] = [said(lambda: engine.train_batch(data())), said(lambda: engine.eval_batch(data()))]
+    engine.destroy()
+    return found
+
+
+def autocast(rank: int, world_size: int) -> dict[str, Any]:
+    """What is deferred under autocast, as the engine, the grid and a micro-batch's leftovers have it."""
+    found: dict[str, Any] = {}
+    for name, config in (("plain", {}), ("autocast", AUTOCAST)):
+        engine = build_engine(gpt(4), mean_loss, token_pipeline={"slices": SLICES}, config=config)
+        made: list[int] = []
+        make = engine._weight_gradients.make
+        engine._weight_gradients.make = lambda m, make=make, made=made, e=engine: (  # type: ignore[misc]
+            made.append(e._weight_gradients.kept_bytes),
+            make(m),
+        )
+        engine.train_batch(data())
+        weights = [action for action in engine._watch._grid[rank] if action.op is Op.WEIGHT_GRADIENTS]
+        found[name] = engine.makes_weight_gradients_once(), len(weights), len(made), all(count > 0 for count in made)
+        engine.destroy()
+    keys = {"slices": SLICES, "weight_gradients": "micro_batch"}
+    found["refused"] = said(lambda: build_engine(gpt(4), mean_loss, token_pipeline=keys, config=AUTOCAST))
+    return found
+
+
+def everything(rank: int, world_size: int) -> dict[str, Any]:
+    found = {"come back": come_back(rank, world_size), "autocast": autocast(rank, world_size)}
+    return {**found, "break down": break_down(rank, world_size)}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(everything, 2)
+
+
+def test_after_an_error_before_the_step_an_engine_goes_on(ranks):
+    for rank in ranks:
+        found = rank["come back"]
+        for line in found["the model can't be cut"]:  # on every rank the same, and no message of the first is left over
+            assert line.startswith(
+                "ConfigError: token_pipeline.slices: got a model that can't be cut: run on a slice it fails"
+            )
+            assert "a bug in the layer" in line
+        assert all(line.startswith("ConfigError: token_pipeline.slices: got 4") for line in found["data"])
+        assert found["good"] == ["", ""]
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_after_an_error_in_a_step_an_engine_says_so(ranks):
+    first, last = (rank["break down"] for rank in ranks)
+    assert first["good"] == last["good"] == [""]
+    assert last["bad"] == ["KeyError: 'a bug in the layer'"]
+    assert first["bad"][0].startswith("PipelineStalled: rank 0 (stage 0) waited")
+    for line in last["next"]:
+        assert line.startswith("RuntimeError: a step of this engine did not come to its end (failed: KeyError")
+    for line in first["next"]:
+        assert line.startswith("RuntimeError: a step of this engine did not come to its end (gave up waiting for")
+
+
+def test_engine_and_grid_agree_on_what_is_deferred(ranks):
+    for rank in ranks:
+        found = rank["autocast"]
+        assert found["plain"] == (True, MICRO_BATCHES, MICRO_BATCHES, True)
+        assert found["autocast"] == (False, 0, 0, True)
+        assert found["refused"].startswith(
+            'ConfigError: token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast'
+        )
