@@ -11,6 +11,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+from transformers.integrations import sdpa_attention
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -79,6 +80,18 @@ class NotCausal(Decoder):
         self.layer.self_attn.is_causal = False
 
 
+class Later(Decoder):
+    """A layer that stands aside in the first ``calls_aside`` calls with gradients, and in all without."""
+
+    def __init__(self, *args: Any, calls_aside: int) -> None:
+        super().__init__(*args)
+        self.calls_aside = calls_aside
+
+    def forward(self, inputs: Any) -> Any:
+        self.calls_aside -= torch.is_grad_enabled()
+        return inputs if self.calls_aside >= 0 or not torch.is_grad_enabled() else super().forward(inputs)
+
+
 class Logits(Head):
     """The head, whether a mask comes along or not."""
 
@@ -95,6 +108,11 @@ def _config(kind: type[PreTrainedConfig], **options: Any) -> PreTrainedConfig:
     }
     sizes |= {"num_hidden_layers": 4, "max_position_embeddings": POSITIONS, "attn_implementation": "sdpa"}
     return kind(**sizes | options)
+
+
+def packs_heads() -> bool:
+    """Whether this version takes the query heads of one token as queries of fewer key heads where there is a mask."""
+    return hasattr(sdpa_attention, "pack_gqa")
 
 
 def decoders(name: str, **options: Any) -> list[LayerSpec]:
@@ -116,6 +134,11 @@ def decoders(name: str, **options: Any) -> list[LayerSpec]:
 def not_causal() -> list[LayerSpec]:
     """Four Llama layers whose attention is bidirectional."""
     return [LayerSpec(NotCausal, *spec.module_args) for spec in decoders("llama")]
+
+
+def later(spec: LayerSpec, calls_aside: int) -> LayerSpec:
+    """A layer as of ``spec`` that stands aside for so many calls."""
+    return LayerSpec(Later, *spec.module_args, calls_aside=calls_aside)
 
 
 def model(layers: list[LayerSpec], learned_positions: bool = False) -> list[LayerSpec]:

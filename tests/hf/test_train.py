@@ -146,12 +146,14 @@ def masked() -> dict[Any, Any]:
 
 
 NOT_CAUSAL = r"can't be cut: attention that is not causal \(layer {}, micro-batch 0, tokens 0 to 2\)"
+PACKED = "fewer key heads, a mask, and one token"
 REFUSED: dict[str, str] = {
     **{f"bert, {cut}": NOT_CAUSAL.format(1) for cut in ("equal", "one token first, inside and last", "every token")},
     "a bert layer among others": NOT_CAUSAL.format(3),
+    "a bert layer that comes later": NOT_CAUSAL.format(2).replace("tokens 0 to 2", "tokens 0 to 1"),
     "a llama layer that is not causal": NOT_CAUSAL.format(2),
     "eager, causal by nobody": r"module \d\.layer\.self_attn\.o_proj, differs by .* between slice and whole sequence",
-    "fewer key heads, a mask, and one token": r"4 query heads of one token as 2 queries of 2 key heads \(layer 1, ",
+    PACKED: r"4 query heads of one token as 2 queries of 2 key heads \(layer 1, ",
 }
 
 
@@ -163,12 +165,11 @@ def refused() -> dict[str, str]:
     said = {}
 
     def attempt(
-        name: str, layers: list[Any], lengths: list[int], steps: list[Any] = steps, verify: bool = False
+        name: str, layers: list[Any], lengths: list[int], steps: list[Any] = steps, verify: bool = False, **options: Any
     ) -> None:
-        # without "verify", the rule for one token stands alone
-        block = {"slices": lengths, "verify": verify}
+        block = {"slices": lengths, "verify": verify}  # without "verify", the rules of attention stand alone
         try:
-            train_in_slices(models.model(layers), steps, block)
+            train_in_slices(models.model(layers), steps, block, **options)
             said[name] = "trained"
         except ConfigError as error:
             said[name] = str(error)
@@ -176,11 +177,15 @@ def refused() -> dict[str, str]:
     for cut in ("equal", "one token first, inside and last", "every token"):
         attempt(f"bert, {cut}", bert, CUTS[cut])
     attempt("a bert layer among others", [*llama[:2], bert[2], llama[3]], EVERYWHERE)
+    # it was not there to be looked at, and a slice of one token is all that is seen of it; on two replicas of one stage
+    late = [llama[0], models.later(bert[1], calls_aside=MICRO_BATCHES * 24), *llama[2:]]
+    attempt("a bert layer that comes later", late, CUTS["every token"], models.steps_of(2, 2 * MICRO_BATCHES), stages=1)
     attempt("a llama layer that is not causal", [llama[0], *models.not_causal()[1:]], EVERYWHERE)
     eager = models.decoders("llama", attn_implementation="eager")
     attempt("eager, causal by nobody", eager, EVERYWHERE, verify=True)
     padded = models.steps_of(1, MICRO_BATCHES, "padding")
-    attempt("fewer key heads, a mask, and one token", llama, EVERYWHERE, padded, verify=True)
+    attempt(PACKED, llama, EVERYWHERE, padded, verify=True)
+    said["packs heads"] = str(models.packs_heads())
     return said
 
 
@@ -228,4 +233,8 @@ def test_masks_travel_along(ranks: list[dict[str, Any]], name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_train_wrongly_is_refused(ranks: list[dict[str, Any]], name: str) -> None:
     for results in ranks:
-        assert re.search(REFUSED[name], results["refused"][name]), results["refused"][name]
+        said = results["refused"]
+        if name == PACKED and said["packs heads"] == "False":
+            assert said[name] == "trained"  # older versions repeat the keys, and that is fine
+        else:
+            assert re.search(REFUSED[name], said[name]), said[name]
