@@ -19,7 +19,7 @@ venv: $(STAMP) ## make the environment .venv and install the package in it
 $(STAMP): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH) numpy setuptools wheel
-	$(PIP) --no-build-isolation -e '.[megatron,dev]'
+	$(PIP) --no-build-isolation -e '.[megatron,hf,dev]'
 	@touch $@
 
 demo: venv ## train a Megatron GPT on two processes with token slices, then compare with and without

@@ -36,6 +36,7 @@ def test_version_and_requirements():
     assert plain == {"torch", "numpy", "deepspeed", "ninja", "pybind11", "tqdm"}
     assert any(entry.startswith("deepspeed<0.20,>=0.19.8") for entry in required)
     assert any(entry.startswith("megatron-core<0.17,>=0.16") and "megatron" in entry for entry in required)
+    assert any(entry.startswith("transformers<6,>=5.0") and "hf" in entry for entry in required)
     assert metadata("ds_terapipe")["Requires-Python"] == ">=3.10"
 
 

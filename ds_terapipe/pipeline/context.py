@@ -33,6 +33,26 @@ class CallKey(NamedTuple):
     call: int
 
 
+class CallForm(NamedTuple):
+    """What an attention call is like whatever the length of the slice.
+
+    ``causal``: it says ``is_causal`` and has no mask, though only where there are several queries; the rest are numbers of
+    heads and sizes of a head.
+    """
+
+    causal: bool
+    heads: int
+    kv_heads: int
+    size: int
+    value_size: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> CallForm:
+        """The form of a call with q [..., heads, slice, d], k [..., kv heads, slice, d], v [..., kv heads, slice, d of v]."""
+        heads, kv_heads = (t.shape[-3] if t.dim() > 2 else 1 for t in (q, k))
+        return cls(causal, heads, kv_heads, q.shape[-1], v.shape[-1])
+
+
 class SliceContext:
     """The unit that an engine is running, and the attention buffers of the micro-batches in flight."""
 
@@ -50,6 +70,7 @@ class SliceContext:
         self._call = 0
         self._calls: dict[int, int] = {}
         self._states: dict[int, dict[CallKey, AttentionState]] = defaultdict(dict)
+        self._forms: dict[CallKey, CallForm] = {}  # of the model, not of a step
 
     @contextmanager
     def forward(self, micro_batch: int, span: Span) -> Iterator[None]:
@@ -104,6 +125,24 @@ class SliceContext:
         """
         self.enter_layer(int(number) if self._recomputing else int(first) + self._entered)
         self._entered += 1
+
+    def note_call(self, form: CallForm) -> None:
+        """The attention call that comes next, in a slice of more than one token, has this form."""
+        if self.layer is not None and not self._recomputing:
+            self._forms[CallKey(self.layer, self._call)] = form
+
+    def known_form(self) -> CallForm | None:
+        """The form that the attention call that comes next last had in a slice of more than one token.
+
+        That is an earlier slice, of any micro-batch, or one of the look at the model before the first step. None where it
+        never was called there, and in a recomputation, where nobody knows which call comes next.
+        """
+        return None if self.layer is None or self._recomputing else self._forms.get(CallKey(self.layer, self._call))
+
+    @property
+    def is_recomputing(self) -> bool:
+        """True in backward, where attention is called again as it was in forward."""
+        return self._recomputing
 
     def place(self, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
         """The buffers of the attention call that is now made with ``k``, ``v`` [b, kv heads, slice, d].

@@ -20,7 +20,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.context import SliceContext, refuse_model
 from ds_terapipe.pipeline.control import Control
-from ds_terapipe.pipeline.layout import PROBE_TOKENS, Layout, LayoutProbe, check_outputs, probe_spans
+from ds_terapipe.pipeline.layout import LEAST_TOKENS, Layout, LayoutProbe, check_outputs, probe_spans
 from ds_terapipe.pipeline.slicing import as_tuple
 from ds_terapipe.pipeline.spans import Span
 from ds_terapipe.pipeline.verify import undisturbed, verify_stage
@@ -55,9 +55,9 @@ class Inspection:
         self.control.agree(self._detached(batch))
         with undisturbed(self.module, self.context), self.autocast():
             short = None
-            if total < PROBE_TOKENS:
+            if total < LEAST_TOKENS:
                 short = ConfigError(
-                    f"token_pipeline.slices: got {self.config.slices} for {total} tokens, must be 1 below {PROBE_TOKENS}"
+                    f"token_pipeline.slices: got {self.config.slices} for {total} tokens, must be 1 below {LEAST_TOKENS}"
                 )
             self.control.agree(short)
             probe = LayoutProbe(self.config.layout, self.module._local_start)
@@ -117,7 +117,7 @@ class Inspection:
         return layout
 
     def _probe(self, probe: LayoutProbe, inputs: Any, span: Span) -> Any:
-        probe.begin_slice()
+        probe.begin_slice(span)
         with self.context.forward(0, span):
             for index, layer in enumerate(self.module.forward_funcs):
                 probe.record(inputs)

@@ -1,8 +1,9 @@
 """Where the sequence is in the tensors between layers, found by comparing their shapes at two slice lengths.
 
-The first three tokens of a micro-batch are run as slices of one and of two tokens: a dimension that grows from 1 to 2 follows
-the slice, one that grows from 1 to 3 follows context and slice. Sizes that happen to equal the sequence length (hidden size,
-batch) never enter into it.
+The first five tokens of a micro-batch are run as slices of two and of three tokens: a dimension that grows from 2 to 3 follows
+the slice, one that grows from 2 to 5 follows context and slice. Sizes that happen to equal the sequence length (hidden size,
+batch) never enter into it. The first slice is never one of a single token: attention that is causal often says so for several
+queries only (Hugging Face's does), and what it says there is what is known of its slices of one token later on.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from ds_terapipe.pipeline.context import refuse_model
 from ds_terapipe.pipeline.slicing import TensorCut, as_tuple
 from ds_terapipe.pipeline.spans import Span
 
-PROBE_TOKENS = 3
+LEAST_TOKENS = 3
 _EXPLICIT = {"bsh": 1, "sbh": 0}
 
 
 def probe_spans(total: int) -> tuple[Span, Span]:
-    """The two slices of a probe in a sequence of ``total`` tokens."""
-    return Span(0, 1, total), Span(1, PROBE_TOKENS, total)
+    """The two slices of a probe in a sequence of ``total`` tokens, at least :data:`LEAST_TOKENS`.
+
+    Two and three tokens; in a sequence too short for that, two and one. In both, no dimension can follow the slice and
+    context and slice at once, and one that follows neither keeps its size.
+    """
+    return Span(0, 2, total), Span(2, 5 if total >= 5 else 3, total)
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,13 @@ class LayoutProbe:
 
     layout: str  # token_pipeline.layout
     first_layer: int
+    _spans: list[Span] = field(default_factory=list)
     _shapes: list[list[list[tuple[int, ...]]]] = field(default_factory=list)  # slice, boundary, tensor
     _floating: list[list[bool]] = field(default_factory=list)
 
-    def begin_slice(self) -> None:
-        """The next slice of the probe starts."""
+    def begin_slice(self, span: Span) -> None:
+        """The next slice of the probe starts: first the first one of :func:`probe_spans`, then the second."""
+        self._spans.append(span)
         self._shapes.append([])
         self._floating.clear()
 
@@ -66,31 +73,34 @@ class LayoutProbe:
         """The layout. Raises ConfigError where it can't be told."""
         one, two = self._shapes
         cuts = []
-        for index, (short, long, floating) in enumerate(zip(one, two, self._floating, strict=True)):
+        for index, (first, second, floating) in enumerate(zip(one, two, self._floating, strict=True)):
             last = index == len(one) - 1
             where = "the stage's output" if last else f"the input of layer {self.first_layer + index}"
-            if len(short) != len(long):
-                raise refuse_model(f"{where} is {len(short)} tensors for one slice and {len(long)} for the next")
-            cuts.append(tuple(self._cut(where, a, b, f) for a, b, f in zip(short, long, floating, strict=True)))
+            if len(first) != len(second):
+                raise refuse_model(f"{where} is {len(first)} tensors for one slice and {len(second)} for the next")
+            cuts.append(tuple(self._cut(where, a, b, f) for a, b, f in zip(first, second, floating, strict=True)))
         return Layout(tuple(cuts[:-1]), cuts[-1])
 
-    def _cut(self, where: str, short: tuple[int, ...], long: tuple[int, ...], floating: bool) -> TensorCut:
-        if len(short) != len(long):
+    def _cut(self, where: str, first: tuple[int, ...], second: tuple[int, ...], floating: bool) -> TensorCut:
+        a, b = self._spans
+        if len(first) != len(second):
             raise refuse_model(
-                f"{where} has {len(short)} dimensions for a slice of 1 token and {len(long)} for one of 2"
+                f"{where} has {len(first)} dimensions for a slice of {a.length} tokens and {len(second)} for one of {b.length}"
             )
-        changed = {d: (a, b) for d, (a, b) in enumerate(zip(short, long, strict=True)) if a != b}
-        rows = [d for d, sizes in changed.items() if sizes == (1, 2)]
-        columns = [d for d, sizes in changed.items() if sizes == (1, PROBE_TOKENS)]
+        changed = {d: sizes for d, sizes in enumerate(zip(first, second, strict=True)) if sizes[0] != sizes[1]}
+        rows = [d for d, sizes in changed.items() if sizes == (a.length, b.length)]
+        columns = [d for d, sizes in changed.items() if sizes == (a.stop, b.stop)]
         if len(rows) + len(columns) < len(changed):
-            raise refuse_model(f"{where} has shape {list(short)} for a slice of 1 token and {list(long)} for one of 2")
+            raise refuse_model(
+                f"{where} has shape {list(first)} for a slice of {a.length} tokens and {list(second)} for one of {b.length}"
+            )
         explicit = _EXPLICIT.get(self.layout)
         if len(rows) > 1 and floating and explicit in rows:
             rows = [explicit]
         if len(rows) > 1 or len(columns) > 1:
             raise ConfigError(
                 f'token_pipeline.layout: got "{self.layout}", but {where} grows with the slice in dimensions {rows + columns} '
-                f'(shape {list(long)} for 2 tokens); must say which one is the sequence, use "bsh" or "sbh"'
+                f'(shape {list(second)} for {b.length} tokens); must say which one is the sequence, use "bsh" or "sbh"'
             )
         return TensorCut(rows[0] if rows else None, columns[0] if columns else None)
 

@@ -11,21 +11,22 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.layout import LayoutProbe, check_outputs, probe_spans
+from ds_terapipe.pipeline.layout import LEAST_TOKENS, LayoutProbe, check_outputs, probe_spans
 from ds_terapipe.pipeline.slicing import TensorCut
 from tests.pipeline.attention_layers import DocumentMask
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, mean_loss, micro_batch
 from tests.pipeline.training import build_engine, train, train_plain, worst
 from tests.spawn import run_ranks
 
-B, H = 2, 5
+B, H = 4, 7
+SHORT, LONG = LEAST_TOKENS, 100  # sequences that are looked at in slices of two tokens and one, and of two and three
 
 
-def probe(make: Callable[[int, int], Any], layout: str = "auto") -> tuple[TensorCut, ...]:
+def probe(make: Callable[[int, int], Any], layout: str = "auto", total: int = LONG) -> tuple[TensorCut, ...]:
     """The cuts of a boundary whose tensors are ``make(tokens of the slice, tokens so far)``."""
     recorder = LayoutProbe(layout, first_layer=3)
-    for span in probe_spans(100):
-        recorder.begin_slice()
+    for span in probe_spans(total):
+        recorder.begin_slice(span)
         recorder.record(make(span.length, span.stop))
         recorder.record(torch.zeros(B, span.length))
     (cuts,) = recorder.result().layers
@@ -41,9 +42,10 @@ BSH, SBH = TensorCut(row=1), TensorCut(row=0)
         (lambda s, c: torch.zeros(B, s, H), (BSH,)),
         (lambda s, c: torch.zeros(s, B, H), (SBH,)),
         (lambda s, c: torch.zeros(B, s), (BSH,)),
-        (lambda s, c: torch.zeros(1, s, H), (BSH,)),  # batch as large as the first slice
-        (lambda s, c: torch.zeros(2, s, H), (BSH,)),  # and as the second
-        (lambda s, c: torch.zeros(s, 1, 2), (SBH,)),
+        *(
+            (lambda s, c, b=b: torch.zeros(b, s, H), (BSH,)) for b in (1, 2, 3, 5)
+        ),  # a batch as large as a slice, or as both
+        *((lambda s, c, b=b: torch.zeros(s, b, 8 - b), (SBH,)) for b in (1, 2, 3, 5)),
         (lambda s, c: torch.zeros(B, 4, s, H), (TensorCut(row=2),)),
         (lambda s, c: (torch.zeros(B, s, H), torch.zeros(B, s).long()), (BSH, BSH)),
         (lambda s, c: (torch.zeros(s, B, H), torch.zeros(B, 1, s, c).bool()), (SBH, TensorCut(row=2, column=3))),
@@ -51,8 +53,16 @@ BSH, SBH = TensorCut(row=1), TensorCut(row=0)
         (lambda s, c: (torch.zeros(B, s, H), torch.zeros(B, H), torch.zeros(())), (BSH, TensorCut(), TensorCut())),
     ],
 )
-def test_two_slice_lengths_tell_the_sequence(make, cuts):
-    assert probe(make) == cuts
+@pytest.mark.parametrize("total", [SHORT, 4, 5, LONG])
+def test_two_slice_lengths_tell_the_sequence(make, cuts, total):
+    assert probe(make, total=total) == cuts
+
+
+@pytest.mark.parametrize("total", [SHORT, 4, 5, LONG])
+def test_a_probe_begins_with_several_tokens_and_stays_in_the_sequence(total):
+    first, second = probe_spans(total)
+    assert (first.start, first.stop, second.start) == (0, 2, 2) and second.stop <= total
+    assert second.length == (3 if total >= 5 else 1)
 
 
 @pytest.mark.parametrize("layout", ["auto", "bsh", "sbh"])
@@ -74,9 +84,19 @@ def test_a_tie_is_an_error_until_the_layout_is_given():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda s, c: torch.zeros(B, 2 * s, H), r"the input of layer 3 has shape \[2, 2, 5\] for a slice of 1 token"),
-        (lambda s, c: torch.zeros(B, *([s] if s > 1 else []), H), "has 2 dimensions for a slice of 1 token and 3 for"),
-        (lambda s, c: tuple(torch.zeros(B, s) for _ in range(s)), "is 1 tensors for one slice and 2 for the next"),
+        (
+            lambda s, c: torch.zeros(B, 2 * s, H),
+            r"layer 3 has shape \[4, 4, 7\] for a slice of 2 tokens and \[4, 6, 7\] for one of 3",
+        ),
+        (
+            lambda s, c: torch.zeros(B, c - s, H),
+            r"layer 3 has shape \[4, 0, 7\] for a slice of 2 tokens and \[4, 2, 7\]",
+        ),
+        (
+            lambda s, c: torch.zeros(B, *([s] if s > 2 else []), H),
+            "has 2 dimensions for a slice of 2 tokens and 3 for one",
+        ),
+        (lambda s, c: tuple(torch.zeros(B, s) for _ in range(s)), "is 2 tensors for one slice and 3 for the next"),
         (lambda s, c: {"hidden": torch.zeros(B, s)}, "layer 3 gets dict, not tensors|can't be cut"),
     ],
 )

@@ -135,7 +135,7 @@ CHANGED = {
     "behind zeros": (with_middle(HandWrittenBehindZeros), r"the input of layer 3, module 3\.out,"),
     "needs weights": (with_middle(NeedsWeights), r"layer 3, module 3\.attention,"),
     "bert": (with_middle(Bert), r"attention that is not causal \(layer 3"),
-    "bert with a mask": (with_middle(BertWithMask), r"an attention mask of 2 x 2 for tokens 1 to 3 of 24 \(layer 3"),
+    "bert with a mask": (with_middle(BertWithMask), r"an attention mask of 3 x 3 for tokens 2 to 5 of 24 \(layer 3"),
     "padding mask": (with_middle(PaddingMask), r"the input of layer 3, module 3\.out,"),
     "convolution": (with_middle(Convolution), r"the output of layer 3, module 3\.conv,"),
     "mean": (with_middle(MeanOverTokens), r"the output of layer 3(, module 3,)? differs"),

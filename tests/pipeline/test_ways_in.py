@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.context import PlacementError, SliceContext
 from ds_terapipe.pipeline.interception import Overrides
-from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.pipeline.layout import probe_spans
+from ds_terapipe.pipeline.spans import Span, spans
 from tests.pipeline.attention_layers import WAYS, Attention, TwoCheckpoints
 from tests.pipeline.models import HIDDEN, Embedding, Head, Plain, mean_loss, micro_batch
 from tests.pipeline.training import build_engine, train, train_plain, worst
@@ -226,6 +227,91 @@ def test_causal_attention_of_something_else_is_an_error(context):
     q, k, v = rows(4)
     with pytest.raises(PlacementError, match="of 2 queries over 4 keys in a slice of 4 tokens"):
         run(context, Span(0, 4, 8), lambda: attend(q[:, :, :2], k, v))
+
+
+def without_flag(q, k, v, mask=None):
+    """As Hugging Face calls it: ``is_causal`` for several queries only, and with a mask not at all."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=q.shape[-2] > 1 and mask is None)
+
+
+def calls_of(context, span, *calls):
+    """Run a slice of a layer that makes these calls, each with queries, keys and values of its own."""
+    return run(context, span, *(partial(call, *rows(span.length)) for call in calls))
+
+
+def look_at(context, *calls):
+    """What the look at the model before the first step leaves behind of a layer that makes these calls."""
+    for span in probe_spans(8):
+        calls_of(context, span, *calls)
+    context.clear()
+
+
+@pytest.mark.parametrize("lengths", [(2, 1, 4, 1), (1, 3, 4), (1, 1, 5, 1), (1,) * 8])
+@pytest.mark.parametrize("checkpoints", [None, "reentrant", "not reentrant"])
+def test_one_token_needs_no_flag_where_more_tokens_have_it(context, lengths, checkpoints):
+    look_at(context, without_flag)
+    inputs, cuts = [t.detach() for t in rows(8, seed=7)], spans(lengths)
+    parts = [[t[:, :, span.start : span.stop].clone().requires_grad_() for t in inputs] for span in cuts]
+    outs = []
+    for span, part in zip(cuts, parts, strict=True):
+        layer = partial(without_flag, *part)
+        if checkpoints is not None:
+            layer = partial(checkpoint, without_flag, *part, use_reentrant=checkpoints == "reentrant")
+        outs += run(context, span, layer)
+    for span, out in reversed(list(zip(cuts, outs, strict=True))):
+        with context.backward(3, span):
+            out.square().sum().backward()
+    whole = [t.clone().requires_grad_() for t in inputs]
+    expected = attend(*whole)
+    expected.square().sum().backward()
+    torch.testing.assert_close(torch.cat(outs, 2), expected)
+    for index, tensor in enumerate(whole):
+        torch.testing.assert_close(torch.cat([part[index].grad for part in parts], 2), tensor.grad)
+
+
+def with_mask(q, k, v):
+    return without_flag(q, k, v, torch.ones(q.shape[-2], 8, dtype=torch.bool))
+
+
+def with_mask_and_flag(q, k, v):
+    return attend(q, k, v, attn_mask=torch.ones(q.shape[-2], 8, dtype=torch.bool))
+
+
+# the calls of a layer; one more, of one token, without a mask or flag, comes behind the first of them
+NEVER_CAUSAL = {
+    "a layer that nobody looked at": (),
+    "a call too many": (without_flag,),
+    "a masked call": (without_flag, with_mask),
+    "a call of other heads": (without_flag, lambda q, k, v: without_flag(q[:, :1], k[:, :1], v[:, :1])),
+    "a call of heads of another size": (without_flag, lambda q, k, v: without_flag(q, k, v[..., :4])),
+} | ({"a mask beside the flag": (without_flag, with_mask_and_flag)} if torch.__version__ >= "2.13" else {})
+
+
+@pytest.mark.parametrize("name", NEVER_CAUSAL)
+@pytest.mark.parametrize("first", [True, False])
+def test_one_token_without_a_flag_is_refused_where_more_tokens_did_not_have_it(context, name, first):
+    calls = NEVER_CAUSAL[name]
+    look_at(context, *calls)
+    for span in () if first else (Span(0, 4, 8), Span(4, 7, 8)):
+        calls_of(context, span, *calls)
+    with pytest.raises(ConfigError, match=r"attention that is not causal \(layer 5, micro-batch 3, tokens"):
+        calls_of(context, Span(0, 1, 8) if first else Span(7, 8, 8), *calls[:1], F.scaled_dot_product_attention)
+
+
+def test_bidirectional_attention_is_refused_before_any_slice_of_one_token(context):
+    with pytest.raises(ConfigError, match=r"not causal \(layer 5, micro-batch 3, tokens 0 to 2\)"):
+        look_at(context, F.scaled_dot_product_attention)
+
+
+def test_query_heads_of_one_token_taken_as_queries_are_refused(context):
+    def packed(q, k, v):
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k[:, :1], v[:, :1], torch.ones(1, 1, dtype=torch.bool))
+
+    look_at(context, with_mask)
+    with pytest.raises(
+        ConfigError, match=r"2 query heads of one token as 2 queries of 1 key heads \(layer 5.*two tokens"
+    ):
+        calls_of(context, Span(0, 1, 8), packed)
 
 
 def test_fewer_key_heads_without_enable_gqa_are_an_error_as_they_are_in_torch(context):
