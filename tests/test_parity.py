@@ -133,14 +133,18 @@ def train_alone(rank: int, world: int, keys: list[tuple[Any, ...]]) -> dict[tupl
 
 
 def train_sliced(
-    rank: int, world: int, layout: tuple[int, int, int], cases: list[Case], verify: bool
+    rank: int, world: int, layout: tuple[int, int, int], cases: list[Case], defective: bool
 ) -> dict[Case, Result] | None:
-    """The same through the engine; one engine serves all cases that differ in slicing, schedule and micro-batches only."""
+    """The same through the engine; one engine serves all cases that differ in slicing, schedule and micro-batches only.
+
+    A ``defective`` one, which has a mutant in it, has to get to the comparison past the inspection of the first batch, which
+    would end some runs, and past copies of a weight that differ.
+    """
     allow_fp64()
     results = {}
     for _, group in itertools.groupby(sorted(cases, key=lambda case: str(case.engine())), key=Case.engine):
         runs = list(group)
-        runner = _Runner(layout, runs[0], verify)
+        runner = _Runner(layout, runs[0], defective)
         for case in runs:
             results[case] = runner.train(case)
         runner.engine.destroy()
@@ -148,13 +152,14 @@ def train_sliced(
 
 
 class _Runner:
-    def __init__(self, layout: tuple[int, int, int], case: Case, verify: bool) -> None:
+    def __init__(self, layout: tuple[int, int, int], case: Case, defective: bool) -> None:
         import ds_terapipe
 
         tensor, stages, self.replicas = layout
+        self.same = not defective
         model = model_of(case.position, case.queries, case.dtype)
         self.pipeline = build(model, tensor=tensor, stages=stages)
-        extra = {"gradient_accumulation_steps": 1, "token_pipeline": {"slices": 1, "verify": verify}}
+        extra = {"gradient_accumulation_steps": 1, "token_pipeline": {"slices": 1, "verify": not defective}}
         config = {**deepspeed_config(model, 1, **extra)}
         del config["optimizer"]
         optimizer = new_optimizer(case.optimizer, self.pipeline.parameters())
@@ -177,7 +182,7 @@ class _Runner:
 
         def keep_gradients(*args: Any) -> None:
             if not gradients:
-                gradients.update(whole_tensors(self.pipeline, lambda p: p.grad))
+                gradients.update(whole_tensors(self.pipeline, lambda p: p.grad, self.same))
 
         handle = engine.optimizer.register_step_pre_hook(keep_gradients)
         with watched(engine) as ran:
@@ -186,7 +191,7 @@ class _Runner:
                 losses.append(self._loss())
                 ran.check(cut, layers)
         handle.remove()
-        return Result(losses, gradients, whole_tensors(self.pipeline))
+        return Result(losses, gradients, whole_tensors(self.pipeline, same=self.same))
 
     def _loss(self) -> float:
         # DeepSpeed rounds the loss to fp32 on its way to the other stages
@@ -206,14 +211,14 @@ class Difference(NamedTuple):
 
 
 def differences(name: str, cases: list[Case], mutant: str | None = None) -> list[Difference]:
-    """All that can be compared in these cases. A mutant has to get past the first batch, whose inspection would end some runs."""
+    """All that can be compared in these cases."""
     tensor, stages, replicas = LAYOUTS[name]
     # with two replicas a global batch of one micro-batch does not exist: it is two
     keys = {case: case._replace(micro_batches=max(case.micro_batches, replicas)).reference() for case in cases}
     alone = references(tuple(sorted(set(keys.values()), key=str)))
     processes = tensor * stages * replicas
-    verify = mutant is None
-    sliced = run_ranks(train_sliced, processes, LAYOUTS[name], cases, verify, timeout=3000, mutant=mutant)[0]
+    arguments = LAYOUTS[name], cases, mutant is not None
+    sliced = run_ranks(train_sliced, processes, *arguments, timeout=3000, mutant=mutant)[0]
     found = []
     for case in cases:
         want, got, limit = alone[keys[case]], sliced[case], LIMITS[case.dtype]
