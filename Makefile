@@ -9,7 +9,7 @@ RUN := PATH="$(VENV)/bin:$$PATH" OMP_NUM_THREADS=1
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 MYPY_CACHE ?= .mypy_cache
 
-.PHONY: help venv demo test test-full lint format clean
+.PHONY: help venv demo test test-full test-mutants lint format clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/'
@@ -26,10 +26,13 @@ demo: venv ## train a Megatron GPT on two processes with token slices, then comp
 	@$(RUN) bash configs/demo.sh
 
 test: ## what CI runs
-	$(RUN) python -m pytest -q -m "not full"
+	$(RUN) python -m pytest -q -m "not full and not mutants"
 
 test-full: ## every combination of settings, some tens of minutes
 	$(RUN) python -m pytest -q
+
+test-mutants: ## every known defect put into the package, and which tests find it
+	$(RUN) python -m pytest -q tests/test_mutants.py
 
 lint: ## format, style, types of the parts that need no torch
 	$(RUN) ruff format --check .

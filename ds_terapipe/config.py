@@ -97,6 +97,15 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
         except ValidationError as error:
             raise _first_error(error, TOKEN_PIPELINE, type(self)) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).model_fields:
+            # an engine has long been built from it: a value that changes here would change nothing there
+            use = (
+                "engine.set_slices(...)" if name in ("slices", "schedule") else "another configuration for a new engine"
+            )
+            raise ConfigError(f"{_path(name)}: got an assignment, must stay as it was read, use {use}")
+        super().__setattr__(name, value)
+
     @field_validator("enabled", "verify", "pack_weights", mode="before")
     @classmethod
     def _check_switch(cls, value: object, info: Any) -> bool:

@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,25 @@ from typing import Any
 import psutil
 import torch.multiprocessing as mp
 
+from tests.mutants import installed, verify_hits
+
 _ASKING = threading.Lock()
 LEAVES_AFTER_S = 5.0
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank did: its return value, or the text of its error, or neither when it was killed."""
+    """What one rank did: its return value, or the text of its error, or neither when it was killed.
+
+    ``hits``: how often a mutant changed something there, by name (see ``tests.mutants``).
+    """
 
     rank: int
     value: Any = None
     error: str | None = None
     traceback: str = ""
     exit_code: int | None = None
+    hits: Mapping[str, int] = field(default_factory=dict)
 
 
 def free_port() -> int:
@@ -64,12 +70,19 @@ def _join_group() -> None:
 
 
 def _worker(
-    rank: int, world_size: int, env: Mapping[str, str], function: Callable[..., Any], args: tuple, queue
+    rank: int,
+    world_size: int,
+    env: Mapping[str, str],
+    mutant: str | None,
+    function: Callable[..., Any],
+    args: tuple,
+    queue,
 ) -> None:
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
     try:
         _join_group()
-        result = RankResult(rank, value=function(rank, world_size, *args))
+        with installed(mutant) as hits:
+            result = RankResult(rank, value=function(rank, world_size, *args), hits=dict(hits))
     except BaseException as error:
         result = RankResult(rank, error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
     queue.put(result)
@@ -88,8 +101,11 @@ def launch(
     *args: Any,
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
+    mutant: str | None = None,
 ) -> list[RankResult]:
     """Call ``function(rank, world_size, *args)`` in ``world_size`` new processes with a process group set up.
+
+    With ``mutant``, a name of ``tests.mutants``, that is in place on every rank, and the results have its hits.
 
     Returns one result per rank, whatever happened to it. Raises ``TimeoutError`` (after killing every process) when a
     rank neither reported nor died within ``timeout`` seconds. No process outlives the call.
@@ -108,7 +124,9 @@ def launch(
     try:
         processes = [
             context.Process(
-                target=_worker, args=(rank, world_size, settings, function, args, queues[rank]), daemon=True
+                target=_worker,
+                args=(rank, world_size, settings, mutant, function, args, queues[rank]),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -164,10 +182,14 @@ def _collect(processes, queues, timeout: float) -> list[RankResult]:
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any
 ) -> list:
-    """As :func:`launch`, for functions that must succeed: the ranks' values, or an AssertionError with their tracebacks."""
+    """As :func:`launch`, for functions that must succeed: the ranks' values, or an AssertionError with their tracebacks.
+
+    So is a mutant that changed nothing on any rank (``tests.mutants.NeverRan``).
+    """
     results = launch(function, world_size, *args, timeout=timeout, **options)
     failed = [f"rank {r.rank}: {r.error}\n{r.traceback}" for r in results if r.error]
     assert not failed, "\n".join(failed)
+    verify_hits(options.get("mutant"), [result.hits for result in results])
     return [result.value for result in results]
 
 

@@ -1,13 +1,13 @@
 """The headline: a token-sliced Megatron GPT trains as one plain PyTorch process does, in every layout.
 
 Losses, all gradients of the first step and weights after five optimiser steps, ||a - b|| / ||b|| per tensor. ``make test``
-covers all pairs of values of the factors below, ``make test-full`` their whole product. One spawn per layout runs it all.
+covers all pairs of values of the factors below, and all kinds of attention in uneven slices, ``make test-full`` their whole
+product. One spawn per layout runs it all, and every step asserts which slices ran, in every layer.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from tests.megatron.common import (
     relative,
     whole_tensors,
 )
+from tests.ran import lengths_of, watched
 from tests.spawn import run_ranks
 
 STEPS = 5
@@ -40,6 +41,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "slices": (1, 2, UNEVEN, 8),
     "micro_batches": (1, 2, 4),
     "position": ("learned", "rope"),
+    "queries": ("alone", "grouped"),
     "optimizer": ("SGD", "AdamW"),
     "dtype": (torch.float32, torch.float64),
 }
@@ -52,12 +54,13 @@ class Case(NamedTuple):
     slices: Any
     micro_batches: int
     position: str
+    queries: str
     optimizer: str
     dtype: torch.dtype
 
     def engine(self) -> tuple[Any, ...]:
         """The factors that need an engine of their own."""
-        return self.position, self.optimizer, self.dtype
+        return self.position, self.queries, self.optimizer, self.dtype
 
     def reference(self) -> tuple[Any, ...]:
         """The factors that the unsliced run depends on."""
@@ -69,23 +72,27 @@ def product() -> list[Case]:
 
 
 def all_pairs() -> list[Case]:
-    """Few cases among which every pair of values of two factors occurs; greedy, always the same."""
-    wanted = {pair for case in product() for pair in _pairs(case)}
+    """Few cases among which every pair of values of two factors occurs, and every kind of attention in uneven slices.
+
+    Greedy, always the same.
+    """
+    wanted = {combination for case in product() for combination in _combinations(case)}
     chosen = []
     while wanted:
-        best = max(product(), key=lambda case: len(wanted & set(_pairs(case))))
+        best = max(product(), key=lambda case: len(wanted & _combinations(case)))
         chosen.append(best)
-        wanted -= set(_pairs(best))
+        wanted -= _combinations(best)
     return chosen
 
 
-def _pairs(case: Case) -> Iterator[tuple[Any, ...]]:
-    return itertools.combinations(enumerate(case), 2)
+def _combinations(case: Case) -> set[Any]:
+    pairs = set(itertools.combinations(enumerate(case), 2))
+    return pairs | {("uneven", case.position, case.queries)} if case.slices == UNEVEN else pairs
 
 
-def model_of(position: str, dtype: torch.dtype) -> Model:
-    """Learned positions come with tied embeddings; rotary ones with grouped queries, RMS norm and SwiGLU, untied."""
-    return Model(position=position, tied=position == "learned", modern=position == "rope", dtype=dtype)
+def model_of(position: str, queries: str, dtype: torch.dtype) -> Model:
+    """Learned positions come with tied embeddings, rotary ones untied; grouped queries with RMS norm and SwiGLU."""
+    return Model(position=position, tied=position == "learned", modern=queries == "grouped", dtype=dtype)
 
 
 def new_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
@@ -103,8 +110,8 @@ def train_alone(rank: int, world: int, keys: list[tuple[Any, ...]]) -> dict[tupl
     """Plain PyTorch: the layers one behind the other in one process, autograd, an optimiser."""
     results = {}
     for key in keys:
-        position, optimizer, dtype, micro_batches = key
-        pipeline = build(model_of(position, dtype))
+        position, queries, optimizer, dtype, micro_batches = key
+        pipeline = build(model_of(position, queries, dtype))
         step = new_optimizer(optimizer, pipeline.parameters())
         data, losses, gradients = batches(), [], {}
         for number in range(STEPS):
@@ -125,26 +132,34 @@ def train_alone(rank: int, world: int, keys: list[tuple[Any, ...]]) -> dict[tupl
     return results
 
 
-def train_sliced(rank: int, world: int, layout: tuple[int, int, int], cases: list[Case]) -> dict[Case, Result] | None:
-    """The same through the engine; one engine serves all cases that differ in slicing, schedule and micro-batches only."""
+def train_sliced(
+    rank: int, world: int, layout: tuple[int, int, int], cases: list[Case], defective: bool
+) -> dict[Case, Result] | None:
+    """The same through the engine; one engine serves all cases that differ in slicing, schedule and micro-batches only.
+
+    A ``defective`` one, which has a mutant in it, has to get to the comparison past the inspection of the first batch, which
+    would end some runs, and past copies of a weight that differ.
+    """
     allow_fp64()
     results = {}
     for _, group in itertools.groupby(sorted(cases, key=lambda case: str(case.engine())), key=Case.engine):
         runs = list(group)
-        runner = _Runner(layout, runs[0])
+        runner = _Runner(layout, runs[0], defective)
         for case in runs:
             results[case] = runner.train(case)
+        runner.engine.destroy()
     return results if rank == 0 else None
 
 
 class _Runner:
-    def __init__(self, layout: tuple[int, int, int], case: Case) -> None:
+    def __init__(self, layout: tuple[int, int, int], case: Case, defective: bool) -> None:
         import ds_terapipe
 
         tensor, stages, self.replicas = layout
-        model = model_of(case.position, case.dtype)
+        self.same = not defective
+        model = model_of(case.position, case.queries, case.dtype)
         self.pipeline = build(model, tensor=tensor, stages=stages)
-        extra = {"gradient_accumulation_steps": 1, "token_pipeline": {"slices": 1}}
+        extra = {"gradient_accumulation_steps": 1, "token_pipeline": {"slices": 1, "verify": not defective}}
         config = {**deepspeed_config(model, 1, **extra)}
         del config["optimizer"]
         optimizer = new_optimizer(case.optimizer, self.pipeline.parameters())
@@ -153,28 +168,30 @@ class _Runner:
         self.first = [p.detach().clone() for p in self.pipeline.parameters()]
 
     def train(self, case: Case) -> Result:
-        from ds_terapipe.config import TokenPipelineConfig
-
         engine, slices = self.engine, case.slices if isinstance(case.slices, int) else list(case.slices)
         for parameter, first in zip(self.pipeline.parameters(), self.first, strict=True):
             parameter.data.copy_(first)
         engine.optimizer.state.clear()
-        engine.token_pipeline = TokenPipelineConfig(slices=slices, schedule=case.schedule)
+        engine.set_slices(slices, case.schedule)
         # micro-batches are per replica; the data go round the replicas, so that the global batch is the reference's
         engine.set_train_batch_size(max(case.micro_batches, self.replicas) * MICRO_BATCH)
         data = batches(engine.grid.get_data_parallel_rank(), self.replicas)
         losses, gradients = [], {}
+        cut = [lengths_of(SEQ, case.slices)] * max(case.micro_batches // self.replicas, 1)
+        layers = sum(type(layer).__name__ == "GPTLayer" for layer in self.pipeline.forward_funcs)
 
         def keep_gradients(*args: Any) -> None:
             if not gradients:
-                gradients.update(whole_tensors(self.pipeline, lambda p: p.grad))
+                gradients.update(whole_tensors(self.pipeline, lambda p: p.grad, self.same))
 
         handle = engine.optimizer.register_step_pre_hook(keep_gradients)
-        for _ in range(STEPS):
-            engine.train_batch(data)
-            losses.append(self._loss())
+        with watched(engine) as ran:
+            for _ in range(STEPS):
+                engine.train_batch(data)
+                losses.append(self._loss())
+                ran.check(cut, layers)
         handle.remove()
-        return Result(losses, gradients, whole_tensors(self.pipeline))
+        return Result(losses, gradients, whole_tensors(self.pipeline, same=self.same))
 
     def _loss(self) -> float:
         # DeepSpeed rounds the loss to fp32 on its way to the other stages
@@ -185,26 +202,46 @@ class _Runner:
         return sum(losses) / len(losses)
 
 
-def compared(name: str, cases: list[Case]) -> None:
+class Difference(NamedTuple):
+    """Of a sliced run to the plain one: a relative difference, in tolerances."""
+
+    factor: float
+    case: Case
+    what: str
+
+
+def differences(name: str, cases: list[Case], mutant: str | None = None) -> list[Difference]:
+    """All that can be compared in these cases."""
     tensor, stages, replicas = LAYOUTS[name]
     # with two replicas a global batch of one micro-batch does not exist: it is two
     keys = {case: case._replace(micro_batches=max(case.micro_batches, replicas)).reference() for case in cases}
     alone = references(tuple(sorted(set(keys.values()), key=str)))
-    sliced = run_ranks(train_sliced, tensor * stages * replicas, LAYOUTS[name], cases, timeout=3000)[0]
-    problems = []
+    processes = tensor * stages * replicas
+    arguments = LAYOUTS[name], cases, mutant is not None
+    sliced = run_ranks(train_sliced, processes, *arguments, timeout=3000, mutant=mutant)[0]
+    found = []
     for case in cases:
         want, got, limit = alone[keys[case]], sliced[case], LIMITS[case.dtype]
         worst = max(abs(a - b) / abs(b) for a, b in zip(got.losses, want.losses, strict=True))
-        if worst > limit:
-            problems.append(f"{name} {case}: losses differ by {worst:.1e}")
+        found.append(Difference(worst / limit, case, "losses"))
         for what in ("gradients", "weights"):
             ours, theirs = getattr(got, what), getattr(want, what)
             assert ours.keys() == theirs.keys()
             for key, value in theirs.items():
                 difference = relative(_without_key_bias(key, ours[key]), _without_key_bias(key, value))
-                if difference > limit:
-                    problems.append(f"{name} {case}: {what} of {key} differ by {difference:.1e}")
-    assert not problems, "\n".join(problems)
+                found.append(Difference(difference / limit, case, f"{what} of {key}"))
+    return found
+
+
+def compared(name: str, cases: list[Case]) -> None:
+    problems = [each for each in differences(name, cases) if not each.factor <= 1.0]
+    assert not problems, "\n".join(f"{name} {case}: {what} differ by {n:.1f} tolerances" for n, case, what in problems)
+
+
+def off_by(mutant: str | None, layout: str, position: str, queries: str, dtype: str) -> float:
+    """The largest difference under a mutant, in tolerances, of uneven slices; for ``tests.mutants``."""
+    case = Case("1f1b", UNEVEN, 2, position, queries, "SGD", getattr(torch, dtype))
+    return max(each.factor for each in differences(layout, [case], mutant))
 
 
 def _without_key_bias(name: str, value: np.ndarray) -> np.ndarray:

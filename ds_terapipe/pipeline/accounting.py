@@ -17,26 +17,40 @@ from ds_terapipe.schedule import Unit
 
 
 class LiveUnits:
-    """Units that ran forward and not yet backward; the largest number since the step began, and of their tokens."""
+    """Units that ran forward and not yet backward; the largest number since the step began, and of their tokens.
+
+    Beside that, all that ran since the step began: ``forward_units`` and ``backward_units`` are how many.
+    """
 
     def __init__(self) -> None:
         self._live: dict[Unit, int] = {}
+        self._lengths: dict[int, list[int]] = {}
         self.peak_units = self.peak_tokens = 0
+        self.forward_units = self.backward_units = 0
 
     def begin(self) -> None:
         """A step begins."""
         self._live.clear()
+        self._lengths.clear()
         self.peak_units = self.peak_tokens = 0
+        self.forward_units = self.backward_units = 0
 
     def forward(self, unit: Unit, span: Span) -> None:
         """The unit runs forward."""
+        self.forward_units += 1
+        self._lengths.setdefault(unit.micro_batch, []).append(span.length)
         self._live[unit] = span.length
         self.peak_units = max(self.peak_units, len(self._live))
         self.peak_tokens = max(self.peak_tokens, sum(self._live.values()))
 
     def backward(self, unit: Unit) -> None:
         """The unit has run backward."""
+        self.backward_units += 1
         self._live.pop(unit, None)
+
+    def slices(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of the slices that ran forward since the step began, by micro-batch, in the order in which they ran."""
+        return tuple(tuple(self._lengths[micro_batch]) for micro_batch in sorted(self._lengths))
 
 
 class StepMemory:

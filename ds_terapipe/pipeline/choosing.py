@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import deepspeed
 import torch
 
 import ds_terapipe
-from ds_terapipe.config import AUTO
+from ds_terapipe.config import AUTO, TokenPipelineConfig
+from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.accounting import StepMemory
 from ds_terapipe.pipeline.choice import DEFAULT_SCHEDULE, AutoCutting, FixedCutting
 from ds_terapipe.pipeline.control import Control
@@ -42,6 +44,37 @@ def new_choice(engine: Any, control: Control, memory: StepMemory, layers: LayerT
         say,
         lambda: _layer_seconds(engine, control, layers),
     )
+
+
+def changed_settings(
+    settings: TokenPipelineConfig, slices: int | Sequence[int] | str, schedule: str | None, control: Control
+) -> TokenPipelineConfig:
+    """The settings with other slices and, unless it is None, another schedule; collective.
+
+    Raises ConfigError on every rank where one has a bad value, or other values than the rest.
+    """
+    error, changed = None, settings
+    try:
+        values = {
+            **settings.model_dump(),
+            "slices": slices,
+            "schedule": settings.schedule if schedule is None else schedule,
+        }
+        changed = TokenPipelineConfig(**values)
+    except ConfigError as problem:
+        error = str(problem)
+    said = control.gather((error, changed.slices, changed.schedule))
+    for message, *_ in said:
+        if message is not None:
+            raise ConfigError(message)
+    for rank, (_, *theirs) in enumerate(said):
+        for name, value, first in zip(("slices", "schedule"), theirs, said[0][1:], strict=True):
+            if value != first:
+                raise ConfigError(
+                    f"token_pipeline.{name}: got {shown(value)} on rank {rank} and {shown(first)} on rank 0, must be the same on "
+                    "all, use engine.set_slices with the same values on every rank"
+                )
+    return changed
 
 
 def _nobody_hears(line: str) -> None:

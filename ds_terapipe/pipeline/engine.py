@@ -11,7 +11,7 @@ import logging
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.accounting import LiveUnits, StepMemory
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.channels import Channels
-from ds_terapipe.pipeline.choosing import new_choice
+from ds_terapipe.pipeline.choosing import changed_settings, new_choice
 from ds_terapipe.pipeline.context import SliceContext
 from ds_terapipe.pipeline.control import Control, Header
 from ds_terapipe.pipeline.execution import ActionExecution
@@ -64,7 +64,7 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
 
     def __init__(self, *args: Any, token_pipeline: TokenPipelineConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.token_pipeline = token_pipeline
+        self._token_pipeline = token_pipeline
         if token_pipeline.weight_gradients == "micro_batch" and self.torch_autocast_enabled():
             raise ConfigError(
                 'token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast, must be "slice" or "auto" (a layer '
@@ -113,6 +113,43 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         trace = TraceFile(settings.trace_path, steps, about)
         weakref.finalize(self, trace.close)
         return trace
+
+    @property
+    def token_pipeline(self) -> TokenPipelineConfig:
+        """The block of this name as it now holds. Read-only, its fields too: :meth:`set_slices` changes how steps are cut."""
+        return self._token_pipeline
+
+    @token_pipeline.setter
+    def token_pipeline(self, value: object) -> None:
+        raise ConfigError("engine.token_pipeline: got an assignment, must stay as it is, use engine.set_slices(...)")
+
+    def set_slices(self, slices: int | Sequence[int] | str, schedule: str | None = None) -> None:
+        """Cut in another way from the next step on; collective: every rank calls it, between steps, with the same values.
+
+        Args:
+            slices: as ``token_pipeline.slices``; ``"auto"`` measures and plans anew.
+            schedule: as ``token_pipeline.schedule``; None keeps it.
+
+        Raises:
+            ConfigError: a value that breaks its rule, or other values on another rank; on every rank, and all stays as it was.
+        """
+        settings, before = changed_settings(self._token_pipeline, slices, schedule, self._control), self._token_pipeline
+        self._token_pipeline = settings
+        try:
+            self._choice = new_choice(self, self._control, self._memory, self._layer_times)
+        except BaseException:
+            self._token_pipeline = before
+            raise
+
+    @property
+    def slices_run(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of the slices that this stage really ran in the last step, an evaluation too, by micro-batch and in order."""
+        return self._live.slices()
+
+    @property
+    def units_run(self) -> tuple[int, int]:
+        """How many slices of micro-batches this stage ran in the last step: forward, and backward (0 in an evaluation)."""
+        return self._live.forward_units, self._live.backward_units
 
     @property
     def peak_live_units(self) -> int:

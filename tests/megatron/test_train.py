@@ -54,6 +54,8 @@ SETTINGS = {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
 }
 
+SLICES = {"sliced": 4, "uneven": 4}  # by name of the run
+
 
 def train_module() -> ModuleType:
     spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
@@ -85,6 +87,10 @@ def launch_in(rank: int, world: int, folder: str, runs: dict[str, list[str]]) ->
             errors[name] = str(error)
             continue
         trainer.train()
+        engine = trainer.engine
+        if name in SLICES:
+            assert engine.slices_run == ((32 // SLICES[name],) * SLICES[name],) * 2, name
+            assert engine.units_run == (2 * SLICES[name],) * 2, name
     return errors
 
 
@@ -106,8 +112,8 @@ def test_resumed_and_sliced_runs_have_the_same_losses(tmp_path: Path, corpus: st
         "whole": arguments(tmp_path, corpus, "--eval-interval", "3", "--eval-iters", "2"),
         "stopped": arguments(tmp_path, corpus, "--save", saved, "--save-interval", "3", "--exit-interval", "3"),
         "resumed": arguments(tmp_path, corpus, "--load", saved),
-        "sliced": arguments(tmp_path, corpus, slices=4),
-        "uneven": arguments(tmp_path, corpus, "--stage-layers", "3,1", slices=4),
+        "sliced": arguments(tmp_path, corpus, slices=SLICES["sliced"]),
+        "uneven": arguments(tmp_path, corpus, "--stage-layers", "3,1", slices=SLICES["uneven"]),
         "other stages": arguments(tmp_path, corpus, "--load", saved, "--stage-layers", "1,3"),
     }
     errors = run_ranks(launch_in, 2, str(tmp_path), runs, timeout=200)

@@ -89,12 +89,12 @@ def expected(model: str, loss: str, optimizer: str, micro_batches: int, dtype: t
     )
 
 
-def compare(case: Case) -> dict[str, float]:
+def compare(case: Case, verify: bool) -> dict[str, float]:
     """Relative differences between this rank's run and one process."""
     engine = build_engine(
         MODELS[case.model](),
         LOSSES[case.loss],
-        token_pipeline={"slices": case.slices, "schedule": case.schedule},
+        token_pipeline={"slices": case.slices, "schedule": case.schedule, "verify": verify},
         micro_batches=case.micro_batches,
         stages=case.stages,
         optimizer=OPTIMIZERS[case.optimizer][0],
@@ -115,26 +115,42 @@ def compare(case: Case) -> dict[str, float]:
     }
 
 
-def run_all(rank: int, world_size: int, cases: list[Case]) -> dict[str, dict[str, float]]:
-    return {str(case): compare(case) for case in cases}
+def run_all(rank: int, world_size: int, cases: list[Case], verify: bool) -> dict[str, dict[str, float]]:
+    return {str(case): compare(case, verify) for case in cases}
+
+
+def differences(cases: list[Case], mutant: str | None = None) -> list[dict[str, dict[str, float]]]:
+    """Of each rank and case. A mutant has to get past the first batch, whose inspection would end the run for some."""
+    (processes,) = {case.stages * case.replicas for case in cases}
+    return run_ranks(run_all, processes, cases, mutant is None, timeout=240, mutant=mutant)
+
+
+def tolerance(case: Case) -> float:
+    return 1e-10 if case.dtype == torch.float64 else 1e-5
+
+
+def off_by(mutant: str | None, *names: str) -> float:
+    """The largest difference under a mutant, in tolerances; for ``tests.mutants``."""
+    cases = {str(case): case for case in TWO + FOUR}
+    measured = differences([cases[name] for name in names], mutant)
+    return max(max(each[name].values()) / tolerance(cases[name]) for each in measured for name in names)
 
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, dict[str, float]]]:
-    return run_ranks(run_all, 2, TWO, timeout=240)
+    return differences(TWO)
 
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[str, dict[str, float]]]:
-    return run_ranks(run_all, 4, FOUR, timeout=240)
+    return differences(FOUR)
 
 
 def check(results: list[dict[str, dict[str, float]]], case: Case) -> None:
-    limit = 1e-10 if case.dtype == torch.float64 else 1e-5
     for rank, result in enumerate(results):
         measured = result[str(case)]
         for what in ("loss", "gradients", "weights"):
-            assert measured[what] <= limit, f"rank {rank}: {what} differ by {measured[what]:.1e}"
+            assert measured[what] <= tolerance(case), f"rank {rank}: {what} differ by {measured[what]:.1e}"
 
 
 @pytest.mark.parametrize("case", TWO, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,8 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 import ds_terapipe
-from tests.pipeline.models import SEED, Plain
+from tests.pipeline.models import SEED, Block, Plain
+from tests.ran import Ran, lengths_of, watched
 
 SGD = {"type": "SGD", "params": {"lr": 0.2}}
 ADAMW = {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.1, "torch_adam": True}}
@@ -114,7 +116,31 @@ def mine(engine: Any, step: Sequence[Any]) -> list[Any]:
 
 
 def train(engine: Any, steps: Sequence[Sequence[Any]], after_step: Callable[[], None] | None = None) -> Trace:
-    """Train with an engine; losses are the engine's, gradients (where parameters hold them) and weights this rank's."""
+    """Train with an engine; losses are the engine's, gradients (where parameters hold them) and weights this rank's.
+
+    Ours must have run every step in the slices of its configuration, on tokens [b, s], or this fails.
+    """
+    ours = hasattr(engine, "slices_run")
+    with watched(engine) if ours else nullcontext() as ran:
+        return _train(engine, steps, after_step, (lambda step: _check_ran(engine, ran, step)) if ours else None)
+
+
+def _check_ran(engine: Any, ran: Ran, step: Sequence[Any]) -> None:
+    totals = [inputs[0].shape[1] for inputs, _ in step]
+    slices = engine.token_pipeline.slices
+    lengths = engine.slices_run if slices == "auto" else [lengths_of(total, slices) for total in totals]
+    assert [sum(micro_batch) for micro_batch in lengths] == totals
+    holders = [f for f in engine.module.forward_funcs if isinstance(f, nn.Module)]
+    blocks = sum(any(isinstance(module, Block) for module in layer.modules()) for layer in holders)
+    ran.check(lengths, blocks or None)
+
+
+def _train(
+    engine: Any,
+    steps: Sequence[Sequence[Any]],
+    after_step: Callable[[], None] | None,
+    check_ran: Callable[[Sequence[Any]], None] | None,
+) -> Trace:
     trace, step_taken = Trace(), engine._take_model_step
 
     def observed(*args: Any, **kwargs: Any) -> None:
@@ -125,6 +151,8 @@ def train(engine: Any, steps: Sequence[Sequence[Any]], after_step: Callable[[], 
     engine._take_model_step = observed
     for step in steps:
         mean = engine.train_batch(iter(mine(engine, step)))
+        if check_ran is not None:
+            check_ran(mine(engine, step))
         exact = engine.total_loss / engine.micro_batches if engine.is_last_stage() else mean
         trace.losses.append(float(exact if exact.dtype == torch.float64 else mean))
         trace.norms.append(float(engine.get_global_grad_norm() or 0.0))

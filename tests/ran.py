@@ -1,0 +1,79 @@
+"""What an engine's step really ran. A test that compares numbers asserts it: those of an uncut run prove nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ds_terapipe.pipeline import interception
+from ds_terapipe.pipeline.context import SliceContext
+
+
+def lengths_of(total: int, slices: int | Sequence[int]) -> tuple[int, ...]:
+    """Tokens of each slice of a sequence of ``total`` tokens, by what the documentation says of ``slices``."""
+    return tuple(map(len, np.array_split(np.arange(total), slices))) if isinstance(slices, int) else tuple(slices)
+
+
+class Ran:
+    """The forward calls of attention in the last step that were cut, on this rank: how often for (layer, micro-batch, tokens)."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._cut: Counter[tuple[int, int, int, int]] = Counter()
+
+    def begin(self) -> None:
+        """A step begins, its inspection is over."""
+        self._cut.clear()
+
+    def note(self, context: SliceContext) -> None:
+        """A call of attention that is cut."""
+        if not context._recomputing:
+            self._cut[context.layer, context.micro_batch, context.span.start, context.span.stop] += 1
+
+    def check(self, lengths: Sequence[Sequence[int]], layers: int | None = None, training: bool = True) -> None:
+        """Assert that the last step ran slices of these lengths, by micro-batch, and all of them in so many layers' attention.
+
+        A layer calls attention once; with ``layers`` None as often as it likes, but for every slice equally often.
+        """
+        wanted = tuple(tuple(micro_batch) for micro_batch in lengths)
+        assert self._engine.slices_run == wanted
+        units = sum(map(len, wanted))
+        assert self._engine.units_run == (units, units if training else 0)
+        spans = Counter(
+            (m, sum(micro_batch[:index]), sum(micro_batch[: index + 1]))
+            for m, micro_batch in enumerate(wanted)
+            for index in range(len(micro_batch))
+            if len(micro_batch) > 1
+        )
+        seen = sorted({layer for layer, *_ in self._cut})
+        if layers is not None:
+            assert len(seen) == (layers if spans else 0), f"cut was the attention of layers {seen}, not of {layers}"
+        for layer in seen:
+            calls = {(m, start, stop): n for (at, m, start, stop), n in self._cut.items() if at == layer}
+            often = 1 if layers is not None else max(calls.values())
+            assert calls == dict.fromkeys(spans, often), f"layer {layer}"
+
+
+@contextmanager
+def watched(engine: Any) -> Iterator[Ran]:
+    """Watch what this engine runs, the only one that runs meanwhile."""
+    ran, attention, run = Ran(engine), interception.slice_attention, engine._run
+
+    def noted(context: SliceContext, *args: Any, **kwargs: Any) -> Any:
+        ran.note(context)
+        return attention(context, *args, **kwargs)
+
+    def begun(*args: Any, **kwargs: Any) -> Any:
+        ran.begin()
+        return run(*args, **kwargs)
+
+    interception.slice_attention, engine._run = noted, begun
+    try:
+        yield ran
+    finally:
+        interception.slice_attention = attention
+        del engine._run
