@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import tempfile
@@ -48,11 +47,12 @@ def _is_of_a_test(failure: BaseException) -> bool:
 def passes(mutant: str | None, test: str, *args: Any) -> bool:
     """Whether a test of one process, ``"package.module:function"``, holds under a mutant.
 
-    ``args`` are those that come from ``pytest.mark.parametrize``, in their order; ``tmp_path`` is made here.
+    ``args`` are those that come from ``pytest.mark.parametrize``, in the order of the parameters; ``tmp_path`` is made here.
     """
     module, _, name = test.partition(":")
     function = getattr(importlib.import_module(module), name)
+    names = list(inspect.signature(function).parameters)
     with tempfile.TemporaryDirectory() as folder, applied(mutant):
-        if "tmp_path" in inspect.signature(function).parameters:
-            function = functools.partial(function, tmp_path=Path(folder))
-        return holds(function, *args)
+        values = {"tmp_path": Path(folder)} if "tmp_path" in names else {}
+        given = zip((name for name in names if name not in values), args, strict=True)
+        return holds(function, **values, **dict(given))
