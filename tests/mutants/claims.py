@@ -29,6 +29,7 @@ def holds(claim: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     except (AssertionError, pytest.fail.Exception) as failure:
         if not _is_of_a_test(failure):
             raise
+        print(f"{getattr(claim, '__name__', claim)} does not hold: {failure}")
         return False
     return True
 
