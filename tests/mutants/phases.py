@@ -143,7 +143,7 @@ CHECKS = (
     _check(
         "phases, resumed",
         _PASSES,
-        ("tests.optim.test_mixed_batch:test_resumed_anywhere", 4),
+        ("tests.optim.test_mixed_batch:test_resumed_anywhere", 8),
         (LATE, BEFORE, ANEW),
         "has no engine and no data",
     ),
