@@ -14,6 +14,7 @@ from torch import nn
 from ds_terapipe import refusals
 from ds_terapipe.errors import ConfigError
 
+from .mutants.claims import holds
 from .spawn import run_ranks
 
 KEY = {"token_pipeline": {"slices": 2}}
@@ -175,9 +176,13 @@ def pipeline(last_layer=Plain, module_class=None):
     )
 
 
-def refused_configs(rank, world_size):
+def refused_configs(rank, world_size, names=tuple(CONFIGS)):
     model = pipeline()
-    return {name: refused(model, keys) for name, (keys, *_) in CONFIGS.items()}
+    return {name: refused(model, CONFIGS[name][0]) for name in names}
+
+
+def refused_layers(rank, world_size, names=tuple(LAYERS)):
+    return {name: refused(pipeline(LAYERS[name][0]), {}) for name in names}
 
 
 def refused_models(rank, world_size):
@@ -192,7 +197,7 @@ def refused_models(rank, world_size):
         def get_additional_losses(self):
             return self.never_set_before_the_first_step
 
-    found = {name: refused(pipeline(layer), {}) for name, (layer, _) in LAYERS.items()}
+    found = refused_layers(rank, world_size)
     found["additional losses"] = refused(pipeline(module_class=WithLosses), {})
     found["additional losses later"] = refused(pipeline(module_class=WithLossesLater), {})
     found["no PipelineModule"] = refused(Plain(), {})
@@ -209,23 +214,73 @@ def on_every_rank(results) -> dict[str, str]:
         assert first[name][:2] == second[name][:2], name
         assert first[name][0] == "ConfigError", (name, first[name])
         assert "\n" not in first[name][1]
-        assert max(first[name][2], second[name][2]) < 10, name
     return {name: message for name, (_, message, _) in first.items()}
 
 
+def soon(results):
+    for found in results:
+        assert max(seconds for _, _, seconds in found.values()) < 10, found
+    return results
+
+
 def test_configs_are_refused_on_every_rank():
-    messages = on_every_rank(run_ranks(refused_configs, 2))
-    for name, (_, *parts) in CONFIGS.items():
-        for part in parts:
-            assert part in messages[name], name
+    check_configs(soon(run_ranks(refused_configs, 2)))
+
+
+def check_configs(results):
+    for name, message in on_every_rank(results).items():
+        for part in CONFIGS[name][1:]:
+            assert part in message, name
+
+
+def check_layers(results):
+    for name, message in on_every_rank(results).items():
+        assert LAYERS[name][1] in message, name
+        assert message.startswith("token_pipeline: layer 1"), name
+        assert "must be" in message and ", use " in message
+
+
+def found_by_one(rank, world_size):
+    """What all ranks get of an error of the last one, and of none."""
+
+    def check():
+        if rank == world_size - 1:
+            raise ConfigError("key: got that, must be this")
+        return rank
+
+    model = pipeline()
+    try:
+        refusals.on_every_rank(model, check)
+    except ConfigError as error:
+        return str(error), refusals.on_every_rank(model, lambda: rank)
+    return "nothing", refusals.on_every_rank(model, lambda: rank)
+
+
+def test_what_one_rank_finds_is_raised_on_all():
+    check_found(run_ranks(found_by_one, 2))
+
+
+def check_found(results):
+    assert results == [("key: got that, must be this", 0), ("key: got that, must be this", 1)]
+
+
+# measures of these tests for tests.mutants
+def configs_are_refused(mutant, *names):
+    return holds(check_configs, run_ranks(refused_configs, 2, names, mutant=mutant))
+
+
+def layers_are_refused(mutant, *names):
+    return holds(check_layers, run_ranks(refused_layers, 2, names, mutant=mutant))
+
+
+def all_are_told(mutant):
+    return holds(check_found, run_ranks(found_by_one, 2, mutant=mutant))
 
 
 def test_models_are_refused_on_every_rank():
-    messages = on_every_rank(run_ranks(refused_models, 2))
-    for name, (_, part) in LAYERS.items():
-        assert part in messages[name], name
-        assert messages[name].startswith("token_pipeline: layer 1"), name
-        assert "must be" in messages[name] and ", use " in messages[name]
+    results = soon(run_ranks(refused_models, 2))
+    check_layers([{name: found[name] for name in LAYERS} for found in results])
+    messages = on_every_rank(results)
     assert "get_additional_losses" in messages["additional losses"]
     assert "get_additional_losses" in messages["additional losses later"]
     assert 'got "Plain", must be a PipelineModule' in messages["no PipelineModule"]

@@ -5,7 +5,7 @@ What differs between a sharded and an unsharded run is then the optimizer alone,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,8 +65,11 @@ def gradients(engine: Any) -> Named:
     return found
 
 
-def whole(engine: Any, values: Named) -> Named:
-    """One dict of all ranks, tensor-parallel parts put together; asserts that copies are the same bit by bit. Collective."""
+def whole(engine: Any, values: Named, unlike: set[str]) -> Named:
+    """One dict of all ranks, tensor-parallel parts put together. Collective.
+
+    Names of tensors that are not the same bit by bit on the ranks that hold them are added to ``unlike``.
+    """
     tensor = engine.grid.get_slice_parallel_world_size() if hasattr(engine, "grid") else 1
     cut = {
         name: (p.partition_dim, getattr(p, "partition_stride", 1))
@@ -82,7 +85,8 @@ def whole(engine: Any, values: Named) -> Named:
             place = rank % tensor if where is not None else 0
             tensor_value = torch.from_numpy(value)
             other = parts.setdefault(name, {}).setdefault(place, tensor_value)
-            assert torch.equal(other, tensor_value), f"{name} differs between the ranks that hold it"
+            if not torch.equal(other, tensor_value):
+                unlike.add(name)
             cuts[name] = where
     return {name: _joined([held[i] for i in sorted(held)], cuts[name]) for name, held in parts.items()}
 
@@ -135,17 +139,18 @@ def replay(
     Returns:
         Largest errors over all steps: of parameters and of ratios, relative to the largest element of the tensor, and of the
         reported gradient norm where there is clipping; how far the parameters moved; layers whose ratio is not the same on
-        all ranks bit by bit.
+        all ranks bit by bit, and how many tensors (gradients or weights) are not.
     """
     take_step = engine._take_model_step
     found: Named = {}
+    unlike: set[str] = set()
 
     def observed(*args: Any, **kwargs: Any) -> None:
-        found.update(whole(engine, gradients(engine)))
+        found.update(whole(engine, gradients(engine), unlike))
         take_step(*args, **kwargs)
 
     engine._take_model_step = observed
-    start = whole(engine, masters(engine))
+    start = whole(engine, masters(engine), unlike)
     trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, trained)
@@ -156,7 +161,7 @@ def replay(
         reference.set_lr(engine.get_lr()[0])
         train_step(step)
         norm = reference.step(found)
-        after = whole(engine, masters(engine))
+        after = whole(engine, masters(engine), unlike)
         expected = {layer.name: layer.trust_ratio for layer in reference.optimizer.statistics()}
         seen = ratios(engine)
         for name, value in after.items():
@@ -172,7 +177,12 @@ def replay(
             worst["norm"] = max(worst["norm"], abs(float(engine.get_global_grad_norm()) - norm) / norm)
     del engine._take_model_step
     moved = [float((p.detach() - start[name]).abs().max()) for name, p in reference.parameters.items()]
-    return {**worst, "moved": min(moved), "clipped": float(norm > reference.clip > 0)}
+    return {**worst, "moved": min(moved), "clipped": float(norm > reference.clip > 0), "unlike": float(len(unlike))}
+
+
+def off_by(errors: Sequence[Mapping[str, float]], close: float) -> float:
+    """The largest of some errors of :func:`replay`, in tolerances: ``close``, and ten of it for norms."""
+    return max(max(each["parameters"], each["ratios"], each["norm"] / 10) for each in errors) / close
 
 
 def state(engine: Any) -> list[Any]:

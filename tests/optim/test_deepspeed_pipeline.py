@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,8 @@ from deepspeed.pipe import PipelineModule
 
 import ds_terapipe
 from ds_terapipe.errors import ConfigError
-from tests.optim.replay import decayed_and_not, lamb, replay, same, state
+from tests.mutants.claims import holds
+from tests.optim.replay import decayed_and_not, lamb, off_by, replay, same, state
 from tests.pipeline.models import SEED, masked_loss, steps_of, tied_gpt
 from tests.pipeline.test_engine_fp16 import allow_fp16
 from tests.pipeline.training import mine
@@ -120,15 +123,17 @@ def resumed(setup: dict[str, Any], folder: str) -> bool:
     return equal
 
 
+def replayed(built: Any, setup: dict[str, Any]) -> dict[str, float]:
+    params = {k: v for k, v in setup.get("params", {}).items() if k != "max_grad_norm"}
+    return replay(built, partial(train, built), STEPS, grouped=setup.get("grouped", False), **params)
+
+
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     allow_fp16()
     found: dict[str, Any] = {"replay": {}, "nan": {}, "resumed": {}}
     for name, setup in SETUPS.items():
         built = engine(**setup)
-        params = {k: v for k, v in setup.get("params", {}).items() if k != "max_grad_norm"}
-        found["replay"][name] = replay(
-            built, partial(train, built), STEPS, grouped=setup.get("grouped", False), **params
-        )
+        found["replay"][name] = replayed(built, setup)
         if name in NANS:
             # rank 3 is on the last of two stages, in the second replica; of four stages the last has but the tied weight
             found["nan"][name] = poisoned(built, rank, 1 if "four" in name else 3)
@@ -159,6 +164,7 @@ def test_steps_are_those_of_one_unsharded_optimizer(ranks: list[dict[str, Any]],
         assert errors["parameters"] <= (0.02 * CLIPPED_IN_BF16 if rounded else CLOSE), errors
         assert errors["ratios"] <= (CLIPPED_IN_BF16 if rounded else CLOSE), errors
         assert errors["unequal"] == 0, "ratios differ between ranks"
+        assert errors["unlike"] == 0, "gradients or weights differ between the ranks that hold them"
         assert errors["moved"] > 1e-4
         assert errors["norm"] <= CLOSE * 10  # DeepSpeed adds the squares up in fp32
         assert bool(errors["clipped"]) == (SETUPS[name].get("clip", 0.0) != 0.0)
@@ -180,3 +186,31 @@ def test_stages_with_different_groups_are_refused_under_zero(ranks: list[dict[st
     for rank in ranks:
         assert rank["refused"].startswith("zero_optimization.stage: got parameter groups whose number differs")
         assert "(1 to 2, empty ones not counted)" in rank["refused"]
+
+
+# ------------------------------------------------------------------------------------------------------ under a mutant
+
+
+def replays(rank: int, world_size: int, names: Sequence[str]) -> list[dict[str, float]]:
+    found = []
+    for name in names:
+        built = engine(**SETUPS[name])
+        found.append(replayed(built, SETUPS[name]))
+        built.destroy()
+    return found
+
+
+def steps_off_by(mutant: str | None, *names: str) -> float:
+    """The largest error of these setups' steps under a mutant, in tolerances; for ``tests.mutants``."""
+    return max(off_by(found, CLOSE) for found in run_ranks(replays, 4, names, timeout=240, mutant=mutant))
+
+
+def goes_on(rank: int, world_size: int, names: Sequence[str], folder: str) -> dict[str, Any]:
+    return {"resumed": {name: resumed(SETUPS[name], f"{folder}/{number}") for number, name in enumerate(names)}}
+
+
+def training_goes_on(mutant: str | None, *names: str) -> bool:
+    """Whether these setups go on from checkpoints bit for bit under a mutant; for ``tests.mutants``."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(goes_on, 4, names, folder, timeout=240, mutant=mutant)
+    return all(holds(test_training_goes_on_bit_for_bit, found, name) for name in names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 import ds_terapipe
-from tests.optim.replay import decayed_and_not, lamb, masters, replay, same, state
+from tests.mutants.claims import holds
+from tests.optim.replay import decayed_and_not, lamb, masters, off_by, replay, same, state
 from tests.pipeline.test_engine_fp16 import allow_fp16
 from tests.spawn import run_ranks
 
@@ -124,6 +127,10 @@ def resumed(setup: dict[str, Any], folder: str) -> bool:
     return equal
 
 
+def replayed(built: Any, setup: dict[str, Any]) -> dict[str, float]:
+    return replay(built, partial(train, built), 3, grouped=setup.get("grouped", False), **setup.get("params", {}))
+
+
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     if get_accelerator().device_name() == "cpu":
         allow_fp16()
@@ -131,7 +138,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     for name, setup in SETUPS.items():
         built = engine(**setup)
         found["fresh"][name] = is_fresh(built)
-        errors = replay(built, partial(train, built), 3, grouped=setup.get("grouped", False), **setup.get("params", {}))
+        errors = replayed(built, setup)
         cut = sum(
             1
             for p in built.module.parameters()
@@ -157,6 +164,7 @@ def test_steps_are_those_of_one_unsharded_optimizer(ranks: list[dict[str, Any]],
         errors = rank["replay"][name]
         assert errors["parameters"] <= CLOSE and errors["ratios"] <= CLOSE, errors
         assert errors["unequal"] == 0, "ratios differ between ranks"
+        assert errors["unlike"] == 0, "gradients or weights differ between the ranks that hold them"
         assert errors["frozen"] == 0, "a frozen parameter moved"
         assert errors["moved"] > 1e-4
         assert errors["norm"] <= 10 * CLOSE  # DeepSpeed adds the squares up in fp32
@@ -193,3 +201,39 @@ def test_on_a_gpu(tmp_path: Path) -> None:
             errors,
         )
         assert found["nan"][name] == (True, 1, True), name
+
+
+# ------------------------------------------------------------------------------------------------------ under a mutant
+
+
+def replays(rank: int, world_size: int, names: Sequence[str]) -> list[dict[str, float]]:
+    found = []
+    for name in names:
+        built = engine(**SETUPS[name])
+        found.append(replayed(built, SETUPS[name]))
+        built.destroy()
+    return found
+
+
+def steps_off_by(mutant: str | None, *names: str) -> float:
+    """The largest error of these setups' steps under a mutant, in tolerances; for ``tests.mutants``."""
+    return max(off_by(found, CLOSE) for found in run_ranks(replays, 3, names, timeout=240, mutant=mutant))
+
+
+def skips_and_goes_on(rank: int, world_size: int, names: Sequence[str], folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"nan": {}, "resumed": {}}
+    for number, name in enumerate(names):
+        built = engine(**SETUPS[name])
+        train(built, 0)
+        found["nan"][name] = poisoned(built, rank)
+        built.destroy()
+        found["resumed"][name] = resumed(SETUPS[name], f"{folder}/{number}")
+    return found
+
+
+def no_step_is_lost(mutant: str | None, *names: str) -> bool:
+    """Whether these setups skip a step together, and go on from checkpoints, under a mutant; for ``tests.mutants``."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(skips_and_goes_on, 3, names, folder, timeout=240, mutant=mutant)
+    claims = (test_a_nan_on_one_rank_skips_everywhere, test_training_goes_on_bit_for_bit)
+    return all(holds(claim, found, name) for claim in claims for name in names)

@@ -6,6 +6,7 @@ from rounding noise into whole steps, are compared like all other parameters.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 import ds_terapipe
 from tests.megatron.common import Model, batches, build, deepspeed_config
-from tests.optim.replay import lamb, replay, same, state
+from tests.optim.replay import lamb, off_by, replay, same, state
 from tests.spawn import run_ranks
 
 CLOSE = 1e-6  # rounding of fp32, as in test_deepspeed_pipeline.py
@@ -54,21 +55,23 @@ def poisoned(built: Any, rank: int, train: Any) -> tuple[bool, int]:
     return same(before, state(built)), built.skipped_steps - skipped
 
 
-def worker(rank: int, world_size: int) -> dict[str, Any]:
+def worker(rank: int, world_size: int, names: Sequence[str] = tuple(SETUPS)) -> dict[str, Any]:
+    return dict(run(names, rank))
+
+
+def run(names: Iterable[str], rank: int) -> Iterator[tuple[str, tuple[dict[str, float], tuple[bool, int]]]]:
     from ds_terapipe.megatron.parallel import destroy_parallel
 
-    found: dict[str, Any] = {}
-    for name, setup in SETUPS.items():
-        built = engine(**setup)
+    for name in names:
+        built = engine(**SETUPS[name])
         data = batches(built.grid.data_parallel_id, built.dp_world_size)
 
         def train(step: int, built: Any = built, data: Any = data) -> None:
             built.train_batch(data)
 
-        found[name] = replay(built, train, 3), poisoned(built, rank, train)
+        yield name, (replay(built, train, 3), poisoned(built, rank, train))
         built.destroy()
         destroy_parallel()
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +85,7 @@ def test_steps_are_those_of_one_unsharded_optimizer(ranks: list[dict[str, Any]],
         errors, _ = rank[name]
         assert errors["parameters"] <= CLOSE and errors["ratios"] <= CLOSE, errors
         assert errors["unequal"] == 0, "ratios differ between ranks"
+        assert errors["unlike"] == 0, "gradients or weights differ between the ranks that hold them"
         assert errors["clipped"] == 1 and errors["norm"] <= 10 * CLOSE  # DeepSpeed adds the squares up in fp32
         assert errors["moved"] > 1e-4
 
@@ -89,3 +93,9 @@ def test_steps_are_those_of_one_unsharded_optimizer(ranks: list[dict[str, Any]],
 @pytest.mark.parametrize("name", SETUPS)
 def test_an_infinity_on_one_tensor_parallel_rank_skips_everywhere(ranks: list[dict[str, Any]], name: str) -> None:
     assert [rank[name][1] for rank in ranks] == [(True, 1)] * 4
+
+
+def steps_off_by(mutant: str | None, *names: str) -> float:
+    """The largest error of these setups' steps under a mutant, in tolerances; for ``tests.mutants``."""
+    found = run_ranks(worker, 4, names, timeout=240, mutant=mutant)
+    return max(off_by([errors for errors, _ in rank.values()], CLOSE) for rank in found)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_terapipe.optim.lamb import FusedLamb
+from tests.mutants import applied
 from tests.optim import checks
 from tests.optim.checks import RATIO_TOLERANCE, SCALE, STEP_TOLERANCE, VARIANTS
 from tests.optim.oracle import Oracle, Settings
@@ -30,6 +31,13 @@ def test_every_variant_is_the_oracles(variant: checks.Variant, backend: str) -> 
     step, ratio = checks.worst_errors(variant, backend)
     assert step <= STEP_TOLERANCE
     assert ratio <= RATIO_TOLERANCE
+
+
+def off_by(mutant: str | None, *variants: str) -> float:
+    """The largest error of steps and ratios under a mutant, in tolerances; for ``tests.mutants``."""
+    with applied(mutant):
+        found = [checks.worst_errors(checks.BY_NAME[name], "auto", steps=10) for name in variants]
+    return max(max(step / STEP_TOLERANCE, ratio / RATIO_TOLERANCE) for step, ratio in found)
 
 
 def make(sizes: list[float], backend: str, **arguments: Any) -> tuple[list[Parameter], FusedLamb]:

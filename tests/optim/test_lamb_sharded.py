@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from tests.mutants import applied
+from tests.mutants.claims import holds
 from tests.optim.sharded import Case, Rank, assembled, full_tensors, names_on, train, unsharded
 from tests.spawn import run_ranks
 
@@ -19,6 +21,7 @@ CASES = {
     1: [
         Case("flat over 1", data=1),
         Case("flat over 1, a group at a time", data=1, by_group=True),
+        Case("flat over 1, split attention", data=1, splits=True),
     ],
     2: [
         Case("flat over 2", data=2),
@@ -60,13 +63,12 @@ def two_ranks() -> list[dict[str, Any]]:
 
 
 def as_two(rank: int, world: int) -> dict[str, Any]:
+    return {"trained": train(rank, world, CASES[2]), "refused": refuse(rank), **no_steps(rank, world)}
+
+
+def no_steps(rank: int, world: int) -> dict[str, Any]:
     skipping = [Case("flat", data=2), Case("tensor parallel", tensor=2), Case("tied", stages=2)]
-    return {
-        "trained": train(rank, world, CASES[2]),
-        "skipped": skip_together(rank, world, skipping),
-        "refused": refuse(rank),
-        "primed": primes(rank),
-    }
+    return {"skipped": skip_together(rank, world, skipping), "primed": primes(rank)}
 
 
 def test_two_ranks_are_unsharded(two_ranks: list[dict[str, Any]]) -> None:
@@ -82,16 +84,42 @@ def test_more_ranks_are_unsharded(ranks: int) -> None:
 
 
 def check(case: Case, results: Sequence[tuple[dict, dict]]) -> None:
-    """The ranks' pieces and ratios are those of one process with whole parameters."""
+    """The ranks' pieces and ratios are those of one process with whole parameters, and the ratios the same on all."""
+    for what, error in errors(case, results).items():
+        assert error <= 1, f"{case.name}: {what} is off by {error} tolerances"
+    for layer in unsharded(case)[1]:
+        found = ratios_of(layer, results)
+        assert len(found) == 1, f"{case.name}: the ranks have {found} for {layer}"
+
+
+def ratios_of(layer: str, results: Sequence[tuple[dict, dict]]) -> set[float]:
+    return {ratios[layer] for _, ratios in results if layer in ratios}
+
+
+def errors(case: Case, results: Sequence[tuple[dict, dict]]) -> dict[str, float]:
+    """How far parameters and ratios are from those of one process with whole parameters, in tolerances."""
     expected, ratios = unsharded(case)
+    found = {}
     for stage in range(case.stages):
         for name, tensor in assembled(case, [pieces for pieces, _ in results], stage).items():
-            error = (tensor - expected[name]).abs().max().item()
-            assert error <= TOLERANCE, f"{case.name}: {name} of stage {stage} is off by {error}"
+            found[f"{name} of stage {stage}"] = (tensor - expected[name]).abs().max().item() / TOLERANCE
     for layer, ratio in ratios.items():
-        found = {rank_ratios[layer] for _, rank_ratios in results if layer in rank_ratios}
-        assert len(found) == 1, f"{case.name}: the ranks have {found} for {layer}"
-        assert found.pop() == pytest.approx(ratio, rel=1e-6), f"{case.name}: {layer}"
+        furthest = max(abs(each - ratio) for each in ratios_of(layer, results))
+        found[f"the ratio of {layer}"] = furthest / (TOLERANCE * ratio)
+    return found
+
+
+def off_by(mutant: str | None, *names: str) -> float:
+    """The largest error in these cases under a mutant, in tolerances; for ``tests.mutants``."""
+    everything = {case.name: case for cases in CASES.values() for case in cases}
+    cases = [everything[name] for name in names]
+    (ranks,) = {case.ranks for case in cases}
+    if ranks == 1:
+        with applied(mutant):
+            results = [train(0, 1, cases)]
+    else:
+        results = run_ranks(train, ranks, cases, mutant=mutant)
+    return max(max(errors(case, [result[number] for result in results]).values()) for number, case in enumerate(cases))
 
 
 def test_the_cuts_are_inside_layers() -> None:
@@ -165,3 +193,10 @@ def primes(rank: int) -> list[float]:
 
 def test_a_priming_step_is_one_on_all_ranks(two_ranks: list[dict[str, Any]]) -> None:
     assert [found["primed"] for found in two_ranks] == [[0, 0, 1, 1]] * 2
+
+
+def no_step_is_made(mutant: str | None) -> bool:
+    """Whether the two tests before hold under a mutant; for ``tests.mutants``."""
+    found = run_ranks(no_steps, 2, mutant=mutant)
+    skips = holds(test_a_bad_gradient_on_one_rank_skips_the_step_on_all, found)
+    return holds(test_a_priming_step_is_one_on_all_ranks, found) and skips

@@ -183,15 +183,20 @@ def test_deepspeeds_own_lamb_goes_on_from_our_state(monkeypatch: pytest.MonkeyPa
 def test_a_step_with_a_bad_gradient_changes_nothing(
     found: float, clips: float | None, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with caplog.at_level(logging.WARNING):
+        skips_one_step(found, clips, backend)
+    assert "skipped a step" in caplog.text
+
+
+def skips_one_step(found: float, clips: float | None, backend: str) -> None:
     params = parameters()
     optimizer = FusedLamb(groups_of(params), max_grad_norm=clips, backend=backend)
     run(params, optimizer, range(2))
     before = snapshot(params, optimizer)
     params[1].grad[3] = found
-    with caplog.at_level(logging.WARNING):
-        optimizer.step()
+    optimizer.step()
     assert same(before, snapshot(params, optimizer))
-    assert optimizer.skipped_steps == 1 and "skipped a step" in caplog.text
+    assert optimizer.skipped_steps == 1
     run(params, optimizer, range(2, 3))
     assert optimizer.state[params[0]]["step"] == 3 and optimizer.skipped_steps == 1
 

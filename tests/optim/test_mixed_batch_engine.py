@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ from deepspeed.runtime import dataloader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tests.mutants.claims import holds
 from tests.optim.phase_runs import (
     LRS,
     MICRO,
@@ -33,9 +35,13 @@ TOKENS = {"slices": 3, "verify": False}
 ENGINES: dict[str, dict[str, Any] | None] = {"DeepSpeed's": None, "ours": TOKENS}
 
 
+def loading_itself() -> Any:
+    """DeepSpeed starts processes that load: none here, a test's process may not have children."""
+    return mock.patch.object(dataloader, "DataLoader", lambda *a, **k: DataLoader(*a, **{**k, "num_workers": 0}))
+
+
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    # DeepSpeed starts processes that load: none here, a test's process may not have children
-    with mock.patch.object(dataloader, "DataLoader", lambda *a, **k: DataLoader(*a, **{**k, "num_workers": 0})):
+    with loading_itself():
         # Plain engines first: DeepSpeed 0.19.8 keeps a pipeline's groups for every engine that comes later.
         found: dict[str, Any] = {"plain": data_parallel(False), "zero": data_parallel(True)}
         found |= {"resumed": plain_resumed(f"{folder}/plain")}
@@ -172,7 +178,7 @@ def test_lamb_warmup_with_a_batch_that_deepspeed_computes(ranks: list[dict[str, 
 
 
 def middle(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    with mock.patch.object(dataloader, "DataLoader", lambda *a, **k: DataLoader(*a, **{**k, "num_workers": 0})):
+    with loading_itself():
         return whole_run(None, str(Path(folder) / "three"), (3,), stages=3)
 
 
@@ -182,3 +188,18 @@ def test_a_stage_without_data_switches_too(tmp_path: Path, by_hand: dict[str, An
         assert close(found["whole"]["losses"], by_hand["losses"])
         assert found[3]["losses"] == found["whole"]["losses"][3:]
         assert (found["asked"] == []) == (rank == 1)
+
+
+def one_engine(rank: int, world_size: int, name: str, folder: str) -> dict[str, Any]:
+    with loading_itself():
+        return {name: whole_run(ENGINES[name], folder, (3,))}
+
+
+def phases_are_run(mutant: str | None, name: str) -> bool:
+    """Whether phases, samples and a resumed run are right with this engine under a mutant; for ``tests.mutants``."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(one_engine, 2, name, folder, timeout=240, mutant=mutant)
+    expected = reference([list(range(SAMPLES))])
+    steps = holds(test_every_step_of_a_pipeline, found, expected, name)
+    samples = holds(test_every_sample_once_an_epoch, found, name)
+    return holds(test_resumed_bit_for_bit, found, name, 3) and steps and samples

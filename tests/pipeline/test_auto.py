@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import tempfile
 from typing import Any
 
 import pytest
@@ -12,17 +11,22 @@ import torch
 from ds_terapipe.pipeline.choice import RIVALS, ROUNDS
 from ds_terapipe.pipeline.engine import PLAN_STATE
 from ds_terapipe.pipeline.runoff import runoff_steps
+from ds_terapipe.plan.choose import Request, plan_of
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import peak_live_units
+from tests.mutants import verify_hits
+from tests.mutants.claims import holds
 from tests.pipeline.models import HIDDEN, VOCABULARY, gpt, masked_loss, micro_batch, steps_of
 from tests.pipeline.training import build_engine, train
-from tests.spawn import launch, run_ranks
+from tests.plan.costs import ExampleCost
+from tests.spawn import RankResult, launch, run_ranks
 
 MICRO_BATCHES, SEQUENCE = 2, 24
 BATCH = 2  # sequences of a micro-batch
 TRIALS = 2  # of sequences of 24 tokens: two slices and one
 MEASURING = 1 + ROUNDS * TRIALS  # a step to warm up, then the trials
 COMPARING = runoff_steps(1 + RIVALS)
+GIVEN = (10, 14)
 
 
 def auto(module: dict[str, Any] | None = None, **keys: Any) -> Any:
@@ -84,21 +88,35 @@ def outlives(folder: str) -> dict[str, Any]:
     train(again, steps[:1])
     from_measurements = plans(again)
     again.destroy()
-    if torch.distributed.get_rank() == 0:
-        Path(folder, "plan.json").write_text(json.dumps({**made[0], "slices": [10, 14]}))
-    torch.distributed.barrier()
-    given = auto(plan_path=f"{folder}/plan.json")
-    train(given, steps[:1])
-    cut = [span.length for span in given._batch.spans[0]]
-    given.destroy()
     return {
         "made": made,
         "checkpoint": from_checkpoint,
         "resumed_cut": resumed_cut,
         "client": client,
         "measured": from_measurements,
-        "cut": cut,
     }
+
+
+def given(folder: str) -> dict[str, Any]:
+    """What runs with a plan that no trial and no planner would make: from plan_path, and then from a checkpoint."""
+    if torch.distributed.get_rank() == 0:
+        request = Request(SEQUENCE, 2, MICRO_BATCHES, granularity=2)
+        plan_of(ExampleCost([1.0, 1.0], sequences=BATCH), request, "terapipe", GIVEN).save(f"{folder}/plan.json")
+    torch.distributed.barrier()
+    found: dict[str, Any] = {}
+    for known_by, keys in (("plan_path", {"plan_path": f"{folder}/plan.json"}), ("checkpoint", {})):
+        engine = auto(**keys)
+        if known_by == "checkpoint":
+            engine.load_checkpoint(f"{folder}/given", tag="here")
+        ran = []
+        for step in steps_of(2, MICRO_BATCHES):
+            train(engine, [step])
+            ran.append(([tuple(s.length for s in spans) for spans in engine._batch.spans], engine.peak_live_units))
+        if known_by == "plan_path":
+            engine.save_checkpoint(f"{folder}/given", tag="here")
+        found[known_by] = ran
+        engine.destroy()
+    return found
 
 
 def odd_steps() -> dict[str, Any]:
@@ -133,7 +151,7 @@ def ragged_replicas(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    return {"numbers": same_numbers(), "outlives": outlives(folder), "odd": odd_steps()}
+    return {"numbers": same_numbers(), "outlives": outlives(folder), "odd": odd_steps(), "given": given(folder)}
 
 
 def bad(rank: int, world_size: int, keys: dict[str, Any], steps: int) -> None:
@@ -203,13 +221,33 @@ def test_a_checkpoint_has_the_plan_and_the_client_s_own_state(results: list[dict
 
 
 def test_measurements_of_the_same_run_spare_the_trials(results: list[dict[str, Any]]) -> None:
+    assert [plan["seq_length"] for plan in results[0]["outlives"]["measured"]] == [SEQUENCE]
     (plan,) = results[0]["outlives"]["measured"]
-    assert plan["seq_length"] == SEQUENCE and {option["schedule"] for option in plan["options"]} == {"1f1b", "terapipe"}
+    assert {option["schedule"] for option in plan["options"]} == {"1f1b", "terapipe"}
     assert plan["memory_bytes"][0]["activations"] > 0
 
 
-def test_a_plan_that_is_given_is_used(results: list[dict[str, Any]]) -> None:
-    assert all(result["outlives"]["cut"] == [10, 14] for result in results)
+@pytest.mark.parametrize("known_by", ["plan_path", "checkpoint"])
+def test_a_plan_that_is_given_is_what_runs(results: list[dict[str, Any]], known_by: str) -> None:
+    """Its slices and its schedule, in every micro-batch, from the first step on."""
+    counts = [len(GIVEN)] * MICRO_BATCHES
+    live = {schedule: peak_live_units(schedule, 2, counts) for schedule in ("terapipe", "1f1b")}
+    assert live["terapipe"][0] != live["1f1b"][0]  # what tells them apart
+    for stage, result in enumerate(results):
+        assert result["given"][known_by] == [([GIVEN] * MICRO_BATCHES, live["terapipe"][stage])] * 2
+
+
+def given_alone(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    return {"given": given(folder)}
+
+
+def what_is_given_runs(mutant: str | None) -> bool:
+    """Whether the test before holds under a mutant; for ``tests.mutants``."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(given_alone, 2, folder, mutant=mutant)
+    return all(
+        holds(test_a_plan_that_is_given_is_what_runs, found, known_by) for known_by in ("plan_path", "checkpoint")
+    )
 
 
 def test_evaluation_and_other_lengths_are_no_trouble(results: list[dict[str, Any]]) -> None:
@@ -238,6 +276,18 @@ def test_replicas_whose_lengths_differ_now_and_then_measure_and_compare_together
     ],
 )
 def test_what_cannot_be_planned_is_one_line_on_every_rank(keys: dict[str, Any], steps: int, message: str) -> None:
-    for result in launch(bad, 2, keys, steps):
+    refused(launch(bad, 2, keys, steps), message)
+
+
+def refused(results: list[RankResult], message: str) -> None:
+    for result in results:
         assert result.error is not None and result.error.startswith("ConfigError: "), result.traceback
         assert message in result.error and "\n" not in result.error
+
+
+def too_little_memory_is_refused(mutant: str | None) -> bool:
+    """Whether the test before holds for a memory_gb that nothing fits into, under a mutant; for ``tests.mutants``."""
+    found = launch(bad, 2, {"memory_gb": 1e-9}, MEASURING, mutant=mutant)
+    if all(result.error is None for result in found):
+        verify_hits(mutant, [result.hits for result in found])
+    return holds(refused, found, "memory_gb: got 1e-09, must be at least")

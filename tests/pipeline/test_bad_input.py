@@ -13,6 +13,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from tests.mutants.claims import holds
 from tests.pipeline.models import (
     HIDDEN,
     Block,
@@ -24,7 +25,7 @@ from tests.pipeline.models import (
     micro_batch,
 )
 from tests.pipeline.training import build_engine
-from tests.spawn import Exit, run_to_exit
+from tests.spawn import Exit, run_ranks, run_to_exit
 
 WITHIN_S = 10.0
 MICRO_BATCHES = 2
@@ -46,6 +47,10 @@ def broken() -> Iterator[Any]:
 def short_labels() -> Iterator[Any]:
     inputs, (targets, mask) = micro_batch(0)
     return items((inputs, (targets[:, :-2], mask[:, :-2])))
+
+
+def long_labels() -> Iterator[Any]:
+    return items((micro_batch(0)[0], micro_batch(0, length=28)[1]))
 
 
 def unequal_inputs() -> Iterator[Any]:
@@ -71,6 +76,7 @@ DATA: dict[str, tuple[Callable[[], Iterator[Any]], str]] = {
     "unequal inputs": (unequal_inputs, "token_pipeline.cut: got none, inputs[1] (int64 [2, 23])"),
     "labels that are None": (lambda: items((INPUTS, None)), GARBAGE + "NoneType as labels"),
     "labels of another length": (short_labels, "token_pipeline.cut: got labels of [22] tokens for inputs of [24]"),
+    "labels of more tokens": (long_labels, "token_pipeline.cut: got labels of [28] tokens for inputs of [24]"),
     "no data iterator": (lambda: None, GARBAGE + "nothing, must yield"),
 }
 # only the ranks of this name get the bad iterator
@@ -194,50 +200,89 @@ def bad_models(rank: int, world_size: int) -> None:
         engine.destroy()
 
 
-def bad_settings(rank: int, world_size: int) -> None:
-    def attempt_with(
-        micro_batches: int = MICRO_BATCHES, batches: tuple[int, ...] = (24,), **settings: Any
-    ) -> list[Any]:
-        def train() -> None:
-            engine = build_engine(
-                gpt(2), mean_loss, token_pipeline={"timeout_s": 20, **settings}, stages=2, micro_batches=micro_batches
-            )
-            for length in batches:
-                engine.train_batch(good(length, masked=False))
+def attempt_with(micro_batches: int = MICRO_BATCHES, batches: tuple[int, ...] = (24,), **settings: Any) -> list[Any]:
+    def train() -> None:
+        engine = build_engine(
+            gpt(2), mean_loss, token_pipeline={"timeout_s": 20, **settings}, stages=2, micro_batches=micro_batches
+        )
+        for length in batches:
+            engine.train_batch(good(length, masked=False))
 
-        return attempt(train)
-
-    tell("lengths", attempt_with(slices=[10, 10]))
-    tell("changing length", attempt_with(slices=[10, 14], batches=(24, 30)))
-    tell("other slices", attempt_with(slices=2 + rank // (world_size // 2)))
-    tell("other micro-batches", attempt_with(slices=2, micro_batches=2 if rank == world_size - 1 else 1))
-    tell("misspelt", attempt_with(slises=2))
-    tell("misspelt on one rank", attempt_with(slices=2, **({"layuot": "bsh"} if rank == world_size - 1 else {})))
-    tell("too short to look at", attempt_with(slices=2, batches=(2,)))
+    return attempt(train)
 
 
-SETTINGS = {
-    "lengths": "token_pipeline.slices: got [10, 10], which add up to 20 tokens, must add up to the sequence length 24, use",
-    "changing length": "got [10, 14], which add up to 24 tokens, must add up to the sequence length 30, use",
-    "other slices": "token_pipeline: got other settings on rank ",
-    "other micro-batches": "gradient_accumulation_steps: got 2 micro-batches on rank",
-    "misspelt": 'token_pipeline: unknown key "slises"',
-    "misspelt on one rank": 'token_pipeline: unknown key "layuot"',
-    "too short to look at": "token_pipeline.slices: got 2 for 2 tokens, must be 1 below 3",
+# what a rank is given, by (rank, number of ranks), and what the one line says
+SETTINGS: dict[str, tuple[Callable[[int, int], dict[str, Any]], str]] = {
+    "lengths": (
+        lambda rank, ranks: {"slices": [10, 10]},
+        "token_pipeline.slices: got [10, 10], which add up to 20 tokens, must add up to the sequence length 24, use",
+    ),
+    "changing length": (
+        lambda rank, ranks: {"slices": [10, 14], "batches": (24, 30)},
+        "got [10, 14], which add up to 24 tokens, must add up to the sequence length 30, use",
+    ),
+    "other slices": (
+        lambda rank, ranks: {"slices": 2 + rank // (ranks // 2)},
+        "token_pipeline: got other settings on rank ",
+    ),
+    # a setting that these steps do not need: without the comparison they would run
+    "other granularity": (
+        lambda rank, ranks: {"slices": 2, "granularity": 8 if rank < ranks - 1 else 16},
+        "token_pipeline: got other settings on rank ",
+    ),
+    "other micro-batches": (
+        lambda rank, ranks: {"slices": 2, "micro_batches": 2 if rank == ranks - 1 else 1},
+        "gradient_accumulation_steps: got 2 micro-batches on rank",
+    ),
+    "misspelt": (lambda rank, ranks: {"slises": 2}, 'token_pipeline: unknown key "slises"'),
+    "misspelt on one rank": (
+        lambda rank, ranks: {"slices": 2, **({"layuot": "bsh"} if rank == ranks - 1 else {})},
+        'token_pipeline: unknown key "layuot"',
+    ),
+    "too short to look at": (
+        lambda rank, ranks: {"slices": 2, "batches": (2,)},
+        "token_pipeline.slices: got 2 for 2 tokens, must be 1 below 3",
+    ),
 }
+
+
+def bad_settings(rank: int, world_size: int) -> None:
+    for name, (settings, _) in SETTINGS.items():
+        tell(name, attempt_with(**settings(rank, world_size)))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("worker", ["bad_models", "bad_settings"])
 def test_bad_models_and_settings_are_one_line_on_every_rank(worker, world_size):
-    expected = {name: text for name, (_, _, text) in MODELS.items()} if worker == "bad_models" else SETTINGS
-    for rank, end in enumerate(run_to_exit(globals()[worker], world_size, timeout=120)):
-        told = found(end)
+    expected = {name: row[-1] for name, row in (MODELS if worker == "bad_models" else SETTINGS).items()}
+    ranks = [found(end) for end in run_to_exit(globals()[worker], world_size, timeout=120)]
+    one_line(expected, ranks)
+    for rank, told in enumerate(ranks):
+        assert max(told[name][2] for name in expected) < WITHIN_S, (rank, told)
+
+
+def one_line(expected: dict[str, str], ranks: list[dict[str, Any]]) -> None:
+    """Every rank got a ConfigError with this text."""
+    for rank, told in enumerate(ranks):
         for name, text in expected.items():
-            kind, message, seconds = told[name]
+            kind, message, _ = told[name]
             assert (kind, "\n" in message) == ("ConfigError", False), (name, rank, kind, message)
             assert text in message, (name, rank, message)
-            assert seconds < WITHIN_S, (name, rank, seconds)
+
+
+def two_told(rank: int, world_size: int, settings: tuple[str, ...], data: tuple[str, ...]) -> dict[str, Any]:
+    told = {name: attempt_with(**SETTINGS[name][0](rank, world_size)) for name in settings}
+    for name in data:
+        engine = build_engine(gpt(2), MaskedTokenLoss(), token_pipeline={"slices": 6, "timeout_s": 20}, stages=2)
+        told[name] = attempt(lambda engine=engine, name=name: engine.train_batch(DATA[name][0]()))
+        engine.destroy()
+    return told
+
+
+def two_are_told(mutant: str | None, settings: tuple[str, ...] = (), data: tuple[str, ...] = ()) -> bool:
+    """Whether these settings and data are one line of error on two ranks under a mutant; for ``tests.mutants``."""
+    expected = {name: SETTINGS[name][1] for name in settings} | {name: DATA[name][1] for name in data}
+    return holds(one_line, expected, run_ranks(two_told, 2, settings, data, mutant=mutant))
 
 
 def uncaught(rank: int, world_size: int, name: str) -> None:

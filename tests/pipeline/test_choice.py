@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,6 +63,7 @@ class Run:
         self, meter: Meter | None = None, micro_batches: int = 1, device: str = "this one", **keys: Any
     ) -> None:
         self.lines: list[str] = []
+        self.schedule = ""  # of the last step
         self.meter = meter or Meter()
         config = parse({"token_pipeline": keys})
         assert config is not None
@@ -77,6 +79,7 @@ class Run:
     ) -> tuple[int, ...]:
         """Run a step, ``slow`` times as long as it should take, beside other replicas'; its longest micro-batch's slices."""
         cutting = self.choice.cutting(lengths, sorted({*lengths, *elsewhere}))
+        self.schedule = cutting.schedule
         given = cutting.slices if isinstance(cutting.slices, int) else list(cutting.slices)
         slices = slice_lengths(max(lengths), given if isinstance(given, int) or len(set(lengths)) == 1 else len(given))
         simulation = StepTimes(Truth(), STAGES, len(lengths)).simulate(cutting.schedule, slices)
@@ -220,7 +223,7 @@ def test_two_lengths_are_compared_beside_each_other() -> None:
 
 def taken(runoff: Runoff, seconds: dict[str, list[float]]) -> None:
     """Run it to its end; a cutting's steps take these seconds, the last for all further ones."""
-    ended = False
+    ended, seconds = False, {name: list(each) for name, each in seconds.items()}
     while not ended:
         left = seconds[runoff.cutting.schedule]
         ended = runoff.took(left.pop(0) if len(left) > 1 else left[0])
@@ -288,6 +291,29 @@ def measured(path: Any, **keys: Any) -> Run:
         run.step([1024] * 8)
     assert run.planned == [1024]
     return run
+
+
+@pytest.mark.parametrize("known_by", ["trials", "measurements", "plan", "checkpoint"])
+def test_what_is_planned_is_what_runs(tmp_path: Any, known_by: str) -> None:
+    """Slices and schedule, from the first step on; no trial and no equal cut is like any of these plans."""
+    run = measured(tmp_path / "costs.json")
+    plan = Plan.from_dict(run.choice.state()["plans"][0])
+    if known_by == "measurements":
+        run = Run(measurements_path=str(tmp_path / "costs.json"))
+    elif known_by != "trials":
+        plan = dataclasses.replace(plan, slices=(600, 424), schedule="terapipe")
+    if known_by == "plan":
+        plan.save(tmp_path / "plan.json")
+        run = Run(plan_path=str(tmp_path / "plan.json"), micro_batches=8)
+    elif known_by == "checkpoint":
+        run = Run()
+        run.choice.load({"plans": [plan.to_dict()]})
+    assert len(set(plan.slices)) > 1 and plan.slices != slice_lengths(1024, len(plan.slices))
+    assert run.step([1024] * 8) == plan.slices
+    assert run.schedule == plan.schedule
+    if known_by in ("plan", "checkpoint"):  # nothing that it is compared with
+        for _ in range(runoff_steps(1) + 1):
+            assert (run.step([1024] * 8), run.schedule) == (plan.slices, plan.schedule)
 
 
 def test_measurements_are_used_again_in_the_same_run_only(tmp_path: Any) -> None:
@@ -409,7 +435,8 @@ def test_a_plan_that_takes_more_than_memory_gb_is_refused_or_not_used(tmp_path: 
         Run(plan_path=str(tmp_path / "plan.json"), micro_batches=8, memory_gb=1e-8)
     other = Run(memory_gb=1e-8)
     other.choice.load(state)
-    assert other.planned == [] and other.lines[-1].endswith("e-06 GB and not for memory_gb, 1e-08: not used")
+    line = (other.lines or [""])[-1]
+    assert other.planned == [] and line.endswith("e-06 GB and not for memory_gb, 1e-08: not used")
 
 
 def test_a_checkpoint_s_plan_is_said_to_be_used_or_not(tmp_path: Any) -> None:
@@ -426,7 +453,8 @@ def test_a_checkpoint_s_plan_is_said_to_be_used_or_not(tmp_path: Any) -> None:
     ]:
         run = Run(**keys)
         run.choice.load(state)
-        assert run.lines[-1].endswith(ending) and run.planned == used
+        assert run.planned == used
+        assert run.lines and run.lines[-1].endswith(ending)
     run.choice.load({"plans": [{**plan, "schedule": other_schedule}]})
     run.choice.load({"plans": [{**plan, "schedule": other_schedule}]})
     assert run.lines[-1].endswith("from the checkpoint, is not used: there is another one")

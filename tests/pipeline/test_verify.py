@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import re
+from collections.abc import Sequence
 
 import numpy
 import pytest
@@ -20,6 +21,8 @@ from ds_terapipe.pipeline.interception import Overrides
 from ds_terapipe.pipeline.slicing import TensorCut
 from ds_terapipe.pipeline.spans import Span, spans
 from ds_terapipe.pipeline.verify import TOLERANCE, _corresponding, undisturbed, verify_stage
+from tests.mutants import applied
+from tests.mutants.claims import holds
 from tests.pipeline.attention_layers import Attention, EncoderLayer
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, mean_loss, micro_batch
 from tests.pipeline.training import build_engine
@@ -143,13 +146,26 @@ CHANGED = {
     "recurrent": (with_middle(Recurrent), r"the output of layer 3, module 3\.rnn,"),
     "last token": (with_middle(LastToken), r"the output of layer 3(, module 3,)? differs"),
 }
+UNCUT = ("hand-written", "bert", "recurrent", "pooling")
 WITH_AMOUNT = set(CHANGED) - {"bert", "bert with a mask", "pooling"}
 
 
 def refusals(rank: int, world_size: int) -> dict[str, tuple[str, bool, str]]:
     """For each model: what this rank raises, whether its weights are as they were, what one slice does."""
+    result = sliced(rank, world_size, tuple(CHANGED))
+    for name in UNCUT:
+        loss = mean_loss if name != "pooling" else pooled_loss
+        engine = build_engine(CHANGED[name][0], loss, token_pipeline={"slices": 1}, stages=world_size)
+        trained = math.isfinite(float(engine.train_batch(iter(STEPS[0]))))
+        engine.destroy()
+        result[name] = (*result[name][:2], "trained" if trained else "not finite")
+    return result
+
+
+def sliced(rank: int, world_size: int, names: Sequence[str]) -> dict[str, tuple[str, bool, str]]:
     result = {}
-    for name, (specs, _) in CHANGED.items():
+    for name in names:
+        specs, _ = CHANGED[name]
         engine = build_engine(specs, mean_loss, token_pipeline={"slices": [7, 2, 9, 1, 5]}, stages=world_size)
         before = copy.deepcopy(engine.module.state_dict())
         try:
@@ -161,12 +177,6 @@ def refusals(rank: int, world_size: int) -> dict[str, tuple[str, bool, str]]:
         same = same and all(p.grad is None or not p.grad.any() for p in engine.module.parameters())
         engine.destroy()
         result[name] = (said, same and engine.global_steps == 0, "")
-    for name in ("hand-written", "bert", "recurrent", "pooling"):
-        loss = mean_loss if name != "pooling" else pooled_loss
-        engine = build_engine(CHANGED[name][0], loss, token_pipeline={"slices": 1}, stages=world_size)
-        trained = math.isfinite(float(engine.train_batch(iter(STEPS[0]))))
-        engine.destroy()
-        result[name] = (*result[name][:2], "trained" if trained else "not finite")
     return result
 
 
@@ -191,7 +201,13 @@ def test_every_rank_names_the_module_and_no_step_is_trained(name, said):
     assert said[0][name][0] == said[1][name][0]
 
 
-@pytest.mark.parametrize("name", ["hand-written", "bert", "recurrent", "pooling"])
+def models_are_refused(mutant: str | None, *names: str) -> bool:
+    """Whether this holds for each of these models under a mutant; for ``tests.mutants``."""
+    found = run_ranks(sliced, 2, names, mutant=mutant)
+    return all(holds(test_every_rank_names_the_module_and_no_step_is_trained, name, found) for name in names)
+
+
+@pytest.mark.parametrize("name", UNCUT)
 def test_one_slice_is_always_fine(name, said):
     assert [rank[name][2] for rank in said] == ["trained", "trained"]
 
@@ -330,6 +346,17 @@ def test_one_wrong_token_of_many_is_found(context):
 
     with pytest.raises(ConfigError, match=r"differs by 1\.0e\+00 .* \(tokens 60 to 64\)"):
         look(context, [Wrong()], torch.zeros(1, 64).long(), (TensorCut(row=1),), (60, 4))
+
+
+def differences_are_found(mutant: str | None) -> bool:
+    """Whether the test before and the next one hold under a mutant; for ``tests.mutants``."""
+    Overrides.acquire()
+    try:
+        with applied(mutant):
+            found = holds(test_one_wrong_token_of_many_is_found, SliceContext())
+            return holds(test_other_modules_for_a_slice_than_for_all_are_found, SliceContext()) and found
+    finally:
+        Overrides.release()
 
 
 def test_other_modules_for_a_slice_than_for_all_are_found(context):

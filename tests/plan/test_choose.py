@@ -31,6 +31,7 @@ from ds_terapipe.plan import (
     slice_times,
 )
 from ds_terapipe.schedule import NAMES, Op
+from tests.mutants import applied
 
 from .costs import ExampleCost
 from .test_slices import compositions
@@ -78,10 +79,23 @@ def test_weight_gradients_are_work_of_every_stage_whether_cut_or_not(schedule, l
     result = times.simulate(schedule, lengths)
     actions = [a for a in result.grid[1] if a.op is Op.WEIGHT_GRADIENTS]
     assert len(actions) == (5 if len(lengths) > 1 else 0)
+    assert busy_off_by(result, cost, lengths) <= 1
+    assert times.seconds(schedule, lengths) == pytest.approx(result.makespan)
+
+
+def busy_off_by(result, cost, lengths):
+    """How far the second stage's work is from what the costs of its slices add up to, in tolerances of 1e-6."""
     starts = [0, *itertools.accumulate(lengths)]
     passes = sum(3 * cost.forward(1, length, start) for length, start in zip(lengths, starts, strict=False))
-    assert result.stages[1].busy == pytest.approx(5 * (passes + 2 * 2e-5 * 256))
-    assert times.seconds(schedule, lengths) == pytest.approx(result.makespan)
+    return abs(result.stages[1].busy / (5 * (passes + 2 * 2e-5 * 256)) - 1) / 1e-6
+
+
+def work_off_by(mutant):
+    """That, for unequal slices under a mutant; for ``tests.mutants``."""
+    cost = ExampleCost([1.0, 2.0, 1.5], weights=2e-5)
+    with applied(mutant):
+        result = StepTimes(cost, 3, 5, weights_once=True).simulate("1f1b", [100, 90, 66])
+    return busy_off_by(result, cost, [100, 90, 66])
 
 
 @pytest.mark.parametrize("schedule", NAMES)
