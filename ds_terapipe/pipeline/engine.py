@@ -46,6 +46,7 @@ from ds_terapipe.pipeline.watch import Watch, bounded_group
 from ds_terapipe.pipeline.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.wire import Wire
 from ds_terapipe.plan.files import check_writable
+from ds_terapipe.refusals import check_checkpointing, cuts
 from ds_terapipe.schedule import Op, Unit
 
 logger = logging.getLogger(__name__)
@@ -69,11 +70,10 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
             keep_freed_memory()
         self._context = SliceContext()
         self._context.packed_weights = PackedWeights(self.packs_weights())
-        self._adapted = adapt_core_attention(self.module)
-        track_layers(self.module, self._context)
-        adapt_parallel_linears(self.module)
-        Overrides.acquire()
-        self._finalizer = weakref.finalize(self, Overrides.release)
+        self._adapted: list[str] = []
+        self._finalizer = lambda: None
+        if cuts(token_pipeline.slices):
+            self._intercept()
         stages = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
         self._watch = Watch(stages, self.stage_id, token_pipeline.timeout_s)
         weakref.finalize(self, self._watch.close)
@@ -94,6 +94,14 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         self._gradient_sums = GradientSums(self.module.parameters())
         self._layer_times = LayerTimes(self.module, self.device)
         self._choice = new_choice(self, self._control, self._memory, self._layer_times)
+
+    def _intercept(self) -> None:
+        """Be there when a slice comes to attention or to a linear layer; uncut, they and the compiler are left alone."""
+        self._adapted = adapt_core_attention(self.module)
+        track_layers(self.module, self._context)
+        adapt_parallel_linears(self.module)
+        Overrides.acquire()
+        self._finalizer = weakref.finalize(self, Overrides.release)
 
     def _new_pipeline_group(self) -> Any:
         mine = None
@@ -259,6 +267,7 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         batch = StepBatch()
         self._watch.begin(self.global_steps, ())
         try:
+            check_checkpointing(self.token_pipeline.slices)
             if self.is_first_stage() or self.is_last_stage():
                 pulled = [self._next_batch() for _ in range(micro_batches)]
                 batch = read_step(
@@ -341,8 +350,12 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
     # ------------------------------------------------------------------------------------------------- around DeepSpeed
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: a compiled layer would keep the position of the slice that it was compiled for."""
-        raise ConfigError("engine.compile(): not available with token_pipeline, must not be called, train without it")
+        """As ``DeepSpeedEngine.compile`` where nothing is cut; a graph would keep the position of the slice it was made for."""
+        if cuts(self.token_pipeline.slices):
+            raise ConfigError('engine.compile(): got slices, must not be called where sequences are cut, use "slices": 1')
+        super().compile(*args, **kwargs)
+        if self._is_compiled_autograd_enabled and self.global_rank == 0:
+            logger.warning("engine.compile(): compiled_autograd_enabled does nothing with token_pipeline, leave it out")
 
     def _log_step(self, batch: StepBatch, schedule: str, seconds: float) -> None:
         waited = self._watch.waited_s
