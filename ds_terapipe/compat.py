@@ -34,6 +34,7 @@ class Name(NamedTuple):
         return self.path.partition(":")[0].partition(".")[0]
 
 
+_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 _BASE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
@@ -115,6 +116,12 @@ NAMES: tuple[Name, ...] = (
     Name(f"{_MODULE}.forward#is_checkpointable_results", "0.19.8", "inspection: what reentrant checkpointing detaches"),
     Name(f"{_MODULE}.forward#activation_checkpoint_interval", "0.19.8", "engine, inspection: is there checkpointing"),
     Name(f"{_MODULE}.forward#curr_layer", "0.19.8", "interception: which layer runs"),
+    Name(f"{_CHECKPOINTING}:reset", "0.19.8", "execution: after a forward pass without a backward one"),
+    Name(f"{_CHECKPOINTING}:CONTIGUOUS_CHECKPOINTING", "0.19.8", "refusals: refused where something is cut"),
+    Name(f"{_CHECKPOINTING}:PARTITION_ACTIVATIONS", "0.19.8", "execution: inputs lose their data"),
+    Name(f"{_CHECKPOINTING}:CPU_CHECKPOINT", "0.19.8", "execution: inputs lose their data"),
+    Name(f"{_BASE}.compile#_is_compiled_autograd_enabled", "0.19.8", "engine: has no effect"),
+    Name(f"{_MODULE}.compile", "0.19.8", "engine: compiles the layers one by one"),
     Name(f"{_MODULE}._set_bounds", "0.19.8", "megatron: stages of given sizes"),
     Name(f"{_MODULE}._partition_layers#parts", "0.19.8", "megatron: stages of given sizes"),
     Name(f"{_GRID}.__init__#pipe_groups", "0.19.8", "engine: ranks of each pipeline"),

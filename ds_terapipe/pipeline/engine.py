@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_terapipe.clipping import TrueNormClipping
 from ds_terapipe.config import TokenPipelineConfig
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.accounting import LiveUnits, StepMemory
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.choosing import new_choice
@@ -352,7 +352,10 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As ``DeepSpeedEngine.compile`` where nothing is cut; a graph would keep the position of the slice it was made for."""
         if cuts(self.token_pipeline.slices):
-            raise ConfigError('engine.compile(): got slices, must not be called where sequences are cut, use "slices": 1')
+            got = shown(self.token_pipeline.slices)
+            raise ConfigError(
+                f'engine.compile(): got "slices": {got}, must be 1 (nothing is cut), use 1 or train uncompiled'
+            )
         super().compile(*args, **kwargs)
         if self._is_compiled_autograd_enabled and self.global_rank == 0:
             logger.warning("engine.compile(): compiled_autograd_enabled does nothing with token_pipeline, leave it out")

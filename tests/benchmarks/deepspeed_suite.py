@@ -1,4 +1,4 @@
-"""Runs DeepSpeed's own pipeline tests twice, as they are and with our key in every configuration; ``deepspeed_suite.sh`` starts it.
+"""DeepSpeed's own pipeline tests twice, as they are and with our key in every configuration; ``deepspeed_suite.sh`` runs it.
 
 Its folder of tests is copied, and the copy is changed where the tests need more than a CPU and what is installed here: images
 of torchvision become random ones, and the random state of a device that is no device is not saved. What is tested is the
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,8 +113,11 @@ def run(tests: Path, folder: Path, block: Mapping[str, object] | None, arguments
         env[hooks.BLOCK] = json.dumps(block)
     command = [sys.executable, "-m", "pytest", "-q", "-p", Path(hooks.__file__).stem, "-p", "no:cacheprovider"]
     command += [f"--basetemp={folder / 'files'}", *FILES, *arguments]
+    print(f"running {', '.join(FILES)} {'without the key' if block is None else f'with {block}'}", flush=True)
+    began = time.monotonic()
     with (folder / "log").open("wb") as log:
         subprocess.run(command, cwd=tests, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
+    print(f"took {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
     return read(folder)
 
 

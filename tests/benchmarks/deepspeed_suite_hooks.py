@@ -59,7 +59,9 @@ def _observed(initialize: Callable[..., Any], block: dict[str, Any] | None) -> C
         if block is not None:
             config = given.arguments.get("config")
             if not isinstance(config, dict):
-                raise TypeError(f"deepspeed_suite puts its key into a config that is a dict, not {type(config).__name__}")
+                raise TypeError(
+                    f"deepspeed_suite puts its key into a config that is a dict, not {type(config).__name__}"
+                )
             given.arguments["config"] = {**config, KEY: block}
             _append_event(INJECTED, "")
         result = initialize(*given.args, **given.kwargs)
