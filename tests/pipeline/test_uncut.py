@@ -109,7 +109,7 @@ def checkpointed(rank: int) -> dict[str, Any]:
         with contiguous():
             results[name] = course(engine)
     for name, key in CUTS.items():
-        engine = build(token_pipeline=key)
+        engine = build(token_pipeline={**key, "timeout_s": 20})
         with contiguous() if rank == 1 else configured():  # one rank knows, both have to say
             results[f"train {name}"] = attempt(lambda engine=engine: engine.train_batch(iter(steps[0])))
             results[f"eval {name}"] = attempt(lambda engine=engine: engine.eval_batch(iter(steps[0])))
