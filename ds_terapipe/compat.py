@@ -34,6 +34,7 @@ class Name(NamedTuple):
         return self.path.partition(":")[0].partition(".")[0]
 
 
+_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 _BASE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
@@ -106,15 +107,22 @@ NAMES: tuple[Name, ...] = (
         "engine: the true norm under fp16",
     ),
     Name("deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer.step#_global_grad_norm", "0.19.8", "engine"),
-    Name("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.clear_lp_grads", "0.19.8", "engine: before a backward pass"),
+    Name("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.clear_lp_grads", "0.19.8", "engine: after a backward pass"),
     Name(f"{_ZERO}.scale_if_loss", "0.19.8", "engine: loss scaling under ZeRO-1"),
-    Name(f"{_ZERO}.clear_backward_seen_flag", "0.19.8", "engine: before a backward pass"),
-    Name(f"{_ZERO}.enter_backward", "0.19.8", "engine: before a backward pass"),
+    Name(f"{_ZERO}.clear_backward_seen_flag", "0.19.8", "engine: after a backward pass"),
+    Name(f"{_ZERO}.enter_backward", "0.19.8", "engine: after a backward pass"),
     Name(f"{_ZERO}.backward_epilogue", "0.19.8", "engine: after a backward pass"),
     Name(f"{_ZERO}.exit_backward", "0.19.8", "engine: after a backward pass"),
     Name(f"{_MODULE}.forward#is_checkpointable_results", "0.19.8", "inspection: what reentrant checkpointing detaches"),
     Name(f"{_MODULE}.forward#activation_checkpoint_interval", "0.19.8", "engine, inspection: is there checkpointing"),
     Name(f"{_MODULE}.forward#curr_layer", "0.19.8", "interception: which layer runs"),
+    Name(f"{_CHECKPOINTING}:reset", "0.19.8", "execution: after a forward pass without a backward one"),
+    Name(f"{_CHECKPOINTING}:CONTIGUOUS_CHECKPOINTING", "0.19.8", "refusals: refused where something is cut"),
+    Name(f"{_CHECKPOINTING}:PARTITION_ACTIVATIONS", "0.19.8", "execution: inputs lose their data"),
+    Name(f"{_CHECKPOINTING}:CPU_CHECKPOINT", "0.19.8", "execution: inputs lose their data"),
+    Name("deepspeed.runtime.config:DeepSpeedConfig.__init__#_param_dict", "0.19.8", "engine: set_slices looks at it again"),
+    Name(f"{_BASE}.compile#_is_compiled_autograd_enabled", "0.19.8", "engine: has no effect"),
+    Name(f"{_MODULE}.compile", "0.19.8", "engine: compiles the layers one by one"),
     Name(f"{_MODULE}._set_bounds", "0.19.8", "megatron: stages of given sizes"),
     Name(f"{_MODULE}._partition_layers#parts", "0.19.8", "megatron: stages of given sizes"),
     Name(f"{_GRID}.__init__#pipe_groups", "0.19.8", "engine: ranks of each pipeline"),

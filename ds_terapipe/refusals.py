@@ -39,7 +39,8 @@ def _above(limit: int) -> Callable[[Any], bool]:
 
 
 _TIMERS = "false beside token_pipeline (DeepSpeed's pipeline engine starts its timers twice and fails)"
-_COMPILE = "false beside token_pipeline (a compiled graph holds the attention of the whole sequence)"
+_COMPILE = "false where sequences are cut (a compiled graph holds the attention of the whole sequence)"
+_UNCUT = 'false, or "slices": 1, which cuts nothing'
 
 # Spelt and defaulted as in DeepSpeed 0.19.8: runtime/config.py, runtime/zero/config.py, compile/config.py,
 # runtime/tensor_parallel/config.py, runtime/data_pipeline/config.py, profiling/config.py.
@@ -64,8 +65,12 @@ RULES = (
     ),
     Rule("flops_profiler.enabled", _true, _TIMERS, "false"),
     Rule("wall_clock_breakdown", _true, _TIMERS, "false"),
-    Rule("compile.deepcompile", _true, _COMPILE, "false"),
-    Rule("compile.enabled", _true, _COMPILE, "false"),
+    Rule(
+        "compile.deepcompile",
+        _true,
+        "false beside token_pipeline (its passes are started by a forward of DeepSpeed's that is not used here)",
+        "false",
+    ),
     Rule(
         "tensor_parallel.autotp_size",
         _above(0),
@@ -77,6 +82,17 @@ RULES = (
         _true,
         "false beside token_pipeline (experts choose among all tokens of a sequence, their loss is not a sum)",
         "false, with dense layers",
+    ),
+)
+
+# What goes with token_pipeline as long as nothing is cut.
+CUT_RULES = (
+    Rule("compile.enabled", _true, _COMPILE, _UNCUT),
+    Rule(
+        "activation_checkpointing.contiguous_memory_optimization",
+        _true,
+        "false where sequences are cut (its buffers hold as many checkpoints, of one length, as whole micro-batches leave)",
+        _UNCUT,
     ),
 )
 
@@ -143,7 +159,15 @@ LAMB_RULES = (
     Rule("expert_parallel.enabled", _true, f"false {_LAMB} (experts' norms are on other ranks)", "false"),
 )
 
-_UNCOMPILED = ("plain Python (a compiled graph holds the attention of all tokens)", "it without torch.compile")
+_UNCOMPILED = (
+    "plain Python where sequences are cut (a compiled graph holds the attention of all tokens)",
+    'it without torch.compile, or "slices": 1',
+)
+
+
+def cuts(slices: Any) -> bool:
+    """Whether sequences may be cut with this value of ``token_pipeline.slices``: with every one but 1."""
+    return bool(slices != 1)
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -153,6 +177,21 @@ def check_config(config: Mapping[str, Any]) -> None:
         ConfigError: naming the key, its value, the reason and the value to use.
     """
     _check_rules(RULES, config)
+    if cuts(at(config, f"{TOKEN_PIPELINE}.slices")):
+        _check_rules(CUT_RULES, config)
+
+
+def check_checkpointing(slices: Any) -> None:
+    """Raise where ``deepspeed.checkpointing.configure``, which may be called at any time, asked for what slices don't go with.
+
+    Raises:
+        ConfigError: naming its argument, the reason and the way out.
+    """
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    if checkpointing.CONTIGUOUS_CHECKPOINTING and cuts(slices):
+        rule = next(rule for rule in CUT_RULES if rule.path.endswith("contiguous_memory_optimization"))
+        raise bad_value("deepspeed.checkpointing.configure: contiguous_checkpointing", True, rule.rule, rule.use)
 
 
 def check_lamb_config(config: Mapping[str, Any]) -> None:
@@ -198,20 +237,21 @@ def check_model_class(model: Any) -> None:
         raise bad_value(TOKEN_PIPELINE, name, rule, use)
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, cut: bool = True) -> None:
     """Raise for the first layer of this rank's stage that does not go with token slices.
 
     Args:
         model: a ``PipelineModule``.
+        cut: whether sequences may be cut; compiled layers are refused only there.
 
     Raises:
         ConfigError: naming the layer, the reason and the way out.
     """
     for index, layer in enumerate(model.forward_funcs, start=model._local_start):
-        if not hasattr(layer, "named_modules") and _compiled(layer):
+        if cut and not hasattr(layer, "named_modules") and _compiled(layer):
             raise _refuse(f"layer {index}", "is compiled", *_UNCOMPILED)
     for where, module in model.named_modules():
-        for found in _findings(module):
+        for found in _findings(module, cut):
             raise _refuse(f"layer {where or type(model).__name__} ({type(module).__name__})", *found)
     if _additional_losses(model):
         raise _refuse(
@@ -223,12 +263,12 @@ def _refuse(where: str, got: str, rule: str, use: str) -> ConfigError:
     return ConfigError(f"{TOKEN_PIPELINE}: {where} {got}, must be {rule} beside token_pipeline, use {use}")
 
 
-def _findings(module: Any) -> Iterator[tuple[str, str, str]]:
+def _findings(module: Any, cut: bool) -> Iterator[tuple[str, str, str]]:
     origins = [f"{base.__module__}.{base.__name__}" for base in type(module).__mro__]
     names = [base.__name__ for base in type(module).__mro__]
     config = getattr(module, "config", None)
 
-    if "OptimizedModule" in names or _compiled(module):
+    if cut and ("OptimizedModule" in names or _compiled(module)):
         yield "is compiled", *_UNCOMPILED
     if (
         any(origin.startswith(("deepspeed.moe.", "megatron.core.transformer.moe.")) for origin in origins)

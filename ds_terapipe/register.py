@@ -245,7 +245,7 @@ def _token_pipeline(model: Any, config: Mapping[str, Any]) -> Callable[..., Any]
 def _checked(parse: Any, refusals: Any, config: Mapping[str, Any], model: Any) -> Any:
     settings = parse(config)
     refusals.check_config(config)
-    refusals.check_model(model)
+    refusals.check_model(model, refusals.cuts(settings.slices))
     refusals.advise(config, model)
     return settings
 

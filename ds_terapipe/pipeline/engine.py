@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_terapipe.clipping import TrueNormClipping
 from ds_terapipe.config import TokenPipelineConfig
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.accounting import LiveUnits, StepMemory
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.channels import Channels
@@ -47,6 +47,7 @@ from ds_terapipe.pipeline.watch import StreamMark, Watch
 from ds_terapipe.pipeline.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.wire import Wire
 from ds_terapipe.plan.files import check_writable
+from ds_terapipe.refusals import TOKEN_PIPELINE, check_checkpointing, check_config, check_model, cuts
 from ds_terapipe.schedule import Op, Unit
 
 logger = logging.getLogger(__name__)
@@ -75,11 +76,10 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
             keep_freed_memory()
         self._context = SliceContext()
         self._context.packed_weights = PackedWeights(self.packs_weights())
-        self._adapted = adapt_core_attention(self.module)
-        track_layers(self.module, self._context)
-        adapt_parallel_linears(self.module)
-        Overrides.acquire()
-        self._finalizer = weakref.finalize(self, Overrides.release)
+        self._adapted: list[str] = []
+        self._intercepts, self._finalizer = False, lambda: None
+        if cuts(token_pipeline.slices):
+            self._intercept()
         ranks = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
         new_mark = StreamMark if self.device.type == "cuda" else None
         self._watch = Watch(ranks, self.stage_id, token_pipeline.timeout_s, new_mark)
@@ -102,6 +102,15 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         self._gradient_sums = GradientSums(self.module.parameters())
         self._layer_times = LayerTimes(self.module, self.device)
         self._choice = new_choice(self, self._control, self._memory, self._layer_times)
+
+    def _intercept(self) -> None:
+        """Be there when a slice comes to attention or to a linear layer; uncut, they and the compiler are left alone."""
+        self._intercepts = True
+        self._adapted = adapt_core_attention(self.module)
+        track_layers(self.module, self._context)
+        adapt_parallel_linears(self.module)
+        Overrides.acquire()
+        self._finalizer = weakref.finalize(self, Overrides.release)
 
     def _new_trace(self) -> TraceFile:
         settings = self.token_pipeline
@@ -134,12 +143,24 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
             ConfigError: a value that breaks its rule, or other values on another rank; on every rank, and all stays as it was.
         """
         settings, before = changed_settings(self._token_pipeline, slices, schedule, self._control), self._token_pipeline
+        if cuts(settings.slices) and not self._intercepts:
+            self._control.agree(self._uncut_only(settings))
+            self._intercept()
         self._token_pipeline = settings
         try:
             self._choice = new_choice(self, self._control, self._memory, self._layer_times)
         except BaseException:
             self._token_pipeline = before
             raise
+
+    def _uncut_only(self, settings: TokenPipelineConfig) -> ConfigError | None:
+        """What of this engine goes with it only as long as nothing is cut."""
+        try:
+            check_config({**self._config._param_dict, TOKEN_PIPELINE: settings.model_dump()})
+            check_model(self.module)
+        except ConfigError as error:
+            return error
+        return None
 
     @property
     def slices_run(self) -> tuple[tuple[int, ...], ...]:
@@ -319,6 +340,7 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         batch = StepBatch()
         self._watch.begin(self.global_steps, ())
         try:
+            check_checkpointing(self.token_pipeline.slices)
             if self.is_first_stage() or self.is_last_stage():
                 pulled = [self._next_batch() for _ in range(micro_batches)]
                 batch = read_step(
@@ -406,14 +428,21 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
     # ------------------------------------------------------------------------------------------------- around DeepSpeed
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: a compiled layer would keep the position of the slice that it was compiled for."""
-        raise ConfigError("engine.compile(): not available with token_pipeline, must not be called, train without it")
+        """As ``DeepSpeedEngine.compile`` where nothing is cut; a graph would keep the position of the slice it was made for."""
+        if cuts(self.token_pipeline.slices):
+            got = shown(self.token_pipeline.slices)
+            raise ConfigError(
+                f'engine.compile(): got "slices": {got}, must be 1 (nothing is cut), use 1 or train uncompiled'
+            )
+        super().compile(*args, **kwargs)
+        if self._is_compiled_autograd_enabled and self.global_rank == 0:
+            logger.warning("engine.compile(): compiled_autograd_enabled does nothing with token_pipeline, leave it out")
 
     def _log_step(self, batch: StepBatch, schedule: str, seconds: float) -> None:
         waited, clock = self._watch.waited_s, self._wire.clock
         if (
             clock is not None
-        ):  # there the host waits for no message, and reading the stream's waits makes it wait for the stream
+        ):  # there no message holds the host, and reading what the stream waited makes it wait for the stream
             waited = clock.take_s() if self._printing() else 0.0
         self._report.add(sum(batch.lengths) * self.micro_batch_size * self.dp_world_size, seconds, waited)
         if self._printing():

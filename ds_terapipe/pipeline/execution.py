@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor
 
 from ds_terapipe.pipeline.loss import MicroBatchLoss
-from ds_terapipe.pipeline.slicing import as_tuple
+from ds_terapipe.pipeline.slicing import as_tuple, like
 from ds_terapipe.schedule import Action, Op, Unit
 from ds_terapipe.tracing.chrome import PACKING
 
@@ -44,9 +45,14 @@ class ActionExecution:
         if self.is_first_stage() and self._reentrant_activation_checkpointing():
             for tensor in as_tuple(inputs):
                 tensor.requires_grad_(tensor.is_floating_point() and torch.is_grad_enabled())
+        if checkpointing.PARTITION_ACTIVATIONS or checkpointing.CPU_CHECKPOINT:
+            # these checkpoints take the data out of the tensors that they are given, and ours wait for their gradients
+            inputs = like(inputs, [tensor.view_as(tensor) for tensor in as_tuple(inputs)])
         measured = self._memory.forward(span, lambda: self._context.buffers(unit.micro_batch))
         with self._context.forward(unit.micro_batch, span), self._autocast(), measured:
             outputs = self.module(inputs)
+        if not self.module.training:
+            checkpointing.reset()  # as DeepSpeed does: no backward pass comes to empty the buffers of its checkpoints
         self._live.forward(unit, span)
         if self._batch.is_last_slice(unit):
             self._memory.buffers(self._context.buffers(unit.micro_batch))
