@@ -150,7 +150,7 @@ def _script(name: str, arguments: Sequence[str]) -> str:
 def _launch(arguments: Sequence[str]) -> str:
     from deepspeed.launcher import runner
 
-    with _no_exit(), mock.patch.object(argparse.ArgumentParser, "error", _error):
+    with _strictly():
         options = runner.parse_args(list(arguments))
     return _script(options.user_script, options.user_args)
 
@@ -195,13 +195,12 @@ def _accept(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     """Raise unless the parser takes the arguments; those that it requires besides may be missing, for prose leaves them out."""
     if list(arguments) != ["--help"]:
         for each in _all_of(parser):
-            each.allow_abbrev = False
             for action in each._actions:
                 if not isinstance(action, argparse._SubParsersAction):
                     action.required = False
                     if not action.option_strings and action.nargs is None:
                         action.nargs = "?"
-    with _no_exit(), mock.patch.object(argparse.ArgumentParser, "error", _error):
+    with _strictly():
         parser.parse_args(list(arguments))
 
 
@@ -225,11 +224,12 @@ def _error(parser: argparse.ArgumentParser, message: str) -> None:
 
 
 @contextlib.contextmanager
-def _no_exit() -> Iterator[None]:
-    """``--help`` ends a program, which is fine; any other end is a refusal."""
+def _strictly() -> Iterator[None]:
+    """Parsers meanwhile take no abbreviated option. ``--help`` ends a program, which is fine; any other end is a refusal."""
     said = io.StringIO()
+    parser = mock.patch.multiple(argparse.ArgumentParser, error=_error, _get_option_tuples=lambda self, option: [])
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        with parser, contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             yield
     except SystemExit as end:
         if end.code not in (0, None):

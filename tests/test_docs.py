@@ -385,7 +385,7 @@ def test_options_by_themselves_are_of_the_command_before() -> None:
         "python docs/none.py",
         "ds_terapipe plans",
         "ds_terapipe prepare-data --output-prefixes data/python",
-        "deepspeed --num_gpu_s 4 train.py --deepspeed_config ds_config.json",
+        "deepspeed --num_gpu 4 train.py --deepspeed_config ds_config.json",
         "deepspeed train.py --deepspeed_configs ds_config.json",
         "train.py --stage-layer 5,3",
         "DS_TERAPIPE_AUTOLOADS=0",
@@ -438,6 +438,17 @@ def words_of_the_package() -> frozenset[str]:
     return frozenset(words)
 
 
+@functools.cache
+def classes_of_the_package() -> dict[str, str]:
+    """The module of each class at the top of a module of the package."""
+    return {
+        node.name: ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
 def resolved(dotted: str) -> Any:
     """What a dotted name that begins with a package means.
 
@@ -465,6 +476,11 @@ def check_name(text: str) -> None:
         if given:
             with contextlib.suppress(ValueError):  # C functions have no signature
                 assert set(given) <= set(inspect.signature(thing).parameters), f"{dotted} does not take all of {given}"
+        return
+    owner, _, member = dotted.partition(".")
+    if owner in classes_of_the_package():
+        kind = getattr(importlib.import_module(classes_of_the_package()[owner]), owner)
+        assert not member or hasattr(kind, member), f"{owner} has no {member}"
         return
     unknown = [part for part in re.findall(r"\w+", dotted) if part not in words_of_the_package() and part != "self"]
     assert not unknown, f"the package's sources have no {unknown}"
