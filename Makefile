@@ -1,47 +1,49 @@
-# Everything runs in the environment .venv if it is there (`make venv` makes it), else in the current one.
+# Every target that runs Python sees to its environment first: .venv, made once, with all that it needs (configs/venv.sh).
+# `VENV=` (an empty name) takes the environment that is active as it is.
 PYTHON ?= python3
 # A plain `torch` would bring another version and gigabytes of CUDA libraries with it.
 TORCH ?= torch==2.13.0
+VENV ?= .venv
+ARGS ?=
 
-VENV := $(CURDIR)/.venv
-STAMP := $(VENV)/.installed
-RUN := PATH="$(VENV)/bin:$$PATH" OMP_NUM_THREADS=1
-PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+RUN := $(if $(VENV),PATH="$(abspath $(VENV))/bin:$$PATH") OMP_NUM_THREADS=1
 MYPY_CACHE ?= .mypy_cache
 
 .PHONY: help venv demo test test-full test-mutants lint format clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/'
+	@printf '\nEach makes the environment first where it is not there. Settings, e.g. make test ARGS="-k lamb":\n'
+	@printf 'VENV=\ttake the active environment (it has the package with its extras), make none; default .venv\n'
+	@printf 'PYTHON=\tmakes the environment, 3.10 or later; default python3\n'
+	@printf 'TORCH=\twhat pip installs as PyTorch; default torch==2.13.0\n'
+	@printf 'ARGS=\tmore arguments for pytest in test and test-full\n'
+	@printf 'STEPS=\tof the training run in demo; default 120\n'
 
-venv: $(STAMP) ## make the environment .venv and install the package in it
-
-$(STAMP): setup.py constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH) numpy setuptools wheel
-	$(PIP) --no-build-isolation -e '.[megatron,hf,dev]'
-	@touch $@
+venv: ## make the environment .venv and install the package in it
+	@VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash configs/venv.sh
 
 demo: venv ## train a Megatron GPT on two processes with token slices, then compare with and without
 	@$(RUN) bash configs/demo.sh
 
-test: ## what CI runs
-	$(RUN) python -m pytest -q -m "not full and not mutants"
+test: venv ## what CI runs
+	$(RUN) python -m pytest -q -m "not full and not mutants" $(ARGS)
 
-test-full: ## every combination of settings, some tens of minutes
-	$(RUN) python -m pytest -q
+test-full: venv ## every combination of settings, some tens of minutes
+	$(RUN) python -m pytest -q $(ARGS)
 
-test-mutants: ## every known defect put into the package, and which tests find it
-	$(RUN) python -m pytest -q tests/test_mutants.py
+test-mutants: venv ## every known defect put into the package, and which tests find it
+	$(RUN) python -m pytest -q tests/test_mutants.py $(ARGS)
 
-lint: ## format, style, types of the parts that need no torch
+lint: venv ## format, style, types of the parts that need no torch
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy --cache-dir $(MYPY_CACHE)
 
-format: ## rewrite the files as `make lint` wants them
+format: venv ## rewrite the files as `make lint` wants them
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
 
-clean: ## remove the environment and the caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+clean: ## remove the environment (only one that was made here) and the caches
+	@for mark in .installed .begun; do if [ -n "$(VENV)" ] && [ -e "$(VENV)/$$mark" ]; then rm -rf "$(VENV)"; fi; done
+	rm -rf .venv.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small GPT on the sources of Python's standard library in two processes, with slices that are chosen in its first
-# steps, compares the same run with and without the key "token_pipeline", and draws what ran when. No GPU. `make demo` runs it in an environment that has the package installed.
+# steps, compares the same run with and without the key "token_pipeline", and draws what ran when. No GPU. `make demo` runs it in an
+# environment that has the package installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

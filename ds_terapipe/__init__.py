@@ -1,4 +1,4 @@
-"""Token-slice pipelining (TeraPipe) for DeepSpeed's pipeline engine.
+"""Token-slice pipelining (TeraPipe) for DeepSpeed's pipeline engine, and a fused LAMB.
 
 Importing the package leaves a hook on ``deepspeed.initialize`` and imports nothing but the standard library; every
 other public name is loaded when it is first asked for.
@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "ConfigError": "errors",
+    "FusedLamb": "optim.lamb",
     "Span": "pipeline.context",
     "TokenPipelineConfig": "config",
     "TokenPipelineEngine": "pipeline.engine",
@@ -25,6 +26,7 @@ _PUBLIC = {
 }
 __all__ = [
     "ConfigError",
+    "FusedLamb",
     "Span",
     "TokenPipelineConfig",
     "TokenPipelineEngine",

@@ -113,14 +113,122 @@ print(json.dumps(names))
     assert {"ds_terapipe.config", "ds_terapipe.pipeline.engine", "ds_terapipe.schedule.orders"} <= set(names)
 
 
+def pins_of(python: str) -> dict[str, str]:
+    """constraints.txt as pip reads it on a version of Python: versions by normalised name, each given once."""
+    found: dict[str, str] = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pin = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)(?:; python_version (>=|<) \"3\.11\")?", line)
+        assert pin, line
+        name, version_, bound = pin.groups()
+        if bound and (bound == "<") != (python == "3.10"):
+            continue
+        name = name.lower().replace("_", "-")
+        assert name not in found, f"{name} is pinned twice on Python {python}"
+        found[name] = version_
+    return found
+
+
 def test_constraints_pin_one_version_each():
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", pin) for pin in pins)
-    names = [pin.partition("==")[0].lower().replace("_", "-") for pin in pins]
-    assert len(names) == len(set(names))
-    assert {"torch", "deepspeed", "megatron-core", "numpy", "pytest", "ruff", "mypy"} <= set(names)
-    assert "torch==2.13.0" in pins and "deepspeed==0.19.8" in pins
+    newer, oldest = pins_of("3.11"), pins_of("3.10")
+    assert newer.keys() == oldest.keys() and newer["numpy"] != oldest["numpy"]
+    for pins in (newer, oldest):
+        assert {"torch", "deepspeed", "megatron-core", "numpy", "pytest", "ruff", "mypy"} <= set(pins)
+        assert pins["torch"] == "2.13.0" and pins["deepspeed"] == "0.19.8"
+
+
+def targets() -> dict[str, tuple[list[str], str]]:
+    """Of the Makefile: what each target depends on, and its recipe."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    rules = re.findall(r"^([a-z-]+):([^#\n]*)(?:##.*)?\n((?:\t.*\n)+)", text, re.MULTILINE)
+    return {name: (needs.split(), recipe) for name, needs, recipe in rules}
+
+
+def test_every_target_that_runs_python_makes_its_environment():
+    running = {name: needs for name, (needs, recipe) in targets().items() if "$(RUN)" in recipe}
+    assert set(running) == {"demo", "test", "test-full", "lint", "format"}
+    assert all("venv" in needs for needs in running.values()), running
+    assert "configs/venv.sh" in targets()["venv"][1]
+
+
+FAKE_PYTHON = """#!/usr/bin/env bash
+# Stands in for `python -m venv` and for the environment's own python, and writes down what it is asked for.
+echo "$*" >> {log}
+[ "$1" = -c ] && exit 0
+if [ "$2" = venv ]; then
+  mkdir -p "$3/bin" && echo "VIRTUAL_ENV=$3" > "$3/bin/activate" && cp "$0" "$3/bin/python"
+elif [ -e {broken} ]; then
+  exit 1
+fi
+"""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """configs/venv.sh in a folder of its own with a stand-in for Python; returns the function that runs it."""
+    (tmp_path / "configs").mkdir()
+    shutil.copy(ROOT / "configs" / "venv.sh", tmp_path / "configs")
+    (tmp_path / "setup.py").touch()
+    (tmp_path / "constraints.txt").touch()
+    log, broken, python = tmp_path / "log", tmp_path / "broken", tmp_path / "python"
+    python.write_text(FAKE_PYTHON.format(log=log, broken=broken))
+    python.chmod(0o755)
+
+    def make(venv: str = ".venv") -> tuple[int, list[str], str]:
+        log.unlink(missing_ok=True)
+        env = {**os.environ, "VENV": venv, "PYTHON": str(python), "TORCH": "torch==2.13.0"}
+        script = str(tmp_path / "configs" / "venv.sh")
+        done = subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=60)
+        ran = [line for line in log.read_text().splitlines() if line.startswith("-m")] if log.exists() else []
+        return done.returncode, [line.split()[1] for line in ran], done.stderr
+
+    make.folder = tmp_path
+    return make
+
+
+def test_an_environment_is_made_once_and_renewed_with_its_requirements(environment):
+    assert environment()[:2] == (0, ["venv", "pip", "pip"])
+    assert environment()[:2] == (0, [])
+    later = (environment.folder / ".venv" / ".installed").stat().st_mtime + 10
+    os.utime(environment.folder / "constraints.txt", (later, later))
+    assert environment()[:2] == (0, ["pip", "pip"])
+
+
+def test_an_environment_that_is_no_good_is_made_again(environment):
+    folder = environment.folder
+    (folder / "broken").touch()
+    assert environment()[:2] == (1, ["venv", "pip"])
+    (folder / ".venv" / "left").touch()
+    (folder / "broken").unlink()
+    assert environment()[:2] == (0, ["venv", "pip", "pip"])
+    assert not (folder / ".venv" / "left").exists() and not (folder / ".venv" / ".begun").exists()
+    (folder / ".venv" / "bin" / "python").unlink()
+    assert environment()[:2] == (0, ["venv", "pip", "pip"])
+    (folder / ".venv" / "bin" / "activate").write_text("VIRTUAL_ENV=/elsewhere/.venv")
+    assert environment()[:2] == (0, ["venv", "pip", "pip"])
+
+
+def test_an_environment_that_somebody_else_made_is_left_alone(environment):
+    theirs = environment.folder / "theirs"
+    theirs.mkdir()
+    (theirs / "pyvenv.cfg").touch()
+    status, ran, said = environment("theirs")
+    assert (status, ran) == (1, []) and "VENV: got theirs, which was not made here" in said
+    assert [path.name for path in theirs.iterdir()] == ["pyvenv.cfg"]
+
+
+def test_the_active_environment_is_taken_as_it_is(environment, monkeypatch):
+    """With ``VENV=``; one that lacks something is named, with what it lacks."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert environment("")[:2] == (0, [])
+    empty = environment.folder / "bin"
+    empty.mkdir()
+    (empty / "python").write_text(f'#!/bin/sh\nexec {sys._base_executable} -S -E "$@"\n')
+    (empty / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{empty}{os.pathsep}{os.environ['PATH']}")
+    status, ran, said = environment("")
+    assert (status, ran) == (1, []) and "has no ds_terapipe" in said and "VENV: got an empty name" in said
 
 
 def test_licence():

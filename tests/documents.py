@@ -1,0 +1,100 @@
+"""What README.md and docs/*.md show a reader: fenced blocks, inline code and links, each with the place it stands in."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+ROOM = re.compile(r"^## `(\w+)/?`", re.MULTILINE)
+ASSIGNMENT = re.compile(r"[A-Z][A-Z_0-9]*=\S*")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block, a span of code or the target of a link.
+
+    Attributes:
+        document: path below the repository's root.
+        line: counted from 1.
+        text: as it stands there; the line breaks in a span are single spaces.
+        language: of a fenced block, or empty.
+        room: folder of the package that the section is about, in docs/architecture.md; else empty.
+    """
+
+    document: str
+    line: int
+    text: str
+    language: str = ""
+    room: str = ""
+
+    @property
+    def where(self) -> str:
+        """To name it in a test's message."""
+        return f"{self.document}:{self.line}: {self.text.splitlines()[0]}"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A Markdown file taken apart."""
+
+    blocks: list[Piece]
+    spans: list[Piece]
+    links: list[Piece]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line: what is set in front of it, and its words."""
+
+    settings: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+def documents() -> list[str]:
+    """README.md and all Markdown files of docs/, as paths below the root."""
+    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+
+
+def take_apart(text: str, name: str) -> Document:
+    """The pieces of a Markdown text.
+
+    Raises:
+        ValueError: fences or back-quotes that do not come in pairs, which would hide what is between them.
+    """
+
+    def piece(at: int, shown: str, language: str = "") -> Piece:
+        rooms = list(ROOM.finditer(text, 0, at))
+        sections = text.rfind("\n## ", 0, at) + 1
+        room = rooms[-1][1] if rooms and rooms[-1].start() == sections else ""
+        return Piece(name, text.count("\n", 0, at) + 1, shown, language, room)
+
+    blocks = [piece(match.start(), match[2], match[1]) for match in FENCE.finditer(text)]
+    # Blanked, not cut out: places stay what they are.
+    prose = FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+    for number, paragraph in enumerate(re.split(r"\n\s*\n", prose)):
+        if "```" in paragraph or paragraph.count("`") % 2:
+            raise ValueError(f"{name}: paragraph {number} has an odd back-quote: {paragraph.strip()[:80]!r}")
+    spans = [piece(match.start(), " ".join(match[1].split())) for match in CODE.finditer(prose)]
+    links = [piece(match.start(), match[1]) for match in LINK.finditer(prose)]
+    return Document(blocks, spans, links)
+
+
+def commands(shell: str) -> list[Command]:
+    """The command lines of a piece of shell: one a line, or joined by ``&&``; comments are left out."""
+    found = []
+    for line in shell.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words:
+            end = words.index("&&") if "&&" in words else len(words)
+            one, words = words[:end], words[end + 1 :]
+            settings = []
+            while one and ASSIGNMENT.fullmatch(one[0]):
+                settings.append(one.pop(0))
+            found.append(Command(tuple(settings), tuple(one)))
+    return found

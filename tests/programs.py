@@ -1,0 +1,236 @@
+"""Whether a command line would be accepted: by the program's own parser, which is caught before the program does anything."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import metadata
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from .documents import ROOT, Command
+
+LAUNCHER = ("deepspeed",)
+# Programs of other repositories, and so not here: of their arguments, those that DeepSpeed adds are checked.
+ELSEWHERE = ("pretrain_gpt.py",)
+DEEPSPEEDS = ("--deepspeed", "--deepspeed_config")
+
+
+class Rejected(AssertionError):
+    """The command would fail, and why."""
+
+
+class _Caught(Exception):
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+
+def check(command: Command) -> str:
+    """What kind of command it is, after it was found that its program would take it.
+
+    Raises:
+        Rejected: no such program, target or option, or a value that the program refuses.
+    """
+    for setting in command.settings:
+        check_setting(setting)
+    if not command.words:
+        return "setting"
+    program, *arguments = command.words
+    if program == "make":
+        _make(arguments)
+        return "make"
+    if program == "pip":
+        _pip(arguments)
+        return "pip"
+    if program == "ds_terapipe":
+        _ours("ds_terapipe.cli", arguments)
+        return "ds_terapipe"
+    if program in LAUNCHER:
+        return _launch(arguments)
+    if program in ("python", "python3"):
+        return _python(arguments)
+    if program.endswith(".py"):
+        return _script(program, arguments)
+    raise Rejected(f"no such program: {program}")
+
+
+def check_setting(setting: str) -> None:
+    """An environment variable is read by this repository, or by torch or DeepSpeed where they look for it.
+
+    Raises:
+        Rejected: nobody reads it.
+    """
+    name = setting.partition("=")[0]
+    readers = [ROOT / "setup.py", *(ROOT / "ds_terapipe").rglob("*.py"), *(ROOT / "configs").glob("*.sh")]
+    for module in ("torch", "deepspeed.accelerator.real_accelerator"):
+        readers.append(Path(importlib.util.find_spec(module).origin))
+    if not any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in readers):
+        raise Rejected(f"nobody reads the variable {name}")
+
+
+def options_of(command: Command) -> set[str]:
+    """All options of the program that a ``ds_terapipe`` or ``python`` command runs, those of its subcommand among them."""
+    if command.words[0] == "ds_terapipe":
+        return _names(_parser("ds_terapipe.cli"), command.words[1:2])
+    if command.words[:2] == ("python", "-m"):
+        return _names(_parser(command.words[2]))
+    return set()
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
+
+
+def _make(arguments: Sequence[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for argument in arguments:
+        name, given, _ = argument.partition("=")
+        pattern = rf"^{name} \?=" if given else rf"^{name}:.*\n\t"
+        if not re.search(pattern, makefile, re.MULTILINE):
+            raise Rejected(f"make: the Makefile has no {'setting' if given else 'target'} {name}")
+
+
+def _pip(arguments: Sequence[str]) -> None:
+    if arguments[0] != "install":
+        raise Rejected(f"pip: only install is known here, not {arguments[0]}")
+    wanted = [word for word in arguments[1:] if not word.startswith("-")]
+    unknown = [word for word in arguments[1:] if word.startswith("-") and word not in _pips_options()]
+    if unknown:
+        raise Rejected(f"pip install: no option {unknown}")
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower()
+    extras = metadata("ds_terapipe").get_all("Provides-Extra")
+    for name in wanted:
+        here = re.fullmatch(r"(?:\.|ds_terapipe)(?:\[([\w,]+)\])?", name)
+        if here and set((here[1] or extras[0]).split(",")) - set(extras):
+            raise Rejected(f"pip: {name} names an extra that is none of {extras}")
+        if not here and f"\n{name.lower()}==" not in pinned:
+            raise Rejected(f"pip: {name} is not in constraints.txt")
+
+
+@functools.cache
+def _pips_options() -> frozenset[str]:
+    """From its help, in a process of its own: pip brings a distutils along that others in this one cannot live with."""
+    command = [sys.executable, "-m", "pip", "install", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return frozenset(re.findall(r"(?<![\w-])(--?[a-z][\w-]*)", done.stdout))
+
+
+def _python(arguments: Sequence[str]) -> str:
+    if arguments[0] != "-m":
+        return _script(*_head(arguments))
+    module, rest = _head(arguments[1:])
+    _ours(module, rest)
+    return "python -m"
+
+
+def _head(words: Sequence[str]) -> tuple[str, list[str]]:
+    return words[0], list(words[1:])
+
+
+def _script(name: str, arguments: Sequence[str]) -> str:
+    if name in ELSEWHERE:
+        _accept(_deepspeeds(), [word for word in arguments if word in DEEPSPEEDS or word.endswith("ds_config.json")])
+        return "elsewhere"
+    path = ROOT / name
+    if not path.is_file():
+        raise Rejected(f"there is no {name}")
+    if arguments or "add_argument" in path.read_text(encoding="utf-8"):
+        _accept(_parser(name), arguments)
+    return "script"
+
+
+def _launch(arguments: Sequence[str]) -> str:
+    from deepspeed.launcher import runner
+
+    with _strictly():
+        options = runner.parse_args(list(arguments))
+    return _script(options.user_script, options.user_args)
+
+
+def _ours(module: str, arguments: Sequence[str]) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise Rejected(f"there is no module {module}")
+    _accept(_parser(module), arguments)
+
+
+# -------------------------------------------------------------------------------------------------------------- parsers
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    """The parser that the ``main`` of a module, or a script of the repository, is about to use."""
+    if program.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(f"_shown_{Path(program).stem}", ROOT / program)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(program)
+    run: Callable[[], Any] = module.main
+
+    def catch(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        raise _Caught(parser)
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", catch), mock.patch.object(sys, "argv", [program]):
+        try:
+            run()
+        except _Caught as caught:
+            return caught.parser
+    raise AssertionError(f"{program}: main() parses no arguments")
+
+
+def _deepspeeds() -> argparse.ArgumentParser:
+    import deepspeed
+
+    return deepspeed.add_config_arguments(argparse.ArgumentParser())
+
+
+def _accept(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Raise unless the parser takes the arguments; those that it requires besides may be missing, for prose leaves them out."""
+    if list(arguments) != ["--help"]:
+        for each in _all_of(parser):
+            for action in each._actions:
+                if not isinstance(action, argparse._SubParsersAction):
+                    action.required = False
+                    if not action.option_strings and action.nargs is None:
+                        action.nargs = "?"
+    with _strictly():
+        parser.parse_args(list(arguments))
+
+
+def _all_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _all_of(each)
+
+
+def _names(parser: argparse.ArgumentParser, subcommands: Sequence[str] = ()) -> set[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and subcommands and subcommands[0] in action.choices:
+            return _names(action.choices[subcommands[0]])
+    return {name for action in parser._actions for name in action.option_strings}
+
+
+def _error(parser: argparse.ArgumentParser, message: str) -> None:
+    raise Rejected(f"{parser.prog}: {message}")
+
+
+@contextlib.contextmanager
+def _strictly() -> Iterator[None]:
+    """Parsers meanwhile take no abbreviated option. ``--help`` ends a program, which is fine; any other end is a refusal."""
+    said = io.StringIO()
+    parser = mock.patch.multiple(argparse.ArgumentParser, error=_error, _get_option_tuples=lambda self, option: [])
+    try:
+        with parser, contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            yield
+    except SystemExit as end:
+        if end.code not in (0, None):
+            raise Rejected(said.getvalue().strip() or f"exit status {end.code}") from None
