@@ -120,7 +120,11 @@ NAMES: tuple[Name, ...] = (
     Name(f"{_CHECKPOINTING}:CONTIGUOUS_CHECKPOINTING", "0.19.8", "refusals: refused where something is cut"),
     Name(f"{_CHECKPOINTING}:PARTITION_ACTIVATIONS", "0.19.8", "execution: inputs lose their data"),
     Name(f"{_CHECKPOINTING}:CPU_CHECKPOINT", "0.19.8", "execution: inputs lose their data"),
-    Name("deepspeed.runtime.config:DeepSpeedConfig.__init__#_param_dict", "0.19.8", "engine: set_slices looks at it again"),
+    Name(
+        "deepspeed.runtime.config:DeepSpeedConfig.__init__#_param_dict",
+        "0.19.8",
+        "engine: set_slices looks at it again",
+    ),
     Name(f"{_BASE}.compile#_is_compiled_autograd_enabled", "0.19.8", "engine: has no effect"),
     Name(f"{_MODULE}.compile", "0.19.8", "engine: compiles the layers one by one"),
     Name(f"{_MODULE}._set_bounds", "0.19.8", "megatron: stages of given sizes"),

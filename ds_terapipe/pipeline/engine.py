@@ -30,6 +30,7 @@ from ds_terapipe.pipeline.channels import Channels
 from ds_terapipe.pipeline.choosing import changed_settings, new_choice
 from ds_terapipe.pipeline.context import SliceContext
 from ds_terapipe.pipeline.control import Control, Header
+from ds_terapipe.pipeline.evaluation import Evaluation
 from ds_terapipe.pipeline.execution import ActionExecution
 from ds_terapipe.pipeline.gradient_sums import GradientSums
 from ds_terapipe.pipeline.gradients import SlicedGradients
@@ -40,7 +41,7 @@ from ds_terapipe.pipeline.layer_times import LayerTimes
 from ds_terapipe.pipeline.layout import Layout
 from ds_terapipe.pipeline.loss import MicroBatchLoss, check_loss, runs_per_slice
 from ds_terapipe.pipeline.packed_weights import PackedWeights, is_available
-from ds_terapipe.pipeline.plan import FORWARD_ONLY, StepPlan, plan_step
+from ds_terapipe.pipeline.plan import StepPlan, plan_step
 from ds_terapipe.pipeline.report import StepReport, emit
 from ds_terapipe.pipeline.trace import Recorder, TraceFile
 from ds_terapipe.pipeline.watch import StreamMark, Watch
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 PLAN_STATE = "ds_terapipe_plan"
 
 
-class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, PipelineEngine):
+class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNormClipping, PipelineEngine):
     """A :class:`PipelineEngine` whose pipeline carries slices of sequences. Same calls, same results.
 
     Args:
@@ -212,7 +213,7 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
         self._finalizer()
         super().destroy()
 
-    # ------------------------------------------------------------------------------------------------------ train, eval
+    # ----------------------------------------------------------------------------------------------------------- train
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimiser step on the next ``gradient_accumulation_steps`` micro-batches; as ``PipelineEngine.train_batch``.
@@ -286,51 +287,6 @@ class TokenPipelineEngine(ActionExecution, SlicedGradients, TrueNormClipping, Pi
     def _collective(self, name: str, waited_for: str, counts: bool = True) -> Iterator[None]:
         with self._recorder.collective(name), self._watch.waiting(waited_for, counts=counts):
             yield
-
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any],
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """Evaluate one batch without gradients; arguments and result as for ``PipelineEngine.eval_batch``."""
-        self._refuse_broken()
-        self.module.eval()
-        self.eval_return_logits, self._compute_loss = return_logits, compute_loss
-        train_iterator = self.data_iterator
-        self.set_dataiterator(data_iter)
-        micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
-        try:
-            with torch.no_grad():
-                result = self._evaluate(micro_batches, compute_loss, reduce_output, bcast_loss)
-        finally:
-            self.set_dataiterator(train_iterator)
-            self.eval_return_logits = False
-        if self.global_rank == 0 and self.monitor.enabled and compute_loss:
-            self.monitor.write_events([("Train/Samples/eval_loss", result.mean().item(), self.global_samples)])
-        if return_logits:
-            outputs, self.outputs = self.outputs, None
-            return result, outputs
-        return result
-
-    def _evaluate(self, micro_batches: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
-        batch = self._next_step(micro_batches)
-        batch.cut(self._choice.now(batch.lengths).slices)
-        self._inspect(batch)
-        self.total_loss = self.total_additional_losses = None
-        plan = plan_step(FORWARD_ONLY, self.num_stages, batch.slice_counts())
-        with self._no_way_back():
-            self._run(batch, plan, self.global_steps)
-        result = None
-        with self._watch.waiting("the loss from the last stage"):
-            if self.is_last_stage():
-                result = self._reduce_outputs(self.fwd_outputs, reduce=reduce_output, micro_batches=micro_batches)
-            if compute_loss and (bcast_loss or self.monitor.enabled):
-                result = self._bcast_pipe_scalar(result)
-        return result
 
     # -------------------------------------------------------------------------------------------------------- one step
 

@@ -1,0 +1,61 @@
+"""Evaluation: a batch forward only, cut as the training's are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ds_terapipe.pipeline.plan import FORWARD_ONLY, plan_step
+
+
+class Evaluation:
+    """Stands before ``PipelineEngine``; the class that has both prepares a batch and runs its schedule."""
+
+    def eval_batch(
+        self: Any,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate one batch without gradients; arguments and result as for ``PipelineEngine.eval_batch``."""
+        self._refuse_broken()
+        self.module.eval()
+        self.eval_return_logits, self._compute_loss = return_logits, compute_loss
+        train_iterator = self.data_iterator
+        self.set_dataiterator(data_iter)
+        micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
+        try:
+            with torch.no_grad():
+                result = self._evaluate(micro_batches, compute_loss, reduce_output, bcast_loss)
+        finally:
+            self.set_dataiterator(train_iterator)
+            self.eval_return_logits = False
+        if self.global_rank == 0 and self.monitor.enabled and compute_loss:
+            self.monitor.write_events([("Train/Samples/eval_loss", result.mean().item(), self.global_samples)])
+        if return_logits:
+            outputs, self.outputs = self.outputs, None
+            return result, outputs
+        return result
+
+    def _evaluate(
+        self: Any, micro_batches: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
+    ) -> Any:
+        batch = self._next_step(micro_batches)
+        batch.cut(self._choice.now(batch.lengths).slices)
+        self._inspect(batch)
+        self.total_loss = self.total_additional_losses = None
+        plan = plan_step(FORWARD_ONLY, self.num_stages, batch.slice_counts())
+        with self._no_way_back():
+            self._run(batch, plan, self.global_steps)
+        result = None
+        with self._watch.waiting("the loss from the last stage"):
+            if self.is_last_stage():
+                result = self._reduce_outputs(self.fwd_outputs, reduce=reduce_output, micro_batches=micro_batches)
+            if compute_loss and (bcast_loss or self.monitor.enabled):
+                result = self._bcast_pipe_scalar(result)
+        return result
