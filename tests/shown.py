@@ -1,0 +1,122 @@
+"""Of what kind each block and each span of code in README.md and docs/*.md is, and what of a kind there is to test."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_terapipe.schedule import Op
+
+from .documents import ASSIGNMENT, ROOT, Piece, documents, take_apart
+from .programs import ELSEWHERE, Rejected
+
+PACKAGE = ROOT / "ds_terapipe"
+PROGRAMS = ("make ", "pip ", "python ", "python3 ", "deepspeed ", "ds_terapipe ", "bash ", "torchrun ")
+MEGATRON_DEEPSPEED = "docs/megatron_deepspeed.md"
+# Imports that the text shows because they fail beside DeepSpeed 0.19.8: they have to.
+BROKEN_IMPORTS = (
+    "from megatron.model.vision.knn_monitor import compute_feature_bank",
+    "from deepspeed.compression.compress import init_compression, redundancy_clean",
+)
+# Output is shown, not run: what the package says there is in its sources, and its first words tell which it is.
+OUTPUTS = {
+    "rank 0 (stage 0) waited": ("waited {", "gradients of", "last seen in step", "no sign of life for"),
+    "[Rank 0] step 5: loss": ("tokens/s", "s per step", "waited", "slices"),
+}
+# Words of Megatron-DeepSpeed, which is not here, and a commit of it. Its options are in its own arguments.py.
+THEIRS = ("4efb479d", "CoreAttention", "CoreAttention.forward", "evaluate", "key_layer", "query_layer", "value_layer",
+          "reshape", "view", "megatron/training.py", "megatron/model/transformer.py")  # fmt: skip
+# What stands for something in the text, and is not to be found by name.
+PLACES = (".bin/.idx", "[first, last]", "[row, column]", ".data", "ds_config.json")
+SHORT = {"nn": "torch.nn", "F": "torch.nn.functional"}
+
+
+@functools.cache
+def shown() -> SimpleNamespace:
+    """All blocks, spans and links of all documents."""
+    found = [take_apart((ROOT / name).read_text(encoding="utf-8"), name) for name in documents()]
+    return SimpleNamespace(
+        **{kind: [p for one in found for p in getattr(one, kind)] for kind in ("blocks", "spans", "links")}
+    )
+
+
+def block_kind(block: Piece) -> str:
+    """``json``, ``python``, ``shell`` or ``output``."""
+    if block.language in ("json", "python"):
+        return block.language
+    if block.language in ("", "bash", "sh") and block.text.startswith(PROGRAMS):
+        return "shell"
+    if block.language == "" and block.text.startswith(tuple(OUTPUTS)):
+        return "output"
+    pytest.fail(f"{block.where}: a block of an unknown kind ({block.language or 'no language'})")
+
+
+def span_kind(span: Piece) -> str:
+    """The first kind whose rule the span meets; what the kind claims is for the tests to find out."""
+    text = span.text
+    rules: dict[str, Callable[[], Any]] = {
+        "place": lambda: text in PLACES,
+        "theirs": lambda: text in ELSEWHERE or (span.document == MEGATRON_DEEPSPEED and text in THEIRS),
+        "import": lambda: re.match(r"(from [\w.]+ )?import \w", text),
+        "command": lambda: text.startswith(PROGRAMS) or text.startswith("train.py ") or ASSIGNMENT.match(text),
+        "option": lambda: text.startswith("--"),
+        "json": lambda: is_json(text) or is_json("{" + text + "}"),
+        "action": lambda: re.fullmatch(r"\d+[A-Z_]+[\d.]+", text) or text in [op.value for op in Op],
+        "file": lambda: re.fullmatch(r"[\w./*-]+\.(py|cpp|cu|sh|md|json|txt|svg)|[\w/]+/", text),
+        "name": lambda: re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", text) or text == "MALLOC_*" or text == "1f1b",
+    }
+    for kind, rule in rules.items():
+        if rule():
+            return kind
+    pytest.fail(f"{span.where}: a piece of code of an unknown kind")
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def blocks(kind: str) -> list[Piece]:
+    """The blocks of a kind, of which there have to be some."""
+    found = [block for block in shown().blocks if block_kind(block) == kind]
+    assert found, f"no {kind} block in any document: has the parser gone blind?"
+    return found
+
+
+def spans(kind: str) -> list[Piece]:
+    """The spans of a kind, of which there have to be some."""
+    found = [span for span in shown().spans if span_kind(span) == kind]
+    assert found, f"no span of the kind {kind} in any document: has the parser gone blind?"
+    return found
+
+
+@contextlib.contextmanager
+def at(piece: Piece) -> Iterator[None]:
+    """Put the place in front of what went wrong there."""
+    try:
+        yield
+    except (AssertionError, Rejected, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        pytest.fail(f"{piece.where}\n    {type(error).__name__}: {error}")
+
+
+def run_python(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A program in a new interpreter, outside the repository."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=env, cwd=folder, capture_output=True, text=True, timeout=240
+    )
