@@ -40,9 +40,10 @@ class Ran:
         A layer calls attention once; with ``layers`` None as often as it likes, but for every slice equally often.
         """
         wanted = tuple(tuple(micro_batch) for micro_batch in lengths)
-        assert self._engine.slices_run == wanted
+        slices, counts = self._engine.slices_run, self._engine.units_run
+        assert slices == wanted, f"ran slices of {slices} tokens, not {wanted}"
         units = sum(map(len, wanted))
-        assert self._engine.units_run == (units, units if training else 0)
+        assert counts == (units, units if training else 0), f"ran {counts} units, not {units}"
         spans = Counter(
             (m, sum(micro_batch[:index]), sum(micro_batch[: index + 1]))
             for m, micro_batch in enumerate(wanted)
@@ -55,7 +56,9 @@ class Ran:
         for layer in seen:
             calls = {(m, start, stop): n for (at, m, start, stop), n in self._cut.items() if at == layer}
             often = 1 if layers is not None else max(calls.values())
-            assert calls == dict.fromkeys(spans, often), f"layer {layer}"
+            assert calls == dict.fromkeys(spans, often), (
+                f"layer {layer} called attention for {calls}, not for {list(spans)}"
+            )
 
 
 @contextmanager
