@@ -1,15 +1,17 @@
 """DeepSpeed's own pipeline tests twice, as they are and with our key in every configuration; ``deepspeed_suite.sh`` runs it.
 
 Its folder of tests is copied, and the copy is changed where the tests need more than a CPU and what is installed here: images
-of torchvision become random ones, and the random state of a device that is no device is not saved. What is tested is the
-installed DeepSpeed. That the key was there, and that the engine which ran is ours, is taken from what
-``deepspeed_suite_hooks.py`` writes down in the processes of the tests: a test that passes without them counts as failed.
+of torchvision become random ones, fp16 becomes bf16, and the random state of a device that is no device is not saved. What is
+tested is the installed DeepSpeed; what older tests compare and it no longer has is left out. That the key was there, and that
+the engine which ran is ours, is taken from what ``deepspeed_suite_hooks.py`` writes down in the processes of the tests: a test
+that passes without them counts as failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import json
 import os
 import shutil
@@ -22,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deepspeed.runtime.engine import DeepSpeedEngine
+
 from tests.benchmarks import deepspeed_suite_hooks as hooks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,7 +35,14 @@ PLAIN, OURS = "PipelineEngine", "TokenPipelineEngine"
 MISSING = "missing"
 _WORST = ("passed", "skipped", "failed")
 
-FORK_RNG = "fork_rng(devices=[get_accelerator().current_device_name()]"
+MODEL, CHECKPOINT = "unit/alexnet_model.py", "unit/checkpoint/test_pipeline.py"
+EDITS = (  # in which file, what, by what it is replaced
+    (MODEL, "fork_rng(devices=[get_accelerator().current_device_name()]", "fork_rng(devices=[]"),
+    (CHECKPOINT, '"fp16": {', '"bf16": {'),
+    (CHECKPOINT, "dtype=torch.float16 if", "dtype=torch.bfloat16 if"),
+)
+COMPARISON = "unit/checkpoint/common.py"
+GONE = "sparse_tensor_module_names"  # an attribute of the engine, compared by tests of DeepSpeed before 0.19.8, which has none
 RANDOM_IMAGES = '''
 
 class _RandomImages(torch.utils.data.Dataset):
@@ -91,14 +102,17 @@ def prepare(checkout: Path, folder: Path) -> Path:
     shutil.copy(hooks.__file__, target)
     with (target / "unit/__init__.py").open("a") as package:
         package.write(f"\nimport {Path(hooks.__file__).stem}  # noqa\n")
-    model = target / "unit/alexnet_model.py"
-    text = model.read_text()
-    if text.count(FORK_RNG) != 1:
-        raise SystemExit(f"tests/unit/alexnet_model.py: has not one {FORK_RNG!r}, the tests are of another version")
-    text = text.replace(FORK_RNG, "fork_rng(devices=[]")
+    for name, old, new in EDITS:
+        text = (target / name).read_text()
+        if text.count(old) != 1:
+            raise SystemExit(f"tests/{name}: has {old!r} {text.count(old)} times, must be once, use another version")
+        (target / name).write_text(text.replace(old, new))
+    if GONE not in inspect.getsource(DeepSpeedEngine):
+        lines = (target / COMPARISON).read_text().splitlines(keepends=True)
+        (target / COMPARISON).write_text("".join(line for line in lines if GONE not in line))
     if importlib.util.find_spec("torchvision") is None:
-        text += RANDOM_IMAGES
-    model.write_text(text)
+        with (target / MODEL).open("a") as model:
+            model.write(RANDOM_IMAGES)
     return target
 
 

@@ -93,32 +93,36 @@ def test_the_key_only_goes_into_a_config_that_is_a_dict() -> None:
         observed(config="ds_config.json")
 
 
-def checkout(folder: Path, model: str) -> Path:
-    for name in suite.FILES:
+def checkout(folder: Path) -> Path:
+    """A folder with all that is looked for in DeepSpeed's."""
+    for name in (*suite.FILES, suite.COMPARISON, "conftest.py", "pytest.ini", "unit/__init__.py"):
         (folder / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "tests" / name).touch()
-    for name in ("conftest.py", "pytest.ini", "unit/__init__.py"):
-        (folder / "tests" / name).touch()
-    (folder / "tests/unit/alexnet_model.py").write_text(model)
+    for name, old, _ in suite.EDITS:
+        with (folder / "tests" / name).open("a") as file:
+            file.write(f"{old}\n")
+    (folder / "tests" / suite.COMPARISON).write_text(f"first\nassert saved.{suite.GONE}\nlast\n")
     return folder
 
 
 def test_the_copy_is_changed_and_the_checkout_is_not(tmp_path: Path) -> None:
-    model = f"    with get_accelerator().random().{suite.FORK_RNG}, **fork_kwargs):\n"
-    source = checkout(tmp_path / "source", model)
+    source = checkout(tmp_path / "source")
+    before = {path: path.read_text() for path in source.rglob("*") if path.is_file()}
     (tmp_path / "copy").mkdir()
     tests = suite.prepare(source, tmp_path / "copy")
-    assert "fork_rng(devices=[], **fork_kwargs)" in (tests / "unit/alexnet_model.py").read_text()
+    for name, old, new in suite.EDITS:
+        assert old not in (tests / name).read_text() and new in (tests / name).read_text()
+    assert (tests / suite.COMPARISON).read_text() == "first\nlast\n"
     assert "import deepspeed_suite_hooks" in (tests / "unit/__init__.py").read_text()
     assert (tests / "deepspeed_suite_hooks.py").exists()
-    assert (source / "tests/unit/alexnet_model.py").read_text() == model
-    assert not (source / "tests/unit/__init__.py").read_text()
+    assert {path: path.read_text() for path in source.rglob("*") if path.is_file()} == before
 
 
 def test_other_checkouts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="must be a checkout of DeepSpeed"):
         suite.prepare(tmp_path, tmp_path)
-    source = checkout(tmp_path / "source", "nothing to change")
+    source = checkout(tmp_path / "source")
+    (source / "tests" / suite.MODEL).write_text("nothing to change")
     (tmp_path / "copy").mkdir()
-    with pytest.raises(SystemExit, match="the tests are of another version"):
+    with pytest.raises(SystemExit, match=r"alexnet_model\.py: has 'fork_rng.*' 0 times, must be once"):
         suite.prepare(source, tmp_path / "copy")
