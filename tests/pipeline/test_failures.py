@@ -89,6 +89,8 @@ def until_all_have_said_where_they_are() -> None:
 def happen(what: str) -> None:
     until_all_have_said_where_they_are()  # as in the steps of a model worth slicing, which take longer than a moment
     mark("accident")
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher ends the others as soon as it looks: see `torchrun`
+        os.kill(os.getppid(), signal.SIGSTOP)
     if what == "raise":
         raise Bug("a bug in the layer")
     os.kill(os.getpid(), SIGNALS[what])
@@ -222,8 +224,7 @@ def test_a_bug_in_a_layer_is_the_failing_ranks_own_error(exits):
 
 
 def test_under_torchrun_a_survivor_says_it():
-    end = torchrun(train, 2, *CASES["kill the last of 2"])
+    said = r"rank 0 \(stage 0\) waited [\d.]+ s for gradients of 0\.\d from rank 1 in step 2: "
+    end = torchrun(train, 2, *CASES["kill the last of 2"], until=said)
     assert end.code == 1, end.output
-    assert re.search(
-        r"rank 0 \(stage 0\) waited [\d.]+ s for gradients of 0\.\d from rank 1 in step 2: ", end.output
-    ), end.output
+    assert re.search(said, end.output), end.output
