@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.mutants.table import mutant_table
 
-# Two cores may be shared with anything: how long one example takes says nothing.
-settings.register_profile("ds_terapipe", deadline=None)
+# Two cores may be shared with anything: how long an example takes to run or to make says nothing.
+settings.register_profile("ds_terapipe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ds_terapipe")
 
 

@@ -13,6 +13,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import select
 import signal
 import socket
@@ -26,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import torch.multiprocessing as mp
@@ -256,8 +257,12 @@ def run_to_exit(
         return [_exit_of(rank, Path(folder), killed=rank in late) for rank in range(world_size)]
 
 
-def torchrun(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90.0) -> Exit:
-    """As :func:`run_to_exit`, started by torchrun on fresh interpreters; all output together, and the launcher's exit code."""
+def torchrun(function: Callable[..., Any], world_size: int, *args: Any, until: str, timeout: float = 150.0) -> Exit:
+    """As :func:`run_to_exit`, started by torchrun on fresh interpreters; all output together, and the launcher's exit code.
+
+    A worker may stop the launcher (``SIGSTOP``) before it dies: it goes on when the output matches ``until``, and does not end
+    the others before they have said a word.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
     command += [f"--master-port={free_port()}", "-m", "tests.spawn"]
     command += [f"{function.__module__}:{function.__qualname__}", json.dumps(args)]
@@ -267,6 +272,8 @@ def torchrun(function: Callable[..., Any], world_size: int, *args: Any, timeout:
         while launcher.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(psutil.NoSuchProcess):
                 seen.update(launcher.children(recursive=True))
+                if launcher.status() == psutil.STATUS_STOPPED and re.search(until, _text(output)):
+                    launcher.resume()
             time.sleep(0.02)
         code, at = launcher.poll(), time.monotonic()
         left = [process for process in seen if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
@@ -274,8 +281,12 @@ def torchrun(function: Callable[..., Any], world_size: int, *args: Any, timeout:
             process.kill()
         launcher.wait()
         assert not left, f"still there: {left}"
-        output.seek(0)
-        return Exit(-1, code, output.read().decode(errors="replace"), at)
+        return Exit(-1, code, _text(output), at)
+
+
+def _text(output: IO[bytes]) -> str:
+    """What is in a file that processes are writing to; they share its position, which stays."""
+    return os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors="replace")
 
 
 def _environment() -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -148,8 +147,8 @@ FINE = {
 }
 
 
-def refused(model, keys) -> tuple[str, str, float]:
-    """Class and text of what ``deepspeed.initialize`` with the hook raises, and how long it took."""
+def refused(model, keys) -> tuple[str, str]:
+    """Class and text of what ``deepspeed.initialize`` with the hook raises."""
     import deepspeed
 
     import ds_terapipe
@@ -158,12 +157,11 @@ def refused(model, keys) -> tuple[str, str, float]:
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, **KEY, **keys}
     if "elastic_pipeline" in keys or "token_pipline" in keys:
         del config["token_pipeline"]
-    start = time.monotonic()
     try:
         deepspeed.initialize(model=model, config=config)
     except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "nothing", "", time.monotonic() - start
+        return type(error).__name__, str(error)
+    return "nothing", ""
 
 
 def pipeline(last_layer=Plain, module_class=None):
@@ -211,20 +209,14 @@ def on_every_rank(results) -> dict[str, str]:
     first, second = results
     assert first.keys() == second.keys()
     for name in first:
-        assert first[name][:2] == second[name][:2], name
+        assert first[name] == second[name], name
         assert first[name][0] == "ConfigError", (name, first[name])
         assert "\n" not in first[name][1]
-    return {name: message for name, (_, message, _) in first.items()}
-
-
-def soon(results):
-    for found in results:
-        assert max(seconds for _, _, seconds in found.values()) < 10, found
-    return results
+    return {name: message for name, (_, message) in first.items()}
 
 
 def test_configs_are_refused_on_every_rank():
-    check_configs(soon(run_ranks(refused_configs, 2)))
+    check_configs(run_ranks(refused_configs, 2))
 
 
 def check_configs(results):
@@ -278,7 +270,7 @@ def all_are_told(mutant):
 
 
 def test_models_are_refused_on_every_rank():
-    results = soon(run_ranks(refused_models, 2))
+    results = run_ranks(refused_models, 2)
     check_layers([{name: found[name] for name in LAYERS} for found in results])
     messages = on_every_rank(results)
     assert "get_additional_losses" in messages["additional losses"]

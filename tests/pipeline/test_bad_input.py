@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +26,9 @@ from tests.pipeline.models import (
 from tests.pipeline.training import build_engine
 from tests.spawn import Exit, run_ranks, run_to_exit
 
-WITHIN_S = 10.0
+# Of waits, and longer than the processes get: an error that somebody has to wait for does not come at all.
+TIMEOUT_S = 900
+ENDS_WITHIN_S = 300
 MICRO_BATCHES = 2
 
 
@@ -87,13 +88,12 @@ WHERE = {
 
 
 def attempt(call: Callable[[], Any]) -> list[Any]:
-    """Type and text of the error that a call ends with, and how many seconds it took."""
-    start = time.monotonic()
+    """Type and text of the error that a call ends with."""
     try:
         call()
     except Exception as error:
-        return [type(error).__name__, str(error), time.monotonic() - start]
-    return ["nothing", "", time.monotonic() - start]
+        return [type(error).__name__, str(error)]
+    return ["nothing", ""]
 
 
 def tell(name: str, found: Any) -> None:
@@ -108,7 +108,7 @@ def found(end: Exit) -> dict[str, Any]:
 
 
 def bad_data(rank: int, world_size: int) -> None:
-    engine = build_engine(gpt(2), MaskedTokenLoss(), token_pipeline={"slices": 6, "timeout_s": 20}, stages=2)
+    engine = build_engine(gpt(2), MaskedTokenLoss(), token_pipeline={"slices": 6, "timeout_s": TIMEOUT_S}, stages=2)
     for where, chosen in WHERE.items():
         for name, (iterator, _) in DATA.items():
             data = iterator() if chosen(engine) else good()
@@ -125,20 +125,19 @@ def bad_data(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bad_data_is_one_line_on_every_rank(world_size):
-    ends = [found(end) for end in run_to_exit(bad_data, world_size, timeout=120)]
+    ends = [found(end) for end in run_to_exit(bad_data, world_size, timeout=ENDS_WITHIN_S)]
     for name, (_, text) in DATA.items():
         for where in WHERE:
             for rank, told in enumerate(ends):
-                kind, message, seconds = told[f"{name}, {where}"]
+                kind, message = told[f"{name}, {where}"]
                 assert (kind, "\n" in message) == ("ConfigError", False), (name, where, rank, kind, message)
                 assert text in message, (name, where, rank, message)
-                assert seconds < WITHIN_S
     last = set(range(world_size // 2, world_size))
     for name, sick in (("first", set(range(world_size)) - last), ("last", last), ("later", set(range(world_size)))):
         for rank, told in enumerate(ends):
             own = ["OSError", "no such\nshard"]
             others = ["RuntimeError", f"rank {min(sick)} failed: OSError: no such shard"]
-            assert told[f"broken {name}"][:2] == (own if rank in sick else others)
+            assert told[f"broken {name}"] == (own if rank in sick else others)
     for told in ends:
         assert {told[f"exhausted {name}"][0] for name in ("first", "last")} == {"StopIteration"}
         assert told["evaluation"][0] == "ConfigError"
@@ -195,7 +194,7 @@ MODELS = {
 
 def bad_models(rank: int, world_size: int) -> None:
     for name, (layers, loss_fn, _) in MODELS.items():
-        engine = build_engine(layers(), loss_fn, token_pipeline={"slices": 4, "timeout_s": 20}, stages=2)
+        engine = build_engine(layers(), loss_fn, token_pipeline={"slices": 4, "timeout_s": TIMEOUT_S}, stages=2)
         tell(name, attempt(lambda engine=engine: engine.train_batch(good(masked=False))))
         engine.destroy()
 
@@ -203,7 +202,11 @@ def bad_models(rank: int, world_size: int) -> None:
 def attempt_with(micro_batches: int = MICRO_BATCHES, batches: tuple[int, ...] = (24,), **settings: Any) -> list[Any]:
     def train() -> None:
         engine = build_engine(
-            gpt(2), mean_loss, token_pipeline={"timeout_s": 20, **settings}, stages=2, micro_batches=micro_batches
+            gpt(2),
+            mean_loss,
+            token_pipeline={"timeout_s": TIMEOUT_S, **settings},
+            stages=2,
+            micro_batches=micro_batches,
         )
         for length in batches:
             engine.train_batch(good(length, masked=False))
@@ -255,17 +258,15 @@ def bad_settings(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("worker", ["bad_models", "bad_settings"])
 def test_bad_models_and_settings_are_one_line_on_every_rank(worker, world_size):
     expected = {name: row[-1] for name, row in (MODELS if worker == "bad_models" else SETTINGS).items()}
-    ranks = [found(end) for end in run_to_exit(globals()[worker], world_size, timeout=120)]
+    ranks = [found(end) for end in run_to_exit(globals()[worker], world_size, timeout=ENDS_WITHIN_S)]
     one_line(expected, ranks)
-    for rank, told in enumerate(ranks):
-        assert max(told[name][2] for name in expected) < WITHIN_S, (rank, told)
 
 
 def one_line(expected: dict[str, str], ranks: list[dict[str, Any]]) -> None:
     """Every rank got a ConfigError with this text."""
     for rank, told in enumerate(ranks):
         for name, text in expected.items():
-            kind, message, _ = told[name]
+            kind, message = told[name]
             assert (kind, "\n" in message) == ("ConfigError", False), (name, rank, kind, message)
             assert text in message, (name, rank, message)
 
@@ -273,7 +274,7 @@ def one_line(expected: dict[str, str], ranks: list[dict[str, Any]]) -> None:
 def two_told(rank: int, world_size: int, settings: tuple[str, ...], data: tuple[str, ...]) -> dict[str, Any]:
     told = {name: attempt_with(**SETTINGS[name][0](rank, world_size)) for name in settings}
     for name in data:
-        engine = build_engine(gpt(2), MaskedTokenLoss(), token_pipeline={"slices": 6, "timeout_s": 20}, stages=2)
+        engine = build_engine(gpt(2), MaskedTokenLoss(), token_pipeline={"slices": 6, "timeout_s": TIMEOUT_S}, stages=2)
         told[name] = attempt(lambda engine=engine, name=name: engine.train_batch(DATA[name][0]()))
         engine.destroy()
     return told
