@@ -364,7 +364,8 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
             self._context.packed_weights.end()
 
     def _shape_of(self, batch: StepBatch, training: bool) -> Callable[[Unit], Hashable]:
-        return lambda unit: (batch.signatures[unit.micro_batch], batch.spans[unit.micro_batch], unit.slice, training)
+        signatures, spans = batch.signatures, batch.spans  # and not the batch: links keep what they are given here
+        return lambda unit: (signatures[unit.micro_batch], spans[unit.micro_batch], unit.slice, training)
 
     def makes_weight_gradients_once(self) -> bool:
         """Per micro-batch or per slice: a user who checkpoints activations is short of the memory that the former takes.

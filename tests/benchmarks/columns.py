@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ class Workload:
 @dataclass(frozen=True)
 class Column:
     """A way to train the model. ``modules`` are imported before the column's memory is first looked at; ``settling`` is
-    the number of steps that it takes, with nothing else running, before it is as fast as it will be.
+    the number of steps that it takes, with nothing else running, before it is as fast as it will be; ``checkout`` is a
+    folder that ds_terapipe is taken from where it is not this one.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Column:
     prepare: Callable[[int, int, Workload], Step] = field(repr=False)
     modules: tuple[str, ...] = ()
     settling: int = 0
+    checkout: str | None = None
 
 
 def _accumulating_step(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], workload: Workload) -> Step:
@@ -270,6 +272,12 @@ COLUMNS: dict[str, Column] = {
         Column("auto", "ours, auto", 2, PrepareOurs("auto"), _OURS, SETTLING),
     )
 }
+
+
+def of_checkout(column: Column, path: str) -> Column:
+    """The same column of the package in another checkout: ``ours4`` becomes ``before4``."""
+    name, title = (text.replace("ours", "before") for text in (column.name, column.title))
+    return replace(column, name=name, title=title, checkout=path)
 
 
 def in_one_process(slices: int) -> Column:

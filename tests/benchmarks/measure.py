@@ -62,7 +62,9 @@ class Fleet:
         self._bare: Workers | None = None
         try:
             for column in columns:
-                self.groups[column.name] = Workers(column.world, column.modules, settings.log, settings.timeout)
+                self.groups[column.name] = Workers(
+                    column.world, column.modules, settings.log, settings.timeout, column.checkout
+                )
             if not any(group.world > 1 for group in self.groups.values()):
                 self._bare = Workers(2, (), settings.log, settings.timeout)
             self._started()

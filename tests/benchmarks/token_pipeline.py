@@ -5,6 +5,9 @@ per step of every column (tests/benchmarks/columns.py), the ratio to DeepSpeed's
 then the bound, an account of what is missing to it, and whether the targets are met. tests/benchmarks/rounds.py says
 how the figures are taken. DeepSpeed's engine is run twice: what the two differ by is the noise. ``--quick`` runs a
 tiny model through all of it and shows that the benchmark works, not how fast anything is.
+
+``--before PATH`` runs our own columns of another checkout in the same rounds: whether a change has cost anything is a
+ratio of two columns, e.g. ``--batches 1 --columns ours1,ours4 --before ../main``.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import logging
 import math
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +27,7 @@ import torch
 
 from tests.benchmarks import gpt
 from tests.benchmarks.account import Account, account, measure_costs
-from tests.benchmarks.columns import COLUMNS, SLICES, Workload, in_one_process
+from tests.benchmarks.columns import COLUMNS, SLICES, Column, Workload, in_one_process, of_checkout
 from tests.benchmarks.measure import Result, Settings, WrongResult, measure
 from tests.benchmarks.rounds import CLEAN_ROUNDS_NEEDED, verdict
 
@@ -74,7 +78,7 @@ def best_slices(result: Result) -> int | None:
 
 def table(results: Mapping[int, Result], names: Sequence[str]) -> list[str]:
     """Two lines per batch: seconds (ratio to DeepSpeed), and MB of the fullest process above its imported libraries."""
-    lines = ["B   " + "".join(COLUMNS[name].title.rjust(WIDTH) for name in names)]
+    lines = ["B   " + "".join(_title(name).rjust(WIDTH) for name in names)]
     for sequences, result in results.items():
         reference = deepspeed_time(result)
         times, memories = [], []
@@ -91,8 +95,12 @@ def table(results: Mapping[int, Result], names: Sequence[str]) -> list[str]:
         state = "" if result.minima.conclusive else f"; INCONCLUSIVE, fewer than {CLEAN_ROUNDS_NEEDED} clean"
         tried = f"{result.minima.clean} clean rounds of {result.minima.tried}"
         lines.append(f"      {tried}, two at once {result.minima.slowdown:.2f}x slower than one{noise}{state}")
-        lines += [f"      {COLUMNS[name].title} failed: {reason}" for name, reason in result.failures.items()]
+        lines += [f"      {_title(name)} failed: {reason}" for name, reason in result.failures.items()]
     return lines
+
+
+def _title(name: str) -> str:
+    return COLUMNS[name.replace("before", "ours")].title.replace("ours", "before" if "before" in name else "ours")
 
 
 def target_lines(results: Mapping[int, Result]) -> list[str]:
@@ -190,6 +198,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--steps", type=int, help="steps of a column in a round, the fastest counts (default 2; 1 from B=4)"
     )
     parser.add_argument("--columns", type=names, default=list(COLUMNS), help=f"default {','.join(COLUMNS)}")
+    parser.add_argument("--before", metavar="PATH", help="another checkout, whose own columns are run beside these")
     parser.add_argument("--json", metavar="FILE", help="write everything measured there")
     parser.add_argument("--log", metavar="FILE", default=os.devnull, help="the workers' own output (default: nowhere)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for a worker (default 300)")
@@ -211,10 +220,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         settings = replace(settings, probe_repeats=2, patience=0)
     results: dict[int, Result] = {}
+    names = [column.name for name in options.columns for column in with_before(name, options.before)]
     try:
         for sequences in options.batches:
             say(f"B={sequences}: starting {len(options.columns)} columns")
-            chosen = [COLUMNS[name] for name in options.columns]
+            chosen = [column for name in options.columns for column in with_before(name, options.before)]
             taken = replace(settings, steps=steps_in_round(options, sequences))
             results[sequences] = measure(chosen, Workload(shape, sequences), taken, say)
         found = accounts(results, shape, replace(settings, steps=steps_in_round(options, 1)), say)
@@ -222,9 +232,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wrong result: {error}")
         return 1
     sections = {
-        "Seconds per step (times DeepSpeed's speed); MB above the imported libraries": table(results, options.columns),
+        "Seconds per step (times DeepSpeed's speed); MB above the imported libraries": table(results, names),
         "Bound (one process / stages x (1 + bubble)) and what is missing to it": account_lines(found, results),
         "Targets": target_lines(results),
+        **({"Against the other checkout": before_lines(results)} if options.before else {}),
     }
     for title, lines in sections.items():
         print("\n".join(["", title, *(lines or ["not measured"])]))
@@ -232,6 +243,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps = {sequences: steps_in_round(options, sequences) for sequences in results}
         write_json(options.json, shape, settings, steps, results, found)
     return int(any(result.failures for result in results.values()))
+
+
+def with_before(name: str, checkout: str | None) -> list[Column]:
+    """A column and, where it is ours, the same one of another checkout."""
+    column = COLUMNS[name]
+    return [column, *([of_checkout(column, checkout)] if checkout and name.startswith("ours") else [])]
+
+
+def before_lines(results: Mapping[int, Result]) -> list[str]:
+    """How much longer each of our columns takes than the same one of another checkout."""
+    lines = []
+    for sequences, result in results.items():
+        for count in SLICES:
+            now, before = result.seconds(f"ours{count}"), result.seconds(f"before{count}")
+            if now is None or before is None:
+                continue
+            state = "" if result.minima.conclusive else ", inconclusive"
+            clean = [one.seconds for one in result.minima.rounds if one.clean]
+            median = (
+                statistics.median(one[f"ours{count}"] / one[f"before{count}"] for one in clean) if clean else math.nan
+            )
+            ratios = f"minima {now / before - 1:+.1%}, median of {len(clean)} rounds {median - 1:+.1%}"
+            lines.append(f"B={sequences}  {count} slices: {before:.3f} s before, {now:.3f} s now: {ratios}{state}")
+    return lines
 
 
 def steps_in_round(options: argparse.Namespace, sequences: int) -> int:

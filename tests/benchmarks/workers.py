@@ -9,12 +9,14 @@ import multiprocessing.connection
 import os
 import resource
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -60,7 +62,19 @@ def peak_memory(seat: Seat) -> PeakMemory:
     return PeakMemory(highest, seat.imported_mb)
 
 
-def _serve(rank: int, world: int, connection, settings: dict[str, str], modules: Sequence[str], log: str) -> None:
+def use_checkout(path: str) -> None:
+    """Let this process take ds_terapipe from another checkout; what it has imported of it already is forgotten."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ds_terapipe"]:
+        del sys.modules[name]
+    sys.path.insert(0, path)
+    found = importlib.import_module("ds_terapipe").__file__ or ""
+    if not Path(found).is_relative_to(Path(path).resolve()):
+        raise WorkerError(f"ds_terapipe is taken from {found}, not from {path}")
+
+
+def _serve(
+    rank: int, world: int, connection, settings: dict[str, str], modules: Sequence[str], log: str, checkout: str | None
+) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped worker would not see its parent's end
     with open(log, "ab", buffering=0) as sink:
         os.dup2(sink.fileno(), 1)
@@ -72,6 +86,8 @@ def _serve(rank: int, world: int, connection, settings: dict[str, str], modules:
         import torch._dynamo  # 90 MB that optimisers import lazily: in every column before memory is first looked at
 
         torch.set_num_threads(1)
+        if checkout is not None:
+            use_checkout(checkout)
         for name in modules:
             importlib.import_module(name)
         torch.distributed.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(minutes=10))
@@ -89,9 +105,19 @@ def _serve(rank: int, world: int, connection, settings: dict[str, str], modules:
 
 
 class Workers:
-    """A process group of ``world`` workers. Use as a context manager: no worker outlives it."""
+    """A process group of ``world`` workers. Use as a context manager: no worker outlives it.
 
-    def __init__(self, world: int, modules: Sequence[str] = (), log: str = os.devnull, timeout: float = 300.0):
+    ``checkout``: a folder that ds_terapipe is taken from, instead of the package that the benchmark belongs to.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        modules: Sequence[str] = (),
+        log: str = os.devnull,
+        timeout: float = 300.0,
+        checkout: str | None = None,
+    ):
         self.world = world
         self.timeout = timeout
         os.environ.update(ENVIRONMENT)
@@ -101,7 +127,7 @@ class Workers:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            arguments = (rank, world, theirs, settings, tuple(modules), log)
+            arguments = (rank, world, theirs, settings, tuple(modules), log, checkout)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()

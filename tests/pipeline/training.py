@@ -126,7 +126,7 @@ def train(engine: Any, steps: Sequence[Sequence[Any]], after_step: Callable[[], 
 
 
 def _check_ran(engine: Any, ran: Ran, step: Sequence[Any]) -> None:
-    totals = [inputs[0].shape[1] for inputs, _ in step]
+    totals = [(inputs if isinstance(inputs, Tensor) else inputs[0]).shape[1] for inputs, _ in step]
     slices = engine.token_pipeline.slices
     lengths = engine.slices_run if slices == "auto" else [lengths_of(total, slices) for total in totals]
     assert [sum(micro_batch) for micro_batch in lengths] == totals
