@@ -147,7 +147,7 @@ def targets() -> dict[str, tuple[list[str], str]]:
 
 def test_every_target_that_runs_python_makes_its_environment():
     running = {name: needs for name, (needs, recipe) in targets().items() if "$(RUN)" in recipe}
-    assert set(running) == {"demo", "test", "test-full", "lint", "format"}
+    assert set(running) == {"demo", "test", "test-full", "test-mutants", "lint", "format"}
     assert all("venv" in needs for needs in running.values()), running
     assert "configs/venv.sh" in targets()["venv"][1]
 
