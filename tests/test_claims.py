@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tests.mutants.claims import holds, passes
+from tests.mutants.claims import holds, passes, refused_or_let_pass
 
 
 def equal(one: object, other: object) -> None:
@@ -55,3 +55,10 @@ def test_an_assertion_of_the_package_is_no_comparison() -> None:
 
 def test_a_test_runs_with_its_arguments_and_a_folder_of_its_own() -> None:
     assert passes(None, f"{__name__}:written", "text") and not passes(None, f"{__name__}:written", "other")
+
+
+def test_another_error_than_a_refusal_is_none() -> None:
+    told = [{"a key": ("ConfigError", "a key: got 1"), "another": ("nothing", "")}]
+    assert refused_or_let_pass(told) == told
+    with pytest.raises(RuntimeError, match="a key: AssertionError"):
+        refused_or_let_pass([{"a key": ("AssertionError", "elsewhere")}])

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,18 @@ def _is_of_a_test(failure: BaseException) -> bool:
         if not set(_COMPARES) & set(path.parts):
             return False
     return False
+
+
+def refused_or_let_pass(ranks: Iterable[Mapping[str, Sequence[Any]]]) -> Any:
+    """What ranks were told, (type of the error or "nothing", ...) by name, unless that is an error other than ConfigError.
+
+    A mutant that ends in such an error is not caught by it.
+    """
+    for told in (ranks := list(ranks)):
+        for name, (kind, *rest) in told.items():
+            if kind not in ("ConfigError", "nothing"):
+                raise RuntimeError(f"{name}: {kind}: {rest}")
+    return ranks
 
 
 def passes(mutant: str | None, test: str, *args: Any) -> bool:

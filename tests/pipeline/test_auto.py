@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.choice import RIVALS, ROUNDS
 from ds_terapipe.pipeline.engine import PLAN_STATE
 from ds_terapipe.pipeline.runoff import runoff_steps
 from ds_terapipe.plan.choose import Request, plan_of
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import peak_live_units
-from tests.mutants import verify_hits
 from tests.mutants.claims import holds
 from tests.pipeline.models import HIDDEN, VOCABULARY, gpt, masked_loss, micro_batch, steps_of
 from tests.pipeline.training import build_engine, train
@@ -285,9 +285,16 @@ def refused(results: list[RankResult], message: str) -> None:
         assert message in result.error and "\n" not in result.error
 
 
+def bad_told(rank: int, world_size: int, keys: dict[str, Any], steps: int) -> str | None:
+    try:
+        bad(rank, world_size, keys, steps)
+    except ConfigError as error:
+        return f"ConfigError: {error}"
+    return None
+
+
 def too_little_memory_is_refused(mutant: str | None) -> bool:
     """Whether the test before holds for a memory_gb that nothing fits into, under a mutant; for ``tests.mutants``."""
-    found = launch(bad, 2, {"memory_gb": 1e-9}, MEASURING, mutant=mutant)
-    if all(result.error is None for result in found):
-        verify_hits(mutant, [result.hits for result in found])
+    told = run_ranks(bad_told, 2, {"memory_gb": 1e-9}, MEASURING, mutant=mutant)
+    found = [RankResult(rank, error=error) for rank, error in enumerate(told)]
     return holds(refused, found, "memory_gb: got 1e-09, must be at least")
