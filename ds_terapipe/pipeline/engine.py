@@ -153,6 +153,7 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
         except BaseException:
             self._token_pipeline = before
             raise
+        self._trace.describe(slices=settings.slices, schedule=settings.schedule)
 
     def _uncut_only(self, settings: TokenPipelineConfig) -> ConfigError | None:
         """What of this engine goes with it only as long as nothing is cut."""

@@ -178,6 +178,10 @@ class TraceFile:
         self._events: list[Event] = []
         self._done = path is None
 
+    def describe(self, **about: Any) -> None:
+        """Change what the file's metadata says of the steps that come."""
+        self._about.update(about)
+
     def wants(self, step: int) -> bool:
         """Whether the step is to be recorded."""
         if self._done:
