@@ -19,7 +19,7 @@ from ds_terapipe.schedule import Unit
 class LiveUnits:
     """Units that ran forward and not yet backward; the largest number since the step began, and of their tokens.
 
-    Beside that, all that ran since the step began: ``forward_units`` and ``backward_units`` are how many.
+    Besides, everything that ran since the step began: ``forward_units`` and ``backward_units`` are how many.
     """
 
     def __init__(self) -> None:

@@ -111,12 +111,18 @@ class AutoCutting:
         self._warm, self._missed = False, 0
         self._given: Plan | None = None
         if config.plan_path is not None:
-            plan = self._given = Plan.load(config.plan_path)
-            check_plan(plan, situation, config.schedule, config.memory_gb, config.plan_path)
+            plan = self._given = self._agree(self._load_plan)
             self._adopt(plan)
             self._say(f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from {config.plan_path}")
         if config.measurements_path is not None:
             self._load_measurements(config.measurements_path)
+
+    def _load_plan(self) -> Plan:
+        config, path = self._config, self._config.plan_path
+        assert path is not None
+        plan = Plan.load(path)
+        check_plan(plan, self._situation, config.schedule, config.memory_gb, path)
+        return plan
 
     def cutting(self, lengths: Sequence[int], everywhere: Sequence[int]) -> Cutting:
         """For micro-batches of these lengths, of those in all pipelines; collective where a plan has to be made."""

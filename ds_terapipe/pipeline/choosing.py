@@ -61,8 +61,8 @@ def changed_settings(
             "schedule": settings.schedule if schedule is None else schedule,
         }
         changed = TokenPipelineConfig(**values)
-    except ConfigError as problem:
-        error = str(problem)
+    except Exception as problem:  # whatever a value does, the others must not wait for this rank
+        error = " ".join(str(problem).split())
     said = control.gather((error, changed.slices, changed.schedule))
     for message, *_ in said:
         if message is not None:

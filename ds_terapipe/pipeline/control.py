@@ -39,7 +39,7 @@ class Control:
     """
 
     def __init__(self, watch: Watch, pipelines: Sequence[Sequence[int]], config_hash: int) -> None:
-        self._watch, self._config_hash = watch, config_hash
+        self._watch, self.config_hash = watch, config_hash
         self._pipelines = [list(ranks) for ranks in pipelines]
         self.group = bounded_group(None, watch.timeout_s, backend="gloo")
         rank = torch.distributed.get_rank()
@@ -62,7 +62,7 @@ class Control:
         """
         header = header or Header((0,) * micro_batches, (0,) * micro_batches)
         uniform = len(set(zip(header.lengths, header.signatures, strict=True))) <= 1
-        mine = [int(error is not None), self._config_hash, micro_batches, int(uniform)]
+        mine = [int(error is not None), self.config_hash, micro_batches, int(uniform)]
         mine += [header.lengths[0], header.signatures[0]] if micro_batches else [0, 0]
         table = [_Row(*row) for row in self._gather(mine, torch.int64, "all ranks to start the step")]
         if any(row.failed for row in table):

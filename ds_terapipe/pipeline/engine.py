@@ -85,8 +85,7 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
         new_mark = StreamMark if self.device.type == "cuda" else None
         self._watch = Watch(ranks, self.stage_id, token_pipeline.timeout_s, new_mark)
         weakref.finalize(self, self._watch.close)
-        settings = repr(sorted((k, v) for k, v in token_pipeline.model_dump().items()))
-        self._control = Control(self._watch, self.grid.pipe_groups, zlib.crc32(settings.encode()))
+        self._control = Control(self._watch, self.grid.pipe_groups, _hash_of(token_pipeline))
         self._channels = Channels(self.grid.pipe_groups, self._watch, self.device)
         self._trace = self._new_trace()
         self._recorder = Recorder(self.stage_id, self._watch, self._control.group, self.device)
@@ -105,7 +104,7 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
         self._choice = new_choice(self, self._control, self._memory, self._layer_times)
 
     def _intercept(self) -> None:
-        """Be there when a slice comes to attention or to a linear layer; uncut, they and the compiler are left alone."""
+        """Intercept attention and linear layers; where nothing is cut, they and the compiler are left alone."""
         self._intercepts = True
         self._adapted = adapt_core_attention(self.module)
         track_layers(self.module, self._context)
@@ -126,7 +125,7 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
 
     @property
     def token_pipeline(self) -> TokenPipelineConfig:
-        """The block of this name as it now holds. Read-only, its fields too: :meth:`set_slices` changes how steps are cut."""
+        """The block of this name as it stands now. Read-only, its fields too: :meth:`set_slices` changes how steps are cut."""
         return self._token_pipeline
 
     @token_pipeline.setter
@@ -143,16 +142,19 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
         Raises:
             ConfigError: a value that breaks its rule, or other values on another rank; on every rank, and all stays as it was.
         """
+        self._refuse_broken()
         settings, before = changed_settings(self._token_pipeline, slices, schedule, self._control), self._token_pipeline
-        if cuts(settings.slices) and not self._intercepts:
+        if cuts(settings.slices):
             self._control.agree(self._uncut_only(settings))
-            self._intercept()
+            if not self._intercepts:
+                self._intercept()
         self._token_pipeline = settings
         try:
             self._choice = new_choice(self, self._control, self._memory, self._layer_times)
         except BaseException:
             self._token_pipeline = before
             raise
+        self._control.config_hash = _hash_of(settings)
         self._trace.describe(slices=settings.slices, schedule=settings.schedule)
 
     def _uncut_only(self, settings: TokenPipelineConfig) -> ConfigError | None:
@@ -193,6 +195,7 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
         self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         """As ``PipelineEngine.save_checkpoint``; the plan of ``"slices": "auto"`` goes with it."""
+        self._refuse_broken()
         state = self._choice.state()
         client_state = {**(client_state or {}), **({PLAN_STATE: state} if state else {})}
         return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
@@ -213,6 +216,7 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
             self._channels.close()
         self._finalizer()
         super().destroy()
+        self._watch.ended = self._watch.ended or "destroy() was called"
 
     # ----------------------------------------------------------------------------------------------------------- train
 
@@ -220,8 +224,8 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
         """One optimiser step on the next ``gradient_accumulation_steps`` micro-batches; as ``PipelineEngine.train_batch``.
 
         Returns the mean loss. Raises ConfigError on every rank for data or a model that can't be cut, ``PipelineStalled``
-        when another stage does not answer. After an error in the middle of a step the engine is of no more use, and the next
-        call says so; one that was found before the step began leaves it as it was.
+        when another stage does not answer. After an error in the middle of a step the engine is no longer usable, and the
+        next call says so; one that was found before the step began leaves it as it was.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
@@ -280,8 +284,8 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
     def _refuse_broken(self) -> None:
         if self._watch.ended:
             raise RuntimeError(
-                f"a step of this engine did not come to its end ({self._watch.ended}): its messages and gradients are in no "
-                "known state; end the processes, start anew and load the last checkpoint"
+                f"this engine is no longer usable ({self._watch.ended}): a step that did not come to its end leaves messages and "
+                "gradients in no known state; end the processes, start anew and load the last checkpoint"
             )
 
     @contextmanager
@@ -398,9 +402,8 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
 
     def _log_step(self, batch: StepBatch, schedule: str, seconds: float) -> None:
         waited, clock = self._watch.waited_s, self._wire.clock
-        if (
-            clock is not None
-        ):  # there no message holds the host, and reading what the stream waited makes it wait for the stream
+        # where there are streams no message holds the host, and reading what the stream waited makes it wait for the stream
+        if clock is not None:
             waited = clock.take_s() if self._printing() else 0.0
         self._report.add(sum(batch.lengths) * self.micro_batch_size * self.dp_world_size, seconds, waited)
         if self._printing():
@@ -417,3 +420,8 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
     def _printing(self) -> bool:
         every = self.steps_per_print()
         return every is not None and self.global_steps % every == 0
+
+
+def _hash_of(settings: TokenPipelineConfig) -> int:
+    """Of what must be the same on all ranks."""
+    return zlib.crc32(repr(sorted(settings.model_dump().items())).encode())

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.plan import FORWARD_ONLY, plan_step
 
 
@@ -24,6 +25,12 @@ class Evaluation:
     ) -> Any:
         """Evaluate one batch without gradients; arguments and result as for ``PipelineEngine.eval_batch``."""
         self._refuse_broken()
+        if reduce_output not in ("avg", None):
+            raise ConfigError(f'eval_batch: got reduce_output={shown(reduce_output)}, must be "avg" or None, use "avg"')
+        if reduce_output is None and compute_loss and (bcast_loss or self.monitor.enabled):
+            raise ConfigError(
+                'eval_batch: got reduce_output=None where one loss goes to all stages, must be "avg" there, use bcast_loss=False'
+            )
         self.module.eval()
         self.eval_return_logits, self._compute_loss = return_logits, compute_loss
         train_iterator = self.data_iterator
@@ -50,12 +57,12 @@ class Evaluation:
         self._inspect(batch)
         self.total_loss = self.total_additional_losses = None
         plan = plan_step(FORWARD_ONLY, self.num_stages, batch.slice_counts())
+        result = None
         with self._no_way_back():
             self._run(batch, plan, self.global_steps)
-        result = None
-        with self._watch.waiting("the loss from the last stage"):
-            if self.is_last_stage():
-                result = self._reduce_outputs(self.fwd_outputs, reduce=reduce_output, micro_batches=micro_batches)
-            if compute_loss and (bcast_loss or self.monitor.enabled):
-                result = self._bcast_pipe_scalar(result)
+            with self._watch.waiting("the loss from the last stage"):
+                if self.is_last_stage():
+                    result = self._reduce_outputs(self.fwd_outputs, reduce=reduce_output, micro_batches=micro_batches)
+                if compute_loss and (bcast_loss or self.monitor.enabled):
+                    result = self._bcast_pipe_scalar(result)
         return result

@@ -158,7 +158,7 @@ class Inspection:
     def _run_unit(self, inputs: Any, span: Span, run: Callable[[Any, Span], Any]) -> Any:
         outputs = run(inputs, span)
         if self.stage < self.stages - 1:
-            BoundarySpec.of(outputs)
+            BoundarySpec.of(outputs).encode(torch.device("cpu"))  # whether it can be sent at all
         return outputs
 
 

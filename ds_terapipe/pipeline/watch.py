@@ -60,13 +60,14 @@ class Mark(Protocol):
 
 
 class _Passed(NamedTuple):
-    """A wait that the stream has been given: the mark behind it, for what, when, and at which step and action."""
+    """A wait that the stream has been given: the mark behind it, for what, when, and at which step and action of which grid."""
 
     mark: Mark
     what: str
     since: float
     step: int
     action: int
+    grid: Sequence[Sequence[Action]]
 
 
 class Position(NamedTuple):
@@ -214,7 +215,7 @@ class Watch:
             return
         with self.waiting(what):
             work.wait()
-        passed = _Passed(self._new_mark(), what, time.monotonic(), self._step, self._index)
+        passed = _Passed(self._new_mark(), what, time.monotonic(), self._step, self._index, self._grid)
         self._drop_reached()  # a mark may keep something alive, so none is kept for longer than it takes
         with self._marks_lock:
             self._marks.append(passed)
@@ -282,7 +283,8 @@ class Watch:
 
     def _report(self, waiting: Waiting, reason: str) -> str:
         seconds = time.monotonic() - waiting.since
-        step, action = self._where()
+        (step, action), passed = self._where(), self._drop_reached()
+        grid = self._grid if passed is None else passed.grid
         first = (
             f"rank {self._rank} (stage {self._stage}) waited {seconds:.1f} s for {waiting.what} in step {step}: {reason} "
             f"(token_pipeline.timeout_s is {self.timeout_s:g})"
@@ -303,8 +305,8 @@ class Watch:
         for stage, rank in enumerate(self._ranks):
             if rank in known and known[rank].step == step:
                 at[stage] = known[rank].action
-        if self._grid:
-            lines.append(grid_text(self._grid, at=at))
+        if grid:
+            lines.append(grid_text(grid, at=at))
         return "\n".join(lines)
 
     def _outside(self, known: Mapping[int, Position], silent: Collection[int]) -> list[str]:
@@ -367,8 +369,11 @@ class StreamMark:
         self._event.record()
 
     def is_completed(self) -> bool:
-        """Whether the stream has come to it."""
-        return bool(self._event.query())
+        """Whether the stream has come to it; after an error on the device, which the host meets by itself, it has."""
+        try:
+            return bool(self._event.query())
+        except RuntimeError:
+            return True
 
 
 class StreamClock:

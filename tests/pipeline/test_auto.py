@@ -53,8 +53,8 @@ def same_numbers() -> dict[str, Any]:
     def look() -> None:
         known.append(len(plans(engine)))
         comparing.append(len(engine._choice._runoffs))
-        counts = [len(spans) for spans in engine._batch.spans]
-        cuts.append(tuple(span.length for span in engine._batch.spans[0]))
+        counts = [len(lengths) for lengths in engine.slices_run]
+        cuts.append(engine.slices_run[0])
         live.append(engine.peak_live_units <= max(peak_live_units("terapipe", 2, counts)))
 
     found = train(engine, steps, look)
@@ -82,7 +82,7 @@ def outlives(folder: str) -> dict[str, Any]:
     _, client = resumed.load_checkpoint(f"{folder}/checkpoint", tag="here")
     from_checkpoint = plans(resumed)
     train(resumed, steps[:1])
-    resumed_cut = tuple(span.length for span in resumed._batch.spans[0])
+    resumed_cut = resumed.slices_run[0]
     resumed.destroy()
     again = auto(measurements_path=f"{folder}/costs.json")
     train(again, steps[:1])
@@ -111,7 +111,7 @@ def given(folder: str) -> dict[str, Any]:
         ran = []
         for step in steps_of(2, MICRO_BATCHES):
             train(engine, [step])
-            ran.append(([tuple(s.length for s in spans) for spans in engine._batch.spans], engine.peak_live_units))
+            ran.append((list(engine.slices_run), engine.peak_live_units))
         if known_by == "plan_path":
             engine.save_checkpoint(f"{folder}/given", tag="here")
         found[known_by] = ran

@@ -123,9 +123,9 @@ def test_after_an_error_in_a_step_an_engine_says_so(ranks):
     assert last["bad"] == ["KeyError: 'a bug in the layer'"]
     assert first["bad"][0].startswith("PipelineStalled: rank 0 (stage 0) waited")
     for line in last["next"]:
-        assert line.startswith("RuntimeError: a step of this engine did not come to its end (failed: KeyError")
+        assert line.startswith("RuntimeError: this engine is no longer usable (failed: KeyError")
     for line in first["next"]:
-        assert line.startswith("RuntimeError: a step of this engine did not come to its end (gave up waiting for")
+        assert line.startswith("RuntimeError: this engine is no longer usable (gave up waiting for")
 
 
 def test_engine_and_grid_agree_on_what_is_deferred(ranks):
