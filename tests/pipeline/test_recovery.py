@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
+from torch import nn
 
 from ds_terapipe import ConfigError, current_span
 from ds_terapipe.pipeline.layout import probe_spans
@@ -16,6 +18,7 @@ from tests.pipeline.training import build_engine
 from tests.spawn import run_ranks
 
 SLICES, LENGTH, MICRO_BATCHES = 4, 24, 2
+COPIES = 61
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 
@@ -57,8 +60,46 @@ def come_back(rank: int, world_size: int) -> dict[str, list[str]]:
     Faulty.at = None
     found["data"] = [said(lambda: engine.train_batch(data(3))), said(lambda: engine.eval_batch(data(3)))]
     found["good"] = [said(lambda: engine.train_batch(data())) for _ in range(2)]
+    found["evaluation"] = [
+        said(lambda how=how: engine.eval_batch(data(), reduce_output=how)) for how in ("sum", None, "avg")
+    ]
+    engine.destroy()
+    found["destroyed"] = [said(lambda: engine.train_batch(data()))]
+    return found
+
+
+def refused(rank: int, world_size: int) -> dict[str, list[str]]:
+    """What is found while the stages look at the model, and what only a model that is never cut may be."""
+    engine = build_engine(many_tensors(), mean_loss, token_pipeline={"slices": 2, "timeout_s": 20})
+    found = {"tensors": [said(lambda: engine.train_batch(data())) for _ in range(2)]}
+    engine.destroy()
+    engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2, "timeout_s": 20})
+    engine.train_batch(data())
+    engine.set_slices(1)
+    engine.compile(backend="eager")
+    found["compiled"] = [said(lambda: engine.set_slices(2)), said(lambda: engine.train_batch(data()))]
+    assert engine.slices_run == ((LENGTH,),) * MICRO_BATCHES
     engine.destroy()
     return found
+
+
+class Spread(nn.Module):
+    """Hands on the hidden states in so many tensors that their shapes are too long to tell."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(hidden / COPIES for _ in range(COPIES))
+
+
+class Gather(nn.Module):
+    """The inverse of :class:`Spread`."""
+
+    def forward(self, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return sum(hidden)
+
+
+def many_tensors() -> list[Any]:
+    first, block, *_, last = gpt(2)
+    return [first, block, LayerSpec(Spread), LayerSpec(Gather), block, last]
 
 
 def break_down(rank: int, world_size: int) -> dict[str, list[str]]:
@@ -69,7 +110,14 @@ def break_down(rank: int, world_size: int) -> dict[str, list[str]]:
         Faulty.at = LENGTH // SLICES
     found["bad"] = [said(lambda: engine.train_batch(data()))]
     Faulty.at = None
-    found["next"] = [said(lambda: engine.train_batch(data())), said(lambda: engine.eval_batch(data()))]
+    calls = (
+        lambda: engine.train_batch(data()),
+        lambda: engine.eval_batch(data()),
+        lambda: engine.set_slices(2),
+        lambda: engine.save_checkpoint("never"),
+    )
+    found["next"] = [said(call) for call in calls]
+    assert not Path("never").exists()
     engine.destroy()
     return found
 
@@ -96,6 +144,7 @@ def autocast(rank: int, world_size: int) -> dict[str, Any]:
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     found = {"come back": come_back(rank, world_size), "autocast": autocast(rank, world_size)}
+    found["refused"] = refused(rank, world_size)
     return {**found, "break down": break_down(rank, world_size)}
 
 
@@ -114,7 +163,23 @@ def test_after_an_error_before_the_step_an_engine_goes_on(ranks):
             assert "a bug in the layer" in line
         assert all(line.startswith("ConfigError: token_pipeline.slices: got 4") for line in found["data"])
         assert found["good"] == ["", ""]
+        summed, none, mean = found["evaluation"]
+        assert summed.startswith("ConfigError: eval_batch: got reduce_output") and none.startswith(
+            "ConfigError: eval_batch:"
+        )
+        assert not mean
+        assert found["destroyed"][0].startswith("RuntimeError: this engine is no longer usable (destroy() was called)")
     assert issubclass(ConfigError, ValueError)
+
+
+def test_what_one_stage_finds_is_said_on_all(ranks):
+    for rank in ranks:
+        for line in rank["refused"]["tensors"]:
+            assert line.startswith("ConfigError: token_pipeline.slices: got a model that can't be cut")
+            assert f"a stage hands on {COPIES} tensors" in line
+        refusal, step = rank["refused"]["compiled"]
+        assert refusal.startswith("ConfigError: token_pipeline: layer") and "is compiled" in refusal
+        assert not step
 
 
 def test_after_an_error_in_a_step_an_engine_says_so(ranks):
