@@ -43,8 +43,9 @@ from ds_terapipe.pipeline.loss import MicroBatchLoss, check_loss, runs_per_slice
 from ds_terapipe.pipeline.packed_weights import PackedWeights, is_available
 from ds_terapipe.pipeline.plan import StepPlan, plan_step
 from ds_terapipe.pipeline.report import StepReport, emit
+from ds_terapipe.pipeline.stream import StreamMark
 from ds_terapipe.pipeline.trace import Recorder, TraceFile
-from ds_terapipe.pipeline.watch import StreamMark, Watch
+from ds_terapipe.pipeline.watch import Watch
 from ds_terapipe.pipeline.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.wire import Wire
 from ds_terapipe.plan.files import check_writable

@@ -23,11 +23,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
+from ds_terapipe.pipeline.stream import Mark
 from ds_terapipe.schedule import Action, grid_text
 
 logger = logging.getLogger(__name__)
@@ -50,13 +52,6 @@ class Waiting(NamedTuple):
 
     what: str
     since: float
-
-
-class Mark(Protocol):
-    """A point on a device's stream."""
-
-    def is_completed(self) -> bool:
-        """Whether the stream has come to it; asked from another thread."""
 
 
 class _Passed(NamedTuple):
@@ -359,43 +354,3 @@ def _is_communication(error: RuntimeError) -> bool:
         return True
     text = str(error).lower()
     return any(word in text for word in ("gloo", "nccl", "timed out", "connection", "socket"))
-
-
-class StreamMark:
-    """A :class:`Mark` on CUDA's current stream. An event and not a message's work, which would keep its tensor alive."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def is_completed(self) -> bool:
-        """Whether the stream has come to it; after an error on the device, which the host meets by itself, it has."""
-        try:
-            return bool(self._event.query())
-        except RuntimeError:
-            return True
-
-
-class StreamClock:
-    """Time that a CUDA stream spends waiting for messages in a step: there, waiting blocks the stream and not the host."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def begin(self) -> None:
-        """A step begins: what is known of the last one is forgotten."""
-        self._pairs.clear()
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Bracket one wait by events on the current stream."""
-        pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        pair[0].record()
-        yield
-        pair[1].record()
-        self._pairs.append(pair)
-
-    def take_s(self) -> float:
-        """Seconds since the step began. Synchronises."""
-        torch.cuda.synchronize()
-        return sum(start.elapsed_time(stop) for start, stop in self._pairs) / 1000.0

@@ -17,7 +17,8 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from ds_terapipe.pipeline.channels import Channels
-from ds_terapipe.pipeline.watch import StreamClock, Watch
+from ds_terapipe.pipeline.stream import StreamClock
+from ds_terapipe.pipeline.watch import Watch
 from ds_terapipe.schedule import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, Unit
 
 _META_SIZE = 256
