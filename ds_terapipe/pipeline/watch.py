@@ -236,10 +236,10 @@ class Watch:
         since = max(first.since, self._progress)
         return Waiting(first.what, since) if time.monotonic() - since > self.timeout_s else None
 
-    def _where(self) -> tuple[int, int]:
-        """Step and action that this stage is at: the host's, or the stream's, which may be far behind."""
+    def _where(self) -> tuple[int, int, Sequence[Sequence[Action]]]:
+        """Step, action and grid that this stage is at: the host's, or the stream's, which may be far behind."""
         first = self._drop_reached()
-        return (self._step, self._index) if first is None else (first.step, first.action)
+        return (self._step, self._index, self._grid) if first is None else (first.step, first.action, first.grid)
 
     def failed(self, error: BaseException) -> None:
         """This rank's step ends with an error: whoever waits for it will read why."""
@@ -269,7 +269,7 @@ class Watch:
         waiting, note = self._waiting, self.ended
         if not note and waiting is not None:
             note = f"waits {time.monotonic() - waiting.since:.1f} s for {waiting.what}"
-        step, action = self._where()
+        step, action, _ = self._where()
         self._positions.publish(Position(time.time(), step, action, note, bool(self.ended)))
 
     def _end(self, note: str) -> None:
@@ -278,8 +278,7 @@ class Watch:
 
     def _report(self, waiting: Waiting, reason: str) -> str:
         seconds = time.monotonic() - waiting.since
-        (step, action), passed = self._where(), self._drop_reached()
-        grid = self._grid if passed is None else passed.grid
+        step, action, grid = self._where()
         first = (
             f"rank {self._rank} (stage {self._stage}) waited {seconds:.1f} s for {waiting.what} in step {step}: {reason} "
             f"(token_pipeline.timeout_s is {self.timeout_s:g})"

@@ -288,11 +288,11 @@ def test_the_position_is_the_streams(streamed, points, store):
         watch.at(index)
         watch.wait(Streamed(), f"message {index}")
     watch.at(9)
-    assert watch._where() == (4, 2)
+    assert watch._where() == (4, 2, GRID)
     points[0].reached = True
-    assert watch._where() == (4, 5)
+    assert watch._where() == (4, 5, GRID)
     points[1].reached = points[2].reached = True
-    assert watch._where() == (4, 9) and not watch._marks
+    assert watch._where() == (4, 9, GRID) and not watch._marks
 
 
 def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_reported(streamed, points, store, caplog):
