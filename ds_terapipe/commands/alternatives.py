@@ -13,8 +13,7 @@ from ds_terapipe.plan.cost import Cost
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.memory import GIGABYTE, memory_use
 from ds_terapipe.plan.stages import even_layers
-from ds_terapipe.schedule import Action, Op
-from ds_terapipe.schedule.interleaved import InterleavedRun, run_interleaved
+from ds_terapipe.schedule import Action, Op, Placement, Simulation, order, simulate
 
 _CHUNKS = (2, 3, 4, 5, 6, 8)
 _UNKNOWN_LAYERS = (2,)  # where nobody knows how many layers a stage has, and what small chunks cost
@@ -33,7 +32,7 @@ class Alternative:
         live_sequences: the most whose activations are held at once on a device, as sequences on all the device's layers.
         peak_bytes: of the fullest device, None where memory is not known; messages of interleaving are not in it.
         fits: whether that is within the limit.
-        run: the timed schedule of an interleaved one.
+        run: the timed schedule of an interleaved one, ``placement`` its stages.
     """
 
     kind: str
@@ -43,7 +42,8 @@ class Alternative:
     live_sequences: float
     peak_bytes: float | None
     fits: bool
-    run: InterleavedRun | None = None
+    run: Simulation | None = None
+    placement: Placement | None = None
 
     def as_json(self, plan_s: float) -> dict[str, Any]:
         """Its figures, and whether it beats a plan of ``plan_s`` seconds."""
@@ -164,7 +164,7 @@ def _unsliced(inputs: Inputs, name: str) -> Alternative:
     times = StepTimes(inputs.source.cost(inputs.sequences), request.stages, request.micro_batches, request.weights_once)
     found = times.simulate(UNSLICED, whole)
     bytes_ = peak_bytes(inputs, UNSLICED, whole)
-    live = max(stage.peak_units for stage in found.stages) * inputs.sequences
+    live = max(place.peak_units for place in found.places) * inputs.sequences
     return Alternative(
         "tensor_parallel", name, found.makespan + request.overhead_s, found.bubble, live, bytes_, fits(inputs, bytes_)
     )
@@ -172,25 +172,27 @@ def _unsliced(inputs: Inputs, name: str) -> Alternative:
 
 def _interleaved(inputs: Inputs, cost: Cost, chunks: int) -> Alternative:
     request = inputs.request
-    virtual = request.stages * chunks
-    run = run_interleaved(
-        request.stages, chunks, request.micro_batches, *_unsliced_times(cost, request.seq_length, virtual)
-    )
+    placement = Placement.interleaved(request.stages, chunks)
+    compute, message = _unsliced_times(cost, request.seq_length, len(placement.stages))
+    grid = order("interleaved", placement, [1] * request.micro_batches)
+    run = simulate(grid, compute, message, placement=placement)
+    units = [place.peak_units for place in run.places]
     bytes_ = None
     if request.memory is not None:
         bytes_ = max(
-            stage.fixed + stage.activations * request.seq_length * units / chunks
-            for stage, units in zip(request.memory.stages, run.peak_units, strict=True)
+            stage.fixed + stage.activations * request.seq_length * live / chunks
+            for stage, live in zip(request.memory.stages, units, strict=True)
         )
     return Alternative(
         "interleaved",
         f"interleaved 1F1B, {chunks} chunks per stage",
         run.makespan + request.overhead_s,
         run.bubble,
-        max(run.peak_units) / chunks * inputs.sequences,
+        max(units) / chunks * inputs.sequences,
         bytes_,
         fits(inputs, bytes_),
         run,
+        placement,
     )
 
 

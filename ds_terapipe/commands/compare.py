@@ -19,8 +19,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.memory import gigabytes
 from ds_terapipe.plan.result import compact
-from ds_terapipe.schedule import Grid, Panel, Span
-from ds_terapipe.schedule.interleaved import InterleavedRun
+from ds_terapipe.schedule import Grid, Panel, Placement, Simulation, Span
 
 _SLICED = (("terapipe", "TeraPipe, flush"), ("1f1b", "slice-level 1F1B"))
 
@@ -39,6 +38,7 @@ class _Row:
     fits: bool
     grid: Grid
     spans: list[list[Span]]
+    placement: Placement | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -103,17 +103,17 @@ def _best_slices(inputs: Inputs, schedule: str) -> tuple[int, ...]:
 def _row(inputs: Inputs, times: StepTimes, name: str, schedule: str, lengths: tuple[int, ...]) -> _Row:
     found = times.simulate(schedule, lengths)
     bytes_ = peak_bytes(inputs, schedule, lengths)
-    live = max(stage.peak_tokens for stage in found.stages) / inputs.request.seq_length * inputs.sequences
+    live = max(place.peak_tokens for place in found.places) / inputs.request.seq_length * inputs.sequences
     return _Row(
         name, schedule, lengths, found.makespan + inputs.request.overhead_s, found.bubble, live, bytes_,
         fits(inputs, bytes_), found.grid, found.spans,
     )  # fmt: skip
 
 
-def _interleaved_row(inputs: Inputs, other: Alternative, run: InterleavedRun) -> _Row:
+def _interleaved_row(inputs: Inputs, other: Alternative, run: Simulation) -> _Row:
     return _Row(
         other.name, other.kind, (inputs.request.seq_length,), other.step_s, other.bubble, other.live_sequences,
-        other.peak_bytes, other.fits, run.grid, run.spans,
+        other.peak_bytes, other.fits, run.grid, run.spans, other.placement,
     )  # fmt: skip
 
 
@@ -137,4 +137,4 @@ def _table(inputs: Inputs, rows: list[_Row]) -> list[str]:
 def _panel(inputs: Inputs, row: _Row) -> Panel:
     scale = 1.0 if inputs.units else 1e3
     spans = [[Span(scale * span.start, scale * span.end) for span in each] for each in row.spans]
-    return Panel(row.name if inputs.units else f"{row.name}, ms", row.grid, spans=spans)
+    return Panel(row.name if inputs.units else f"{row.name}, ms", row.grid, spans=spans, placement=row.placement)

@@ -207,7 +207,7 @@ def _figures(inputs: Inputs, cutting: Cutting, found: Simulation, memory: tuple[
                 "live_tokens": result.peak_tokens * inputs.sequences,
                 "live_sequences": result.peak_tokens / request.seq_length * inputs.sequences,
             }
-            for stage, result in enumerate(found.stages)
+            for stage, result in enumerate(found.places)
         ],
         "memory_bytes": [{"stage": stage, **as_dict(use)} for stage, use in enumerate(memory)],
     }

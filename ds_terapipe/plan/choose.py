@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ds_terapipe.errors import ConfigError, bad_value
-from ds_terapipe.schedule import NAMES
+from ds_terapipe.schedule import NAMES, Placement
 
 from .cost import Cost
 from .evaluate import StepTimes
@@ -50,6 +50,7 @@ class Request:
         memory_gb: what each stage may take, in 1e9 bytes; None: no limit.
         limit_name: what errors call that limit.
         weights_once: weight gradients are made once per micro-batch where it is cut.
+        placement: of the stages; None: one on each place.
         overhead_s: seconds of a step after its last action: gradient reduction, optimiser.
         about: what the costs are from.
     """
@@ -66,6 +67,7 @@ class Request:
     memory_gb: float | None = None
     limit_name: str = "memory_gb"
     weights_once: bool = False
+    placement: Placement | None = None
     overhead_s: float = 0.0
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -91,7 +93,7 @@ def choose(cost: Cost, request: Request) -> Plan:
             message says what would.
     """
     _check(cost, request)
-    times = StepTimes(cost, request.stages, request.micro_batches, request.weights_once)
+    times = StepTimes(cost, request.stages, request.micro_batches, request.weights_once, request.placement)
     search = _Search(times, request)
     candidates = list(_candidates(cost, request))
     if not candidates:
@@ -118,7 +120,9 @@ def plan_of(cost: Cost, request: Request, schedule: str, lengths: tuple[int, ...
     Raises:
         ConfigError: it does not fit into the memory.
     """
-    search = _Search(StepTimes(cost, request.stages, request.micro_batches, request.weights_once), request)
+    search = _Search(
+        StepTimes(cost, request.stages, request.micro_batches, request.weights_once, request.placement), request
+    )
     search.take((schedule, lengths))
     return search.plan()
 
@@ -273,9 +277,10 @@ class _Search:
     def _use(self, candidate: _Candidate) -> tuple[MemoryUse, ...]:
         if candidate not in self._memory:
             schedule, lengths = candidate
-            assert self._request.memory is not None
+            request = self._request
+            assert request.memory is not None
             self._memory[candidate] = memory_use(
-                self._request.memory, schedule, lengths, self._request.micro_batches, self._request.weights_once
+                request.memory, schedule, lengths, request.micro_batches, request.weights_once, request.placement
             )
         return self._memory[candidate]
 

@@ -14,6 +14,7 @@ from ds_terapipe.schedule import (
     Dependencies,
     Grid,
     Op,
+    Placement,
     Simulation,
     dependencies,
     order,
@@ -29,7 +30,7 @@ _Array = NDArray[np.float64]
 
 class SliceSeconds(NamedTuple):
     """Seconds of the slices of one cut: ``forward`` and ``backward`` [stages, slices], ``weights`` [stages] for a whole
-    micro-batch, ``messages`` [stages - 1, slices]."""
+    micro-batch, ``messages`` [stages - 1, slices]; those that a placement has no action for are not used."""
 
     forward: _Array
     backward: _Array
@@ -45,17 +46,31 @@ class StepTimes:
         stages: number of stages.
         micro_batches: in a step.
         weights_once: weight gradients are made once per micro-batch where it is cut, as the engine's grids have it.
+        placement: of so many stages; None: one on each place.
+
+    Raises:
+        ValueError: a placement of another number of stages.
     """
 
-    def __init__(self, cost: Cost, stages: int, micro_batches: int, weights_once: bool = False) -> None:
+    def __init__(
+        self,
+        cost: Cost,
+        stages: int,
+        micro_batches: int,
+        weights_once: bool = False,
+        placement: Placement | None = None,
+    ) -> None:
         self.cost, self.stages, self.micro_batches, self.weights_once = cost, stages, micro_batches, weights_once
+        self.placement = Placement.plain(stages) if placement is None else placement
+        if len(self.placement.stages) != stages:
+            raise ValueError(f"placement: got {len(self.placement.stages)} stages, must be the pipeline's {stages}")
         self._graphs: dict[tuple[str, int], tuple[Dependencies, NDArray[np.intp]]] = {}
         self._slices: dict[tuple[int, ...], SliceSeconds] = {}
 
     def grid(self, schedule: str, slices: int) -> Grid:
         """The actions of a step whose micro-batches have so many slices: the very ones that the engine runs."""
-        grid = with_messages(order(schedule, self.stages, [slices] * self.micro_batches))
-        return with_weight_gradients(grid) if self.weights_once and slices > 1 else grid
+        grid = with_messages(order(schedule, self.placement, [slices] * self.micro_batches), self.placement)
+        return with_weight_gradients(grid, self.placement) if self.weights_once and slices > 1 else grid
 
     def slice_seconds(self, lengths: Sequence[int]) -> SliceSeconds:
         """What each slice takes on each stage. An uncut micro-batch makes its weight gradients with its backward."""
@@ -87,15 +102,26 @@ class StepTimes:
         return len(self._graph(schedule, slices)[0].after)
 
     def bound(self, lengths: Sequence[int]) -> float:
-        """No schedule takes less: a stage must wait for the first slice, do its work, and have the last one done before it."""
-        own = self.slice_seconds(lengths)
-        passes = self.micro_batches * (own.forward.sum(1) + own.backward.sum(1))
+        """No schedule takes less: a place must wait for the first slice, do its work, and have the last one done before it."""
+        own, where = self.slice_seconds(lengths), self.placement
+        frozen = where.forward_only
+        backward, weights, hops = own.backward.copy(), own.weights.copy(), own.messages[:, 0].copy()
+        backward[:frozen], weights[:frozen] = 0.0, 0.0
+        hops[[not where.sends_forward(stage) for stage in range(self.stages - 1)]] = 0.0
+        passes = (self.micro_batches * (own.forward.sum(1) + backward.sum(1))).tolist()
         # the first unit comes down through the stages before; the last one goes up through them, and only the weight
         # gradients that come after it are made meanwhile
-        down = np.concatenate([[0.0], np.cumsum(own.forward[:-1, 0] + own.messages[:, 0])])
-        up = np.concatenate([[0.0], np.cumsum(own.backward[:-1, 0] + own.messages[:, 0])])
-        weights = self.micro_batches * own.weights
-        return float(np.max(down + passes + np.maximum(weights, weights - own.weights + up)))
+        down = [0.0, *np.cumsum(own.forward[:-1, 0] + hops).tolist()]
+        hops[:frozen] = 0.0
+        up, once = [0.0, *np.cumsum(backward[:-1, 0] + hops).tolist()], weights.tolist()
+        least = 0.0
+        for place in range(where.places):
+            stages = where.stages_on(place)
+            last = next((stage for stage in stages if where.goes_backward(stage)), 0)  # of a place to go backward
+            made = sum(once[stage] for stage in stages)
+            after = (self.micro_batches - 1) * made + max(made, up[last])
+            least = max(least, down[stages[0]] + sum(passes[stage] for stage in stages) + after)
+        return least
 
     def simulate(self, schedule: str, lengths: Sequence[int], held: Sequence[float] | None = None) -> Simulation:
         """The whole simulation; ``held`` is what a live unit holds on each stage, in bytes per token."""
@@ -116,13 +142,13 @@ class StepTimes:
         def bytes_(action: Action) -> float:
             return lengths[action.unit.slice] * held[action.stage] if held else 0.0
 
-        return simulate(self.grid(schedule, len(lengths)), compute, message, tokens, bytes_)
+        return simulate(self.grid(schedule, len(lengths)), compute, message, tokens, bytes_, self.placement)
 
     def _graph(self, schedule: str, slices: int) -> tuple[Dependencies, NDArray[np.intp]]:
         """The dependencies of a grid, and for each node where its time stands in the concatenated `SliceSeconds`."""
         key = schedule, slices
         if key not in self._graphs:
-            graph = dependencies(self.grid(schedule, slices))
+            graph = dependencies(self.grid(schedule, slices), self.placement)
             table = self.stages * slices
             first = {
                 Op.FORWARD: 0,

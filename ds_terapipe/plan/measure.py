@@ -17,7 +17,7 @@ import numpy as np
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.schedule import Action, Op
-from ds_terapipe.tracing.chrome import PACKING, Event
+from ds_terapipe.tracing.chrome import Event
 
 from .cost import MeasuredCost, Sample, StageCost
 from .layers import LayerSeconds
@@ -91,7 +91,6 @@ def overhead(steps: Sequence[RecordedStep]) -> float:
     for step in steps:
         actions = [event for event in step.events if event.action is not None]
         outside.append(step.seconds - (max(e.end for e in actions) - min(e.start for e in actions)))
-    # the median: whether the first stage packs weights before it starts depends on the cut, and for most cuts it does
     return max(_median(outside), 0.0)
 
 
@@ -117,20 +116,16 @@ def _rows(step: RecordedStep) -> list[_Row]:
         by_rank[event.rank].append(event)
     rows = []
     for events in by_rank.values():
-        events = [event for event in events if event.action is not None or event.kind == PACKING]
-        ordered = sorted(events, key=lambda event: event.start)
+        acted = [(event, event.action) for event in events if event.action is not None]
+        ordered = sorted(acted, key=lambda each: each[0].start)
         timed: list[_Timed] = []
-        free = ordered[-1].end if ordered else 0.0
-        for event in reversed(ordered):
-            action = event.action
-            if action is None:  # packing belongs to no slice
-                free = event.start
-                continue
+        free = ordered[-1][0].end if ordered else 0.0
+        for event, action in reversed(ordered):
             timed.append(_Timed(action, event.start, max(free, event.end), event.end))
             if not action.op.is_send:
                 free = event.start
         if timed:
-            rows.append(_Row(ordered[0].stage, step.slices, timed[::-1]))
+            rows.append(_Row(ordered[0][0].stage, step.slices, timed[::-1]))
     return rows
 
 
@@ -178,8 +173,8 @@ def _samples(rows: Iterable[_Row], stage: int, ahead: Mapping[Op, float], weight
             found[row.slices[index], starts[index]][op].append(max(seconds, _LEAST_S))
     if not found:
         raise ConfigError(f"stage {stage}: got no recorded slice, must have some, measure again")
-    return [
-        Sample(length, context, _typical(times[Op.FORWARD]), _typical(times[Op.BACKWARD]))
+    return [  # a stage that only goes forward has no backward pass
+        Sample(length, context, _typical(times[Op.FORWARD]), _typical(times[Op.BACKWARD] or [_LEAST_S]))
         for (length, context), times in sorted(found.items())
     ]
 

@@ -1,4 +1,4 @@
-"""Bytes that a step takes on each stage, line by line, at the moment when they are most.
+"""Bytes that a step takes on each place of the pipeline, line by line, at the moment when they are most.
 
 The lines follow what the engine keeps:
 
@@ -9,6 +9,9 @@ The lines follow what the engine keeps:
   kept until its weight gradients are made, where those are made once per micro-batch;
 - ``messages``: memory for the next ones, posted ahead; sent activations until the gradient of their unit comes back, or of a
   later one; the last few gradients sent.
+
+A forward-only stage holds a unit's activations only while it computes, K and V until the last slice of a micro-batch went
+forward, and the last few activations sent. Stages on one place add up.
 """
 
 from __future__ import annotations
@@ -16,10 +19,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.schedule import POSTED_AHEAD, SENT_KEPT, Action, Op, Unit, order
+from ds_terapipe.schedule import (
+    EVAL_SENT_KEPT,
+    POSTED_AHEAD,
+    SENT_KEPT,
+    Action,
+    Grid,
+    Op,
+    Placement,
+    Unit,
+    order,
+    with_weight_gradients,
+)
 
 from .files import Fields
 
@@ -36,8 +51,8 @@ class StageMemory:
         key_value_gradients: dK and dV.
         weight_gradients: inputs and output gradients of the linear layers.
         received, sent: what the boundary before hands over, and the boundary after; 0 at the ends.
-        fixed: bytes that are there whatever the plan: weights, gradients, optimiser; where ``memory_gb`` is what is free only
-            packed weights.
+        fixed: bytes that are there whatever the plan: weights, gradients, optimiser; 0 where ``memory_gb`` is what is free
+            beside them.
     """
 
     activations: float = 0.0
@@ -65,7 +80,7 @@ class MemoryModel:
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of one stage at its peak, by line; they add up to the peak."""
+    """Bytes of one place at its peak, by line; they add up to the peak."""
 
     fixed: float = 0.0
     activations: float = 0.0
@@ -81,19 +96,32 @@ class MemoryUse(NamedTuple):
 
 
 def memory_use(
-    model: MemoryModel, schedule: str, lengths: Sequence[int], micro_batches: int, weights_once: bool = False
+    model: MemoryModel,
+    schedule: str,
+    lengths: Sequence[int],
+    micro_batches: int,
+    weights_once: bool = False,
+    placement: Placement | None = None,
 ) -> tuple[MemoryUse, ...]:
-    """Peak memory of each stage.
+    """Peak memory of each place.
 
     Args:
         model: what tokens take.
-        schedule: ``terapipe`` or ``1f1b``.
+        schedule: ``terapipe``, ``1f1b``, or any other that `schedule.order` knows.
         lengths: tokens of each slice; the same for all micro-batches.
         micro_batches: in a step.
         weights_once: weight gradients are made once per micro-batch (where it is cut).
+        placement: of the model's stages; None: one on each place.
+
+    Raises:
+        ConfigError: a placement of another number of stages than the model's.
     """
-    rows = order(schedule, len(model.stages), [len(lengths)] * micro_batches)
-    return tuple(_peak(model, stage, row, lengths, weights_once) for stage, row in enumerate(rows))
+    where = Placement.plain(len(model.stages)) if placement is None else placement
+    check_stages(model, len(where.stages))
+    grid: Grid = order(schedule, where, [len(lengths)] * micro_batches)
+    if weights_once and len(lengths) > 1:
+        grid = with_weight_gradients(grid, where)
+    return tuple(_peak(model, where, row, lengths) for row in grid)
 
 
 def check_stages(model: MemoryModel, stages: int) -> None:
@@ -132,68 +160,113 @@ def model_from(fields: Fields) -> MemoryModel:
     return MemoryModel(stages, int(fields.number("posted_ahead", "e.g. 2")), int(fields.number("sent_kept", "e.g. 8")))
 
 
-def _peak(
-    model: MemoryModel, stage: int, row: Sequence[Action], lengths: Sequence[int], weights_once: bool
-) -> MemoryUse:
-    """Walks a stage's computations and keeps what is held at the worst moment."""
-    own, total, cut = model.stages[stage], sum(lengths), len(lengths) > 1
-    messages = _Messages(model, own, row, lengths)
-    live = cached = returning = kept = 0
-    worst = MemoryUse(own.fixed)
-    for op, _, unit in row:
-        length = lengths[unit.slice]
-        if op is Op.FORWARD:
-            live += length
-            cached += total if cut and unit.slice == 0 else 0
-        else:
-            returning += total if cut and unit.slice == len(lengths) - 1 else 0
-            kept += length if cut and weights_once else 0
-        use = MemoryUse(
-            own.fixed,
-            own.activations * live,
-            own.keys_values * cached,
-            own.key_value_gradients * returning,
-            own.weight_gradients * kept,
-            messages.held(op, unit),
-        )
-        worst = max(worst, use, key=lambda each: each.total)
-        if op is Op.BACKWARD:
-            live -= length
-            if cut and unit.slice == 0:
-                cached -= total
-                returning -= total
-                kept = 0
+def _peak(model: MemoryModel, where: Placement, row: Sequence[Action], lengths: Sequence[int]) -> MemoryUse:
+    """Walks a place's computations and keeps what is held at the worst moment."""
+    stages = {stage: _Held(model, where, stage, row, lengths) for stage in sorted({action.stage for action in row})}
+    worst, most = MemoryUse(), -1.0
+    for op, stage, unit in row:
+        acting = stages[stage]
+        use = acting.during(op, unit)
+        if len(stages) > 1:
+            use = _together([use, *(other.held() for other in stages.values() if other is not acting)])
+        total = sum(use)
+        if total > most:
+            worst, most = use, total
+        acting.after(op, unit)
     return worst
 
 
-class _Messages:
-    """What a stage holds of messages while it walks along its computations."""
+def _together(uses: Sequence[MemoryUse]) -> MemoryUse:
+    return MemoryUse(*map(sum, zip(*uses, strict=True)))
 
-    def __init__(self, model: MemoryModel, own: StageMemory, row: Sequence[Action], lengths: Sequence[int]) -> None:
-        self._model, self._own, self._lengths = model, own, lengths
-        self._units = {op: [a.unit for a in row if a.op is op] for op in (Op.FORWARD, Op.BACKWARD)}
-        self._place = {unit: index for index, unit in enumerate(self._units[Op.FORWARD])}
-        self._done = {Op.FORWARD: 0, Op.BACKWARD: 0}
-        self._let_go = 0  # activations sent before this place in the order are with the next stage for certain
 
-    def held(self, op: Op, unit: Unit) -> float:
-        """Bytes while ``unit`` is computed."""
-        self._done[op] += 1
-        if op is Op.BACKWARD:
-            self._let_go = max(self._let_go, self._place[unit] + 1)
-        forwards, backwards = self._done[Op.FORWARD], self._done[Op.BACKWARD]
-        out = self._units[Op.FORWARD][self._let_go : forwards - (op is Op.FORWARD)]
-        back = self._units[Op.BACKWARD][: backwards - (op is Op.BACKWARD)]
-        back = back[max(len(back) - self._model.sent_kept, 0) :]
-        # the gradient that a backward starts from is in hand besides those to come
-        gradients = self._ahead(Op.BACKWARD) + ([unit] if op is Op.BACKWARD else [])
-        return self._own.received * self._tokens(self._ahead(Op.FORWARD) + back) + self._own.sent * self._tokens(
-            gradients + out
+class _Held:
+    """What a stage holds while its place walks along its computations, in tokens of a micro-batch."""
+
+    def __init__(
+        self, model: MemoryModel, where: Placement, stage: int, row: Sequence[Action], lengths: Sequence[int]
+    ) -> None:
+        self._model, self._own, self._lengths = model, model.stages[stage], lengths
+        self._whole = sum(lengths) if len(lengths) > 1 else 0  # nothing is kept from slice to slice where there is one
+        self._apart = any(op is Op.WEIGHT_GRADIENTS and own == stage for op, own, _ in row)
+        self._live = self._cached = self._returning = self._kept = 0
+        self._in_hand = 0  # the gradient that a backward starts from is there besides those to come
+        forward = [unit for op, own, unit in row if own == stage and op is Op.FORWARD]
+        backward = [unit for op, own, unit in row if own == stage and op is Op.BACKWARD]
+        self._trained, self._followed = bool(backward), stage + 1 < len(where.stages)
+        self._inputs = _Queue(forward, lengths) if where.receives_forward(stage) else _Queue([], lengths)
+        self._outputs = _Queue(forward, lengths) if where.sends_forward(stage) else _Queue([], lengths)
+        self._gradients = _Queue(backward, lengths) if where.receives_backward(stage) else _Queue([], lengths)
+        self._returned = _Queue(backward, lengths) if where.sends_backward(stage) else _Queue([], lengths)
+
+    def during(self, op: Op, unit: Unit) -> MemoryUse:
+        """Bytes while a unit is computed."""
+        length = self._lengths[unit.slice]
+        if op is Op.FORWARD:
+            self._live += length
+            self._cached += self._whole if unit.slice == 0 else 0
+            self._inputs.go_on()
+        elif op is Op.BACKWARD:
+            self._returning += self._whole if unit.slice == len(self._lengths) - 1 else 0
+            self._kept += length
+            self._gradients.go_on()
+            self._outputs.let_go(unit)
+            self._in_hand = length if self._followed else 0
+        return self.held()
+
+    def after(self, op: Op, unit: Unit) -> None:
+        """The unit is done, and what it left is sent."""
+        length, last = self._lengths[unit.slice], unit.slice == len(self._lengths) - 1
+        if op is Op.FORWARD:
+            self._outputs.go_on()
+            if not self._trained:
+                self._live -= length
+                self._cached -= self._whole if last else 0
+        elif op is Op.BACKWARD:
+            self._returned.go_on()
+            self._live -= length
+            self._cached -= self._whole if unit.slice == 0 else 0
+            self._returning -= self._whole if unit.slice == 0 else 0
+            self._in_hand = 0
+        else:
+            self._kept -= self._whole
+
+    def held(self) -> MemoryUse:
+        """Bytes as things are."""
+        own, ahead = self._own, self._model.posted_ahead
+        sent = self._outputs.sent(None if self._trained else EVAL_SENT_KEPT)
+        received = self._inputs.ahead(ahead) + self._returned.sent(self._model.sent_kept)
+        return MemoryUse(
+            own.fixed,
+            own.activations * self._live,
+            own.keys_values * self._cached,
+            own.key_value_gradients * self._returning,
+            own.weight_gradients * self._kept if self._apart else 0.0,
+            own.received * received + own.sent * (self._gradients.ahead(ahead) + self._in_hand + sent),
         )
 
-    def _ahead(self, op: Op) -> list[Unit]:
-        done = self._done[op]
-        return self._units[op][done : done + self._model.posted_ahead]
 
-    def _tokens(self, units: Sequence[Unit]) -> int:
-        return sum(self._lengths[unit.slice] for unit in units)
+class _Queue:
+    """The units that a stage's messages of one kind carry, in their order; their tokens as sums from the first one on."""
+
+    def __init__(self, units: Sequence[Unit], lengths: Sequence[int]) -> None:
+        self._index = {unit: index for index, unit in enumerate(units)}
+        self._tokens = [0, *accumulate(lengths[unit.slice] for unit in units)]
+        self._done = self._gone = 0
+
+    def go_on(self) -> None:
+        """One more was taken, or sent."""
+        self._done = min(self._done + 1, len(self._tokens) - 1)
+
+    def let_go(self, unit: Unit) -> None:
+        """This one and all before it are with the other stage for certain."""
+        self._gone = max(self._gone, self._index.get(unit, -1) + 1)
+
+    def ahead(self, count: int) -> int:
+        """Tokens of the next ``count``."""
+        return self._tokens[min(self._done + count, len(self._tokens) - 1)] - self._tokens[self._done]
+
+    def sent(self, most: int | None) -> int:
+        """Tokens of those that were sent and may not have been taken, the last ``most`` at most."""
+        first = self._gone if most is None else max(self._gone, self._done - most)
+        return self._tokens[self._done] - self._tokens[min(first, self._done)]

@@ -1,18 +1,19 @@
-"""What runs when: schedules as data. Pure functions on the standard library alone.
+"""What runs when and where: schedules and placements as data. Pure functions on the standard library alone.
 
-An order (`order`, `forward_only`) lists the computations of each stage, `with_messages` puts in sends and receives,
-`validate` proves that the whole can run, `simulate` times it, and `grid_text` and `timeline_svg` show it. An engine only has
-to execute the actions.
+A `Placement` says which stages are on which place. An order (`order`, `forward_only`) lists the computations of each place,
+`with_messages` puts in sends and receives, `with_weight_gradients` weight gradients of their own, `validate` proves that the
+whole can run, `simulate` times it, and `grid_text` and `timeline_svg` show it. An engine only has to execute the actions.
 """
 
 from __future__ import annotations
 
 from .actions import Action, Grid, Op, Unit
 from .lower import with_messages, with_weight_gradients
-from .orders import NAMES, forward_only, order, peak_live_units
+from .orders import NAMES, Schedule, forward_only, order, peak_live_units, register, schedule_named
+from .placement import PlacedStage, Placement, as_placement
 from .render import grid_text, timeline_svg, timelines_svg
 from .replay import Dependencies, Replay, Span, dependencies, replay
-from .simulate import Simulation, StageResult, simulate
+from .simulate import PlaceResult, Simulation, simulate
 from .streams import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, stream_deadlock
 from .timeline import Panel
 from .validate import ScheduleError, dry_run, validate
@@ -28,19 +29,25 @@ __all__ = [
     "Grid",
     "Op",
     "Panel",
+    "PlaceResult",
+    "PlacedStage",
+    "Placement",
     "Replay",
+    "Schedule",
     "ScheduleError",
     "Simulation",
     "Span",
-    "StageResult",
     "Unit",
+    "as_placement",
     "dependencies",
     "dry_run",
     "forward_only",
     "grid_text",
     "order",
     "peak_live_units",
+    "register",
     "replay",
+    "schedule_named",
     "simulate",
     "stream_deadlock",
     "timeline_svg",

@@ -1,7 +1,7 @@
 """Units of work, the actions on them, and their text form.
 
 A *unit* is one token slice of one micro-batch. An *action* is one thing a stage does with a unit. A schedule is a
-*grid*: one list of actions per stage, executed in order. Actions print as ``2F0.3`` (stage 2 runs slice 3 of
+*grid*: one list of actions per place of the pipeline, executed in order. Actions print as ``2F0.3`` (stage 2 runs slice 3 of
 micro-batch 0 forward) or ``1SEND_F0.3`` and parse back. The notation follows torch.distributed.pipelining's, with the
 slice added.
 """
@@ -19,8 +19,9 @@ _NUMBER = r"(0|[1-9][0-9]*)"
 class Op(str, Enum):
     """What a stage does with a unit. Forward messages go to the next stage, backward messages to the previous one.
 
-    Where weight gradients are made once per micro-batch and not with each backward, ``W`` makes them; it belongs to the
-    whole micro-batch and names its slice 0, the last one to go backward.
+    Where a stage makes weight gradients apart from its backward passes, ``W`` makes them. Slices of a micro-batch go backward in
+    descending order: ``W0.2`` makes those of slices 2 and later of micro-batch 0 that an earlier ``W`` has not made yet, and
+    ``W0.0``, which is always there, the last. One per micro-batch is ``W0.0`` alone.
     """
 
     FORWARD = "F"
@@ -105,7 +106,7 @@ class Action(NamedTuple):
 
 
 Grid: TypeAlias = Sequence[Sequence[Action]]
-"""A schedule: ``grid[stage]`` lists that stage's actions in the order in which it executes them."""
+"""A schedule: ``grid[place]`` lists the actions of that place's stages in the order in which it executes them."""
 
 _UNIT = re.compile(rf"{_NUMBER}\.{_NUMBER}")
 _ACTION = re.compile(rf"{_NUMBER}(W|(?:SEND_|RECV_)?[FB]){_NUMBER}\.{_NUMBER}")

@@ -1,60 +1,96 @@
-"""From computations to computations and messages."""
+"""From computations to computations and messages, and to weight gradients of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import zip_longest
 
 from .actions import Action, Grid, Op
+from .placement import Placement, placement_of
 
 
-def with_messages(grid: Grid) -> list[list[Action]]:
+def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[Action]]:
     """The same computations, with the sends and receives that they need.
 
     A unit's input (activation, or gradient of its output) is received right before its computation and its result sent
-    right after, so each channel, that is one direction between two neighbours, carries units in the order in which both
-    ends compute them. Forward and backward traffic are separate channels. Sends are meant to be asynchronous, receives
-    to wait.
+    right after, so each channel, that is one direction between two consecutive stages, carries units in the order in which
+    both ends compute them. Forward and backward traffic are separate channels. Stages that follow each other on one place
+    send each other nothing, and nothing is sent back to a forward-only stage. Sends are meant to be asynchronous, receives to
+    wait.
 
     Args:
-        grid: one list of FORWARD and BACKWARD actions per stage. It is not changed.
+        grid: computations, one list per place. It is not changed.
+        placement: of the stages; None: one on each place.
 
     Raises:
-        ValueError: the grid holds messages already.
+        ValueError: the grid holds messages already, or is none of the placement.
     """
-    last = len(grid) - 1
-    return [[lowered for action in row for lowered in _around(action, last)] for row in grid]
+    where = placement_of(len(grid), placement)
+    around = [_messages(where, stage) for stage in range(len(where.stages))]
+    return [[lowered for action in row for lowered in _around(action, around)] for row in grid]
 
 
-def _around(action: Action, last: int) -> Iterator[Action]:
+def _messages(where: Placement, stage: int) -> dict[Op, tuple[Op | None, Op | None]]:
+    """What a stage does before and after each of its computations."""
+    return {
+        Op.FORWARD: (
+            Op.RECV_FORWARD if where.receives_forward(stage) else None,
+            Op.SEND_FORWARD if where.sends_forward(stage) else None,
+        ),
+        Op.BACKWARD: (
+            Op.RECV_BACKWARD if where.receives_backward(stage) else None,
+            Op.SEND_BACKWARD if where.sends_backward(stage) else None,
+        ),
+        Op.WEIGHT_GRADIENTS: (None, None),
+    }
+
+
+def _around(action: Action, around: Sequence[dict[Op, tuple[Op | None, Op | None]]]) -> Iterator[Action]:
     op, stage, unit = action
-    if op not in (Op.FORWARD, Op.BACKWARD):
+    if not op.is_compute:
         raise ValueError(
-            f"with_messages: got {action}, must be computations only (F and B); the grid was lowered already"
+            f"with_messages: got {action}, must be computations only (F, B and W); the grid was lowered already"
         )
-    forward = op is Op.FORWARD
-    if stage > 0 if forward else stage < last:
-        yield Action(Op.RECV_FORWARD if forward else Op.RECV_BACKWARD, stage, unit)
+    before, after = around[stage][op]
+    if before is not None:
+        yield Action(before, stage, unit)
     yield action
-    if stage < last if forward else stage > 0:
-        yield Action(Op.SEND_FORWARD if forward else Op.SEND_BACKWARD, stage, unit)
+    if after is not None:
+        yield Action(after, stage, unit)
 
 
-def with_weight_gradients(grid: Grid) -> list[list[Action]]:
-    """The same actions, with the weight gradients of a micro-batch after its last backward and what that one sends.
+def with_weight_gradients(
+    grid: Grid, placement: Placement | None = None, stages: Collection[int] | None = None, each_slice: bool = False
+) -> list[list[Action]]:
+    """The same actions, with weight gradients after the backward that they belong to and what that one sends.
 
-    The stage before gets its gradient first: weight gradients delay nobody (the W of zero-bubble schedules, Qi et al., ICLR
-    2024, arXiv 2401.10241, a micro-batch at a time).
+    The stage before gets its gradient first, be it on another place or on this one: weight gradients delay nobody (the W of
+    zero-bubble schedules, Qi et al., ICLR 2024, arXiv 2401.10241).
+
+    Args:
+        grid: computations, with or without messages, one list per place. It is not changed.
+        placement: of the stages; None: one on each place.
+        stages: those that make weight gradients apart; None: all that go backward.
+        each_slice: they are made after each slice, else once per micro-batch, after its last backward.
     """
-    return [list(_then_weights(row)) for row in grid]
+    where = placement_of(len(grid), placement)
+    apart = frozenset(range(len(where.stages)) if stages is None else stages)
+    return [list(_then_weights(row, apart, each_slice)) for row in grid]
 
 
-def _then_weights(row: Sequence[Action]) -> Iterator[Action]:
-    sent = {unit for op, _, unit in row if op is Op.SEND_BACKWARD}
-    for action in row:
+def _then_weights(row: Sequence[Action], stages: frozenset[int], each_slice: bool) -> Iterator[Action]:
+    sent = {(stage, unit) for op, stage, unit in row if op is Op.SEND_BACKWARD}
+    due: list[Action] = []
+    for action, following in zip_longest(row, row[1:]):
         op, stage, unit = action
         yield action
-        if unit.slice == 0 and op is (Op.SEND_BACKWARD if unit in sent else Op.BACKWARD):
-            yield Action(Op.WEIGHT_GRADIENTS, stage, unit)
+        ends = op is (Op.SEND_BACKWARD if (stage, unit) in sent else Op.BACKWARD)
+        if ends and stage in stages and (each_slice or unit.slice == 0):
+            due.append(Action(Op.WEIGHT_GRADIENTS, stage, unit))
+        # the gradient that this backward left goes on through the stage before
+        if ends and following != Action(Op.BACKWARD, stage - 1, unit):
+            yield from due
+            due.clear()
 
 
 def has_messages(grid: Grid) -> bool:

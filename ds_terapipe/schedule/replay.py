@@ -1,4 +1,4 @@
-"""Runs a grid without running it: when each action would start and end, or where the stages would wait for ever.
+"""Runs a grid without running it: when each action would start and end, or where places would wait for ever.
 
 An action ends at the longest path to it. What waits for what depends on the grid alone, so it is worked out once
 (`dependencies`) and serves any number of durations.
@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .actions import Action, Grid, Op, Unit
+from .placement import Placement, placement_of
 
 
 class Span(NamedTuple):
-    """When an action starts and ends, in the unit of the durations. A receive's is the time that the stage waits."""
+    """When an action starts and ends, in the unit of the durations. A receive's is the time that the place waits."""
 
     start: float
     end: float
@@ -23,8 +24,8 @@ class Span(NamedTuple):
 class Replay(NamedTuple):
     """What `replay` found.
 
-    ``spans[stage][i]`` belongs to ``grid[stage][i]``; a stage that got stuck has spans up to the action before.
-    ``stuck`` maps each stage that did not reach its end to the index of the receive at which it waits.
+    ``spans[place][i]`` belongs to ``grid[place][i]``; a place that got stuck has spans up to the action before.
+    ``stuck`` maps each place that did not reach its end to the index of the receive at which it waits.
     """
 
     spans: list[list[Span]]
@@ -32,7 +33,7 @@ class Replay(NamedTuple):
 
     @property
     def makespan(self) -> float:
-        """The time at which the last stage ends."""
+        """The time at which the last place ends."""
         return max((row[-1].end for row in self.spans if row), default=0.0)
 
 
@@ -41,9 +42,9 @@ class Dependencies(NamedTuple):
 
     Node 0 is the start of the step. Every other node ends when the later one of two nodes has ended (``after[i - 1]`` and
     ``also_after[i - 1]`` for node i) and its own time is over. A node is a computation, a receive (no time of its own) or
-    the transfer of a message, which is listed with its send: a send itself takes no node, the stage goes on at once.
+    the transfer of a message, which is listed with its send: a send itself takes no node, the place goes on at once.
 
-    ``actions[i - 1]`` is what node i does; ``ends[stage][j]`` is the node with which ``grid[stage][j]`` ends; ``stuck`` is
+    ``actions[i - 1]`` is what node i does; ``ends[place][j]`` is the node with which ``grid[place][j]`` ends; ``stuck`` is
     as in `Replay`.
     """
 
@@ -71,19 +72,25 @@ class Dependencies(NamedTuple):
         return rows
 
 
-def replay(grid: Grid, duration: Callable[[Action], float], message: Callable[[Action], float] | None = None) -> Replay:
+def replay(
+    grid: Grid,
+    duration: Callable[[Action], float],
+    message: Callable[[Action], float] | None = None,
+    placement: Placement | None = None,
+) -> Replay:
     """Runs a grid with messages as an engine would: sends are buffered, a receive waits for the head of its channel.
 
-    Each stage starts an action as soon as the one before it ended and, for a receive, its message has arrived. A message
-    leaves when it is sent and the ones sent before it on its channel (one direction between two neighbours) are through;
-    the sender goes on at once.
+    Each place starts an action as soon as the one before it ended and, for a receive, its message has arrived. A message
+    leaves when it is sent and the ones sent before it on its link (from one place to another, whatever stages they are of) are
+    through; the sender goes on at once.
 
     Args:
         grid: computations and messages, as `lower.with_messages` returns them.
         duration: time that a FORWARD, BACKWARD or WEIGHT_GRADIENTS action takes; it is not asked about messages.
         message: time that the message of a SEND action is on its way; none by default.
+        placement: of the stages; None: one on each place.
     """
-    graph = dependencies(grid)
+    graph = dependencies(grid, placement)
     ended = graph.run(durations_of(graph, duration, message))
     return Replay(graph.spans(ended), graph.stuck)
 
@@ -104,49 +111,59 @@ def durations_of(
     return out
 
 
-def dependencies(grid: Grid) -> Dependencies:
-    """What waits for what in a grid with messages."""
+def dependencies(grid: Grid, placement: Placement | None = None) -> Dependencies:
+    """What waits for what in a grid with messages; None: a stage on each place."""
     graph = Dependencies([], [], [], [[] for _ in grid], {})
-    channels: dict[tuple[int, bool], _Channel] = {}
+    channels = _Channels(placement_of(len(grid), placement))
     ready = deque(range(len(grid)))
     while ready:
-        stage = ready.popleft()
-        _advance(grid[stage], graph, graph.ends[stage], channels, ready, stage)
-    for stage, row in enumerate(grid):
-        if len(graph.ends[stage]) < len(row):
-            graph.stuck[stage] = len(graph.ends[stage])
+        place = ready.popleft()
+        _advance(grid[place], graph, graph.ends[place], channels, ready, place)
+    for place, row in enumerate(grid):
+        if len(graph.ends[place]) < len(row):
+            graph.stuck[place] = len(graph.ends[place])
     return graph
 
 
-class _Channel:
-    """Messages from one stage to a neighbour: those on their way, and who waits for one."""
+class _Link:
+    """What carries the messages of one place to another, one after the other: the node of the last one sent."""
 
     def __init__(self) -> None:
-        self.messages: deque[tuple[Unit, int]] = deque()
         self.last = 0
+
+
+class _Channel:
+    """Messages from one stage to a consecutive one: those on their way, the place that waits for one, what carries them."""
+
+    def __init__(self, link: _Link) -> None:
+        self.messages: deque[tuple[Unit, int]] = deque()
         self.waiting: int | None = None
+        self.link = link
 
 
-def _channel(channels: dict[tuple[int, bool], _Channel], receiver: int, forward: bool) -> _Channel:
-    found = channels.get((receiver, forward))
-    if found is None:
-        found = channels[receiver, forward] = _Channel()
-    return found
+class _Channels(dict[tuple[int, bool], _Channel]):
+    """By receiving stage and direction."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self._placement, self._links = placement, dict[tuple[int, int], _Link]()
+
+    def __missing__(self, key: tuple[int, bool]) -> _Channel:
+        receiver, forward = key
+        place_of = self._placement.place_of
+        ends = place_of(receiver - 1 if forward else receiver + 1), place_of(receiver)
+        found = self[key] = _Channel(self._links.setdefault(ends, _Link()))
+        return found
 
 
 def _advance(
-    row: Sequence[Action],
-    graph: Dependencies,
-    ends: list[int],
-    channels: dict[tuple[int, bool], _Channel],
-    ready: deque[int],
-    index: int,
+    row: Sequence[Action], graph: Dependencies, ends: list[int], channels: _Channels, ready: deque[int], place: int
 ) -> None:
-    """Takes one stage as far as it comes; stages whose message it sends are put into ``ready``."""
+    """Takes one place as far as it comes; places whose message it sends are put into ``ready``."""
     actions, after, also_after = graph.actions, graph.after, graph.also_after
     at = ends[-1] if ends else 0
-    for place in range(len(ends), len(row)):
-        action = row[place]
+    for index in range(len(ends), len(row)):
+        action = row[index]
         op, stage, unit = action
         if op is _F or op is _B or op is _W:
             actions.append(action)
@@ -154,10 +171,10 @@ def _advance(
             also_after.append(at)
             at = len(after)
         elif op is _RECV_F or op is _RECV_B:
-            channel = _channel(channels, stage, op is _RECV_F)
+            channel = channels[stage, op is _RECV_F]
             # A message out of order is as good as none: the receive waits for the one it names.
             if not channel.messages or channel.messages[0][0] != unit:
-                channel.waiting = index
+                channel.waiting = place
                 return
             actions.append(action)
             after.append(at)
@@ -165,12 +182,13 @@ def _advance(
             at = len(after)
         else:
             forward = op is _SEND_F
-            channel = _channel(channels, stage + 1 if forward else stage - 1, forward)
+            channel = channels[stage + 1 if forward else stage - 1, forward]
+            link = channel.link
             actions.append(action)
             after.append(at)
-            also_after.append(channel.last)
-            channel.last = len(after)
-            channel.messages.append((unit, channel.last))
+            also_after.append(link.last)
+            link.last = len(after)
+            channel.messages.append((unit, link.last))
             if channel.waiting is not None:
                 ready.append(channel.waiting)
                 channel.waiting = None

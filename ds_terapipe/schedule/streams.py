@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple, TypeAlias
 
 from .actions import Action, Grid, Op, Unit
+from .placement import Placement, placement_of
 
 POSTED_AHEAD = 2
 """Receives in each direction that a stage posts before it needs them."""
@@ -22,7 +23,9 @@ SENT_KEPT = 8
 """Units whose gradients a stage has sent and the stage before has not taken; at one more it waits."""
 
 EVAL_SENT_KEPT = 4
-"""As `SENT_KEPT`, of outputs in an evaluation. In training a stage keeps its outputs anyway, for their backward pass."""
+"""As `SENT_KEPT`, of outputs where no gradient will say that they were taken: in an evaluation, and of a forward-only stage.
+
+Other stages keep their outputs anyway in training, for their backward pass."""
 
 
 class Channel(NamedTuple):
@@ -52,71 +55,81 @@ def group_per_direction(channel: Channel) -> Hashable:
 
 
 def stream_deadlock(
-    grid: Grid, group_of: GroupOf = group_per_channel, posted_ahead: int = POSTED_AHEAD, sent_kept: int | None = None
+    grid: Grid,
+    group_of: GroupOf = group_per_channel,
+    posted_ahead: int = POSTED_AHEAD,
+    sent_kept: int | None = None,
+    placement: Placement | None = None,
 ) -> dict[int, int]:
-    """Where the stages stop for ever when their messages run in order of issue, group by group.
+    """Where the places stop for ever when their messages run in order of issue, group by group.
 
     Args:
         grid: computations and messages, as `lower.with_messages` returns them.
         group_of: which channels share a group.
         posted_ahead: receives of a channel that are issued before their turn.
-        sent_kept: units that may wait to be taken where sends are bounded: gradients, and in an evaluation outputs; a stage
-            that has sent more waits for the oldest. None: what the engine keeps.
+        sent_kept: units that may wait to be taken where sends are bounded: gradients, and outputs of a stage that never goes
+            backward; a place that has sent more waits for the oldest. None: what the engine keeps.
+        placement: of the stages; None: one on each place.
 
     Returns:
-        For each stage that does not come to its end, the index of the action at which it waits.
+        For each place that does not come to its end, the index of the action at which it waits.
     """
-    replay = _StreamReplay(grid, group_of, posted_ahead, sent_kept)
-    while replay.stages_go_on() or replay.messages_go_through():
+    replay = _StreamReplay(grid, group_of, posted_ahead, sent_kept, placement_of(len(grid), placement))
+    while replay.places_go_on() or replay.messages_go_through():
         pass
-    return {stage: at for stage, at in enumerate(replay.at) if at < len(grid[stage])}
+    return {place: at for place, at in enumerate(replay.at) if at < len(grid[place])}
 
 
 class _StreamReplay:
-    """The stages' positions and the queues of their groups."""
+    """The places' positions and the queues of their groups."""
 
-    def __init__(self, grid: Grid, group_of: GroupOf, posted_ahead: int, sent_kept: int | None) -> None:
+    def __init__(
+        self, grid: Grid, group_of: GroupOf, posted_ahead: int, sent_kept: int | None, placement: Placement
+    ) -> None:
         self.at = [0] * len(grid)
-        self._grid, self._group_of, self._ahead = grid, group_of, posted_ahead
-        training = any(action.op is Op.BACKWARD for row in grid for action in row)
-        self._bounded = Op.SEND_BACKWARD if training else Op.SEND_FORWARD
-        self._kept = sent_kept if sent_kept is not None else SENT_KEPT if training else EVAL_SENT_KEPT
+        self._grid, self._group_of, self._ahead, self._placement = grid, group_of, posted_ahead, placement
+        self._kept = {
+            Op.SEND_FORWARD: EVAL_SENT_KEPT if sent_kept is None else sent_kept,
+            Op.SEND_BACKWARD: SENT_KEPT if sent_kept is None else sent_kept,
+        }
+        self._answered = {action.stage for row in grid for action in row if action.op is Op.BACKWARD}
         self._queues: dict[tuple[int, Hashable], deque[_Message]] = {}
         self._busy: set[tuple[int, Hashable]] = set()  # queues that may have a new head
         self._expected: dict[Channel, deque[Unit]] = {}
         self._posted: dict[Channel, deque[Unit]] = {}
         self._through: set[tuple[Channel, Unit]] = set()
-        self._untaken: list[deque[tuple[Channel, Unit]]] = [deque() for _ in grid]
+        self._untaken: dict[Channel, deque[Unit]] = {}
         self._waits = [False] * len(grid)  # for room, its message being issued
-        for stage, row in enumerate(grid):
+        for place, row in enumerate(grid):
             for action in row:
                 if action.op.is_receive:
                     self._expected.setdefault(channel_of(action), deque()).append(action.unit)
             for channel in {channel_of(action) for action in row if action.op.is_receive}:
                 self._posted[channel] = deque()
-                self._post(stage, channel)
+                self._post(place, channel)
 
-    def stages_go_on(self) -> bool:
-        """Every stage as far as it comes; whether any did."""
+    def places_go_on(self) -> bool:
+        """Every place as far as it comes; whether any did."""
         before = sum(self.at)
-        for stage, row in enumerate(self._grid):
-            while self.at[stage] < len(row) and self._step(stage, row[self.at[stage]]):
-                self.at[stage] += 1
+        for place, row in enumerate(self._grid):
+            while self.at[place] < len(row) and self._step(place, row[self.at[place]]):
+                self.at[place] += 1
         return sum(self.at) > before
 
     def messages_go_through(self) -> bool:
         """Every message that is at the head of its queue at both ends; whether there was any."""
         any_did = False
         while self._busy:
-            stage, group = self._busy.pop()
-            queue = self._queues[stage, group]
-            while queue and self._goes_through(stage, group, queue):
+            place, group = self._busy.pop()
+            queue = self._queues[place, group]
+            while queue and self._goes_through(place, group, queue):
                 any_did = True
         return any_did
 
-    def _goes_through(self, stage: int, group: Hashable, queue: deque[_Message]) -> bool:
+    def _goes_through(self, place: int, group: Hashable, queue: deque[_Message]) -> bool:
         channel, unit, sends = queue[0]
-        peer = 2 * channel.boundary + 1 - stage
+        ends = [self._placement.place_of(channel.boundary), self._placement.place_of(channel.boundary + 1)]
+        peer = sum(ends) - place
         other = self._queues.get((peer, group))
         if not other or other[0] != _Message(channel, unit, not sends):
             return False
@@ -126,39 +139,36 @@ class _StreamReplay:
         self._busy.add((peer, group))
         return True
 
-    def _step(self, stage: int, action: Action) -> bool:
+    def _step(self, place: int, action: Action) -> bool:
         """Runs one action; False where it has to wait."""
         if action.op.is_compute:
             return True
         channel, unit = channel_of(action), action.unit
         if action.op.is_receive:
-            self._post(stage, channel)
+            self._post(place, channel)
             if (channel, unit) not in self._through:
                 return False
             self._posted[channel].popleft()
-            self._post(stage, channel)
+            self._post(place, channel)
             return True
-        if not self._waits[stage]:
-            self._issue(stage, _Message(channel, unit, sends=True))
-        return action.op is not self._bounded or self._has_room(stage, channel, unit)
-
-    def _has_room(self, stage: int, channel: Channel, unit: Unit) -> bool:
-        untaken = self._untaken[stage]
-        if not self._waits[stage]:
-            untaken.append((channel, unit))
-        while untaken and untaken[0] in self._through:
+        bounded = action.op is Op.SEND_BACKWARD or action.stage not in self._answered
+        untaken = self._untaken.setdefault(channel, deque())
+        if not self._waits[place]:
+            self._issue(place, _Message(channel, unit, sends=True))
+            untaken.append(unit)
+        while untaken and (channel, untaken[0]) in self._through:
             untaken.popleft()
-        self._waits[stage] = len(untaken) > self._kept
-        return not self._waits[stage]
+        self._waits[place] = bounded and len(untaken) > self._kept[action.op]
+        return not self._waits[place]
 
-    def _post(self, stage: int, channel: Channel) -> None:
+    def _post(self, place: int, channel: Channel) -> None:
         expected, posted = self._expected[channel], self._posted[channel]
         while expected and len(posted) < self._ahead:
             posted.append(expected.popleft())
-            self._issue(stage, _Message(channel, posted[-1], sends=False))
+            self._issue(place, _Message(channel, posted[-1], sends=False))
 
-    def _issue(self, stage: int, message: _Message) -> None:
-        key = stage, self._group_of(message.channel)
+    def _issue(self, place: int, message: _Message) -> None:
+        key = place, self._group_of(message.channel)
         self._queues.setdefault(key, deque()).append(message)
         self._busy.add(key)
 

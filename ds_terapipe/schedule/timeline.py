@@ -1,4 +1,4 @@
-"""A schedule's timeline as an SVG picture: stages down, time to the right."""
+"""A schedule's timeline as an SVG picture: places down, time to the right."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .actions import Action, Grid, Op
 from .lower import has_messages, with_messages
+from .placement import Placement, placement_of, row_word
 from .replay import Replay, Span, replay
 
 # Forward and backward colour of a micro-batch; neighbours differ in hue, white text is legible on every backward one.
@@ -30,13 +31,15 @@ class Panel(NamedTuple):
     """One schedule of a picture.
 
     ``durations`` gives the time of each FORWARD, BACKWARD and WEIGHT_GRADIENTS action, in any one unit; where ``spans`` are
-    given, measured or simulated, they are drawn as they are and ``durations`` is not asked.
+    given, measured or simulated, they are drawn as they are and ``durations`` is not asked. ``placement`` is that of the
+    stages, None: one on each place.
     """
 
     title: str
     grid: Grid
     durations: Callable[[Action], float] | None = None
     spans: Sequence[Sequence[Span]] | None = None
+    placement: Placement | None = None
 
 
 class _Timed(NamedTuple):
@@ -45,16 +48,23 @@ class _Timed(NamedTuple):
     result: Replay
 
 
-def timeline_svg(grid: Grid, durations: Callable[[Action], float], title: str = "", width: int = 960) -> str:
+def timeline_svg(
+    grid: Grid,
+    durations: Callable[[Action], float],
+    title: str = "",
+    width: int = 960,
+    placement: Placement | None = None,
+) -> str:
     """The picture of one schedule; see `timelines_svg`.
 
     Args:
-        grid: one list of actions per stage, with or without messages.
+        grid: one list of actions per place, with or without messages.
         durations: time of each FORWARD and BACKWARD action. Messages take none.
         title: a line above the picture.
         width: of the picture, in pixels.
+        placement: of the stages; None: one on each place.
     """
-    return timelines_svg([Panel(title, grid, durations)], width)
+    return timelines_svg([Panel(title, grid, durations, placement=placement)], width)
 
 
 def timelines_svg(panels: Sequence[Panel], width: int = 960) -> str:
@@ -64,7 +74,7 @@ def timelines_svg(panels: Sequence[Panel], width: int = 960) -> str:
     a schedule that slices none; cells too narrow for it have none.
 
     Raises:
-        ValueError: no panel, or a schedule in which stages would wait for ever.
+        ValueError: no panel, or a schedule in which places would wait for ever.
     """
     if not panels:
         raise ValueError("timelines_svg: got no panels, must have at least one")
@@ -95,23 +105,26 @@ def _time(panel: Panel) -> _Timed:
         return _Timed(panel, panel.grid, Replay([list(row) for row in panel.spans], {}))
     if panel.durations is None:
         raise ValueError(f"timeline: panel {panel.title!r} has neither durations nor spans, must have one of them")
-    grid = panel.grid if has_messages(panel.grid) else with_messages(panel.grid)
-    result = replay(grid, panel.durations)
+    where = placement_of(len(panel.grid), panel.placement)
+    grid = panel.grid if has_messages(panel.grid) else with_messages(panel.grid, where)
+    result = replay(grid, panel.durations, placement=where)
     if result.stuck:
-        stages = ", ".join(str(stage) for stage in result.stuck)
-        raise ValueError(f"timeline: stages {stages} would wait for ever, must be a schedule that validate() accepts")
+        places = ", ".join(str(place) for place in result.stuck)
+        raise ValueError(
+            f"timeline: {row_word(where)}s {places} would wait for ever, must be a schedule that validate() accepts"
+        )
     return _Timed(panel, grid, result)
 
 
 def _panel(timed: _Timed, scale: float, top: float) -> tuple[list[str], float]:
     """The SVG elements of one schedule, and its height."""
     grid, result = timed.grid, timed.result
-    stages = len(grid)
-    row, bar = (24, 21) if stages <= 8 else (18, 16)
+    places, word = len(grid), row_word(placement_of(len(grid), timed.panel.placement))
+    row, bar = (24, 21) if places <= 8 else (18, 16)
     end = _LEFT + result.makespan * scale
     cells = [pair for row_cells in zip(grid, result.spans, strict=True) for pair in zip(*row_cells, strict=True)]
     busy = sum(span.end - span.start for action, span in cells if action.op.is_compute)
-    idle = 1 - busy / (stages * result.makespan) if result.makespan else 0.0
+    idle = 1 - busy / (places * result.makespan) if result.makespan else 0.0
     sliced = any(action.unit.slice > 0 for actions in grid for action in actions)
     caption = f"time {result.makespan:.4g}, {idle:.0%} idle"
     # Where the schedule ends, but clear of the title.
@@ -120,17 +133,17 @@ def _panel(timed: _Timed, scale: float, top: float) -> tuple[list[str], float]:
         f'<text x="{_LEFT}" y="{top + 16:g}" font-weight="bold">{escape(timed.panel.title)}</text>',
         f'<text x="{caption_end:.1f}" y="{top + 16:g}" text-anchor="end" fill="#4b5563">{caption}</text>',
     ]
-    for stage, (actions, spans) in enumerate(zip(grid, result.spans, strict=True)):
-        y = top + _TITLE - 4 + stage * row
+    for place, (actions, spans) in enumerate(zip(grid, result.spans, strict=True)):
+        y = top + _TITLE - 4 + place * row
         out.append(
-            f'<text x="{_LEFT - 8}" y="{y + bar / 2 + 4:g}" text-anchor="end" fill="#4b5563">stage {stage}</text>'
+            f'<text x="{_LEFT - 8}" y="{y + bar / 2 + 4:g}" text-anchor="end" fill="#4b5563">{word} {place}</text>'
             f'<rect x="{_LEFT}" y="{y:g}" width="{end - _LEFT:.2f}" height="{bar}" fill="#f3f4f6"/>'
         )
         for action, span in zip(actions, spans, strict=True):
             if action.op.is_compute:
                 label = str(action.unit.slice if sliced else action.unit.micro_batch)
                 out.append(_cell(action, label, _LEFT + span.start * scale, (span.end - span.start) * scale, y, bar))
-    bottom = top + _TITLE - 4 + stages * row
+    bottom = top + _TITLE - 4 + places * row
     out.append(f'<path d="M{end:.2f} {top + _TITLE - 8:g}V{bottom:g}" stroke="#6b7280" stroke-dasharray="3 2"/>')
     return out, bottom - top
 

@@ -54,8 +54,8 @@ def _forgetting(kind: str) -> Any:
     """Actions of one kind wait for their own stage only."""
 
     def replacement(original: Any, hit: Hit) -> Any:
-        def dependencies(grid: Any) -> Any:
-            graph = original(grid)
+        def dependencies(grid: Any, placement: Any = None) -> Any:
+            graph = original(grid, placement)
             hit()
             also = [
                 first if getattr(action.op, kind) else second

@@ -30,8 +30,9 @@ from ds_terapipe.plan import (
     sample_points,
     slice_times,
 )
-from ds_terapipe.schedule import NAMES, Op
+from ds_terapipe.schedule import NAMES, Op, Placement, validate
 from tests.mutants import applied
+from tests.schedule import strategies
 
 from .costs import ExampleCost
 from .test_slices import compositions
@@ -68,7 +69,35 @@ def test_step_times_are_the_simulators(cost, schedule, lengths, micro_batches, w
     result = times.simulate(schedule, lengths, [2.0] * len(cost.factors))
     assert times.seconds(schedule, lengths) == pytest.approx(result.makespan, rel=1e-12)
     assert times.bound(lengths) <= result.makespan * (1 + 1e-12)
-    assert result.stages[0].peak_bytes == 2 * result.stages[0].peak_tokens
+    assert result.places[0].peak_bytes == 2 * result.places[0].peak_tokens
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    strategies.placements(),
+    st.sampled_from(NAMES),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.booleans(),
+    st.data(),
+)
+def test_step_times_of_any_placement(placement, schedule, lengths, micro_batches, weights_once, data):
+    count = len(placement.stages)
+    factors = data.draw(st.lists(st.floats(0.5, 4.0), min_size=count, max_size=count))
+    cost = ExampleCost(
+        factors, weights=data.draw(st.sampled_from([0.0, 4e-5])), link=data.draw(st.sampled_from([0.0, 1e-3]))
+    )
+    times = StepTimes(cost, count, micro_batches, weights_once, placement)
+    result = times.simulate(schedule, lengths)
+    validate(result.grid, [len(lengths)] * micro_batches, schedule, placement)
+    assert len(result.places) == placement.places
+    assert times.seconds(schedule, lengths) == pytest.approx(result.makespan, rel=1e-12)
+    assert times.bound(lengths) <= result.makespan * (1 + 1e-12)
+
+
+def test_a_placement_is_one_of_the_costs_stages():
+    with pytest.raises(ValueError, match="placement: got 3 stages, must be the pipeline's 2"):
+        StepTimes(ExampleCost([1.0, 1.0]), 2, 1, placement=Placement.of([0, 1, 0]))
 
 
 @pytest.mark.parametrize("lengths", [[256], [128, 128], [100, 90, 66]])
@@ -87,7 +116,7 @@ def busy_off_by(result, cost, lengths):
     """How far the second stage's work is from what the costs of its slices add up to, in tolerances of 1e-6."""
     starts = [0, *itertools.accumulate(lengths)]
     passes = sum(3 * cost.forward(1, length, start) for length, start in zip(lengths, starts, strict=False))
-    return abs(result.stages[1].busy / (5 * (passes + 2 * 2e-5 * 256)) - 1) / 1e-6
+    return abs(result.places[1].busy / (5 * (passes + 2 * 2e-5 * 256)) - 1) / 1e-6
 
 
 def work_off_by(mutant):

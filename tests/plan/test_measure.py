@@ -10,7 +10,7 @@ import pytest
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.measure import RecordedStep, measured_cost, overhead
-from ds_terapipe.tracing.chrome import MEASURED, PACKING, Event, events_of
+from ds_terapipe.tracing.chrome import MEASURED, Event, events_of
 
 TOTAL, STAGES = 64, 2
 TRIALS = [(4,) * 16, (8,) * 8, (16,) * 4, (32, 32), (64,)]
@@ -145,17 +145,3 @@ def test_sending_belongs_to_the_slice_and_collectives_to_the_step() -> None:
         "from the end of a send to the end of its receive"
     )
     assert overhead([step]) == pytest.approx(2.0)
-
-
-def test_packing_belongs_to_no_slice() -> None:
-    events = [
-        Event(MEASURED, 0, 0, 1, PACKING, PACKING, 0.0, 0.5),
-        Event(MEASURED, 0, 0, 1, "0F0.0", "F", 0.5, 1.5),
-        Event(MEASURED, 0, 0, 1, PACKING, PACKING, 1.5, 3.5),
-        Event(MEASURED, 0, 0, 1, "0RECV_B0.0", "RECV_B", 3.5, 4.0),
-        Event(MEASURED, 0, 0, 1, "0B0.0", "B", 4.0, 6.0),
-    ]
-    step = RecordedStep((8,), events, 8.0)
-    cost = measured_cost([step], 1, 1, False, False, {})
-    assert cost.stage_costs[0].samples[0] == (8, 0, pytest.approx(1.0), pytest.approx(2.0))
-    assert overhead([step]) == pytest.approx(2.5)  # the first stage's, which nobody waits beside

@@ -9,13 +9,27 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from ds_terapipe.schedule import NAMES, Action, Op, Unit
+from ds_terapipe.schedule import NAMES, Action, Op, Placement, Unit, as_placement
 
 stages = st.integers(1, 8)
 names = st.sampled_from(NAMES)
 even_slices = st.builds(lambda count, each: [each] * count, st.integers(1, 8), st.integers(1, 8))
 uneven_slices = st.lists(st.integers(1, 8), min_size=1, max_size=8)
 slices = even_slices | uneven_slices
+few_slices = st.lists(st.integers(1, 4), min_size=1, max_size=6)
+
+KNOWN_PLACES = ((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (1, 0), (0, 1, 2, 1, 0))
+
+
+@st.composite
+def placements(draw: st.DrawFn, most_stages: int = 7, most_places: int = 4) -> Placement:
+    """Stages on places in any order, some of the first ones forward-only, at least one trained."""
+    places = draw(st.lists(st.integers(0, most_places - 1), min_size=1, max_size=most_stages))
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    if draw(st.booleans()):  # else the first stage would always be on place 0
+        numbers = {place: len(numbers) - 1 - number for place, number in numbers.items()}
+    chosen = draw(st.sampled_from(KNOWN_PLACES) | st.just(tuple(numbers[place] for place in places)))
+    return Placement.of(chosen, forward_only=draw(st.integers(0, len(chosen) - 1)))
 
 
 class RandomGrid(NamedTuple):
@@ -23,10 +37,11 @@ class RandomGrid(NamedTuple):
 
     grid: list[list[Action]]
     slices: list[int]
+    placement: Placement | None = None
 
     @property
     def interleaved(self) -> bool:
-        """Whether, on some stage, two micro-batches are on their way back at the same time."""
+        """Whether, on some place, two micro-batches are on their way back at the same time."""
         return any(_interleaved([a.unit for a in row if a.op is Op.BACKWARD]) for row in self.grid)
 
 
@@ -46,13 +61,15 @@ def random_grids(
     return random_grid(draw(st.integers(0, 2**32 - 1)), stages, each, with_weights)
 
 
-def random_grid(seed: int, stages: int, slices: Sequence[int], weights: bool) -> RandomGrid:
-    """One of the orders in which a job could run its actions one at a time, whatever they are; a row is a stage's part of it."""
-    choice, run = random.Random(seed), _Run(stages, slices, weights)
+def random_grid(
+    seed: int, stages: int | Placement, slices: Sequence[int], weights: bool, each_slice: bool = False
+) -> RandomGrid:
+    """One of the orders in which a job could run its actions one at a time, whatever they are; a row is a place's part of it."""
+    choice, run = random.Random(seed), _Run(as_placement(stages), slices, weights, each_slice)
     while ready := list(run.ready()):
         run.do(choice.choice(ready))
-    assert all(len(run.done[stage]) == len(run.wanted[stage]) for stage in range(stages))
-    return RandomGrid(run.grid, list(slices))
+    assert len(run.done) == len(run.wanted)
+    return RandomGrid(run.grid, list(slices), run.placement)
 
 
 def interleaved_grid(number: int, stages: int, slices: Sequence[int], weights: bool) -> RandomGrid:
@@ -64,44 +81,65 @@ def interleaved_grid(number: int, stages: int, slices: Sequence[int], weights: b
 class _Run:
     """A job that runs one action at a time."""
 
-    def __init__(self, stages: int, slices: Sequence[int], weights: bool) -> None:
-        self.grid: list[list[Action]] = [[] for _ in range(stages)]
-        self.done: list[set[tuple[Op, Unit]]] = [set() for _ in range(stages)]
-        self._slices, self._last = slices, stages - 1
+    def __init__(self, placement: Placement, slices: Sequence[int], weights: bool, each_slice: bool) -> None:
+        self.placement, self.grid = placement, [list[Action]() for _ in range(placement.places)]
+        self.done: set[Action] = set()
+        self._slices, self._each_slice = slices, each_slice
         self._sent: dict[tuple[int, Op], list[Unit]] = {}  # by receiver: on their way, in order
         units = [Unit(m, i) for m, count in enumerate(slices) for i in range(count)]
-        self.wanted = [[(op, u) for op in self._ops(stage) for u in units] for stage in range(stages)]
-        if weights:
-            for row in self.wanted:
-                row += [(Op.WEIGHT_GRADIENTS, Unit(m, 0)) for m in range(len(slices))]
+        stages = range(len(placement.stages))
+        self.wanted = [Action(op, stage, unit) for stage in stages for op in self._ops(stage) for unit in units]
+        self.wanted += [
+            Action(Op.WEIGHT_GRADIENTS, stage, unit)
+            for stage in stages[placement.forward_only :]
+            for unit in units
+            if weights and (each_slice or unit.slice == 0)
+        ]
 
     def _ops(self, stage: int) -> list[Op]:
-        ops = [Op.FORWARD, Op.BACKWARD]
-        ops += [Op.RECV_FORWARD, Op.SEND_BACKWARD] if stage > 0 else []
-        return ops + ([Op.SEND_FORWARD, Op.RECV_BACKWARD] if stage < self._last else [])
+        where = self.placement
+        return (
+            [Op.FORWARD]
+            + [Op.BACKWARD] * where.goes_backward(stage)
+            + [Op.RECV_FORWARD] * where.receives_forward(stage)
+            + [Op.SEND_BACKWARD] * where.sends_backward(stage)
+            + [Op.SEND_FORWARD] * where.sends_forward(stage)
+            + [Op.RECV_BACKWARD] * where.receives_backward(stage)
+        )
 
     def ready(self) -> Iterator[Action]:
-        for stage, wanted in enumerate(self.wanted):
-            for op, unit in wanted:
-                if (op, unit) not in self.done[stage] and self._may(stage, op, unit):
-                    yield Action(op, stage, unit)
+        for action in self.wanted:
+            if action not in self.done and self._may(action):
+                yield action
 
-    def _may(self, stage: int, op: Op, unit: Unit) -> bool:
-        done, (m, i) = self.done[stage], unit
+    def _may(self, action: Action) -> bool:
+        op, stage, unit = action
+        done, where, (m, i) = self.done, self.placement, unit
         if op.is_receive:
             return self._sent.get((stage, op), [])[:1] == [unit]
         if op is Op.FORWARD:
-            return (stage == 0 or (Op.RECV_FORWARD, unit) in done) and (i == 0 or (op, Unit(m, i - 1)) in done)
+            source = (
+                Action(Op.RECV_FORWARD, stage, unit) if where.receives_forward(stage) else Action(op, stage - 1, unit)
+            )
+            came = stage == 0 or source in done
+            return came and (i == 0 or Action(op, stage, Unit(m, i - 1)) in done)
         if op is Op.BACKWARD:
-            came = stage == self._last or (Op.RECV_BACKWARD, unit) in done
+            source = (
+                Action(Op.RECV_BACKWARD, stage, unit) if where.sends_forward(stage) else Action(op, stage + 1, unit)
+            )
+            came = stage == len(where.stages) - 1 or source in done
             is_last = i == self._slices[m] - 1
-            return came and (Op.FORWARD, unit) in done and (is_last or (op, Unit(m, i + 1)) in done)
-        return (Op.FORWARD if op is Op.SEND_FORWARD else Op.BACKWARD, unit) in done
+            forward = Action(Op.FORWARD, stage, unit) in done
+            return came and forward and (is_last or Action(op, stage, Unit(m, i + 1)) in done)
+        if op is Op.WEIGHT_GRADIENTS:
+            later = [Action(op, stage, Unit(m, j)) for j in range(i + 1, self._slices[m] if self._each_slice else 0)]
+            return Action(Op.BACKWARD, stage, unit) in done and self.done.issuperset(later)
+        return Action(Op.FORWARD if op is Op.SEND_FORWARD else Op.BACKWARD, stage, unit) in done
 
     def do(self, action: Action) -> None:
         op, stage, unit = action
-        self.grid[stage].append(action)
-        self.done[stage].add((op, unit))
+        self.grid[self.placement.place_of(stage)].append(action)
+        self.done.add(action)
         if op.is_receive:
             self._sent[stage, op].pop(0)
         elif action.counterpart is not None:

@@ -3,9 +3,26 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ds_terapipe.schedule import NAMES, Op, forward_only, order, peak_live_units, validate, with_messages
+from ds_terapipe.schedule import (
+    NAMES,
+    Action,
+    Op,
+    Placement,
+    Schedule,
+    ScheduleError,
+    Unit,
+    forward_only,
+    order,
+    peak_live_units,
+    register,
+    schedule_named,
+    stream_deadlock,
+    validate,
+    with_messages,
+)
 
 from . import strategies
 
@@ -127,10 +144,119 @@ def test_one_slice_is_deepspeeds_1f1b(stages, micro_batches):
         assert list(map(str, row)) == list(deepspeed_order(stage))
 
 
+# By hand: segments as if each had a place of its own, one computation a time step; at one time backward first, later segments
+# first.
+PLACED = {
+    ("1f1b", (0, 0, 1, 1), 0, (2,)): [
+        "0F0.0 1F0.0 0F0.1 1F0.1 1B0.1 0B0.1 1B0.0 0B0.0",
+        "2F0.0 3F0.0 2F0.1 3F0.1 3B0.1 2B0.1 3B0.0 2B0.0",
+    ],
+    ("1f1b", (0, 1, 1, 0), 0, (1, 1)): [
+        "0F0.0 0F1.0 3F0.0 3B0.0 3F1.0 3B1.0 0B0.0 0B1.0",
+        "1F0.0 2F0.0 1F1.0 2F1.0 2B0.0 1B0.0 2B1.0 1B1.0",
+    ],
+    ("1f1b", (0, 1, 1, 0), 2, (1, 1)): [
+        "0F0.0 0F1.0 3F0.0 3B0.0 3F1.0 3B1.0",
+        "1F0.0 2F0.0 1F1.0 2F1.0 2B0.0 2B1.0",
+    ],
+    ("terapipe", (0, 1, 0, 1), 1, (2,)): [
+        "0F0.0 0F0.1 2F0.0 2F0.1 2B0.1 2B0.0",
+        "1F0.0 1F0.1 3F0.0 3F0.1 3B0.1 3B0.0 1B0.1 1B0.0",
+    ],
+}
+
+
+def test_of_what_starts_together_backward_comes_first():
+    row = order("1f1b", Placement.of([0, 1, 2, 0]), [1] * 5)[0]
+    assert " ".join(map(str, row)).startswith(
+        "0F0.0 0F1.0 0F2.0 3F0.0 0F3.0 3B0.0 3F1.0 3B1.0 0B0.0 3F2.0 3B2.0 0F4.0"  # at 0 1 2 3 3 4 5 6 7 7 8 8
+    )
+
+
+@pytest.mark.parametrize("case", PLACED, ids=str)
+def test_golden_orders_of_places(case):
+    name, places, frozen, slices = case
+    rows = order(name, Placement.of(places, forward_only=frozen), slices)
+    assert [" ".join(map(str, row)) for row in rows] == PLACED[case]
+
+
+def test_golden_evaluation_of_places():
+    rows = [" ".join(map(str, row)) for row in forward_only(Placement.of([0, 1, 0]), [2, 2])]
+    assert rows == ["0F0.0 0F0.1 2F0.0 0F1.0 2F0.1 0F1.1 2F1.0 2F1.1", "1F0.0 1F0.1 1F1.0 1F1.1"]
+
+
+@settings(deadline=None)
+@given(strategies.names, strategies.placements(), strategies.few_slices)
+def test_every_order_is_valid_on_every_placement(name, placement, slices):
+    grid = order(name, placement, slices)
+    validate(grid, slices, name, placement)
+    lowered = with_messages(grid, placement)
+    validate(lowered, slices, name, placement)
+    for stage in range(len(placement.stages)):
+        ran = [action for action in grid[placement.place_of(stage)] if action.stage == stage]
+        assert sum(action.op is Op.BACKWARD for action in ran) == sum(slices) * placement.goes_backward(stage)
+    # pacing, not the room for messages, is why: the least room would do
+    assert not stream_deadlock(lowered, posted_ahead=1, sent_kept=0, placement=placement)
+    evaluation = with_messages(forward_only(placement, slices), placement)
+    validate(evaluation, slices, "forward_only", placement)
+    assert not stream_deadlock(evaluation, posted_ahead=1, sent_kept=0, placement=placement)
+
+
+@given(strategies.names, strategies.stages, strategies.slices, st.data())
+def test_frozen_stages_only_lose_their_backward_passes(name, stages, slices, data):
+    frozen = data.draw(st.integers(0, stages - 1))
+    rows = order(name, Placement.plain(stages, forward_only=frozen), slices)
+    whole = order(name, stages, slices)
+    assert rows == [[a for a in row if a.op is Op.FORWARD or a.stage >= frozen] for row in whole]
+    assert peak_live_units(name, Placement.plain(stages, forward_only=frozen), slices) == [
+        0 if stage < frozen else peak for stage, peak in enumerate(peak_live_units(name, stages, slices))
+    ]
+
+
+@settings(deadline=None)
+@given(strategies.names, strategies.placements(), strategies.few_slices)
+def test_live_units_of_a_place_are_bounded_and_one_segment_reaches_the_bound(name, placement, slices):
+    bounds = peak_live_units(name, placement, slices)
+    for place, row in enumerate(order(name, placement, slices)):
+        peak = max(_live_units([action for action in row if placement.goes_backward(action.stage)]), default=0)
+        assert peak <= bounds[place]
+        stages = placement.stages_on(place)
+        if stages[-1] - stages[0] == len(stages) - 1:
+            assert peak == bounds[place]
+
+
 def test_unknown_name_lists_the_valid_ones():
     for function in (order, peak_live_units):
-        with pytest.raises(ValueError, match="schedule: got 'gpipe', must be one of 'terapipe', '1f1b'"):
+        with pytest.raises(ValueError, match=r"schedule: got 'gpipe', must be one of .*'1f1b', 'terapipe'$"):
             function("gpipe", 2, [1])
+
+
+def test_a_schedule_of_ones_own_is_known_by_its_name(monkeypatch):
+    monkeypatch.setattr("ds_terapipe.schedule.orders.registry._SCHEDULES", {})
+
+    def one_by_one(placement, slices):
+        """A unit's whole way there and back before the next unit starts; of unsliced micro-batches."""
+        there = [
+            [Action(Op.FORWARD, stage, Unit(m, 0)) for m in range(len(slices))] for stage in range(placement.places)
+        ]
+        return [[each for action in row for each in (action, action._replace(op=Op.BACKWARD))] for row in there]
+
+    made = register(Schedule("one-by-one", one_by_one, lambda placement, slices: [1] * placement.places))
+    assert schedule_named("one-by-one") is made
+    validate(order("one-by-one", 3, [1, 1]), [1, 1], "one-by-one")
+    with pytest.raises(ScheduleError, match="stage 0 holds 2 live units, 'one-by-one' holds 1 at most"):
+        validate([[Action.from_text(text) for text in ("0F0.0", "0F1.0", "0B0.0", "0B1.0")]], [1, 1], "one-by-one")
+    with pytest.raises(ValueError, match="'one-by-one' a second time"):
+        register(made)
+
+
+def test_training_needs_a_stage_that_goes_backward():
+    frozen = Placement.plain(2, forward_only=2)
+    for function in (order, peak_live_units):
+        with pytest.raises(ValueError, match="forward_only: got all 2 stages, must be fewer to train with '1f1b'"):
+            function("1f1b", frozen, [1])
+    validate(forward_only(frozen, [2]), [2], "forward_only", frozen)
+    assert peak_live_units("forward_only", frozen, [2]) == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,18 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 
-from ds_terapipe.schedule import Action, Op, Panel, grid_text, order, replay, timeline_svg, timelines_svg, with_messages
+from ds_terapipe.schedule import (
+    Action,
+    Op,
+    Panel,
+    Placement,
+    grid_text,
+    order,
+    replay,
+    timeline_svg,
+    timelines_svg,
+    with_messages,
+)
 
 from . import strategies
 
@@ -46,6 +57,22 @@ def test_marked_stages():
     assert re.search(r"   5  \[0SEND_F1.0\] .*<-- stage 0: waits\n", text)
     assert re.search(r"\[end\] +<-- stage 1$", text, re.MULTILINE)
     assert "0F0.0" not in text
+
+
+def test_columns_and_rows_are_places_where_they_are_not_stages():
+    placement = Placement.of([0, 1, 0])
+    grid = order("1f1b", placement, [1])
+    lines = grid_text(grid, {1: 1}, {1: "waits"}, placement).splitlines()
+    assert lines[0] == "step   place 0   place 1"
+    assert any(line.rstrip().endswith("<-- place 1: waits") and "[1B0.0]" in line for line in lines)
+    picture = timeline_svg(grid, _seconds, placement=placement)
+    assert "place 1" in picture and "stage" not in picture
+    both = timelines_svg(
+        [Panel("one", grid, _seconds, placement=placement), Panel("other", order("1f1b", 2, [1]), _seconds)]
+    )
+    assert both.count(">place ") == both.count(">stage ") == 2
+    makespan = replay(with_messages(grid, placement), _seconds, placement=placement).makespan
+    assert f"time {makespan:g}, 0% idle" not in picture and f"time {makespan:g}, " in picture
 
 
 def test_stages_at_one_step_share_a_mark():

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ds_terapipe.schedule import Action, Op, Replay, order, replay, with_messages
+from ds_terapipe.schedule import Action, Op, Placement, Replay, order, replay, with_messages
 
 
 def _seconds(action):
@@ -83,6 +83,43 @@ def test_directions_do_not_share_a_channel():
     forward = replay(grid, _seconds, lambda action: 1.0 if action.op is Op.SEND_FORWARD else 0.0).makespan
     assert forward < both
     assert _ends(grid, replay(grid, _seconds, lambda action: 1.0))["1RECV_F1.0"] == 5  # when 1B0.0 is done, not later
+
+
+def test_stages_on_one_place_hand_over_without_a_message():
+    placement = Placement.of([0, 0, 1])
+    grid = with_messages(order("1f1b", placement, [1]), placement)
+    ends = _ends(grid, replay(grid, _seconds, lambda action: 0.5, placement))
+    assert (ends["1F0.0"], ends["2F0.0"], ends["2B0.0"]) == (2, 3.5, 5.5)
+    assert (ends["1RECV_B0.0"], ends["1B0.0"], ends["0B0.0"]) == (6, 8, 10)
+
+
+def test_messages_of_two_stages_queue_on_one_link():
+    # From place 0 to place 1 go the outputs of stages 0 and 2.
+    around = Placement.interleaved(2, 2)
+    rows = [
+        "0F0.0 0SEND_F0.0 2RECV_F0.0 2F0.0 2SEND_F0.0 0F1.0 0SEND_F1.0",
+        "1RECV_F0.0 1F0.0 1SEND_F0.0 1RECV_F1.0 3RECV_F0.0 3F0.0",
+    ]
+    grid = [list(map(Action.from_text, row.split())) for row in rows]
+    times = {"2SEND_F0.0": 5.0}
+    ends = _ends(grid, replay(grid, lambda action: 1.0, lambda action: times.get(str(action), 1.0), around))
+    assert (ends["2F0.0"], ends["0F1.0"]) == (5, 6)
+    assert ends["1RECV_F1.0"] == 11  # at 10 stage 2's message is through
+    apart = Placement.of([0, 1, 0, 2])
+    grid = [grid[0], grid[1][:4], grid[1][4:]]
+    assert _ends(grid, replay(grid, lambda action: 1.0, lambda a: times.get(str(a), 1.0), apart))["1RECV_F1.0"] == 7
+
+
+def test_of_two_places_gradients_queue_with_outputs():
+    # Place 0 sends the gradient of stage 2 and the next output of stage 0 over one link.
+    placement = Placement.of([0, 1, 0])
+    rows = [
+        "0F0.0 0SEND_F0.0 2RECV_F0.0 2F0.0 2B0.0 2SEND_B0.0 0F1.0 0SEND_F1.0",
+        "1RECV_F0.0 1F0.0 1SEND_F0.0 1RECV_F1.0",
+    ]
+    grid = [list(map(Action.from_text, row.split())) for row in rows]
+    ends = _ends(grid, replay(grid, lambda action: 1.0, lambda a: 9.0 if a.op is Op.SEND_BACKWARD else 0.0, placement))
+    assert (ends["2B0.0"], ends["0F1.0"], ends["1RECV_F1.0"]) == (4, 5, 13)
 
 
 def test_only_sends_are_asked_for_the_time_of_a_message():

@@ -7,11 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe.schedule import (
+    EVAL_SENT_KEPT,
+    POSTED_AHEAD,
     Action,
+    Op,
+    Placement,
     ScheduleError,
     Unit,
     forward_only,
     order,
+    replay,
     stream_deadlock,
     validate,
     with_messages,
@@ -60,6 +65,57 @@ def test_a_group_per_direction_locks_up(stages, slices):
 )
 def test_what_a_group_per_direction_can_run(name, stages, slices):
     assert not stream_deadlock(grid_of(name, stages, slices), group_per_direction)
+
+
+@pytest.mark.parametrize(("kept", "units"), [(None, EVAL_SENT_KEPT + POSTED_AHEAD), (1, 3)])
+def test_outputs_that_no_gradient_answers_are_bounded(kept, units):
+    # Stage by stage around two places: nobody takes what stage 1 sends while place 0 makes the outputs of stage 0. Each of the
+    # two can have so many units on their way, and stage 1 has one in hand.
+    around = Placement.interleaved(2, 2)
+
+    def stage_by_stage(count: int) -> list[list[Action]]:
+        each = [Unit(m, 0) for m in range(count)]
+        return [
+            [Action(Op.FORWARD, stage, unit) for stage in around.stages_on(place) for unit in each] for place in (0, 1)
+        ]
+
+    count = 2 * units + 1
+    free = with_messages(stage_by_stage(count), around)
+    assert not stream_deadlock(free, sent_kept=kept, placement=around)
+    more = with_messages(stage_by_stage(count + 1), around)
+    assert set(stream_deadlock(more, sent_kept=kept, placement=around)) == {0, 1}
+    if kept is None:
+        validate(free, [1] * count, "forward_only", around)
+        with pytest.raises(ScheduleError, match="deadlock: places 0, 1 wait for ever"):
+            validate(more, [1] * (count + 1), "forward_only", around)
+
+
+@pytest.mark.parametrize(("frozen", "locks"), [(0, False), (1, False), (2, True)])
+def test_a_forward_only_stage_is_bounded_in_training_and_others_are_not(frozen, locks):
+    # Place 0 takes what stage 1 made only after it has sent all that stage 0 makes: stage 1's sends must be free.
+    placement, each = Placement.of([0, 1, 0], forward_only=frozen), [Unit(m, 0) for m in range(14)]
+    grid = [[Action(Op.FORWARD, stage, unit) for stage in stages for unit in each] for stages in ((0, 2), (1,))]
+    for row, stages in zip(grid, ((2, 0), (1,)), strict=True):
+        row += [Action(Op.BACKWARD, s, unit) for unit in each for s in stages if placement.goes_backward(s)]
+    lowered = with_messages(grid, placement)
+    assert bool(stream_deadlock(lowered, placement=placement)) == locks
+    if locks:
+        with pytest.raises(ScheduleError, match="deadlock: places 0, 1 wait for ever"):
+            validate(grid, [1] * len(each), None, placement)
+    else:
+        validate(grid, [1] * len(each), None, placement)
+
+
+@given(strategies.placements(), strategies.few_slices, st.booleans(), st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=60)
+def test_the_validator_takes_any_order_on_any_placement_that_does_not_lock_up(placement, slices, weights, seed):
+    made = strategies.random_grid(seed, placement, slices[:3], weights, each_slice=bool(seed % 2))
+    if stream_deadlock(made.grid, placement=placement):
+        with pytest.raises(ScheduleError, match="deadlock"):
+            validate(made.grid, made.slices, None, placement)
+    else:
+        validate(made.grid, made.slices, None, placement)
+    assert not replay(made.grid, lambda action: 1, placement=placement).stuck
 
 
 def test_stages_that_wait_crosswise_are_found():

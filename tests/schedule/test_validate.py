@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_terapipe.schedule import Action, Op, ScheduleError, dry_run, forward_only, order, validate, with_messages
+from ds_terapipe.schedule import (
+    Action,
+    Op,
+    Placement,
+    ScheduleError,
+    dry_run,
+    forward_only,
+    order,
+    validate,
+    with_messages,
+)
 
 from . import strategies
 
@@ -20,6 +30,12 @@ def lowered(name="1f1b", stages=3, slices=SLICES):
 def swap(grid, first, second):
     """Exchanges two actions of one stage."""
     row = grid[Action.from_text(first).stage]
+    i, j = row.index(Action.from_text(first)), row.index(Action.from_text(second))
+    row[i], row[j] = row[j], row[i]
+
+
+def swap_on(row, first, second):
+    """The same, within a place's row."""
     i, j = row.index(Action.from_text(first)), row.index(Action.from_text(second))
     row[i], row[j] = row[j], row[i]
 
@@ -158,20 +174,16 @@ def test_deadlock_shows_where_every_stage_waits():
         dry_run(grid)
 
 
-def test_peak_of_live_units_must_be_the_predicted_one():
+def test_live_units_must_stay_within_the_bound():
     grid = order("terapipe", 2, [1] * 4)
     validate(grid, [1] * 4)
-    refuses(
-        order("1f1b", 2, [1] * 4),
-        "stage 0 holds up to 2 live units, the schedule is known to hold 4",
-        [1] * 4,
-        "terapipe",
-    )
+    assert "[0F2.0]" in refuses(grid, "stage 0 holds 3 live units, '1f1b' holds 2 at most", [1] * 4)
+    validate(order("1f1b", 2, [1] * 4), [1] * 4, "terapipe")  # fewer are as good
     # Still a valid schedule, but one forward too early.
     grid = order("1f1b", 2, [1] * 4)
     swap(grid, "1B0.0", "1F1.0")
     validate(grid, [1] * 4)
-    assert "[1F1.0]" in refuses(grid, "stage 1 holds up to 2 live units, the schedule is known to hold 1", [1] * 4)
+    assert "[1F1.0]" in refuses(grid, "stage 1 holds 2 live units, '1f1b' holds 1 at most", [1] * 4)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +209,75 @@ def test_forward_only():
     refuses(order("1f1b", 3, SLICES), "has no place on stage 0, which does F only", name="forward_only")
 
 
+PLACED = Placement.of([0, 1, 1, 0], forward_only=1)
+
+
+@given(strategies.names, strategies.placements(), strategies.few_slices, st.data())
+def test_dropping_any_action_of_a_place_is_found(name, placement, slices, data):
+    grid = with_messages(order(name, placement, slices), placement)
+    row = grid[data.draw(st.integers(0, placement.places - 1))]
+    if row:
+        del row[data.draw(st.integers(0, len(row) - 1))]
+        with pytest.raises(ScheduleError):
+            validate(grid, slices, name, placement)
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "match"),
+    [
+        (1, ("1F0.0 2F0.0", "2F0.0 1F0.0"), "2F0.0 needs 1F0.0 before it: it makes the input"),
+        (1, ("2B0.0 1B0.0", "1B0.0 2B0.0"), "1B0.0 needs 2B0.0 before it: it makes the gradient of the output"),
+        (
+            1,
+            ("1F0.0 2F0.0", "1F0.0 1SEND_F0.0 2F0.0"),
+            "1SEND_F0.0 has no place on stage 1, which does F, RECV_F, B only",
+        ),
+        (1, ("1B0.0", "1B0.0 1SEND_B0.0"), "1SEND_B0.0 has no place on stage 1"),
+        (0, ("3B0.0", "3B0.0 0B0.0"), "0B0.0 has no place on stage 0, which does F, SEND_F only"),
+        (0, ("3B0.0", "3B0.0 1B0.0"), "1B0.0 belongs to stage 1, which is not on place 0"),
+        (0, (" 3B0.0 3SEND_B0.0", ""), r"3B0.0 is missing \(and 1 more\)"),
+        (0, ("0F0.0 0SEND_F0.0", "0F0.0"), "0SEND_F0.0 is missing"),
+    ],
+)
+def test_rules_of_a_place(place, change, match):
+    rows = [" ".join(map(str, row)) for row in with_messages(order("1f1b", PLACED, [1]), PLACED)]
+    assert change[0] in rows[place]
+    rows[place] = rows[place].replace(*change)
+    with pytest.raises(ScheduleError, match=match) as error:
+        validate([list(map(Action.from_text, row.split())) for row in rows], [1], "1f1b", PLACED)
+    assert f"<-- place {place}: " in marked_lines(error)
+
+
+def test_live_units_of_a_place_are_those_of_its_trained_stages():
+    two = [list(map(Action.from_text, ["0F0.0", "1F0.0", "0F1.0", "1F1.0", "1B0.0", "0B0.0", "1B1.0", "0B1.0"]))]
+    validate(two, [1, 1], None, Placement.of([0, 0]))
+    with pytest.raises(ScheduleError, match="place 0 holds 3 live units, '1f1b' holds 2 at most"):
+        validate(two, [1, 1], "1f1b", Placement.of([0, 0]))
+    frozen = [[action for action in two[0] if action.op is Op.FORWARD or action.stage == 1]]
+    with pytest.raises(ScheduleError, match="place 0 holds 2 live units, '1f1b' holds 1 at most"):
+        validate(frozen, [1, 1], "1f1b", Placement.of([0, 0], forward_only=1))
+
+
+def test_channels_of_places():
+    placement = Placement.interleaved(2, 2)
+    grid = with_messages(forward_only(placement, [1, 1]), placement)
+    swap_on(grid[1], "3RECV_F0.0", "3RECV_F1.0")
+    swap_on(grid[1], "3F0.0", "3F1.0")
+    with pytest.raises(ScheduleError, match=r"3RECV_F1.0 meets 2SEND_F0.0") as error:
+        validate(grid, [1, 1], "forward_only", placement)
+    assert "place 0" in marked_lines(error) and "place 1" in marked_lines(error)
+
+
+def test_an_evaluation_has_no_backward_whatever_the_placement():
+    for placement in (PLACED, Placement.of([0, 1, 1, 0], forward_only=4)):
+        grid = forward_only(placement, [2])
+        validate(grid, [2], "forward_only", placement)
+        validate(with_messages(grid, placement), [2], None, placement)
+        assert dry_run(grid, placement) >= 8 / 2
+    with pytest.raises(ScheduleError, match=r"3B0\.0 is missing"):
+        validate(forward_only(PLACED, [1]), [1], "1f1b", PLACED)
+
+
 def test_bad_arguments():
     with pytest.raises(ScheduleError, match="no stages"):
         validate([], [1])
@@ -204,6 +285,10 @@ def test_bad_arguments():
         validate(forward_only(1, [1]), [])
     with pytest.raises(ValueError, match="schedule: got 'gpipe'"):
         validate(forward_only(1, [1]), [1], "gpipe")
+    with pytest.raises(ValueError, match="placement: got 2 places for a grid of 1 rows"):
+        validate(forward_only(1, [1]), [1], None, Placement.plain(2))
+    with pytest.raises(ValueError, match="forward_only: got all 2 stages"):
+        validate(forward_only(2, [1]), [1], "1f1b", Placement.plain(2, forward_only=2))
 
 
 def test_message_of_a_large_schedule_stays_readable():

@@ -1,0 +1,75 @@
+"""The compute order of each schedule, a place at a time: one schedule a file, in a registry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..actions import Action
+from ..placement import Placement, as_placement
+from .forward_only import FORWARD_ONLY
+from .interleaved import INTERLEAVED
+from .one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
+from .registry import Schedule, register, schedule_named
+from .terapipe import TERAPIPE
+
+__all__ = [
+    "FORWARD_ONLY",
+    "INTERLEAVED",
+    "NAMES",
+    "ONE_FORWARD_ONE_BACKWARD",
+    "TERAPIPE",
+    "Schedule",
+    "forward_only",
+    "order",
+    "peak_live_units",
+    "register",
+    "schedule_named",
+]
+
+NAMES = (TERAPIPE.name, ONE_FORWARD_ONE_BACKWARD.name)
+"""Schedules that a configuration may name."""
+
+
+def order(name: str, stages: int | Placement, slices: Sequence[int]) -> list[list[Action]]:
+    """Computations of one step in the order in which each place runs them.
+
+    Args:
+        name: of a schedule: ``terapipe``, ``1f1b``, ``interleaved``, ``forward_only`` or one that was registered.
+        stages: the placement, or a number of stages, each on a place of its own.
+        slices: number of slices of each micro-batch; they may differ.
+
+    Returns:
+        One list of FORWARD and BACKWARD actions per place: each unit once forward on each stage, and once backward where the
+        stage goes backward.
+
+    Raises:
+        ValueError: unknown name, no stage, no micro-batch, a micro-batch without slices, a placement that the schedule does not
+            know, or a schedule that trains where all stages are forward-only.
+    """
+    schedule = schedule_named(name)
+    return schedule.order(_checked(schedule, stages), slices)
+
+
+def forward_only(stages: int | Placement, slices: Sequence[int]) -> list[list[Action]]:
+    """Computations of one evaluation step: every unit forward on every stage. Arguments and errors as in `order`."""
+    return order(FORWARD_ONLY.name, stages, slices)
+
+
+def peak_live_units(name: str, stages: int | Placement, slices: Sequence[int]) -> list[int]:
+    """So many units at most have run forward but not yet backward on each place, so that their activations are held.
+
+    A unit counts once for each stage that goes backward. With one stage on each place this is the peak, else a bound on it.
+    Arguments and errors as in `order`.
+    """
+    schedule = schedule_named(name)
+    return schedule.bound(_checked(schedule, stages), slices)
+
+
+def _checked(schedule: Schedule, stages: int | Placement) -> Placement:
+    placement = as_placement(stages)
+    if placement.forward_only == len(placement.stages) and schedule is not FORWARD_ONLY:
+        raise ValueError(
+            f"forward_only: got all {len(placement.stages)} stages, must be fewer to train with {schedule.name!r}, use "
+            f"{FORWARD_ONLY.name!r}"
+        )
+    return placement

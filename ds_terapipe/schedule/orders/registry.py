@@ -1,0 +1,42 @@
+"""Schedules by name. A new one is a file beside this that registers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..actions import Action
+from ..placement import Placement
+
+
+class Schedule(NamedTuple):
+    """A compute order, for any placement that it knows.
+
+    Attributes:
+        name: in a configuration, in plans, in logs.
+        order: the computations of a step, one list per place, from a placement and the number of slices of each micro-batch.
+        bound: from the same, for each place: so many pairs of stage and unit at most have gone forward and not yet backward
+            at once, on stages that go backward.
+    """
+
+    name: str
+    order: Callable[[Placement, Sequence[int]], list[list[Action]]]
+    bound: Callable[[Placement, Sequence[int]], list[int]]
+
+
+_SCHEDULES: dict[str, Schedule] = {}
+
+
+def register(schedule: Schedule) -> Schedule:
+    """Make a schedule known by its name. Raises ValueError where another one has it."""
+    if schedule.name in _SCHEDULES:
+        raise ValueError(f"schedule: got {schedule.name!r} a second time, must be a name of its own")
+    _SCHEDULES[schedule.name] = schedule
+    return schedule
+
+
+def schedule_named(name: str) -> Schedule:
+    """The schedule of that name. Raises ValueError, with those that there are, where there is none."""
+    if name not in _SCHEDULES:
+        raise ValueError(f"schedule: got {name!r}, must be one of {', '.join(map(repr, _SCHEDULES))}")
+    return _SCHEDULES[name]
