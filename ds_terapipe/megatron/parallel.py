@@ -8,6 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed as dist
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.process_groups import close_groups
 
 # Megatron names the fastest axis first. This is DeepSpeed's (pipe, data, model), whose last axis is the fastest.
 _ORDER = "tp-cp-ep-dp-pp"
@@ -50,8 +51,16 @@ def initialize_parallel(*, tensor: int = 1, pipeline: int = 1) -> PipeModelDataP
 
 
 def destroy_parallel() -> None:
-    """Forget megatron-core's groups, so that other sizes can be set up in this process."""
+    """Destroy megatron-core's groups, so that other sizes can be set up in this process; collective.
+
+    To be called when no model is left that trains with them. megatron-core itself forgets its groups and destroys none.
+    """
+    made = list(parallel_state._global_process_group_list or ())  # by create_group, and None for the job's own group
     parallel_state.destroy_model_parallel()
+    close_groups(made)
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup) and value in made:  # 0.16.1 forgets to forget one
+            setattr(parallel_state, name, None)
 
 
 def adopt_topology(topology: ProcessTopology) -> None:
