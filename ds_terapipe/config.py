@@ -19,6 +19,7 @@ from .errors import ConfigError, bad_value, nearest, shown
 TOKEN_PIPELINE = "token_pipeline"
 AUTO = "auto"
 SLICES_RULE = "a positive number or a list of lengths"
+_GONE = {"pack_weights": "weights are no longer packed"}
 
 Schedule = Literal["auto", "terapipe", "1f1b"]
 Layout = Literal["auto", "bsh", "sbh"]
@@ -49,7 +50,7 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
     """Tokens by which the lengths of automatically chosen slices differ from each other."""
 
     memory_gb: float | None = None
-    """What activations, buffers and packed weights may take on a device, in 1e9 bytes; by default what is free, without
+    """What activations and buffers may take on a device, in 1e9 bytes; by default what is free, without
     limit on a CPU."""
 
     plan_path: str | None = None
@@ -71,15 +72,9 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
     """Whether the first batch is run whole and sliced, and compared module by module, before the first step."""
 
     weight_gradients: WeightGradients = "auto"
-    """Linear layers' weight gradients: one product per micro-batch (faster), or one per slice (less memory).
+    """Weight gradients of linear layers and embeddings: made once per micro-batch (faster), or per slice (less memory).
 
     ``auto`` is ``slice`` with activation checkpointing, else ``micro_batch``.
-    """
-
-    pack_weights: bool = True
-    """Whether weights are packed for the matrix library once per step instead of once per slice (faster, two more copies).
-
-    Only in fp32 on a CPU, and where weight gradients are made per micro-batch; elsewhere it changes nothing.
     """
 
     timeout_s: float = 600.0
@@ -106,7 +101,7 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
             raise ConfigError(f"{_path(name)}: got an assignment, must stay as it was read, use {use}")
         super().__setattr__(name, value)
 
-    @field_validator("enabled", "verify", "pack_weights", mode="before")
+    @field_validator("enabled", "verify", mode="before")
     @classmethod
     def _check_switch(cls, value: object, info: Any) -> bool:
         if not isinstance(value, bool):
@@ -220,6 +215,8 @@ def parse(config: Mapping[str, Any]) -> TokenPipelineConfig | None:
     if block.get("enabled") is False:
         return None
     for name in block:
+        if name in _GONE:
+            raise ConfigError(f"{_path(name)}: got {shown(block[name])}, must be absent ({_GONE[name]}), leave it out")
         if name not in TokenPipelineConfig.model_fields:
             raise _unknown_key(TOKEN_PIPELINE, name, TokenPipelineConfig.model_fields)
     settings = TokenPipelineConfig(strict=True, **block)

@@ -247,6 +247,9 @@ def check_model(model: Any, cut: bool = True) -> None:
     Raises:
         ConfigError: naming the layer, the reason and the way out.
     """
+    if cut and has_own_forward(model):
+        rule = "PipelineModule's own where sequences are cut (a slice asks which layer it is in)"
+        raise _refuse(type(model).__name__, "has a forward of its own", rule, '"slices": 1, or layers that do the same')
     for index, layer in enumerate(model.forward_funcs, start=model._local_start):
         if cut and not hasattr(layer, "named_modules") and _compiled(layer):
             raise _refuse(f"layer {index}", "is compiled", *_UNCOMPILED)
@@ -257,6 +260,13 @@ def check_model(model: Any, cut: bool = True) -> None:
         raise _refuse(
             "get_additional_losses", "returns losses beside the model's own", "None", "a loss_fn that adds them"
         )
+
+
+def has_own_forward(model: Any) -> bool:
+    """Whether the class of a ``PipelineModule`` has another forward than DeepSpeed's, which runs layer after layer."""
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    return isinstance(model, PipelineModule) and type(model).forward is not PipelineModule.forward
 
 
 def _refuse(where: str, got: str, rule: str, use: str) -> ConfigError:

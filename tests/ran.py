@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_terapipe.pipeline import interception
+from ds_terapipe.pipeline import core_attention, sdpa
 from ds_terapipe.pipeline.context import SliceContext
 
 
@@ -23,6 +23,7 @@ class Ran:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self.goes_backward = True  # False: nothing of this stage or of those before it is trained
         self._cut: Counter[tuple[int, int, int, int]] = Counter()
 
     def begin(self) -> None:
@@ -43,7 +44,8 @@ class Ran:
         slices, counts = self._engine.slices_run, self._engine.units_run
         assert slices == wanted, f"ran slices of {slices} tokens, not {wanted}"
         units = sum(map(len, wanted))
-        assert counts == (units, units if training else 0), f"ran {counts} units, not {units}"
+        back = units if training and self.goes_backward else 0
+        assert counts == (units, back), f"ran {counts} units, not {units}"
         spans = Counter(
             (m, sum(micro_batch[:index]), sum(micro_batch[: index + 1]))
             for m, micro_batch in enumerate(wanted)
@@ -64,7 +66,9 @@ class Ran:
 @contextmanager
 def watched(engine: Any) -> Iterator[Ran]:
     """Watch what this engine runs, the only one that runs meanwhile."""
-    ran, attention, run = Ran(engine), interception.slice_attention, engine._run
+    ran, attention, run = Ran(engine), sdpa.slice_attention, engine._run
+    trained = any(parameter.requires_grad for parameter in engine.module.parameters())
+    ran.goes_backward = trained or any(stage.trains for stage in engine._assembly.stages.values())
 
     def noted(context: SliceContext, *args: Any, **kwargs: Any) -> Any:
         ran.note(context)
@@ -74,9 +78,10 @@ def watched(engine: Any) -> Iterator[Ran]:
         ran.begin()
         return run(*args, **kwargs)
 
-    interception.slice_attention, engine._run = noted, begun
+    sdpa.slice_attention = core_attention.slice_attention = noted
+    engine._run = begun
     try:
         yield ran
     finally:
-        interception.slice_attention = attention
+        sdpa.slice_attention = core_attention.slice_attention = attention
         del engine._run

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_terapipe import refusals
@@ -303,6 +304,21 @@ def test_megatron_core_mixture_of_experts():
 
     with pytest.raises(ConfigError, match=r"layer 1 \(Experts\) is a mixture of experts"):
         refusals.check_model(stage(Plain(), Experts()))
+
+
+def test_a_forward_of_the_modules_own_runs_uncut_only():
+    class Doubled(PipelineModule):
+        def forward(self, inputs):
+            return 2 * super().forward(inputs)
+
+    model = Doubled.__new__(Doubled)
+    nn.Module.__init__(model)
+    model.forward_funcs, model._local_start = [], 0
+    refusals.check_model(model, cut=False)
+    with pytest.raises(
+        ConfigError, match=r'^token_pipeline: Doubled has a forward of its own, must be .*, use "slices": 1'
+    ):
+        refusals.check_model(model)
 
 
 def test_ordinary_configs_pass():

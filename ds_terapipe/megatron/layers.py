@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from ds_terapipe.megatron.attention import CausalAttention, norm_class, rotary_embedding
 from ds_terapipe.megatron.parallel import process_groups
 from ds_terapipe.pipeline.context import current_span
+from ds_terapipe.pipeline.deferred import deferred_linear
+from ds_terapipe.pipeline.interception import defers
 
 
 class Rotary(NamedTuple):
@@ -66,10 +68,11 @@ class Embedding(nn.Module):
         return self.dropout(hidden.transpose(0, 1).contiguous())
 
 
+@defers
 def tied_logits(embedding: Embedding, hidden: Tensor) -> Tensor:
     """[s, b, hidden] to this process's logits [s, b, vocabulary / tensor parallel size], by the embedding's table."""
     hidden = copy_to_tensor_model_parallel_region(hidden, group=embedding.group)
-    return nn.functional.linear(hidden, embedding.word_embeddings.weight)
+    return deferred_linear(hidden, embedding.word_embeddings.weight)
 
 
 class GPTLayer(TransformerLayer):

@@ -19,12 +19,13 @@ from ds_terapipe.schedule import Unit
 class LiveUnits:
     """Units that ran forward and not yet backward; the largest number since the step began, and of their tokens.
 
-    Besides, everything that ran since the step began: ``forward_units`` and ``backward_units`` are how many.
+    Besides, everything that ran since the step began: ``forward_units`` and ``backward_units`` are how many. Where a place has
+    several stages, each counts its own.
     """
 
     def __init__(self) -> None:
-        self._live: dict[Unit, int] = {}
-        self._lengths: dict[int, list[int]] = {}
+        self._live: dict[tuple[int, Unit], int] = {}
+        self._lengths: dict[int, dict[int, list[int]]] = {}
         self.peak_units = self.peak_tokens = 0
         self.forward_units = self.backward_units = 0
 
@@ -35,22 +36,33 @@ class LiveUnits:
         self.peak_units = self.peak_tokens = 0
         self.forward_units = self.backward_units = 0
 
-    def forward(self, unit: Unit, span: Span) -> None:
-        """The unit runs forward."""
+    def forward(self, stage: int, unit: Unit, span: Span, held: bool = True) -> None:
+        """A stage's unit runs forward; ``held`` until it runs backward, or no longer."""
         self.forward_units += 1
-        self._lengths.setdefault(unit.micro_batch, []).append(span.length)
-        self._live[unit] = span.length
+        self._lengths.setdefault(stage, {}).setdefault(unit.micro_batch, []).append(span.length)
+        self._live[stage, unit] = span.length
         self.peak_units = max(self.peak_units, len(self._live))
         self.peak_tokens = max(self.peak_tokens, sum(self._live.values()))
+        if not held:
+            del self._live[stage, unit]
 
-    def backward(self, unit: Unit) -> None:
+    def backward(self, stage: int, unit: Unit) -> None:
         """The unit has run backward."""
         self.backward_units += 1
-        self._live.pop(unit, None)
+        self._live.pop((stage, unit), None)
+
+    @property
+    def count(self) -> int:
+        """Units that are live now."""
+        return len(self._live)
 
     def slices(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens of the slices that ran forward since the step began, by micro-batch, in the order in which they ran."""
-        return tuple(tuple(self._lengths[micro_batch]) for micro_batch in sorted(self._lengths))
+        """Tokens of the slices that ran forward since the step began, by micro-batch, in the order in which they ran.
+
+        Of several stages the first one's.
+        """
+        lengths = self._lengths[min(self._lengths)] if self._lengths else {}
+        return tuple(tuple(lengths[micro_batch]) for micro_batch in sorted(lengths))
 
 
 class StepMemory:

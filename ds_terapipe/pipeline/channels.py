@@ -10,7 +10,6 @@ its first message would hold the sender's host until the receiver comes to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,45 +17,59 @@ import torch.distributed
 from deepspeed import comm as dist
 
 from ds_terapipe.pipeline.watch import Watch, bounded_group
-from ds_terapipe.schedule import Channel
+from ds_terapipe.process_groups import close_groups
+from ds_terapipe.schedule import Channel, Placement
+
+
+def channels_of(placement: Placement) -> list[Channel]:
+    """All channels of a placement: none between stages on one place, none back to a stage that only goes forward."""
+    boundaries = [stage for stage in range(len(placement.stages)) if placement.sends_forward(stage)]
+    forward = [Channel(boundary, True) for boundary in boundaries]
+    return forward + [Channel(boundary, False) for boundary in boundaries if placement.receives_backward(boundary)]
+
+
+def ends_of(channel: Channel) -> tuple[int, int]:
+    """The stages that send and receive on a channel."""
+    before, after = channel.boundary, channel.boundary + 1
+    return (before, after) if channel.forward else (after, before)
 
 
 class Channels:
-    """The groups of this rank's channels, at most four.
+    """The groups of this rank's channels.
 
     Args:
-        pipelines: global ranks of every pipeline of the job, by stage; collective over all of them.
+        placement: stages on places.
+        pipelines: global ranks of every pipeline of the job, by place; collective over all of them.
         watch: bounds the waits; its pipeline is this rank's.
         device: where messages live.
-
-    Stages that follow each other on one rank have no channel.
     """
 
-    def __init__(self, pipelines: Sequence[Sequence[int]], watch: Watch, device: torch.device) -> None:
+    def __init__(
+        self, placement: Placement, pipelines: Sequence[Sequence[int]], watch: Watch, device: torch.device
+    ) -> None:
         rank = torch.distributed.get_rank()
         self._groups: dict[Channel, Any] = {}
-        mine: list[tuple[int, int, int]] = []
+        mine: list[tuple[Channel, int, int]] = []
         for ranks in pipelines:
-            for boundary, (before, after) in enumerate(pairwise(ranks)):
-                if before == after:
-                    continue
-                for forward in (True, False):
-                    group = bounded_group([before, after], watch.group_timeout_s)
-                    if rank in (before, after):
-                        self._groups[Channel(boundary, forward)] = group
-                if rank in (before, after):
-                    mine.append((boundary, before, after))
-        # Boundaries of even number first: of the two that a rank has one is even, so nobody waits in a circle.
-        for boundary, before, after in sorted(mine, key=lambda each: (each[0] % 2, each[0])):
-            self._touch(boundary, before, after, watch, device)
+            for channel in channels_of(placement):
+                sender, receiver = (ranks[placement.place_of(stage)] for stage in ends_of(channel))
+                # a group's ranks are in the order of the boundary in both directions
+                group = bounded_group(
+                    [sender, receiver] if channel.forward else [receiver, sender], watch.group_timeout_s
+                )
+                if rank in (sender, receiver):
+                    self._groups[channel] = group
+                    mine.append((channel, sender, receiver))
+        # one order for all ranks, so nobody waits in a circle; boundaries of even number first, so half of them go at once
+        for channel, sender, receiver in sorted(mine, key=lambda each: (each[0].boundary % 2, each[0])):
+            self._touch(channel, sender, receiver, watch, device)
 
-    def _touch(self, boundary: int, before: int, after: int, watch: Watch, device: torch.device) -> None:
-        rank, token = torch.distributed.get_rank(), torch.zeros(1, device=device)
-        for forward in (True, False):
-            group, sends = self._groups[Channel(boundary, forward)], (rank == before) == forward
-            peer = after if rank == before else before
-            work = (dist.isend if sends else dist.irecv)(token, peer, group=group)
-            watch.wait_on_host(work, f"rank {peer} to open the channel between stages {boundary} and {boundary + 1}")
+    def _touch(self, channel: Channel, sender: int, receiver: int, watch: Watch, device: torch.device) -> None:
+        sends, group = torch.distributed.get_rank() == sender, self._groups[channel]
+        peer = receiver if sends else sender
+        work = (dist.isend if sends else dist.irecv)(torch.zeros(1, device=device), peer, group=group)
+        boundary = f"stages {channel.boundary} and {channel.boundary + 1}"
+        watch.wait_on_host(work, f"rank {peer} to open the channel between {boundary}")
 
     def __getitem__(self, channel: Channel) -> Any:
         """The group of one of this rank's channels."""
@@ -68,6 +81,4 @@ class Channels:
     def close(self) -> None:
         """Give the groups up; collective over each group's two ranks. Does nothing when there is no job any more."""
         groups, self._groups = self._groups, {}
-        if torch.distributed.is_initialized():
-            for group in groups.values():
-                torch.distributed.destroy_process_group(group)
+        close_groups(groups.values())

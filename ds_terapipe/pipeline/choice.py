@@ -320,6 +320,7 @@ class AutoCutting:
             memory_gb=self._limit_gb if self._model is not None else None,
             limit_name=self._limit_name,
             weights_once=situation.weights_once,
+            placement=situation.placement,
             overhead_s=self._overhead_s,
             about=dict(situation.measured_on),
         )
@@ -333,7 +334,8 @@ class AutoCutting:
         """What a trial takes on the fullest stage, 0 where that is not known."""
         if self._model is None or self._trials_of is None:
             return 0.0
-        uses = memory_use(self._model, self._schedule, lengths, self._trials_of[1], self._situation.weights_once)
+        once, placement = self._situation.weights_once, self._situation.placement
+        uses = memory_use(self._model, self._schedule, lengths, self._trials_of[1], once, placement)
         return max(use.total for use in uses)
 
     def _rivals(self, planned: Plan) -> list[Plan]:

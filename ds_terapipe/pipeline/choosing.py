@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import deepspeed
 import torch
 
-import ds_terapipe
 from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.accounting import StepMemory
@@ -24,6 +22,7 @@ from ds_terapipe.pipeline.situation import Situation
 from ds_terapipe.plan.files import check_writable
 from ds_terapipe.plan.layers import LayerSeconds
 from ds_terapipe.plan.memory import GIGABYTE, MemoryModel
+from ds_terapipe.version import __version__
 
 
 def new_choice(engine: Any, control: Control, memory: StepMemory, layers: LayerTimes) -> FixedCutting | AutoCutting:
@@ -87,6 +86,8 @@ def _situation(engine: Any, control: Control) -> Situation:
         "stage": engine.stage_id,
         "layers": [type(layer).__name__ for layer in engine.module.forward_funcs],
         "parameters": sum(p.numel() for p in engine.module.parameters()),
+        "not_deferred": engine.not_deferred,
+        "trained": sum(p.numel() for p in engine.module.parameters() if p.requires_grad),
         "types": sorted({str(p.dtype) for p in engine.module.parameters()}),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
     }
@@ -100,10 +101,9 @@ def _situation(engine: Any, control: Control) -> Situation:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "deepspeed": deepspeed.__version__,
-            "ds_terapipe": ds_terapipe.__version__,
+            "ds_terapipe": __version__,
         },
         "weight_gradients": "micro_batch" if engine.makes_weight_gradients_once() else "slice",
-        "pack_weights": engine.packs_weights(),
         "checkpoint_interval": engine.module.activation_checkpoint_interval,
         "autocast": bool(engine.torch_autocast_enabled()),
     }
@@ -113,6 +113,7 @@ def _situation(engine: Any, control: Control) -> Situation:
         micro_batches=engine.micro_batches,
         weights_once=engine.makes_weight_gradients_once(),
         loss_of_whole=not runs_per_slice(engine.module.loss_fn),
+        placement=engine.placement,
         measured_on=measured_on,
     )
 
@@ -151,8 +152,7 @@ class _Meter:
     def end(self) -> tuple[MemoryModel | None, float | None]:
         """What it took; the fullest replica and tensor-parallel rank of a stage stands for it."""
         engine = self._engine
-        mine = dataclasses.replace(self._memory.end(), fixed=float(engine.packed_weights_bytes))
-        said = self._control.gather((engine.stage_id, mine, self._free()))
+        said = self._control.gather((engine.stage_id, self._memory.end(), self._free()))
         stages = {}
         for stage, taken, _ in said:
             if stage not in stages or taken.activations > stages[stage].activations:

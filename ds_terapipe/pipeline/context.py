@@ -17,9 +17,9 @@ import torch
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.buffers import AttentionState
-from ds_terapipe.pipeline.packed_weights import PackedWeights
 from ds_terapipe.pipeline.spans import Span
 from ds_terapipe.pipeline.weight_gradients import WeightGradients
+from ds_terapipe.schedule import Unit
 
 
 class PlacementError(RuntimeError):
@@ -62,23 +62,22 @@ class SliceContext:
         self.span: Span | None = None
         self.dropout = True  # False while a model is compared with itself
         self.weight_gradients: WeightGradients | None = None  # set where they are made once per micro-batch
-        self.packed_weights = PackedWeights(wanted=False)
         self.micro_batch = -1
         self._recomputing = False
         self.layer: int | None = None
-        self._entered = 0  # layers since the unit began
         self._call = 0
         self._calls: dict[int, int] = {}
         self._states: dict[int, dict[CallKey, AttentionState]] = defaultdict(dict)
         self._forms: dict[CallKey, CallForm] = {}  # of the model, not of a step
 
     @contextmanager
-    def forward(self, micro_batch: int, span: Span) -> Iterator[None]:
+    def forward(self, unit: Unit, span: Span) -> Iterator[None]:
         """Forward of one slice. Every layer must make the calls of attention that it made for the first slice."""
+        micro_batch = unit.micro_batch
         self._calls = {}
         if span.start == 0:
             self.release(micro_batch)
-        with self._running(micro_batch, span, recomputing=False):
+        with self._running(unit, span, recomputing=False):
             yield
         if span.is_whole:
             return
@@ -91,21 +90,21 @@ class SliceContext:
             )
 
     @contextmanager
-    def backward(self, micro_batch: int, span: Span) -> Iterator[None]:
+    def backward(self, unit: Unit, span: Span) -> Iterator[None]:
         """Backward of one slice: attention that is called here is a recomputation of the forward's."""
         keeper = self.weight_gradients
-        keeping = nullcontext() if keeper is None else keeper.backward(micro_batch)
-        with self._running(micro_batch, span, recomputing=True), keeping:
+        keeping = nullcontext() if keeper is None else keeper.backward(unit)
+        with self._running(unit, span, recomputing=True), keeping:
             yield
 
     @contextmanager
-    def _running(self, micro_batch: int, span: Span, *, recomputing: bool) -> Iterator[None]:
+    def _running(self, unit: Unit, span: Span, *, recomputing: bool) -> Iterator[None]:
         previous, fast_path = SliceContext.current, torch.backends.mha.get_fastpath_enabled()
         # the fused inference kernels of nn.TransformerEncoderLayer contain their attention, where nothing can reach it
         torch.backends.mha.set_fastpath_enabled(False)
         SliceContext.current = self
-        self.span, self.micro_batch, self._recomputing = span, micro_batch, recomputing
-        self.layer, self._call, self._entered = None, 0, 0
+        self.span, self.micro_batch, self._recomputing = span, unit.micro_batch, recomputing
+        self.layer, self._call = None, 0
         try:
             yield
         finally:
@@ -116,15 +115,6 @@ class SliceContext:
     def enter_layer(self, layer: int) -> None:
         """Layer ``layer`` of the ``PipelineModule`` is about to run."""
         self.layer, self._call = layer, 0
-
-    def enter_next_layer(self, first: int, number: int) -> None:
-        """``PipelineModule``, whose layers start at ``first``, is about to run one and calls it ``number``.
-
-        DeepSpeed 0.19.8 counts from ``first`` anew in every range of layers that it checkpoints, so in a forward pass they
-        are counted here; in a recomputation the number is no more than a first guess.
-        """
-        self.enter_layer(int(number) if self._recomputing else int(first) + self._entered)
-        self._entered += 1
 
     def note_call(self, form: CallForm) -> None:
         """The attention call that comes next, in a slice of more than one token, has this form."""
@@ -189,6 +179,11 @@ class SliceContext:
     def buffers(self, micro_batch: int) -> list[torch.Tensor]:
         """Keys and values of all attention calls of a micro-batch."""
         return [buffer for state in self._states[micro_batch].values() for buffer in (state.k, state.v)]
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches whose attention buffers are held."""
+        return len(self._states)
 
     def release(self, micro_batch: int) -> None:
         """Free the attention buffers of a micro-batch that is done."""

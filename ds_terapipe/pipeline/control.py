@@ -14,6 +14,7 @@ import torch.distributed
 
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.watch import Watch, bounded_group
+from ds_terapipe.schedule import Placement
 
 
 class Header(NamedTuple):
@@ -32,7 +33,7 @@ class Control:
 
     Args:
         watch: bounds the waits.
-        pipelines: global ranks of every pipeline of the job, by stage.
+        pipelines: global ranks of every pipeline of the job, by place.
         config_hash: of everything that must be the same on all ranks.
 
     ``group`` is a gloo group of all ranks, whose operations end in time.
@@ -42,13 +43,15 @@ class Control:
         self._watch, self.config_hash = watch, config_hash
         self._pipelines = [list(ranks) for ranks in pipelines]
         self.group = bounded_group(None, watch.timeout_s, backend="gloo")
-        rank = torch.distributed.get_rank()
-        self._first = next(ranks[0] for ranks in self._pipelines if rank in ranks)
+        self._mine = next(ranks for ranks in self._pipelines if torch.distributed.get_rank() in ranks)
 
-    def announce(self, header: Header | None, micro_batches: int, error: BaseException | None = None) -> Header:
+    def announce(
+        self, placement: Placement, header: Header | None, micro_batches: int, error: BaseException | None = None
+    ) -> Header:
         """Exchange the header of a step; collective.
 
         Args:
+            placement: of the model's stages.
             header: what this rank read from the data; that of the first stage counts, that of the last must not differ.
             micro_batches: how many there are in the step.
             error: what kept this rank from preparing the step.
@@ -74,9 +77,10 @@ class Control:
             rows = self._gather(words, torch.int64, "all ranks to announce their sequence lengths")
             headers = [Header(tuple(row[:micro_batches]), tuple(row[micro_batches:])) for row in rows]
         for ranks in self._pipelines:  # every rank looks at every pipeline: all raise, or none
-            _check_labels(headers[ranks[0]], headers[ranks[-1]])
-        everywhere = {length for ranks in self._pipelines for length in headers[ranks[0]].lengths}
-        return headers[self._first]._replace(everywhere=tuple(sorted(everywhere)))
+            _check_labels(headers[ranks[placement.first_place]], headers[ranks[placement.last_place]])
+        firsts = [ranks[placement.first_place] for ranks in self._pipelines]
+        everywhere = {length for rank in firsts for length in headers[rank].lengths}
+        return headers[self._mine[placement.first_place]]._replace(everywhere=tuple(sorted(everywhere)))
 
     def agree(self, error: BaseException | None) -> None:
         """Raise, on every rank, the error that any rank has; collective."""

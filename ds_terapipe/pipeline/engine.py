@@ -1,8 +1,7 @@
 """DeepSpeed's pipeline engine, running units of (micro-batch, slice) in the order of a schedule.
 
-The engine decides nothing: it cuts a batch, asks for the schedule of that many slices and runs one method per action
-(execution.py).
-Optimiser step, gradient reduction, loss aggregation and checkpoints are DeepSpeed's own.
+The engine cuts a batch, asks for the schedule of that many slices and lets its assembly run it (assembly.py); it keeps what
+outlives a placement of the stages. Optimiser step, gradient reduction, loss aggregation and checkpoints are DeepSpeed's own.
 """
 
 from __future__ import annotations
@@ -11,53 +10,53 @@ import logging
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
-from ds_terapipe.clipping import TrueNormClipping
+from ds_terapipe.clipping import TrueNormClipping, counting_nothing
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.pipeline.accounting import LiveUnits, StepMemory
+from ds_terapipe.pipeline.accounting import StepMemory
+from ds_terapipe.pipeline.assembly import Assembly, Step
 from ds_terapipe.pipeline.batch import StepBatch, read_step
-from ds_terapipe.pipeline.channels import Channels
 from ds_terapipe.pipeline.choosing import changed_settings, new_choice
-from ds_terapipe.pipeline.context import SliceContext
+from ds_terapipe.pipeline.closing import close_module, detach_engine
 from ds_terapipe.pipeline.control import Control, Header
 from ds_terapipe.pipeline.evaluation import Evaluation
-from ds_terapipe.pipeline.execution import ActionExecution
-from ds_terapipe.pipeline.gradient_sums import GradientSums
-from ds_terapipe.pipeline.gradients import SlicedGradients
-from ds_terapipe.pipeline.host_memory import keep_freed_memory
+from ds_terapipe.pipeline.gradients import DeepSpeedGradients, OneReplica
 from ds_terapipe.pipeline.inspection import Inspection
-from ds_terapipe.pipeline.interception import Overrides, adapt_core_attention, adapt_parallel_linears, track_layers
+from ds_terapipe.pipeline.interception import not_deferred_line
 from ds_terapipe.pipeline.layer_times import LayerTimes
-from ds_terapipe.pipeline.layout import Layout
-from ds_terapipe.pipeline.loss import MicroBatchLoss, check_loss, runs_per_slice
-from ds_terapipe.pipeline.packed_weights import PackedWeights, is_available
-from ds_terapipe.pipeline.plan import StepPlan, plan_step
+from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
+from ds_terapipe.pipeline.placing import placement_of
+from ds_terapipe.pipeline.plan import plan_step
 from ds_terapipe.pipeline.report import StepReport, emit
+from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.stream import StreamMark
 from ds_terapipe.pipeline.trace import Recorder, TraceFile
 from ds_terapipe.pipeline.watch import Watch
-from ds_terapipe.pipeline.weight_gradients import WeightGradients
-from ds_terapipe.pipeline.wire import Wire
 from ds_terapipe.plan.files import check_writable
+from ds_terapipe.process_groups import close_groups
 from ds_terapipe.refusals import TOKEN_PIPELINE, check_checkpointing, check_config, check_model, cuts
-from ds_terapipe.schedule import Op, Unit
+from ds_terapipe.schedule import Grid, Placement
 
 logger = logging.getLogger(__name__)
 
 PLAN_STATE = "ds_terapipe_plan"
+_DESTROYED = "destroy() was called"
+_UNUSED = "ds_terapipe_nothing_is_trained_here"
 
 
-class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNormClipping, PipelineEngine):
+class TokenPipelineEngine(Evaluation, OneReplica, TrueNormClipping, PipelineEngine):
     """A :class:`PipelineEngine` whose pipeline carries slices of sequences. Same calls, same results.
 
     Args:
@@ -74,44 +73,47 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
                 'multiplies with a copy of its weight, whose gradient is made with it), use "auto"'
             )
         self.is_pipe_partitioned = self.is_grad_partitioned = False  # boundaries are small already: slices
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        self._context = SliceContext()
-        self._context.packed_weights = PackedWeights(self.packs_weights())
-        self._adapted: list[str] = []
-        self._intercepts, self._finalizer = False, lambda: None
-        if cuts(token_pipeline.slices):
-            self._intercept()
-        ranks = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
-        new_mark = StreamMark if self.device.type == "cuda" else None
-        self._watch = Watch(ranks, self.stage_id, token_pipeline.timeout_s, new_mark)
+        pipelines = self.grid.pipe_groups
+        seat = Seat.of(Placement.plain(self.num_stages), self.global_rank, pipelines)
+        self._watch = Watch(seat, token_pipeline.timeout_s, StreamMark if self.device.type == "cuda" else None)
         weakref.finalize(self, self._watch.close)
-        self._control = Control(self._watch, self.grid.pipe_groups, _hash_of(token_pipeline))
-        self._channels = Channels(self.grid.pipe_groups, self._watch, self.device)
+        self._control = Control(self._watch, pipelines, _hash_of(token_pipeline))
         self._trace = self._new_trace()
         self._recorder = Recorder(self.stage_id, self._watch, self._control.group, self.device)
-        self._wire = Wire(ranks, self.stage_id, self._channels, self.device, self._watch)
-        self._layout: Layout | None = None
         self._report = StepReport(self.num_stages)
-        self._losses: dict[int, MicroBatchLoss] = {}
-        self._inputs: dict[Unit, Any] = {}
-        self._outputs: dict[Unit, Any] = {}
-        self._outgoing: dict[Unit, Any] = {}
-        self._gradients: dict[Unit, list[Tensor]] = {}
-        self._live, self._memory = LiveUnits(), StepMemory()
-        self._weight_gradients = WeightGradients()
-        self._gradient_sums = GradientSums(self.module.parameters())
-        self._layer_times = LayerTimes(self.module, self.device)
+        self._memory, self._rules = StepMemory(), DeepSpeedGradients(self)
+        self._assembly = self._assemble(placement_of(self.module, self._control))
+        self._layer_times = LayerTimes([stage.layers for stage in self._assembly.stages.values()], self.device)
         self._choice = new_choice(self, self._control, self._memory, self._layer_times)
 
-    def _intercept(self) -> None:
-        """Intercept attention and linear layers; where nothing is cut, they and the compiler are left alone."""
-        self._intercepts = True
-        self._adapted = adapt_core_attention(self.module)
-        track_layers(self.module, self._context)
-        adapt_parallel_linears(self.module)
-        Overrides.acquire()
-        self._finalizer = weakref.finalize(self, Overrides.release)
+    def _assemble(self, placement: Placement) -> Assembly:
+        """The stages of this rank on a placement; where nothing is cut, attention and the compiler are left alone."""
+        assembly = Assembly.build(
+            placement,
+            self.grid.pipe_groups,
+            dict(enumerate(self.module.forward_funcs, start=self.module._local_start)),
+            device=self.device,
+            watch=self._watch,
+            gradients=self._rules,
+            module=self.module,
+            memory=self._memory,
+            autocast=partial(_autocast, weakref.ref(self)),
+        )
+        if cuts(self.token_pipeline.slices):
+            assembly.intercept()
+        return assembly
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """As DeepSpeed's; where a stage trains nothing the optimiser, which wants a parameter, gets one that nothing uses."""
+        if any(parameter.requires_grad for parameter in self.module.parameters()):
+            super()._configure_optimizer(client_optimizer, model_parameters)
+            return
+        first = next(self.module.parameters(), torch.empty(0))
+        unused = torch.nn.Parameter(torch.zeros(1, dtype=first.dtype, device=self.device))
+        self.param_names[unused] = _UNUSED
+        super()._configure_optimizer(client_optimizer, [unused])
+        if isinstance(self.optimizer, BF16_Optimizer):
+            counting_nothing(self.optimizer)
 
     def _new_trace(self) -> TraceFile:
         settings = self.token_pipeline
@@ -147,8 +149,7 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
         settings, before = changed_settings(self._token_pipeline, slices, schedule, self._control), self._token_pipeline
         if cuts(settings.slices):
             self._control.agree(self._uncut_only(settings))
-            if not self._intercepts:
-                self._intercept()
+            self._assembly.intercept()
         self._token_pipeline = settings
         try:
             self._choice = new_choice(self, self._control, self._memory, self._layer_times)
@@ -168,29 +169,29 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
         return None
 
     @property
+    def placement(self) -> Placement:
+        """The model's stages on the places of the pipeline."""
+        return self._assembly.placement
+
+    @property
     def slices_run(self) -> tuple[tuple[int, ...], ...]:
         """Tokens of the slices that this stage really ran in the last step, an evaluation too, by micro-batch and in order."""
-        return self._live.slices()
+        return self._assembly.live.slices()
 
     @property
     def units_run(self) -> tuple[int, int]:
         """How many slices of micro-batches this stage ran in the last step: forward, and backward (0 in an evaluation)."""
-        return self._live.forward_units, self._live.backward_units
+        return self._assembly.live.forward_units, self._assembly.live.backward_units
 
     @property
     def peak_live_units(self) -> int:
         """Most units of the last step that were live at once on this stage: run forward and not yet backward."""
-        return self._live.peak_units
+        return self._assembly.live.peak_units
 
     @property
     def peak_live_tokens(self) -> int:
         """As :attr:`peak_live_units`, in tokens of a sequence."""
-        return self._live.peak_tokens
-
-    @property
-    def packed_weights_bytes(self) -> int:
-        """What packed weights take on this stage, see ``token_pipeline.pack_weights``; known after the first step."""
-        return self._context.packed_weights.most_bytes
+        return self._assembly.live.peak_tokens
 
     def save_checkpoint(
         self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
@@ -209,15 +210,31 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
         return path, client_state
 
     def destroy(self) -> None:
-        """Free DeepSpeed's resources and undo the interception of attention."""
-        self._context.packed_weights = PackedWeights(wanted=False)
+        """Undo what this engine and its module did to the process: groups, threads, hooks; collective, and the engine's end.
+
+        The module keeps its weights and trains no more, see ``closing.py``. After an error in a step the groups stay: messages
+        may still be on their way, and who they are for may be gone.
+        """
+        if not self._watch.ended:
+            with self._watch.waiting("all ranks to close their process groups"):
+                self._assembly.close()
+                close_groups([self._control.group], self._control, self._recorder)
+                close_module(self.module, self, self.optimizer)
+        self._release()
+        super().destroy()
+        self._watch.ended = self._watch.ended or _DESTROYED
+
+    def __del__(self) -> None:
+        for undo in (self._release, super().destroy):
+            with suppress(Exception):  # of an engine that was never finished
+                undo()
+
+    def _release(self) -> None:
+        """What :meth:`destroy` does in this process alone: a collector runs on every rank at another time."""
         self._trace.close()
         self._watch.close()
-        if not self._watch.ended:  # else messages may still be on their way, and who they are for may be gone
-            self._channels.close()
-        self._finalizer()
-        super().destroy()
-        self._watch.ended = self._watch.ended or "destroy() was called"
+        self._assembly.leave()
+        detach_engine(self)
 
     # ----------------------------------------------------------------------------------------------------------- train
 
@@ -231,6 +248,10 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         self._refuse_broken()
+        if self.placement.forward_only == len(self.placement.stages):
+            raise ConfigError(
+                "model: got no parameter that is trained, must have one on some stage, use requires_grad_() or eval_batch()"
+            )
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
@@ -241,18 +262,14 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
         cutting = self._choice.cutting(batch.lengths, batch.everywhere)
         batch.cut(cutting.slices)
         self._inspect(batch)
-        once = self.makes_weight_gradients_once()
-        self._context.weight_gradients = self._weight_gradients if once else None
-        if once:
-            cut = [span.length for spans in batch.spans for span in spans if not span.is_whole]
-            self._context.packed_weights.begin(cut)
-        plan = plan_step(cutting.schedule, self.num_stages, batch.slice_counts(), once)
+        counts = batch.slice_counts()
+        grid = plan_step(cutting.schedule, self.placement, counts, self._deferring() if max(counts) > 1 else ())
         step = self.global_steps + 1
         traced = self._trace.wants(step)
         self._recorder.begin(step, wanted=traced or self._choice.wants_events)
         with self._no_way_back():
             with self._layer_times.step(self._choice.wants_layers):
-                self._run(batch, plan, self.global_steps)
+                self._run(batch, grid, self.global_steps)
             self._finish_step()
         seconds = time.perf_counter() - started
         events = self._recorder.end()
@@ -283,6 +300,10 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
             raise
 
     def _refuse_broken(self) -> None:
+        if self._watch.ended == _DESTROYED:
+            raise RuntimeError(
+                f"this engine is no longer usable ({_DESTROYED}): build another one, on a module of its own"
+            )
         if self._watch.ended:
             raise RuntimeError(
                 f"this engine is no longer usable ({self._watch.ended}): a step that did not come to its end leaves messages and "
@@ -299,79 +320,72 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
     def _next_step(self, micro_batches: int) -> StepBatch:
         """Fetch all micro-batches of a step and agree with all ranks that it can start."""
         error: BaseException | None = None
-        batch = StepBatch()
-        self._watch.begin(self.global_steps, ())
+        batch, seat = StepBatch(), self._assembly.seat
+        self._watch.begin(self.global_steps, (), seat)
         try:
             check_checkpointing(self.token_pipeline.slices)
-            if self.is_first_stage() or self.is_last_stage():
+            if seat.has_first or seat.has_last:
                 pulled = [self._next_batch() for _ in range(micro_batches)]
                 batch = read_step(
                     pulled,
                     self.token_pipeline,
                     self.device,
-                    inputs=self.is_first_stage(),
-                    labels=self.is_last_stage(),
+                    inputs=seat.has_first,
+                    labels=seat.has_last,
                     cut_labels=self._compute_loss and runs_per_slice(self.module.loss_fn),
                 )
         except Exception as problem:  # whatever the user's data raises is raised on every rank
             error = problem
         header = Header(tuple(batch.lengths), tuple(batch.signatures)) if batch.lengths else None
-        header = self._control.announce(header, micro_batches, error)
-        batch.adopt(header)
+        batch.adopt(self._control.announce(seat.placement, header, micro_batches, error))
         return batch
 
     def _inspect(self, batch: StepBatch) -> None:
         """Before the first sliced step: where the sequence is between layers, and whether the model can be cut at all."""
-        if self._layout is not None or all(len(spans) == 1 for spans in batch.spans):
+        if self._assembly.is_inspected or all(len(spans) == 1 for spans in batch.spans):
             return
         check_loss(self.module.loss_fn)
-        inspection = Inspection(
-            self.module, self._context, self._wire, self._control, self.token_pipeline, self._adapted, self._autocast,
-            self.stage_id, self.num_stages, self._compute_loss,
-        )  # fmt: skip
-        self._layout = inspection.run(batch)
+        loss_fn = self.module.loss_fn if self._compute_loss else None
+        Inspection(self._assembly, self._control, self.token_pipeline, loss_fn).run(batch)
+        names = {name for of_rank in self._control.gather(self.not_deferred) for name in of_rank}
+        if names and self.global_rank == 0:
+            emit(not_deferred_line(sorted(names)))
 
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        with autocast_if_enabled(self):
-            yield
-
-    def _run(self, batch: StepBatch, plan: StepPlan, step: int) -> None:
-        """Execute this stage's row of the schedule."""
-        row = plan.grid[self.stage_id]
-        self._batch = batch
-        self.fwd_outputs: list[Any] = []
-        training = torch.is_grad_enabled()
-        self._live.begin()
-        self._watch.begin(step, plan.grid)
-        self._wire.begin(
-            plan.units(Op.RECV_FORWARD, self.stage_id),
-            plan.units(Op.RECV_BACKWARD, self.stage_id),
-            self._shape_of(batch, training),
-        )
+    def _run(self, batch: StepBatch, grid: Grid, step: int) -> None:
+        """Execute this rank's row of the schedule."""
+        losses, assembly = None, self._assembly
+        if assembly.seat.has_last:
+            loss_fn, output_cuts = self.module.loss_fn if self._compute_loss else None, assembly.output_cuts
+            losses = StepLosses(
+                batch, loss_fn, output_cuts, keep_outputs=self.eval_return_logits, sums=self._compute_loss
+            )
         try:
-            execute = self._recorder.recording(self._layer_times.recording(self._execute))
-            for index, action in enumerate(row):
-                self._watch.at(index)
-                self._pack_weights(action.op)
-                execute(action)
-            self._watch.at(len(row))
-            self._wire.finish()
+            assembly.run(
+                Step(step, batch, grid, losses),
+                lambda execute: self._recorder.recording(self._layer_times.recording(execute)),
+            )
         except BaseException:
-            self._weight_gradients.clear()
-            self._gradient_sums.clear()
+            self._rules.clear()
             raise
-        finally:
-            for leftover in (self._losses, self._inputs, self._outputs, self._outgoing, self._gradients):
-                leftover.clear()
-            self._batch = StepBatch()  # its inputs and labels are no longer needed
-            self._context.clear()
-            self._context.weight_gradients = None
-            self._context.packed_weights.end()
+        self.fwd_outputs: list[Any] = [] if losses is None else losses.values
+        if losses is not None:
+            self.total_loss = losses.total
+            if self.eval_return_logits:
+                self.outputs = losses.outputs
+            if torch.is_grad_enabled():
+                self.loss = losses.values[-1]
 
-    def _shape_of(self, batch: StepBatch, training: bool) -> Callable[[Unit], Hashable]:
-        signatures, spans = batch.signatures, batch.spans  # and not the batch: links keep what they are given here
-        return lambda unit: (signatures[unit.micro_batch], spans[unit.micro_batch], unit.slice, training)
+    def _deferring(self) -> tuple[int, ...]:
+        """The stages whose weight gradients are actions of their own, once per micro-batch; the same on all ranks."""
+        return self._assembly.deferring(self._control) if self.makes_weight_gradients_once() else ()
+
+    @property
+    def not_deferred(self) -> list[str]:
+        """Names of this rank's trained matrices whose gradients are made slice by slice though they are to be made once."""
+        interception = self._assembly.interception
+        if interception is None or not self.makes_weight_gradients_once():
+            return []
+        return interception.not_deferred(self.module.named_parameters())
 
     def makes_weight_gradients_once(self) -> bool:
         """Per micro-batch or per slice: a user who checkpoints activations is short of the memory that the former takes.
@@ -382,11 +396,6 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
         if choice == "auto":
             return self.module.activation_checkpoint_interval == 0 and not self.torch_autocast_enabled()
         return choice == "micro_batch"
-
-    def packs_weights(self) -> bool:
-        """Whether weights of 32 bits are packed, see ``token_pipeline.pack_weights``."""
-        wanted = self.token_pipeline.pack_weights and self.makes_weight_gradients_once()
-        return wanted and self.device.type == "cpu" and is_available()
 
     # ------------------------------------------------------------------------------------------------- around DeepSpeed
 
@@ -402,7 +411,7 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
             logger.warning("engine.compile(): compiled_autograd_enabled does nothing with token_pipeline, leave it out")
 
     def _log_step(self, batch: StepBatch, schedule: str, seconds: float) -> None:
-        waited, clock = self._watch.waited_s, self._wire.clock
+        waited, clock = self._watch.waited_s, self._assembly.links.clock
         # where there are streams no message holds the host, and reading what the stream waited makes it wait for the stream
         if clock is not None:
             waited = clock.take_s() if self._printing() else 0.0
@@ -421,6 +430,11 @@ class TokenPipelineEngine(Evaluation, ActionExecution, SlicedGradients, TrueNorm
     def _printing(self) -> bool:
         every = self.steps_per_print()
         return every is not None and self.global_steps % every == 0
+
+
+def _autocast(engine: weakref.ref[Any]) -> Any:
+    """The mixed precision of an engine, which is not to be held by its parts."""
+    return autocast_if_enabled(engine())
 
 
 def _hash_of(settings: TokenPipelineConfig) -> int:

@@ -56,10 +56,10 @@ class Evaluation:
         batch.cut(self._choice.now(batch.lengths).slices)
         self._inspect(batch)
         self.total_loss = self.total_additional_losses = None
-        plan = plan_step(FORWARD_ONLY, self.num_stages, batch.slice_counts())
+        grid = plan_step(FORWARD_ONLY, self._assembly.placement, batch.slice_counts())
         result = None
         with self._no_way_back():
-            self._run(batch, plan, self.global_steps)
+            self._run(batch, grid, self.global_steps)
             with self._watch.waiting("the loss from the last stage"):
                 if self.is_last_stage():
                     result = self._reduce_outputs(self.fwd_outputs, reduce=reduce_output, micro_batches=micro_batches)

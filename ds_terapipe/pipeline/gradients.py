@@ -6,6 +6,9 @@ DeepSpeed 0.19.8 scales a loss, opens and closes its optimisers' backward pass a
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,34 +16,49 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
+from ds_terapipe.pipeline.gradient_sums import GradientSums
 
-class SlicedGradients:
-    """Stands before ``PipelineEngine``; the class that has both sets ``_gradient_sums``, a ``GradientSums``."""
 
-    def _scale_loss(self: Any, loss: Tensor) -> Tensor:
+class DeepSpeedGradients:
+    """The ``stage.GradientRules`` of an engine: what DeepSpeed does around the backward pass of a micro-batch.
+
+    Args:
+        engine: a ``PipelineEngine``.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        # not to hold the engine, which holds the stages that hold this
+        self._engine = weakref.proxy(engine)
+        self._sums = GradientSums(engine.module.parameters())
+
+    def scale(self, loss: Tensor) -> Tensor:
         """Gradient accumulation and loss scaling, once (``DeepSpeedEngine.backward`` in 0.19.8 does the same to one loss)."""
-        loss = loss / self.gradient_accumulation_steps()
-        if isinstance(self.optimizer, ZeROOptimizer):
-            return self.optimizer.scale_if_loss(loss)
-        if self.torch_autocast_z0_gradscaler is not None:
-            return self.torch_autocast_z0_gradscaler.scale(loss)
-        scaling = getattr(self.optimizer, "loss_scale_config", None)  # FP16_Optimizer: its step divides by it
+        engine = self._engine
+        loss = loss / engine.gradient_accumulation_steps()
+        if isinstance(engine.optimizer, ZeROOptimizer):
+            return engine.optimizer.scale_if_loss(loss)
+        if engine.torch_autocast_z0_gradscaler is not None:
+            return engine.torch_autocast_z0_gradscaler.scale(loss)
+        scaling = getattr(engine.optimizer, "loss_scale_config", None)  # FP16_Optimizer: its step divides by it
         return loss if scaling is None else loss.float() * scaling.cur_scale
 
-    def _before_backward(self: Any) -> None:
+    @contextmanager
+    def around(self, first: bool = True, last: bool = True) -> Iterator[None]:
+        """Around a backward pass; ``first``, ``last``: of its stage and micro-batch."""
         # DeepSpeed's hooks on gradients look at this flag; its optimisers gather 16-bit gradients per micro-batch
-        self._running_engine_backward = True
-        optimizer = self.optimizer
+        engine, optimizer = self._engine, self._engine.optimizer
+        engine._running_engine_backward = True
         if isinstance(optimizer, ZeROOptimizer) and not isinstance(optimizer, BF16_Optimizer):
             optimizer.clear_backward_seen_flag()
             optimizer.enter_backward()
-
-    def _after_backward(self: Any, first: bool = True, last: bool = True) -> None:
-        optimizer = self.optimizer
+        try:
+            yield
+        finally:
+            engine._running_engine_backward = False
         if not last:
-            self._gradient_sums.put_aside()
+            self._sums.put_aside()
         elif not first:
-            self._gradient_sums.give_back()
+            self._sums.give_back()
         if isinstance(optimizer, BF16_Optimizer):
             if last:
                 # Adds what it finds in ``grad`` to its own sums. DeepSpeed clears ``grad`` before the next micro-batch; here
@@ -50,6 +68,14 @@ class SlicedGradients:
         elif isinstance(optimizer, ZeROOptimizer):
             optimizer.backward_epilogue()
             optimizer.exit_backward()
+
+    def clear(self) -> None:
+        """Forget what a step that ended in an error has left."""
+        self._sums.clear()
+
+
+class OneReplica:
+    """Stands before ``PipelineEngine``: where there is one replica, no gradients are reduced."""
 
     def _exec_reduce_grads(self: Any) -> None:
         """As DeepSpeed's; but one replica has nothing to reduce, where DeepSpeed flattens all gradients and copies them back."""

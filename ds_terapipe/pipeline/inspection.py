@@ -7,77 +7,77 @@ sends when all have agreed: the next one then comes straight to its receives, an
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.runtime.activation_checkpointing import checkpointing
-from torch import nn
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.assembly import Assembly
 from ds_terapipe.pipeline.batch import StepBatch
-from ds_terapipe.pipeline.context import SliceContext, refuse_model
+from ds_terapipe.pipeline.context import refuse_model
 from ds_terapipe.pipeline.control import Control
-from ds_terapipe.pipeline.layout import LEAST_TOKENS, Layout, LayoutProbe, check_outputs, probe_spans
+from ds_terapipe.pipeline.layout import LEAST_TOKENS, LayoutProbe, check_outputs, probe_spans
+from ds_terapipe.pipeline.links import BoundarySpec
 from ds_terapipe.pipeline.slicing import as_tuple
 from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.verify import undisturbed, verify_stage
 from ds_terapipe.pipeline.watch import PipelineStalled
-from ds_terapipe.pipeline.wire import BoundarySpec, Wire
-from ds_terapipe.schedule import Unit
+from ds_terapipe.schedule import Action, Op, Unit
 
 
 @dataclass
 class Inspection:
-    """A look at one stage's model on the first micro-batch; the same on every rank, collective.
+    """A look at the model on the first micro-batch; the same on every rank, collective. Every stage learns its layout.
 
-    ``module``: the PipelineModule; ``adapted``: names of its modules whose inside runs differently in a slice; ``autocast``:
-    the engine's mixed-precision context; ``loss``: whether labels are there and a loss will be made of them; the rest are
-    the engine's parts of the same name.
+    ``loss_fn``: of the labels, None where no loss is made of them.
     """
 
-    module: Any
-    context: SliceContext
-    wire: Wire
+    assembly: Assembly
     control: Control
     config: TokenPipelineConfig
-    adapted: list[str]
-    autocast: Callable[[], AbstractContextManager[None]]
-    stage: int
-    stages: int
-    loss: bool = True
+    loss_fn: Callable[..., Any] | None = None
 
-    def run(self, batch: StepBatch) -> Layout:
-        """The layout of this stage. Raises ConfigError, on every rank, for a model that can't be cut."""
+    def run(self, batch: StepBatch) -> None:
+        """Raises ConfigError, on every rank, for a model that can't be cut."""
         total = batch.lengths[0]
         self.control.agree(self._detached(batch))
-        with undisturbed(self.module, self.context), self.autocast():
+        with ExitStack() as stack:
+            for stage in self.assembly.stages.values():
+                stack.enter_context(undisturbed(stage.root, stage.context))
+            stack.enter_context(self.assembly.autocast())
             short = None
             if total < LEAST_TOKENS:
                 short = ConfigError(
                     f"token_pipeline.slices: got {self.config.slices} for {total} tokens, must be 1 below {LEAST_TOKENS}"
                 )
             self.control.agree(short)
-            probe = LayoutProbe(self.config.layout, self.module._local_start)
-            first, second = probe_spans(total)
-            self._through_stages(batch, (first, second), lambda inputs, span: self._probe(probe, inputs, span))
-            layout = self._together(probe)
+            probes = {
+                number: LayoutProbe(self.config.layout, stage.layers.first)
+                for number, stage in self.assembly.stages.items()
+            }
+            self._through_stages(
+                batch,
+                probe_spans(total),
+                lambda stage, inputs, span: _probe(stage, probes[stage.number], inputs, span),
+            )
+            self._together(probes)
             if self.config.verify:
-                whole = Span(0, total, total)
-                self._through_stages(
-                    batch,
-                    (whole,),
-                    lambda inputs, _: self._verify(batch, layout, inputs),
-                )
-        return layout
+                whole = (Span(0, total, total),)
+                self._through_stages(batch, whole, lambda stage, inputs, _: self._verify(stage, batch, inputs))
 
-    def _verify(self, batch: StepBatch, layout: Layout, inputs: Any) -> Any:
-        outputs = verify_stage(self.module, self.context, inputs, layout.layers, batch.spans[0], self.adapted)
-        if self.loss and self.stage == self.stages - 1:
+    def _verify(self, stage: Stage, batch: StepBatch, inputs: Any) -> Any:
+        assert stage.layout is not None
+        adapted = [] if self.assembly.interception is None else self.assembly.interception.adapted
+        outputs = verify_stage(
+            stage.root, stage.layers, stage.context, inputs, stage.layout.layers, batch.spans[0], adapted
+        )
+        if self.loss_fn is not None and self._is_last(stage):
             try:
-                self.module.loss_fn(outputs, batch.labels[0])
+                self.loss_fn(outputs, batch.labels[0])
             except Exception as problem:
                 raise ConfigError(
                     f"the data iterator: got labels that the loss_fn fails with, {describe(problem)}; must fit the model's "
@@ -87,58 +87,53 @@ class Inspection:
 
     def _detached(self, batch: StepBatch) -> ConfigError | None:
         """Reentrant checkpointing of a first layer that gets no floating point input trains nothing: autograd sees no way."""
-        module = self.module
-        if self.stage > 0 or not torch.is_grad_enabled() or module.activation_checkpoint_interval <= 0:
+        first = self.assembly.stages.get(0)
+        if first is None or not first.trains or not torch.is_grad_enabled():
             return None
-        first = module.forward_funcs[: module.activation_checkpoint_interval]
-        learns = any(p.requires_grad for f in first if isinstance(f, nn.Module) for p in f.parameters())
-        if (
-            module.activation_checkpoint_func is checkpointing.non_reentrant_checkpoint
-            or not module.is_checkpointable_results[0]
-            or not learns
-            or any(tensor.is_floating_point() for tensor in as_tuple(batch.inputs[0]))
-        ):
+        if not first.layers.detaches(as_tuple(batch.inputs[0])):
             return None
         return ConfigError(
             "pipeline.use_reentrant: got true with a checkpointed first layer whose inputs are whole numbers, must be false "
             'or that layer gets no gradient, use "pipeline": {"use_reentrant": false}'
         )
 
-    def _together(self, probe: LayoutProbe) -> Layout:
-        error, layout = None, None
+    def _together(self, probes: dict[int, LayoutProbe]) -> None:
+        error: ConfigError | None = None
         try:
-            layout = probe.result()
-            if self.stage == self.stages - 1:
-                check_outputs(layout.outputs)
+            for number, probe in probes.items():
+                stage = self.assembly.stages[number]
+                layout = probe.result()
+                if self._is_last(stage):
+                    check_outputs(layout.outputs)
+                stage.layout = layout
         except ConfigError as problem:
             error = problem
         self.control.agree(error)
-        assert layout is not None
-        return layout
 
-    def _probe(self, probe: LayoutProbe, inputs: Any, span: Span) -> Any:
-        probe.begin_slice(span)
-        with self.context.forward(0, span):
-            for index, layer in enumerate(self.module.forward_funcs):
-                probe.record(inputs)
-                self.context.enter_layer(self.module._local_start + index)
-                inputs = layer(inputs)
-        probe.record(inputs)
-        return inputs
-
-    def _through_stages(self, batch: StepBatch, spans: tuple[Span, ...], run: Callable[[Any, Span], Any]) -> None:
+    def _through_stages(
+        self, batch: StepBatch, spans: tuple[Span, ...], run: Callable[[Stage, Any, Span], Any]
+    ) -> None:
+        placement, links = self.assembly.placement, self.assembly.links
         units = [Unit(0, index) for index in range(len(spans))]
+        row = [
+            Action(Op.RECV_FORWARD, s, u) for s in self.assembly.stages if placement.receives_forward(s) for u in units
+        ]
         # an announcement each time: a receive that was posted ahead would be left over from an attempt that failed
         attempt = object()
-        self.wire.begin(units, [], lambda unit: (attempt, unit))
-        for stage in range(self.stages):
+        links.begin(row, lambda unit: (attempt, unit))
+        handed: list[Any] = []
+        for number in range(len(placement.stages)):
             error: BaseException | None = None
             outputs: list[Any] = []
-            if stage == self.stage:
+            stage = self.assembly.stages.get(number)
+            if stage is not None:
                 try:
                     # all that was sent is taken before anything can fail
-                    inputs = [self._inputs(batch, unit, span) for unit, span in zip(units, spans, strict=True)]
-                    outputs = [self._run_unit(each, span, run) for each, span in zip(inputs, spans, strict=True)]
+                    if number == 0:
+                        handed = [batch.cut_inputs(0, span) for span in spans]
+                    elif placement.receives_forward(number):
+                        handed = [links.receive_forward(number, unit) for unit in units]
+                    outputs = [self._run_unit(stage, *each, run) for each in zip(handed, spans, strict=True)]
                 except PipelineStalled:
                     raise
                 except ConfigError as problem:
@@ -147,19 +142,31 @@ class Inspection:
                     error = refuse_model(f"run on a slice it fails, {describe(problem)}")
                     error.__cause__ = problem
             self.control.agree(error)
-            if stage == self.stage < self.stages - 1:
+            if stage is not None and placement.sends_forward(number):
                 for unit, output in zip(units, outputs, strict=True):
-                    self.wire.send_forward(unit, output)
-        self.wire.finish()
+                    links.send_forward(number, unit, output)
+            handed = outputs
+        links.finish()
 
-    def _inputs(self, batch: StepBatch, unit: Unit, span: Span) -> Any:
-        return batch.cut_inputs(0, span) if self.stage == 0 else self.wire.receive_forward(unit)
-
-    def _run_unit(self, inputs: Any, span: Span, run: Callable[[Any, Span], Any]) -> Any:
-        outputs = run(inputs, span)
-        if self.stage < self.stages - 1:
+    def _run_unit(self, stage: Stage, inputs: Any, span: Span, run: Callable[[Stage, Any, Span], Any]) -> Any:
+        outputs = run(stage, inputs, span)
+        if not self._is_last(stage):
             BoundarySpec.of(outputs).encode(torch.device("cpu"))  # whether it can be sent at all
         return outputs
+
+    def _is_last(self, stage: Stage) -> bool:
+        return stage.number == len(self.assembly.placement.stages) - 1
+
+
+def _probe(stage: Stage, probe: LayoutProbe, inputs: Any, span: Span) -> Any:
+    probe.begin_slice(span)
+    with stage.context.forward(Unit(0, 0), span):
+        for number, layer in enumerate(stage.layers.functions, start=stage.layers.first):
+            probe.record(inputs)
+            stage.context.enter_layer(number)
+            inputs = layer(inputs)
+    probe.record(inputs)
+    return inputs
 
 
 def describe(error: BaseException) -> str:

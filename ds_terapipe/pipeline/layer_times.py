@@ -1,6 +1,6 @@
 """What the single layers of this stage take, timed during steps that run uncut.
 
-For such a step the functions that ``PipelineModule`` calls in turn are wrapped: a layer's forward ends when its output is
+For such a step the functions that a stage calls in turn are wrapped: a layer's forward ends when its output is
 there, and its backward begins when the gradient of that output is. So the times of a stage's layers add up to those of its
 actions, and a step that is not timed runs nothing of this. Uncut, for then a backward makes the weight gradients as well.
 """
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.trace import Execute, new_clock
 from ds_terapipe.schedule import Action, Op
 
@@ -37,13 +38,13 @@ class LayerTimes:
     """Times the layers of a stage.
 
     Args:
-        module: a ``PipelineModule``, of which ``forward_funcs`` is replaced during a step that is timed. One that checkpoints
-            activations over ranges of layers is not timed: there a layer's forward runs twice, in parts that overlap.
+        layers: of the place's stages, whose ``functions`` are replaced during a step that is timed. Several stages on one place
+            are not timed, nor layers that are checkpointed: there a layer's forward runs twice, in parts that overlap.
         device: where it computes.
     """
 
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self._module, self._clock = module, new_clock(device)
+    def __init__(self, layers: Sequence[LayerRange], device: torch.device) -> None:
+        self._stages, self._layers, self._clock = len(layers), layers[0], new_clock(device)
         self._steps: deque[list[_Timed]] = deque(maxlen=_STEPS)
         self._actions: list[_Timed] | None = None  # of the step that is being timed
         self._marks: list[tuple[int, Any]] = []
@@ -51,17 +52,17 @@ class LayerTimes:
     @contextmanager
     def step(self, wanted: bool) -> Iterator[None]:
         """Time the step that runs inside, where it is ``wanted``."""
-        if not wanted or self._module.activation_checkpoint_interval:
+        if not wanted or self._stages > 1 or self._layers.checkpoint_interval:
             yield
             return
-        layers = self._module.forward_funcs
-        self._module.forward_funcs = [partial(self._run, index, layer) for index, layer in enumerate(layers)]
+        layers = self._layers.functions
+        self._layers.functions = [partial(self._run, index, layer) for index, layer in enumerate(layers)]
         self._actions = []
         try:
             yield
             self._steps.append(self._actions)
         finally:
-            self._module.forward_funcs, self._actions = layers, None
+            self._layers.functions, self._actions = layers, None
 
     def recording(self, execute: Execute) -> Execute:
         """``execute`` itself, or where this step is timed a function that times it."""
@@ -82,7 +83,7 @@ class LayerTimes:
         layer. None where nothing was timed, or layers do not run one after the other."""
         actions = [action for step in self._steps for action in step]
         self._steps.clear()
-        count = len(self._module.forward_funcs)
+        count = len(self._layers.functions)
         forward = [self._forward(each, count) for each in actions if each.op is Op.FORWARD]
         backward = [self._backward(each, count) for each in actions if each.op is Op.BACKWARD]
         if not forward or not backward or None in forward or None in backward:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like
 from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.schedule import Unit
 
 
 @runtime_checkable
@@ -126,6 +128,79 @@ class MicroBatchLoss:
         self._outputs[index] = None
         if index == 0:
             self._joined = None
+
+
+class StepLosses:
+    """The losses of a step's micro-batches, on the last stage.
+
+    Args:
+        batch: of the step.
+        loss_fn: as for `MicroBatchLoss`.
+        output_cuts: likewise; None where nothing is cut.
+        keep_outputs: whether the outputs of the last micro-batch are wanted whole.
+        sums: whether losses are added up.
+
+    Attributes:
+        values: the loss of each micro-batch that is through, detached, in the order in which they came.
+        total: their sum, None where none is made.
+        outputs: see ``keep_outputs``.
+    """
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        loss_fn: Callable[..., Any] | None,
+        output_cuts: Sequence[TensorCut] | None,
+        *,
+        keep_outputs: bool = False,
+        sums: bool = True,
+    ) -> None:
+        self._batch, self._loss_fn, self._output_cuts = batch, loss_fn, output_cuts
+        self._keep_outputs, self._sums = keep_outputs, sums
+        self._open: dict[int, MicroBatchLoss] = {}
+        self.values: list[Any] = []
+        self.total: Any = None
+        self.outputs: Any = None
+
+    def __len__(self) -> int:
+        """Micro-batches whose loss is still needed."""
+        return len(self._open)
+
+    def add(self, unit: Unit, outputs: Any) -> None:
+        """The outputs of a unit; the slices of a micro-batch come in ascending order."""
+        m = unit.micro_batch
+        if unit.slice == 0:
+            self._open[m] = self._new(m)
+        loss = self._open[m]
+        loss.add(outputs, keep_outputs=self._keep_outputs)
+        if not self._batch.is_last_slice(unit):
+            return
+        value = loss.value
+        detached = value.detach() if isinstance(value, Tensor) else [part.detach() for part in value]
+        self.values.append(detached)
+        if self._keep_outputs:
+            self.outputs = loss.outputs
+        if self._sums:
+            self._add_to_total(detached)
+        if not torch.is_grad_enabled():
+            del self._open[m]
+
+    def backward(self, unit: Unit, scale: Callable[[Tensor], Tensor]) -> None:
+        """Start the backward pass of a unit; those of a micro-batch come in descending order."""
+        self._open[unit.micro_batch].backward(unit.slice, scale)
+        if unit.slice == 0:
+            del self._open[unit.micro_batch]
+
+    def _new(self, m: int) -> MicroBatchLoss:
+        batch = self._batch
+        label_cuts = batch.label_cuts[m] if batch.label_cuts else None
+        return MicroBatchLoss(self._loss_fn, batch.labels[m], label_cuts, self._output_cuts, batch.spans[m])
+
+    def _add_to_total(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.total = value.clone() if self.total is None else self.total + value
+        else:
+            self.total = value if self.total is None else [a + b for a, b in zip(self.total, value, strict=True)]
 
 
 def runs_per_slice(loss_fn: Callable[..., Any] | None) -> bool:

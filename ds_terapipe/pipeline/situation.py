@@ -10,6 +10,7 @@ from ds_terapipe.config import AUTO
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.plan.memory import GIGABYTE, MemoryModel, gigabytes
 from ds_terapipe.plan.result import Plan
+from ds_terapipe.schedule import Placement
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Situation:
         weights_once: weight gradients are made once per micro-batch where it is cut.
         loss_of_whole: the loss is made of a micro-batch's whole outputs.
         measured_on: model, types, devices, versions, ...: measurements hold where this is the same.
+        placement: of the stages; None: one on each place.
     """
 
     stages: int
@@ -31,6 +33,7 @@ class Situation:
     weights_once: bool
     loss_of_whole: bool
     measured_on: Mapping[str, Any] = field(default_factory=dict)
+    placement: Placement | None = None
 
 
 class Agreement(Protocol):

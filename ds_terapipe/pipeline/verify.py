@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ds_terapipe.pipeline.context import SliceContext, refuse_model
 from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like
 from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.schedule import Unit
 
 # largest difference of a token's vector, relative to its length, that is rounding within one layer
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -96,11 +97,12 @@ def undisturbed(module: nn.Module, context: SliceContext) -> Iterator[None]:
 class _Recorder:
     """Hooks on every submodule; collects the calls of one run of one layer."""
 
-    def __init__(self, root: nn.Module, skip: Sequence[str]) -> None:
+    def __init__(self, root: nn.Module, skip: Sequence[nn.Module]) -> None:
         self.records: list[Record] = []
         self._handles = []
+        inside = {id(module) for outside in skip for module in outside.modules()}
         for name, module in root.named_modules():
-            if name and not any(name == s or name.startswith(f"{s}.") for s in skip):
+            if name and id(module) not in inside:
                 self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
                 self._handles.append(module.register_forward_hook(self._after(name)))
 
@@ -142,22 +144,24 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def verify_stage(
-    module: Any,
+    root: Any,
+    layers: Any,
     context: SliceContext,
     inputs: Any,
     cuts: Sequence[Sequence[TensorCut]],
     spans: Sequence[Span],
-    skip: Sequence[str] = (),
+    skip: Sequence[nn.Module] = (),
 ) -> Any:
     """Run the layers of a stage whole and sliced and compare them.
 
     Args:
-        module: DeepSpeed's PipelineModule.
+        root: the module that the layers are parts of.
+        layers: of the stage.
         context: the engine's slice context.
         inputs: of the stage, whole.
         cuts: per layer, how its inputs are cut.
         spans: the slices.
-        skip: names of modules whose inside runs differently in a slice (adapted attention); they are compared from outside.
+        skip: modules whose inside runs differently in a slice (adapted attention); they are compared from outside.
 
     Returns:
         The stage's outputs, whole.
@@ -166,10 +170,10 @@ def verify_stage(
         ConfigError: a module computes something else when its sequence is cut; its name and by how much.
     """
     whole = Span(0, spans[0].total, spans[0].total)
-    recorder = _Recorder(module, skip)
+    recorder = _Recorder(root, skip)
     try:
-        for index, layer in enumerate(module.forward_funcs):
-            number = module._local_start + index
+        for index, layer in enumerate(layers.functions):
+            number = layers.first + index
             outputs = _run(layer, number, context, recorder, inputs, whole)
             expected = recorder.take()
             pieces = [
@@ -190,7 +194,7 @@ def verify_stage(
 def _run(
     layer: Callable[..., Any], number: int, context: SliceContext, recorder: _Recorder, inputs: Any, span: Span
 ) -> Any:
-    with context.forward(0, span):
+    with context.forward(Unit(0, 0), span):
         context.enter_layer(number)
         recorder.add("", "input", inputs)
         output = layer(inputs)

@@ -13,6 +13,7 @@ reported as a host's wait would be.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import re
@@ -29,6 +30,7 @@ import torch
 import torch.distributed
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
+from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.stream import Mark
 from ds_terapipe.schedule import Action, grid_text
 
@@ -92,8 +94,9 @@ class Positions:
     two seconds, and after the first failure it is left alone.
     """
 
-    def __init__(self, store: Any, rank: int) -> None:
+    def __init__(self, store: Any, rank: int, engine: int = 0) -> None:
         self._store, self._rank = store.clone(), rank  # a connection of its own: the other one may be in use for long
+        self._table = f"ds_terapipe/position/{engine}"
         self._lost = False
 
     def publish(self, position: Position) -> None:
@@ -130,45 +133,48 @@ class Positions:
         self._lost = not done.is_set()
         return None if self._lost else found
 
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"ds_terapipe/position/{rank}"
+    def close(self) -> None:
+        """Give the connection up; nothing is published or read any more."""
+        self._lost, self._store = True, None
+
+    def _key(self, rank: int) -> str:
+        return f"{self._table}/{rank}"
+
+
+_engines = itertools.count()  # of this process; all ranks make theirs in one order
 
 
 class Watch:
     """Knows what this rank is doing and waits for.
 
     Args:
-        ranks: global ranks of this rank's pipeline, by stage.
-        stage: this rank's stage.
+        seat: where this rank is in its pipeline; a step may begin on another (:meth:`begin`).
         timeout_s: longest wait, in seconds.
         new_mark: puts a mark on the device's current stream; None where the host waits for messages.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], stage: int, timeout_s: float, new_mark: Callable[[], Mark] | None = None
-    ) -> None:
+    def __init__(self, seat: Seat, timeout_s: float, new_mark: Callable[[], Mark] | None = None) -> None:
         self.timeout_s = timeout_s
         self._new_mark = new_mark
         self._marks: deque[_Passed] = deque()  # those that the stream has not come to, as far as is known
         self._marks_lock, self._progress = threading.Lock(), 0.0
         self.waited_s = 0.0
-        self._ranks, self._stage, self._rank = list(ranks), stage, ranks[stage]
+        self._seat, self._rank = seat, seat.ranks[seat.place]
         self._world_size = torch.distributed.get_world_size()
         self._grid: Sequence[Sequence[Action]] = ()
         self._step, self._index = 0, 0
         self._waiting: Waiting | None = None
         self.ended = ""  # why this rank's steps came to no end
-        self._positions = Positions(_get_default_store(), self._rank)
+        self._positions = Positions(_get_default_store(), self._rank, next(_engines))
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds_terapipe-watch", daemon=True)
         self._thread.start()
         # a thread that is inside the store when the interpreter goes down would take the process with it
         atexit.register(self.close)
 
-    def begin(self, step: int, grid: Sequence[Sequence[Action]]) -> None:
-        """A new step starts, with the schedule ``grid``; the time waited counts from zero again."""
-        self._step, self._grid, self._index, self.waited_s = step, grid, 0, 0.0
+    def begin(self, step: int, grid: Sequence[Sequence[Action]], seat: Seat) -> None:
+        """A new step starts, with the schedule ``grid``, on this seat; the time waited counts from zero again."""
+        self._step, self._grid, self._index, self._seat, self.waited_s = step, grid, 0, seat, 0.0
 
     def at(self, index: int) -> None:
         """This stage has come to action ``index`` of its row of the grid."""
@@ -251,6 +257,8 @@ class Watch:
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_READ_WITHIN_S)
+        if not self._thread.is_alive():
+            self._positions.close()
         atexit.unregister(self.close)
 
     def _run(self) -> None:
@@ -279,8 +287,9 @@ class Watch:
     def _report(self, waiting: Waiting, reason: str) -> str:
         seconds = time.monotonic() - waiting.since
         step, action, grid = self._where()
+        seat = self._seat
         first = (
-            f"rank {self._rank} (stage {self._stage}) waited {seconds:.1f} s for {waiting.what} in step {step}: {reason} "
+            f"rank {self._rank} ({seat.name}) waited {seconds:.1f} s for {waiting.what} in step {step}: {reason} "
             f"(token_pipeline.timeout_s is {self.timeout_s:g})"
         )
         if self.ended:
@@ -288,24 +297,24 @@ class Watch:
         logger.error("%s", first)  # at once: a launcher that saw a process die ends the others within a moment
         self._end(f"gave up waiting for {waiting.what}: {reason}")
         known, silent = self._observe()
-        lines, at = [first], {self._stage: action}
+        lines, at = [first], {seat.place: action}
         if known is None:
             lines.append("  positions unknown: the process with the store (rank 0, or the launcher) does not answer")
             known = {}
         else:
             lines += self._outside(known, silent)
-            others = [(stage, rank) for stage, rank in enumerate(self._ranks) if stage != self._stage]
-            lines += [_describe(rank, known.get(rank), rank in silent, stage) for stage, rank in others]
-        for stage, rank in enumerate(self._ranks):
+            others = [(seat.at(place).name, rank) for place, rank in enumerate(seat.ranks) if place != seat.place]
+            lines += [_describe(rank, known.get(rank), rank in silent, where) for where, rank in others]
+        for place, rank in enumerate(seat.ranks):
             if rank in known and known[rank].step == step:
-                at[stage] = known[rank].action
+                at[place] = known[rank].action
         if grid:
-            lines.append(grid_text(grid, at=at))
+            lines.append(grid_text(grid, at=at, placement=seat.placement))
         return "\n".join(lines)
 
     def _outside(self, known: Mapping[int, Position], silent: Collection[int]) -> list[str]:
         """Those ranks of other pipelines that ended or fell silent: what all ranks wait for may be one of them."""
-        odd = [rank for rank in known if rank not in self._ranks and (rank in silent or known[rank].ended)]
+        odd = [rank for rank in known if rank not in self._seat.ranks and (rank in silent or known[rank].ended)]
         return [_describe(rank, known[rank], rank in silent) for rank in odd[:_LISTED_OUTSIDE]]
 
     def _observe(self) -> tuple[dict[int, Position] | None, set[int]]:
@@ -321,8 +330,8 @@ class Watch:
         return after, {rank for rank, position in after.items() if position == before.get(rank)}
 
 
-def _describe(rank: int, position: Position | None, silent: bool, stage: int | None = None) -> str:
-    where = f"  rank {rank}" + ("" if stage is None else f" (stage {stage})")
+def _describe(rank: int, position: Position | None, silent: bool, seat: str = "") -> str:
+    where = f"  rank {rank}" + (f" ({seat})" if seat else "")
     if position is None:
         return f"{where}: position unknown"
     text = f"{where}: last seen in step {position.step}, action {position.action}"

@@ -1,72 +1,139 @@
-"""Weight gradients of linear layers, made once per micro-batch instead of once per slice.
+"""Weight gradients, made once per micro-batch instead of once per slice.
 
-A slice's weight gradient is a small matrix product whose result is as large as the weight and has to be added to it: for
-short slices that traffic is most of what cutting costs. Here a slice's backward makes the gradient of the input alone and
-keeps (input, output gradient), the tensors themselves; when the micro-batch is through, a layer's products are made one after
-the other, and its weight gradient stays in the cache meanwhile. In 16 bits, where each addition would round, and on GPUs,
-which want large products, it is one product over all tokens. The price is memory: inputs and output gradients of a
-micro-batch's linear layers live until then. (Deferred weight gradients as in zero-bubble schedules and MEPipe; the gain is
-TeraPipe's floor per slice.)
+A slice's weight gradient is a small matrix product, or a few rows of an embedding's table, whose result is as large as the weight
+and has to be added to it: for short slices that traffic is most of what cutting costs. Here a slice's backward makes the
+gradient of a layer's input alone and keeps what the weight's is made of, the tensors themselves; when the micro-batch is through,
+a layer's products are made one after the other, and its weight gradient stays in the cache meanwhile. In 16 bits, where each
+addition would round, and on GPUs, which want large products, it is one product over all tokens. The price is memory: inputs and
+output gradients of a micro-batch's layers live until then. (Deferred weight gradients as in zero-bubble schedules and MEPipe; the
+gain is TeraPipe's floor per slice.)
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ds_terapipe.pipeline.packed_weights import PackedWeights
+from ds_terapipe.schedule import Unit
 
 # Below, a product takes longer than joining its operands with the next ones.
 _LEAST_TOKENS = 128
+
+Operands = tuple[Tensor, ...]
+
+
+class Rule(Protocol):
+    """How a layer's gradients are made of what its slices left; rules that are equal make the same of the same."""
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether all slices of a micro-batch have to be there together, and of one call of the layer: where the gradients are no
+        sum of what single slices and calls give."""
+
+    def __call__(self, parameters: Sequence[Tensor], operands: list[Operands]) -> list[Tensor]:
+        """A gradient for each parameter. May empty ``operands`` as it goes, so that they are not all held to the end."""
+
+
+@dataclass(frozen=True)
+class OfLinear:
+    """Of a linear layer's weight [out, in] and, as the second parameter, its bias [out].
+
+    Operands: inputs [tokens, in] and the gradient of the outputs [tokens, out].
+    """
+
+    needs_all = False
+
+    def __call__(self, parameters: Sequence[Tensor], operands: list[Operands]) -> list[Tensor]:
+        products = _joined(operands)
+        inputs, gradient = next(products)
+        made = [gradient.t() @ inputs, *(gradient.sum(0) for _ in parameters[1:])]
+        for inputs, gradient in products:
+            made[0].addmm_(gradient.t(), inputs)
+            for of_bias in made[1:]:
+                of_bias += gradient.sum(0)
+        return made
+
+
+@dataclass(frozen=True)
+class OfEmbedding:
+    """Of an embedding's table [rows, features], as ``torch.nn.functional.embedding`` has it: its arguments, normalised.
+
+    Operands: indices [tokens] and the gradient of the outputs [tokens, features].
+    """
+
+    padding_idx: int = -1
+    scale_grad_by_freq: bool = False
+
+    @property
+    def needs_all(self) -> bool:
+        """Frequencies are those within a call for a whole micro-batch."""
+        return self.scale_grad_by_freq
+
+    def __call__(self, parameters: Sequence[Tensor], operands: list[Operands]) -> list[Tensor]:
+        rows = parameters[0].shape[0]
+        indices, gradient = (_cat(list(each)) for each in zip(*operands, strict=True))
+        operands.clear()
+        make = torch.ops.aten.embedding_dense_backward
+        return [make(gradient, indices, rows, self.padding_idx, self.scale_grad_by_freq)]
 
 
 class WeightGradients:
     """What is kept for the weight gradients of the micro-batches that are on their way back."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, dict[tuple[int, int], _Kept]] = defaultdict(dict)
-        self._micro_batch: int | None = None
+        self._layers: dict[int, dict[tuple[Rule, tuple[int, ...], int], _Kept]] = defaultdict(dict)
+        self._unit: Unit | None = None
 
     @contextmanager
-    def backward(self, micro_batch: int) -> Iterator[None]:
-        """Around a backward pass of a slice of ``micro_batch``: what layers leave in it belongs to that micro-batch."""
-        self._micro_batch = micro_batch
+    def backward(self, unit: Unit) -> Iterator[None]:
+        """Around a backward pass of ``unit``: what layers leave in it belongs to that slice of its micro-batch."""
+        self._unit = unit
         try:
             yield
         finally:
-            self._micro_batch = None
+            self._unit = None
 
-    def keep(self, weight: Tensor, bias: Tensor | None, inputs: Tensor, gradient: Tensor) -> None:
-        """Keep a slice's inputs [tokens, in] and the gradient of its outputs [tokens, out].
+    def keep(self, rule: Rule, parameters: tuple[Tensor, ...], operands: Operands) -> None:
+        """Keep what a slice's backward leaves in a layer for the gradients of ``parameters``.
 
         Raises RuntimeError outside of the pipeline's own backward passes: there nobody will ask for what is kept.
         """
-        if self._micro_batch is None:
+        if self._unit is None:
             raise RuntimeError(
                 'token_pipeline.weight_gradients: got "micro_batch" and a model that differentiates its own linear layers '
                 '(torch.autograd.grad in its forward?), must leave that to the pipeline, use "slice"'
             )
-        layers, key = self._layers[self._micro_batch], (id(weight), id(bias))
-        kept = layers.get(key)  # a tied weight may be used with a bias in one place and without in another
-        if kept is None:
-            kept = layers[key] = _Kept(weight, bias)
-        kept.add(inputs, gradient)
+        layers, call = self._layers[self._unit.micro_batch], 0
+        # a tied weight may be used by several rules, or with a bias in one place and without in another
+        key = rule, tuple(map(id, parameters)), call
+        while rule.needs_all and key in layers and layers[key].has(self._unit.slice):
+            key = *key[:2], (call := call + 1)
+        if key not in layers:
+            layers[key] = _Kept(rule, parameters)
+        layers[key].add(self._unit.slice, operands)
 
-    def make(self, micro_batch: int) -> None:
-        """Make the gradients of a micro-batch and accumulate them as a backward pass would, hooks included."""
+    def make(self, micro_batch: int, first_slice: int = 0) -> None:
+        """Make the gradients of a micro-batch and accumulate them as a backward pass would, hooks included.
+
+        Args:
+            micro_batch: whose.
+            first_slice: of what this slice and later ones have left, which have gone backward; the rest is left for later.
+        """
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
-        for kept in self._layers.pop(micro_batch, {}).values():
-            for parameter, gradient in kept.take():
+        for kept in self._layers.get(micro_batch, {}).values():
+            for parameter, gradient in kept.take(first_slice):
                 with torch.enable_grad():
                     roots.append(parameter.view_as(parameter))
                 gradients.append(gradient)
+        if first_slice == 0:
+            self._layers.pop(micro_batch, None)
         if roots:
             torch.autograd.backward(roots, gradients)
 
@@ -82,67 +149,73 @@ class WeightGradients:
         self._layers.clear()
 
 
-class _Pair(NamedTuple):
-    """Of one slice: inputs [tokens, in] and the gradient of the outputs [tokens, out], with their versions."""
+class _Left(NamedTuple):
+    """What one slice left in one layer, and the versions of these tensors."""
 
-    inputs: Tensor
-    gradient: Tensor
-    versions: tuple[int, int]
+    slice: int
+    operands: Operands
+    versions: tuple[int, ...]
 
 
 class _Kept:
-    """What the slices of a micro-batch leave in one linear layer."""
+    """What the slices of a micro-batch leave in one layer."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-        self._pairs: list[_Pair] = []
+    def __init__(self, rule: Rule, parameters: tuple[Tensor, ...]) -> None:
+        self._rule, self._parameters = rule, parameters
+        self._left: list[_Left] = []
 
     def tensors(self) -> Iterator[Tensor]:
-        for inputs, gradient, _ in self._pairs:
-            yield from (inputs, gradient)
+        for left in self._left:
+            yield from left.operands
 
-    def add(self, inputs: Tensor, gradient: Tensor) -> None:
-        self._pairs.append(_Pair(inputs, gradient, (inputs._version, gradient._version)))
+    def has(self, index: int) -> bool:
+        """Whether the slice of this index has left something."""
+        return any(left.slice == index for left in self._left)
 
-    def take(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters and their gradients; nothing when no slice came by. Lets the slices' tensors go."""
-        pairs, self._pairs = self._pairs, []
-        if not pairs:
+    def add(self, index: int, operands: Operands) -> None:
+        self._left.append(_Left(index, operands, _versions(operands)))
+
+    def take(self, first_slice: int) -> list[tuple[Tensor, Tensor]]:
+        """Parameters and their gradients, nothing where no slice left any. Lets the slices' tensors go.
+
+        Raises RuntimeError where an operation of PyTorch's has written into one of them: that would be a wrong gradient.
+        """
+        if first_slice > 0 and self._rule.needs_all:
             return []
-        products = _joined(pairs)
-        inputs, gradient = next(products)
-        of_weight = gradient.t() @ inputs
-        of_bias = None if self._bias is None else gradient.sum(0)
-        for inputs, gradient in products:
-            of_weight.addmm_(gradient.t(), inputs)
-            if of_bias is not None:
-                of_bias += gradient.sum(0)
-        made = [(self._weight, of_weight)]
-        return made if self._bias is None or of_bias is None else [*made, (self._bias, of_bias)]
+        taken = [left for left in self._left if left.slice >= first_slice]
+        self._left = [left for left in self._left if left.slice < first_slice]
+        if not taken:
+            return []
+        if any(_versions(left.operands) != left.versions for left in taken):
+            raise RuntimeError(
+                "token_pipeline.weight_gradients: got an input or output gradient of a linear layer or embedding that was "
+                "modified in place during the backward pass, must be left alone until the micro-batch is through, "
+                'use "slice"'
+            )
+        operands = [left.operands for left in taken]
+        taken.clear()
+        return list(zip(self._parameters, self._rule(self._parameters, operands), strict=True))
 
 
-def _joined(pairs: list[_Pair]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The pairs, short ones joined, into as many as there are products to make. Empties the list as it goes.
+def _versions(tensors: Operands) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors)
 
-    Raises RuntimeError where an operation of PyTorch's has written into one of the tensors: that would be a wrong gradient.
-    """
-    if any((pair.inputs._version, pair.gradient._version) != pair.versions for pair in pairs):
-        raise RuntimeError(
-            "token_pipeline.weight_gradients: got an input or output gradient of a linear layer that was modified in place "
-            'during the backward pass, must be left alone until the micro-batch is through, use "slice"'
-        )
-    first = pairs[0].inputs
+
+def _joined(pairs: list[Operands]) -> Iterator[Operands]:
+    """The pairs, short ones joined, into as many as there are products to make. Empties the list as it goes."""
+    first = pairs[0][0]
     one_by_one = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
-    least = _LEAST_TOKENS if one_by_one else sum(pair.inputs.shape[0] for pair in pairs)
+    least = _LEAST_TOKENS if one_by_one else sum(inputs.shape[0] for inputs, _ in pairs)
     del first
     while pairs:
-        group, rows = [], 0
+        inputs, gradients, rows = [], [], 0
         while pairs and rows < least:
-            group.append(pairs.pop(0))
-            rows += group[-1].inputs.shape[0]
-        several = [pair.inputs for pair in group], [pair.gradient for pair in group]
-        group.clear()
-        yield _cat(several[0]), _cat(several[1])
+            pair = pairs.pop(0)
+            inputs.append(pair[0])
+            gradients.append(pair[1])
+            rows += pair[0].shape[0]
+        del pair
+        yield _cat(inputs), _cat(gradients)
 
 
 def _cat(tensors: list[Tensor]) -> Tensor:
@@ -150,36 +223,3 @@ def _cat(tensors: list[Tensor]) -> Tensor:
     joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     tensors.clear()
     return joined
-
-
-class DeferredLinear(torch.autograd.Function):
-    """``F.linear`` whose backward returns the gradient of the input only.
-
-    The parameters come in a tuple, out of autograd's sight: an edge to them, even one that carries nothing, would run the
-    hooks on their gradients (ZeRO's, ``immediate_grad_update``'s) once per slice. The weight is saved nevertheless, so that
-    one which is changed before its backward is autograd's own error.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, parameters: tuple[Tensor, Tensor | None], keeper: WeightGradients, packed: PackedWeights
-    ) -> Tensor:
-        ctx.save_for_backward(x, parameters[0])
-        ctx.parameters, ctx.keeper, ctx.packed = parameters, keeper, packed
-        out = packed.linear(x, *parameters)
-        return torch.nn.functional.linear(x, *parameters) if out is None else out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, _ = ctx.saved_tensors
-        weight, bias = ctx.parameters
-        # Detached: what is kept would otherwise hold the slice's graph, and with it messages and buffers, until the products.
-        inputs, outputs = x.detach().reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        if outputs.shape[0] == 1:
-            # One row is also the whole gradient of a bias that somebody adds to the output: it may become that bias's
-            # ``grad``, into which the other slices are added.
-            outputs = outputs.clone()
-        ctx.keeper.keep(weight, bias, inputs, outputs)
-        of_input = ctx.packed.input_gradient(gradient, weight)
-        return gradient @ weight if of_input is None else of_input, None, None, None

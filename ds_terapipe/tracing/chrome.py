@@ -19,13 +19,12 @@ from ds_terapipe.schedule.replay import Span
 
 FORMAT = "ds_terapipe trace 1"
 MEASURED, PREDICTED = "measured", "predicted"
-PACKING = "packing"  # of weights, between a stage's actions (pipeline/packed_weights.py)
 
 
 class Event(NamedTuple):
     """What one rank did from ``start`` to ``end``, in seconds.
 
-    ``name`` is the action's text form (``0F1.2``) or the name of something else (``optimiser``, ``packing``); ``kind`` its
+    ``name`` is the action's text form (``0F1.2``) or the name of something else (``optimiser``); ``kind`` its
     operation (``F``, ``B``, ``W``, ``SEND_F``, ...; else the name again). ``run`` tells measured from predicted events.
     """
 

@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from ds_terapipe.schedule import Op
 
-from .chrome import PACKING, Event
+from .chrome import Event
 
 
 class StageSummary(NamedTuple):
     """Seconds per step of one rank, over the traced steps.
 
     ``busy`` is computation (F, B, W), ``waiting`` what its receives took, by the stage waited for, ``collectives`` what ends a
-    step (gradient reduction, optimiser, loss), by name, ``packing`` what packing of weights took, ``other`` the rest: cutting,
-    posting sends, Python. ``bubble`` is the share of the schedule, from the step's first action on any stage to its last, that
-    is none of computation, messages posted and packing.
+    step (gradient reduction, optimiser, loss), by name, ``other`` the rest: cutting, posting sends, Python. ``bubble`` is the
+    share of the schedule, from the step's first action on any stage to its last, that is neither computation nor messages
+    posted.
     """
 
     run: str
@@ -27,7 +27,6 @@ class StageSummary(NamedTuple):
     busy: float
     waiting: dict[int, float]
     collectives: dict[str, float]
-    packing: float
     other: float
     bubble: float
 
@@ -51,16 +50,12 @@ def _summary(
     steps = {event.step for event in events if (run, event.step) in frames}
     count = max(len(steps), 1)
     schedule = sum(frames[run, step][1] - frames[run, step][0] for step in steps) / count
-    busy = packing = inside = between = 0.0
+    busy = 0.0
     waiting: dict[int, float] = {}
     collectives: dict[str, float] = {}
     for event in events:
         action = event.action
-        if event.kind == PACKING:
-            packing += event.seconds / count
-            inside += _overlap(event, frames.get((run, event.step))) / count
-            between += _overlap(event, _own_frame(events, event.step)) / count
-        elif action is None:
+        if action is None:
             collectives[event.name] = collectives.get(event.name, 0.0) + event.seconds / count
         elif action.op.is_compute:
             busy += event.seconds / count
@@ -68,21 +63,16 @@ def _summary(
             peer = event.stage + (-1 if action.op is Op.RECV_FORWARD else 1)
             waiting[peer] = waiting.get(peer, 0.0) + event.seconds / count
     own = sum(end - start for start, end in (_own_frame(events, step) for step in steps)) / count
-    other = max(own - busy - between - sum(waiting.values()), 0.0)
-    bubble = max(schedule - busy - inside - other, 0.0) / schedule if schedule else 0.0
+    other = max(own - busy - sum(waiting.values()), 0.0)
+    bubble = max(schedule - busy - other, 0.0) / schedule if schedule else 0.0
     stage = events[0].stage
-    return StageSummary(run, rank, stage, len(steps), schedule, busy, waiting, collectives, packing, other, bubble)
+    return StageSummary(run, rank, stage, len(steps), schedule, busy, waiting, collectives, other, bubble)
 
 
 def _own_frame(events: Sequence[Event], step: int) -> tuple[float, float]:
     """From a rank's first action to its last."""
     mine = [event for event in events if event.step == step and event.action is not None]
     return (min(event.start for event in mine), max(event.end for event in mine)) if mine else (0.0, 0.0)
-
-
-def _overlap(event: Event, frame: tuple[float, float] | None) -> float:
-    """Seconds of an event within a frame."""
-    return 0.0 if frame is None else max(min(event.end, frame[1]) - max(event.start, frame[0]), 0.0)
 
 
 def as_table(lines: Sequence[StageSummary]) -> str:
@@ -94,7 +84,7 @@ def as_table(lines: Sequence[StageSummary]) -> str:
         waits = (
             ", ".join(f"stage {peer} {1e3 * seconds:.1f}" for peer, seconds in sorted(line.waiting.items())) or "nobody"
         )
-        besides = {**line.collectives, **({PACKING: line.packing} if line.packing else {}), "other": line.other}
+        besides = {**line.collectives, "other": line.other}
         after = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in besides.items())
         out.append(
             f"{line.run:<10}{line.rank:>5}{line.stage:>6}{line.steps:>6}{1e3 * line.schedule:>10.1f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,11 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron import TokenLoss, destroy_parallel, gpt_pipeline, initialize_parallel, layers
 from ds_terapipe.megatron.attention import CausalAttention
 from ds_terapipe.megatron.gpt import _boundaries
-from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.pipeline.context import SliceContext
+from ds_terapipe.pipeline.interception import Interception
+from ds_terapipe.pipeline.spans import Span, spans
+from ds_terapipe.pipeline.weight_gradients import WeightGradients
+from ds_terapipe.schedule import Unit
 
 
 @pytest.fixture
@@ -68,6 +73,49 @@ def test_attention_refuses_what_is_not_causal() -> None:
     q, k, v = torch.randn(3, 6, 2, 4, 8)
     with pytest.raises(ConfigError, match="must be plain causal attention"):
         attention()(q, k, v, torch.ones(1, 1, 6, 6).bool())
+
+
+def run_slices(gpt: list[Any], tokens: torch.Tensor, keeper: WeightGradients) -> None:
+    """Forward and backward of tokens [b, s] in three slices, the layers one after the other."""
+    context, cuts, outputs = SliceContext(), spans((3, 1, 4)), []
+    context.weight_gradients = keeper
+    for index, span in enumerate(cuts):
+        with context.forward(Unit(0, index), span):
+            positions = torch.arange(span.start, span.stop).expand(len(tokens), -1)
+            hidden: Any = tokens[:, span.start : span.stop], positions
+            for number, layer in enumerate(gpt):
+                context.enter_layer(number)
+                hidden = layer(hidden)
+        outputs.append(hidden)
+    for index in reversed(range(len(cuts))):
+        with context.backward(Unit(0, index), cuts[index]):
+            outputs[index].square().sum().backward()
+
+
+def test_all_weights_of_a_gpt_wait_for_their_micro_batch(alone: None) -> None:
+    settings = config(params_dtype=torch.float64)
+    embedding = layers.Embedding(settings, 16, 8, seed=1)
+    untied = layers.OutputHead(settings, 16, seed=2)
+    body = [layers.GPTLayer(settings, 1, None, seed=3), layers.FinalNorm(settings)]
+    for head in (untied, functools.partial(layers.tied_logits, embedding)):
+        gpt, keeper = [embedding, *body, head], WeightGradients()
+        model = torch.nn.ModuleList([each for each in gpt if isinstance(each, torch.nn.Module)]).double()
+        tokens = torch.randint(0, 16, (2, 8))
+        hidden: Any = tokens, torch.arange(8).expand(2, -1)
+        for layer in gpt:
+            hidden = layer(hidden)
+        hidden.square().sum().backward()
+        whole = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad()
+        interception = Interception(gpt)
+        run_slices(gpt, tokens, keeper)
+        assert not [name for name, p in model.named_parameters() if p.dim() >= 2 and p.grad is not None]
+        assert interception.not_deferred(model.named_parameters()) == []
+        keeper.make(0)
+        interception.close()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-10, atol=1e-10, msg=name)
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -110,8 +110,8 @@ def _first_gradient(change: Callable[[list[Any]], list[Any]]) -> Callable[[Any, 
     def replacement(original: Any, hit: Hit) -> Any:
         chosen: list[Any] = []
 
-        def take(kept: Any) -> list[Any]:
-            made = original(kept)
+        def take(kept: Any, *first_slice: int) -> list[Any]:
+            made = original(kept, *first_slice)
             if made and not chosen:
                 chosen.append(made[0][0])
             if not made or made[0][0] is not chosen[0]:
@@ -144,12 +144,12 @@ def _of_the_last_unit(original: Any, hit: Hit) -> Any:
     """The gradients of the unit before with the same shapes are sent."""
     sent: dict[Any, Any] = {}
 
-    def send_backward(wire: Any, unit: Any, inputs: Any) -> None:
-        shapes = tuple(tuple(t.shape) for t in as_tuple(inputs))
-        wrong, sent[shapes] = sent.get(shapes), inputs
+    def send_backward(links: Any, stage: int, unit: Any, gradients: Any) -> None:
+        shapes = tuple(tuple(t.shape) for t in gradients)
+        wrong, sent[shapes] = sent.get(shapes), gradients
         if wrong is not None:
             hit()
-        original(wire, unit, inputs if wrong is None else wrong)
+        original(links, stage, unit, gradients if wrong is None else wrong)
 
     return send_backward
 
@@ -214,7 +214,7 @@ MUTANTS = (
     Mutant(
         "a gradient sent for the wrong unit",
         "The stage before gets the gradient of an earlier unit that has the same shape.",
-        ("ds_terapipe.pipeline.wire:Wire.send_backward",),
+        ("ds_terapipe.pipeline.links:Links.send_backward",),
         _of_the_last_unit,
         _TIED,
     ),

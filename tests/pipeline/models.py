@@ -72,6 +72,18 @@ class Block(nn.Module):
         return hidden + self.down(F.gelu(self.up(self.before_mlp(hidden))))
 
 
+class FrozenEmbedding(Embedding):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class FrozenBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
 class Head(nn.Module):
     """Hidden states to logits [b, s, vocabulary]."""
 

@@ -17,6 +17,7 @@ from ds_terapipe.pipeline.attention import slice_attention
 from ds_terapipe.pipeline.buffers import AttentionState
 from ds_terapipe.pipeline.context import PlacementError, SliceContext
 from ds_terapipe.pipeline.spans import Span, spans
+from ds_terapipe.schedule import Unit
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -40,12 +41,12 @@ def sliced(q, k, v, grad, lengths, mask=None, scale=None, dropout_p=0.0):
     context, units = SliceContext(), []
     for span in spans(tuple(lengths)):
         leaves = [t[..., span.start : span.stop, :].detach().requires_grad_() for t in (q, k, v)]
-        with context.forward(0, span):
+        with context.forward(Unit(0, 0), span):
             context.enter_layer(0)
             given_mask = mask(span) if callable(mask) else mask
             units.append((span, leaves, slice_attention(context, *leaves, given_mask, dropout_p, scale)))
     for span, _, out in reversed(units):
-        with context.backward(0, span):
+        with context.backward(Unit(0, 0), span):
             out.backward(grad[..., span.start : span.stop, :])
     gradients = [torch.cat([leaves[i].grad for _, leaves, _ in units], dim=-2) for i in range(3)]
     return torch.cat([out.detach() for *_, out in units], dim=-2), *gradients
@@ -149,7 +150,7 @@ def test_a_mask_of_one_row_is_every_querys():
     padding = torch.ones(2, 1, 1, 6, dtype=torch.bool)
     padding[1, ..., 1] = False
     context = SliceContext()
-    with context.forward(0, Span(0, 4, 6)):
+    with context.forward(Unit(0, 0), Span(0, 4, 6)):
         context.enter_layer(0)
         got = slice_attention(context, q[:, :, :4], k[:, :, :4], v[:, :, :4], padding)
     expected = F.scaled_dot_product_attention(q[:, :, :4], k[:, :, :4], v[:, :, :4], padding[..., :4])
@@ -179,7 +180,7 @@ def test_a_mask_of_other_rows_or_columns_is_an_error(shape):
 
 def test_other_numbers_of_dimensions_are_errors():
     context = SliceContext()
-    with context.forward(0, Span(0, 2, 4)), pytest.raises(PlacementError, match="must be 3 or 4"):
+    with context.forward(Unit(0, 0), Span(0, 2, 4)), pytest.raises(PlacementError, match="must be 3 or 4"):
         slice_attention(context, *(torch.randn(2, 8) for _ in range(3)))
 
 
@@ -210,7 +211,7 @@ def test_dropout_is_off_where_the_context_says_so():
     q, k, v, _ = tensors(total=6)
     context = SliceContext()
     context.dropout = False
-    with context.forward(0, Span(0, 3, 6)):
+    with context.forward(Unit(0, 0), Span(0, 3, 6)):
         context.enter_layer(0)
         got = slice_attention(context, q[:, :, :3], k[:, :, :3], v[:, :, :3], dropout_p=0.9)
     assert relative(got, formula(q[:, :, :3], k[:, :, :3], v[:, :, :3])) < 1e-10
@@ -265,13 +266,13 @@ def test_no_slice_copies_the_keys_and_values_so_far(kv_heads, dv, masked):
     context, cache, outs = SliceContext(), 2 * kv_heads * total * dv * 4, []
 
     def forward(span):
-        with context.forward(0, span):
+        with context.forward(Unit(0, 0), span):
             context.enter_layer(0)
             leaves = [t[..., span.start : span.stop, :].detach().requires_grad_() for t in (q, k, v)]
             outs.append((span, slice_attention(context, *leaves, mask)))
 
     def backward(span, out):
-        with context.backward(0, span):
+        with context.backward(Unit(0, 0), span):
             out.backward(torch.ones_like(out))
 
     middle, late = Span(length, total // 2, total), Span(total // 2, total // 2 + length, total)
@@ -319,10 +320,10 @@ def test_a_gradient_of_a_gradient_is_an_error():
     q, k, v, _ = tensors()
     context, span = SliceContext(), Span(0, 4, q.shape[2])
     q, k, v = (t[:, :, :4].detach().requires_grad_() for t in (q, k, v))
-    with context.forward(0, span):
+    with context.forward(Unit(0, 0), span):
         context.enter_layer(0)
         out = slice_attention(context, q, k, v)
-    with context.backward(0, span):
+    with context.backward(Unit(0, 0), span):
         (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.square().sum().backward()

@@ -16,7 +16,7 @@ from ds_terapipe.plan.choose import Request, plan_of
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import peak_live_units
 from tests.mutants.claims import holds
-from tests.pipeline.models import HIDDEN, VOCABULARY, gpt, masked_loss, micro_batch, steps_of
+from tests.pipeline.models import HIDDEN, VOCABULARY, gpt, masked_loss, micro_batch, steps_of, tied_gpt
 from tests.pipeline.training import build_engine, train
 from tests.plan.costs import ExampleCost
 from tests.spawn import RankResult, launch, run_ranks
@@ -150,8 +150,28 @@ def ragged_replicas(rank: int, world_size: int) -> dict[str, Any]:
     return {"plans": plans(engine), "left": len(engine._choice._runoffs)}
 
 
+def slow_weights() -> dict[str, list[list[str]]]:
+    """By model and stage, the weights that measurements name whose gradients are made slice by slice."""
+    found = {}
+    for name, layers, keys in (
+        ("untied", gpt(), {}),
+        ("tied", tied_gpt(), {}),
+        ("all of them", tied_gpt(), {"weight_gradients": "slice"}),
+    ):
+        engine = build_engine(layers, masked_loss, token_pipeline={"slices": "auto", **keys})
+        found[name] = [stage["not_deferred"] for stage in engine._choice._situation.measured_on["stages"]]
+        engine.destroy()
+    return found
+
+
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    return {"numbers": same_numbers(), "outlives": outlives(folder), "odd": odd_steps(), "given": given(folder)}
+    return {
+        "numbers": same_numbers(),
+        "outlives": outlives(folder),
+        "odd": odd_steps(),
+        "given": given(folder),
+        "slow": slow_weights(),
+    }
 
 
 def bad(rank: int, world_size: int, keys: dict[str, Any], steps: int) -> None:
@@ -174,15 +194,24 @@ def test_trials_use_no_random_number(results: list[dict[str, Any]]) -> None:
     assert not any(result["odd"]["random_used"] for result in results)
 
 
+def test_measurements_name_what_is_not_deferred(results: list[dict[str, Any]]) -> None:
+    """The tied table is a parameter of the model's own, which it looks up and multiplies with by functions."""
+    tied = [["tied_modules.tokens.weight"]] * 2
+    for result in results:
+        assert result["slow"] == {"untied": [[], []], "tied": tied, "all of them": [[], []]}
+
+
 def test_memory_is_counted_in_bytes_of_the_model_s_sizes(results: list[dict[str, Any]]) -> None:
     """Two blocks of the GPT on each stage, two sequences at once, numbers of four bytes."""
     number, blocks = 4 * BATCH, 2
     for stage, memory in enumerate(results[0]["numbers"]["memory"]):
         assert memory.keys_values == memory.key_value_gradients == blocks * 2 * HIDDEN * number
-        # qkv, out, up and down: what each is given and the gradient of what each gives; the last stage's head as well
+        # qkv, out, up and down: what each is given and the gradient of what each gives; the last stage's head as well; of the two
+        # tables, whose sum is the output, one gradient and the indices of each, of eight bytes
         linear = blocks * (HIDDEN + 3 * HIDDEN + HIDDEN + HIDDEN + HIDDEN + 2 * HIDDEN + 2 * HIDDEN + HIDDEN)
         head = HIDDEN + VOCABULARY if stage == 1 else 0
-        assert memory.weight_gradients == (linear + head) * number
+        tables = HIDDEN + 2 * 2 if stage == 0 else 0
+        assert memory.weight_gradients == (linear + head + tables) * number
         assert memory.sent == (HIDDEN * number if stage == 0 else 0)
         assert memory.received == (HIDDEN * number if stage == 1 else 0)
         # at least what the linear layers were given; beside them norms, attention and what is in between

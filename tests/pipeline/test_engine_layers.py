@@ -12,7 +12,19 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.pipeline.leftovers import kept, made_since, tensors
-from tests.pipeline.models import HIDDEN, Block, Embedding, Head, gpt, masked_loss, micro_batch, steps_of, tied_gpt
+from tests.pipeline.models import (
+    HIDDEN,
+    Block,
+    Embedding,
+    FrozenBlock,
+    FrozenEmbedding,
+    Head,
+    gpt,
+    masked_loss,
+    micro_batch,
+    steps_of,
+    tied_gpt,
+)
 from tests.pipeline.training import build_engine, train, train_plain, worst
 from tests.spawn import run_ranks
 
@@ -59,18 +71,6 @@ class Two(Embedding):
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self.tokens(inputs[0]), self.positions(inputs[1])
-
-
-class FrozenEmbedding(Embedding):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-
-
-class FrozenBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
 
 
 class HalfFrozenBlock(Block):
@@ -190,7 +190,8 @@ def live_units(schedule: str) -> dict[str, Any]:
     when a later training step is over, too.
     """
     engine = build_engine(tied_gpt(), masked_loss, token_pipeline={"slices": 4, "schedule": schedule}, micro_batches=6)
-    engine._outputs, engine._inputs = Counting(), Counting()
+    (stage,) = engine._assembly.stages.values()
+    stage._outputs, stage._inputs = Counting(), Counting()
     for _ in range(2):
         engine.train_batch(data())  # makes what lives as long as the engine does
     kept_after, made = [], []
@@ -202,8 +203,8 @@ def live_units(schedule: str) -> dict[str, Any]:
         made += new
     engine.train_batch(data())
     for_ever = kept(made)
-    held = engine._inputs.most if engine.is_last_stage() else engine._outputs.most
-    result = {"held": held, "kept": kept_after, "made": len(made), "for ever": for_ever, "left": len(engine._outputs)}
+    held = stage._inputs.most if engine.is_last_stage() else stage._outputs.most
+    result = {"held": held, "kept": kept_after, "made": len(made), "for ever": for_ever, "left": len(stage._outputs)}
     engine.destroy()
     return result
 

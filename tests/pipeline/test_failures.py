@@ -15,7 +15,7 @@ from deepspeed.pipe import LayerSpec
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_terapipe import current_span
-from ds_terapipe.pipeline.watch import Position, Positions
+from ds_terapipe.pipeline.watch import Position
 from tests.pipeline.models import Block, gpt, mean_loss, micro_batch, tied_gpt
 from tests.pipeline.training import build_engine
 from tests.spawn import Exit, mark, run_to_exit, torchrun
@@ -79,7 +79,7 @@ class Bug(KeyError):
 def until_all_have_said_where_they_are() -> None:
     """Every rank's watching thread has written down that it is in step ``STEP``."""
     store = _get_default_store()
-    keys = [Positions._key(rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    keys = [f"ds_terapipe/position/0/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
     deadline = time.monotonic() + ENDS_WITHIN_S
     while not all(store.check([key]) and Position.from_text(store.get(key).decode()).step == STEP for key in keys):
         assert time.monotonic() < deadline

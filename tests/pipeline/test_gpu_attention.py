@@ -13,6 +13,7 @@ from ds_terapipe.pipeline.context import SliceContext
 from ds_terapipe.pipeline.interception import Overrides
 from ds_terapipe.pipeline.kernels import CudaEfficient, CudaFlash, Formula, choose
 from ds_terapipe.pipeline.spans import Span, spans
+from ds_terapipe.schedule import Unit
 from tests.pipeline.test_attention import document_mask, relative, sliced, tensors, whole
 
 pytestmark = [
@@ -111,7 +112,7 @@ def test_no_score_matrix_and_no_copy_of_the_cache(dtype, kv_heads):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        with context.forward(0, span):
+        with context.forward(Unit(0, 0), span):
             context.enter_layer(0)
             out = slice_attention(context, *leaves)
         torch.cuda.synchronize()
@@ -124,7 +125,7 @@ def test_no_score_matrix_and_no_copy_of_the_cache(dtype, kv_heads):
     scores, cache = heads * length * total * item, kv_heads * total * d * item
     bias = heads // kv_heads * length * total * item if dtype == torch.float32 and kv_heads < heads else 0
     assert used < min(scores, cache) / 2 + 2.1 * bias, (used, scores, cache)
-    with context.backward(0, tiles[2]):
+    with context.backward(Unit(0, 0), tiles[2]):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         out.backward(torch.ones_like(out))
@@ -143,7 +144,7 @@ def test_the_override_is_reached_with_and_without_autograd():
             with mode():
                 for span in (Span(0, 10, 24), Span(10, 24, 24)):
                     rows = [t[:, :, span.start : span.stop].clone() for t in (q, k, v)]
-                    with context.forward(0, span):
+                    with context.forward(Unit(0, 0), span):
                         context.enter_layer(0)
                         parts.append(F.scaled_dot_product_attention(*rows, is_causal=True))
             assert relative(torch.cat(parts, 2), expected) < 3e-3

@@ -58,8 +58,8 @@ class Stage:
     def __init__(self, *layers: Callable[[Clock, Any], Any], interval: int = 0) -> None:
         self.clock = Clock()
         functions = [lambda x, layer=layer: layer(self.clock, x) for layer in layers]
-        self.module = SimpleNamespace(forward_funcs=functions, activation_checkpoint_interval=interval)
-        self.times = LayerTimes(self.module, torch.device("cpu"))
+        self.layers: Any = SimpleNamespace(functions=functions, checkpoint_interval=interval)
+        self.times = LayerTimes([self.layers], torch.device("cpu"))
         self.times._clock = self.clock
 
     def step(self, micro_batches: int = 1, wanted: bool = True) -> None:
@@ -73,7 +73,7 @@ class Stage:
     def execute(self, action: Action) -> None:
         if action == FORWARD:
             value: Any = torch.ones(2, requires_grad=True)
-            for layer in self.module.forward_funcs:
+            for layer in self.layers.functions:
                 value = layer(value)
             value = value[0] if isinstance(value, tuple) else value
             self.loss = Takes.apply(value, self.clock, 10.0, 20.0).sum()
@@ -99,11 +99,11 @@ def test_layers_take_what_they_take_and_the_loss_is_in_the_last_one() -> None:
 
 def test_a_step_that_is_not_wanted_is_not_touched() -> None:
     stage = Stage(takes(1, 2))
-    layers = stage.module.forward_funcs
+    layers = stage.layers.functions
     stage.step(wanted=False)
-    assert stage.times.seconds() is None and stage.module.forward_funcs is layers
+    assert stage.times.seconds() is None and stage.layers.functions is layers
     stage.step()
-    assert stage.module.forward_funcs is layers and stage.times.seconds() == (33.0,)
+    assert stage.layers.functions is layers and stage.times.seconds() == (33.0,)
     assert stage.times.seconds() is None  # what was told is not told again
 
 
@@ -143,10 +143,10 @@ def test_an_error_leaves_the_layers_as_they_were() -> None:
         raise ValueError("no")
 
     stage = Stage(takes(1, 2), fails)
-    layers = stage.module.forward_funcs
+    layers = stage.layers.functions
     with pytest.raises(ValueError, match="no"):
         stage.step()
-    assert stage.module.forward_funcs is layers and stage.times.seconds() is None
+    assert stage.layers.functions is layers and stage.times.seconds() is None
 
 
 class Slow(Block):

@@ -45,7 +45,7 @@ def test_the_engine_counts_on_every_stage_what_the_simulator_says(ranks: list[di
         compute=lambda action: 1.0 if action.op is Op.FORWARD else 2.0,
         tokens=lambda action: TOKENS // slices,
     )
-    assert [rank[name] for rank in ranks] == [Peak(s.peak_units, s.peak_tokens) for s in simulated.stages]
+    assert [rank[name] for rank in ranks] == [Peak(s.peak_units, s.peak_tokens) for s in simulated.places]
 
 
 def test_sequences_that_are_live_on_the_first_stage(ranks: list[dict[str, Peak]]) -> None:

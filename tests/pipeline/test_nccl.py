@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_terapipe.pipeline import wire as wire_module
-from ds_terapipe.pipeline.wire import BoundarySpec
+from ds_terapipe.pipeline import links as links_module
+from ds_terapipe.pipeline.links import BoundarySpec
 from ds_terapipe.schedule import Action, Op, Unit, order, stream_deadlock, with_messages, with_weight_gradients
 from ds_terapipe.schedule.streams import group_per_direction
 from tests.pipeline.models import gpt, mean_loss, micro_batch
@@ -28,7 +28,7 @@ EXIT_CODE = 70  # see watch.py
 def install(engine: Any, shared: bool) -> Messages:
     """Let the engine's messages go through the stand-in. ``shared``: as before each channel had a group, one per direction."""
     streams: dict[int, Hashable] = {}
-    for channel, group in engine._channels._groups.items():
+    for channel, group in engine._assembly._channels._groups.items():
         streams[id(group)] = f"forward {channel.forward}" if shared else f"{channel}"
     messages = Messages(lambda group: streams[id(group)])
     decode = BoundarySpec.decode
@@ -38,7 +38,7 @@ def install(engine: Any, shared: bool) -> Messages:
         return decode(meta)
 
     BoundarySpec.decode = decode_when_there
-    wire_module.dist = messages
+    links_module.dist = messages
     engine._watch._new_mark = messages.compute.mark
     return messages
 

@@ -128,10 +128,11 @@ def autocast(rank: int, world_size: int) -> dict[str, Any]:
     for name, config in (("plain", {}), ("autocast", AUTOCAST)):
         engine = build_engine(gpt(4), mean_loss, token_pipeline={"slices": SLICES}, config=config)
         made: list[int] = []
-        make = engine._weight_gradients.make
-        engine._weight_gradients.make = lambda m, make=make, made=made, e=engine: (  # type: ignore[misc]
-            made.append(e._weight_gradients.kept_bytes),
-            make(m),
+        (stage,) = engine._assembly.stages.values()
+        make = stage.weight_gradients.make
+        stage.weight_gradients.make = lambda *unit, make=make, made=made, stage=stage: (  # type: ignore[misc]
+            made.append(stage.weight_gradients.kept_bytes),
+            make(*unit),
         )
         engine.train_batch(data())
         weights = [action for action in engine._watch._grid[rank] if action.op is Op.WEIGHT_GRADIENTS]

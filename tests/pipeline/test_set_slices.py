@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.schedule import Op
 from tests.pipeline.models import gpt, masked_loss, micro_batch
 from tests.pipeline.training import build_engine
 from tests.ran import lengths_of
@@ -48,7 +49,8 @@ def cut_again_and_again(rank: int, world: int, settings: dict[str, Any]) -> dict
     def step(what: str) -> None:
         number = len(steps)
         engine.train_batch(iter([micro_batch(10 * number + m, TOKENS) for m in range(MICRO_BATCHES)]))
-        steps.append((what, engine.slices_run, engine.units_run, engine.token_pipeline.schedule))
+        weights = sum(action.op is Op.WEIGHT_GRADIENTS for action in engine._watch._grid[rank])
+        steps.append((what, engine.slices_run, engine.units_run, engine.token_pipeline.schedule, weights))
 
     found: dict[str, Any] = {"at first": (engine.slices_run, engine.units_run), "assigned": assignments(engine)}
     step("as built")
@@ -75,6 +77,7 @@ def cut_again_and_again(rank: int, world: int, settings: dict[str, Any]) -> dict
 SETTINGS: dict[str, dict[str, Any]] = {
     "given": {"slices": 4},
     "auto": {"slices": "auto", "schedule": "1f1b", "memory_gb": 1.0},
+    "whole": {"slices": 1},
 }
 
 
@@ -89,7 +92,8 @@ def test_the_next_step_is_cut_as_set(kind: str) -> None:
     for found in ranks:
         assert found["at first"] == ((), (0, 0))
         steps = found["steps"]
-        first = [4, 4] if settings["slices"] == 4 else [2, 2]  # 24 tokens leave room for slices of 8 only: 2, then 1
+        # 24 tokens leave room for slices of 8 only: 2, then 1
+        first = [2, 2] if settings["slices"] == "auto" else [settings["slices"]] * 2
         schedule = settings.get("schedule", "auto")
         wanted: list[tuple[Any, str]] = [
             (first[0], schedule),
@@ -98,10 +102,11 @@ def test_the_next_step_is_cut_as_set(kind: str) -> None:
             (3, "terapipe"),
         ]
         wanted += [(2, "terapipe"), (2, "terapipe"), (1, "terapipe"), (1, "1f1b")]
-        for (what, slices, units, ran), (cut, order) in zip(steps, wanted, strict=True):
+        for (what, slices, units, ran, weights), (cut, order) in zip(steps, wanted, strict=True):
             lengths = lengths_of(TOKENS, cut)
             assert (slices, ran) == ((lengths,) * MICRO_BATCHES, order), what
             assert units == (MICRO_BATCHES * len(lengths),) * 2, what
+            assert weights == (MICRO_BATCHES if len(lengths) > 1 else 0), what
         assert found["evaluated"] == (((8, 8, 8),) * MICRO_BATCHES, (3 * MICRO_BATCHES, 0))
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ds_terapipe.pipeline.packed_weights import is_available
 from ds_terapipe.pipeline.plan import plan_step
-from ds_terapipe.tracing.chrome import MEASURED, PACKING, read
+from ds_terapipe.schedule import Placement
+from ds_terapipe.tracing.chrome import MEASURED, read
 from ds_terapipe.tracing.summary import summarise
 from tests.pipeline.models import gpt, masked_loss, steps_of
 from tests.pipeline.training import build_engine, train
@@ -50,16 +50,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_actions_are_those_of_the_schedule(folder: Path) -> None:
     events = read(folder / "chosen.json")
-    grid = plan_step("1f1b", 2, (3,) * MICRO_BATCHES, True).grid
+    grid = plan_step("1f1b", Placement.plain(2), (3,) * MICRO_BATCHES, (0, 1))
     assert {event.step for event in events} == {2, 3} and {event.run for event in events} == {MEASURED}
     for step in (2, 3):
         for stage, row in enumerate(grid):
             mine = sorted((e for e in events if (e.step, e.stage) == (step, stage)), key=lambda e: e.start)
             assert [e.name for e in mine if e.action] == [str(action) for action in row]
-            # before the first stage's forward and its first gradient; on the last stage before its first activation
-            packing = [PACKING] * (2 - stage) if is_available() else []
             ending = ["tied gradients", "gradients", "optimiser", "loss"]
-            assert [e.name for e in mine if not e.action] == packing + ending
+            assert [e.name for e in mine if not e.action] == ending
             assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(mine)), "one after the other"
 
 

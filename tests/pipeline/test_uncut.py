@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch._dynamo.backends.registry import lookup_backend
 
@@ -53,6 +53,13 @@ class CompiledBlock(Block):
 
 def compiled_gpt() -> list[Any]:
     return [LayerSpec(Embedding), *(LayerSpec(CompiledBlock) for _ in range(STAGES)), LayerSpec(Head)]
+
+
+class Halving(PipelineModule):
+    """A module with a forward of its own."""
+
+    def forward(self, inputs: Any) -> Any:
+        return super().forward(inputs) * 0.5
 
 
 @contextmanager
@@ -148,8 +155,20 @@ def compiled() -> dict[str, Any]:
     return results
 
 
+def own_forward() -> dict[str, Any]:
+    """A module whose own forward does something, uncut, and cut from the start or later."""
+    build = partial(build_engine, gpt(BLOCKS), masked_loss, micro_batches=MICRO_BATCHES, kind=Halving)
+    results: dict[str, Any] = {"DeepSpeed": course(build(token_pipeline=None))}
+    engine = build(token_pipeline={"slices": 1})
+    results["later"] = attempt(lambda: engine.set_slices(2))
+    results["ours"] = course(engine)
+    results["plain"] = course(build_engine(gpt(BLOCKS), masked_loss, micro_batches=MICRO_BATCHES, token_pipeline=None))
+    results["cut"] = attempt(lambda: build(token_pipeline={"slices": 2}))
+    return results
+
+
 def everything(rank: int, world_size: int) -> dict[str, Any]:
-    return {"checkpointed": checkpointed(rank), "compiled": compiled()}
+    return {"checkpointed": checkpointed(rank), "compiled": compiled(), "own": own_forward()}
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +212,16 @@ def test_other_checkpoints_go_with_slices(ranks: list[dict[str, Any]], kind: str
         units, loss, gradient = results["checkpointed"][kind]
         assert units == live, "three slices of a micro-batch"
         assert loss <= 1e-5 and gradient <= 1e-5, f"loss {loss:.1e}, gradients {gradient:.1e}"
+
+
+def test_a_forward_of_the_modules_own_runs_uncut_and_is_refused_cut(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        own = results["own"]
+        same_course(own["ours"], own["DeepSpeed"])
+        assert own["ours"]["losses"] != pytest.approx(own["plain"]["losses"], rel=1e-3)
+        for when in ("cut", "later"):
+            said, _ = own[when]
+            assert said.startswith("ConfigError: token_pipeline: Halving has a forward of its own, must be ")
 
 
 @pytest.mark.parametrize("way", ["layers", "engine"])

@@ -18,6 +18,7 @@ from torch import nn
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.context import SliceContext
 from ds_terapipe.pipeline.interception import Overrides
+from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.slicing import TensorCut
 from ds_terapipe.pipeline.spans import Span, spans
 from ds_terapipe.pipeline.verify import TOLERANCE, _corresponding, undisturbed, verify_stage
@@ -284,16 +285,6 @@ def test_a_run_with_verify_is_the_run_without_bit_for_bit():
     assert first["state"]["1.calls"][0] > 0
 
 
-class Stage(nn.Sequential):
-    """The part of a PipelineModule that verification looks at."""
-
-    _local_start = 4
-
-    @property
-    def forward_funcs(self):
-        return list(self)
-
-
 @pytest.fixture
 def context():
     Overrides.acquire()
@@ -303,10 +294,11 @@ def context():
 
 def look(context, layers, inputs, cuts, lengths=(7, 2, 9, 1, 5)):
     """Verify a stage of ``layers``; the first layer's inputs are cut by ``cuts``, the others' [b, s, h]."""
-    stage = Stage(*layers)
+    root = nn.Sequential(*layers)
+    stage = LayerRange(layers, 4, context.enter_layer)
     per_layer = [cuts] + [(TensorCut(row=1),)] * (len(layers) - 1)
-    with undisturbed(stage, context):
-        return verify_stage(stage, context, inputs, per_layer, spans(lengths))
+    with undisturbed(root, context):
+        return verify_stage(root, stage, context, inputs, per_layer, spans(lengths))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

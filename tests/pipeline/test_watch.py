@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
@@ -16,13 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_terapipe.pipeline import watch as watch_module
+from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.watch import PipelineStalled, Position, Positions, Watch
-from ds_terapipe.schedule import order, with_messages
+from ds_terapipe.schedule import Placement, order, with_messages
 from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.training import build_engine
 from tests.spawn import mark, run_ranks, run_to_exit
 
 GRID = with_messages(order("1f1b", 2, [3]))
+SEAT = Seat(Placement.plain(2), 0, (0, 1))
+
+
+def _key(rank: int) -> str:
+    return f"ds_terapipe/position/0/{rank}"
 
 
 class Store(torch.distributed.HashStore):
@@ -56,6 +63,7 @@ def store(monkeypatch) -> Store:
     """The store of a job of three: the two stages of a pipeline, and a rank of another pipeline."""
     store = Store()
     monkeypatch.setattr(watch_module, "_get_default_store", lambda: store)
+    monkeypatch.setattr(watch_module, "_engines", itertools.count())
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
     monkeypatch.setattr(watch_module, "_SILENT_AFTER_S", 0.3)
     monkeypatch.setattr(watch_module, "_PUBLISH_EVERY_S", 0.05)
@@ -65,7 +73,7 @@ def store(monkeypatch) -> Store:
 
 @pytest.fixture
 def watch(store):
-    watch = Watch([0, 1], 0, timeout_s=5.0)
+    watch = Watch(SEAT, timeout_s=5.0)
     yield watch
     watch.close()
 
@@ -92,7 +100,7 @@ def closed() -> Exception:
 
 
 def other(store: Store, rank: int, **known: Any) -> None:
-    store.set(Positions._key(rank), Position(**{"written": time.time(), "step": 4, "action": 3, **known}).to_text())
+    store.set(_key(rank), Position(**{"written": time.time(), "step": 4, "action": 3, **known}).to_text())
 
 
 @given(
@@ -124,7 +132,7 @@ def clock(watch, monkeypatch) -> Clock:
 
 
 def test_time_waited_is_counted_once_and_begins_anew_with_a_step(watch, clock):
-    watch.begin(0, GRID)
+    watch.begin(0, GRID, SEAT)
     with watch.waiting("what holds the next one"):
         watch.wait(Late(1.0, sleep=clock.sleep), "a message")
         clock.sleep(0.5)
@@ -132,7 +140,7 @@ def test_time_waited_is_counted_once_and_begins_anew_with_a_step(watch, clock):
     with watch.waiting("work in which others are waited for", counts=False):
         clock.sleep(1.0)
     assert watch.waited_s == 1.5
-    watch.begin(1, GRID)
+    watch.begin(1, GRID, SEAT)
     assert watch.waited_s == 0.0
 
 
@@ -161,7 +169,7 @@ def test_errors_of_communication_are_stalls(watch, error):
 def test_the_report(watch, store, caplog):
     other(store, 1)
     other(store, 2, step=3, note="waits 2.0 s for the all-reduce")
-    watch.begin(4, GRID)
+    watch.begin(4, GRID, SEAT)
     watch.at(8)
     with pytest.raises(PipelineStalled) as caught, watch.waiting("the optimiser step of the other ranks"):
         watch.wait(Late(0.1, closed()), "gradients of 0.2 from rank 1")
@@ -179,7 +187,7 @@ def test_the_report(watch, store, caplog):
     assert lines[3].split()[:3] == ["step", "stage", "0"]
     marked = {line.split("<--")[1].strip(): line for line in lines if "<--" in line}
     assert f"[{GRID[0][8]}]" in marked["stage 0"] and f"[{GRID[1][3]}]" in marked["stage 1"]
-    told = Position.from_text(store.get(Positions._key(0)).decode())
+    told = Position.from_text(store.get(_key(0)).decode())
     assert (
         told.ended
         and told.note == "gave up waiting for gradients of 0.2 from rank 1: Connection closed by peer [::1]:7"
@@ -197,17 +205,17 @@ def test_who_failed_says_why_and_then_nobody_is_suspected(watch, store):
 
 
 def test_an_error_is_written_down_for_the_others(watch, store):
-    watch.begin(2, GRID)
+    watch.begin(2, GRID, SEAT)
     watch.failed(KeyError("first\nsecond"))
     watch.failed(ValueError("what came of it"))
     time.sleep(0.2)  # the thread publishes it again and again
-    told = Position.from_text(store.get(Positions._key(0)).decode())
+    told = Position.from_text(store.get(_key(0)).decode())
     assert told.ended and told.note == r"failed: KeyError: 'first\nsecond'" and told.step == 2
 
 
 @pytest.mark.parametrize("how", ["gone", "stopped"])
 def test_a_lost_store_costs_neither_time_nor_a_second_try(watch, store, how):
-    watch.begin(0, GRID)
+    watch.begin(0, GRID, SEAT)
     time.sleep(0.1)
     store.lost, start = how, time.monotonic()
     with pytest.raises(
@@ -225,7 +233,7 @@ def test_living_ranks_keep_publishing_and_closing_ends_the_thread(watch, store):
     told, deadline = set(), time.monotonic() + 60
     while len(told) < 4 and time.monotonic() < deadline:
         time.sleep(0.02)
-        told.add(store.get(Positions._key(0)))
+        told.add(store.get(_key(0)))
     assert len(told) == 4
     watch.close()
     watch.close()
@@ -269,7 +277,7 @@ def streamed(store, points, monkeypatch):
     exits: list[int] = []
     monkeypatch.setattr(watch_module.os, "_exit", exits.append)
     monkeypatch.setattr(watch_module, "_SILENT_AFTER_S", 0.0)
-    watch = Watch([0, 1], 0, timeout_s=0.5, new_mark=new_mark)
+    watch = Watch(SEAT, timeout_s=0.5, new_mark=new_mark)
     yield watch, exits
     watch.close()
 
@@ -283,7 +291,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 def test_the_position_is_the_streams(streamed, points, store):
     watch, _ = streamed
-    watch.begin(4, GRID)
+    watch.begin(4, GRID, SEAT)
     for index in (2, 5, 7):
         watch.at(index)
         watch.wait(Streamed(), f"message {index}")
@@ -298,7 +306,7 @@ def test_the_position_is_the_streams(streamed, points, store):
 def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_reported(streamed, points, store, caplog):
     watch, exits = streamed
     other(store, 1, note="waits 2.0 s for activations of 0.0 from rank 0")
-    watch.begin(4, GRID)
+    watch.begin(4, GRID, SEAT)
     for index in range(8):  # the host is through long before the stream
         watch.at(index)
         watch.wait(Streamed(), f"gradients of 0.{index} from rank 1")
@@ -316,7 +324,7 @@ def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_report
     report = next(message for message in caplog.messages if "\n" in message)
     marked = [line for line in report.splitlines() if "<-- stage 0" in line]
     assert f"[{GRID[0][6]}]" in marked[0]
-    told = Position.from_text(store.get(Positions._key(0)).decode())
+    told = Position.from_text(store.get(_key(0)).decode())
     assert (told.step, told.action) == (4, 6) and told.ended
 
 

@@ -15,6 +15,7 @@ from ds_terapipe.pipeline.context import PlacementError, SliceContext
 from ds_terapipe.pipeline.interception import Overrides
 from ds_terapipe.pipeline.layout import probe_spans
 from ds_terapipe.pipeline.spans import Span, spans
+from ds_terapipe.schedule import Unit
 from tests.pipeline.attention_layers import WAYS, Attention, TwoCheckpoints
 from tests.pipeline.models import HIDDEN, Embedding, Head, Plain, mean_loss, micro_batch
 from tests.pipeline.training import build_engine, train, train_plain, worst
@@ -186,7 +187,7 @@ def rows(length: int, seed: int = 0, **options) -> list[torch.Tensor]:
 
 
 def run(context: SliceContext, span: Span, *calls, layer: int | None = 5) -> list[torch.Tensor]:
-    with context.forward(3, span):
+    with context.forward(Unit(3, 0), span):
         if layer is not None:
             context.enter_layer(layer)
         return [call() for call in calls]
@@ -259,7 +260,7 @@ def test_one_token_needs_no_flag_where_more_tokens_have_it(context, lengths, che
             layer = partial(checkpoint, without_flag, *part, use_reentrant=checkpoints == "reentrant")
         outs += run(context, span, layer)
     for span, out in reversed(list(zip(cuts, outs, strict=True))):
-        with context.backward(3, span):
+        with context.backward(Unit(3, 0), span):
             out.square().sum().backward()
     whole = [t.clone().requires_grad_() for t in inputs]
     expected = attend(*whole)
@@ -329,7 +330,10 @@ def test_recomputation_that_makes_other_keys_is_an_error(context, reentrant):
         run(context, span, lambda: checkpoint(noisy, *rows(4), use_reentrant=reentrant, preserve_rng_state=False))
         for span in (Span(0, 4, 8), Span(4, 8, 8))
     ]
-    with context.backward(3, Span(4, 8, 8)), pytest.raises(PlacementError, match=r"deterministic.*preserve_rng_state"):
+    with (
+        context.backward(Unit(3, 0), Span(4, 8, 8)),
+        pytest.raises(PlacementError, match=r"deterministic.*preserve_rng_state"),
+    ):
         outs[1][0].sum().backward()
 
 
@@ -339,7 +343,7 @@ def test_recomputation_of_a_step_that_overflowed_is_placed(context):
 
     for span in (Span(0, 4, 8), Span(4, 8, 8)):
         (out,) = run(context, span, lambda: checkpoint(overflowed, *rows(4), use_reentrant=False))
-    with context.backward(3, Span(4, 8, 8)):
+    with context.backward(Unit(3, 0), Span(4, 8, 8)):
         out.sum().backward()
 
 

@@ -12,18 +12,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_terapipe.pipeline.context import SliceContext
-from ds_terapipe.pipeline.interception import Overrides, adapt_parallel_linears
+from ds_terapipe.pipeline.deferred import deferred_linear
+from ds_terapipe.pipeline.interception import Interception
 from ds_terapipe.pipeline.spans import spans
-from ds_terapipe.pipeline.weight_gradients import WeightGradients
+from ds_terapipe.pipeline.weight_gradients import OfLinear, WeightGradients
+from ds_terapipe.schedule import Unit
+from tests.mutants import applied
 
 TOKENS, FEATURES = 24, 6
-
-
-@pytest.fixture(autouse=True)
-def _overrides():
-    Overrides.acquire()
-    yield
-    Overrides.release()
 
 
 class Net(nn.Module):
@@ -39,7 +35,7 @@ class Net(nn.Module):
 
     def _forward(self, x):
         x = self.norm(self.second(F.gelu(self.first(x))))
-        return F.linear(x, self.first.weight) + 1  # the first weight once more in the same slice
+        return self.first(x) + 1  # the first weight once more in the same slice
 
 
 def gradients_of_the_whole(net, x):
@@ -53,18 +49,20 @@ def take(net):
     return taken
 
 
-def run_sliced(net, x, lengths, keeper):
-    context = SliceContext()
+def run_sliced(net, x, lengths, keeper, after=lambda index: None):
+    """Forward and backward of one micro-batch, x [b, tokens, ...], in slices; ``after(index)`` is called behind a backward."""
+    context, interception = SliceContext(), Interception([net])
     context.weight_gradients = keeper
-    slices = spans(tuple(lengths))
-    outputs = []
-    for span in slices:
-        with context.forward(0, span):
+    slices, outputs = spans(tuple(lengths)), []
+    for index, span in enumerate(slices):
+        with context.forward(Unit(0, index), span):
             context.enter_layer(0)
             outputs.append(net(x[:, span.start : span.stop]))
-    for span, output in reversed(list(zip(slices, outputs, strict=True))):
-        with context.backward(0, span):
-            output.square().sum().backward()
+    for index in reversed(range(len(slices))):
+        with context.backward(Unit(0, index), slices[index]):
+            outputs[index].square().sum().backward()
+        after(index)
+    interception.close()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -102,9 +100,9 @@ def test_any_lengths_are_all_in_the_products(lengths, dtype):
     torch.manual_seed(0)
     keeper, layer = WeightGradients(), nn.Linear(4, 5, dtype=dtype)
     pairs = [(torch.randn(n, 4, dtype=dtype), torch.randn(n, 5, dtype=dtype)) for n in lengths]
-    with keeper.backward(0):
+    with keeper.backward(Unit(0, 0)):
         for inputs, gradient in pairs:
-            keeper.keep(layer.weight, layer.bias, inputs, gradient)
+            keeper.keep(OfLinear(), (layer.weight, layer.bias), (inputs, gradient))
     keeper.make(0)
     inputs, gradient = (torch.cat([pair[i] for pair in pairs]).double() for i in range(2))
     # in 16 bits rounded once at the end: the nearest number to the sum
@@ -119,8 +117,8 @@ def test_tensors_that_were_written_into_are_refused(which):
     keeper, layer = WeightGradients(), nn.Linear(4, 4)
     for _ in range(2):
         kept = torch.randn(3, 4), torch.randn(3, 4)
-        with keeper.backward(0):
-            keeper.keep(layer.weight, layer.bias, *kept)
+        with keeper.backward(Unit(0, 0)):
+            keeper.keep(OfLinear(), (layer.weight, layer.bias), kept)
     kept[which].add_(1)
     with pytest.raises(RuntimeError, match=r"token_pipeline.weight_gradients: .* modified in place"):
         keeper.make(0)
@@ -130,13 +128,14 @@ def test_tensors_that_were_written_into_are_refused(which):
 def test_what_is_kept_does_not_hold_the_graph():
     net, keeper = Net(), WeightGradients()
     x = torch.randn(1, 6, FEATURES, requires_grad=True)
-    context = SliceContext()
+    context, interception = SliceContext(), Interception([net])
     context.weight_gradients = keeper
     span, _ = spans((6, 6))
-    with context.forward(0, span):
+    with context.forward(Unit(0, 0), span):
         context.enter_layer(0)
         output = net(x * 1)
-    with context.backward(0, span):
+    interception.close()
+    with context.backward(Unit(0, 0), span):
         output.sum().backward()
     received = weakref.ref(x)
     del x, output
@@ -164,9 +163,9 @@ def test_a_bias_that_takes_a_gradient_of_one_row_for_its_own(lengths):
 
 def test_inputs_of_several_layers_are_kept_once():
     keeper, inputs = WeightGradients(), torch.randn(3, 4)
-    with keeper.backward(0):
+    with keeper.backward(Unit(0, 0)):
         for layer in (nn.Linear(4, 2), nn.Linear(4, 5)):
-            keeper.keep(layer.weight, layer.bias, inputs, torch.randn(3, layer.out_features))
+            keeper.keep(OfLinear(), (layer.weight, layer.bias), (inputs, torch.randn(3, layer.out_features)))
     assert keeper.kept_bytes == 4 * 3 * (4 + 2 + 5)
     keeper.make(0)
     assert keeper.kept_bytes == 0
@@ -177,17 +176,18 @@ def test_two_micro_batches_on_their_way_back_are_kept_apart():
     net, keeper = Net().double(), WeightGradients()
     xs = [torch.randn(1, 12, FEATURES, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     want = [gradients_of_the_whole(net, x)["second.weight"] for x in xs]
-    context, cut = SliceContext(), spans((6, 6))
+    context, cut, interception = SliceContext(), spans((6, 6)), Interception([net])
     context.weight_gradients = keeper
     outputs = {}
     for m, x in enumerate(xs):
         for span in cut:
-            with context.forward(m, span):
+            with context.forward(Unit(m, cut.index(span)), span):
                 context.enter_layer(0)
                 outputs[m, span] = net(x[:, span.start : span.stop])
     for m, span in ((0, cut[1]), (1, cut[1]), (1, cut[0]), (0, cut[0])):
-        with context.backward(m, span):
+        with context.backward(Unit(m, cut.index(span)), span):
             outputs[m, span].square().sum().backward()
+    interception.close()
     both = keeper.kept_bytes
     for m in (1, 0):
         keeper.make(m)
@@ -199,10 +199,13 @@ def one_slice(net, keeper):
     """A context and what the net makes of the first of two slices in it."""
     context, (span, _) = SliceContext(), spans((6, 6))
     context.weight_gradients = keeper
-    x = torch.randn(1, 6, FEATURES, requires_grad=True)
-    with context.forward(0, span):
-        context.enter_layer(0)
-        return context, span, x, net(x)
+    x, interception = torch.randn(1, 6, FEATURES, requires_grad=True), Interception([net])
+    try:
+        with context.forward(Unit(0, 0), span):
+            context.enter_layer(0)
+            return context, span, x, net(x)
+    finally:
+        interception.close()
 
 
 def test_a_weight_that_changed_before_its_backward_is_an_error():
@@ -210,14 +213,14 @@ def test_a_weight_that_changed_before_its_backward_is_an_error():
     context, span, _, output = one_slice(net, keeper)
     with torch.no_grad():
         net.first.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"), context.backward(0, span):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), context.backward(Unit(0, 0), span):
         output.sum().backward()
 
 
 def test_a_gradient_of_a_gradient_is_an_error():
     net, keeper = Net(), WeightGradients()
     context, span, x, output = one_slice(net, keeper)
-    with context.backward(0, span):
+    with context.backward(Unit(0, 0), span):
         (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.square().sum().backward()
@@ -256,36 +259,230 @@ def test_frozen_weights_and_whole_sequences_take_no_part():
     assert net.first.weight.grad is not None and net.second.weight.grad is None
 
 
-def test_outside_a_slice_linear_is_what_it_was():
-    net, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-    net(x).sum().backward()
-    torch.testing.assert_close(net.weight.grad, x.sum(0).expand(4, 4))
+# ---------------------------------------------------------------------------------------------------- what layers there are
+
+ROWS = 11
 
 
-def test_the_linear_layers_of_megatron_core_defer_too():
-    class ParallelLinear(nn.Module):  # megatron-core's interface: a product behind ``_forward_impl``
-        def __init__(self):
-            super().__init__()
-            self.weight, self.products = nn.Parameter(torch.randn(FEATURES, FEATURES)), 0
+class TwoLinears(nn.Module):
+    """The first layer gets what asks for no gradient."""
 
-        def _forward_impl(self, input, weight, **kwargs):
-            self.products += 1
-            return torch.matmul(input, weight.t())
+    def __init__(self, bias):
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 8, bias=bias), nn.Linear(8, FEATURES, bias=bias)
 
-        def forward(self, x):
-            return self._forward_impl(
-                input=x, weight=self.weight, bias=None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None
-            )
+    def forward(self, x):
+        return self.last(F.gelu(self.first(x)))
 
-    net, keeper = ParallelLinear(), WeightGradients()
-    x = torch.randn(1, TOKENS, FEATURES, requires_grad=True)
+
+class Table(nn.Module):
+    """An embedding, looked up twice, and a linear layer on it."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.table, self.linear = nn.Embedding(ROWS, FEATURES, **options), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, tokens):
+        return self.linear(self.table(tokens)) * self.table((tokens + 1) // 2)
+
+
+class Tied(Table):
+    """A head that is the embedding's table, by ``product``."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.product = product
+
+    def forward(self, tokens):
+        return self.product(torch.tanh(super().forward(tokens)), self.table.weight)
+
+
+class Checkpointed(Table):
+    def forward(self, tokens):
+        return checkpoint(super().forward, tokens, use_reentrant=False)
+
+
+class ExtraBias(nn.Module):
+    """A bias that is made of something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(FEATURES, FEATURES)), nn.Parameter(torch.randn(FEATURES))
+
+    def forward(self, x):
+        return deferred_linear(x, self.weight, self.bias * 2)
+
+
+def weight_normed():
+    net = TwoLinears(True)
+    nn.utils.parametrizations.weight_norm(net.first)
+    return net
+
+
+def partly_frozen(name):
+    net = TwoLinears(True)
+    for layer in (net.first, net.last):
+        getattr(layer, name).requires_grad_(False)
+    return net
+
+
+class Autocast(TwoLinears):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+# name: a model, and its matrices whose gradients are made slice by slice
+LAYERS = {
+    "linear": (lambda: TwoLinears(True), []),
+    "linear without bias": (lambda: TwoLinears(False), []),
+    "embedding": (Table, []),
+    "embedding with a padding index": (lambda: Table(padding_idx=3), []),
+    "embedding with a padding index from the end": (lambda: Table(padding_idx=-1), []),
+    "embedding scaled by frequency": (lambda: Table(scale_grad_by_freq=True), []),
+    "embedding with a largest norm": (lambda: Table(max_norm=0.5), ["table.weight"]),
+    "sparse embedding": (lambda: Table(sparse=True), ["table.weight"]),
+    "recomputed embedding": (Checkpointed, []),
+    "tied": (lambda: Tied(deferred_linear), []),
+    "tied, a bare product": (lambda: Tied(F.linear), ["table.weight"]),
+    "weight norm": (
+        weight_normed,
+        ["first.parametrizations.weight.original0", "first.parametrizations.weight.original1"],
+    ),
+    "trained bias": (lambda: partly_frozen("weight"), []),
+    "trained weight": (lambda: partly_frozen("bias"), []),
+    "a bias made of another": (ExtraBias, ["weight"]),
+}
+
+
+def inputs_of(net):
+    """[3, TOKENS] indices or [3, TOKENS, FEATURES] numbers that ask for no gradient."""
+    random = torch.Generator().manual_seed(1)
+    if isinstance(net, Table):
+        return torch.randint(0, ROWS, (3, TOKENS), generator=random)
+    return torch.randn(3, TOKENS, FEATURES, generator=random, dtype=torch.float64)
+
+
+def dense(gradient):
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def far_off(mutant, name="embedding"):
+    """How far the gradients of such layers are from the whole's under a mutant, in tolerances; for ``tests.mutants``."""
+    torch.manual_seed(0)
+    net, keeper = LAYERS[name][0]().double(), WeightGradients()
+    x = inputs_of(net)
     want = gradients_of_the_whole(net, x)
-    adapt_parallel_linears(net)
-    adapt_parallel_linears(net)
-    run_sliced(net, x, [6] * 4, keeper)
-    assert net.weight.grad is None
+    with applied(mutant):
+        run_sliced(net, x, [5, 1, 10, 8], keeper)
+        keeper.make(0)
+    got = take(net)
+    return (
+        max(float((dense(got[n]) - dense(g)).norm() / dense(g).norm()) for n, g in want.items() if g is not None)
+        / 1e-10
+    )
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_have_the_gradients_of_the_whole(name):
+    assert far_off(None, name) <= 1
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_only_what_is_not_deferred_has_a_gradient_before_its_time(name):
+    make, slow = LAYERS[name]
+    net, keeper = make().double(), WeightGradients()
+    run_sliced(net, inputs_of(net), [12, 12], keeper)
+    matrices = {n for n, p in net.named_parameters() if p.dim() >= 2 and p.grad is not None}
+    assert matrices == set(slow)
+    trained = [n for n, p in net.named_parameters() if p.dim() >= 2 and p.requires_grad]
     keeper.make(0)
-    torch.testing.assert_close(take(net)["weight"], want["weight"])
-    assert net.products == 1  # outside slices it still runs itself
-    net(x)
-    assert net.products == 2
+    assert all(net.get_parameter(n).grad is not None for n in trained)
+
+
+def test_under_autocast_a_copy_is_multiplied_and_autograd_makes_its_gradient():
+    torch.manual_seed(0)
+    net, keeper = Autocast(True), WeightGradients()
+    x = inputs_of(net).float()
+    want = gradients_of_the_whole(net, x)
+    run_sliced(net, x, [12, 12], keeper)
+    assert keeper.kept_bytes == 0
+    for name, gradient in take(net).items():
+        torch.testing.assert_close(gradient, want[name], rtol=5e-2, atol=5e-2 * float(want[name].abs().max()))
+
+
+@pytest.mark.parametrize("name", ["linear", "embedding", "embedding scaled by frequency", "tied"])
+@pytest.mark.parametrize("at", [[3, 1, 0], [2, 0], [3, 2, 1, 0]])
+def test_gradients_of_a_part_of_the_slices(name, at):
+    torch.manual_seed(0)
+    net, keeper, parts = LAYERS[name][0]().double(), WeightGradients(), []
+    x = inputs_of(net)
+    want = gradients_of_the_whole(net, x)
+
+    def make(index):
+        if index in at:
+            before = keeper.kept_bytes
+            keeper.make(0, index)
+            parts.append(before - keeper.kept_bytes)
+            weight = net.first.weight if isinstance(net, TwoLinears) else net.linear.weight
+            assert weight.grad is not None
+
+    run_sliced(net, x, [5, 1, 10, 8], keeper, make)
+    assert len(parts) == len(at) and all(part > 0 for part in parts) and keeper.kept_bytes == 0
+    for n, gradient in take(net).items():
+        torch.testing.assert_close(gradient, want[n], rtol=1e-10, atol=1e-12, msg=n)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_part_is_that_of_its_slices(late):
+    """Made right behind the slice's backward, or behind all of them."""
+    torch.manual_seed(0)
+    net, keeper, parts = TwoLinears(True).double(), WeightGradients(), {}
+    x, cuts = inputs_of(net), spans((5, 1, 10, 8))
+
+    def make(index):
+        keeper.make(0, index)
+        parts[index] = take(net)
+
+    run_sliced(net, x, [5, 1, 10, 8], keeper, lambda index: None if late else make(index))
+    for index in reversed(range(len(cuts) if late else 0)):
+        make(index)
+    for index, span in enumerate(cuts):
+        want = gradients_of_the_whole(net, x[:, span.start : span.stop])
+        for n, gradient in parts[index].items():
+            torch.testing.assert_close(gradient, want[n], rtol=1e-10, atol=1e-12, msg=n)
+
+
+class Inplace(nn.Module):
+    """Writes into what its layers hand on."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(11, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, tokens):
+        hidden = self.table(tokens)
+        hidden[..., 0] = 0.0
+        up = self.up(hidden).relu_()
+        return self.down(up).add_(hidden)
+
+
+def test_models_may_write_into_what_a_deferred_layer_returns():
+    torch.manual_seed(0)
+    net, keeper = Inplace().double(), WeightGradients()
+    tokens = torch.randint(11, (2, 24))
+    net(tokens).square().sum().backward()
+    want = take(net)
+    context, interception = SliceContext(), Interception([net])
+    context.weight_gradients = keeper
+    outs = []
+    for index, span in enumerate(spans((10, 14))):
+        with context.forward(Unit(0, index), span):
+            outs.append(net(tokens[:, span.start : span.stop]))
+    for index in (1, 0):
+        with context.backward(Unit(0, index), spans((10, 14))[index]):
+            outs[index].square().sum().backward()
+    keeper.make(0)
+    interception.close()
+    for n, gradient in take(net).items():
+        torch.testing.assert_close(gradient, want[n], rtol=1e-10, atol=1e-12, msg=n)

@@ -79,12 +79,14 @@ def build_engine(
     dtype: torch.dtype = torch.float32,
     config: dict[str, Any] | None = None,
     module: dict[str, Any] | None = None,
+    kind: type[PipelineModule] = PipelineModule,
     **initialize: Any,
 ) -> Any:
     """An engine on ``stages`` stages and as many replicas as the job has room for: ours, or with ``token_pipeline`` None
-    DeepSpeed's own. ``config`` adds keys of ds_config.json, ``module`` arguments of ``PipelineModule``."""
+    DeepSpeed's own. ``config`` adds keys of ds_config.json, ``module`` arguments of ``PipelineModule``,
+    or of ``kind``, a class made of it."""
     options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, "dynamic_shape": True}
-    model = PipelineModule(list(specs), num_stages=stages, loss_fn=loss_fn, **{**options, **(module or {})})
+    model = kind(list(specs), num_stages=stages, loss_fn=loss_fn, **{**options, **(module or {})})
     if dtype == torch.float64:
         model = model.double()
         get_accelerator().supported_dtypes = lambda: [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.schedule import Op, order, replay, with_messages
-from ds_terapipe.tracing.chrome import MEASURED, PACKING, Event, events_of, read, to_json, write
+from ds_terapipe.tracing.chrome import MEASURED, Event, events_of, read, to_json, write
 from ds_terapipe.tracing.summary import summarise
 from tests.schedule import strategies
 
@@ -52,24 +52,6 @@ def test_a_summary_adds_up_to_the_schedule():
         assert line.bubble == pytest.approx(3.0 / 9.0)
     assert lines[0].waiting == pytest.approx({1: 3.0})
     assert lines[1].waiting == pytest.approx({0: 1.0})
-
-
-def test_packing_is_work_of_its_own_wherever_it_is_in_the_step():
-    """Both stages pack for half a second before a receive: the first between its actions, the last before all of them."""
-    events = []
-    for event in _simulated(2, (2,)):
-        if event.name in ("0RECV_B0.1", "1RECV_F0.0"):
-            packed = event.start + 0.5
-            events.append(event._replace(name=PACKING, kind=PACKING, end=packed))
-            event = event._replace(start=packed)
-        events.append(event)
-    lines = summarise(events)
-    for line in lines:
-        assert line.packing == pytest.approx(0.5) and not line.collectives and line.other == pytest.approx(0.0)
-        assert line.busy == pytest.approx(6.0) and line.bubble == pytest.approx(2.5 / 9.0)
-    assert lines[0].waiting == pytest.approx({1: 2.5}) and lines[1].waiting == pytest.approx({0: 0.5})
-    before = Event(MEASURED, 0, 0, 0, PACKING, PACKING, -1.0, -0.5)._replace(run=events[0].run)
-    assert summarise([*events, before])[0].bubble == pytest.approx(2.5 / 9.0), "outside the schedule"
 
 
 def test_steps_are_averaged_and_collectives_named():

@@ -1,4 +1,4 @@
-"""What crosses between neighbouring stages: typed, ordered, posted ahead.
+"""What crosses between stages on different places: typed, ordered, posted ahead.
 
 Every channel, one direction of one boundary, has a process group of its own (``channels.py``), so each is a queue whose order
 both ends know from the schedule. Shapes and types of a boundary are announced once per new shape and cached; afterwards
@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from ds_terapipe.pipeline.channels import Channels
+from ds_terapipe.pipeline.channels import Channels, channels_of, ends_of
+from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.stream import StreamClock
 from ds_terapipe.pipeline.watch import Watch
-from ds_terapipe.schedule import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, Unit
+from ds_terapipe.schedule import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Action, Channel, Op, Unit
 
 _META_SIZE = 256
 _DTYPES = (
@@ -193,92 +195,95 @@ class Inbox:
                 self._watch.wait(work, what)
 
 
-class Wire:
-    """The links of one stage to its neighbours, and what is known of the boundaries.
+class Links:
+    """The links of a place's stages to those of other places, and what is known of the boundaries.
 
     Args:
-        ranks: global ranks of the stages of this rank's pipeline.
-        stage: this rank's.
+        seat: the stages, and the ranks that they are on.
         channels: the groups that the messages travel in.
         device: where the messages live.
         watch: times and bounds the waits.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], stage: int, channels: Channels, device: torch.device, watch: Watch
-    ) -> None:
+    def __init__(self, seat: Seat, channels: Channels, device: torch.device, watch: Watch) -> None:
         self.clock = StreamClock() if device.type == "cuda" else None
-        self._watch = watch
-        self._known: dict[Hashable, BoundarySpec] = {}  # of both boundaries of this stage
-        self._from_before = self._to_before = self._from_after = self._to_after = None
-        if stage > 0:
-            before, inward, outward = ranks[stage - 1], Channel(stage - 1, True), Channel(stage - 1, False)
-            self._from_before = Inbox(before, channels[inward], device, watch, self.clock)
-            self._to_before = Outbox(before, channels[outward], device, watch)
-        if stage < len(ranks) - 1:
-            after, inward, outward = ranks[stage + 1], Channel(stage, False), Channel(stage, True)
-            self._from_after = Inbox(after, channels[inward], device, watch, self.clock)
-            self._to_after = Outbox(after, channels[outward], device, watch)
+        self._placement = seat.placement
+        self._known: dict[Hashable, BoundarySpec] = {}  # by boundary, and what shapes depend on
+        self._in: dict[Channel, Inbox] = {}
+        self._out: dict[Channel, Outbox] = {}
+        for channel in channels_of(seat.placement):
+            sender, receiver = ends_of(channel)
+            if sender in seat.stages:
+                self._out[channel] = Outbox(seat.rank_of(receiver), channels[channel], device, watch)
+            elif receiver in seat.stages:
+                self._in[channel] = Inbox(seat.rank_of(sender), channels[channel], device, watch, self.clock)
 
-    def begin(self, forward: Sequence[Unit], backward: Sequence[Unit], shape_of: Callable[[Unit], Hashable]) -> None:
-        """A step starts: the units in the order in which this stage receives them, and what their shapes depend on."""
+    def begin(self, row: Sequence[Action], shape_of: Callable[[Unit], Hashable]) -> None:
+        """A step starts: this place's actions, and what the shapes of a unit depend on."""
         self._shape_of = shape_of
         if self.clock is not None:
             self.clock.begin()
-        if self._from_before is not None:
-            self._from_before.expect(forward, lambda unit: self._known.get(("in", shape_of(unit))))
-        if self._from_after is not None:
-            self._from_after.expect(backward, self._gradient_spec)
+        for channel, inbox in self._in.items():
+            op = Op.RECV_FORWARD if channel.forward else Op.RECV_BACKWARD
+            known = self._spec if channel.forward else self._gradient_spec
+            inbox.expect(units(row, op, ends_of(channel)[1]), partial(known, channel.boundary))
 
-    def _gradient_spec(self, unit: Unit) -> BoundarySpec | None:
-        spec = self._known.get(("out", self._shape_of(unit)))
+    def _spec(self, boundary: int, unit: Unit) -> BoundarySpec | None:
+        return self._known.get((boundary, self._shape_of(unit)))
+
+    def _gradient_spec(self, boundary: int, unit: Unit) -> BoundarySpec | None:
+        spec = self._spec(boundary, unit)
         return None if spec is None else spec.gradients()
 
-    def send_forward(self, unit: Unit, outputs: Tensor | Sequence[Tensor]) -> None:
+    def send_forward(self, stage: int, unit: Unit, outputs: Tensor | Sequence[Tensor]) -> None:
         """Hand a unit's outputs to the next stage. Raises RuntimeError when they are not what was announced."""
-        assert self._to_after is not None
-        key, spec = ("out", self._shape_of(unit)), BoundarySpec.of(outputs)
+        outbox, key, spec = self._out[Channel(stage, True)], (stage, self._shape_of(unit)), BoundarySpec.of(outputs)
         if key not in self._known:
             self._known[key] = spec
-            self._to_after.announce(spec, f"activations of {unit}")
+            outbox.announce(spec, f"activations of {unit}")
         elif self._known[key] != spec:
             raise RuntimeError(
                 f"outputs of {unit} are {spec}, but for inputs of the same shape they were {self._known[key]}"
             )
-        self._to_after.send(unit, (outputs,) if isinstance(outputs, Tensor) else outputs, f"activations of {unit}")
-        if not torch.is_grad_enabled():
-            # in training a stage keeps its outputs anyway, and its gradients say that they were taken
-            self._to_after.keep(EVAL_SENT_KEPT)
+        outbox.send(unit, (outputs,) if isinstance(outputs, Tensor) else outputs, f"activations of {unit}")
+        if not (torch.is_grad_enabled() and self._placement.goes_backward(stage)):
+            # a stage that goes backward keeps its outputs anyway, and its gradients say that they were taken
+            outbox.keep(EVAL_SENT_KEPT)
 
-    def receive_forward(self, unit: Unit) -> Tensor | tuple[Tensor, ...]:
+    def receive_forward(self, stage: int, unit: Unit) -> Tensor | tuple[Tensor, ...]:
         """Inputs of a unit from the stage before, those that need a gradient marked so."""
-        assert self._from_before is not None
-        key = ("in", self._shape_of(unit))
+        inbox, key = self._in[Channel(stage - 1, True)], (stage - 1, self._shape_of(unit))
         if key not in self._known:
-            self._known[key] = self._from_before.receive_spec(f"activations of {unit}")
-        spec, tensors = self._from_before.take(unit, f"activations of {unit}")
+            self._known[key] = inbox.receive_spec(f"activations of {unit}")
+        spec, tensors = inbox.take(unit, f"activations of {unit}")
         for tensor, wanted in zip(tensors, spec.tensors, strict=True):
             tensor.requires_grad_(wanted.needs_grad)
         return tensors[0] if spec.single else tuple(tensors)
 
-    def send_backward(self, unit: Unit, inputs: Tensor | Sequence[Tensor]) -> None:
-        """Hand the gradients of a unit's inputs to the stage before; an input that nothing used has a zero gradient."""
-        assert self._to_before is not None
-        tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
-        gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors if t.requires_grad]
-        self._to_before.send(unit, gradients, f"gradients of {unit}")
+    def send_backward(self, stage: int, unit: Unit, gradients: Sequence[Tensor]) -> None:
+        """Hand the gradients of a unit's inputs, of those that need one, to the stage before."""
+        outbox = self._out[Channel(stage - 1, False)]
+        outbox.send(unit, gradients, f"gradients of {unit}")
         # taken in this order whatever else the stage before does, so waiting for old ones holds up nothing that it needs
-        self._to_before.keep(SENT_KEPT)
+        outbox.keep(SENT_KEPT)
 
-    def receive_backward(self, unit: Unit) -> list[Tensor]:
+    def receive_backward(self, stage: int, unit: Unit) -> list[Tensor]:
         """Gradients of those outputs of a unit that asked for one."""
-        assert self._from_after is not None and self._to_after is not None
-        gradients = self._from_after.take(unit, f"gradients of {unit}")[1]
-        self._to_after.taken(unit)
+        gradients = self._in[Channel(stage, False)].take(unit, f"gradients of {unit}")[1]
+        self._out[Channel(stage, True)].taken(unit)
         return gradients
+
+    def close(self) -> None:
+        """Forget the groups: over gloo each has threads and open files for as long as somebody knows it."""
+        self._in.clear()
+        self._out.clear()
 
     def finish(self) -> None:
         """The step's messages have all arrived."""
-        for box in (self._to_after, self._to_before):
-            if box is not None:
-                box.finish()
+        for outbox in self._out.values():
+            outbox.finish()
+
+
+def units(row: Sequence[Action], op: Op, stage: int) -> list[Unit]:
+    """The units of one kind of a stage's actions, in the order in which its place comes to them."""
+    return [action.unit for action in row if action.op is op and action.stage == stage]

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_terapipe.pipeline import wire as wire_module
+from ds_terapipe.pipeline import links as links_module
 from ds_terapipe.pipeline.channels import Channels
+from ds_terapipe.pipeline.links import BoundarySpec, Links, Outbox, TensorSpec
+from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.watch import Watch
-from ds_terapipe.pipeline.wire import BoundarySpec, Outbox, TensorSpec, Wire
-from ds_terapipe.schedule import Unit, forward_only
+from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only
 from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 specs = st.builds(
     TensorSpec,
     st.lists(st.integers(0, 2**40), max_size=5).map(tuple),
-    st.sampled_from(wire_module._DTYPES),
+    st.sampled_from(links_module._DTYPES),
     st.booleans(),
 )
 boundaries = st.builds(BoundarySpec, st.lists(specs, max_size=12).map(tuple), st.booleans())
@@ -67,7 +68,7 @@ def all_kinds(unit: Unit) -> tuple[Tensor, ...]:
     """Tensors of every type and of odd shapes, different for each unit."""
     random = torch.Generator().manual_seed(100 * unit.micro_batch + unit.slice)
     whole = torch.randint(-100, 100, (3, 4), generator=random)
-    tensors = [whole.to(dtype) if dtype != torch.bool else whole > 0 for dtype in wire_module._DTYPES]
+    tensors = [whole.to(dtype) if dtype != torch.bool else whole > 0 for dtype in links_module._DTYPES]
     tensors += [torch.tensor(float(unit.slice)), torch.tensor(unit.slice % 2 == 0), torch.empty(0, 5)]
     tensors += [torch.empty(0, dtype=torch.bool), whole.double().t(), (whole > 0).t(), whole.float()[:, ::2]]
     for tensor in tensors:
@@ -83,12 +84,13 @@ def same(got: Any, sent: Any) -> bool:
 
 
 class Line:
-    """The wire of one rank of a pipeline that is as long as the job; counts the announcements."""
+    """The links of one rank of a pipeline that is as long as the job; counts the announcements."""
 
     def __init__(self, rank: int, stages: int) -> None:
-        ranks = list(range(stages))
-        self.watch = Watch(ranks, rank, timeout_s=60.0)
-        self.wire = Wire(ranks, rank, Channels([ranks], self.watch, CPU), CPU, self.watch)
+        placement, ranks = Placement.plain(stages), tuple(range(stages))
+        seat = Seat(placement, rank, ranks)
+        self.watch = Watch(seat, timeout_s=60.0)
+        self.links = Links(seat, Channels(placement, [ranks], self.watch, CPU), CPU, self.watch)
         self.rank, self.last, self.announced = rank, stages - 1, 0
         announce = Outbox.announce
 
@@ -98,33 +100,31 @@ class Line:
 
         Outbox.announce = counted
 
+    def receives(self, forward: list[Unit], backward: list[Unit]) -> list[Action]:
+        """The receives of a step; a rank is a stage."""
+        ahead = [Action(Op.RECV_FORWARD, self.rank, unit) for unit in forward]
+        return ahead + [Action(Op.RECV_BACKWARD, self.rank, unit) for unit in backward]
+
     def run(self, units: list[Unit], shape_of: Any, tensors: Any = all_kinds) -> None:
         """All units forward through the stages and their gradients back in reverse; every tensor is checked on arrival."""
         back = units[::-1]
-        self.wire.begin(units, back, shape_of)
-        inputs: dict[Unit, Any] = {}
+        self.links.begin(self.receives(units, back), shape_of)
         for unit in units:
             sent = tensors(unit)
             if self.rank > 0:
-                inputs[unit] = self.wire.receive_forward(unit)
-                assert same(inputs[unit], sent), unit
+                assert same(self.links.receive_forward(self.rank, unit), sent), unit
             if self.rank < self.last:
-                self.wire.send_forward(unit, sent)
+                self.links.send_forward(self.rank, unit, sent)
         for unit in back:
             wanted = [t.detach() * (unit.slice + 1) for t in tensors(unit) if t.requires_grad]
             if self.rank < self.last:
-                got = self.wire.receive_backward(unit)
-                # what this stage adds to the first tensor; the second got no gradient at all
-                expected = [wanted[0] * (self.last - self.rank), torch.zeros_like(wanted[1]), *wanted[2:]]
+                got = self.links.receive_backward(self.rank, unit)
+                # what this stage adds to the first tensor
+                expected = [wanted[0] * (self.last - self.rank), *wanted[1:]]
                 assert len(got) == len(expected) and all(map(torch.equal, got, expected)), unit
             if self.rank > 0:
-                leaves = [t for t in inputs[unit] if t.requires_grad]
-                for leaf, gradient in zip(leaves, wanted, strict=True):
-                    leaf.grad = gradient.clone()
-                leaves[0].grad *= self.last - self.rank + 1
-                leaves[1].grad = None
-                self.wire.send_backward(unit, inputs[unit])
-        self.wire.finish()
+                self.links.send_backward(self.rank, unit, [wanted[0] * (self.last - self.rank + 1), *wanted[1:]])
+        self.links.finish()
 
 
 def cross_four_stages(rank: int, world_size: int) -> dict[str, int]:
@@ -149,16 +149,16 @@ def test_every_type_and_shape_crosses_four_stages_in_order_and_shapes_are_told_o
 
 def change_shape(rank: int, world_size: int) -> str:
     line, unit, message = Line(rank, world_size), Unit(0, 0), ""
-    line.wire.begin([unit], [], lambda unit: "shape")
+    line.links.begin(line.receives([unit], []), lambda unit: "shape")
     if rank == 0:
-        line.wire.send_forward(unit, torch.ones(2, 3))
+        line.links.send_forward(rank, unit, torch.ones(2, 3))
         try:
-            line.wire.send_forward(unit, torch.ones(2, 4))
+            line.links.send_forward(rank, unit, torch.ones(2, 4))
         except RuntimeError as error:
             message = str(error)
     else:
-        assert torch.equal(line.wire.receive_forward(unit), torch.ones(2, 3))
-    line.wire.finish()
+        assert torch.equal(line.links.receive_forward(rank, unit), torch.ones(2, 3))
+    line.links.finish()
     line.watch.close()
     return message
 

@@ -1,0 +1,266 @@
+"""Stages, links and their close: everything of an engine that depends on where the model's stages are.
+
+An engine keeps one and builds another where stages move; an old and a new one can be alive together. What a step consists of
+is the schedule's; here every action is brought together with its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_terapipe.pipeline.accounting import LiveUnits, StepMemory
+from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.pipeline.channels import Channels
+from ds_terapipe.pipeline.control import Control
+from ds_terapipe.pipeline.interception import Interception
+from ds_terapipe.pipeline.layer_range import Layer
+from ds_terapipe.pipeline.links import Links
+from ds_terapipe.pipeline.loss import StepLosses
+from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like
+from ds_terapipe.pipeline.stage import Autocast, GradientRules, Stage
+from ds_terapipe.pipeline.trace import Execute
+from ds_terapipe.pipeline.watch import Watch
+from ds_terapipe.schedule import Action, Grid, Op, Placement, Unit
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step runs: ``grid`` over ``batch``. ``losses``: on the rank that has the model's last stage."""
+
+    number: int
+    batch: StepBatch
+    grid: Grid
+    losses: StepLosses | None = None
+
+
+class Assembly:
+    """The stages of one rank on a placement, and their links to those of other ranks; `build` makes one.
+
+    Args:
+        seat: of this rank.
+        stages: those that are here, by number.
+        links: to the stages of other places.
+        watch: times and bounds the waits.
+        channels: what the links travel in and `close` gives up; None where nothing is to be given up.
+        memory, autocast: as the stages have them.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        stages: dict[int, Stage],
+        links: Links,
+        watch: Watch,
+        channels: Channels | None = None,
+        memory: StepMemory | None = None,
+        autocast: Autocast = nullcontext,
+    ) -> None:
+        self.seat, self.placement, self.stages, self.links = seat, seat.placement, stages, links
+        self.memory = memory if memory is not None else StepMemory()
+        self.autocast = autocast
+        self.live = LiveUnits()
+        self.interception: Interception | None = None
+        self._watch, self._channels = watch, channels
+        self._deferring: tuple[int, ...] | None = None
+        self._batch = StepBatch()
+        self._inputs: dict[tuple[int, Unit], Any] = {}  # of stages, until their units run
+        self._outputs: dict[tuple[int, Unit], Any] = {}  # on their way to another place
+        self._gradients: dict[tuple[int, Unit], list[Tensor]] = {}  # of outputs, until their units run back
+        self._of_inputs: dict[tuple[int, Unit], list[Tensor]] = {}  # on their way to another place
+
+    @classmethod
+    def build(
+        cls,
+        placement: Placement,
+        pipelines: Sequence[Sequence[int]],
+        functions: Mapping[int, Layer],
+        *,
+        device: torch.device,
+        watch: Watch,
+        gradients: GradientRules,
+        module: Any = None,
+        memory: StepMemory | None = None,
+        autocast: Autocast = nullcontext,
+    ) -> Assembly:
+        """The assembly of this rank; collective over all pipelines.
+
+        Args:
+            placement: stages on places.
+            pipelines: global ranks of every pipeline of the job, by place.
+            functions: the model's layers that are on this place, by their number in the model.
+            device: where they are.
+            watch: times and bounds the waits.
+            gradients: what is done around backward passes.
+            module: the ``PipelineModule`` that the layers are part of, if they are.
+            memory: measures what units take, when it is asked to.
+            autocast: the mixed precision that layers run in.
+        """
+        seat, memory = Seat.of(placement, torch.distributed.get_rank(), pipelines), memory or StepMemory()
+        stages = {}
+        for number in seat.stages:
+            _, first, stop = placement.stages[number]
+            stages[number] = Stage(
+                number, [functions[layer] for layer in range(first, stop)], first, module=module, gradients=gradients,
+                trains=placement.goes_backward(number), memory=memory, autocast=autocast,
+            )  # fmt: skip
+        channels = Channels(placement, pipelines, watch, device)
+        return cls(seat, stages, Links(seat, channels, device, watch), watch, channels, memory, autocast)
+
+    def intercept(self) -> None:
+        """Let attention run slices and layers defer their weight gradients; what is never cut is left alone."""
+        if self.interception is None:
+            self.interception = Interception(
+                layer for stage in self.stages.values() for layer in stage.layers.functions
+            )
+
+    def deferring(self, control: Control) -> tuple[int, ...]:
+        """The stages that defer any weight gradient, on whatever rank; collective, once."""
+        if self._deferring is None:
+            mine = [number for number, stage in self.stages.items() if self._defers(stage)]
+            self._deferring = tuple(sorted({number for numbers in control.gather(mine) for number in numbers}))
+        return self._deferring
+
+    def _defers(self, stage: Stage) -> bool:
+        trained = [p for module in stage.layers.modules for p in module.parameters() if p.requires_grad]
+        return (
+            stage.trains and self.interception is not None and any(id(p) in self.interception.deferred for p in trained)
+        )
+
+    @property
+    def is_inspected(self) -> bool:
+        """Whether every stage knows how its tensors follow the tokens."""
+        return all(stage.layout is not None for stage in self.stages.values())
+
+    @property
+    def output_cuts(self) -> Sequence[TensorCut] | None:
+        """How the model's outputs follow the tokens, on the rank that has the last stage and once something has been cut."""
+        stage = self.stages.get(len(self.placement.stages) - 1)
+        return None if stage is None or stage.layout is None else stage.layout.outputs
+
+    def run(self, step: Step, execute: Callable[[Execute], Execute] = lambda execute: execute) -> None:
+        """Run this place's row of the grid. ``execute`` wraps what runs an action, e.g. to time it."""
+        row = step.grid[self.seat.place]
+        self._watch.begin(step.number, step.grid, self.seat)
+        try:
+            self.begin(step, row)
+            self.links.begin(row, _shape_of(step.batch, torch.is_grad_enabled()))
+            run = execute(self.execute)
+            for index, action in enumerate(row):
+                self._watch.at(index)
+                run(action)
+            self._watch.at(len(row))
+            self.links.finish()
+        finally:
+            self.end()
+
+    def begin(self, step: Step, row: Sequence[Action]) -> None:
+        """A step begins, of which this place runs the actions in ``row``."""
+        self._batch = step.batch
+        apart = {action.stage for action in row if action.op is Op.WEIGHT_GRADIENTS}
+        last = len(self.placement.stages) - 1
+        for number, stage in self.stages.items():
+            stage.begin(step.batch, step.losses if number == last else None, number in apart)
+        self.live.begin()
+
+    def end(self) -> None:
+        """The step is over, well or not: forget what it left."""
+        for leftover in (self._inputs, self._outputs, self._gradients, self._of_inputs):
+            leftover.clear()
+        for stage in self.stages.values():
+            stage.end()
+        self._batch = StepBatch()
+
+    def execute(self, action: Action) -> None:
+        """Run one action of this place."""
+        self._ACTIONS[action.op](self, action.stage, action.unit)
+
+    def _forward(self, number: int, unit: Unit) -> None:
+        stage, span = self.stages[number], self._batch.span(unit)
+        if number == 0:
+            inputs = self._batch.cut_inputs(unit.micro_batch, span)
+        else:
+            inputs = self._inputs.pop((number, unit))
+        outputs = stage.forward(unit, inputs)
+        self.live.forward(number, unit, span, held=stage.trains and torch.is_grad_enabled())
+        if number == len(self.placement.stages) - 1:
+            return
+        if self.placement.sends_forward(number):
+            self._outputs[number, unit] = outputs
+        else:
+            self._inputs[number + 1, unit] = _handed_over(outputs)
+
+    def _backward(self, number: int, unit: Unit) -> None:
+        gradients = self.stages[number].backward(unit, self._gradients.pop((number, unit), None))
+        self.live.backward(number, unit)
+        if self.placement.sends_backward(number):
+            self._of_inputs[number, unit] = gradients
+        elif number > 0 and self.placement.goes_backward(number - 1):
+            self._gradients[number - 1, unit] = gradients
+
+    def _make_weight_gradients(self, number: int, unit: Unit) -> None:
+        self.stages[number].make_weight_gradients(unit)
+
+    def _receive_forward(self, number: int, unit: Unit) -> None:
+        inputs = self._inputs[number, unit] = self.links.receive_forward(number, unit)
+        self.memory.message("received", inputs)
+
+    def _send_forward(self, number: int, unit: Unit) -> None:
+        outputs = self._outputs.pop((number, unit))
+        self.memory.message("sent", outputs)
+        self.links.send_forward(number, unit, outputs)
+
+    def _receive_backward(self, number: int, unit: Unit) -> None:
+        self._gradients[number, unit] = self.links.receive_backward(number, unit)
+
+    def _send_backward(self, number: int, unit: Unit) -> None:
+        self.links.send_backward(number, unit, self._of_inputs.pop((number, unit)))
+
+    @property
+    def left_over(self) -> int:
+        """What actions have left and no action took; 0 after a step."""
+        kept = (self._inputs, self._outputs, self._gradients, self._of_inputs)
+        return sum(map(len, kept)) + sum(stage.left_over for stage in self.stages.values()) + self.live.count
+
+    def leave(self) -> None:
+        """Undo what was changed in the model's modules; local, idempotent."""
+        if self.interception is not None:
+            self.interception.close()
+            self.interception = None
+
+    def close(self) -> None:
+        """Undo everything: what was changed in the model's modules, buffers, process groups. Collective, idempotent.
+
+        Not for after a step that did not come to its end: messages may still be on their way, and who they are for may be gone.
+        """
+        self.leave()
+        self.stages.clear()
+        self.links.close()
+        if self._channels is not None:
+            self._channels.close()
+
+    _ACTIONS: dict[Op, Callable[[Any, int, Unit], None]] = {
+        Op.FORWARD: _forward,
+        Op.BACKWARD: _backward,
+        Op.WEIGHT_GRADIENTS: _make_weight_gradients,
+        Op.SEND_FORWARD: _send_forward,
+        Op.RECV_FORWARD: _receive_forward,
+        Op.SEND_BACKWARD: _send_backward,
+        Op.RECV_BACKWARD: _receive_backward,
+    }
+
+
+def _handed_over(outputs: Any) -> Any:
+    """A stage's outputs as the next one on the same place gets them: leaves, as if they had been received."""
+    return like(outputs, [t.detach().requires_grad_(t.requires_grad) for t in as_tuple(outputs)])
+
+
+def _shape_of(batch: StepBatch, training: bool) -> Callable[[Unit], Hashable]:
+    signatures, spans = batch.signatures, batch.spans  # and not the batch: links keep what they are given here
+    return lambda unit: (signatures[unit.micro_batch], spans[unit.micro_batch], unit.slice, training)

@@ -1,0 +1,124 @@
+"""The layers of a stage, run one after the other as DeepSpeed's ``PipelineModule`` runs its own.
+
+``PipelineModule.forward`` (runtime/pipe/module.py, 0.19.8) runs all layers of a process. A stage may be a part of them, and
+attention has to know which layer it is in, in a recomputation too; hence a loop of our own, with the module's settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.utils import set_random_seed
+from torch import Tensor, nn
+
+from ds_terapipe.refusals import has_own_forward
+
+Layer = Callable[[Any], Any]
+
+
+class LayerRange:
+    """Layers ``[first, first + len(functions))`` of a model.
+
+    Args:
+        functions: the layers: modules, or functions of their inputs.
+        first: number of the first one in the model.
+        entering: told the number of each layer before it runs, in every recomputation too.
+        module: the ``PipelineModule`` that they are part of, whose settings for checkpoints and seeds hold; None for layers
+            that belong to no such module and are run as they are.
+
+    ``functions`` may be exchanged between steps for others that do the same (to time them).
+    """
+
+    def __init__(
+        self, functions: Sequence[Layer], first: int, entering: Callable[[int], None], module: Any = None
+    ) -> None:
+        self.functions, self.first = list(functions), first
+        self.modules = [layer for layer in map(module_of, functions) if layer is not None]
+        self._entering, self._module = entering, module
+        self._checkpointed: tuple[int, list[bool]] = (0, [])
+
+    def __call__(self, inputs: Any) -> Any:
+        """Run all layers; tensors between layers are one tensor or a tuple of them."""
+        module = self._module
+        if module is None:
+            return self._run(0, len(self.functions), 0)(inputs)
+        if has_own_forward(module):
+            return module(inputs)  # nothing of it is cut: refusals.py sees to that
+        # called as the module, whose hooks (DeepSpeed's cast inputs and time what runs) belong to every forward pass
+        module.__dict__["forward"] = self._forward
+        try:
+            return module(inputs)
+        finally:
+            del module.__dict__["forward"]
+
+    def _forward(self, inputs: Any) -> Any:
+        module = self._module
+        module.micro_offset += 1
+        offset = module.micro_offset + 1
+        interval = self.checkpoint_interval
+        if not interval:
+            return self._run(0, len(self.functions), offset)(inputs)
+        for start, checkpointed in zip(
+            range(0, len(self.functions), interval), self._checkpoints(interval), strict=True
+        ):
+            run = self._run(start, min(start + interval, len(self.functions)), offset)
+            several = inputs if isinstance(inputs, tuple) else (inputs,)
+            inputs = module.activation_checkpoint_func(run, *several) if checkpointed else run(*several)
+        return inputs
+
+    def _run(self, start: int, stop: int, offset: int) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            value: Any = inputs[0] if len(inputs) == 1 else inputs
+            for index in range(start, stop):
+                self._entering(self.first + index)
+                if self._module is not None:
+                    # DeepSpeed counts from the first layer anew in every range that it checkpoints; its seeds follow that
+                    self._module.curr_layer = self._module._local_start + index - start
+                    if self._module.seed_layers:
+                        self._seed(self._module.base_seed * offset + self._module.curr_layer)
+                value = self.functions[index](value)
+            return value
+
+        return run
+
+    def _seed(self, seed: int) -> None:
+        (self._module.seed_fn or set_random_seed)(seed)
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Layers from one checkpoint of activations to the next, 0: none."""
+        return 0 if self._module is None else int(self._module.activation_checkpoint_interval)
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether layers are checkpointed by a function that needs an input that requires a gradient."""
+        return (
+            self.checkpoint_interval > 0
+            and self._module.activation_checkpoint_func is not checkpointing.non_reentrant_checkpoint
+        )
+
+    def detaches(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the first checkpoint would train nothing: reentrant, with weights, from inputs without a gradient."""
+        if not self.is_reentrant or not self._checkpoints(self.checkpoint_interval)[0]:
+            return False
+        first = self.functions[: self.checkpoint_interval]
+        learns = any(p.requires_grad for f in first if isinstance(f, nn.Module) for p in f.parameters())
+        return learns and not any(tensor.is_floating_point() for tensor in inputs)
+
+    def _checkpoints(self, interval: int) -> list[bool]:
+        """For each range of layers, whether it is checkpointed."""
+        if self._checkpointed[0] != interval:
+            starts = range(0, len(self.functions), interval)
+            ranges = [self.functions[start : start + interval] for start in starts]
+            self._checkpointed = interval, [bool(self._module._is_checkpointable(each)) for each in ranges]
+        return self._checkpointed[1]
+
+
+def module_of(layer: Any) -> nn.Module | None:
+    """The module behind a layer; of a tied layer's function the module that it is given."""
+    if isinstance(layer, nn.Module):
+        return layer
+    given = getattr(layer, "args", ())  # functools.partial(forward_fn, module)
+    return next((each for each in given if isinstance(each, nn.Module)), None)

@@ -1,0 +1,173 @@
+"""One stage of the model: everything that depends on which layers are here.
+
+A place of a pipeline runs one stage or several. Each has its own slice context, so keys and values are known by (stage,
+micro-batch), its own weight gradients, and what an action leaves for a later one, by unit. It neither sends nor receives:
+``assembly.py`` brings it its inputs and takes its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from torch import Tensor, nn
+
+from ds_terapipe.pipeline.accounting import StepMemory
+from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.pipeline.context import SliceContext
+from ds_terapipe.pipeline.layer_range import Layer, LayerRange
+from ds_terapipe.pipeline.layout import Layout
+from ds_terapipe.pipeline.loss import StepLosses
+from ds_terapipe.pipeline.slicing import as_tuple, like
+from ds_terapipe.pipeline.weight_gradients import WeightGradients
+from ds_terapipe.schedule import Unit
+
+Autocast: TypeAlias = Callable[[], AbstractContextManager[Any]]
+
+
+class GradientRules(Protocol):
+    """What has to be done around backward passes that are parts of one."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss of a micro-batch, or a slice's share, as its backward pass starts from it."""
+
+    def around(self, first: bool = True, last: bool = True) -> AbstractContextManager[None]:
+        """Around a backward pass; ``first``, ``last``: of its stage and micro-batch."""
+
+
+class PlainGradients:
+    """The :class:`GradientRules` of plain PyTorch: the mean over ``micro_batches``, summed in ``grad``."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self._micro_batches = micro_batches
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss over the number of micro-batches."""
+        return loss / self._micro_batches
+
+    def around(self, first: bool = True, last: bool = True) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+
+class Stage:
+    """Runs its layers forward and backward, unit by unit.
+
+    Args:
+        number: of the stage in the placement.
+        functions: its layers.
+        first_layer: the first one's number in the model.
+        module: the ``PipelineModule`` that they are part of, if they are; see `LayerRange`.
+        trains: False for a stage that only goes forward.
+        gradients: what is done around backward passes.
+        memory: measures what units take, when it is asked to.
+        autocast: the mixed precision that layers run in.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        functions: Sequence[Layer],
+        first_layer: int,
+        *,
+        module: Any = None,
+        trains: bool = True,
+        gradients: GradientRules,
+        memory: StepMemory | None = None,
+        autocast: Autocast = nullcontext,
+    ) -> None:
+        self.number, self.trains = number, trains
+        self.context = SliceContext()
+        self.layers = LayerRange(functions, first_layer, self.context.enter_layer, module)
+        self.root = module if module is not None else nn.ModuleList(self.layers.modules)
+        self.layout: Layout | None = None  # how its tensors follow the tokens, once something has been cut
+        self.weight_gradients = WeightGradients()
+        self.losses: StepLosses | None = None  # of the step, on the last stage
+        self._gradients, self._autocast = gradients, autocast
+        self._memory = memory if memory is not None else StepMemory()
+        self._batch = StepBatch()
+        self._inputs: dict[Unit, Any] = {}
+        self._outputs: dict[Unit, Any] = {}
+        self._making: set[int] = set()  # micro-batches of whose weight gradients a part has been made
+
+    def begin(self, batch: StepBatch, losses: StepLosses | None, weights_apart: bool) -> None:
+        """A step begins. ``losses``: where the model ends here; ``weights_apart``: weight gradients are actions of their own."""
+        self._batch, self.losses = batch, losses
+        self.context.weight_gradients = self.weight_gradients if weights_apart else None
+
+    def forward(self, unit: Unit, inputs: Any) -> Any:
+        """Run a unit; its outputs, which on the last stage are the loss's already.
+
+        ``inputs`` are leaves; what requires a gradient gets one in `backward`.
+        """
+        span, trains = self._batch.span(unit), self.trains and torch.is_grad_enabled()
+        given = kept = inputs
+        if trains and self.layers.is_reentrant and not any(tensor.requires_grad for tensor in as_tuple(inputs)):
+            for tensor in as_tuple(inputs):  # else autograd sees no way to what the first checkpoint recomputes
+                tensor.requires_grad_(tensor.is_floating_point())
+            kept = ()  # nobody has asked for their gradients
+        if checkpointing.PARTITION_ACTIVATIONS or checkpointing.CPU_CHECKPOINT:
+            # these checkpoints take the data out of the tensors that they are given, and ours wait for their gradients
+            given = like(inputs, [tensor.view_as(tensor) for tensor in as_tuple(inputs)])
+        measured = self._memory.forward(span, lambda: self.context.buffers(unit.micro_batch))
+        with torch.set_grad_enabled(trains), self.context.forward(unit, span), self._autocast(), measured:
+            outputs = self.layers(given)
+        if not trains:
+            checkpointing.reset()  # as DeepSpeed does: no backward pass comes to empty the buffers of its checkpoints
+        complete = self._batch.is_last_slice(unit)
+        if complete:
+            self._memory.buffers(self.context.buffers(unit.micro_batch))
+        if trains:
+            self._inputs[unit] = kept
+        elif complete:
+            self.context.release(unit.micro_batch)
+        if self.losses is not None:
+            self.losses.add(unit, outputs)
+        elif trains:
+            self._outputs[unit] = outputs
+        return outputs
+
+    def backward(self, unit: Unit, gradients: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Run a unit back, from the gradients of its outputs (None on the last stage, which starts from its loss).
+
+        Returns the gradients of those inputs that required one; an input that nothing used has a zero gradient.
+        """
+        first, last = self._batch.is_last_slice(unit), unit.slice == 0  # slices go backward in descending order
+        with self._gradients.around(first, last), self.context.backward(unit, self._batch.span(unit)):
+            if self.losses is not None:
+                self.losses.backward(unit, self._gradients.scale)
+            else:
+                outputs = [t for t in as_tuple(self._outputs.pop(unit)) if t.requires_grad]
+                torch.autograd.backward(outputs, gradients)
+        if last:
+            self.context.release(unit.micro_batch)
+        inputs = [t for t in as_tuple(self._inputs.pop(unit)) if t.requires_grad]
+        return [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
+
+    def make_weight_gradients(self, unit: Unit) -> None:
+        """Make the weight gradients that slices of the unit's micro-batch, it and those after it, have left."""
+        self._memory.weight_gradients(self.weight_gradients)
+        first, last = unit.micro_batch not in self._making, unit.slice == 0
+        (self._making.discard if last else self._making.add)(unit.micro_batch)
+        with self._gradients.around(first, last):
+            self.weight_gradients.make(unit.micro_batch, unit.slice)
+
+    @property
+    def left_over(self) -> int:
+        """What actions have left and no action took: units, micro-batches and bytes together; 0 after a step."""
+        losses = 0 if self.losses is None else len(self.losses)
+        kept = len(self._inputs) + len(self._outputs) + len(self._making) + losses
+        return kept + self.context.micro_batches + self.weight_gradients.kept_bytes
+
+    def end(self) -> None:
+        """The step is over, well or not: forget what it left."""
+        self._inputs.clear()
+        self._outputs.clear()
+        self._making.clear()
+        self.weight_gradients.clear()
+        self.context.clear()
+        self.context.weight_gradients = None
+        self._batch, self.losses = StepBatch(), None  # inputs and labels are no longer needed

@@ -1,0 +1,83 @@
+"""A pipeline's places in one process: real assemblies, with messages in plain queues that carry tensors and no names."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from ds_terapipe.pipeline.assembly import Assembly, Step
+from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.slicing import as_tuple, like
+from ds_terapipe.pipeline.stage import GradientRules, Stage
+from ds_terapipe.schedule import Action, Op, Placement, Unit
+
+
+class Queues:
+    """Two queues for each boundary of stages: what is sent in another order is taken for something else."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, bool], deque[Any]] = defaultdict(deque)
+
+    def send_forward(self, stage: int, unit: Unit, outputs: Any) -> None:
+        tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in as_tuple(outputs)]
+        self._waiting[stage, True].append(like(outputs, tensors))
+
+    def receive_forward(self, stage: int, unit: Unit) -> Any:
+        return self._waiting[stage - 1, True].popleft()
+
+    def send_backward(self, stage: int, unit: Unit, gradients: Sequence[Tensor]) -> None:
+        self._waiting[stage - 1, False].append([gradient.clone() for gradient in gradients])
+
+    def receive_backward(self, stage: int, unit: Unit) -> list[Tensor]:
+        return self._waiting[stage, False].popleft()
+
+    def has(self, action: Action) -> bool:
+        """Whether a receive would find something."""
+        forward = action.op is Op.RECV_FORWARD
+        return bool(self._waiting[action.stage - forward, forward])
+
+    def begin(self, row: Any, shape_of: Any) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+_NOBODY = SimpleNamespace(ended="", begin=lambda *args: None, at=lambda index: None)
+
+
+def assemblies(placement: Placement, layers: Sequence[Any], gradients: GradientRules) -> list[Assembly]:
+    """An assembly for each place; ``layers`` of the whole model."""
+    queues, ranks = Queues(), tuple(range(placement.places))
+    found = []
+    for place in range(placement.places):
+        stages = {}
+        for number in placement.stages_on(place):
+            _, first, stop = placement.stages[number]
+            trains = placement.goes_backward(number)
+            stages[number] = Stage(number, layers[first:stop], first, trains=trains, gradients=gradients)
+        found.append(Assembly(Seat(placement, place, ranks), stages, queues, _NOBODY))  # type: ignore[arg-type]
+    return found
+
+
+def run(places: Sequence[Assembly], steps: Sequence[Step]) -> int:
+    """Run a step's rows side by side, as far as messages let them; returns what is left over."""
+    queues: Any = places[0].links
+    at, rows = [0] * len(places), [step.grid[place] for place, step in enumerate(steps)]
+    for assembly, step, row in zip(places, steps, rows, strict=True):
+        assembly.begin(step, row)
+    while any(index < len(row) for index, row in zip(at, rows, strict=True)):
+        before = sum(at)
+        for place, row in enumerate(rows):
+            while at[place] < len(row) and (not row[at[place]].op.is_receive or queues.has(row[at[place]])):
+                places[place].execute(row[at[place]])
+                at[place] += 1
+        assert sum(at) > before, "the grid is stuck"
+    left = sum(assembly.left_over for assembly in places)
+    for assembly in places:
+        assembly.end()
+    return left

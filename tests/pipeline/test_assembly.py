@@ -1,0 +1,314 @@
+"""Stages built from lists of layers, on any placement, give the gradients of one process.
+
+First all places in one process, their messages in queues; then real processes, where an old and a new assembly of the same
+layers are alive together and closed one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_terapipe.pipeline.assembly import Assembly, Step
+from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.pipeline.interception import Interception
+from ds_terapipe.pipeline.loss import StepLosses
+from ds_terapipe.pipeline.plan import FORWARD_ONLY, plan_step
+from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.slicing import TensorCut
+from ds_terapipe.pipeline.stage import PlainGradients, Stage
+from ds_terapipe.pipeline.watch import Watch
+from ds_terapipe.schedule import Op, Placement, Unit
+from tests.pipeline.fake_links import assemblies, run
+from tests.spawn import run_ranks
+
+VOCABULARY, WIDTH, BLOCKS = 17, 8, 6
+LENGTHS = (12, 9)  # of the micro-batches
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(max(LENGTHS), WIDTH)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, positions = inputs
+        return self.table(tokens) + self.places(positions), positions
+
+
+class Block(nn.Module):
+    """Attention and two linear layers; hands the positions on, which no gradient goes back for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, positions = inputs
+        q, k, v = self.qkv(self.norm(hidden)).unsqueeze(1).chunk(3, dim=-1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        return hidden + self.out(mixed) * (1 + positions.unsqueeze(-1) / 10), positions
+
+
+def logits(embedding: Embedding, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    return F.linear(inputs[0], embedding.table.weight)
+
+
+def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
+class Case(NamedTuple):
+    """``places`` of the stages; ``frozen`` ones have no trained weight; the first ``forward_only`` do not go backward."""
+
+    places: Sequence[int]
+    schedule: str = "1f1b"
+    dtype: torch.dtype = torch.float64
+    forward_only: int = 0
+    frozen: tuple[int, ...] = ()
+    apart: bool = True  # weight gradients of their own
+    slices: int = 3
+
+    @property
+    def placement(self) -> Placement:
+        """The layers, embedding and head included, over the stages as evenly as it goes."""
+        stages, layers = len(self.places), BLOCKS + 2
+        return Placement.of(self.places, [layers * s // stages for s in range(stages + 1)], self.forward_only)
+
+    def model(self) -> list[Any]:
+        """All layers, with the same weights each time, frozen where they are to be."""
+        torch.manual_seed(0)
+        embedding = Embedding()
+        layers = [embedding, *(Block() for _ in range(BLOCKS)), partial(logits, embedding)]
+        for layer in layers[:-1]:
+            layer.to(self.dtype)
+        for number in {*range(self.forward_only), *self.frozen}:
+            _, first, stop = self.placement.stages[number]
+            for layer in layers[first:stop]:
+                if isinstance(layer, nn.Module):
+                    layer.requires_grad_(False)
+        return layers
+
+    def grid(self, evaluation: bool = False) -> Any:
+        counts = (self.slices,) * len(LENGTHS)
+        if evaluation:
+            return plan_step(FORWARD_ONLY, self.placement, counts)
+        going_back = range(self.forward_only, len(self.places))
+        deferring = tuple(s for s in going_back if s not in self.frozen) if self.apart else ()
+        return plan_step(self.schedule, self.placement, counts, deferring)
+
+    def batch(self) -> StepBatch:
+        batch = StepBatch(lengths=list(LENGTHS), signatures=list(LENGTHS))
+        for m, length in enumerate(LENGTHS):
+            tokens = torch.randint(VOCABULARY, (2, length + 1), generator=torch.Generator().manual_seed(m))
+            batch.inputs.append((tokens[:, :-1], torch.arange(length).expand(2, -1)))
+            batch.labels.append(tokens[:, 1:])
+            batch.input_cuts.append((TensorCut(1), TensorCut(1)))
+        batch.cut(self.slices)
+        return batch
+
+    def plain(self) -> tuple[Tensor, list[Tensor | None]]:
+        """Loss and gradients of one process."""
+        layers, batch, total = self.model(), self.batch(), torch.zeros(())
+        for inputs, labels in zip(batch.inputs, batch.labels, strict=True):
+            value = inputs
+            for layer in layers:
+                value = layer(value)
+            loss = cross_entropy(value, labels) / len(LENGTHS)
+            loss.backward()
+            total = total + loss.detach()
+        return total, gradients_of(layers)
+
+    def losses(self, batch: StepBatch) -> StepLosses:
+        return StepLosses(batch, cross_entropy, (TensorCut(1),))
+
+
+def gradients_of(layers: Sequence[Any]) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in nn.ModuleList(layers[:-1]).parameters()]
+
+
+def check(case: Case, total: Tensor, got: Sequence[Tensor | None]) -> None:
+    loss, wanted = case.plain()
+    limit = TOLERANCE[case.dtype]
+    assert abs(total - loss) <= limit * abs(loss)
+    assert [g is None for g in got] == [g is None for g in wanted]
+    for ours, theirs in zip(got, wanted, strict=True):
+        if ours is not None and theirs is not None:
+            assert torch.linalg.vector_norm(ours - theirs) <= limit * torch.linalg.vector_norm(theirs)
+
+
+PLACES = ([0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0])
+CASES = [
+    *(
+        Case(places, schedule, dtype, apart=apart)
+        for places in PLACES
+        for schedule in ("1f1b", "terapipe")
+        for dtype, apart in ((torch.float64, True), (torch.float32, False))
+    ),
+    *(Case(places, schedule, forward_only=2) for places in PLACES for schedule in ("1f1b", "terapipe")),
+    Case([0, 1], forward_only=1),  # a place that only goes forward
+    Case([0, 0, 0, 1], forward_only=2),  # in the middle of a place
+    Case([0, 1, 1, 2], forward_only=2),  # the last of the prefix begins a place that trains
+    Case([0, 1, 2], frozen=(1,)),  # nothing to train on a place that gradients go through
+    Case([0, 1, 1, 0], frozen=(1, 2), forward_only=1),
+    Case([0, 1, 0, 1], slices=1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_placement_gives_the_gradients_of_one_process(case):
+    layers, batch, placement = case.model(), case.batch(), case.placement
+    places, interception = assemblies(placement, layers, PlainGradients(len(LENGTHS))), Interception(layers)
+    losses, grid = case.losses(batch), case.grid()
+    made = [watch_weights(stage) for place in places for stage in place.stages.values()]
+    try:
+        left = run(places, [Step(0, batch, grid, losses)] * len(places))
+    finally:
+        interception.close()
+    assert left == 0
+    check(case, losses.total / len(LENGTHS), gradients_of(layers))
+    apart = case.apart and case.slices > 1
+    going_back = [number for number in range(case.forward_only, len(case.places)) if number not in case.frozen]
+    assert sum(map(len, made)) == (len(going_back) * len(LENGTHS) if apart else 0)
+    assert all(count > 0 for of_stage in made for count in of_stage)
+    units = case.slices * len(LENGTHS)
+    trained = len(case.places) - case.forward_only
+    assert sum(place.live.forward_units for place in places) == units * len(case.places)
+    assert sum(place.live.backward_units for place in places) == units * trained
+    assert not any(a.op is Op.SEND_BACKWARD and a.stage <= case.forward_only for row in grid for a in row)
+
+
+def watch_weights(stage: Stage) -> list[int]:
+    """Filled with the bytes that are kept for weight gradients whenever some are made."""
+    made: list[int] = []
+    make = stage.weight_gradients.make
+
+    def watched(*unit: int) -> None:
+        made.append(stage.weight_gradients.kept_bytes)
+        make(*unit)
+
+    stage.weight_gradients.make = watched  # type: ignore[method-assign]
+    return made
+
+
+class Recorded(PlainGradients):
+    """Remembers what it was told of passes."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.told: list[tuple[bool, bool]] = []
+
+    def around(self, first: bool = True, last: bool = True) -> Any:
+        self.told.append((first, last))
+        return super().around(first, last)
+
+
+def test_a_part_of_the_weight_gradients_is_the_first_or_the_last():
+    """In 16 bits parts are summed in fp32 from the first to the last."""
+    case, told = Case([0]), Recorded()
+    stage = Stage(0, case.model(), 0, gradients=told)
+    for units in (["0.2", "1.2", "0.1", "0.0", "1.0"], ["0.0", "1.0"]):
+        for unit in units:
+            stage.make_weight_gradients(Unit.from_text(unit))
+    parts = [(True, False), (True, False), (False, False), (False, True), (False, True)]
+    assert told.told == [*parts, (True, True), (True, True)] and stage.left_over == 0
+
+
+class InProcess(NamedTuple):
+    """What a rank found: for each case the loss where it is known, all its gradients, and what is left of the engine."""
+
+    losses: list[float | None]
+    gradients: list[list[Tensor | None]]
+    evaluation: list[float | None]
+    together: list[bool]
+
+
+REAL = [
+    Case(places, schedule, forward_only=forward_only)
+    for places in (*PLACES, [0, 1])
+    for schedule in ("1f1b", "terapipe")
+    for forward_only in (0, 1)
+]
+
+
+def worker(rank: int, world_size: int) -> InProcess:
+    found = InProcess([], [], [], [])
+    pipelines, cpu = [[0, 1]], torch.device("cpu")
+    watch = Watch(Seat.of(Placement.plain(2), rank, pipelines), 60.0)
+    for case in REAL:
+        layers, placement = case.model(), case.placement
+        functions = dict(enumerate(layers))
+        rules = PlainGradients(len(LENGTHS))
+        old = Assembly.build(placement, pipelines, functions, device=cpu, watch=watch, gradients=rules)
+        old.intercept()
+        step(case, old)
+        first = gradients_of(layers)
+        for parameter in nn.ModuleList(layers[:-1]).parameters():
+            parameter.grad = None
+        new = Assembly.build(placement, pipelines, functions, device=cpu, watch=watch, gradients=rules)
+        new.intercept()
+        old.close()  # the layers stay as the new one needs them
+        found.losses.append(step(case, new))
+        second = gradients_of(layers)
+        found.together.append(
+            all((a is None and b is None) or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        )
+        found.gradients.append(second)
+        found.evaluation.append(step(case, new, evaluation=True))
+        new.close()
+        new.close()
+        assert "forward" not in layers[1].qkv.__dict__
+    watch.close()
+    return found
+
+
+def step(case: Case, assembly: Assembly, evaluation: bool = False) -> float | None:
+    batch = case.batch()
+    if not assembly.seat.has_first:
+        batch.inputs.clear()
+    losses = case.losses(batch) if assembly.seat.has_last else None
+    with torch.set_grad_enabled(not evaluation):
+        assembly.run(Step(0, batch, case.grid(evaluation), losses))
+    assert assembly.left_over == 0
+    return None if losses is None else float(losses.total) / len(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[InProcess]:
+    return run_ranks(worker, 2, timeout=240)
+
+
+@pytest.mark.parametrize("index", range(len(REAL)), ids=lambda index: str(REAL[index]))
+def test_two_processes_run_any_placement(ranks, index):
+    case = REAL[index]
+    losses = [rank.losses[index] for rank in ranks if rank.losses[index] is not None]
+    evaluated = [rank.evaluation[index] for rank in ranks if rank.evaluation[index] is not None]
+    assert len(losses) == 1 and evaluated == pytest.approx(losses)
+    # each rank has all layers, and runs its own: a gradient is the sum of what the ranks have, tied ones included
+    got = []
+    for parts in zip(*(rank.gradients[index] for rank in ranks), strict=True):
+        there = [part for part in parts if part is not None]
+        got.append(sum(there[1:], there[0]) if there else None)
+    check(case, torch.tensor(losses[0], dtype=torch.float64), got)
+    assert all(rank.together[index] for rank in ranks)
+
+
+def test_a_copy_of_a_layer_computes_with_its_own_weights():
+    layers = Case([0, 1]).model()
+    interception = Interception(layers)
+    twin = copy.deepcopy(layers[1])
+    with torch.no_grad():
+        twin.out.weight.zero_()
+    interception.close()
+    x = torch.ones(1, 3, WIDTH, dtype=torch.float64)
+    assert not torch.equal(twin.out(x), layers[1].out(x))
