@@ -124,7 +124,9 @@ class StepRules:
             # A learning rate on the device is copied there; reading it here would make the host wait.
             lr = 0.0 if _is_on(self._device, group["lr"]) and self._op is not None else float(group["lr"])
             rules += [modes.rule(group, excluded, lr) for excluded in (False, True)]
-        return rules or [[0.0] * len(modes.RULE_COLUMNS)]
+        if not rules:  # no gradient at all: a row that nobody looks at, but one that the op accepts
+            rules.append([float(column == modes.STEP) for column in range(len(modes.RULE_COLUMNS))])
+        return rules
 
     def count(self) -> None:
         """In host memory: the active tensors have made a step."""
