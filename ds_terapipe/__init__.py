@@ -11,8 +11,7 @@ import importlib
 from typing import Any
 
 from . import autoload
-
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 _PUBLIC = {
     "ConfigError": "errors",

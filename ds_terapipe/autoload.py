@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from .names import KEYS, TYPES
+
 SWITCH = "DS_TERAPIPE_AUTOLOAD"
-KEYS = ("token_pipeline", "elastic_pipeline")
-TYPES = {"optimizer": ("FusedLamb",), "scheduler": ("LambWarmup", "MixedBatch")}
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from .autoload import KEYS, TYPES
+from .names import KEYS, TYPES
 
 TOKEN_PIPELINE, ELASTIC_PIPELINE = KEYS
 OPTIMIZERS, SCHEDULERS = TYPES["optimizer"], TYPES["scheduler"]
@@ -225,11 +225,13 @@ def _token_pipeline(model: Any, config: Mapping[str, Any]) -> Callable[..., Any]
         from .config import parse
 
         compat.require(TOKEN_PIPELINE)
+        from .pipeline.closing import check_open
         from .pipeline.engine import TokenPipelineEngine
     except Exception as reason:
         _cannot_run(TOKEN_PIPELINE, reason)
 
     refusals.check_model_class(model)
+    check_open(model)
     settings = refusals.on_every_rank(model, lambda: _checked(parse, refusals, config, model))
 
     def engine(*engine_args: Any, **engine_kwargs: Any) -> Any:

@@ -66,7 +66,7 @@ DEEPSPEED = "deepspeed.runtime.pipe.engine.PipelineEngine"
 OURS = "ds_terapipe.pipeline.engine.TokenPipelineEngine"
 """
 
-HOOK_MODULES = ["ds_terapipe", "ds_terapipe.autoload", "ds_terapipe.register"]
+HOOK_MODULES = ["ds_terapipe", *(f"ds_terapipe.{name}" for name in ("autoload", "names", "register", "version"))]
 
 
 def run(script: str, directory, **env: str) -> dict:

@@ -14,10 +14,11 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
-from ds_terapipe import __version__, compat
+import ds_terapipe.compat as compat
 from ds_terapipe.autoload import SWITCH
 from ds_terapipe.commands.output import add_json, show
 from ds_terapipe.commands.progress import progress
+from ds_terapipe.version import __version__
 
 EXAMPLE = """\
 example:
