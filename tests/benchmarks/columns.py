@@ -275,8 +275,9 @@ COLUMNS: dict[str, Column] = {
 
 
 def of_checkout(column: Column, path: str) -> Column:
-    """The same column of the package in another checkout: ``ours4`` becomes ``before4``."""
+    """The same column of the package in another checkout: ``ours4`` becomes ``before4``, ``auto`` ``auto-before``."""
     name, title = (text.replace("ours", "before") for text in (column.name, column.title))
+    name = f"{name}-before" if "before" not in name else name
     return replace(column, name=name, title=title, checkout=path)
 
 

@@ -100,7 +100,8 @@ def table(results: Mapping[int, Result], names: Sequence[str]) -> list[str]:
 
 
 def _title(name: str) -> str:
-    return COLUMNS[name.replace("before", "ours")].title.replace("ours", "before" if "before" in name else "ours")
+    own = "auto" if name == "auto-before" else name.replace("before", "ours")
+    return COLUMNS[own].title.replace("ours", "before" if "before" in name else "ours")
 
 
 def target_lines(results: Mapping[int, Result]) -> list[str]:
@@ -247,25 +248,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def with_before(name: str, checkout: str | None) -> list[Column]:
     """A column and, where it is ours, the same one of another checkout."""
-    column = COLUMNS[name]
-    return [column, *([of_checkout(column, checkout)] if checkout and name.startswith("ours") else [])]
+    column, ours = COLUMNS[name], name.startswith("ours") or name == "auto"
+    return [column, *([of_checkout(column, checkout)] if checkout and ours else [])]
 
 
 def before_lines(results: Mapping[int, Result]) -> list[str]:
     """How much longer each of our columns takes than the same one of another checkout."""
     lines = []
+    names = {f"ours{count}": (f"before{count}", f"{count} slices") for count in SLICES}
     for sequences, result in results.items():
-        for count in SLICES:
-            now, before = result.seconds(f"ours{count}"), result.seconds(f"before{count}")
+        for name, (other, title) in {**names, "auto": ("auto-before", "auto")}.items():
+            now, before = result.seconds(name), result.seconds(other)
             if now is None or before is None:
                 continue
             state = "" if result.minima.conclusive else ", inconclusive"
             clean = [one.seconds for one in result.minima.rounds if one.clean]
-            median = (
-                statistics.median(one[f"ours{count}"] / one[f"before{count}"] for one in clean) if clean else math.nan
-            )
+            median = statistics.median(one[name] / one[other] for one in clean) if clean else math.nan
             ratios = f"minima {now / before - 1:+.1%}, median of {len(clean)} rounds {median - 1:+.1%}"
-            lines.append(f"B={sequences}  {count} slices: {before:.3f} s before, {now:.3f} s now: {ratios}{state}")
+            lines.append(f"B={sequences}  {title}: {before:.3f} s before, {now:.3f} s now: {ratios}{state}")
     return lines
 
 
