@@ -318,7 +318,10 @@ class Watch:
         return [_describe(rank, known[rank], rank in silent) for rank in odd[:_LISTED_OUTSIDE]]
 
     def _observe(self) -> tuple[dict[int, Position] | None, set[int]]:
-        """All ranks' positions, and who has stopped publishing. Two looks tell; clocks of other machines do not."""
+        """All ranks' positions, and who has stopped publishing. Two looks tell; clocks of other machines do not.
+
+        Whoever has the store may be done with its own report between the two: then the first look is what is known.
+        """
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         before = self._positions.read(others)
         if before is None or any(position.ended for position in before.values()):
@@ -326,7 +329,7 @@ class Watch:
         time.sleep(_SILENT_AFTER_S)
         after = self._positions.read(others)
         if after is None:
-            return None, set()
+            return before, set()
         return after, {rank for rank, position in after.items() if position == before.get(rank)}
 
 

@@ -229,6 +229,15 @@ def test_a_lost_store_costs_neither_time_nor_a_second_try(watch, store, how):
     store.hold.set()
 
 
+def test_a_store_lost_between_two_looks_leaves_what_the_first_one_saw(watch, store, clock):
+    other(store, 1)
+    watch.begin(4, GRID, SEAT)
+    clock.sleep = lambda seconds: setattr(store, "lost", "gone")  # its host has written its own report, and ends
+    with pytest.raises(PipelineStalled, match=r"rank 1 \(stage 1\): last seen in step") as caught:
+        watch.wait(Late(0.0, closed(), sleep=lambda seconds: None), "activations of 0.1 from rank 1")
+    assert store.lost and "positions unknown" not in str(caught.value) and "no sign of life" not in str(caught.value)
+
+
 def test_living_ranks_keep_publishing_and_closing_ends_the_thread(watch, store):
     told, deadline = set(), time.monotonic() + 60
     while len(told) < 4 and time.monotonic() < deadline:
