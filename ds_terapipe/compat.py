@@ -127,6 +127,7 @@ NAMES: tuple[Name, ...] = (
     Name(f"{_CHECKPOINTING}:CONTIGUOUS_CHECKPOINTING", "0.19.8", "refusals: refused where something is cut"),
     Name(f"{_CHECKPOINTING}:PARTITION_ACTIVATIONS", "0.19.8", "stage: inputs lose their data"),
     Name(f"{_CHECKPOINTING}:CPU_CHECKPOINT", "0.19.8", "stage: inputs lose their data"),
+    Name(f"{_CHECKPOINTING}:_CUDA_RNG_STATE_TRACKER", "0.19.8", "random_streams: Megatron-DeepSpeed's random states"),
     Name(
         "deepspeed.runtime.config:DeepSpeedConfig.__init__#_param_dict",
         "0.19.8",
@@ -233,6 +234,12 @@ NAMES: tuple[Name, ...] = (
         "megatron.core.tensor_parallel:get_cuda_rng_tracker",
         "0.16.1",
         "core_attention: dropout of tensor-parallel ranks",
+    ),
+    Name(
+        "megatron.core.tensor_parallel.random:_CUDA_RNG_STATE_TRACKER",
+        "0.16.1",
+        "random_streams: seeded where it keeps states, and not made where nobody did",
+        needed=False,
     ),
     Name("megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec", "0.16.1", "megatron: a layer's parts"),
     Name("megatron.core.parallel_state:create_group#_global_process_group_list", "0.16.1", "megatron: what to destroy"),

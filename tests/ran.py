@@ -45,7 +45,8 @@ class Ran:
         assert slices == wanted, f"ran slices of {slices} tokens, not {wanted}"
         units = sum(map(len, wanted))
         back = units if training and self.goes_backward else 0
-        assert counts == (units, back), f"ran {counts} units, not {units}"
+        forward = units * len(self._engine._assembly.stages)  # one for what goes forward only, one for the rest
+        assert counts == (forward, back), f"ran {counts} units, not {(forward, back)}"
         spans = Counter(
             (m, sum(micro_batch[:index]), sum(micro_batch[: index + 1]))
             for m, micro_batch in enumerate(wanted)

@@ -10,7 +10,6 @@ from ds_terapipe.commands.cost_sources import Analytic, Measured
 from ds_terapipe.commands.plan_inputs import Inputs
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.cost import Cost
-from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.memory import GIGABYTE, memory_use
 from ds_terapipe.plan.stages import even_layers
 from ds_terapipe.schedule import Action, Op, Placement, Simulation, order, simulate
@@ -66,6 +65,8 @@ class Alternative:
 def interleaved(inputs: Inputs) -> Alternative | str:
     """The fastest interleaved 1F1B that the sizes allow and that fits, else the fastest; or why there is none."""
     request = inputs.request
+    if request.placement is not None:
+        return "interleaving: not known, these stages were measured on places of their own choice"
     if request.stages == 1:
         return "interleaving: not on a single stage"
     if not whole_sequences(inputs):
@@ -148,7 +149,7 @@ def peak_bytes(inputs: Inputs, schedule: str, lengths: tuple[int, ...]) -> float
     request = inputs.request
     if request.memory is None:
         return None
-    uses = memory_use(request.memory, schedule, lengths, request.micro_batches, request.weights_once)
+    uses = memory_use(request.memory, schedule, lengths, request.micro_batches, request.weights_once, request.placement)
     return max(use.total for use in uses)
 
 
@@ -161,7 +162,7 @@ def fits(inputs: Inputs, bytes_: float | None) -> bool:
 def _unsliced(inputs: Inputs, name: str) -> Alternative:
     request = inputs.request
     whole = (request.seq_length,)
-    times = StepTimes(inputs.source.cost(inputs.sequences), request.stages, request.micro_batches, request.weights_once)
+    times = request.times(inputs.source.cost(inputs.sequences))
     found = times.simulate(UNSLICED, whole)
     bytes_ = peak_bytes(inputs, UNSLICED, whole)
     live = max(place.peak_units for place in found.places) * inputs.sequences

@@ -64,7 +64,7 @@ def compare(inputs: Inputs, slices: tuple[int, ...] | None) -> tuple[list[str], 
         What is printed, its figures, and a panel for each schedule.
     """
     request = inputs.request
-    times = StepTimes(inputs.source.cost(inputs.sequences), request.stages, request.micro_batches, request.weights_once)
+    times = request.times(inputs.source.cost(inputs.sequences))
     alternatives, why_not = alternatives_to(inputs)
     rows = []
     if whole_sequences(inputs):
@@ -106,7 +106,7 @@ def _row(inputs: Inputs, times: StepTimes, name: str, schedule: str, lengths: tu
     live = max(place.peak_tokens for place in found.places) / inputs.request.seq_length * inputs.sequences
     return _Row(
         name, schedule, lengths, found.makespan + inputs.request.overhead_s, found.bubble, live, bytes_,
-        fits(inputs, bytes_), found.grid, found.spans,
+        fits(inputs, bytes_), found.grid, found.spans, inputs.request.placement,
     )  # fmt: skip
 
 

@@ -220,7 +220,8 @@ class Measured:
     @property
     def text(self) -> str:
         """See `Source`."""
-        return f"measured on {self.stages} stages, {self.measured.sequences} sequences at once ({self.path})"
+        where = "" if self.measured.placement is None else f" on {self.measured.placement.places} places"
+        return f"measured on {self.stages} stages{where}, {self.measured.sequences} sequences at once ({self.path})"
 
     @property
     def about(self) -> Mapping[str, Any]:

@@ -151,6 +151,7 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         if isinstance(source, Measured) and memory_gb is None
         else "memory_gb",
         weights_once=source.weights_once if isinstance(source, Measured) else weights_once,
+        placement=None if measured is None else measured.placement,
         overhead_s=source.overhead_s,
         about={**source.about, "seq_length": length},
     )
@@ -250,7 +251,7 @@ def _source(
     measured = MeasuredCost.load(path)
     ranks = measured.measured_on.get("ranks")
     for name, axis, found in (
-        ("--stages", "pipe", measured.stages),
+        ("--stages", "pipe", measured.placement.places if measured.placement else measured.stages),
         ("--tensor-parallel", "model", ranks.get("model", 1) if isinstance(ranks, dict) else None),
         ("--data-parallel", "data", ranks.get("data", 1) if isinstance(ranks, dict) else None),
     ):

@@ -20,7 +20,6 @@ from ds_terapipe.commands.plan_inputs import (
 )
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import bad_value
-from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.memory import MemoryUse, as_dict, gigabytes, memory_use
 from ds_terapipe.plan.result import Plan, compact
 from ds_terapipe.schedule import Panel, Simulation, timelines_svg
@@ -158,12 +157,17 @@ def _cutting(
 def _one(inputs: Inputs, cutting: Cutting, trace: str | None) -> tuple[list[str], dict[str, Any], list[Panel]]:
     """One schedule: what is printed, its figures, its picture."""
     request = inputs.request
-    times = StepTimes(inputs.source.cost(inputs.sequences), request.stages, request.micro_batches, request.weights_once)
+    times = request.times(inputs.source.cost(inputs.sequences))
     found = times.simulate(cutting.schedule, cutting.slices)
     memory: tuple[MemoryUse, ...] = ()
     if request.memory is not None:
         memory = memory_use(
-            request.memory, cutting.schedule, cutting.slices, request.micro_batches, request.weights_once
+            request.memory,
+            cutting.schedule,
+            cutting.slices,
+            request.micro_batches,
+            request.weights_once,
+            request.placement,
         )
     if trace is not None:
         about = {"schedule": cutting.schedule, "slices": list(cutting.slices), "costs": inputs.source.text}
@@ -176,7 +180,7 @@ def _one(inputs: Inputs, cutting: Cutting, trace: str | None) -> tuple[list[str]
     spans = [[span._replace(start=scale * span.start, end=scale * span.end) for span in row] for row in found.spans]
     count = len(cutting.slices)
     title = f"{cutting.schedule}, {count} slices" if count > 1 else f"{cutting.schedule}, unsliced"
-    panel = Panel(title if inputs.units else f"{title}, ms", found.grid, spans=spans)
+    panel = Panel(title if inputs.units else f"{title}, ms", found.grid, spans=spans, placement=request.placement)
     return _lines(inputs, cutting, data, memory), data, [panel]
 
 

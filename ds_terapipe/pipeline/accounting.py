@@ -66,7 +66,7 @@ class LiveUnits:
 
 
 class StepMemory:
-    """Measures what the tokens of a micro-batch take on this stage, during one step.
+    """Measures what the tokens of a micro-batch take on each stage of this place, during one step.
 
     Activations are what autograd saves in a unit's forward, parameters and attention buffers aside, every storage counted
     once. Off, it costs nothing.
@@ -74,24 +74,24 @@ class StepMemory:
 
     def __init__(self) -> None:
         self.on = False
-        self._tokens = 0
-        self._bytes: dict[str, float] = {}
+        self._tokens: dict[int, int] = {}  # by stage
+        self._bytes: dict[int, dict[str, float]] = {}
         self._known: set[int] = set()
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Measure the step that begins; ``parameters`` are not counted."""
-        self.on, self._tokens, self._bytes = True, 0, {}
+        self.on, self._tokens, self._bytes = True, {}, {}
         self._known = {p.untyped_storage().data_ptr() for p in parameters}
 
-    def forward(self, span: Span, buffers: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
-        """Around the forward of a unit; ``buffers`` are those of its micro-batch's attention, afterwards."""
+    def forward(self, stage: int, span: Span, buffers: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
+        """Around the forward of a unit on a stage; ``buffers`` are those of its micro-batch's attention, afterwards."""
         if not self.on:
             return nullcontext()
-        self._tokens += span.length
-        return self._saved(buffers)
+        self._tokens[stage] = self._tokens.get(stage, 0) + span.length
+        return self._saved(stage, buffers)
 
     @contextmanager
-    def _saved(self, buffers: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+    def _saved(self, stage: int, buffers: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -102,28 +102,32 @@ class StepMemory:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         shared = self._known | {t.untyped_storage().data_ptr() for t in buffers()}
-        self._add("activations", sum(count for storage, count in saved.items() if storage not in shared))
+        self._add(stage, "activations", sum(count for storage, count in saved.items() if storage not in shared))
 
-    def message(self, name: str, value: Any) -> None:
+    def message(self, stage: int, name: str, value: Any) -> None:
         """A message of a unit, ``received`` from the stage before or ``sent`` to the one after."""
         if self.on:
-            self._add(name, sum(t.numel() * t.element_size() for t in as_tuple(value)))
+            self._add(stage, name, sum(t.numel() * t.element_size() for t in as_tuple(value)))
 
-    def buffers(self, keys_values: Iterable[Tensor]) -> None:
+    def buffers(self, stage: int, keys_values: Iterable[Tensor]) -> None:
         """The K and V of one micro-batch; their gradients are as many numbers in fp32 or wider."""
         for tensor in keys_values if self.on else ():
-            self._add("keys_values", tensor.numel() * tensor.element_size())
-            self._add("key_value_gradients", tensor.numel() * max(tensor.element_size(), 4))
+            self._add(stage, "keys_values", tensor.numel() * tensor.element_size())
+            self._add(stage, "key_value_gradients", tensor.numel() * max(tensor.element_size(), 4))
 
-    def weight_gradients(self, keeper: WeightGradients) -> None:
+    def weight_gradients(self, stage: int, keeper: WeightGradients) -> None:
         """What is kept for the weight gradients of one micro-batch."""
         if self.on:
-            self._add("weight_gradients", keeper.kept_bytes)
+            self._add(stage, "weight_gradients", keeper.kept_bytes)
 
-    def end(self) -> StageMemory:
-        """Bytes per token of a micro-batch."""
+    def end(self) -> dict[int, StageMemory]:
+        """Bytes per token of a micro-batch, by stage."""
         self.on = False
-        return StageMemory(**{name: total / max(self._tokens, 1) for name, total in self._bytes.items()})
+        return {
+            stage: StageMemory(**{name: total / tokens for name, total in self._bytes.get(stage, {}).items()})
+            for stage, tokens in self._tokens.items()
+        }
 
-    def _add(self, name: str, count: float) -> None:
-        self._bytes[name] = self._bytes.get(name, 0.0) + count
+    def _add(self, stage: int, name: str, count: float) -> None:
+        taken = self._bytes.setdefault(stage, {})
+        taken[name] = taken.get(name, 0.0) + count

@@ -22,6 +22,7 @@ from ds_terapipe.pipeline.interception import Interception
 from ds_terapipe.pipeline.layer_range import Layer
 from ds_terapipe.pipeline.links import Links
 from ds_terapipe.pipeline.loss import StepLosses
+from ds_terapipe.pipeline.random_streams import RandomStreams
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like
 from ds_terapipe.pipeline.stage import Autocast, GradientRules, Stage
@@ -32,12 +33,17 @@ from ds_terapipe.schedule import Action, Grid, Op, Placement, Unit
 
 @dataclass(frozen=True)
 class Step:
-    """What a step runs: ``grid`` over ``batch``. ``losses``: on the rank that has the model's last stage."""
+    """What a step runs: ``grid`` over ``batch``.
+
+    ``losses``: on the rank that has the model's last stage. ``first_micro_batch``: how many of the step's micro-batches come
+    before this pipeline's, those of other replicas; random streams know a micro-batch by that number.
+    """
 
     number: int
     batch: StepBatch
     grid: Grid
     losses: StepLosses | None = None
+    first_micro_batch: int = 0
 
 
 class Assembly:
@@ -49,7 +55,7 @@ class Assembly:
         links: to the stages of other places.
         watch: times and bounds the waits.
         channels: what the links travel in and `close` gives up; None where nothing is to be given up.
-        memory, autocast: as the stages have them.
+        memory, autocast, streams: as the stages have them.
     """
 
     def __init__(
@@ -61,13 +67,14 @@ class Assembly:
         channels: Channels | None = None,
         memory: StepMemory | None = None,
         autocast: Autocast = nullcontext,
+        streams: RandomStreams | None = None,
     ) -> None:
         self.seat, self.placement, self.stages, self.links = seat, seat.placement, stages, links
         self.memory = memory if memory is not None else StepMemory()
         self.autocast = autocast
         self.live = LiveUnits()
         self.interception: Interception | None = None
-        self._watch, self._channels = watch, channels
+        self._watch, self._channels, self._streams = watch, channels, streams
         self._deferring: tuple[int, ...] | None = None
         self._batch = StepBatch()
         self._inputs: dict[tuple[int, Unit], Any] = {}  # of stages, until their units run
@@ -88,6 +95,7 @@ class Assembly:
         module: Any = None,
         memory: StepMemory | None = None,
         autocast: Autocast = nullcontext,
+        streams: RandomStreams | None = None,
     ) -> Assembly:
         """The assembly of this rank; collective over all pipelines.
 
@@ -101,6 +109,7 @@ class Assembly:
             module: the ``PipelineModule`` that the layers are part of, if they are.
             memory: measures what units take, when it is asked to.
             autocast: the mixed precision that layers run in.
+            streams: seeds the layers' random numbers in training steps; None: they draw from the process's own.
         """
         seat, memory = Seat.of(placement, torch.distributed.get_rank(), pipelines), memory or StepMemory()
         stages = {}
@@ -108,10 +117,10 @@ class Assembly:
             _, first, stop = placement.stages[number]
             stages[number] = Stage(
                 number, [functions[layer] for layer in range(first, stop)], first, module=module, gradients=gradients,
-                trains=placement.goes_backward(number), memory=memory, autocast=autocast,
+                trains=placement.goes_backward(number), memory=memory, autocast=autocast, streams=streams,
             )  # fmt: skip
         channels = Channels(placement, pipelines, watch, device)
-        return cls(seat, stages, Links(seat, channels, device, watch), watch, channels, memory, autocast)
+        return cls(seat, stages, Links(seat, channels, device, watch), watch, channels, memory, autocast, streams)
 
     def intercept(self) -> None:
         """Let attention run slices and layers defer their weight gradients; what is never cut is left alone."""
@@ -128,10 +137,11 @@ class Assembly:
         return self._deferring
 
     def _defers(self, stage: Stage) -> bool:
-        trained = [p for module in stage.layers.modules for p in module.parameters() if p.requires_grad]
-        return (
-            stage.trains and self.interception is not None and any(id(p) in self.interception.deferred for p in trained)
-        )
+        if self.interception is None or not stage.trains:
+            return False
+        # a bias waits with its weight, or not at all
+        weights = (p for module in stage.layers.modules for p in module.parameters() if p.dim() == 2)
+        return any(weight.requires_grad and id(weight) in self.interception.deferred for weight in weights)
 
     @property
     def is_inspected(self) -> bool:
@@ -167,6 +177,8 @@ class Assembly:
         last = len(self.placement.stages) - 1
         for number, stage in self.stages.items():
             stage.begin(step.batch, step.losses if number == last else None, number in apart)
+        if self._streams is not None and torch.is_grad_enabled():
+            self._streams.begin(step.number, step.first_micro_batch)
         self.live.begin()
 
     def end(self) -> None:
@@ -175,6 +187,8 @@ class Assembly:
             leftover.clear()
         for stage in self.stages.values():
             stage.end()
+        if self._streams is not None:
+            self._streams.end()
         self._batch = StepBatch()
 
     def execute(self, action: Action) -> None:
@@ -209,11 +223,11 @@ class Assembly:
 
     def _receive_forward(self, number: int, unit: Unit) -> None:
         inputs = self._inputs[number, unit] = self.links.receive_forward(number, unit)
-        self.memory.message("received", inputs)
+        self.memory.message(number, "received", inputs)
 
     def _send_forward(self, number: int, unit: Unit) -> None:
         outputs = self._outputs.pop((number, unit))
-        self.memory.message("sent", outputs)
+        self.memory.message(number, "sent", outputs)
         self.links.send_forward(number, unit, outputs)
 
     def _receive_backward(self, number: int, unit: Unit) -> None:

@@ -74,7 +74,7 @@ def read_step(
     """
     batch, cut, slices = StepBatch(), config.cut or {}, config.slices
     for item in pulled:
-        _check_item(item)
+        check_item(item)
         if inputs:
             value = _tensors(item[0], "inputs", device)
             total, cuts = _plan(value, slices, cut.get("inputs"), "inputs")
@@ -107,7 +107,12 @@ def _plan(value: Any, slices: int | Sequence[int] | str, given: Any, key: str) -
     return total, tuple(TensorCut() for _ in tensors)
 
 
-def _check_item(item: Any) -> None:
+def check_item(item: Any) -> None:
+    """Refuse what an iterator yields that is no (inputs, labels).
+
+    Raises:
+        ConfigError: saying what it is.
+    """
     if not isinstance(item, (tuple, list)) or len(item) < 2:
         got = "nothing" if item is None else type(item).__name__
         got += f" of {len(item)}" if isinstance(item, (tuple, list)) else ""

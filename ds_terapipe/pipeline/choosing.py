@@ -21,15 +21,25 @@ from ds_terapipe.pipeline.report import emit
 from ds_terapipe.pipeline.situation import Situation
 from ds_terapipe.plan.files import check_writable
 from ds_terapipe.plan.layers import LayerSeconds
-from ds_terapipe.plan.memory import GIGABYTE, MemoryModel
+from ds_terapipe.plan.memory import GIGABYTE, MemoryModel, StageMemory
+from ds_terapipe.plan.placed import placement_dict, unlike_plain
+from ds_terapipe.refusals import cuts
 from ds_terapipe.version import __version__
 
 
-def new_choice(engine: Any, control: Control, memory: StepMemory, layers: LayerTimes) -> FixedCutting | AutoCutting:
-    """How the engine cuts its steps, as its configuration says; collective for ``auto``."""
-    config = engine.token_pipeline
-    if config.slices != AUTO or (engine.num_stages == 1 and config.plan_path is None):
-        slices = 1 if config.slices == AUTO else config.slices
+def new_choice(
+    engine: Any, config: TokenPipelineConfig, control: Control, memory: StepMemory, layers: LayerTimes
+) -> FixedCutting | AutoCutting:
+    """How the engine cuts its steps, as ``config`` says; collective where it does.
+
+    Raises ConfigError, on every rank, for a file that can't be written or does not fit, and for a layer whose gradient its slices
+    do not add up to.
+    """
+    fixed = config.slices != AUTO or (engine.num_stages == 1 and config.plan_path is None)
+    slices = 1 if fixed and config.slices == AUTO else config.slices
+    if cuts(slices):
+        control.agree(_by_frequency(engine))
+    if fixed:
         return FixedCutting(slices, DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule)
     path = config.measurements_path
     if path is not None:
@@ -43,6 +53,24 @@ def new_choice(engine: Any, control: Control, memory: StepMemory, layers: LayerT
         say,
         lambda: _layer_seconds(engine, control, layers),
     )
+
+
+def _by_frequency(engine: Any) -> ConfigError | None:
+    """What is wrong with an embedding whose gradient depends on all tokens of a micro-batch, and is made slice by slice."""
+    interception, once = engine._assembly.interception, engine.makes_weight_gradients_once()
+    for name, module in engine.module.named_modules():
+        weight = getattr(module, "weight", None)
+        if not getattr(module, "scale_grad_by_freq", False) or not getattr(weight, "requires_grad", False):
+            continue
+        waits = interception is not None and id(weight) in interception.deferred
+        if once and waits:
+            continue
+        use = '"weight_gradients": "micro_batch"' if waits and not engine.torch_autocast_enabled() else '"slices": 1'
+        return ConfigError(
+            f"token_pipeline: layer {name} ({type(module).__name__}) has scale_grad_by_freq=True, must be False where its "
+            f"gradient is made slice by slice (a slice does not know how often a token is in the whole sequence), use {use}"
+        )
+    return None
 
 
 def changed_settings(
@@ -107,8 +135,10 @@ def _situation(engine: Any, control: Control) -> Situation:
         "checkpoint_interval": engine.module.activation_checkpoint_interval,
         "autocast": bool(engine.torch_autocast_enabled()),
     }
+    if (unlike := unlike_plain(engine.placement)) is not None:
+        measured_on["placement"] = placement_dict(unlike)
     return Situation(
-        stages=engine.num_stages,
+        stages=len(engine.placement.stages),
         sequences=engine.train_micro_batch_size_per_gpu(),
         micro_batches=engine.micro_batches,
         weights_once=engine.makes_weight_gradients_once(),
@@ -129,7 +159,11 @@ def _processor() -> str:
 
 
 def _layer_seconds(engine: Any, control: Control, times: LayerTimes) -> LayerSeconds | None:
-    """What single layers took on all stages; the slowest replica or tensor-parallel rank of a stage stands for it."""
+    """What single layers took on all places, of which the slowest replica or tensor-parallel rank stands for it; None where that
+    was not timed, or a place has layers from several parts of the model, which no boundaries could say."""
+    places = [stage.place for stage in engine.placement.stages]
+    if places != sorted(places):
+        return None
     stages: dict[int, tuple[float, ...]] = {}
     for stage, seconds in control.gather((engine.stage_id, times.seconds())):
         if seconds is None:
@@ -151,13 +185,12 @@ class _Meter:
 
     def end(self) -> tuple[MemoryModel | None, float | None]:
         """What it took; the fullest replica and tensor-parallel rank of a stage stands for it."""
-        engine = self._engine
-        said = self._control.gather((engine.stage_id, self._memory.end(), self._free()))
-        stages = {}
-        for stage, taken, _ in said:
+        said = self._control.gather((self._memory.end(), self._free()))
+        stages: dict[int, StageMemory] = {}
+        for stage, taken in (each for of_rank, _ in said for each in of_rank.items()):
             if stage not in stages or taken.activations > stages[stage].activations:
                 stages[stage] = taken
-        limits = [free for _, _, free in said if free is not None]
+        limits = [free for _, free in said if free is not None]
         model = MemoryModel(tuple(stages[stage] for stage in sorted(stages)))
         return model, min(limits) if limits else None
 

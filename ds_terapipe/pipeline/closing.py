@@ -20,11 +20,16 @@ from ds_terapipe.process_groups import close_groups
 _OF_GRID = ("ds_model_proc_group", "dp_proc_group", "pp_proc_group", "slice_proc_group")
 
 
-def module_groups(module: PipelineModule) -> set[ProcessGroup]:
-    """The process groups that a ``PipelineModule`` and its grid made: of those that this rank is in."""
-    made = [module.__dict__.get("world_group"), *(vars(module._grid).get(name) for name in _OF_GRID)]
-    made += [tied["group"] for tied in module.tied_comms.values()]
+def shape_groups(module: PipelineModule) -> set[ProcessGroup]:
+    """The process groups of a ``PipelineModule``'s grid and tied layers: of those that this rank is in."""
+    made = [vars(module._grid).get(name) for name in _OF_GRID] + [tied["group"] for tied in module.tied_comms.values()]
     return {group for group in made if isinstance(group, ProcessGroup)}
+
+
+def module_groups(module: PipelineModule) -> set[ProcessGroup]:
+    """All process groups that a ``PipelineModule`` made: those of its shape, and its own of all ranks."""
+    world = module.__dict__.get("world_group")
+    return shape_groups(module) | ({world} if isinstance(world, ProcessGroup) else set())
 
 
 def close_module(module: PipelineModule, *holders: Any) -> None:
@@ -48,12 +53,8 @@ def check_open(model: object) -> None:
         )
 
 
-def detach_engine(engine: Any) -> None:
-    """Take away what keeps a DeepSpeed engine alive, or lives on without it; of this process alone.
-
-    That is its hooks on module and optimizer, the iterator over its training data (processes and shared memory, where there
-    are workers), and the writer of its TensorBoard events (a thread and a file).
-    """
+def remove_hooks(engine: Any) -> None:
+    """Take a DeepSpeed engine's hooks from its module and optimizer."""
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
         hook = vars(engine).get(name)
         if hook is not None:
@@ -61,6 +62,15 @@ def detach_engine(engine: Any) -> None:
     unregister = getattr(engine.optimizer, "unregister_grad_acc_post_hooks", None)  # ZeRO's, bf16's
     if unregister is not None:
         unregister()
+
+
+def detach_engine(engine: Any) -> None:
+    """Take away what keeps a DeepSpeed engine alive, or lives on without it; of this process alone.
+
+    That is its hooks, the iterator over its training data (processes and shared memory, where there are workers), and the
+    writer of its TensorBoard events (a thread and a file).
+    """
+    remove_hooks(engine)
     engine.data_iterator = engine.training_dataloader = None
     writer = getattr(getattr(engine.monitor, "tb_monitor", None), "summary_writer", None)
     if writer is not None:

@@ -17,6 +17,7 @@ import torch
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.buffers import AttentionState
+from ds_terapipe.pipeline.random_streams import RandomStreams
 from ds_terapipe.pipeline.spans import Span
 from ds_terapipe.pipeline.weight_gradients import WeightGradients
 from ds_terapipe.schedule import Unit
@@ -62,6 +63,7 @@ class SliceContext:
         self.span: Span | None = None
         self.dropout = True  # False while a model is compared with itself
         self.weight_gradients: WeightGradients | None = None  # set where they are made once per micro-batch
+        self.streams: RandomStreams | None = None  # what seeds random numbers, layer by layer
         self.micro_batch = -1
         self._recomputing = False
         self.layer: int | None = None
@@ -115,6 +117,8 @@ class SliceContext:
     def enter_layer(self, layer: int) -> None:
         """Layer ``layer`` of the ``PipelineModule`` is about to run."""
         self.layer, self._call = layer, 0
+        if self.streams is not None and self.span is not None:
+            self.streams.enter(layer, self.micro_batch, self.span)
 
     def note_call(self, form: CallForm) -> None:
         """The attention call that comes next, in a slice of more than one token, has this form."""

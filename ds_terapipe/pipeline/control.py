@@ -41,8 +41,12 @@ class Control:
 
     def __init__(self, watch: Watch, pipelines: Sequence[Sequence[int]], config_hash: int) -> None:
         self._watch, self.config_hash = watch, config_hash
-        self._pipelines = [list(ranks) for ranks in pipelines]
         self.group = bounded_group(None, watch.timeout_s, backend="gloo")
+        self.set_pipelines(pipelines)
+
+    def set_pipelines(self, pipelines: Sequence[Sequence[int]]) -> None:
+        """From now on the job's pipelines are these; as in the class."""
+        self._pipelines = [list(ranks) for ranks in pipelines]
         self._mine = next(ranks for ranks in self._pipelines if torch.distributed.get_rank() in ranks)
 
     def announce(

@@ -39,6 +39,7 @@ from ds_terapipe.pipeline.layer_times import LayerTimes
 from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
 from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.pipeline.plan import plan_step
+from ds_terapipe.pipeline.random_streams import RandomStreams
 from ds_terapipe.pipeline.report import StepReport, emit
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.stream import StreamMark
@@ -64,6 +65,8 @@ class TokenPipelineEngine(Evaluation, OneReplica, TrueNormClipping, PipelineEngi
         *args, **kwargs: as for ``PipelineEngine``, which ``deepspeed.initialize`` passes.
     """
 
+    _streams: RandomStreams | None = None  # layers draw random numbers from the process's own
+
     def __init__(self, *args: Any, token_pipeline: TokenPipelineConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._token_pipeline = token_pipeline
@@ -72,19 +75,28 @@ class TokenPipelineEngine(Evaluation, OneReplica, TrueNormClipping, PipelineEngi
                 'token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast, must be "slice" or "auto" (a layer '
                 'multiplies with a copy of its weight, whose gradient is made with it), use "auto"'
             )
-        self.is_pipe_partitioned = self.is_grad_partitioned = False  # boundaries are small already: slices
         pipelines = self.grid.pipe_groups
         seat = Seat.of(Placement.plain(self.num_stages), self.global_rank, pipelines)
         self._watch = Watch(seat, token_pipeline.timeout_s, StreamMark if self.device.type == "cuda" else None)
         weakref.finalize(self, self._watch.close)
         self._control = Control(self._watch, pipelines, _hash_of(token_pipeline))
-        self._trace = self._new_trace()
+        self._trace, self._memory = self._new_trace(), StepMemory()
         self._recorder = Recorder(self.stage_id, self._watch, self._control.group, self.device)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Make what depends on where the model's layers are, and which of them are trained; collective."""
+        self.is_pipe_partitioned = self.is_grad_partitioned = False  # boundaries are small already: slices
+        self._recorder.stage = self.stage_id
         self._report = StepReport(self.num_stages)
-        self._memory, self._rules = StepMemory(), DeepSpeedGradients(self)
+        self._rules = DeepSpeedGradients(self)
         self._assembly = self._assemble(placement_of(self.module, self._control))
+        self._watch.begin(self.global_steps, (), self._assembly.seat)
         self._layer_times = LayerTimes([stage.layers for stage in self._assembly.stages.values()], self.device)
-        self._choice = new_choice(self, self._control, self._memory, self._layer_times)
+        self._choice = new_choice(self, self._choice_settings(), self._control, self._memory, self._layer_times)
+
+    def _choice_settings(self) -> TokenPipelineConfig:
+        return self._token_pipeline
 
     def _assemble(self, placement: Placement) -> Assembly:
         """The stages of this rank on a placement; where nothing is cut, attention and the compiler are left alone."""
@@ -98,6 +110,7 @@ class TokenPipelineEngine(Evaluation, OneReplica, TrueNormClipping, PipelineEngi
             module=self.module,
             memory=self._memory,
             autocast=partial(_autocast, weakref.ref(self)),
+            streams=self._streams,
         )
         if cuts(self.token_pipeline.slices):
             assembly.intercept()
@@ -152,7 +165,7 @@ class TokenPipelineEngine(Evaluation, OneReplica, TrueNormClipping, PipelineEngi
             self._assembly.intercept()
         self._token_pipeline = settings
         try:
-            self._choice = new_choice(self, self._control, self._memory, self._layer_times)
+            self._choice = new_choice(self, self._choice_settings(), self._control, self._memory, self._layer_times)
         except BaseException:
             self._token_pipeline = before
             raise
@@ -254,7 +267,7 @@ class TokenPipelineEngine(Evaluation, OneReplica, TrueNormClipping, PipelineEngi
             )
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self.module.train()
+        self._enter_training()
         self._compute_loss = True
         self.total_loss = self.total_additional_losses = None
         started = time.perf_counter()
@@ -268,7 +281,7 @@ class TokenPipelineEngine(Evaluation, OneReplica, TrueNormClipping, PipelineEngi
         traced = self._trace.wants(step)
         self._recorder.begin(step, wanted=traced or self._choice.wants_events)
         with self._no_way_back():
-            with self._layer_times.step(self._choice.wants_layers):
+            with self._layer_times.step(self._times_layers()):
                 self._run(batch, grid, self.global_steps)
             self._finish_step()
         seconds = time.perf_counter() - started
@@ -278,6 +291,12 @@ class TokenPipelineEngine(Evaluation, OneReplica, TrueNormClipping, PipelineEngi
         self._log_step(batch, cutting.schedule, seconds)
         self._choice.took(events, seconds)
         return self.agg_train_loss
+
+    def _enter_training(self) -> None:
+        self.module.train()
+
+    def _times_layers(self) -> bool:
+        return self._choice.wants_layers
 
     def _finish_step(self) -> None:
         """What comes after the schedule: gradients reduced, weights updated, the loss known on all stages."""
@@ -324,8 +343,8 @@ class TokenPipelineEngine(Evaluation, OneReplica, TrueNormClipping, PipelineEngi
         self._watch.begin(self.global_steps, (), seat)
         try:
             check_checkpointing(self.token_pipeline.slices)
+            pulled = self._read(micro_batches)
             if seat.has_first or seat.has_last:
-                pulled = [self._next_batch() for _ in range(micro_batches)]
                 batch = read_step(
                     pulled,
                     self.token_pipeline,
@@ -339,6 +358,11 @@ class TokenPipelineEngine(Evaluation, OneReplica, TrueNormClipping, PipelineEngi
         header = Header(tuple(batch.lengths), tuple(batch.signatures)) if batch.lengths else None
         batch.adopt(self._control.announce(seat.placement, header, micro_batches, error))
         return batch
+
+    def _read(self, micro_batches: int) -> list[Any]:
+        """The micro-batches of a step, (inputs, labels) each, where this rank needs them."""
+        seat = self._assembly.seat
+        return [self._next_batch() for _ in range(micro_batches)] if seat.has_first or seat.has_last else []
 
     def _inspect(self, batch: StepBatch) -> None:
         """Before the first sliced step: where the sequence is between layers, and whether the model can be cut at all."""
@@ -361,7 +385,7 @@ class TokenPipelineEngine(Evaluation, OneReplica, TrueNormClipping, PipelineEngi
             )
         try:
             assembly.run(
-                Step(step, batch, grid, losses),
+                Step(step, batch, grid, losses, self.grid.data_parallel_id * len(batch.spans)),
                 lambda execute: self._recorder.recording(self._layer_times.recording(execute)),
             )
         except BaseException:

@@ -75,7 +75,16 @@ class DeepSpeedGradients:
 
 
 class OneReplica:
-    """Stands before ``PipelineEngine``: where there is one replica, no gradients are reduced."""
+    """Stands before ``PipelineEngine``: one replica reduces no gradients, and frozen weights have none to reduce."""
+
+    def _exec_reduce_tied_grads(self: Any) -> None:
+        """As DeepSpeed's, of the weights that are trained: with bf16 it asks every one for sums that a frozen one has not."""
+        shared = self.module.get_tied_weights_and_groups()
+        self.module.get_tied_weights_and_groups = lambda: [pair for pair in shared if pair[0].requires_grad]
+        try:
+            super()._exec_reduce_tied_grads()  # type: ignore[misc]
+        finally:
+            del self.module.get_tied_weights_and_groups
 
     def _exec_reduce_grads(self: Any) -> None:
         """As DeepSpeed's; but one replica has nothing to reduce, where DeepSpeed flattens all gradients and copies them back."""

@@ -26,6 +26,7 @@ from ds_terapipe.pipeline.deferred import (
     keeper_of,
     keeper_of_linear,
 )
+from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.sdpa import Overrides
 
 _DEFERS = "ds_terapipe_defers"
@@ -52,7 +53,7 @@ class Interception:
         Overrides.acquire()
         self._finalizer = weakref.finalize(self, _undo, changed)
         layers, seen = list(layers), set()
-        for name, module in (found for layer in layers for root in _roots(layer) for found in _named(root)):
+        for name, module in (found for layer in layers for root in modules_of(layer) for found in _named(root)):
             if id(module) in seen:
                 continue
             seen.add(id(module))
@@ -63,7 +64,7 @@ class Interception:
                 if _stand_in(module, method, function, changed):
                     self.deferred.update(id(p) for p in module._parameters.values() if p is not None)
         # a function may do anything with the weights of its module, so a tied weight that one uses counts only if it says so
-        for root in (root for layer in layers if not _says_so(layer) for root in _roots(layer)):
+        for root in (root for layer in layers if not _says_so(layer) for root in modules_of(layer)):
             self.deferred.difference_update(map(id, root.parameters()))
 
     def not_deferred(self, parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -89,15 +90,6 @@ def not_deferred_line(names: Iterable[str], shown: int = 4) -> str:
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     what = "weight gradients made slice by slice, not once per micro-batch (as exact, but slower)"
     return f"{what}: {', '.join(names[:shown])}{more}"
-
-
-def _roots(layer: Any) -> Iterator[nn.Module]:
-    """The modules that a layer is, or is a function of."""
-    parts = (layer.func, *layer.args, *layer.keywords.values()) if isinstance(layer, functools.partial) else (layer,)
-    for part in parts:
-        owner = getattr(part, "__self__", part)  # of a bound method
-        if isinstance(owner, nn.Module):
-            yield owner
 
 
 def _says_so(layer: Any) -> bool:

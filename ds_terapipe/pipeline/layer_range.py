@@ -6,9 +6,11 @@ attention has to know which layer it is in, in a recomputation too; hence a loop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import set_random_seed
 from torch import Tensor, nn
@@ -35,15 +37,18 @@ class LayerRange:
         self, functions: Sequence[Layer], first: int, entering: Callable[[int], None], module: Any = None
     ) -> None:
         self.functions, self.first = list(functions), first
-        self.modules = [layer for layer in map(module_of, functions) if layer is not None]
+        self.modules = [module for layer in functions for module in modules_of(layer)]
         self._entering, self._module = entering, module
+        # of the layers that DeepSpeed counts in this process so many are before these
+        self._before = 0 if module is None else first - module._local_start
+        self._runs = 0 if module is None else module.micro_offset
         self._checkpointed: tuple[int, list[bool]] = (0, [])
 
     def __call__(self, inputs: Any) -> Any:
         """Run all layers; tensors between layers are one tensor or a tuple of them."""
         module = self._module
         if module is None:
-            return self._run(0, len(self.functions), 0)(inputs)
+            return self._run(0, len(self.functions), 0, 0)(inputs)
         if has_own_forward(module):
             return module(inputs)  # nothing of it is cut: refusals.py sees to that
         # called as the module, whose hooks (DeepSpeed's cast inputs and time what runs) belong to every forward pass
@@ -55,29 +60,36 @@ class LayerRange:
 
     def _forward(self, inputs: Any) -> Any:
         module = self._module
-        module.micro_offset += 1
-        offset = module.micro_offset + 1
+        # a count of its own: what DeepSpeed counts once is a forward pass of each stage of the process
+        self._runs += 1
+        module.micro_offset, offset = self._runs, self._runs + 1
         interval = self.checkpoint_interval
         if not interval:
-            return self._run(0, len(self.functions), offset)(inputs)
-        for start, checkpointed in zip(
-            range(0, len(self.functions), interval), self._checkpoints(interval), strict=True
-        ):
-            run = self._run(start, min(start + interval, len(self.functions)), offset)
+            return self._run(0, len(self.functions), offset, 0)(inputs)
+        for (start, stop), checkpointed in zip(self._ranges(interval), self._checkpoints(interval), strict=True):
+            run = self._run(start, stop, offset, interval)
             several = inputs if isinstance(inputs, tuple) else (inputs,)
-            inputs = module.activation_checkpoint_func(run, *several) if checkpointed else run(*several)
+            again = checkpointed and torch.is_grad_enabled()  # else nothing is kept that could be recomputed
+            inputs = module.activation_checkpoint_func(run, *several) if again else run(*several)
         return inputs
 
-    def _run(self, start: int, stop: int, offset: int) -> Callable[..., Any]:
+    def _ranges(self, interval: int) -> list[tuple[int, int]]:
+        """What is checkpointed together: DeepSpeed's ranges of the layers of the process, as far as they are in here."""
+        count = len(self.functions)
+        starts = [0, *range(interval - self._before % interval, count, interval)]
+        return list(zip(starts, [*starts[1:], count], strict=True))
+
+    def _run(self, start: int, stop: int, offset: int, interval: int) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
             value: Any = inputs[0] if len(inputs) == 1 else inputs
             for index in range(start, stop):
-                self._entering(self.first + index)
                 if self._module is not None:
                     # DeepSpeed counts from the first layer anew in every range that it checkpoints; its seeds follow that
-                    self._module.curr_layer = self._module._local_start + index - start
+                    local = self._before + index
+                    self._module.curr_layer = self._module._local_start + (local % interval if interval else local)
                     if self._module.seed_layers:
                         self._seed(self._module.base_seed * offset + self._module.curr_layer)
+                self._entering(self.first + index)  # which may seed, too, and by more than DeepSpeed knows
                 value = self.functions[index](value)
             return value
 
@@ -103,22 +115,22 @@ class LayerRange:
         """Whether the first checkpoint would train nothing: reentrant, with weights, from inputs without a gradient."""
         if not self.is_reentrant or not self._checkpoints(self.checkpoint_interval)[0]:
             return False
-        first = self.functions[: self.checkpoint_interval]
+        first = self.functions[: self._ranges(self.checkpoint_interval)[0][1]]
         learns = any(p.requires_grad for f in first if isinstance(f, nn.Module) for p in f.parameters())
         return learns and not any(tensor.is_floating_point() for tensor in inputs)
 
     def _checkpoints(self, interval: int) -> list[bool]:
         """For each range of layers, whether it is checkpointed."""
         if self._checkpointed[0] != interval:
-            starts = range(0, len(self.functions), interval)
-            ranges = [self.functions[start : start + interval] for start in starts]
+            ranges = [self.functions[start:stop] for start, stop in self._ranges(interval)]
             self._checkpointed = interval, [bool(self._module._is_checkpointable(each)) for each in ranges]
         return self._checkpointed[1]
 
 
-def module_of(layer: Any) -> nn.Module | None:
-    """The module behind a layer; of a tied layer's function the module that it is given."""
-    if isinstance(layer, nn.Module):
-        return layer
-    given = getattr(layer, "args", ())  # functools.partial(forward_fn, module)
-    return next((each for each in given if isinstance(each, nn.Module)), None)
+def modules_of(layer: Any) -> Iterator[nn.Module]:
+    """The modules that a layer is, or is a function of, as a tied layer's ``functools.partial(forward_fn, module)``."""
+    parts = (layer.func, *layer.args, *layer.keywords.values()) if isinstance(layer, functools.partial) else (layer,)
+    for part in parts:
+        owner = getattr(part, "__self__", part)  # of a bound method
+        if isinstance(owner, nn.Module):
+            yield owner

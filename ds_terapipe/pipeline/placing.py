@@ -3,38 +3,96 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.control import Control
+from ds_terapipe.pipeline.layer_range import modules_of
+from ds_terapipe.refusals import has_own_forward
 from ds_terapipe.schedule import Placement
+
+
+class _Layer(NamedTuple):
+    """Whether a layer has parameters, and whether one of them is trained."""
+
+    has_weights: bool
+    trains: bool
 
 
 class _Part(NamedTuple):
     """What a rank has of the model."""
 
-    stage: int
+    place: int
     first_layer: int
-    stop_layer: int
-    trains: bool
+    layers: tuple[_Layer, ...]
+    whole: bool  # these layers can't be divided among stages
     tied: tuple[tuple[str, bool], ...]  # keys of tied layers, and whether their weights are trained here
 
+    @property
+    def stop_layer(self) -> int:
+        return self.first_layer + len(self.layers)
 
-def placement_of(module: Any, control: Control) -> Placement:
-    """Stage s on place s, with the layers that DeepSpeed gave it; stages before the first trained weight only go forward.
 
-    Collective. A model of which nothing is trained only goes forward: it can be evaluated. Raises ConfigError, on every rank, for
-    a tied weight that some ranks train and others do not: they would wait for each other's gradients.
+def placement_of(module: Any, control: Control, frozen: int | None = None) -> Placement:
+    """The layers that DeepSpeed gave each process, place by place; what comes before the first trained weight only goes forward.
+
+    Stage s is on place s where nothing is frozen. A place whose layers begin with frozen ones of the model's beginning, and go
+    on with others, has two stages: one that goes forward only, and one that goes backward too.
+
+    Collective. A model of which nothing is trained only goes forward: it can be evaluated.
+
+    Args:
+        module: a ``PipelineModule``.
+        control: of the job.
+        frozen: so many layers of the model, the first ones, go forward only whatever ``requires_grad`` says; None: those
+            before the first trained weight. Layers without weights that come right after frozen ones go with them.
+
+    Raises:
+        ConfigError: on every rank, for a tied weight that some ranks train and others do not: they would wait for each other's
+            gradients; for more frozen layers than there are.
     """
-    trains = any(parameter.requires_grad for parameter in module.parameters())
-    tied = tuple((key, any(weight.requires_grad for weight in _weights(one))) for key, one in module.tied_comms.items())
-    mine = _Part(module.stage_id, module._local_start, module._local_stop, trains, tied)
-    parts = sorted({part.stage: part for part in control.gather(mine)}.values())
+    parts = sorted({part.place: part for part in control.gather(_part(module))}.values())
     _check_tied(parts)
-    frozen = sum(1 for _ in takewhile(lambda part: not part.trains, parts))
-    return Placement.plain(len(parts), [*(part.first_layer for part in parts), parts[-1].stop_layer], frozen)
+    layers = [layer for part in parts for layer in part.layers]
+    if frozen is not None and not 0 <= frozen <= len(layers):
+        raise ConfigError(f"frozen layers: got {frozen}, must be 0 to the number of layers, {len(layers)}")
+    count = max(frozen or 0, next((n for n, layer in enumerate(layers) if layer.trains), len(layers)))
+    places, boundaries, forward_only = [], [], 0
+    for part in parts:
+        cut = _cut(part, count)
+        ends = [part.first_layer, *([cut] if part.first_layer < cut < part.stop_layer else [])]
+        places += [part.place] * len(ends)
+        boundaries += ends
+        forward_only += cut > part.first_layer
+    return Placement.of(places, [*boundaries, parts[-1].stop_layer], forward_only)
+
+
+def _part(module: Any) -> _Part:
+    layers = [_layer(function) for function in module.forward_funcs]
+    # weights of the module itself may be used anywhere
+    inside = {id(p) for f in module.forward_funcs for each in modules_of(f) for p in each.parameters()}
+    whole = has_own_forward(module) or any(id(p) not in inside for p in module.parameters() if p.requires_grad)
+    if whole:
+        trains = any(p.requires_grad for p in module.parameters())
+        layers = [_Layer(True, trains)] * len(layers)
+    tied = tuple((key, any(weight.requires_grad for weight in _weights(one))) for key, one in module.tied_comms.items())
+    first = int(module._local_start)  # DeepSpeed has numpy's integers where it searched for layers by the type
+    return _Part(module.stage_id, first, tuple(layers), whole, tied)
+
+
+def _layer(function: Any) -> _Layer:
+    weights = [weight for module in modules_of(function) for weight in module.parameters()]
+    return _Layer(bool(weights), any(weight.requires_grad for weight in weights))
+
+
+def _cut(part: _Part, frozen: int) -> int:
+    """Where the forward-only layers of a place end. A stage of layers without weights would be one for nothing."""
+    cut = min(max(frozen, part.first_layer), part.stop_layer)
+    if cut == part.stop_layer:
+        return cut
+    before = part.layers[: cut - part.first_layer]
+    return cut if not part.whole and any(layer.has_weights for layer in before) else part.first_layer
 
 
 def _weights(tied: dict[str, Any]) -> list[Any]:
@@ -50,6 +108,6 @@ def _check_tied(parts: Sequence[_Part]) -> None:
             if dict(other.tied)[key] != trained:
                 on = "trained" if trained else "frozen"
                 raise ConfigError(
-                    f'model: got the tied layer "{key}" {on} on stage {part.stage} and not on stage {other.stage}, must be the '
+                    f'model: got the tied layer "{key}" {on} on stage {part.place} and not on stage {other.place}, must be the '
                     "same on all stages that share it, use requires_grad_() alike"
                 )

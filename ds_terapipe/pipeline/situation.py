@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from ds_terapipe.config import AUTO
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.plan.memory import GIGABYTE, MemoryModel, gigabytes
+from ds_terapipe.plan.placed import placement_text, same_places
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import Placement
 
@@ -18,7 +19,7 @@ class Situation:
     """What a plan is made for and what is known about the run: the same on all ranks.
 
     Attributes:
-        stages: pipeline stages.
+        stages: pipeline stages, of which a place may have several.
         sequences: in a micro-batch.
         micro_batches: in a step.
         weights_once: weight gradients are made once per micro-batch where it is cut.
@@ -71,6 +72,9 @@ def mismatch(plan: Plan, situation: Situation, schedule: str, memory_gb: float |
         theirs, ours = getattr(plan, name), getattr(situation, name)
         if theirs != ours:
             return Mismatch(f"{theirs} {name}", f"this run's {ours}", "a plan made for it or leave plan_path out")
+    if not same_places(plan.placement, situation.placement):
+        theirs, ours = placement_text(plan.placement), placement_text(situation.placement)
+        return Mismatch(theirs, f"this run's {ours}", "a plan made for it or leave plan_path out")
     needed = max((use.total for use in plan.memory), default=0.0)
     if memory_gb is not None and needed > memory_gb * GIGABYTE:
         return Mismatch(

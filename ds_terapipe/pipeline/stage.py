@@ -21,6 +21,7 @@ from ds_terapipe.pipeline.context import SliceContext
 from ds_terapipe.pipeline.layer_range import Layer, LayerRange
 from ds_terapipe.pipeline.layout import Layout
 from ds_terapipe.pipeline.loss import StepLosses
+from ds_terapipe.pipeline.random_streams import RandomStreams
 from ds_terapipe.pipeline.slicing import as_tuple, like
 from ds_terapipe.pipeline.weight_gradients import WeightGradients
 from ds_terapipe.schedule import Unit
@@ -65,6 +66,7 @@ class Stage:
         gradients: what is done around backward passes.
         memory: measures what units take, when it is asked to.
         autocast: the mixed precision that layers run in.
+        streams: seeds the layers' random numbers in training; None: they draw from the process's own.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ class Stage:
         gradients: GradientRules,
         memory: StepMemory | None = None,
         autocast: Autocast = nullcontext,
+        streams: RandomStreams | None = None,
     ) -> None:
         self.number, self.trains = number, trains
         self.context = SliceContext()
+        self.context.streams = streams
         self.layers = LayerRange(functions, first_layer, self.context.enter_layer, module)
         self.root = module if module is not None else nn.ModuleList(self.layers.modules)
         self.layout: Layout | None = None  # how its tensors follow the tokens, once something has been cut
@@ -112,14 +116,14 @@ class Stage:
         if checkpointing.PARTITION_ACTIVATIONS or checkpointing.CPU_CHECKPOINT:
             # these checkpoints take the data out of the tensors that they are given, and ours wait for their gradients
             given = like(inputs, [tensor.view_as(tensor) for tensor in as_tuple(inputs)])
-        measured = self._memory.forward(span, lambda: self.context.buffers(unit.micro_batch))
+        measured = self._memory.forward(self.number, span, lambda: self.context.buffers(unit.micro_batch))
         with torch.set_grad_enabled(trains), self.context.forward(unit, span), self._autocast(), measured:
             outputs = self.layers(given)
-        if not trains:
+        if not torch.is_grad_enabled():
             checkpointing.reset()  # as DeepSpeed does: no backward pass comes to empty the buffers of its checkpoints
         complete = self._batch.is_last_slice(unit)
         if complete:
-            self._memory.buffers(self.context.buffers(unit.micro_batch))
+            self._memory.buffers(self.number, self.context.buffers(unit.micro_batch))
         if trains:
             self._inputs[unit] = kept
         elif complete:
@@ -149,7 +153,7 @@ class Stage:
 
     def make_weight_gradients(self, unit: Unit) -> None:
         """Make the weight gradients that slices of the unit's micro-batch, it and those after it, have left."""
-        self._memory.weight_gradients(self.weight_gradients)
+        self._memory.weight_gradients(self.number, self.weight_gradients)
         first, last = unit.micro_batch not in self._making, unit.slice == 0
         (self._making.discard if last else self._making.add)(unit.micro_batch)
         with self._gradients.around(first, last):

@@ -82,14 +82,14 @@ class Recorder:
     """Records whole steps of this rank, when it is asked to, and brings those of all ranks together on rank 0.
 
     Args:
-        stage: this rank's stage.
+        stage: this rank's stage; a reshape changes the attribute of this name.
         watch: bounds the waits.
         group: a gloo group of all ranks.
         device: where the stage computes.
     """
 
     def __init__(self, stage: int, watch: Watch, group: Any, device: torch.device) -> None:
-        self._stage, self._watch, self._group = stage, watch, group
+        self.stage, self._watch, self._group = stage, watch, group
         self._clock = new_clock(device)
         self._rank = torch.distributed.get_rank()
         self._timings: list[Timing] | None = None  # of the step that is being recorded
@@ -132,7 +132,7 @@ class Recorder:
         if timings is None:
             return []
         mine = [
-            Event(MEASURED, self._rank, self._stage, self._step, t.name, t.kind, self._at(t.begin), self._at(t.end))
+            Event(MEASURED, self._rank, self.stage, self._step, t.name, t.kind, self._at(t.begin), self._at(t.end))
             for t in timings
         ]
         gathered: list[Any] | None = [None] * torch.distributed.get_world_size() if self._rank == 0 else None
@@ -195,6 +195,11 @@ class TraceFile:
                 "token_pipeline.trace_steps: got [%d, %d], but this run is at step %d already", first, last, step
             )
         return first <= step <= last
+
+    def keep(self, events: Sequence[Event]) -> None:
+        """Keep events that come between two steps."""
+        if not self._done:
+            self._events += events
 
     def add(self, step: int, events: Sequence[Event], cost_of_one: float) -> None:
         """Keep the events of a step (those of all ranks, on rank 0), and write the file after the last one."""

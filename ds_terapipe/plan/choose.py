@@ -14,12 +14,16 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.schedule import NAMES, Placement
+from ds_terapipe.schedule.placement import row_word
 
 from .cost import Cost
 from .evaluate import StepTimes
 from .memory import GIGABYTE, MemoryModel, MemoryUse, check_stages, gigabytes, memory_use
+from .placed import unlike_plain
 from .result import Option, Plan, compact
 from .slices import Cuts, best_cut, even_cuts, slice_times
 
@@ -76,6 +80,15 @@ class Request:
         return min(lengths) >= self.least and (self.max_slice is None or max(lengths) <= self.max_slice)
 
     @property
+    def where(self) -> Placement:
+        """The stages on their places."""
+        return Placement.plain(self.stages) if self.placement is None else self.placement
+
+    def times(self, cost: Cost) -> StepTimes:
+        """What steps take with these costs."""
+        return StepTimes(cost, self.stages, self.micro_batches, self.weights_once, self.placement)
+
+    @property
     def least(self) -> int:
         """Shortest slice in tokens."""
         return min(self.seq_length, self.granularity if self.min_length is None else self.min_length)
@@ -93,8 +106,7 @@ def choose(cost: Cost, request: Request) -> Plan:
             message says what would.
     """
     _check(cost, request)
-    times = StepTimes(cost, request.stages, request.micro_batches, request.weights_once, request.placement)
-    search = _Search(times, request)
+    search = _Search(request.times(cost), request)
     candidates = list(_candidates(cost, request))
     if not candidates:
         raise bad_value(
@@ -120,9 +132,7 @@ def plan_of(cost: Cost, request: Request, schedule: str, lengths: tuple[int, ...
     Raises:
         ConfigError: it does not fit into the memory.
     """
-    search = _Search(
-        StepTimes(cost, request.stages, request.micro_batches, request.weights_once, request.placement), request
-    )
+    search = _Search(request.times(cost), request)
     search.take((schedule, lengths))
     return search.plan()
 
@@ -160,11 +170,11 @@ def _candidates(cost: Cost, request: Request) -> Iterator[tuple[int, ...]]:
         lengths = tuple(length + (i < longer) for i in range(count))
         if request.allows(lengths) and all(each % request.multiple_of == 0 for each in lengths):
             yield lengths
-    table = slice_times(cost, request.stages, cuts)
+    table = slice_times(cost, request.where, cuts)
     even = even_cuts(table, max(_EVEN))
     if not even:  # the range that was measured has no cut on these quanta
         return
-    yield cuts.lengths(best_cut(table, (request.stages - 1) / request.micro_batches).counts)
+    yield cuts.lengths(best_cut(table, (request.where.places - 1) / request.micro_batches).counts)
     yield from (cuts.lengths(even[count]) for count in _EVEN if count in even)
     if 2 ** (cuts.quanta - 1) <= _COMPOSITIONS:
         every = (cuts.lengths(counts) for counts in _compositions(cuts.quanta, cuts.least))
@@ -196,9 +206,11 @@ class _Search:
 
     def _estimate(self, lengths: tuple[int, ...]) -> float:
         """TeraPipe's closed form."""
-        own = self._times.slice_seconds(lengths)
-        slowest = (own.forward + own.backward).max(0)
-        return float(self._request.micro_batches * slowest.sum() + (self._request.stages - 1) * slowest.max())
+        own, where = self._times.slice_seconds(lengths), self._times.placement
+        both = own.forward.copy()
+        both[where.forward_only :] += own.backward[where.forward_only :]
+        slowest = np.max([both[list(where.stages_on(place))].sum(0) for place in range(where.places)], axis=0)
+        return float(self._request.micro_batches * slowest.sum() + (where.places - 1) * slowest.max())
 
     def add(self, schedule: str, lengths: tuple[int, ...]) -> None:
         """Times a candidate, unless it can neither win nor belong to a family that is refined."""
@@ -265,6 +277,7 @@ class _Search:
             micro_batches=request.micro_batches,
             sequences=self._times.cost.sequences,
             weights_once=request.weights_once,
+            placement=unlike_plain(request.placement),
             step_s=simulation.makespan + request.overhead_s,
             overhead_s=request.overhead_s,
             bubble={"total": simulation.bubble, **simulation.bubble_shares},
@@ -291,13 +304,14 @@ class _Search:
 
     def _infeasible(self) -> ConfigError:
         least, candidate = min((max(use.total for use in self._use(c)), c) for c in self._seconds)
-        stage = max(range(self._request.stages), key=lambda stage: self._use(candidate)[stage].total)
+        places = self._use(candidate)
+        fullest = max(range(len(places)), key=lambda place: places[place].total)
         # rounded up: what is named here fits
         need = math.ceil(gigabytes(least) * 1000) / 1000
         return ConfigError(
-            f"{self._request.limit_name}: got {self._request.memory_gb:g}, must be at least {need:g}: that is what stage "
-            f"{stage} takes with the thriftiest plan, {Option(*candidate, 0.0).name} ({compact(candidate[1])} tokens), use "
-            f"{need:g}, a smaller micro-batch or more stages"
+            f"{self._request.limit_name}: got {self._request.memory_gb:g}, must be at least {need:g}: that is what "
+            f"{row_word(self._request.where)} {fullest} takes with the thriftiest plan, {Option(*candidate, 0.0).name} "
+            f"({compact(candidate[1])} tokens), use {need:g}, a smaller micro-batch or more stages"
         )
 
 

@@ -17,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.schedule import Placement
 
 from .files import Fields, read_json, write_json
 from .fit import nonnegative_least_squares
 from .layers import LayerSeconds
 from .memory import MemoryModel, model_dict, model_from
+from .placed import placement_from
 
 FORMAT = "ds_terapipe costs 1"
 _OVERHEAD, _LIMIT = "overhead_s", "memory_limit_bytes"
@@ -188,7 +190,8 @@ class MeasuredCost:
         messages: for each boundary pairs (tokens, seconds) of one message.
         sequences: sequences in the micro-batch that was measured.
         measured_on: model, type, device, versions, ...: measurements are used again only where this is the same. Two figures
-            of the run are beside them, ``overhead_s`` and ``memory_limit_bytes``.
+            of the run are beside them, ``overhead_s`` and ``memory_limit_bytes``. ``placement``, where it is there, says where
+            the stages were.
         memory: what tokens of such a micro-batch take on each stage, where that was measured as well.
         loss: forward and backward seconds of a loss that is made of a whole sequence's outputs, with its last slice on the
             last stage; zero where the loss is in the times of the slices.
@@ -232,6 +235,11 @@ class MeasuredCost:
         """Bytes that were free for activations and buffers on every stage's device, None where nothing limits them."""
         limit = self.measured_on.get(_LIMIT)
         return None if limit is None else float(limit)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the stages were; None: one on each place."""
+        return placement_from(Fields(self.measured_on, "costs: measured_on"), self.stages)
 
     @property
     def holds_for(self) -> dict[str, Any]:
@@ -313,10 +321,11 @@ class MeasuredCost:
                 raise fields.fail("memory", f"of {len(stages)} stages", "a new measurement")
         ((forward, backward),) = fields.rows("loss", ("forward", "backward")) if fields.value("loss") else ((0.0, 0.0),)
         loss = forward, backward
-        layers = None
-        if fields.value("layers") is not None:
-            layers = LayerSeconds.from_fields(Fields(fields.block("layers"), fields.path("layers")), len(stages))
         about = Fields(fields.block("measured_on"), fields.path("measured_on"))
+        placement, layers = placement_from(about, len(stages)), None
+        if fields.value("layers") is not None:
+            places = len(stages) if placement is None else placement.places
+            layers = LayerSeconds.from_fields(Fields(fields.block("layers"), fields.path("layers")), places)
         about.number(_OVERHEAD, "e.g. 0", default=0.0)
         if about.value(_LIMIT) is not None:
             about.number(_LIMIT, "null for no limit")

@@ -16,6 +16,8 @@ WORTH = 0.03  # share of the slowest stage's time from which other stages are wo
 class LayerSeconds:
     """Forward and backward of each layer over an uncut micro-batch, weight gradients and loss among them.
 
+    What is on one place is a stage here, whatever parts it has.
+
     Attributes:
         stages: seconds of the layers of each stage, in order.
         ends: layers at the beginning and at the end of the model that stay with their neighbour and that sizes of stages do not

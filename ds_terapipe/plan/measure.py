@@ -104,7 +104,6 @@ class _Message(NamedTuple):
 
 
 class _Row(NamedTuple):
-    stage: int
     slices: tuple[int, ...]
     events: list[_Timed]
 
@@ -125,7 +124,7 @@ def _rows(step: RecordedStep) -> list[_Row]:
             if not action.op.is_send:
                 free = event.start
         if timed:
-            rows.append(_Row(ordered[0][0].stage, step.slices, timed[::-1]))
+            rows.append(_Row(step.slices, timed[::-1]))
     return rows
 
 
@@ -160,12 +159,10 @@ def _receive_overhead(messages: Sequence[_Message], stage: int) -> dict[Op, floa
 def _samples(rows: Iterable[_Row], stage: int, ahead: Mapping[Op, float], weights: float) -> list[Sample]:
     found: _Samples = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row.stage != stage:
-            continue
         starts = [0, *accumulate(row.slices)]
         for timed in row.events:
-            op, index = timed.action.op, timed.action.unit.slice
-            if op not in (Op.FORWARD, Op.BACKWARD):
+            op, own, (_, index) = timed.action
+            if own != stage or op not in (Op.FORWARD, Op.BACKWARD):
                 continue
             seconds = timed.end - timed.start + ahead[op]
             if op is Op.BACKWARD and len(row.slices) == 1:
@@ -184,9 +181,8 @@ def _weights(rows: Iterable[_Row], stage: int) -> float:
     found = [
         timed.end - timed.start
         for row in rows
-        if row.stage == stage
         for timed in row.events
-        if timed.action.op is Op.WEIGHT_GRADIENTS
+        if timed.action.op is Op.WEIGHT_GRADIENTS and timed.action.stage == stage
     ]
     return _typical(found) if found else 0.0
 

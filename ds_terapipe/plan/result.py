@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.schedule import NAMES
+from ds_terapipe.schedule import NAMES, Placement
+from ds_terapipe.schedule.placement import row_word
 
 from .files import Fields, read_json, write_json
 from .memory import MemoryUse, as_dict, gigabytes
+from .placed import placement_dict, placement_from
 
 FORMAT = "ds_terapipe plan 1"
 _SHOWN = 10
@@ -45,10 +47,11 @@ class Plan:
         step_s: predicted seconds of a step, ``overhead_s`` included: what comes after its last action.
         bubble: share of the stages' time in which they compute nothing: ``total``, and its parts ``fill``, ``imbalance`` and
             ``messages``; of the schedule, without the overhead.
-        memory: bytes of each stage by line; empty where memory is not known.
+        memory: bytes of each place by line; empty where memory is not known.
         memory_limit: bytes that each stage may take, None where there is no limit.
         options: the best of each schedule and number of slices, fastest first.
         about: what the costs are from, for whoever reads the file.
+        placement: of the stages; None: stage s on place s, and all go backward.
     """
 
     schedule: str
@@ -65,6 +68,7 @@ class Plan:
     memory_limit: float | None = None
     options: tuple[Option, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
+    placement: Placement | None = None
 
     @property
     def losing(self) -> tuple[Option, ...]:
@@ -79,10 +83,10 @@ class Plan:
             f"plan: {chosen.name}: {compact(self.slices)} tokens",
             f"  step {seconds_text(self.step_s)} predicted, bubble {self.bubble.get('total', 0.0):.1%}"
             + (f" ({parts})" if parts else ""),
-            f"  for {self.stages} stages, {self.micro_batches} micro-batches of {self.sequences} x {self.seq_length} tokens",
+            f"  for {self._pipeline}, {self.micro_batches} micro-batches of {self.sequences} x {self.seq_length} tokens",
         ]
         if self.memory:
-            out += _memory_lines(self.memory, self.memory_limit)
+            out += _memory_lines(self.memory, self.memory_limit, self._row_word)
         if self.losing:
             out.append("  other options:")
         for option in self.losing[:_SHOWN]:
@@ -92,6 +96,15 @@ class Plan:
                 f"    {option.name:<24}{seconds_text(option.step_s):>12}  {ratio:.2f}x  {compact(option.slices)}{note}"
             )
         return out
+
+    @property
+    def _row_word(self) -> str:
+        return "stage" if self.placement is None else row_word(self.placement)
+
+    @property
+    def _pipeline(self) -> str:
+        on = "" if self.placement is None or self.placement.is_plain else f" on {self.placement.places} places"
+        return f"{self.stages} stages{on}"
 
     def to_dict(self) -> dict[str, Any]:
         """What the file holds; ``--json`` prints the same keys."""
@@ -107,13 +120,14 @@ class Plan:
             "predicted_step_s": self.step_s,
             "overhead_s": self.overhead_s,
             "bubble": dict(self.bubble),
-            "memory_bytes": [{"stage": stage, **as_dict(use)} for stage, use in enumerate(self.memory)],
+            "memory_bytes": [{self._row_word: row, **as_dict(use)} for row, use in enumerate(self.memory)],
             "memory_limit_bytes": self.memory_limit,
             "options": [
                 {"schedule": o.schedule, "slices": list(o.slices), "predicted_step_s": o.step_s, "fits": o.fits}
                 for o in self.options
             ],
             "about": dict(self.about),
+            **({} if self.placement is None else {"placement": placement_dict(self.placement)}),
         }
 
     def save(self, path: str | Path) -> None:
@@ -140,9 +154,11 @@ class Plan:
                 "slices", f"lengths that add up to seq_length, {seq_length}, not {sum(slices)}", "another"
             )
         stages, limit = fields.count("stages"), fields.value("memory_limit_bytes")
-        uses = fields.blocks("memory_bytes", least=0)
-        if uses and len(uses) != stages:
-            raise fields.fail("memory_bytes", f"one block for each of the {stages} stages", "a new plan")
+        placement, uses = placement_from(fields, stages), fields.blocks("memory_bytes", least=0)
+        places = stages if placement is None else placement.places
+        if uses and len(uses) != places:
+            word = "stages" if placement is None else "places"
+            raise fields.fail("memory_bytes", f"one block for each of the {places} {word}", "a new plan")
         return cls(
             schedule=fields.one_of("schedule", NAMES),
             slices=slices,
@@ -158,6 +174,7 @@ class Plan:
             memory_limit=None if limit is None else fields.number("memory_limit_bytes"),
             options=tuple(_option(block, seq_length) for block in fields.blocks("options", least=0)),
             about=fields.block("about"),
+            placement=placement,
         )
 
 
@@ -177,10 +194,10 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
-def _memory_lines(memory: Sequence[MemoryUse], limit: float | None) -> list[str]:
-    worst = max(range(len(memory)), key=lambda stage: memory[stage].total)
+def _memory_lines(memory: Sequence[MemoryUse], limit: float | None, word: str) -> list[str]:
+    worst = max(range(len(memory)), key=lambda place: memory[place].total)
     of = "" if limit is None else f" of {gigabytes(limit):.3f}"
-    out = [f"  memory of stage {worst}, the fullest: {gigabytes(memory[worst].total):.3f}{of} GB"]
+    out = [f"  memory of {word} {worst}, the fullest: {gigabytes(memory[worst].total):.3f}{of} GB"]
     for name, value in memory[worst]._asdict().items():
         if value:
             out.append(f"    {name.replace('_', ' '):<24}{gigabytes(value):>9.3f} GB")

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.schedule import Placement, as_placement
 
 from .cost import Cost
 
@@ -95,12 +96,12 @@ class Cut(NamedTuple):
     slowest: float
 
 
-def slice_times(cost: Cost, stages: int, cuts: Cuts) -> Times:
-    """Forward and backward of every possible slice on the stage that is slowest with it.
+def slice_times(cost: Cost, stages: int | Placement, cuts: Cuts) -> Times:
+    """Forward and backward of every possible slice on the place that is slowest with it.
 
     Args:
         cost: for micro-batches of one size.
-        stages: number of stages.
+        stages: their placement, or how many there are, each on a place of its own.
         cuts: where the sequence may be cut.
 
     Returns:
@@ -122,18 +123,24 @@ def slice_times(cost: Cost, stages: int, cuts: Cuts) -> Times:
     slowest = np.zeros(len(length))
     seen: set[bytes] = set()
     probe = np.unique(np.linspace(0, len(length) - 1, 4 * n).astype(int))
-    for stage in range(stages):
-        # stages that agree on every probed slice are equal: most pipelines have three kinds of stages
-        marks = _both(cost, stage, length[probe], context[probe]).tobytes()
+    where = as_placement(stages)
+    for place in range(where.places):
+        # places that agree on every probed slice are equal: most pipelines have three kinds of stages
+        marks = _both(cost, where, place, length[probe], context[probe]).tobytes()
         if marks not in seen:
             seen.add(marks)
-            slowest = np.maximum(slowest, _both(cost, stage, length, context))
+            slowest = np.maximum(slowest, _both(cost, where, place, length, context))
     times[start, count - 1] = slowest
     return times
 
 
-def _both(cost: Cost, stage: int, length: NDArray[np.float64], context: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.asarray(cost.forward(stage, length, context) + cost.backward(stage, length, context))
+def _both(
+    cost: Cost, where: Placement, place: int, length: NDArray[np.float64], context: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    stages = where.stages_on(place)
+    parts = [cost.forward(stage, length, context) for stage in stages]
+    parts += [cost.backward(stage, length, context) for stage in stages if where.goes_backward(stage)]
+    return np.asarray(np.sum(parts, axis=0))
 
 
 def best_cut(times: Times, weight: float) -> Cut:

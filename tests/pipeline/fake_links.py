@@ -50,17 +50,24 @@ class Queues:
 _NOBODY = SimpleNamespace(ended="", begin=lambda *args: None, at=lambda index: None)
 
 
-def assemblies(placement: Placement, layers: Sequence[Any], gradients: GradientRules) -> list[Assembly]:
-    """An assembly for each place; ``layers`` of the whole model."""
+def assemblies(
+    placement: Placement, layers: Sequence[Any], gradients: GradientRules, module: Any = None, streams: Any = None
+) -> list[Assembly]:
+    """An assembly for each place; ``layers`` of the whole model. ``module`` and ``streams`` make what a place has of them."""
     queues, ranks = Queues(), tuple(range(placement.places))
     found = []
     for place in range(placement.places):
-        stages = {}
+        stages, own = {}, streams() if streams is not None else None
+        first_here = placement.stages[placement.stages_on(place)[0]].first_layer
+        parent = module(first_here) if module is not None else None
         for number in placement.stages_on(place):
             _, first, stop = placement.stages[number]
             trains = placement.goes_backward(number)
-            stages[number] = Stage(number, layers[first:stop], first, trains=trains, gradients=gradients)
-        found.append(Assembly(Seat(placement, place, ranks), stages, queues, _NOBODY))  # type: ignore[arg-type]
+            stages[number] = Stage(
+                number, layers[first:stop], first, module=parent, trains=trains, gradients=gradients, streams=own
+            )
+        seat: Any = Seat(placement, place, ranks)
+        found.append(Assembly(seat, stages, queues, _NOBODY, streams=own))  # type: ignore[arg-type]
     return found
 
 

@@ -105,14 +105,14 @@ def gpt(blocks: int = 4) -> list[Any]:
     return [LayerSpec(Embedding), *(LayerSpec(Block) for _ in range(blocks)), LayerSpec(Head)]
 
 
-def tied_gpt(blocks: int = 4) -> list[Any]:
+def tied_gpt(blocks: int = 4, tokens: type[Tokens] = Tokens) -> list[Any]:
     """GPT whose output projection is its token embedding."""
     return [
-        TiedLayerSpec("tokens", Tokens),
+        TiedLayerSpec("tokens", tokens),
         LayerSpec(Positions),
         *(LayerSpec(Block) for _ in range(blocks)),
         LayerSpec(nn.LayerNorm, HIDDEN),
-        TiedLayerSpec("tokens", Tokens, forward_fn=tied_logits),
+        TiedLayerSpec("tokens", tokens, forward_fn=tied_logits),
     ]
 
 

@@ -16,12 +16,10 @@ from ds_terapipe.pipeline import choosing
 from ds_terapipe.pipeline.choice import ROUNDS
 from ds_terapipe.pipeline.layer_times import LayerTimes
 from ds_terapipe.plan import MeasuredCost
-from ds_terapipe.schedule import Action
+from ds_terapipe.schedule import Action, Op
 from tests.pipeline.models import Block, Embedding, Head, masked_loss, steps_of
 from tests.pipeline.training import build_engine, train
 from tests.spawn import run_ranks
-
-FORWARD, BACKWARD = Action.from_text("0F0.0"), Action.from_text("0B0.0")
 
 
 class Clock:
@@ -55,8 +53,8 @@ class Takes(torch.autograd.Function):
 class Stage:
     """Runs layers as an engine does; the loss takes 10 forward and 20 backward."""
 
-    def __init__(self, *layers: Callable[[Clock, Any], Any], interval: int = 0) -> None:
-        self.clock = Clock()
+    def __init__(self, *layers: Callable[[Clock, Any], Any], interval: int = 0, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
         functions = [lambda x, layer=layer: layer(self.clock, x) for layer in layers]
         self.layers: Any = SimpleNamespace(functions=functions, checkpoint_interval=interval)
         self.times = LayerTimes([self.layers], torch.device("cpu"))
@@ -65,13 +63,13 @@ class Stage:
     def step(self, micro_batches: int = 1, wanted: bool = True) -> None:
         with self.times.step(wanted):
             execute = self.times.recording(self.execute)
-            for _ in range(micro_batches):
-                execute(FORWARD)
+            for m in range(micro_batches):
+                execute(Action.from_text(f"0F{m}.0"))
                 self.clock.time += 1000  # waiting is nobody's
-                execute(BACKWARD)
+                execute(Action.from_text(f"0B{m}.0"))
 
     def execute(self, action: Action) -> None:
-        if action == FORWARD:
+        if action.op is Op.FORWARD:
             value: Any = torch.ones(2, requires_grad=True)
             for layer in self.layers.functions:
                 value = layer(value)
@@ -124,10 +122,62 @@ def test_pairs_identities_and_layers_without_gradient() -> None:
     assert stage.times.seconds() == (0.0, 1.0, 0.0, 7.0 + 30.0)
 
 
+class Place:
+    """Two stages of one place in any order of actions, each as in :class:`Stage`; weight gradients take 30."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        first, second = [takes(1, 2), takes(3, 4)], [takes(5, 6), takes(7, 8), takes(9, 10)]
+        self.stages = {0: Stage(*first, clock=self.clock), 4: Stage(*second, clock=self.clock)}
+        self.times = LayerTimes([stage.layers for stage in self.stages.values()], torch.device("cpu"))
+        self.times._clock = self.clock
+
+    def step(self, actions: str) -> None:
+        with self.times.step(True):
+            execute = self.times.recording(self.execute)
+            for action in map(Action.from_text, actions.split()):
+                execute(action)
+                self.clock.time += 1000
+
+    def execute(self, action: Action) -> None:
+        if action.op is Op.WEIGHT_GRADIENTS:
+            self.clock.time += 30
+        elif action.op.is_compute:
+            self.stages[action.stage].execute(action)
+
+
+def test_stages_of_one_place_are_timed_each_by_itself() -> None:
+    place = Place()
+    layers = [stage.layers.functions for stage in place.stages.values()]
+    place.step("0F0.0 0F1.0 4F0.0 4B0.0 0B0.0 4F1.0 0B1.0 4B1.0")
+    assert place.times.costs() == ((1, 3 + 10, 5, 7, 9 + 10), (2, 4 + 20, 6, 8, 10 + 20))
+    assert place.times.seconds() == (3, 37, 11, 15, 49)
+    assert [stage.layers.functions for stage in place.stages.values()] == layers
+
+
+def test_a_stage_that_goes_forward_only_takes_nothing_backward() -> None:
+    place = Place()
+    place.step("0F0.0 4F0.0 4B0.0")
+    assert place.times.costs() == ((1, 13, 5, 7, 19), (0, 0, 6, 8, 30))
+    assert place.times.costs() == ((1, 13, 5, 7, 19), (0, 0, 6, 8, 30))  # as often as one likes
+    assert place.times.seconds() == (1, 13, 11, 15, 49) and place.times.seconds() is None
+    assert place.times.costs() == ((1, 13, 5, 7, 19), (0, 0, 6, 8, 30))
+    place.step("0F0.0")  # of the other stage nothing was seen
+    assert place.times.costs() is None
+
+
+def test_slices_add_up_and_weight_gradients_are_spread_as_the_backward_is() -> None:
+    place = Place()
+    place.step("0F0.0 0F0.1 4F0.0 4B0.0 4F0.1 4SEND_F0.1 4B0.1 4W0.0")
+    forward, backward = place.times.costs() or ((), ())
+    assert forward == (2, 26, 10, 14, 38)
+    assert backward == pytest.approx((0, 0, *(2 * each * (1 + 30 / 88) for each in (6, 8, 30))))
+
+
 def test_layers_that_do_not_run_one_after_the_other_are_not_known() -> None:
     stage = Stage(takes(1, 2), takes(3, 4))
     once = stage.execute
-    stage.execute = lambda action: [once(action) for _ in range(2 if action == FORWARD else 1)]
+    stage.execute = lambda action: [once(action) for _ in range(2 if action.op is Op.FORWARD else 1)]
     stage.step()
     assert stage.times.seconds() is None
 

@@ -1,0 +1,67 @@
+"""Placements in files and in messages: which stages are on which place, and which of them go forward only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_terapipe.schedule import Placement
+
+from .files import Fields, is_count
+
+
+def unlike_plain(placement: Placement | None) -> Placement | None:
+    """The placement, None where it is stage s on place s and all stages go backward."""
+    if placement is None or (placement.is_plain and not placement.forward_only):
+        return None
+    return placement
+
+
+def same_places(one: Placement | None, other: Placement | None) -> bool:
+    """Whether the same stages are on the same places, and go backward, whatever their layers; None: as in `unlike_plain`."""
+    return _stages(one) == _stages(other)
+
+
+def placement_text(placement: Placement | None) -> str:
+    """Stages and places as a message names them."""
+    placement = unlike_plain(placement)
+    if placement is None:
+        return "stage s on place s"
+    places = ", ".join(str(stage.place) for stage in placement.stages)
+    return f"stages on places {places}" + (f", {placement.forward_only} forward only" if placement.forward_only else "")
+
+
+def placement_dict(placement: Placement) -> dict[str, Any]:
+    """As a file holds it."""
+    return {
+        "places": [stage.place for stage in placement.stages],
+        "boundaries": [placement.stages[0].first_layer, *(stage.stop_layer for stage in placement.stages)],
+        "forward_only": placement.forward_only,
+    }
+
+
+def placement_from(fields: Fields, stages: int) -> Placement | None:
+    """The inverse of `placement_dict`, in the field ``placement``; None where there is none.
+
+    Raises ConfigError, one line with file, field and expectation.
+    """
+    found = fields.value("placement")
+    if found is None:
+        return None
+    rule, use = f"the places of {stages} stages, their boundaries and how many of them are forward_only", "a new file"
+    if not isinstance(found, dict):
+        raise fields.fail("placement", rule, use)
+    places, boundaries, frozen = (found.get(name) for name in ("places", "boundaries", "forward_only"))
+    for numbers, count in ((places, stages), (boundaries, stages + 1), ([frozen], 1)):
+        if not isinstance(numbers, list) or len(numbers) != count or not all(n == 0 or is_count(n) for n in numbers):
+            raise fields.fail("placement", rule, use)
+    try:
+        return Placement.of(places, boundaries, frozen)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise fields.fail("placement", rule, use) from error
+
+
+def _stages(placement: Placement | None) -> tuple[tuple[int, ...], int] | None:
+    placement = unlike_plain(placement)
+    if placement is None:
+        return None
+    return tuple(stage.place for stage in placement.stages), placement.forward_only

@@ -1,0 +1,282 @@
+"""Weights that are frozen anywhere in a layer: no gradient is made of them, and nothing is kept for one.
+
+Against plain PyTorch over the whole sequence, with the same parameters frozen: the gradients, the bytes that autograd saves, and
+how often a product as large as each weight is made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ds_terapipe.pipeline.context import SliceContext
+from ds_terapipe.pipeline.deferred import deferred_linear
+from ds_terapipe.pipeline.interception import Interception, defers
+from ds_terapipe.pipeline.spans import spans
+from ds_terapipe.pipeline.weight_gradients import WeightGradients
+from ds_terapipe.schedule import Unit
+
+TOKENS, BATCH, ROWS, WIDTH = 24, 3, 19, 6
+SLICES = (5, 1, 10, 8)
+
+
+class Lora(nn.Module):
+    """A frozen layer beside a trained product of low rank."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Stack(nn.Sequential):
+    """Layers of sizes of their own, so that a product tells whose it is."""
+
+
+def lora() -> nn.Module:
+    return Stack(Lora(WIDTH, 10, 2), nn.GELU(), Lora(10, 14, 3))
+
+
+def plain_stack(*frozen: str) -> nn.Module:
+    net = Stack(nn.Linear(WIDTH, 10), nn.GELU(), nn.Linear(10, 14), nn.Tanh(), nn.Linear(14, 11))
+    for name in frozen:
+        net.get_parameter(name).requires_grad_(False)
+    return net
+
+
+class Tied(nn.Module):
+    """A frozen table that is the head as well, around a trained layer; or the table is trained and the layer is not."""
+
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.table.requires_grad_(trains)
+        self.layer.requires_grad_(not trains)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return head(self.table, torch.tanh(self.layer(self.table(tokens))))
+
+
+@defers
+def head(table: nn.Embedding, hidden: Tensor) -> Tensor:
+    return deferred_linear(hidden, table.weight)
+
+
+class Recomputed(nn.Module):
+    """A frozen layer between trained ones, and all of them in a checkpoint."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.net, self.reentrant = plain_stack("2.weight", "2.bias"), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.net, x, use_reentrant=self.reentrant)
+
+
+def megatron(*frozen: str) -> nn.Module:
+    """Megatron-core's layers: an embedding, a column-parallel and a row-parallel one."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1, use_cpu_initialization=True)
+    options: dict[str, Any] = {"config": config, "init_method": nn.init.xavier_normal_}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = tensor_parallel.VocabParallelEmbedding(ROWS, WIDTH, **options)
+            self.column = tensor_parallel.ColumnParallelLinear(
+                WIDTH, 10, **options, bias=True, gather_output=False, skip_bias_add=False
+            )
+            self.row = tensor_parallel.RowParallelLinear(
+                10, 14, **options, bias=True, input_is_parallel=True, skip_bias_add=False
+            )
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.row(F.gelu(self.column(self.table(tokens))[0]))[0]
+
+    net = Net()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    return net
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "LoRA": lora,
+    "biases only": lambda: plain_stack("0.weight", "2.weight", "4.weight"),
+    "weights only": lambda: plain_stack("0.bias", "2.bias", "4.bias"),
+    "in the middle": lambda: plain_stack("2.weight", "2.bias"),
+    "the last": lambda: plain_stack("4.weight", "4.bias"),
+    "the first": lambda: plain_stack("0.weight", "0.bias"),
+    "tied, frozen": lambda: Tied(False),
+    "tied, trained": lambda: Tied(True),
+    "reentrant": lambda: Recomputed(True),
+    "not reentrant": lambda: Recomputed(False),
+    "Megatron's embedding": lambda: megatron("table"),
+    "Megatron's column": lambda: megatron("column"),
+    "Megatron's row": lambda: megatron("row"),
+    "Megatron's weights": lambda: megatron("weight"),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def alone() -> Iterator[None]:
+    """One process with megatron-core's groups, where that is installed."""
+    try:
+        from ds_terapipe.megatron import destroy_parallel, initialize_parallel
+    except ImportError:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    initialize_parallel()
+    yield
+    destroy_parallel()
+    dist.destroy_process_group()
+
+
+def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    if name.startswith("Megatron"):
+        pytest.importorskip("megatron.core")
+    torch.manual_seed(0)
+    net = NETS[name]().to(dtype)
+    if name.startswith(("Megatron", "tied")):
+        return net, torch.randint(ROWS, (BATCH, TOKENS))
+    return net, torch.randn(BATCH, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+
+
+class Cost(NamedTuple):
+    """What a micro-batch took: bytes that autograd saved, bytes that were kept for weight gradients, products by shape."""
+
+    saved: int
+    kept: int
+    products: Counter[tuple[int, ...]]
+
+
+class Products(TorchDispatchMode):
+    """Counts results of products and of an embedding's backward by their shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_", "bmm", "matmul", "linear", "embedding_dense_backward"):
+            self.shapes[tuple(result.shape)] += 1
+        return result
+
+
+@contextmanager
+def saving(net: nn.Module) -> Iterator[list[int]]:
+    """Bytes of what autograd saves, every storage once, weights aside."""
+    known = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    found: dict[int, int] = {}
+    total: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield total
+    total.append(sum(found.values()))
+
+
+def pieces(x: Tensor) -> list[Tensor]:
+    """Slices of x [batch, tokens, ...] with memory of their own, as messages have it."""
+    return [part.detach().clone().requires_grad_(x.requires_grad) for part in x.split(SLICES, dim=1)]
+
+
+def taken(net: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    if inputs[0].requires_grad:
+        found["input"] = torch.cat([each.grad for each in inputs if each.grad is not None], dim=1)
+    net.zero_grad()
+    return found
+
+
+def whole(net: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Cost]:
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad)]
+    with Products() as products:
+        with saving(net) as saved:
+            outputs = net(inputs[0])
+        outputs.square().sum().backward()
+    return taken(net, inputs), Cost(saved[0], 0, products.shapes)
+
+
+def sliced(net: nn.Module, x: Tensor, deferred: bool) -> tuple[dict[str, Tensor], Cost]:
+    context, keeper, cuts, outputs = SliceContext(), WeightGradients(), spans(SLICES), []
+    context.weight_gradients = keeper if deferred else None
+    inputs, bytes_, interception = pieces(x), 0, Interception([net])
+    with Products() as products:
+        for index, span in enumerate(cuts):
+            with context.forward(Unit(0, index), span), saving(net) as saved:
+                context.enter_layer(0)
+                outputs.append(net(inputs[index]))
+            bytes_ += saved[0]
+        for index in reversed(range(len(cuts))):
+            with context.backward(Unit(0, index), cuts[index]):
+                outputs[index].square().sum().backward()
+        kept = keeper.kept_bytes
+        keeper.make(0)
+    interception.close()
+    assert keeper.kept_bytes == 0
+    return taken(net, inputs), Cost(bytes_, kept, products.shapes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("name", NETS)
+def test_frozen_weights_have_no_gradient_and_the_others_have_that_of_plain_pytorch(
+    name: str, deferred: bool, dtype: torch.dtype
+) -> None:
+    net, x = made(name, dtype)
+    (wanted, _), (got, _) = whole(net, x), sliced(net, x, deferred)
+    assert got.keys() == wanted.keys()
+    for each, gradient in got.items():
+        limit = 1e-10 if dtype == torch.float64 else 1e-5
+        assert torch.linalg.vector_norm(gradient - wanted[each]) <= limit * torch.linalg.vector_norm(wanted[each])
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("name", NETS)
+def test_nothing_is_saved_kept_or_multiplied_for_a_frozen_weight(name: str, deferred: bool) -> None:
+    net, x = made(name, torch.float32)
+    plain, ours = whole(net, x)[1], sliced(net, x, deferred)[1]
+    assert ours.saved <= plain.saved
+    shapes = {n: tuple(p.shape) for n, p in net.named_parameters() if p.dim() == 2}
+    for each, shape in shapes.items():
+        if not net.get_parameter(each).requires_grad:
+            # Megatron's own frozen layer makes no such product either
+            assert ours.products[shape] == ours.products[shape[::-1]] == 0 == plain.products[shape], each
+    assert ours.kept == (expected(net) if deferred else 0)
+
+
+def expected(net: nn.Module) -> int:
+    """Bytes of the inputs and output gradients of the trained linear layers and tables of this file's models."""
+    floats = indices = 0
+    for name, weight in net.named_parameters():
+        if weight.dim() == 2 and weight.requires_grad:
+            table = name.startswith("table")
+            floats += weight.shape[1] if table else sum(weight.shape)
+            indices += table
+    if isinstance(net, Tied) and net.table.weight.requires_grad:
+        floats += ROWS + WIDTH  # its head
+    return BATCH * TOKENS * (4 * floats + 8 * indices)
