@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, get_args
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, ValidationError, field_validator
@@ -27,12 +27,39 @@ WeightGradients = Literal["auto", "micro_batch", "slice"]
 Dimensions = int | list[int] | None
 
 
-class TokenPipelineConfig(DeepSpeedConfigModel):
-    """The block ``token_pipeline``.
+class Block(DeepSpeedConfigModel):
+    """A block of keys. It stays as it was read.
 
     Raises:
         ConfigError: an unknown key or a value that breaks its rule; only the first is reported.
     """
+
+    PATH: ClassVar[str]
+    """Of the block itself, in front of its keys in errors."""
+
+    def __init__(self, strict: bool = True, **data: Any) -> None:
+        try:
+            super().__init__(strict=strict, **data)
+        except ValidationError as error:
+            raise first_error(error, self.PATH, type(self)) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).model_fields:
+            # an engine has long been built from it: a value that changes here would change nothing there
+            use = self.use_instead(name)
+            raise ConfigError(f"{self.PATH}.{name}: got an assignment, must stay as it was read, use {use}")
+        super().__setattr__(name, value)
+
+    @classmethod
+    def use_instead(cls, name: str) -> str:
+        """What to use instead of assigning to a key."""
+        return "another configuration for a new engine"
+
+
+class TokenPipelineConfig(Block):
+    """The block ``token_pipeline``."""
+
+    PATH: ClassVar[str] = TOKEN_PIPELINE
 
     enabled: bool = True
     """Whether the block counts at all; ``false`` is the same as leaving it out."""
@@ -86,28 +113,14 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
     trace_steps: list[int] | None = None
     """First and last step of the trace, counted from 1 as in the log; by default the third to the fifth of the run."""
 
-    def __init__(self, strict: bool = True, **data: Any) -> None:
-        try:
-            super().__init__(strict=strict, **data)
-        except ValidationError as error:
-            raise _first_error(error, TOKEN_PIPELINE, type(self)) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in type(self).model_fields:
-            # an engine has long been built from it: a value that changes here would change nothing there
-            use = (
-                "engine.set_slices(...)" if name in ("slices", "schedule") else "another configuration for a new engine"
-            )
-            raise ConfigError(f"{_path(name)}: got an assignment, must stay as it was read, use {use}")
-        super().__setattr__(name, value)
+    @classmethod
+    def use_instead(cls, name: str) -> str:
+        return "engine.set_slices(...)" if name in ("slices", "schedule") else super().use_instead(name)
 
     @field_validator("enabled", "verify", mode="before")
     @classmethod
     def _check_switch(cls, value: object, info: Any) -> bool:
-        if not isinstance(value, bool):
-            default = str(cls.model_fields[info.field_name].default).lower()
-            raise bad_value(_path(info.field_name), value, "true or false", default)
-        return value
+        return switch(_path(info.field_name), value, cls.model_fields[info.field_name].default)
 
     @field_validator("slices", mode="before")
     @classmethod
@@ -116,27 +129,27 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
         if value == AUTO:
             return AUTO
         if isinstance(value, (list, tuple)):
-            if not value or not all(_is_count(length) for length in value):
+            if not value or not all(is_count(length) for length in value):
                 raise bad_value(key, value, f"{SLICES_RULE}, each a positive integer", "e.g. [256, 128, 128]")
             return [int(length) for length in value]
-        if not _is_count(value):
+        if not is_count(value):
             raise bad_value(key, value, SLICES_RULE, "e.g. 8")
         return int(value)  # type: ignore[call-overload, no-any-return]
 
     @field_validator("schedule", mode="before")
     @classmethod
     def _check_schedule(cls, value: object) -> str:
-        return _one_of(_path("schedule"), value, get_args(Schedule), AUTO)
+        return one_of(_path("schedule"), value, get_args(Schedule), AUTO)
 
     @field_validator("layout", mode="before")
     @classmethod
     def _check_layout(cls, value: object) -> str:
-        return _one_of(_path("layout"), value, get_args(Layout), "auto")
+        return one_of(_path("layout"), value, get_args(Layout), "auto")
 
     @field_validator("weight_gradients", mode="before")
     @classmethod
     def _check_weight_gradients(cls, value: object) -> str:
-        return _one_of(_path("weight_gradients"), value, get_args(WeightGradients), "auto")
+        return one_of(_path("weight_gradients"), value, get_args(WeightGradients), "auto")
 
     @field_validator("cut", mode="before")
     @classmethod
@@ -148,29 +161,24 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
             raise bad_value(key, value, "a block with inputs, labels or both", 'e.g. {"inputs": [1, null]}')
         for name in value:
             if name not in ("inputs", "labels"):
-                raise _unknown_key(key, name, ("inputs", "labels"))
+                raise unknown_key(key, name, ("inputs", "labels"))
         return {name: _cut_list(f"{key}.{name}", value.get(name)) for name in ("inputs", "labels")}
 
     @field_validator("timeout_s", mode="before")
     @classmethod
     def _check_timeout(cls, value: object) -> float:
-        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
-            raise bad_value(_path("timeout_s"), value, "a positive number of seconds", "e.g. 600")
-        return float(value)  # type: ignore[arg-type]
+        return positive(_path("timeout_s"), value, "a positive number of seconds", "e.g. 600")
 
     @field_validator("trace_path", "plan_path", "measurements_path", mode="before")
     @classmethod
     def _check_path(cls, value: object, info: Any) -> str | None:
-        if value is not None and (not isinstance(value, str) or not value.strip()):
-            example = info.field_name.replace("_path", ".json")
-            raise bad_value(_path(info.field_name), value, "the name of a file", f'"{example}"')
-        return value
+        example = info.field_name.replace("_path", ".json")
+        return name_of(_path(info.field_name), value, "the name of a file", example)
 
     @field_validator("granularity", mode="before")
     @classmethod
     def _check_granularity(cls, value: object) -> int:
-        if not _is_count(value):
+        if not is_count(value):
             raise bad_value(_path("granularity"), value, "a positive number of tokens", "e.g. 8")
         return int(value)  # type: ignore[call-overload, no-any-return]
 
@@ -179,10 +187,7 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
     def _check_memory(cls, value: object) -> float | None:
         if value is None:
             return None
-        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
-            raise bad_value(_path("memory_gb"), value, "a positive number of 1e9 bytes", "e.g. 16")
-        return float(value)  # type: ignore[arg-type]
+        return positive(_path("memory_gb"), value, "a positive number of 1e9 bytes", "e.g. 16")
 
     @field_validator("trace_steps", mode="before")
     @classmethod
@@ -190,7 +195,7 @@ class TokenPipelineConfig(DeepSpeedConfigModel):
         if value is None:
             return None
         pair = list(value) if isinstance(value, (list, tuple)) else []
-        if len(pair) != 2 or not all(map(_is_count, pair)) or pair[0] > pair[1]:
+        if len(pair) != 2 or not all(map(is_count, pair)) or pair[0] > pair[1]:
             raise bad_value(_path("trace_steps"), value, "the first and the last step, counted from 1", "e.g. [3, 5]")
         return [int(step) for step in pair]
 
@@ -218,7 +223,7 @@ def parse(config: Mapping[str, Any]) -> TokenPipelineConfig | None:
         if name in _GONE:
             raise ConfigError(f"{_path(name)}: got {shown(block[name])}, must be absent ({_GONE[name]}), leave it out")
         if name not in TokenPipelineConfig.model_fields:
-            raise _unknown_key(TOKEN_PIPELINE, name, TokenPipelineConfig.model_fields)
+            raise unknown_key(TOKEN_PIPELINE, name, TokenPipelineConfig.model_fields)
     settings = TokenPipelineConfig(strict=True, **block)
     for name in ("plan_path", "measurements_path", "memory_gb"):
         if settings.slices != AUTO and getattr(settings, name) is not None:
@@ -231,11 +236,39 @@ def _path(name: str) -> str:
     return f"{TOKEN_PIPELINE}.{name}"
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value > 0  # type: ignore[operator]
+def switch(key: str, value: object, default: bool) -> bool:
+    """``value`` where it is true or false, else an error with the default."""
+    if not isinstance(value, bool):
+        raise bad_value(key, value, "true or false", str(default).lower())
+    return value
 
 
-def _one_of(key: str, value: object, names: tuple[str, ...], default: str) -> str:
+def positive(key: str, value: object, rule: str, use: str) -> float:
+    """``value`` as a finite number above 0, else an error."""
+    if not is_number(value) or value <= 0:  # type: ignore[operator]
+        raise bad_value(key, value, rule, use)
+    return float(value)  # type: ignore[arg-type]
+
+
+def name_of(key: str, value: object, rule: str, example: str) -> str | None:
+    """``value`` where it is a name of something, or None; else an error with the example."""
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise bad_value(key, value, rule, shown(example))
+    return value
+
+
+def is_number(value: object) -> bool:
+    """A finite number; true and false are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """An integer of at least that; true is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least  # type: ignore[operator]
+
+
+def one_of(key: str, value: object, names: Sequence[str], default: str) -> str:
+    """``value`` where it is one of the names, else an error with the nearest of them, or with the default."""
     if value in names:
         return str(value)
     use = (nearest(value, names) if isinstance(value, str) else None) or default
@@ -253,24 +286,26 @@ def _cut_list(key: str, value: object) -> list[Dimensions] | None:
     for entry in value:
         several = isinstance(entry, (list, tuple)) and bool(entry)
         dimensions = list(entry) if several else [entry]
-        if entry is not None and (not all(map(_is_count, dimensions)) or len(set(dimensions)) < len(dimensions)):
+        if entry is not None and (not all(map(is_count, dimensions)) or len(set(dimensions)) < len(dimensions)):
             raise bad_value(key, value, rule, "e.g. [1, [2, 3], null]")
         entries.append(None if entry is None else [int(d) for d in dimensions] if several else int(entry))
     return entries
 
 
-def _unknown_key(block: str, name: object, known: Any) -> ConfigError:
+def unknown_key(block: str, name: object, known: Iterable[str]) -> ConfigError:
+    """The error for a key that a block does not have."""
     near = nearest(str(name), known)
     use = shown(near) if near else "one of them"
     return ConfigError(f"{block}: unknown key {shown(name)}, must be one of {', '.join(known)}, use {use}")
 
 
-def _first_error(error: ValidationError, block: str, model: type[DeepSpeedConfigModel]) -> ConfigError:
+def first_error(error: ValidationError, block: str, model: type[DeepSpeedConfigModel]) -> ConfigError:
+    """The first thing that pydantic found wrong in a block, as one line."""
     errors = sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")
     first = errors[0]
     name = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "extra_forbidden":
-        return _unknown_key(block, name, model.model_fields)
+        return unknown_key(block, name, model.model_fields)
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return cause

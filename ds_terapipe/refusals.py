@@ -30,11 +30,11 @@ class Rule(NamedTuple):
     use: str
 
 
-def _true(value: Any) -> bool:
+def is_true(value: Any) -> bool:
     return value is True or (isinstance(value, (int, float)) and value != 0)
 
 
-def _above(limit: int) -> Callable[[Any], bool]:
+def above(limit: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value > limit
 
 
@@ -47,39 +47,39 @@ _UNCUT = 'false, or "slices": 1, which cuts nothing'
 RULES = (
     Rule(
         "zero_optimization.stage",
-        _above(1),
+        above(1),
         "0 or 1 beside token_pipeline (pipeline stages keep their gradients until the last slice is done)",
         "1",
     ),
     Rule(
         "sequence_parallel_size",
-        _above(1),
+        above(1),
         "1 beside token_pipeline (Ulysses shares a sequence among ranks, slices need it whole on each)",
         "1, with more pipeline stages",
     ),
     Rule(
         "data_efficiency.data_routing.random_ltd.enabled",
-        _true,
+        is_true,
         "false beside token_pipeline (random-LTD drops tokens by their place in the whole sequence)",
         "false",
     ),
-    Rule("flops_profiler.enabled", _true, _TIMERS, "false"),
-    Rule("wall_clock_breakdown", _true, _TIMERS, "false"),
+    Rule("flops_profiler.enabled", is_true, _TIMERS, "false"),
+    Rule("wall_clock_breakdown", is_true, _TIMERS, "false"),
     Rule(
         "compile.deepcompile",
-        _true,
+        is_true,
         "false beside token_pipeline (its passes are started by a forward of DeepSpeed's that is not used here)",
         "false",
     ),
     Rule(
         "tensor_parallel.autotp_size",
-        _above(0),
+        above(0),
         "0 beside token_pipeline (DeepSpeed's automatic tensor parallelism rewrites layers after they are checked)",
         "0, and layers that are tensor parallel themselves, as megatron-core's are",
     ),
     Rule(
         "expert_parallel.enabled",
-        _true,
+        is_true,
         "false beside token_pipeline (experts choose among all tokens of a sequence, their loss is not a sum)",
         "false, with dense layers",
     ),
@@ -87,10 +87,10 @@ RULES = (
 
 # What goes with token_pipeline as long as nothing is cut.
 CUT_RULES = (
-    Rule("compile.enabled", _true, _COMPILE, _UNCUT),
+    Rule("compile.enabled", is_true, _COMPILE, _UNCUT),
     Rule(
         "activation_checkpointing.contiguous_memory_optimization",
-        _true,
+        is_true,
         "false where sequences are cut (its buffers hold as many checkpoints, of one length, as whole micro-batches leave)",
         _UNCUT,
     ),
@@ -108,7 +108,7 @@ def _block_is_on(value: Any) -> bool:
 
 
 def _autocasts_to_fp16(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not _true(value.get("enabled")):
+    if not isinstance(value, Mapping) or not is_true(value.get("enabled")):
         return False
     return str(value.get("dtype", "")).lower().removeprefix("torch.") in ("fp16", "float16", "half")
 
@@ -118,7 +118,7 @@ def _autocasts_to_fp16(value: Any) -> bool:
 LAMB_RULES = (
     Rule(
         "zero_optimization.stage",
-        _above(2),
+        above(2),
         f"0, 1 or 2 {_LAMB} (ZeRO-3 does not tell where a layer's parts are)",
         "1",
     ),
@@ -129,7 +129,7 @@ LAMB_RULES = (
         'device "none"',
     ),
     Rule("zero_optimization.offload_param", _offloads, f'absent {_LAMB}, or have device "none"', 'device "none"'),
-    Rule("zero_optimization.cpu_offload", _true, f"false {_LAMB}", "false"),
+    Rule("zero_optimization.cpu_offload", is_true, f"false {_LAMB}", "false"),
     Rule(
         "zero_optimization.zenflow",
         _block_is_on,
@@ -138,12 +138,12 @@ LAMB_RULES = (
     ),
     Rule(
         "zero_optimization.round_robin_gradients",
-        _true,
+        is_true,
         f"false {_LAMB} (DeepSpeed then notes a wrong place for every parameter in its flat buffers)",
         "false",
     ),
-    Rule("bf16.bf16_master_weights_and_grads", _true, f"false {_LAMB} (it updates fp32 master weights)", "false"),
-    Rule("fp16.fp16_master_weights_and_grads", _true, f"false {_LAMB} (it updates fp32 master weights)", "false"),
+    Rule("bf16.bf16_master_weights_and_grads", is_true, f"false {_LAMB} (it updates fp32 master weights)", "false"),
+    Rule("fp16.fp16_master_weights_and_grads", is_true, f"false {_LAMB} (it updates fp32 master weights)", "false"),
     Rule(
         "torch_autocast",
         _autocasts_to_fp16,
@@ -152,11 +152,11 @@ LAMB_RULES = (
     ),
     Rule(
         "tensor_parallel.autotp_size",
-        _above(1),
+        above(1),
         f"0 or 1 {_LAMB} (DeepSpeed's automatic tensor parallelism replaces layers after they are counted)",
         "0, and layers that are tensor parallel themselves, as megatron-core's are",
     ),
-    Rule("expert_parallel.enabled", _true, f"false {_LAMB} (experts' norms are on other ranks)", "false"),
+    Rule("expert_parallel.enabled", is_true, f"false {_LAMB} (experts' norms are on other ranks)", "false"),
 )
 
 _UNCOMPILED = (
@@ -355,23 +355,28 @@ def _number(holder: Any, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def advise(config: Mapping[str, Any], model: Any) -> None:
-    """Log on rank 0 what is legal but gains nothing, and what differs from DeepSpeed's own engine."""
+def advise(config: Mapping[str, Any], model: Any, cut: bool = True) -> None:
+    """Log on rank 0 what is legal but gains nothing, and what differs from DeepSpeed's own engine.
+
+    Args:
+        config: the DeepSpeed configuration.
+        model: a ``PipelineModule``.
+        cut: whether there is a block ``token_pipeline``.
+    """
     if not _first_rank():
         return
-    if model.num_pipeline_stages() == 1:
+    if cut and model.num_pipeline_stages() == 1:
         logger.warning("%s: the model has one pipeline stage, slices gain nothing; use num_stages >= 2", TOKEN_PIPELINE)
     from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 
     clipping = config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
-    if _above(0)(clipping):
+    if above(0)(clipping):
         logger.warning(
             "%s: got %s%s, which clips by the true norm over all pipeline stages; DeepSpeed's own engine counts the "
-            "first stage only, so a clipped run differs from one without %s",
+            "first stage only, so a clipped run differs from one without ds_terapipe",
             GRADIENT_CLIPPING,
             shown(clipping),
             "" if GRADIENT_CLIPPING in config else " (DeepSpeed's default)",
-            TOKEN_PIPELINE,
         )
 
 

@@ -124,7 +124,7 @@ def _wanted(config: Mapping[str, Any], given: Mapping[str, Any]) -> Wanted:
 
             raise ConfigError(f'{key}: unknown key, must be spelt "{near}", use "{near}"')
     return Wanted(
-        pipeline=any(key in config and not _switched_off(config[key]) for key in KEYS),
+        pipeline=any(_is_on(config, key) for key in KEYS),
         optimizer=_names_ours(config, "optimizer", OPTIMIZERS, _deepspeeds_optimizer, given.get("optimizer")),
         scheduler=_names_ours(config, "scheduler", SCHEDULERS, _deepspeeds_scheduler, given.get("lr_scheduler")),
     )
@@ -191,7 +191,7 @@ def _build(
             config = keys.config
             during.enter_context(keys.put_into(given))
         if wanted.pipeline:
-            engine = _token_pipeline(given.get("model"), config)
+            engine = _pipeline_engine(given.get("model"), config)
         during.enter_context(_engine_class(engine))
         result = original(**given)
     if engine is not None and not isinstance(result[0], engine.ds_terapipe_builds):  # type: ignore[attr-defined]
@@ -214,41 +214,58 @@ def _optimizer_keys(config: Mapping[str, Any], arguments: Mapping[str, Any], wan
     return json_keys.read(config, arguments, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
 
-def _token_pipeline(model: Any, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Called as a ``PipelineEngine``, makes a ``TokenPipelineEngine``; its ``ds_terapipe_builds`` is that class."""
-    if ELASTIC_PIPELINE in config and not _switched_off(config[ELASTIC_PIPELINE]):
-        from .errors import ConfigError
+def _pipeline_engine(model: Any, config: Mapping[str, Any]) -> Callable[..., Any]:
+    """Called as a ``PipelineEngine``, makes one of ours; its ``ds_terapipe_builds`` is the class.
 
-        raise ConfigError(f"{ELASTIC_PIPELINE}: not available in this version, must be absent, use {TOKEN_PIPELINE}")
+    A model that is not cut, beside ``elastic_pipeline`` alone, has one slice.
+    """
+    key = ELASTIC_PIPELINE if _is_on(config, ELASTIC_PIPELINE) else TOKEN_PIPELINE
     try:
         from . import compat, refusals
-        from .config import parse
-
-        compat.require(TOKEN_PIPELINE)
         from .pipeline.closing import check_open
         from .pipeline.engine import TokenPipelineEngine
+
+        compat.require(key)
+        kind: type[TokenPipelineEngine] = TokenPipelineEngine
+        if key == ELASTIC_PIPELINE:
+            from .elastic.engine import ElasticPipelineEngine as kind
     except Exception as reason:
-        _cannot_run(TOKEN_PIPELINE, reason)
+        _cannot_run(key, reason)
 
     refusals.check_model_class(model)
     check_open(model)
-    settings = refusals.on_every_rank(model, lambda: _checked(parse, refusals, config, model))
+    settings = refusals.on_every_rank(model, lambda: _checked(config, model))
 
     def engine(*engine_args: Any, **engine_kwargs: Any) -> Any:
         # DeepSpeed adds what deepspeed.tp_model_init asked for to the configuration after the first look at it.
-        refusals.check_config(engine_kwargs["config"])
+        whole = engine_kwargs["config"]
+        cut = settings[TOKEN_PIPELINE].model_dump()
+        refusals.check_config({**(whole if isinstance(whole, Mapping) else {}), TOKEN_PIPELINE: cut})
         refusals.turn_off_partitioning(engine_kwargs["config_class"].pipeline, model)
-        return TokenPipelineEngine(*engine_args, token_pipeline=settings, **engine_kwargs)
+        return kind(*engine_args, **settings, **engine_kwargs)
 
-    engine.ds_terapipe_builds = TokenPipelineEngine  # type: ignore[attr-defined]
+    engine.ds_terapipe_builds = kind  # type: ignore[attr-defined]
     return engine
 
 
-def _checked(parse: Any, refusals: Any, config: Mapping[str, Any], model: Any) -> Any:
-    settings = parse(config)
-    refusals.check_config(config)
-    refusals.check_model(model, refusals.cuts(settings.slices))
-    refusals.advise(config, model)
+def _is_on(config: Mapping[str, Any], key: str) -> bool:
+    return key in config and not _switched_off(config[key])
+
+
+def _checked(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """The blocks of the pipeline that are there, by their names."""
+    from . import refusals
+    from .config import TokenPipelineConfig, parse
+
+    settings: dict[str, Any] = {TOKEN_PIPELINE: parse(config) or TokenPipelineConfig(slices=1)}
+    if _is_on(config, ELASTIC_PIPELINE):
+        from .elastic import settings as elastic
+
+        settings[ELASTIC_PIPELINE] = elastic.parse(config)
+        elastic.check_config(settings[ELASTIC_PIPELINE], config)
+    refusals.check_config({**config, TOKEN_PIPELINE: settings[TOKEN_PIPELINE].model_dump()})
+    refusals.check_model(model, refusals.cuts(settings[TOKEN_PIPELINE].slices))
+    refusals.advise(config, model, cut=_is_on(config, TOKEN_PIPELINE))
     return settings
 
 

@@ -43,7 +43,11 @@ CONFIGS = {
     "schedule": ({"token_pipeline": {"slices": 2, "schedule": "gpipe"}}, 'got "gpipe"', '"terapipe" or "1f1b"'),
     "key": ({"token_pipeline": {"slises": 2}}, 'unknown key "slises"', 'use "slices"'),
     "top-level key": ({"token_pipline": {"slices": 2}}, "token_pipline: unknown key", 'use "token_pipeline"'),
-    "elastic": ({"elastic_pipeline": {"enabled": True}}, "elastic_pipeline: not available in this version", "use"),
+    "elastic": (
+        {"elastic_pipeline": {"resize": {"policy": "measured"}}},
+        'elastic_pipeline.resize.policy: got "measured", must be',
+        'use "off"',
+    ),
 }
 
 

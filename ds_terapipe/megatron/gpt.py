@@ -55,11 +55,10 @@ class GPTPipeline(PipelineModule):
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Transformer layers of each stage."""
-        counts = [stop - start for start, stop in pairwise(self._boundaries)]
-        counts[0] -= self.layers_around[0]
-        counts[-1] -= self.layers_around[1]
-        return tuple(counts)
+        """Transformer layers of each stage as it is now: ``elastic_pipeline`` moves them, and may leave a stage without any."""
+        before, after = self.layers_around
+        first, end = before, self._num_layers - after
+        return tuple(max(0, min(stop, end) - max(start, first)) for start, stop in pairwise(self.parts))
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self._boundaries

@@ -143,8 +143,16 @@ def attach_optimizer(engine: Any) -> None:
     if isinstance(wrapper, BF16_Optimizer):
         counting_nothing(wrapper)
     optimizer.set_names({parameter: name for name, parameter in engine.module.named_parameters()})
+    if hasattr(engine, "on_reshape"):
+        engine.on_reshape(_follow)
     if optimizer.monitor_interval and engine.global_rank == 0 and engine.monitor.enabled:
         optimizer.set_monitor(engine.monitor.write_events)
+
+
+def _follow(engine: Any) -> None:
+    """Tell the optimizer of a pipeline that was reshaped where layers, and copies of tied ones, are now."""
+    set_groups(engine.basic_optimizer, engine.module, engine.mpu, engine._config._param_dict)
+    engine.basic_optimizer.set_names({parameter: name for name, parameter in engine.module.named_parameters()})
 
 
 def _tell_skipped_steps(optimizer: FusedLamb) -> None:

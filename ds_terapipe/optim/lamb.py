@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ConfigError, bad_value
 from . import backends, modes, segments, state_dicts, telemetry
 from .device_table import DeviceTable
-from .layouts import Record, fingerprint, layouts
+from .layouts import Layout, Record, fingerprint, layouts
 from .sharding import Group, Groups, all_reduce
 
 
@@ -135,6 +135,7 @@ class FusedLamb(torch.optim.Optimizer):
     def _reset(self) -> None:
         """What is made anew and not saved: tables, counters, the monitor."""
         self._tables: dict[tuple[int, ...], tuple[Any, list[DeviceTable]]] = {}
+        self._changed = False
         self._skips = telemetry.SkippedSteps()
         self._reports = telemetry.Reports()
 
@@ -203,6 +204,22 @@ class FusedLamb(torch.optim.Optimizer):
             {id(parameter): group for parameter, group in (tied or {}).items()},
         )
         self._tables.clear()
+
+    def parameters_changed(self) -> None:
+        """To be called when parameters were put into the groups, or taken from them, without `add_param_group`."""
+        known = {
+            id(p): name for record in self._records for p, name in zip(record.originals, record.names, strict=True)
+        }
+        self._records = [
+            Record(
+                group,
+                list(group["params"]),
+                [known.get(id(p), f"group{number}.{i}") for i, p in enumerate(group["params"])],
+            )
+            for number, group in enumerate(self.param_groups)
+        ]
+        self._tables.clear()
+        self._changed = True  # those with ``lamb_rows`` may have left
 
     def set_names(self, names: Mapping[Tensor, str]) -> None:
         """Names of original parameters, for :meth:`statistics`."""
@@ -323,7 +340,11 @@ class FusedLamb(torch.optim.Optimizer):
 
     def _built(self, records: list[Record]) -> list[DeviceTable]:
         wanted = [record for record in self._records if record.group["split_qkv"]]
-        if wanted and not any(hasattr(p, "lamb_rows") for record in wanted for p in record.originals):
+        if (
+            wanted
+            and not self._changed
+            and not any(hasattr(p, "lamb_rows") for record in wanted for p in record.originals)
+        ):
             raise bad_value(
                 modes.key("split_qkv"),
                 True,
@@ -332,8 +353,12 @@ class FusedLamb(torch.optim.Optimizer):
             )
         return [
             DeviceTable(device, layout, records, self._groups, backends.pick(device, self.backend))
-            for device, layout in layouts(records).items()
+            for device, layout in (layouts(records) or self._nothing_here()).items()
         ]
+
+    def _nothing_here(self) -> dict[torch.device, Layout]:
+        """A rank whose layers are all frozen has no tensors, and what the others agree on still waits for it."""
+        return {} if self._groups.norm is None else {torch.device("cpu"): Layout([], [], [], [], [], [])}
 
     # ------------------------------------------------------------------------------------------------------ what happened
 

@@ -1,0 +1,235 @@
+"""Micro-batches for a pipeline whose shape has changed, from the data iterators that its user has.
+
+The ranks that read at the start, those of the first and the last stage, keep reading, as many micro-batches of the same size
+as they did; what they read is handed to the ranks that need it now. Which samples make a step, and their order, stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import Tensor
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.batch import check_item
+from ds_terapipe.pipeline.control import Control
+from ds_terapipe.pipeline.watch import Watch
+
+_ROLES = ("inputs", "labels")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of a shape: ``micro_batch`` samples each replica takes at a time."""
+
+    topology: ProcessTopology
+    micro_batch: int
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return max(int(self.topology.get_dim("pipe")), 1)
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas."""
+        return max(int(self.topology.get_dim("data")), 1)
+
+    @property
+    def tensor(self) -> int:
+        """Tensor-parallel ranks of a stage."""
+        return max(int(self.topology.get_dim("model")), 1)
+
+    def rank(self, stage: int, replica: int, tensor: int) -> int:
+        """Global rank."""
+        where = {"pipe": stage, "data": replica, "model": tensor}
+        return int(self.topology.get_rank(**{axis: where[axis] for axis in self.topology.get_axis_names()}))
+
+    def at(self, role: str, replica: int, tensor: int) -> int:
+        """The rank that has a replica's inputs, or its labels."""
+        return self.rank(0 if role == "inputs" else self.stages - 1, replica, tensor)
+
+
+class Parcel(NamedTuple):
+    """Samples ``first`` to ``stop - 1`` of a reader's, for a replica; ``role``: their inputs or their labels."""
+
+    role: str
+    reader: int
+    first: int
+    stop: int
+    replica: int
+
+
+def parcels(samples: int, readers: int, replicas: int, alike: bool = False) -> list[Parcel]:
+    """Who needs what of ``samples`` that readers read in equal parts: replicas equal parts of them, or all ``alike``."""
+    if alike:
+        whole = [(reader, 0, samples // readers) for reader in range(readers)]
+        return [Parcel(role, *part, replica) for role in _ROLES for replica in range(replicas) for part in whole]
+    cuts = sorted(
+        {samples * n // readers for n in range(readers + 1)} | {samples * n // replicas for n in range(replicas + 1)}
+    )
+    part, share = samples // readers, samples // replicas
+    return [
+        Parcel(role, first // part, first % part, first % part + stop - first, first // share)
+        for role in _ROLES
+        for first, stop in pairwise(cuts)
+    ]
+
+
+class Feed:
+    """Reads on the ranks that have an iterator, and hands over.
+
+    Args:
+        start: the shape that the user's iterators were made for.
+        control: agrees that all have read before anybody sends.
+        watch: times and bounds the waits.
+    """
+
+    def __init__(self, start: Layout, control: Control, watch: Watch) -> None:
+        self._start, self._control, self._watch = start, control, watch
+        self._rank = torch.distributed.get_rank()
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank had an iterator at the start."""
+        where = self._start.topology.get_coord(self._rank).pipe
+        return where in (0, self._start.stages - 1)
+
+    def share(self, read: int, now: Layout) -> int | None:
+        """Micro-batches of each replica now, where each reader reads ``read``; None where they can't be shared out equally."""
+        samples = read * self._start.micro_batch * self._start.replicas
+        each, rest = divmod(samples, now.replicas * now.micro_batch)
+        return None if rest else each
+
+    def read(self, micro_batches: int, now: Layout, next_batch: Callable[[], Any], alike: bool = False) -> list[Any]:
+        """This rank's micro-batches of a step, (inputs, labels) each, None for what it does not need; collective.
+
+        Args:
+            micro_batches: of each replica now.
+            now: the present shape.
+            next_batch: reads one of the start's micro-batches.
+            alike: every replica gets all that is read, in the start's micro-batches.
+        """
+        start, error, mine = self._start, None, []
+        samples = micro_batches * (start.micro_batch if alike else now.micro_batch * now.replicas)
+        whole = alike or now.micro_batch == start.micro_batch
+        try:
+            if self.reads:
+                mine = [next_batch() for _ in range(samples // (start.replicas * start.micro_batch))]
+                _check(mine, None if whole else start.micro_batch)
+        except Exception as problem:  # whatever the user's data raises: the others must not wait for it
+            error = problem
+        self._control.agree(error)
+        got: dict[str, list[Any]] = {role: [] for role in _ROLES}
+        for parcel in parcels(samples, start.replicas, now.replicas, alike):
+            for tensor in range(start.tensor):
+                self._hand_over(parcel, tensor, now, mine, got[parcel.role])
+        inputs, labels = (got[role] if whole else list(_regrouped(got[role], now.micro_batch)) for role in _ROLES)
+        count = max(len(inputs), len(labels))
+        return list(zip(inputs or [None] * count, labels or [None] * count, strict=True))
+
+    def _hand_over(self, parcel: Parcel, tensor: int, now: Layout, mine: Sequence[Any], got: list[Any]) -> None:
+        source = self._start.at(parcel.role, parcel.reader, tensor)
+        target = now.at(parcel.role, parcel.replica, tensor)
+        if self._rank not in (source, target):
+            return
+        pieces: list[Any] = []
+        if self._rank == source:
+            values = [item[_ROLES.index(parcel.role)] for item in mine]
+            pieces = list(_cut(values, self._start.micro_batch, parcel.first, parcel.stop))
+        if source == target:
+            got += pieces
+        elif self._rank == source:
+            with self._watch.waiting(f"rank {target} to take {parcel.role} that were read here"):
+                torch.distributed.send_object_list([_on_host(pieces)], target, group=self._control.group)
+        else:
+            box: list[Any] = [None]
+            with self._watch.waiting(f"{parcel.role} that rank {source} reads"):
+                torch.distributed.recv_object_list(box, source, group=self._control.group)
+            got += box[0]
+
+
+def _check(micro_batches: Sequence[Any], size: int | None) -> None:
+    """Refuse what can't be handed over, before anybody waits for it; ``size``: samples of each, where they are cut."""
+    for item in micro_batches:
+        check_item(item)
+        for value in item[:2] if size is not None else ():
+            if (got := _samples(value)) not in (0, size):
+                raise ConfigError(
+                    f"the data iterator: got a micro-batch of {got} samples, must be of {size} where a reshape divides it, use "
+                    "drop_last=True in the DataLoader"
+                )
+
+
+def _cut(values: Sequence[Any], size: int, first: int, stop: int) -> Iterator[Any]:
+    """Samples ``first`` to ``stop - 1`` of micro-batches of ``size``, whole ones where they are."""
+    for number, value in enumerate(values):
+        begin, end = max(first - number * size, 0), min(stop - number * size, size)
+        if begin < end:
+            yield (
+                value if end - begin == size else _map(value, lambda t, a=begin, b=end: t[a:b] if _has(t, size) else t)
+            )
+
+
+def _regrouped(values: Sequence[Any], size: int) -> Iterator[Any]:
+    """The same samples in micro-batches of ``size``."""
+    rows: list[Any] = []
+    for value in values:
+        count = _samples(value)
+        rows += [_map(value, lambda t, n=n, c=count: t[n : n + 1] if _has(t, c) else _OfAll(t)) for n in range(count)]
+    for first in range(0, len(rows), size):
+        yield _joined(rows[first : first + size])
+
+
+class _OfAll(NamedTuple):
+    """A tensor that has no row for each sample: a mask for all of them."""
+
+    tensor: Tensor
+
+
+def _joined(rows: Sequence[Any]) -> Any:
+    of_all = next((row for row in rows if isinstance(row, _OfAll)), None)
+    if of_all is not None:
+        return of_all.tensor
+    if isinstance(rows[0], Tensor):
+        if any(row.shape[1:] != rows[0].shape[1:] for row in rows):
+            shape = list(rows[0].shape[1:])
+            raise ConfigError(
+                f"the data iterator: got samples of {shape} beside others in micro-batches that a reshape joins, must be "
+                "of one shape, use padding or a micro-batch that divides the batch of every shape"
+            )
+        return torch.cat(list(rows)) if len(rows) > 1 else rows[0]
+    if isinstance(rows[0], (tuple, list)):
+        return tuple(_joined(column) for column in zip(*rows, strict=True))
+    return rows[0]
+
+
+def _samples(value: Any) -> int:
+    """The size of the first dimension, which counts samples; the first tensor's."""
+    if isinstance(value, Tensor):
+        return int(value.shape[0])
+    return next((_samples(item) for item in value if isinstance(item, (Tensor, tuple, list))), 0)
+
+
+def _has(tensor: Tensor, samples: int) -> bool:
+    """Whether the first dimension counts samples; a mask for all of them is handed on whole."""
+    return tensor.dim() > 0 and tensor.shape[0] == samples
+
+
+def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_map(item, function) for item in value)
+    return value
+
+
+def _on_host(pieces: Sequence[Any]) -> list[Any]:
+    """For a message: without what else the tensors' memory holds."""
+    return [_map(piece, lambda tensor: tensor.detach().cpu().clone()) for piece in pieces]

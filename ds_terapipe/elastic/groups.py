@@ -1,0 +1,139 @@
+"""Parameter groups of an optimiser whose parameters come and go: one list of groups on all ranks, empty ones too.
+
+Schedulers and checkpoints count groups, and a parameter that moves to another rank has to find its settings there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_terapipe.errors import ConfigError
+
+_OF_PARAMETERS = ("params", "param_names")
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key not in _OF_PARAMETERS}
+
+
+def make_alike(optimizer: torch.optim.Optimizer, scheduler: Any, gather: Callable[[Any], list[Any]]) -> None:
+    """Give all ranks the same list of groups; collective.
+
+    Groups of the same settings are the same group, those of a rank among each other by their order. A rank gets an empty group
+    for each that it has no parameter for.
+
+    Raises:
+        ConfigError: on every rank, for a scheduler that was made for fewer groups than there are.
+    """
+    mine = _numbered(optimizer.param_groups)
+    everybodys = gather(
+        [(repr(sorted(settings_of(group).items())), settings_of(group)) for group in optimizer.param_groups]
+    )
+    known: dict[tuple[str, int], dict[str, Any]] = {}
+    for groups in everybodys:
+        seen: dict[str, int] = {}
+        for text, settings in groups:
+            number = seen[text] = seen.get(text, -1) + 1
+            known.setdefault((text, number), settings)
+    schedulers = gather(len(getattr(scheduler, "base_lrs", known)))
+    for rank, count in enumerate(schedulers):
+        if count != len(known):
+            raise ConfigError(
+                f"optimizer: got {count} parameter groups on rank {rank} and {len(known)} on all ranks together, and a scheduler "
+                "that was made for them, must be the same groups on all ranks, use a function that makes the scheduler, or "
+                "groups with a parameter on every stage"
+            )
+    optimizer.param_groups[:] = [mine.get(key, {"params": [], **settings}) for key, settings in known.items()]
+
+
+def _numbered(groups: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    seen: dict[str, int] = {}
+    for group in groups:
+        text = repr(sorted(settings_of(group).items()))
+        number = seen[text] = seen.get(text, -1) + 1
+        found[text, number] = group
+    return found
+
+
+def refill(
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module,
+    group_of: Mapping[str, int],
+    states: Mapping[str, dict[str, Any]],
+    settings: Sequence[Mapping[str, Any]] | None = None,
+) -> int:
+    """Give an optimiser, which keeps its identity, the parameters of a module, in the module's order.
+
+    Args:
+        optimizer: of torch, or with its attributes.
+        module: whose parameters are there now.
+        group_of: the number of the group, for each name that the optimiser shall have.
+        states: of names whose state came from elsewhere; others keep theirs.
+        settings: of the groups; None: as they are.
+
+    Returns:
+        Bytes of state that were given up.
+    """
+    kept: dict[Tensor, dict[str, Any]] = {}
+    lists: list[list[Any]] = [[] for _ in optimizer.param_groups]
+    for name, parameter in module.named_parameters():
+        if name not in group_of:
+            continue
+        lists[group_of[name]].append((name, parameter))
+        state = states.get(name, optimizer.state.get(parameter))
+        if state:
+            kept[parameter] = state
+    alive = {id(value) for state in kept.values() for value in state.values()}
+    gone = [value for state in optimizer.state.values() for value in state.values() if id(value) not in alive]
+    optimizer.state.clear()
+    optimizer.state.update(kept)
+    for number, (group, members) in enumerate(zip(optimizer.param_groups, lists, strict=True)):
+        if settings is not None:
+            group.update(settings[number])
+        group["params"] = [parameter for _, parameter in members]
+        if "param_names" in group:
+            group["param_names"] = [name for name, _ in members]
+    _tell(optimizer)
+    return _bytes(gone)
+
+
+def in_order(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Have parameters in the module's order from the start, as after a reshape: checkpoints know them by their number.
+
+    What is none of the module's, as of a stage that trains nothing, leaves.
+    """
+    number_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    names = {name: number_of[id(p)] for name, p in module.named_parameters() if id(p) in number_of}
+    refill(optimizer, module, names, {})
+
+
+def release(optimizer: torch.optim.Optimizer) -> int:
+    """Take parameters that are no longer trained out of an optimiser; bytes of state that were given up."""
+    gone = []
+    for group in optimizer.param_groups:
+        trained = [parameter.requires_grad for parameter in group["params"]]
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                gone += optimizer.state.pop(parameter, {}).values()
+        for key in _OF_PARAMETERS:
+            if key in group:
+                group[key] = [each for each, kept in zip(group[key], trained, strict=True) if kept]
+    _tell(optimizer)
+    return _bytes(gone)
+
+
+def _tell(optimizer: Any) -> None:
+    """``FusedLamb`` keeps tables of its parameters."""
+    changed = getattr(optimizer, "parameters_changed", None)
+    if changed is not None:
+        changed()
+
+
+def _bytes(values: Iterable[Any]) -> int:
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))

@@ -1,0 +1,88 @@
+"""What the first rank says of a transition: a line, a warning once, the monitor's events."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from ds_terapipe.elastic.resize import Shape
+from ds_terapipe.pipeline.report import emit
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A change of what is frozen, or of the shape, before a step.
+
+    Attributes:
+        step: 0-based ``global_steps``.
+        frozen, layers: entries of the layer list, frozen and all.
+        before, after: the shapes.
+        seconds: that it took.
+        freed_bytes, sent_bytes: of all ranks.
+        fullest_before, fullest_after: bytes of weights, gradients and optimiser state on the rank that has most.
+    """
+
+    step: int
+    frozen: int
+    layers: int
+    before: Shape
+    after: Shape
+    seconds: float
+    freed_bytes: float
+    sent_bytes: float
+    fullest_before: float
+    fullest_after: float
+
+    @property
+    def line(self) -> str:
+        """For the log."""
+        shapes = [_text(self.before)] * (self.before != self.after) + [_text(self.after)]
+        return (
+            f"step {self.step}: {self.frozen} of {self.layers} layers frozen, {' -> '.join(shapes)}, {self.seconds:.2f} s, "
+            f"{self.freed_bytes / 1e6:,.1f} MB freed, {self.sent_bytes / 1e6:,.1f} MB moved"
+        )
+
+    @property
+    def events(self) -> dict[str, float]:
+        """For the monitor."""
+        return {
+            "Elastic/frozen_layers": self.frozen,
+            "Elastic/stages": self.after.stages,
+            "Elastic/replicas": self.after.replicas,
+            "Elastic/transition_seconds": self.seconds,
+            "Elastic/freed_bytes": self.freed_bytes,
+        }
+
+
+class TransitionReport:
+    """Says what happened; of what is true from then on, once."""
+
+    def __init__(self) -> None:
+        self._said_eval = self._warned = False
+
+    def tell(self, transition: Transition, monitor: Any, samples: int) -> None:
+        """To be called on the first rank. ``samples``: trained so far, which the monitor counts by."""
+        line = transition.line
+        if transition.frozen and not self._said_eval:
+            self._said_eval, line = True, f"{line}; frozen layers run in eval mode, without dropout"
+        emit(line)
+        if transition.fullest_after > transition.fullest_before and not self._warned:
+            self._warned = True
+            after, before = transition.fullest_after / 1e6, transition.fullest_before / 1e6
+            logger.warning(
+                "elastic_pipeline.resize: a rank has up to %.1f MB of weights, gradients and optimizer state now, and had up "
+                "to %.1f MB before",
+                after,
+                before,
+            )
+        if monitor.enabled:
+            monitor.write_events([(name, value, samples) for name, value in transition.events.items()])
+
+
+def _text(shape: Shape) -> str:
+    counts = ((shape.stages, "stage"), (shape.replicas, "replica"))
+    stages, replicas = (f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
+    return f"{stages} x {replicas} ({shape.micro_batches} micro-batches of {shape.micro_batch})"

@@ -1,0 +1,238 @@
+"""The order of samples: a function of a seed and of how many samples the whole job has consumed, in any shape.
+
+Positions count samples through all epochs: position p is in epoch p // samples, at p % samples of that epoch's order. A step
+trains the next ``batch`` positions, whatever number of replicas shares them, so a new shape goes on where the old one was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from ds_terapipe.errors import bad_value
+
+
+class SampleOrder:
+    """Which sample of a dataset is at a position: ``order[position]``.
+
+    Args:
+        samples: in the dataset.
+        shuffle: whether each epoch has an order of its own; else all have the dataset's.
+        seed: of these orders.
+
+    Raises:
+        ConfigError: an empty dataset.
+    """
+
+    def __init__(self, samples: int, shuffle: bool, seed: int) -> None:
+        if samples < 1:
+            raise bad_value("training_data", samples, "a dataset of one sample or more", "another dataset")
+        self.samples = samples
+        self.shuffle = shuffle
+        self.seed = seed
+        self._permutations: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, position: int) -> int:
+        epoch, place = divmod(position, self.samples)
+        return int(self._permutation(epoch)[place]) if self.shuffle else place
+
+    def between(self, first: int, end: int) -> list[int]:
+        """The samples at the positions from ``first`` to ``end - 1``."""
+        return [self[position] for position in range(first, end)]
+
+    def _permutation(self, epoch: int) -> torch.Tensor:
+        """[samples]; at most two are kept: a batch may lie in two epochs."""
+        if epoch not in self._permutations:
+            generator = torch.Generator().manual_seed(_mixed(self.seed, epoch))
+            for old in list(self._permutations)[:-1]:
+                del self._permutations[old]
+            self._permutations[epoch] = torch.randperm(self.samples, generator=generator)
+        return self._permutations[epoch]
+
+
+class ElasticBatchSampler(Sampler[list[int]]):
+    """The micro-batches of one replica, as lists of dataset indices, without end.
+
+    Each ``batch`` positions from ``consumed`` on are a step. Replica r has block number r of their ``replicas`` equal contiguous
+    blocks, cut into micro-batches in order. Positions of the next epoch follow directly: every sample comes exactly once per
+    epoch, and a step may lie in two epochs.
+
+    For a loader of one's own: ``DataLoader(dataset, batch_sampler=ElasticBatchSampler(...))``. After `reshape`, iterate the
+    loader anew; an iterator from before refuses to go on.
+
+    Args:
+        samples: in the dataset.
+        batch: samples of a step, over all replicas: ``train_batch_size``.
+        micro_batch: samples in a micro-batch.
+        replicas: pipelines that share a batch.
+        replica: number of this one, from 0.
+        shuffle, seed: as in `SampleOrder`.
+        consumed: samples that the whole job has trained before: ``engine.global_samples``.
+
+    Raises:
+        ConfigError: a batch that is not made of whole micro-batches of all replicas, or an empty dataset.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        batch: int,
+        *,
+        micro_batch: int,
+        replicas: int = 1,
+        replica: int = 0,
+        shuffle: bool = False,
+        seed: int = 1234,
+        consumed: int = 0,
+    ) -> None:
+        self.order = SampleOrder(samples, shuffle, seed)
+        self.batch = batch
+        self.reshape(micro_batch, replicas, replica, consumed)
+
+    def reshape(self, micro_batch: int, replicas: int, replica: int, consumed: int) -> None:
+        """Go on behind ``consumed`` samples in another shape. Arguments and errors as above."""
+        if replicas < 1 or micro_batch < 1 or self.batch % (replicas * micro_batch):
+            rule = f"a multiple of {replicas} replicas x micro-batch {micro_batch}"
+            raise bad_value("train_batch_size", self.batch, rule, "another micro_batch or replicas")
+        if not 0 <= replica < replicas:
+            raise bad_value("replica", replica, f"from 0 to {replicas - 1}", "the rank among the replicas")
+        if consumed < 0:
+            raise bad_value("consumed", consumed, "0 or more", "engine.global_samples")
+        self.micro_batch, self.replicas, self.replica, self.consumed = micro_batch, replicas, replica, consumed
+        self._shape = object()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        shape, step = self._shape, self.consumed
+        share = self.batch // self.replicas
+        while True:
+            first = step + self.replica * share
+            for begin in range(first, first + share, self.micro_batch):
+                if self._shape is not shape:
+                    raise RuntimeError("the sampler has got another shape since: use a new iter() of the loader")
+                yield self.order.between(begin, begin + self.micro_batch)
+            step += self.batch
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch, the last one counted whole; iterating does not end there."""
+        return -(-self.order.samples // (self.micro_batch * self.replicas))
+
+
+class ElasticLoader:
+    """Micro-batches of a dataset for this replica, without end: iterable and iterator, and the same object in every shape.
+
+    Making an iterator draws nothing from torch's global random state, so that a reshape does not change what is drawn after it.
+
+    Args:
+        dataset: with ``__getitem__`` and ``__len__``.
+        sampler: says which samples.
+        collate_fn, num_workers, pin_memory: as in ``torch.utils.data.DataLoader``.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: ElasticBatchSampler,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
+        self._random = torch.Generator()
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            generator=self._random,
+        )
+        self._iterator: Iterator[Any] | None = None
+        self._delivered = 0
+        self._closed = False
+
+    @property
+    def consumed(self) -> int:
+        """Samples of the whole job, where every replica has taken as many micro-batches as this one: between two steps."""
+        return self.sampler.consumed + self._delivered * self.sampler.micro_batch * self.sampler.replicas
+
+    def __iter__(self) -> ElasticLoader:
+        return self
+
+    def __next__(self) -> Any:
+        if self._closed:
+            raise RuntimeError("the loader is closed, use it before its engine is destroyed")
+        if self._iterator is None:
+            # seeds of workers, which draw e.g. augmentations
+            self._random.manual_seed(_mixed(self.sampler.order.seed, self.sampler.consumed, self.sampler.replica))
+            self._iterator = iter(self._loader)
+        found = next(self._iterator)
+        self._delivered += 1
+        return found
+
+    def __len__(self) -> int:
+        """As `ElasticBatchSampler`'s."""
+        return len(self.sampler)
+
+    def reshape(self, micro_batch: int, replicas: int, replica: int, consumed: int) -> None:
+        """Go on behind ``consumed`` samples of the whole job in another shape, as `ElasticBatchSampler.reshape`.
+
+        What workers have read ahead is dropped, and they end.
+        """
+        self.sampler.reshape(micro_batch, replicas, replica, consumed)
+        self._drop()
+
+    def close(self) -> None:
+        """End the workers; there are no micro-batches any more."""
+        self._drop()
+        self._closed = True
+
+    def _drop(self) -> None:
+        self._iterator = None  # a DataLoader's iterator ends its workers when nobody has it any more
+        self._delivered = 0
+
+
+class EvaluationPart(NamedTuple):
+    """A micro-batch of an evaluation.
+
+    Attributes:
+        indices: of samples, for this replica.
+        weight: samples of all replicas that the average of the replicas' means stands for.
+    """
+
+    indices: list[int]
+    weight: int
+
+
+def evaluation_micro_batches(samples: int, micro_batch: int, replicas: int, replica: int) -> list[EvaluationPart]:
+    """Micro-batches with which the replicas together evaluate every sample of a dataset once.
+
+    All replicas have the same number of them, and the same weights. While there are enough samples, each has its own; the rest,
+    less than one micro-batch for each, is evaluated by all alike. So the mean over the dataset is the sum of weight x average
+    over the replicas of the micro-batch's mean, divided by the number of samples, which is the sum of the weights.
+
+    Args:
+        samples: in the dataset.
+        micro_batch: samples in a micro-batch; the last may be smaller.
+        replicas: pipelines that evaluate.
+        replica: number of this one, from 0.
+    """
+    together = micro_batch * replicas
+    shared_from = samples // together * together
+    parts = []
+    for first in range(0, shared_from, together):
+        own = first + replica * micro_batch
+        parts.append(EvaluationPart(list(range(own, own + micro_batch)), together))
+    for first in range(shared_from, samples, micro_batch):
+        indices = list(range(first, min(first + micro_batch, samples)))
+        parts.append(EvaluationPart(indices, len(indices)))
+    return parts
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed of 64 bits made of several numbers: seed + epoch would give seed 1 what seed 0 has an epoch later."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])

@@ -1,0 +1,285 @@
+"""The block ``elastic_pipeline`` of ``ds_config.json``, checked value by value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from ds_terapipe.config import Block, is_count, is_number, name_of, positive, switch, unknown_key
+from ds_terapipe.elastic.freeze import policy_class, policy_names
+from ds_terapipe.errors import ConfigError, bad_value, nearest, shown
+from ds_terapipe.refusals import Rule, above, at, is_true
+
+ELASTIC_PIPELINE = "elastic_pipeline"
+EPOCH: Literal["epoch"] = "epoch"
+Steps = tuple[tuple[int, int], ...]
+"""Pairs (step, number): the number holds from the step with this 0-based ``global_steps`` on."""
+
+AnyBlock = TypeVar("AnyBlock", bound=Block)
+
+_BESIDE = "beside elastic_pipeline.freeze.policy or resize.policy (masters and moments in wrappers do not move yet)"
+_RULES = (
+    Rule("zero_optimization.stage", above(0), f"0 {_BESIDE}", "0"),
+    Rule("bf16.enabled", is_true, f"false {_BESIDE}", "false"),
+    Rule("bfloat16.enabled", is_true, f"false {_BESIDE}", "false"),
+    Rule("fp16.enabled", is_true, f"false {_BESIDE}", "false"),
+    Rule(
+        "scheduler.type",
+        lambda value: value == "MixedBatch",
+        "another schedule beside elastic_pipeline.freeze.policy or resize.policy (its phases change the batch)",
+        "LambWarmup",
+    ),
+)
+
+
+class FreezeSettings(Block):
+    """The block ``elastic_pipeline.freeze``: which layers are frozen when."""
+
+    PATH: ClassVar[str] = f"{ELASTIC_PIPELINE}.freeze"
+    _EXAMPLE: ClassVar[str] = "e.g. [[10, 2], [20, 4]]"
+
+    policy: str = "static"
+    """Who decides: a policy of `ds_terapipe.elastic.freeze`, or one that the user has registered there."""
+
+    alpha: float = 0.33
+    """Share of the layers that still train by which each interval may freeze more; for policies that read it."""
+
+    interval: int | Literal["epoch"] = EPOCH
+    """Steps between two decisions, or an epoch of ``training_data``; for policies that decide at intervals."""
+
+    frozen_layers: Steps | None = None
+    """For policies that read it: from which step on how many entries of the layer list are frozen, from the first one on."""
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _check_policy(cls, value: object) -> str:
+        policy_class(value)  # type: ignore[arg-type]
+        return str(value)
+
+    @field_validator("alpha", mode="before")
+    @classmethod
+    def _check_alpha(cls, value: object) -> float:
+        if not is_number(value) or not 0 < value < 1:  # type: ignore[operator]
+            raise bad_value(f"{cls.PATH}.alpha", value, "above 0 and below 1", "e.g. 0.33")
+        return float(value)  # type: ignore[arg-type]
+
+    @field_validator("interval", mode="before")
+    @classmethod
+    def _check_interval(cls, value: object) -> int | str:
+        if value == EPOCH:
+            return EPOCH
+        if not is_count(value):
+            use = shown(EPOCH) if isinstance(value, str) else "e.g. 1000"
+            raise bad_value(f"{cls.PATH}.interval", value, '"epoch" or a positive number of steps', use)
+        return int(value)  # type: ignore[call-overload, no-any-return]
+
+    @field_validator("frozen_layers", mode="before")
+    @classmethod
+    def _check_frozen_layers(cls, value: object) -> Steps | None:
+        if value is None:
+            return None
+        steps = _steps(value)
+        if steps is None or any(a > b for (_, a), (_, b) in pairwise(steps)):
+            rule = "a list of [step, entries], steps increasing, entries 1 or more and not decreasing"
+            raise bad_value(f"{cls.PATH}.frozen_layers", value, rule, cls._EXAMPLE)
+        return steps
+
+    @model_validator(mode="after")
+    def _check_what_the_policy_reads(self) -> FreezeSettings:
+        """A setting that does nothing is a mistake, and so is one that is missing."""
+        reads = policy_class(self.policy).reads
+        for name in ("alpha", "frozen_layers"):
+            value = getattr(self, name)
+            if name in reads and value is None:
+                rule = f'a list of [step, entries] beside "policy": {shown(self.policy)}'
+                raise bad_value(f"{self.PATH}.{name}", value, rule, self._EXAMPLE)
+            if name not in reads and name in self.model_fields_set and value is not None:
+                readers = [shown(policy) for policy in policy_names() if name in policy_class(policy).reads]
+                rule = f'absent beside "policy": {shown(self.policy)}, which does not read it'
+                raise bad_value(
+                    f"{self.PATH}.{name}", value, rule, f'"policy": {" or ".join(readers)}, or leave it out'
+                )
+        return self
+
+
+class ResizeSettings(Block):
+    """The block ``elastic_pipeline.resize``: when the pipeline gets another shape."""
+
+    PATH: ClassVar[str] = f"{ELASTIC_PIPELINE}.resize"
+
+    policy: Literal["off", "halve"] | Steps = "off"
+    """Never; by PipeTransformer's compression test whenever layers were frozen; or from which step on how many stages."""
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _check_policy(cls, value: object) -> str | Steps:
+        key, rule = f"{cls.PATH}.policy", '"off", "halve" or a list of [step, stages]'
+        if value in ("off", "halve"):
+            return str(value)
+        if isinstance(value, str):
+            if value == "measured":
+                rule += " (measured shapes are not there yet)"
+            raise bad_value(key, value, rule, shown(nearest(value, ("off", "halve")) or "off"))
+        steps = _steps(value)
+        if steps is None:
+            rule += ", steps increasing, stages 1 or more"
+            raise bad_value(
+                key, value, rule, "e.g. [[10, 2], [20, 1]]" if isinstance(value, (list, tuple)) else '"off"'
+            )
+        return steps
+
+
+class CacheSettings(Block):
+    """The block ``elastic_pipeline.cache``: outputs of the frozen layers, kept by sample."""
+
+    PATH: ClassVar[str] = f"{ELASTIC_PIPELINE}.cache"
+
+    enabled: bool = False
+    """Whether outputs are kept."""
+
+    memory_gb: float | None = None
+    """What they may take in a machine's memory, in 1e9 bytes."""
+
+    disk_path: str | None = None
+    """Folder for what memory does not hold."""
+
+    @field_validator("enabled", mode="before")
+    @classmethod
+    def _check_enabled(cls, value: object) -> bool:
+        return switch(f"{cls.PATH}.enabled", value, False)
+
+    @field_validator("memory_gb", mode="before")
+    @classmethod
+    def _check_memory(cls, value: object) -> float | None:
+        if value is None:
+            return None
+        return positive(f"{cls.PATH}.memory_gb", value, "a positive number of 1e9 bytes", "e.g. 8")
+
+    @field_validator("disk_path", mode="before")
+    @classmethod
+    def _check_path(cls, value: object) -> str | None:
+        return name_of(f"{cls.PATH}.disk_path", value, "the name of a folder", "cache/")
+
+
+class DataSettings(Block):
+    """The block ``elastic_pipeline.data``: the order of ``training_data``."""
+
+    PATH: ClassVar[str] = f"{ELASTIC_PIPELINE}.data"
+
+    shuffle: bool = False
+    """Whether every epoch has an order of its own, drawn from the seed and the epoch."""
+
+    seed: int = 1234
+    """Of these orders."""
+
+    @field_validator("shuffle", mode="before")
+    @classmethod
+    def _check_shuffle(cls, value: object) -> bool:
+        return switch(f"{cls.PATH}.shuffle", value, False)
+
+    @field_validator("seed", mode="before")
+    @classmethod
+    def _check_seed(cls, value: object) -> int:
+        if not is_count(value, least=0):
+            raise bad_value(f"{cls.PATH}.seed", value, "an integer of 0 or more", "e.g. 1234")
+        return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+class ElasticPipelineConfig(Block):
+    """The block ``elastic_pipeline``."""
+
+    PATH: ClassVar[str] = ELASTIC_PIPELINE
+
+    enabled: bool = True
+    """Whether the block counts at all; ``false`` is the same as leaving it out."""
+
+    freeze: FreezeSettings = Field(default_factory=FreezeSettings)
+    resize: ResizeSettings = Field(default_factory=ResizeSettings)
+    cache: CacheSettings = Field(default_factory=CacheSettings)
+    data: DataSettings = Field(default_factory=DataSettings)
+
+    @field_validator("enabled", mode="before")
+    @classmethod
+    def _check_enabled(cls, value: object) -> bool:
+        return switch(f"{cls.PATH}.enabled", value, True)
+
+    @field_validator("freeze", "resize", "cache", "data", mode="before")
+    @classmethod
+    def _check_block(cls, value: object, info: Any) -> Block:
+        kind: type[Block] = cls.model_fields[info.field_name].annotation
+        return value if isinstance(value, kind) else _read(kind, value)
+
+
+def parse(config: Mapping[str, Any]) -> ElasticPipelineConfig | None:
+    """The block ``elastic_pipeline`` of a DeepSpeed configuration.
+
+    Args:
+        config: the whole configuration, as DeepSpeed reads it from the file.
+
+    Returns:
+        The checked block, or None where it is absent or has ``"enabled": false``.
+
+    Raises:
+        ConfigError: the block is not one, has an unknown key, or a value that breaks its rule; only the first is reported.
+    """
+    if ELASTIC_PIPELINE not in config:
+        return None
+    block = config[ELASTIC_PIPELINE]
+    if isinstance(block, Mapping) and block.get("enabled") is False:
+        return None
+    return _read(ElasticPipelineConfig, block)
+
+
+def check_config(settings: ElasticPipelineConfig, config: Mapping[str, Any]) -> None:
+    """Refuse what a change of frozen layers or shape does not keep yet.
+
+    Raises:
+        ConfigError: naming the key, its value and the value to use.
+    """
+    if settings.freeze.policy == "static" and settings.resize.policy == "off":
+        return
+    for rule in _RULES:
+        value = at(config, rule.path)
+        if rule.refused(value):
+            raise bad_value(rule.path, value, rule.rule, rule.use)
+
+
+def check_alike(blocks: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse settings that are not the same on all ranks, which would decide differently.
+
+    Args:
+        blocks: of every rank.
+
+    Raises:
+        ConfigError: naming the first rank whose settings are others than rank 0's.
+    """
+    for rank, block in enumerate(blocks):
+        if block != blocks[0]:
+            raise ConfigError(
+                f"{ELASTIC_PIPELINE}: got other settings on rank {rank} than on rank 0, must be the same on all, use one file"
+            )
+
+
+def _read(kind: type[AnyBlock], block: object) -> AnyBlock:
+    known = kind.model_fields
+    if not isinstance(block, Mapping):
+        raise bad_value(kind.PATH, block, "a block of keys", f"some of {', '.join(known)}")
+    for name in block:
+        if name not in known:
+            raise unknown_key(kind.PATH, name, known)
+    return kind(strict=True, **block)
+
+
+def _steps(value: object) -> Steps | None:
+    """A list of [step, number] with increasing steps and positive numbers; None where it is not one."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return None
+    pairs = [tuple(pair) if isinstance(pair, (list, tuple)) else () for pair in value]
+    if not all(len(pair) == 2 and is_count(pair[0], least=0) and is_count(pair[1]) for pair in pairs):
+        return None
+    if any(a[0] >= b[0] for a, b in pairwise(pairs)):
+        return None
+    return tuple((int(step), int(number)) for step, number in pairs)

@@ -1,0 +1,70 @@
+"""What a checkpoint has to say of the shape it was saved in: a small file beside DeepSpeed's, read before them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ds_terapipe.errors import ConfigError
+
+FILE = "elastic_pipeline.json"
+
+
+def write(folder: str, tag: str, state: dict[str, Any]) -> None:
+    """Write it into the folder of a checkpoint, whole or not at all."""
+    path = Path(folder) / tag / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".tmp")
+    new.write_text(json.dumps(state, indent=1), encoding="utf-8")
+    new.replace(path)
+
+
+def read(folder: str, tag: str | None) -> dict[str, Any] | None:
+    """That of a checkpoint, by default the latest; None where there is no checkpoint, or it was saved without.
+
+    Raises:
+        ConfigError: a file that is none.
+    """
+    latest = Path(folder) / "latest"
+    if tag is None:
+        if not latest.is_file():
+            return None
+        tag = latest.read_text(encoding="utf-8").strip()
+    path = Path(folder) / tag / FILE
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    except ValueError as error:
+        raise ConfigError(f"load_checkpoint: got {path} ({error}), must be JSON, use another checkpoint") from error
+
+
+def check(state: dict[str, Any], now: dict[str, Any], moves: bool) -> None:
+    """Refuse a checkpoint that this engine can't go on from.
+
+    Args:
+        state: of the checkpoint.
+        now: of the engine, with the same keys.
+        moves: whether it may change its shape.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    for key in ("layers", "processes", "tensor_parallel_size", "train_batch_size"):
+        if state[key] != now[key]:
+            raise ConfigError(
+                f"load_checkpoint: got a checkpoint with {key} {state[key]}, must be {now[key]} as this engine has it, use "
+                f"{state[key]} or another checkpoint"
+            )
+    if state["frozen_layers"] < now["frozen_layers"]:
+        raise ConfigError(
+            f"load_checkpoint: got a checkpoint with {state['frozen_layers']} frozen layers, must be at least the "
+            f"{now['frozen_layers']} that are frozen now, use a new engine"
+        )
+    if not moves and state["parts"] != now["parts"]:
+        raise ConfigError(
+            f"load_checkpoint: got a checkpoint with stages that begin at {state['parts']}, must be {now['parts']} where "
+            'elastic_pipeline.resize.policy is "off", use the policy that it was saved with'
+        )

@@ -1,0 +1,50 @@
+"""A dataset that notes who was asked for what, and which samples a step must train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.pipeline.models import VOCABULARY
+
+LENGTH = 16
+
+
+class Texts:
+    """Samples ((tokens, positions), targets), each [16]; ``asked`` are the indices in the order in which they were read."""
+
+    def __init__(self, samples: int, seed: int = 7) -> None:
+        random = torch.Generator().manual_seed(seed)
+        self._texts = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=random)
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        self.asked.append(int(index))
+        return self.sample(int(index))
+
+    def sample(self, index: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """As by index, unnoted."""
+        text = self._texts[index]
+        return (text[:-1], torch.arange(LENGTH)), text[1:]
+
+    def take(self) -> list[int]:
+        """What was asked for since the last call."""
+        taken, self.asked = self.asked, []
+        return taken
+
+
+def micro_batch_of(data: Texts, indices: list[int]) -> Any:
+    """Samples as a micro-batch: ((tokens, positions), targets), each [b, 16]."""
+    rows = [data.sample(index) for index in indices]
+    tokens, positions = (torch.stack([inputs[n] for inputs, _ in rows]) for n in (0, 1))
+    return (tokens, positions), torch.stack([targets for _, targets in rows])
+
+
+def in_order(steps: int, batch: int, samples: int) -> list[list[int]]:
+    """The samples of every step, of a dataset that is read again and again from the first on."""
+    return [[position % samples for position in range(t * batch, (t + 1) * batch)] for t in range(steps)]

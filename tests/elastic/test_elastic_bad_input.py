@@ -1,0 +1,193 @@
+"""What can be wrong with elastic_pipeline, its model, launch and batch: one line, the same on every rank, before a step."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from deepspeed.pipe import LayerSpec
+
+from ds_terapipe import ConfigError
+from ds_terapipe.elastic import state
+from tests.elastic.training import Case, data_of, engine_of
+from tests.mutants.claims import holds, refused_or_let_pass
+from tests.pipeline.models import FrozenBlock, FrozenEmbedding
+from tests.spawn import run_ranks
+
+CASE = Case("gpt", "sgd", 2, (), (), steps=1, slices=None)
+SCHEDULE = {"policy": "schedule"}
+HALVE = {"resize": {"policy": "halve"}}
+MIXED = {"phases": [{"steps": 4, "batch_size": 8, "seq_length": 8, "lr": 1e-3, "warmup_ratio": 0.5}]}
+BESIDE = "beside elastic_pipeline.freeze.policy or resize.policy"
+
+BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "alpha above": ({"freeze": {"policy": "alpha", "alpha": 1.5, "interval": 4}}, "freeze.alpha: got 1.5, must be ", "e.g. 0.33"),
+    "alpha zero": ({"freeze": {"policy": "alpha", "alpha": 0, "interval": 4}}, "freeze.alpha: got 0, must be ", "e.g. 0.33"),
+    "policy": ({"freeze": {"policy": "grad-norm"}}, 'freeze.policy: got "grad-norm"', 'use "grad_norm"'),
+    "decreasing": (
+        {"freeze": {**SCHEDULE, "frozen_layers": [[1, 3], [2, 2]]}}, "frozen_layers: got [[1, 3], [2, 2]]", "not decreasing",
+    ),
+    "too many": (
+        {"freeze": {**SCHEDULE, "frozen_layers": [[1, 2], [2, 6]]}},
+        "freeze.frozen_layers: got 6, must be at most 5 entries (the head, ",
+        "use at most 5",
+    ),
+    "no list": ({"freeze": SCHEDULE}, "freeze.frozen_layers: got null", "[[10, 2], [20, 4]]"),
+    "epoch of what": ({"freeze": {"policy": "alpha"}}, 'freeze.interval: got "epoch"', '"interval": 1000'),
+    "not read": ({"freeze": {"policy": "static", "alpha": 0.5}}, "freeze.alpha: got 0.5, must be absent", "leave it out"),
+    "processes": (
+        {"resize": {"policy": [[1, 1], [2, 3]]}}, "resize.policy: got 3, must be a number of stages that divides the 2 processes",
+        "use 1 or 2",
+    ),
+    "stages of nothing": ({"resize": {"policy": [[1, 0]]}}, "resize.policy: got [[1, 0]]", "stages 1 or more"),
+    "measured": ({"resize": {"policy": "measured"}}, 'resize.policy: got "measured"', "(measured shapes are not there yet)"),
+    "halved": ({"resize": {"policy": "halved"}}, 'resize.policy: got "halved"', 'use "halve"'),
+    "key": ({"resizes": {}}, 'elastic_pipeline: unknown key "resizes"', 'use "resize"'),
+    "memory": ({"cache": {"enabled": True, "memory_gb": -1}}, "cache.memory_gb: got -1, must be a positive", "use e.g. 8"),
+    "seed": ({"data": {"seed": -1}}, "data.seed: got -1, must be an integer of 0 or more", "use e.g. 1234"),
+}  # fmt: skip
+BESIDES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "bf16": ({"bf16": {"enabled": True}}, f"bf16.enabled: got true, must be false {BESIDE}", "use false"),
+    "fp16": ({"fp16": {"enabled": True}}, f"fp16.enabled: got true, must be false {BESIDE}", "use false"),
+    "ZeRO-1": ({"zero_optimization": {"stage": 1}}, f"zero_optimization.stage: got 1, must be 0 {BESIDE}", "use 0"),
+    "MixedBatch": (
+        {"scheduler": {"type": "MixedBatch", "params": MIXED}}, 'scheduler.type: got "MixedBatch", must be another schedule',
+        "its phases change the batch",
+    ),
+}  # fmt: skip
+
+
+def refused(case: Case = CASE, **options: Any) -> tuple[str, str]:
+    """Class and text of what ``initialize`` raises."""
+    try:
+        engine = engine_of(case, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    engine.destroy()
+    return "nothing", ""
+
+
+def worker(rank: int, world_size: int, names: tuple[str, ...] | None = None) -> dict[str, Any]:
+    blocks = {name: block for name, (block, *_) in BLOCKS.items() if names is None or name in names}
+    found = {name: refused(config={"elastic_pipeline": block}) for name, block in blocks.items()}
+    if names is not None:
+        return found
+    for name, (keys, *_) in BESIDES.items():
+        for number, block in enumerate((HALVE, {"freeze": {**SCHEDULE, "frozen_layers": [[1, 1]]}})):
+            found[f"{name} {number}"] = refused(config={**keys, "elastic_pipeline": block})
+    odd = Case("texts", "sgd", 2, (), ((1, 1),), slices=None, batch=3, size=1)
+    found["batch"] = refused(odd)
+    frozen = [LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]
+    found["nothing trains"] = refused(specs=frozen)
+    other = {"freeze": {**SCHEDULE, "frozen_layers": [[1, 1 + rank]]}}
+    found["ranks differ"] = refused(config={"elastic_pipeline": other})
+    return {**found, "fine": trains(), "two rules": only_static_beside_zero()}
+
+
+def trains() -> list[float]:
+    """After all that was refused."""
+    engine = engine_of(CASE, config={"elastic_pipeline": HALVE})
+    losses = [float(engine.train_batch(iter(data_of(CASE)[0])))]
+    engine.destroy()
+    return losses
+
+
+def only_static_beside_zero() -> tuple[str, str]:
+    """A user's own frozen layers need nothing moved."""
+    return refused(config={"zero_optimization": {"stage": 1}, "elastic_pipeline": {"enabled": True}})
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(worker, 2, timeout=200)
+
+
+def check(name: str, ranks: Any, *parts: str) -> None:
+    kind, text = ranks[0][name]
+    assert (kind, "\n" in text) == ("ConfigError", False), (kind, text)
+    assert all(found[name] == (kind, text) for found in ranks)
+    for part in parts:
+        assert part in text, text
+    assert (", must " in text and ", use " in text) or name == "key"
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_that_is_wrong(ranks, name):
+    check(name, ranks, *BLOCKS[name][1:])
+
+
+@pytest.mark.parametrize("name", BESIDES)
+def test_what_does_not_go_with_a_change_of_shape_or_frozen_layers(ranks, name):
+    for number in (0, 1):
+        check(f"{name} {number}", ranks, *BESIDES[name][1:])
+    assert ranks[0]["two rules"] == ("nothing", "")
+
+
+def test_a_batch_that_replicas_cannot_share(ranks):
+    text = "resize.policy: got 1, must be a number of stages whose replicas, here 2, divide the batch of 3 samples"
+    check("batch", ranks, text, "use 2")
+
+
+def test_ranks_that_would_decide_differently(ranks):
+    check("ranks differ", ranks, "elastic_pipeline: got other settings on rank 1 than on rank 0", "use one file")
+
+
+def test_a_model_of_which_nothing_trains(ranks):
+    check("nothing trains", ranks, "model: got no parameter with requires_grad")
+
+
+def test_what_was_refused_leaves_nothing_behind(ranks):
+    assert ranks[0]["fine"] == ranks[1]["fine"]
+
+
+# for tests.mutants
+def blocks_are_refused(mutant: str | None, *names: str) -> bool:
+    ranks = refused_or_let_pass(run_ranks(worker, 2, names, mutant=mutant))
+    return holds(lambda: [check(name, ranks, *BLOCKS[name][1:]) for name in names])
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+NOW = {
+    "frozen_layers": 2, "stages": 2, "parts": [0, 3, 6], "layers": 6, "processes": 4, "tensor_parallel_size": 1,
+    "train_batch_size": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("saved", "text"),
+    [
+        ({"layers": 7}, "load_checkpoint: got a checkpoint with layers 7, must be 6"),
+        ({"processes": 2}, "load_checkpoint: got a checkpoint with processes 2, must be 4"),
+        ({"tensor_parallel_size": 2}, "with tensor_parallel_size 2, must be 1"),
+        ({"train_batch_size": 6}, "with train_batch_size 6, must be 8"),
+        ({"frozen_layers": 1}, "with 1 frozen layers, must be at least the 2 that are frozen now, use a new engine"),
+    ],
+)
+def test_a_checkpoint_of_another_training(saved, text):
+    with pytest.raises(ConfigError) as caught:
+        state.check({**NOW, **saved}, NOW, moves=True)
+    assert text in str(caught.value) and "\n" not in str(caught.value) and ", use " in str(caught.value)
+
+
+def test_another_shape_is_gone_to_and_refused_where_shapes_stay():
+    saved = {**NOW, "stages": 1, "parts": [0, 6], "frozen_layers": 3}
+    state.check(saved, NOW, moves=True)
+    state.check({**NOW, "frozen_layers": 3}, NOW, moves=False)
+    with pytest.raises(ConfigError, match=r'resize\.policy is "off", use the policy that it was saved with'):
+        state.check(saved, NOW, moves=False)
+
+
+def test_what_is_saved_is_read_again(tmp_path):
+    folder = str(tmp_path)
+    assert state.read(folder, None) is None and state.read(folder, "one") is None
+    state.write(folder, "one", NOW)
+    state.write(folder, "one", {**NOW, "layers": 7})
+    assert state.read(folder, "one") == {**NOW, "layers": 7} and state.read(folder, None) is None
+    (tmp_path / "latest").write_text("one\n")
+    assert state.read(folder, None) == json.loads((tmp_path / "one" / state.FILE).read_text())
+    assert [path.name for path in (tmp_path / "one").iterdir()] == [state.FILE]
+    (tmp_path / "one" / state.FILE).write_text("{")
+    with pytest.raises(ConfigError, match=r"^load_checkpoint: got .* must be JSON, use another checkpoint$"):
+        state.read(folder, "one")

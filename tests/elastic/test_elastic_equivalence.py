@@ -1,0 +1,190 @@
+"""A training whose layers freeze and whose pipeline reshapes is the training in one process that freezes the same.
+
+None of the models has a key bias, or another parameter whose true gradient is zero: every tensor is compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from tests.elastic.training import MODELS, Case, elastic_runs, off, reference
+from tests.mutants.claims import holds
+from tests.pipeline.training import difference
+from tests.spawn import run_ranks
+
+LIMIT, USUAL = 1e-4, 1e-5  # what is promised, of a loss and of a tensor by norm; what rounding leaves of it
+
+TWO = {
+    "gpt": Case("gpt", "adamw", 2, ((6, 1), (12, 3), (18, 5)), ((12, 1), (24, 2)), scheduler="lambda"),
+    "tied": Case("tied", "sgd", 2, ((6, 1), (12, 3), (18, 5)), ((12, 1), (24, 2)), scheduler="warmup"),
+    "classifier": Case("classifier", "lamb", 2, ((6, 1), (12, 2), (18, 6)), ((12, 1), (24, 2)), slices=None),
+}
+FOUR = {
+    "from four": Case("gpt", "adamw", 4, ((6, 1), (10, 2), (18, 3)), ((10, 2), (18, 1), (26, 4)), scheduler="lambda"),
+    "from two": Case("tied", "lamb", 2, ((6, 1), (12, 3), (18, 5)), ((12, 1), (24, 2)), 2, "warmup"),
+}
+SHORT = Case("gpt", "adamw", 2, ((1, 1), (2, 2)), ((2, 1),), slices=None, scheduler="lambda", steps=6)
+DROPOUT = {
+    "never reshaped": Case("dropping", "adamw", 2, ((2, 1), (4, 3)), (), steps=10),
+    "reshaped": Case("dropping", "adamw", 2, ((2, 1), (4, 3)), ((4, 1), (7, 2)), steps=10),
+    "started as replicas": Case("dropping", "adamw", 1, ((2, 1), (4, 3)), ((7, 2),), steps=10),
+}
+SHAPES = {
+    "2: 2 1 2": (2, 2, ((12, 1), (24, 2))),
+    "4: 4 2 1": (4, 4, ((12, 2), (18, 1))),
+    "4: 2 1 4 2": (4, 2, ((12, 1), (18, 4), (24, 2))),
+    "4: 1 4 1": (4, 1, ((12, 4), (24, 1))),
+}
+FREEZE = {
+    "gpt": ((6, 1), (12, 3), (18, 4)),
+    "tied": ((6, 1), (12, 3), (18, 5)),
+    "classifier": ((6, 1), (12, 2), (18, 4)),
+}
+
+
+def everything(processes: int) -> dict[str, Case]:
+    """Models, optimisers, shapes, cut and uncut."""
+    return {
+        f"{model} {optimizer} {shape} {slices}": Case(
+            model,
+            optimizer,
+            stages,
+            FREEZE[model],
+            resize,
+            slices,
+            "lambda",
+            steps=28,
+            batch=8 if processes == 2 else 16,
+        )
+        for model, optimizer, (shape, (world, stages, resize)), slices in product(
+            FREEZE, ("adamw", "sgd", "lamb"), SHAPES.items(), (None, 4)
+        )
+        if world == processes and (model != "classifier" or slices is None)
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(request):
+    """For processes and cases: what their ranks saw, by the name of the case; one pool for all of them."""
+    pools = {}
+
+    def results(processes, cases, timeout=240.0):
+        key = processes, tuple(cases)
+        if key not in pools:
+            ranks = run_ranks(elastic_runs, processes, list(cases.values()), timeout=timeout)
+            pools[key] = {name: [rank[n] for rank in ranks] for n, name in enumerate(cases)}
+        return pools[key]
+
+    return results
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes(trained, name):
+    check(TWO[name], trained(2, {**TWO, **DROPOUT})[name])
+
+
+def test_dropout_does_not_depend_on_the_shape(trained):
+    check_dropout(trained(2, {**TWO, **DROPOUT}))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", FOUR)
+def test_four_processes(trained, name):
+    check(FOUR[name], trained(4, FOUR)[name])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("processes", "name"), [(n, name) for n in (2, 4) for name in everything(n)])
+def test_all_models_optimizers_and_shapes(trained, processes, name):
+    cases = everything(processes)
+    check(cases[name], trained(processes, cases, timeout=3000.0)[name])
+
+
+def check(case, ranks):
+    """All that must hold of a training."""
+    check_numbers(case, ranks)
+    check_shapes(case, ranks)
+    check_settings(case, ranks)
+    for found in ranks:
+        assert found["wrong"] == [] and found["same"] and found["is_elastic"]
+
+
+def check_numbers(case, ranks):
+    """Losses of all steps on all ranks, and weights: every tensor of the model on some rank, every copy."""
+    losses, weights = off(case, ranks)
+    assert losses <= USUAL <= LIMIT and weights <= USUAL, (losses, weights)
+    assert {name for found in ranks for name in found["weights"]} == set(reference(case).weights)
+
+
+def check_shapes(case, ranks):
+    """Every step ran in its shape with its layers frozen, and what had to move did, no more."""
+    assert len(case.transitions) >= 3 and case.steps >= 28
+    idle = 0
+    for found in ranks:
+        for step, (frozen, shape, forward_only, units) in enumerate(found["seen"]):
+            stages = case.stages_at(step)
+            replicas = len(ranks) // stages
+            assert frozen == case.frozen(step)
+            assert shape == (stages, replicas, case.size, case.batch // replicas // case.size), step
+            assert forward_only == (frozen > 0)
+            idle += units[0] > 0 and units[1] == 0
+        stages, replicas, _, micro_batches = found["seen"][-1][1]
+        assert found["grid"] == (stages, replicas, stages, replicas)
+        assert found["micro_batches"] == (micro_batches, micro_batches, case.batch)
+        assert [step for step, *_ in found["moves"]] == [step for step, _ in case.resize]
+    last = case.steps - 1
+    if case.frozen(last) > len(MODELS[case.model][0]()) - case.stages_at(last):  # however the layers are divided
+        assert idle > 0, "no place had only frozen layers"
+    for moves in zip(*(found["moves"] for found in ranks), strict=True):
+        sent, lacked = (sum(move[n] for move in moves) for n in (1, 2))
+        # a copy of a tied layer is overwritten though it is there
+        assert sent == lacked or (case.model == "tied" and sent > lacked)
+    assert any(sent > 0 for found in ranks for _, sent, _ in found["moves"])
+
+
+def check_alike(some, others):
+    """Two runs of one training in different shapes."""
+    wanted = {name: weight for found in some for name, weight in found["weights"].items()}
+    for exact, found in zip(some, others, strict=True):
+        assert found["losses"] == pytest.approx(exact["losses"], rel=USUAL) and found["wrong"] == []
+        assert max(difference(weight, wanted[name]) for name, weight in found["weights"].items()) <= USUAL
+
+
+def check_dropout(results):
+    """With 0.1, from the same seed; without it the losses would be others."""
+    for name in ("reshaped", "started as replicas"):
+        check_alike(results["never reshaped"], results[name])
+    without = reference(DROPOUT["reshaped"]).losses  # in training mode too, from another state
+    assert all(abs(a - b) > LIMIT * b for a, b in zip(results["reshaped"][0]["losses"], without, strict=True))
+
+
+def check_settings(case, ranks):
+    """Rates, decay and the position of the schedule, by parameter: of all that is trained, somewhere."""
+    wanted = reference(case).settings
+    for found in ranks:
+        assert found["settings"] == {name: wanted[name] for name in found["settings"]}
+        assert found["rate"] == ranks[0]["rate"]
+    assert {name for found in ranks for name in found["settings"]} == set(wanted)
+    assert (len(set(wanted.values())) > 1) == (case.optimizer == "adamw")
+
+
+# measures of these tests for tests.mutants
+
+
+def off_by(mutant):
+    """In tolerances, of a short run; or that something of it is not as it must be."""
+    ranks = [found for (found,) in run_ranks(elastic_runs, 2, [SHORT], mutant=mutant)]
+    if not all(found["wrong"] == [] for found in ranks) or not holds(check_settings, SHORT, ranks):
+        return False
+    return max(off(SHORT, ranks)) / USUAL
+
+
+def dropout_off_by(mutant):
+    """Whether dropout is equal in two shapes."""
+    cases = {name: replace(case, steps=7, slices=None) for name, case in DROPOUT.items()}
+    ranks = run_ranks(elastic_runs, 2, [cases["never reshaped"], cases["reshaped"]], mutant=mutant)
+    return not any(found["wrong"] for rank in ranks for found in rank) and holds(check_alike, *zip(*ranks, strict=True))

@@ -1,0 +1,307 @@
+"""Freeze policies against the published tables and their rules, and the one who asks them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ds_terapipe.elastic.freeze import (
+    FreezePolicy,
+    Freezer,
+    GradNormPolicy,
+    ModelLayers,
+    completed_intervals,
+    policy_class,
+    policy_names,
+    register_policy,
+)
+from ds_terapipe.elastic.settings import FreezeSettings
+from ds_terapipe.errors import ConfigError
+from tests.elastic.policies import registered
+
+
+def layers(count: int) -> ModelLayers:
+    """So many trainable entries and a head."""
+    return ModelLayers((True,) * (count + 1))
+
+
+def no_norms():
+    raise AssertionError("nobody asked for norms")
+
+
+def freezer(model: ModelLayers, interval: int = 1, **settings) -> Freezer:
+    return Freezer(FreezeSettings(**settings), model, lambda step: step // interval)
+
+
+models = st.lists(st.booleans(), min_size=1, max_size=12).filter(any).map(lambda flags: ModelLayers(tuple(flags)))
+
+
+# ------------------------------------------------------------------------------------------------------------------ models
+
+
+def test_entries_without_parameters_do_not_count():
+    model = ModelLayers((False, True, False, True, False, True, False))
+    assert (model.head, model.most, model.before_head) == (5, 5, (1, 3))
+    assert [model.prefix(count) for count in range(3)] == [0, 2, 4]
+    assert [model.frozen_of(frozen) for frozen in range(7)] == [0, 0, 1, 1, 2, 2, 2]
+    for count in (-1, 3):
+        with pytest.raises(ValueError, match=f"count: got {count}, must be from 0 to the 2 trainable entries"):
+            model.prefix(count)
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    with pytest.raises(ConfigError, match=r"no parameter with requires_grad, .*use requires_grad_"):
+        ModelLayers((False, False))
+
+
+@given(models)
+def test_prefix_is_the_shortest_that_holds_so_many(model):
+    for count in range(len(model.before_head) + 1):
+        prefix = model.prefix(count)
+        assert prefix <= model.most and sum(model.trainable[:prefix]) == count == model.frozen_of(prefix)
+        assert prefix == 0 or sum(model.trainable[: prefix - 1]) == count - 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- policies
+
+
+def test_static_freezes_nothing():
+    frozen = freezer(layers(4), policy="static")
+    assert [frozen.decide(step, no_norms) for step in range(5)] == [0] * 5
+    assert not frozen.needs_gradients
+
+
+def test_static_and_schedule_do_not_ask_how_many_intervals_are_over():
+    for settings in ({}, {"policy": "schedule", "frozen_layers": [[1, 1]]}):
+        Freezer(FreezeSettings(**settings), layers(2), no_norms).decide(3, no_norms)
+
+
+def test_schedule_holds_from_its_steps_on():
+    pairs = [[10, 2], [20, 4]]
+    frozen = freezer(layers(6), interval=7, policy="schedule", frozen_layers=pairs)
+    found = {step: frozen.decide(step, no_norms) for step in range(25)}
+    assert found == {step: 0 if step < 10 else 2 if step < 20 else 4 for step in range(25)}
+    assert freezer(layers(6), policy="schedule", frozen_layers=pairs).decide(20, no_norms) == 4
+
+
+# Frozen layers after 1 to 9 intervals, as the paper's code has them for 12 layers, and for 24.
+TABLE = {
+    (12, 1 / 2): [6, 9, 11, 12, 12, 12, 12, 12, 12],
+    (12, 2 / 5): [5, 8, 10, 11, 12, 12, 12, 12, 12],
+    (12, 1 / 3): [4, 7, 9, 10, 11, 11, 12, 12, 12],
+    (12, 1 / 4): [3, 6, 7, 9, 10, 10, 11, 11, 12],
+    (12, 1 / 5): [3, 5, 6, 8, 9, 9, 10, 10, 11],
+    (12, 0.07): [1, 2, 3, 4, 4, 5, 5, 6, 6],
+    (24, 1 / 3): [8, 14, 17, 20, 21, 22, 23, 24, 24],
+}
+
+
+@pytest.mark.parametrize(("count", "alpha"), TABLE)
+def test_alpha_is_the_published_table(count, alpha):
+    frozen = freezer(layers(count), policy="alpha", alpha=alpha)
+    assert [frozen.decide(step, no_norms) for step in range(10)] == [0, *TABLE[count, alpha]]
+
+
+@given(st.integers(0, 100), st.integers(1, 99), st.integers(0, 4))
+@example(10, 30, 1)
+def test_alpha_is_rounded_up_as_in_exact_arithmetic(count, percent, intervals):
+    """10 (1 - 0.7) is 3, and above it in floating point."""
+    exact = math.ceil(count * (1 - (1 - Fraction(percent, 100)) ** intervals))
+    frozen = freezer(layers(count), policy="alpha", alpha=percent / 100)
+    assert frozen.decide(intervals, no_norms) == exact
+
+
+def test_alpha_counts_trainable_entries_only():
+    model = ModelLayers((True, False, True, True, False, True, True, False))
+    frozen = freezer(model, interval=10, policy="alpha", alpha=0.5)
+    assert [frozen.decide(step, no_norms) for step in (0, 9, 10, 19, 20, 30, 1000)] == [0, 0, 3, 3, 4, 6, 6]
+
+
+def grad_norm(model: ModelLayers, alpha: float) -> GradNormPolicy:
+    return GradNormPolicy(FreezeSettings(policy="grad_norm", alpha=alpha), model)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "norms", "after"),
+    [
+        (0, [9, 9, 9, 9, 9, 1], 3),  # the bound: ceil(0.5 x 5)
+        (0, [9, 9, 1, 9, 9, 0.5], 3),
+        (0, [9, 9, 1, 9, 9, 9], 2),  # the smallest one goes on training
+        (0, [1, 9, 9, 9, 9, 9], 0),
+        (0, [9, 1, 1, 9, 9, 1], 1),  # a tie
+        (2, [0, 0, 9, 9, 9, 1], 4),  # what is frozen does not count
+        (2, [0, 0, 1, 9, 9, 9], 2),
+        (4, [0, 0, 0, 0, 9, 1], 5),
+        (4, [0, 0, 0, 0, 1, 9], 4),
+        (5, [0, 0, 0, 0, 0, 1], 5),
+        (0, [math.nan, 1, math.nan, 9, 9, 9], 1),  # nothing measured
+        (0, [9, 9, 1, 9, 9, math.nan], 2),
+        (1, [0] + [math.nan] * 5, 1),
+        (0, [math.inf, 9, 9, 9, 9, math.inf], 1),
+        (2, [math.nan, 0, 9, 9, 9, 1], 4),
+        (2, None, 2),
+    ],
+)
+def test_grad_norm(frozen, norms, after):
+    assert grad_norm(layers(5), 0.5).at_interval(1, frozen, norms) == after
+
+
+def test_grad_norm_passes_over_entries_without_parameters():
+    model = ModelLayers((True, False, True, False, True, True, False))
+    policy = grad_norm(model, 0.9)
+    assert policy.at_interval(1, 0, [9, 0, 1, 0, 9, 9, 0]) == 1
+    assert policy.at_interval(1, 0, [9, math.nan, 9, 0, 1, 9, math.nan]) == 3
+    assert policy.at_interval(1, 3, [0, 0, 0, 0, 9, 1, 0]) == 5
+
+
+@given(st.data(), st.integers(1, 10), st.floats(0.01, 0.99))
+def test_grad_norm_freezes_up_to_the_smallest_and_not_more_than_alpha(data, count, alpha):
+    norms = data.draw(st.lists(st.floats(0.1, 10), min_size=count + 1, max_size=count + 1))
+    before = data.draw(st.integers(0, count))
+    after = grad_norm(layers(count), alpha).at_interval(1, before, norms)
+    assert before <= after <= math.ceil(before + alpha * (count - before) + 1e-9)
+    assert all(norms[index] > min(norms[before:]) for index in range(before, after))
+    assert after == math.ceil(before + alpha * (count - before) - 1e-9) or norms[after] == min(norms[before:])
+
+
+# ----------------------------------------------------------------------------------------------------------------- freezer
+
+
+class Wild(FreezePolicy):
+    """Answers anything, and counts how often it is asked."""
+
+    needs_gradients = True
+    answers: Sequence[int] = ()
+
+    def __init__(self, settings, model):
+        super().__init__(settings, model)
+        self.asked = []
+        self.steps = 0
+
+    def at_step(self, step, frozen):
+        self.steps += 1
+        return self.answers[step % len(self.answers)] if self.answers else frozen
+
+    def at_interval(self, completed, frozen, norms):
+        self.asked.append((completed, frozen, norms))
+        return self.answers[completed % len(self.answers)] if self.answers else frozen
+
+    def state(self):
+        return {"asked": list(self.asked)}
+
+    def load(self, state):
+        self.asked = list(state["asked"])
+
+
+@given(models, st.lists(st.integers(-5, 20), min_size=1), st.lists(st.integers(0, 3), max_size=20))
+def test_it_never_shrinks_never_reaches_the_head_and_answers_a_step_once(model, answers, gaps):
+    kind = type("Any", (Wild,), {"answers": answers})
+    with registered("wild", kind):
+        frozen = freezer(model, interval=2, policy="wild")
+    step, before = 0, 0
+    for gap in gaps:
+        step += gap
+        now = frozen.decide(step, lambda: [])
+        assert before <= now == frozen.frozen <= model.most
+        asked = len(frozen._policy.asked), frozen._policy.steps
+        assert frozen.decide(step, no_norms) == now
+        assert (len(frozen._policy.asked), frozen._policy.steps) == asked
+        before = now
+
+
+def test_a_policy_is_asked_once_an_interval_about_the_last_one():
+    asked_for_norms = []
+    with registered("wild", Wild):
+        frozen = freezer(layers(3), interval=10, policy="wild")
+    for step in (0, 9, 10, 10, 11, 19, 55, 56, 60):
+        frozen.decide(step, lambda step=step: asked_for_norms.append(step) or [1.0] * 4)
+    assert frozen._policy.asked == [(1, 0, [1.0] * 4), (5, 0, [1.0] * 4), (6, 0, [1.0] * 4)]
+    assert asked_for_norms == [10, 55, 60]
+
+
+def test_norms_are_for_those_who_need_them():
+    class Plain(Wild):
+        needs_gradients = False
+
+    with registered("plain", Plain):
+        frozen = freezer(layers(3), policy="plain")
+    frozen.decide(4, no_norms)
+    assert frozen._policy.asked == [(4, 0, None)] and not frozen.needs_gradients
+
+
+@given(st.integers(0, 30), st.integers(1, 6), st.sampled_from(["schedule", "alpha", "grad_norm"]))
+def test_a_loaded_run_decides_as_one_that_went_on(saved_at, interval, policy):
+    settings = {"schedule": {"frozen_layers": [[5, 1], [17, 4]]}, "alpha": {"alpha": 0.2}, "grad_norm": {"alpha": 0.2}}
+
+    def make() -> Freezer:
+        return freezer(layers(8), interval=interval, policy=policy, **settings[policy])
+
+    def norms(step):
+        return lambda: [1 + (step * (index + 3)) % 7 for index in range(9)]
+
+    going_on, stopping, resumed = make(), make(), make()
+    expected = [going_on.decide(step, norms(step)) for step in range(40)]
+    for step in range(saved_at + 1):
+        stopping.decide(step, norms(step))
+    resumed.load(json.loads(json.dumps(stopping.state())))
+    assert resumed.frozen == stopping.frozen
+    assert [resumed.decide(step, norms(step)) for step in range(saved_at, 40)] == expected[saved_at:]
+
+
+def test_a_policys_own_state_is_in_the_checkpoint_and_for_it_alone():
+    class Other(Wild):
+        pass
+
+    with registered("wild", Wild), registered("other", Other):
+        first, same, other = (freezer(layers(3), policy=name) for name in ("wild", "wild", "other"))
+    first.decide(3, lambda: [1.0])
+    for freeze in (same, other):
+        freeze.load(json.loads(json.dumps(first.state())))
+    assert same._policy.asked == [[3, 0, [1.0]]] and other._policy.asked == []
+
+
+def test_frozen_layers_stay_frozen_under_another_policy():
+    first = freezer(layers(4), policy="schedule", frozen_layers=[[1, 3]])
+    first.decide(5, no_norms)
+    second = freezer(layers(4), policy="static")
+    second.load(first.state())
+    assert second.frozen == 3 == second.decide(6, no_norms)
+
+
+# ---------------------------------------------------------------------------------------------------- intervals, registry
+
+
+def test_completed_intervals():
+    assert [completed_intervals(10, step, 4, None) for step in (0, 9, 10, 25)] == [0, 0, 1, 2]
+    # 10 samples, 4 a step: the third step ends the first epoch
+    assert [completed_intervals("epoch", step, 4, 10) for step in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+    with pytest.raises(ValueError, match="must be a number of steps where there is no training_data"):
+        completed_intervals("epoch", 1, 4, None)
+
+
+def test_whether_a_policy_decides_at_intervals_follows_from_what_it_overrides():
+    assert [policy_class(name).decides_at_intervals for name in policy_names()] == [False, False, True, True]
+
+    class Said(Wild):
+        decides_at_intervals = False
+
+    class Inherited(Wild):
+        pass
+
+    assert Wild.decides_at_intervals and Inherited.decides_at_intervals and not Said.decides_at_intervals
+
+
+def test_the_registry_refuses_what_is_no_policy_or_has_anothers_name():
+    with pytest.raises(ValueError, match="must be a class, use a subclass of"):
+        register_policy("mine", object)
+    with pytest.raises(ValueError, match='policy: got "alpha" a second time, must be a name of its own'):
+        register_policy("alpha", Wild)
+    register_policy("alpha", policy_class("alpha"))
+    with pytest.raises(ConfigError, match=r'got "alpa", must be "static" or .*, use "alpha"'):
+        policy_class("alpa")
