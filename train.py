@@ -6,9 +6,9 @@ import argparse
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ds_terapipe.elastic import state as elastic_state
+from ds_terapipe.elastic.engine import ElasticPipelineEngine
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.megatron import gpt_pipeline
 from ds_terapipe.megatron.data import BatchIterator, gpt_datasets
@@ -130,6 +132,28 @@ def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
+class Share(NamedTuple):
+    """What this process reads of every batch. It stays as the launch has it: where ``elastic_pipeline`` changes the shape of the
+    pipeline, the engine hands what was read to whom needs it.
+    """
+
+    reads: bool
+    replica: int
+    replicas: int
+    micro_batch: int | Callable[[], int]
+
+    @classmethod
+    def of(cls, engine: Any) -> Share:
+        """As the engine's shape is now; the schedule MixedBatch has micro-batches of its own for each phase."""
+        grid, size = engine.grid, engine.train_micro_batch_size_per_gpu
+        return cls(
+            reads=grid.is_first_stage or grid.is_last_stage,
+            replica=grid.get_data_parallel_rank(),
+            replicas=grid.get_data_parallel_world_size(),
+            micro_batch=size if hasattr(engine.lr_scheduler, "phases") else size(),
+        )
+
+
 class Trainer:
     """The engine, where it is in the data, and what it tells about it."""
 
@@ -137,11 +161,11 @@ class Trainer:
         self.args = args
         model = build_model(args)
         self.engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=parameter_groups(model))
-        self.grid = model.mpu()
-        self.first = self.grid.get_global_rank() == 0
-        self.iteration = self._load()
+        self.share = Share.of(self.engine)
+        self.first = torch.distributed.get_rank() == 0
         # Dropout: another stream for each stage and replica, the same for the parts of a layer.
-        torch.manual_seed(args.seed + 100 * self.grid.get_stage_id() + 10 * self.grid.get_data_parallel_rank())
+        torch.manual_seed(args.seed + 100 * self.engine.grid.get_stage_id() + 10 * self.share.replica)
+        self.iteration = self._load()
         self.train_data, self.valid_data, _ = gpt_datasets(
             args.data_path,
             vocab_size=args.vocab_size,
@@ -150,7 +174,7 @@ class Trainer:
             split=args.split,
             seed=args.seed,
             cache_path=args.data_cache_path,
-            needed=self._reads_data,
+            needed=lambda: self.share.reads,
         )
 
     def _samples(self) -> int:
@@ -159,9 +183,6 @@ class Trainer:
         if phases is None:
             return self.args.train_iters * self.engine.train_batch_size()
         return sum(phase.steps * phase.batch_size for phase in phases)
-
-    def _reads_data(self) -> bool:
-        return self.grid.is_first_stage or self.grid.is_last_stage
 
     def _load(self) -> int:
         if not self.args.load:
@@ -176,7 +197,8 @@ class Trainer:
     def _check_stages(self, folder: Path) -> None:
         """Weights are saved by layer, the optimiser's state by stage: with other stages it would go to other layers.
 
-        Rank 0 wrote the file and reads it for all. A checkpoint without one is of a time when stages were even.
+        Rank 0 wrote the file and reads it for all. A checkpoint without one is of a time when stages were even. One of an elastic
+        pipeline has the engine's own record, from which the engine makes the stages.
         """
         saved: list[Any] = [self._saved_stages(folder) if self.first else None]
         torch.distributed.broadcast_object_list(saved, src=0)
@@ -193,7 +215,10 @@ class Trainer:
         latest = folder / "latest"
         if not latest.exists():
             return None
-        saved = folder / latest.read_text(encoding="utf-8").strip() / STAGE_LAYERS_FILE
+        checkpoint = folder / latest.read_text(encoding="utf-8").strip()
+        if isinstance(self.engine, ElasticPipelineEngine) and (checkpoint / elastic_state.FILE).exists():
+            return None
+        saved = checkpoint / STAGE_LAYERS_FILE
         if saved.exists():
             return json.loads(saved.read_text(encoding="utf-8"))
         return even_layers(self.args.num_layers, self.args.pipeline_model_parallel_size)
@@ -209,13 +234,13 @@ class Trainer:
         self.engine.save_checkpoint(self.args.save, tag=tag, client_state={"iteration": self.iteration})
 
     def _batches(self, dataset: Any, consumed: int) -> BatchIterator | None:
-        if not self._reads_data():
+        if not self.share.reads:
             return None
         return BatchIterator(
             dataset,
-            self.engine.train_micro_batch_size_per_gpu,
-            replica=self.grid.get_data_parallel_rank(),
-            replicas=self.grid.get_data_parallel_world_size(),
+            self.share.micro_batch,
+            replica=self.share.replica,
+            replicas=self.share.replicas,
             consumed=consumed,
         )
 

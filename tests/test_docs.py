@@ -21,6 +21,8 @@ import torch
 
 import ds_terapipe
 from ds_terapipe import autoload, config
+from ds_terapipe.elastic import settings as elastic
+from ds_terapipe.elastic.freeze import policy_names
 from ds_terapipe.optim import modes
 from ds_terapipe.optim.lamb import FusedLamb
 
@@ -38,6 +40,8 @@ from .shown import (
     spans,
 )
 from .spawn import run_ranks
+
+ENGINES = {"elastic_pipeline": "ElasticPipelineEngine", "token_pipeline": "TokenPipelineEngine"}
 
 
 def test_everything_is_of_a_known_kind() -> None:
@@ -152,10 +156,10 @@ def test_json_blocks_train() -> None:
             batch = {} if any("batch" in key for key in keys) else {"train_batch_size": 2}
             settings.append({**batch, **keys})
     (seen,) = run_ranks(train_on, 1, settings)
-    assert any("token_pipeline" in each for each in settings) and any("optimizer" in each for each in settings)
+    assert all(any(key in each for each in settings) for key in (*ENGINES, "optimizer"))
     for block, keys, built in zip(found, settings, seen, strict=True):
         engine, optimizer, scheduler = built["kinds"]
-        assert engine == ("TokenPipelineEngine" if "token_pipeline" in keys else "PipelineEngine"), block.where
+        assert engine == next((kind for key, kind in ENGINES.items() if key in keys), "PipelineEngine"), block.where
         assert optimizer == keys.get("optimizer", {"type": "SGD"})["type"], block.where
         assert scheduler == keys.get("scheduler", {"type": "NoneType"})["type"], block.where
         assert 0 < built["loss"] < 10, block.where
@@ -184,12 +188,13 @@ def known_values() -> set[str]:
         values
         | {name for names in autoload.TYPES.values() for name in names}
         | set(modes.MODES)
-        | {"bias_norm", "Lamb"}
+        | set(policy_names())
+        | {"bias_norm", "Lamb", "epoch", "off", "halve"}
     )
 
 
 def test_json_in_the_text() -> None:
-    """Values, and ``"key": value`` of either block."""
+    """Values, and ``"key": value`` of any block."""
     pairs = 0
     for span in spans("json"):
         with at(span):
@@ -201,16 +206,18 @@ def test_json_in_the_text() -> None:
                 continue
             pair = json.loads("{" + span.text + "}", object_pairs_hook=no_duplicates)
             pairs += 1
-            if set(pair) <= set(lamb_settings()):
+            if set(pair) <= set(elastic.ElasticPipelineConfig.model_fields) - {"enabled"}:
+                elastic.parse({"elastic_pipeline": pair})
+            elif set(pair) <= set(lamb_settings()):
                 FusedLamb([torch.nn.Parameter(torch.zeros(1))], **pair)
             else:
                 config.parse({"token_pipeline": pair})
     assert pairs >= 3
 
 
-def table(first_key: str) -> list[tuple[list[str], str]]:
-    """Rows of README's table that begins with this key: the keys of a row, and its cell of defaults."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def table(first_key: str, document: str = "README.md") -> list[tuple[list[str], str]]:
+    """Rows of the table that begins with this key: the keys of a row, and its cell of defaults."""
+    text = (ROOT / document).read_text(encoding="utf-8")
     (found,) = [
         part for part in re.split(r"\n(?!\|)", text) if re.search(rf"^\|---.*\n\| `{first_key}`", part, re.MULTILINE)
     ]
@@ -231,6 +238,15 @@ def test_the_table_of_token_pipeline_has_every_key_and_its_default() -> None:
     for keys, cell in rows:
         for number, key in enumerate(keys):
             assert config.TokenPipelineConfig.model_fields[key].default == default_of(cell, number), key
+
+
+def test_the_table_of_elastic_pipeline_has_every_key_and_its_default() -> None:
+    defaults: dict[str, Any] = {}
+    for block, value in elastic.ElasticPipelineConfig():
+        defaults.update({block: value} if isinstance(value, bool) else {f"{block}.{key}": v for key, v in value})
+    assert {"enabled", "freeze.alpha", "resize.policy"} <= set(defaults)
+    rows = table("enabled", "docs/elastic.md")
+    assert {key: default_of(cell, 0) for (key,), cell in rows} == defaults
 
 
 def test_the_table_of_fused_lamb_has_keys_of_its_own_and_their_defaults() -> None:

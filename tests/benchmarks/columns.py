@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,12 +43,17 @@ class Workload:
         """The micro-batches over and over, as a training loop's iterator."""
         return itertools.cycle(self.micro_batches())
 
+    def of_replica(self, replica: int, replicas: int) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
+        """As ``endlessly``, a replica's share of them."""
+        return itertools.cycle(self.micro_batches()[replica::replicas])
+
 
 @dataclass(frozen=True)
 class Column:
     """A way to train the model. ``modules`` are imported before the column's memory is first looked at; ``settling`` is
     the number of steps that it takes, with nothing else running, before it is as fast as it will be; ``checkout`` is a
-    folder that ds_terapipe is taken from where it is not this one.
+    folder that ds_terapipe is taken from where it is not this one; ``trains`` says what it trains: columns with the same
+    have the same losses.
     """
 
     name: str
@@ -58,6 +63,7 @@ class Column:
     modules: tuple[str, ...] = ()
     settling: int = 0
     checkout: str | None = None
+    trains: str = "everything"
 
 
 def _accumulating_step(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], workload: Workload) -> Step:
@@ -82,28 +88,49 @@ def prepare_one_process(rank: int, world: int, workload: Workload) -> Step:
     return _accumulating_step(gpt.stage(workload.shape, 0, 1), gpt.TokenLoss(), workload)
 
 
-def _deepspeed_engine(initialize: Callable[..., Any], world: int, workload: Workload, keys: dict[str, Any]) -> Any:
+def deepspeed_engine(
+    initialize: Callable[..., Any],
+    stages: int,
+    workload: Workload,
+    keys: dict[str, Any],
+    frozen: int = 0,
+    boundaries: Sequence[int] | None = None,
+) -> Any:
+    """The engine that ``initialize`` makes of the workload's model and the configuration's ``keys``.
+
+    ``frozen``: so many layer modules have ``requires_grad`` turned off; ``boundaries``: the first layer module of each
+    stage and the number of all, by default equally many.
+    """
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
+
+    class Placed(PipelineModule):
+        def _partition_layers(self, method: str = "uniform") -> None:
+            super()._partition_layers(method)
+            if boundaries is not None:
+                self.parts = list(boundaries)
+                self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     shape = workload.shape
     layers = [LayerSpec(gpt.layer_class(shape, index), shape, index) for index in range(shape.modules)]
-    model = PipelineModule(layers, num_stages=world, loss_fn=gpt.TokenLoss(), partition_method="uniform")
+    model = Placed(layers, num_stages=stages, loss_fn=gpt.TokenLoss(), partition_method="uniform")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(int(name.partition(".")[0]) >= frozen)
     config = {
         "train_batch_size": workload.sequences,
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": workload.sequences,
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         **keys,
     }
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
     return engine
 
 
-def _training_step(engine: Any, workload: Workload) -> Step:
+def training_step(engine: Any, workload: Workload) -> Step:
+    """Steps of the engine over the workload's micro-batches."""
     iterator = workload.endlessly()
     return lambda: float(engine.train_batch(iterator))
 
@@ -112,7 +139,7 @@ def prepare_deepspeed(rank: int, world: int, workload: Workload) -> Step:
     """DeepSpeed's own PipelineEngine."""
     import deepspeed
 
-    return _training_step(_deepspeed_engine(deepspeed.initialize, world, workload, {}), workload)
+    return training_step(deepspeed_engine(deepspeed.initialize, world, workload, {}), workload)
 
 
 def token_slice_engine(world: int, workload: Workload, slices: int | str) -> Any:
@@ -120,7 +147,7 @@ def token_slice_engine(world: int, workload: Workload, slices: int | str) -> Any
     import ds_terapipe
 
     keys = {"token_pipeline": {"slices": slices, "verify": False}}
-    return _deepspeed_engine(ds_terapipe.initialize, world, workload, keys)
+    return deepspeed_engine(ds_terapipe.initialize, world, workload, keys)
 
 
 @dataclass(frozen=True)
@@ -133,7 +160,7 @@ class PrepareOurs:
     slices: int | str
 
     def __call__(self, rank: int, world: int, workload: Workload) -> Step:
-        return _training_step(token_slice_engine(world, workload, self.slices), workload)
+        return training_step(token_slice_engine(world, workload, self.slices), workload)
 
 
 def prepare_torch_pipelining(rank: int, world: int, workload: Workload) -> Step:

@@ -58,6 +58,7 @@ class Fleet:
         self.settings = settings
         self.failures: dict[str, str] = {}
         self.losses: dict[str, list[float]] = {}
+        self._trains = {column.name: column.trains for column in columns}
         self.groups: dict[str, Workers] = {}
         self._bare: Workers | None = None
         try:
@@ -120,9 +121,10 @@ class Fleet:
                 self._failed(column.name, error)
 
     def check_losses(self) -> None:
-        """Every column's losses of its first two steps are those of the first column. Raises WrongResult."""
+        """Every column's losses of its first two steps are those of the first that trains the same. Raises WrongResult."""
+        firsts: dict[str, tuple[str, list[float]]] = {}
         for name, losses in self.losses.items():
-            first, expected = next(iter(self.losses.items()))
+            first, expected = firsts.setdefault(self._trains[name], (name, losses))
             if not all(
                 math.isclose(a, b, rel_tol=0, abs_tol=LOSS_TOLERANCE) for a, b in zip(losses, expected, strict=True)
             ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +116,13 @@ def test_a_killed_worker_is_reported_and_its_group_ended():
         with pytest.raises(WorkerError, match="rank 1 died without a word, exit code -9"):
             pair.call(die)
         assert not any(process.is_alive() for process in processes)
+
+
+def test_workers_that_have_ended_leave_no_shared_memory():
+    with Workers(1, timeout=60) as alone:
+        buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_0_127.0.0.1_{alone._port}_0")
+        buffer.touch()
+    assert not buffer.exists()
 
 
 def ran(clean: int = 3, **seconds: float) -> Result:

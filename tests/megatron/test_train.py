@@ -55,6 +55,7 @@ SETTINGS = {
 }
 
 SLICES = {"sliced": 4, "uneven": 4}  # by name of the run
+FREEZE = {"policy": "schedule", "frozen_layers": [[2, 3]]}  # the embedding and half of the layers
 
 
 def train_module() -> ModuleType:
@@ -91,6 +92,9 @@ def launch_in(rank: int, world: int, folder: str, runs: dict[str, list[str]]) ->
         if name in SLICES:
             assert engine.slices_run == ((32 // SLICES[name],) * SLICES[name],) * 2, name
             assert engine.units_run == (2 * SLICES[name],) * 2, name
+        if name.startswith("moved"):
+            assert (engine.frozen_layers, engine.num_stages, engine.dp_world_size) == (3, 1, 2), name
+            assert engine.module.layers_per_stage == (4,), name
     return errors
 
 
@@ -125,6 +129,44 @@ def test_resumed_and_sliced_runs_have_the_same_losses(tmp_path: Path, corpus: st
     assert losses(tmp_path, "uneven") == pytest.approx(whole, rel=1e-5)
     message = f'--stage-layers: got "1,3", must be as the checkpoint in {saved} was saved, use 2,2'
     assert errors == [{"other stages": message}] * 2
+
+
+def elastic(folder: Path, corpus: str, name: str, *more: str, **settings: Any) -> list[str]:
+    """Arguments of a run with layers that freeze; ``settings`` beside those of the others."""
+    made = arguments(folder, corpus, "--untie-embeddings-and-output-weights", *more)
+    path = folder / f"config-{name}.json"
+    path.write_text(json.dumps({**SETTINGS, **settings}))
+    made[made.index("--deepspeed_config") + 1] = str(path)
+    return made
+
+
+def test_a_run_that_leaves_the_pipeline_has_the_losses_of_one_that_stays(tmp_path: Path, corpus: str) -> None:
+    """And goes on from a checkpoint of either shape, with validation in between, and where its micro-batches get smaller."""
+    still, saved = {"elastic_pipeline": {"freeze": FREEZE}}, [str(tmp_path / f"saved{step}") for step in (1, 3)]
+    moved = {"elastic_pipeline": {"freeze": FREEZE, "resize": {"policy": [[2, 1]]}}}
+    sliced = {"token_pipeline": {"slices": 4}, **moved}
+    wide = {**moved, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    stop = [
+        ("--save", to, "--save-interval", step, "--exit-interval", step) for to, step in zip(saved, "13", strict=True)
+    ]
+    runs = {
+        "still": elastic(tmp_path, corpus, "still", **still),
+        "moved": elastic(tmp_path, corpus, "moved", "--eval-interval", "3", "--eval-iters", "2", **moved),
+        "moved, sliced": elastic(tmp_path, corpus, "sliced", **sliced),
+        "moved, wide": elastic(tmp_path, corpus, "wide", **wide),
+        "stopped before": elastic(tmp_path, corpus, "moved", *stop[0], **moved),
+        "moved, resumed before": elastic(tmp_path, corpus, "moved", "--load", saved[0], **moved),
+        "moved, stopped": elastic(tmp_path, corpus, "moved", *stop[1], **moved),
+        "moved, resumed": elastic(tmp_path, corpus, "moved", "--load", saved[1], **moved),
+    }
+    assert run_ranks(launch_in, 2, str(tmp_path), runs, timeout=200) == [{}, {}]
+    still_losses, whole = losses(tmp_path, "still"), losses(tmp_path, "moved")
+    assert list(whole) == [1, 2, 3, 4, 5, 6] and whole[6] < whole[1] - 0.5
+    assert whole == pytest.approx(still_losses, rel=1e-5)
+    assert losses(tmp_path, "moved, sliced") == pytest.approx(still_losses, rel=1e-5)
+    assert losses(tmp_path, "moved, wide") == pytest.approx(still_losses, rel=1e-5)
+    assert losses(tmp_path, "moved, resumed before") == {step: whole[step] for step in (2, 3, 4, 5, 6)}
+    assert losses(tmp_path, "moved, resumed") == {step: whole[step] for step in (4, 5, 6)}
 
 
 @pytest.mark.parametrize("layers", ["3,2", "4", "4,0", "two"])
