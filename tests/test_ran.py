@@ -22,7 +22,8 @@ def ran(
     missing: Any = (),
 ) -> Ran:
     """Of two micro-batches, with the calls of attention that go with it; ``missing`` are (layer, micro-batch, start)."""
-    watched = Ran(SimpleNamespace(slices_run=slices, units_run=units))
+    assembly = SimpleNamespace(stages={1: None})
+    watched = Ran(SimpleNamespace(slices_run=slices, units_run=units, _assembly=assembly))
     for layer in layers:
         for m, lengths in enumerate(CUT):
             for index, length in enumerate(lengths):
