@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+import ds_terapipe
 from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
 from tests.spawn import free_port, run_ranks
@@ -79,6 +80,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def launch_in(rank: int, world: int, folder: str, runs: dict[str, list[str]]) -> dict[str, str]:
     """Run train.py's own code once for each entry of ``runs``; the errors of those that it refused."""
+    ds_terapipe.register()  # ranks are shared with tests that may have left the hook undone
     train, errors = train_module(), {}
     for name, arguments in runs.items():
         sys.argv = ["train.py", *arguments, "--log-file", f"{folder}/{name}.jsonl"]
