@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -11,6 +14,20 @@ from tests.mutants.table import mutant_table
 # Two cores may be shared with anything: how long an example takes to run or to make says nothing.
 settings.register_profile("ds_terapipe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ds_terapipe")
+
+# What DeepSpeed compiles, PyTorch compiles under a lock file that stays behind where a process is killed, as tests kill some,
+# and that everybody then waits for without end. The user's own cache is none of the tests' business.
+_EXTENSIONS = Path(__file__).resolve().parents[1] / ".pytest_cache" / "torch_extensions"
+_COMPILES_S = 300  # at most: a lock that is older is nobody's
+
+
+def pytest_configure() -> None:
+    """A place for compiled extensions, in the environment of everything that tests start."""
+    if os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_EXTENSIONS)) != str(_EXTENSIONS):
+        return
+    for lock in _EXTENSIONS.glob("*/*/lock"):
+        if time.time() - lock.stat().st_mtime > _COMPILES_S:
+            lock.unlink(missing_ok=True)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
