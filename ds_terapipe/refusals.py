@@ -107,7 +107,8 @@ def _block_is_on(value: Any) -> bool:
     return isinstance(value, Mapping) and value.get("enabled", True) is not False
 
 
-def _autocasts_to_fp16(value: Any) -> bool:
+def autocasts_to_fp16(value: Any) -> bool:
+    """Whether the block ``torch_autocast`` asks for it."""
     if not isinstance(value, Mapping) or not is_true(value.get("enabled")):
         return False
     return str(value.get("dtype", "")).lower().removeprefix("torch.") in ("fp16", "float16", "half")
@@ -146,7 +147,7 @@ LAMB_RULES = (
     Rule("fp16.fp16_master_weights_and_grads", is_true, f"false {_LAMB} (it updates fp32 master weights)", "false"),
     Rule(
         "torch_autocast",
-        _autocasts_to_fp16,
+        autocasts_to_fp16,
         f"bfloat16 or off {_LAMB} (every pipeline stage would scale its loss by itself)",
         "dtype bfloat16",
     ),

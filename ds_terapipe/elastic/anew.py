@@ -27,7 +27,7 @@ _OUTLIVES = (
     "global_steps", "global_samples", "micro_steps", "skipped_steps", "monitor", "timers", "tput_timer", "batch_timer",
     "training_data", "training_dataloader", "data_iterator", "batch_fn", "has_attention_mask", "_global_grad_norm",
     "loaded_checkpoint_mp_world_size", "loaded_checkpoint_dp_world_size", "client_optimizer", "client_lr_scheduler",
-    "agg_train_loss",
+    "agg_train_loss", "_python_gc_generation",
 )  # fmt: skip
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -19,12 +18,11 @@ import torch.distributed
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.elastic.anew import Kept, build_anew
 from ds_terapipe.elastic.costs import layer_costs, state_bytes, trained_sizes
-from ds_terapipe.elastic.feed import Feed, Layout
+from ds_terapipe.elastic.data import ElasticData
 from ds_terapipe.elastic.freeze import Freezer, ModelLayers, completed_intervals
 from ds_terapipe.elastic.gradient_norms import GradientNorms
 from ds_terapipe.elastic.groups import in_order, make_alike, release
@@ -32,13 +30,11 @@ from ds_terapipe.elastic.layers import drop_copies, layers_here, names_in
 from ds_terapipe.elastic.report import Transition, TransitionReport
 from ds_terapipe.elastic.reshape import Reshape, check_movable
 from ds_terapipe.elastic.resize import Shape, balanced, check, shape_of, wanted_stages
-from ds_terapipe.elastic.sampler import ElasticBatchSampler, ElasticLoader, evaluation_micro_batches
 from ds_terapipe.elastic.settings import ElasticPipelineConfig, check_alike
 from ds_terapipe.elastic.state import check as check_state
 from ds_terapipe.elastic.state import read as read_state
 from ds_terapipe.elastic.state import write as write_state
 from ds_terapipe.pipeline.closing import shape_groups
-from ds_terapipe.pipeline.engine import TokenPipelineEngine
 from ds_terapipe.pipeline.random_streams import RandomStreams
 from ds_terapipe.process_groups import close_groups
 
@@ -47,7 +43,7 @@ logger = logging.getLogger(__name__)
 _TIMED_STEPS = 2  # of a shape, after its first: what its layers cost
 
 
-class ElasticPipelineEngine(TokenPipelineEngine):
+class ElasticPipelineEngine(ElasticData):
     """A :class:`TokenPipelineEngine` that freezes layers and reshapes its pipeline at step boundaries.
 
     Args:
@@ -58,11 +54,7 @@ class ElasticPipelineEngine(TokenPipelineEngine):
 
     elastic_pipeline: ElasticPipelineConfig
     _kept: Kept | None = None  # while DeepSpeed's engine is built anew
-    _feed: Feed | None = None
-    _loader: ElasticLoader | None = None
     _seed: int | None = None  # of the random streams
-    _reads_here = False  # every rank that needs data has an iterator of its own for it
-    _alike = False  # every replica evaluates the same
     _frozen = 0  # entries of the layer list that the policy has frozen
     _changed = False  # since the start
     _tied_frozen: frozenset[str] = frozenset()  # keys of tied layers that are frozen, and used after the prefix
@@ -74,12 +66,11 @@ class ElasticPipelineEngine(TokenPipelineEngine):
         }
         self._reshaped: list[Callable[[ElasticPipelineEngine], None]] = []
         self._transitions = TransitionReport()
+        # before all that depends on it
+        check_alike(_gathered(elastic_pipeline.model_dump(), kwargs["model"].world_group))
         super().__init__(*args, **kwargs)
-        check_alike(self._control.gather(elastic_pipeline.model_dump()))
         module = self.module
-        start = Layout(module._topo, self.micro_batch_size)
-        self._feed = Feed(start, self._control, self._watch)
-        self._start_shape = Shape(self.num_stages, self.dp_world_size, self.micro_batch_size, self.micro_batches)
+        self._start_feeding()
         self._sizes = trained_sizes(self.module, self._control)
         layers = ModelLayers(tuple(size > 0 for size in self._sizes))
         self._untrained = self._sizes.index(next(size for size in self._sizes if size))  # entries that the user froze
@@ -89,7 +80,7 @@ class ElasticPipelineEngine(TokenPipelineEngine):
             self.training_data is not None,
         )  # fmt: skip
         self._freezer = Freezer(elastic_pipeline.freeze, layers, self._intervals_before)
-        self._norms = GradientNorms(len(self._sizes)) if self._freezer.needs_gradients else None
+        self._norms = GradientNorms(len(self._sizes), self.device) if self._freezer.needs_gradients else None
         if elastic_pipeline.cache.enabled and self.global_rank == 0:
             logger.warning(
                 "elastic_pipeline.cache: not there yet, the outputs of frozen layers are computed in every step"
@@ -104,11 +95,6 @@ class ElasticPipelineEngine(TokenPipelineEngine):
     def frozen_layers(self) -> int:
         """Entries of the layer list, from the first on, that the policy has frozen."""
         return self._frozen
-
-    @property
-    def shape(self) -> Shape:
-        """Stages, replicas, micro-batch and micro-batches of a replica now."""
-        return Shape(self.num_stages, self.dp_world_size, self.micro_batch_size, self.micro_batches)
 
     def on_reshape(self, callback: Callable[[ElasticPipelineEngine], None]) -> None:
         """Call ``callback`` with the engine after each reshape, for what depends on the present shape."""
@@ -131,7 +117,7 @@ class ElasticPipelineEngine(TokenPipelineEngine):
             self.elastic_pipeline.resize, step, self.num_stages, self._start_shape.stages, self._sizes, frozen
         )
         if (frozen, stages) != (self._frozen, self.num_stages):
-            self._change(frozen, stages)
+            self._change(frozen, stages, step=step)
         loss = super().train_batch()
         self._steps_here += 1
         return loss
@@ -147,11 +133,6 @@ class ElasticPipelineEngine(TokenPipelineEngine):
         """A plan, and a file of measurements, are for the placement of the start."""
         settings = super()._choice_settings()
         return settings.model_copy(update={"plan_path": None, "measurements_path": None}) if self._changed else settings
-
-    def _release(self) -> None:
-        super()._release()
-        if self._loader is not None:
-            self._loader.close()
 
     def _first_seed(self) -> int:
         return int(self.module.base_seed if self.module.seed_layers else torch.initial_seed())
@@ -184,81 +165,6 @@ class ElasticPipelineEngine(TokenPipelineEngine):
             self._norms.add(self.module, tensor, add)
         super()._exec_optimizer_step(lr_kwargs)
 
-    # ------------------------------------------------------------------------------------------------------------- data
-
-    def _layout(self) -> Layout:
-        return Layout(self.module._topo, self.micro_batch_size)
-
-    def set_dataiterator(self, iterator: Any) -> None:
-        """As ``PipelineEngine.set_dataiterator``; the ranks that read are those of the start."""
-        if self._reads_here or self._feed is None or self._feed.reads:
-            self.data_iterator = iterator
-
-    def _read(self, micro_batches: int) -> list[Any]:
-        here = self._reads_here or (self._loader is not None and self.data_iterator is self._loader)
-        if here or self._feed is None or self.shape == self._start_shape:
-            return super()._read(micro_batches)
-        return self._feed.read(micro_batches, self._layout(), self._next_batch, alike=self._alike)
-
-    def _build_data_iter(self, dataset: Any) -> None:
-        settings = self.elastic_pipeline.data
-        sampler = ElasticBatchSampler(
-            len(dataset), self.train_batch_size(), micro_batch=self.micro_batch_size, replicas=self.dp_world_size,
-            replica=self.grid.get_data_parallel_rank(), shuffle=settings.shuffle, seed=settings.seed,
-        )  # fmt: skip
-        workers = 2 if self.device.type == "cuda" else 0  # 2 as DeepSpeed's
-        self._loader = ElasticLoader(dataset, sampler, self.collate_fn, workers)
-        self.training_dataloader = self.data_iterator = self._loader
-
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any],
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """As ``PipelineEngine.eval_batch``.
-
-        The ranks of the start read as many micro-batches as they did there. Where those can't be shared out equally, every
-        replica evaluates all of them.
-        """
-        assert self._feed is not None
-        if not self._reads_here and self.shape != self._start_shape:
-            read = self._start_shape.micro_batches if num_micro_batches is None else num_micro_batches
-            num_micro_batches = self._feed.share(read, self._layout())
-            self._alike = num_micro_batches is None
-            if num_micro_batches is None:
-                num_micro_batches = read * self._start_shape.replicas
-        try:
-            return super().eval_batch(
-                data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
-            )
-        finally:
-            self._alike = False
-
-    def evaluate(self, dataset: Any) -> float:
-        """The mean loss over a dataset, each of whose samples is evaluated once, whatever the shape; collective.
-
-        The mean is that of the samples' micro-batches, weighted by their numbers of samples.
-
-        Args:
-            dataset: with ``__getitem__`` and ``__len__``, on every rank; collated as ``training_data`` is.
-        """
-        replica, total = self.grid.get_data_parallel_rank(), 0.0
-        parts = evaluation_micro_batches(len(dataset), self.micro_batch_size, self.dp_world_size, replica)
-        collate = self.collate_fn or default_collate
-        self._reads_here = True
-        try:
-            for (_, weight), alike in groupby(parts, key=lambda part: (len(part.indices), part.weight)):
-                for some in _batched(alike, self.micro_batches):
-                    batches = (collate([dataset[index] for index in part.indices]) for part in some)
-                    total += float(self.eval_batch(batches, num_micro_batches=len(some))) * weight * len(some)
-        finally:
-            self._reads_here = False
-        return total / len(dataset)
-
     # ------------------------------------------------------------------------------------------------------ transitions
 
     @property
@@ -276,23 +182,37 @@ class ElasticPipelineEngine(TokenPipelineEngine):
         self._control.decide(lambda: write_state(save_dir, tag, state))
         return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
 
-    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
         """As ``TokenPipelineEngine.load_checkpoint``, after a change to the shape that the checkpoint was saved in.
+
+        With ``load_module_only`` there is nothing to go on with: weights come into the shape that is there.
 
         Raises:
             ConfigError: on every rank, a checkpoint of other processes or layers, or with less frozen; nothing has been changed.
         """
         self._refuse_broken()
-        state = self._control.decide(lambda: read_state(load_dir, tag))
+        state = None if load_module_only else self._control.decide(lambda: read_state(load_dir, tag))
         if state is not None:
             now = self._state()
             self._control.agree(_error_of(lambda: check_state(state, now, self._moves)))
             if (state["frozen_layers"], state["parts"]) != (self._frozen, now["parts"]):
-                self._change(state["frozen_layers"], state["stages"], state["parts"])
+                self._change(state["frozen_layers"], state["stages"], state["parts"], step=None)
             self._freezer.load(state["policy"])
             self._seed = state["seed"]
             self._streams.seed = self._seed or 0
-        loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        loaded = super().load_checkpoint(
+            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
+            custom_load_fn,
+        )  # fmt: skip
         if state is not None and self._norms is not None:
             self._norms.load(state["norms"])
         self._follow_data()
@@ -313,8 +233,14 @@ class ElasticPipelineEngine(TokenPipelineEngine):
             "norms": None if self._norms is None else self._norms.state(self._control),
         }
 
-    def _change(self, frozen: int, stages: int, parts: Sequence[int] | None = None) -> None:
-        """Freeze and reshape; collective. ``parts``: the entries of the stages, by default balanced by what they cost."""
+    def _change(self, frozen: int, stages: int, parts: Sequence[int] | None = None, *, step: int | None) -> None:
+        """Freeze and reshape; collective.
+
+        Args:
+            frozen, stages: from now on.
+            parts: the entries of the stages, by default balanced by what they cost.
+            step: before which this is; None: before a checkpoint is read.
+        """
         started, shape, before = time.perf_counter(), self.shape, state_bytes(self, self._control)
         new = shape_of(
             stages,
@@ -323,14 +249,15 @@ class ElasticPipelineEngine(TokenPipelineEngine):
             self.train_batch_size(),
             self._start_shape.micro_batch,
         )
-        if parts is None and new != shape:
-            parts = balanced(*layer_costs(self, self._control, self._layer_times), max(frozen, self._untrained), stages)
+        if parts is None and (new != shape or (self._moves and stages > 1)):
+            costs = layer_costs(self, self._control, self._layer_times)
+            present = list(map(int, self.module.parts)) if new == shape else None
+            parts = balanced(*costs, max(frozen, self._untrained), stages, present)
         reshape = None
         if parts is not None and (new != shape or list(parts) != list(self.module.parts)):
             reshape = Reshape(self.module, self.basic_optimizer, self._control, self._watch, self.device)
             reshape.prepare(_resized(self.module._topo, new), parts)
-        step = self.global_steps + 1
-        self._recorder.begin(step, wanted=self._trace.wants(step))
+        self._recorder.begin(self.global_steps + 1, wanted=step is not None and self._trace.wants(step + 1))
         with self._no_way_back(), self._recorder.collective("reshape"):
             self._assembly.close()
             freed = self._freeze(frozen)
@@ -340,7 +267,7 @@ class ElasticPipelineEngine(TokenPipelineEngine):
             self._changed = True
             self._settle()
         self._trace.keep(self._recorder.end())
-        self._tell(shape, before, time.perf_counter() - started, freed, sent)
+        self._tell(step, shape, before, time.perf_counter() - started, freed, sent)
 
     def _freeze(self, frozen: int) -> int:
         """Take what a longer prefix trains out of the training; bytes that this gives back on this rank."""
@@ -377,11 +304,6 @@ class ElasticPipelineEngine(TokenPipelineEngine):
             callback(self)
         return reshape.sent_bytes
 
-    def _follow_data(self) -> None:
-        if self._loader is not None:
-            replica = self.grid.get_data_parallel_rank()
-            self._loader.reshape(self.micro_batch_size, self.dp_world_size, replica, self.global_samples)
-
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if self._kept is not None:
             self.optimizer, self.basic_optimizer = self._kept.optimizer, self._kept.basic_optimizer
@@ -389,19 +311,14 @@ class ElasticPipelineEngine(TokenPipelineEngine):
         super()._configure_optimizer(client_optimizer, model_parameters)
         if self._moves:
             in_order(self.basic_optimizer, self.module)
-            make_alike(self.basic_optimizer, self.client_lr_scheduler, self._gather_early)
+            gather = partial(_gathered, group=self.module.world_group)  # there is no `Control` yet
+            make_alike(self.basic_optimizer, self.client_lr_scheduler, gather)
 
     def _configure_lr_scheduler(self) -> None:
         if self._kept is None:
             super()._configure_lr_scheduler()
         else:
             self.lr_scheduler = self._kept.lr_scheduler
-
-    def _gather_early(self, value: Any) -> list[Any]:
-        """Any value of every rank, while there is no `Control` yet."""
-        values: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(values, value, group=self.module.world_group)
-        return values
 
     def _broadcast_model(self) -> None:
         if self._kept is None:
@@ -410,12 +327,12 @@ class ElasticPipelineEngine(TokenPipelineEngine):
     def _times_layers(self) -> bool:
         return super()._times_layers() or (self._moves and 1 <= self._steps_here <= _TIMED_STEPS)
 
-    def _tell(self, before: Shape, fullest: float, seconds: float, freed: int, sent: int) -> None:
+    def _tell(self, step: int | None, before: Shape, fullest: float, seconds: float, freed: int, sent: int) -> None:
         """Say what a transition was; collective."""
         freed_bytes, sent_bytes = (sum(self._control.collect(float(each))) for each in (freed, sent))
         transition = Transition(
-            self.global_steps, self._frozen, len(self._sizes), before, self.shape, seconds, freed_bytes, sent_bytes,
-            fullest, state_bytes(self, self._control),
+            step, self._frozen, len(self._sizes), before, self.shape, seconds, freed_bytes, sent_bytes, fullest,
+            state_bytes(self, self._control),
         )  # fmt: skip
         self._trace.describe(stages=self.num_stages, frozen_layers=self._frozen)
         if self.global_rank == 0:
@@ -429,11 +346,11 @@ def _resized(topology: ProcessTopology, shape: Shape) -> ProcessTopology:
     return ProcessTopology(axes=names, dims=[sizes.get(name, topology.get_dim(name)) for name in names])
 
 
-def _batched(parts: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """As ``itertools.batched``, which Python 3.11 does not have."""
-    parts = iter(parts)
-    while some := list(islice(parts, size)):
-        yield some
+def _gathered(value: Any, group: Any) -> list[Any]:
+    """Any value of every rank."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 def _error_of(check: Callable[[], Any]) -> Exception | None:

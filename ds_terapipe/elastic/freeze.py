@@ -43,13 +43,8 @@ class ModelLayers:
 
     @property
     def head(self) -> int:
-        """Index of the last trainable entry; it and what comes after it is never frozen."""
+        """Index of the last trainable entry, and so the entries of the longest prefix that may be frozen: those before it."""
         return max(index for index, trains in enumerate(self.trainable) if trains)
-
-    @property
-    def most(self) -> int:
-        """Entries of the longest prefix that may be frozen."""
-        return self.head
 
     @property
     def before_head(self) -> tuple[int, ...]:
@@ -80,7 +75,7 @@ class FreezePolicy:
     """Says how many entries are frozen. A policy of one's own overrides `at_step` or `at_interval`, and is registered.
 
     Every rank has an instance and asks it the same, so what it returns may depend on its arguments and its own state only.
-    Smaller numbers than before and numbers above ``model.most`` are allowed: the first change nothing, the second freeze all
+    Smaller numbers than before and numbers above ``model.head`` are allowed: the first change nothing, the second freeze all
     that may be frozen.
 
     Attributes:
@@ -194,7 +189,7 @@ class Freezer:
         self.frozen = 0
         self._name = settings.policy
         self._policy = policy_class(settings.policy)(settings, model)
-        self._most = model.most
+        self._most = model.head
         self._completed = completed
         self._step: int | None = None
 

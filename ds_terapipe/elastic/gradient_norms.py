@@ -22,10 +22,11 @@ class GradientNorms:
 
     Args:
         entries: of the layer list.
+        device: where gradients are.
     """
 
-    def __init__(self, entries: int) -> None:
-        self._entries = entries
+    def __init__(self, entries: int, device: torch.device) -> None:
+        self._entries, self._device = entries, device
         self._totals: dict[int, Any] = {}
         self._steps: dict[int, int] = {}
 
@@ -34,7 +35,7 @@ class GradientNorms:
     ) -> None:
         """Count the gradients of a step. ``sum_over_parts``: sums a tensor over tensor-parallel ranks, in place."""
         layers = layers_here(module)
-        table = torch.zeros(len(layers), 2, dtype=torch.float64, device=next(module.parameters()).device)
+        table = torch.zeros(len(layers), 2, dtype=torch.float64, device=self._device)
         for row, layer in enumerate(layers.values()):
             for parameter in layer.parameters():
                 if parameter.grad is not None and parameter.requires_grad and is_counted(parameter, tensor_rank):

@@ -106,8 +106,11 @@ def refill(
 def in_order(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     """Have parameters in the module's order from the start, as after a reshape: checkpoints know them by their number.
 
-    What is none of the module's, as of a stage that trains nothing, leaves.
+    What is none of the module's, as on a stage that trains nothing, leaves, and groups that have had nothing else.
     """
+    here = set(map(id, module.parameters()))
+    groups = optimizer.param_groups
+    groups[:] = [each for each in groups if not each["params"] or any(id(p) in here for p in each["params"])]
     number_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     names = {name: number_of[id(p)] for name, p in module.named_parameters() if id(p) in number_of}
     refill(optimizer, module, names, {})

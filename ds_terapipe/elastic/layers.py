@@ -7,7 +7,6 @@ function. Parameters are known by the names that ``PipelineModule`` gives them, 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,9 @@ import numpy as np
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
-from torch import nn
+from torch import Tensor, nn
+
+from ds_terapipe.pipeline.random_streams import TorchStates
 
 _TIED = "tied_modules"
 
@@ -72,17 +73,27 @@ def build(spec: LayerSpec | nn.Module, device: torch.device) -> nn.Module:
     """A layer from its spec; of a module that was given as it is, and is not here, the structure with room for values."""
     if isinstance(spec, LayerSpec):
         return spec.build().to(device)
-    on_meta = any(tensor.is_meta for tensor in (*spec.parameters(), *spec.buffers()))
-    return spec.to_empty(device=device) if on_meta else spec.to(device)
+    for tensor in _tensors(spec):
+        tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return spec
 
 
 def drop_copies(module: PipelineModule) -> None:
-    """Take the values from modules that were given in place of specs and are not on this rank; their structure stays."""
-    kept = {id(tensor) for tensor in module.parameters()}
+    """Take the values from modules that were given in place of specs and are not on this rank.
+
+    Their structure stays, with weights that are used in several places of a module: one element stands for all of a tensor.
+    """
+    kept = {id(tensor) for tensor in _tensors(module)}
     for entry, spec in enumerate(module._layer_specs):
-        here = module._local_start <= entry < module._local_stop
-        if isinstance(spec, nn.Module) and not here and not any(id(each) in kept for each in spec.parameters()):
-            spec.to("meta")
+        if isinstance(spec, nn.Module) and not module._local_start <= entry < module._local_stop:
+            for tensor in _tensors(spec):
+                if id(tensor) not in kept:
+                    tensor.data, tensor.grad = tensor.new_zeros(()).expand(tensor.shape), None
+
+
+def _tensors(layer: nn.Module) -> Iterator[Tensor]:
+    yield from layer.parameters()
+    yield from layer.buffers()
 
 
 def reassemble(
@@ -137,24 +148,14 @@ class _Built(TiedLayerSpec):
 
 @contextmanager
 def random_states_kept(device: torch.device) -> Iterator[None]:
-    """The states of all random generators, Megatron-core's too, are afterwards what they were before."""
-    python, numpy, tracker = random.getstate(), np.random.get_state(), _megatron_tracker()
-    streams = None if tracker is None else tracker.get_states()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            if tracker is not None:
-                tracker.set_states(streams)
-
-
-def _megatron_tracker() -> Any:
-    """That of megatron-core or Megatron-DeepSpeed, which share the module's name; None where nobody has used it."""
-    module = sys.modules.get("megatron.core.tensor_parallel.random")
-    tracker = None if module is None else module.get_cuda_rng_tracker()
-    return tracker if tracker is not None and tracker.get_states() else None
+    """The states of all random generators, Megatron's too, are afterwards what they were before."""
+    python, numpy, of_torch = random.getstate(), np.random.get_state(), TorchStates(device)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        of_torch.restore()
 
 
 def names_in(module: PipelineModule, entries: Iterable[int]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ class Transition:
     """A change of what is frozen, or of the shape, before a step.
 
     Attributes:
-        step: 0-based ``global_steps``.
+        step: 0-based ``global_steps``; None: it is that of a checkpoint, which an engine follows.
         frozen, layers: entries of the layer list, frozen and all.
         before, after: the shapes.
         seconds: that it took.
@@ -25,7 +25,7 @@ class Transition:
         fullest_before, fullest_after: bytes of weights, gradients and optimiser state on the rank that has most.
     """
 
-    step: int
+    step: int | None
     frozen: int
     layers: int
     before: Shape
@@ -40,8 +40,9 @@ class Transition:
     def line(self) -> str:
         """For the log."""
         shapes = [_text(self.before)] * (self.before != self.after) + [_text(self.after)]
+        when = "as in the checkpoint" if self.step is None else f"step {self.step}"
         return (
-            f"step {self.step}: {self.frozen} of {self.layers} layers frozen, {' -> '.join(shapes)}, {self.seconds:.2f} s, "
+            f"{when}: {self.frozen} of {self.layers} layers frozen, {' -> '.join(shapes)}, {self.seconds:.2f} s, "
             f"{self.freed_bytes / 1e6:,.1f} MB freed, {self.sent_bytes / 1e6:,.1f} MB moved"
         )
 
@@ -78,7 +79,7 @@ class TransitionReport:
                 after,
                 before,
             )
-        if monitor.enabled:
+        if monitor.enabled and transition.step is not None:
             monitor.write_events([(name, value, samples) for name, value in transition.events.items()])
 
 

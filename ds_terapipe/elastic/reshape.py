@@ -27,7 +27,8 @@ from ds_terapipe.elastic.layers import (
     random_states_kept,
     reassemble,
 )
-from ds_terapipe.elastic.transfer import Courier, Holding, Piece, authority, check_structure, holding, plan
+from ds_terapipe.elastic.transfer import Courier, Holding, Piece, authority, check_structure, holding, plan, sent_of
+from ds_terapipe.errors import bad_value
 from ds_terapipe.pipeline.control import Control
 from ds_terapipe.pipeline.watch import Watch
 
@@ -43,11 +44,15 @@ class _Said:
 
 
 def check_movable(module: PipelineModule, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Refuse live layers that another rank could not build.
+    """Refuse live layers that another rank could not build, and a topology in which ranks would change their shards.
 
     Raises:
-        ConfigError: naming what a spec does not build.
+        ConfigError: naming the axes, or what a spec does not build.
     """
+    axes = module._topo.get_axis_names()
+    if module._topo.get_dim("model") > 1 and axes[-1] != "model":
+        got, use = ", ".join(axes), "deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology"
+        raise bad_value("elastic_pipeline.resize.policy: topology", got, 'axes of which the last is "model"', use)
     here = layers_here(module)
     mine = holding(here, optimizer)
     for prefix in here:
@@ -99,7 +104,7 @@ class Reshape:
         stage = topology.get_coord(self._rank).pipe
         try:
             self._layers = layers_for(self._module, parts[stage], parts[stage + 1], self._device)
-            self._check(self._layers, held)
+            self._check(self._layers, held, stage)
         except Exception as problem:  # of a user's layer that is built here: the others must not wait
             error = problem
         self._control.agree(error)
@@ -147,10 +152,15 @@ class Reshape:
             (one for one in everybodys if one is not None and one.tensor == tensor), key=lambda one: one.stage
         )
 
-    def _check(self, layers: Mapping[str, nn.Module], held: Mapping[int, Holding]) -> None:
+    def _check(self, layers: Mapping[str, nn.Module], held: Mapping[int, Holding], stage: int) -> None:
         for prefix, layer in layers.items():
-            if layer is not self._here.get(prefix) and prefix not in self._tied:
-                check_structure(prefix, layer, held[_stage_with(prefix, held)])
+            if layer is self._here.get(prefix):
+                continue
+            # the entries of a tied layer may build it each in its own way: only what the same entry has built is comparable
+            entry = builder(self._module, prefix, self._parts[stage], self._parts[stage + 1])
+            same = [s for s in held if builder(self._module, prefix, *self._module.parts[s : s + 2]) == entry]
+            if same:
+                check_structure(prefix, layer, held[same[0]])
 
     def _names(self, prefix: str, layer: nn.Module, held: Mapping[int, Holding]) -> list[str]:
         """The names of a layer's tensors; of one that was built anew those that the live one has."""
@@ -181,8 +191,7 @@ class Reshape:
             return
         tensor = self._live(name)
         yield tensor
-        state = self._optimizer.state.get(tensor, {})
-        yield from (state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].numel() > 1)
+        yield from sent_of(self._optimizer.state.get(tensor, {})).values()
 
     def _live(self, name: str) -> Any:
         prefix = next(prefix for prefix in self._here if name.startswith(prefix))
@@ -239,7 +248,7 @@ def _set_up(prefix: str, layer: nn.Module, held: Mapping[int, Holding]) -> None:
     about = held[_stage_with(prefix, held)].modules
     for name, module in layer.named_modules():
         for key, value in about.get(prefix + name, {}).get("settings", {}).items():
-            if vars(module).get(key, value) != value:
+            if key not in vars(module) or vars(module)[key] != value:
                 setattr(module, key, value)
 
 

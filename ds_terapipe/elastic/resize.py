@@ -7,14 +7,16 @@ tensor-parallel size and the global batch stay.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from ds_terapipe.elastic.freeze import ModelLayers, policy_class
 from ds_terapipe.elastic.settings import EPOCH, ElasticPipelineConfig, FreezeSettings, ResizeSettings
 from ds_terapipe.errors import bad_value, shown
-from ds_terapipe.plan.stages import partition
+from ds_terapipe.plan.stages import gain, partition
 
 POLICY = f"{ResizeSettings.PATH}.policy"
+_WORTH_MOVING = 0.05  # of the slowest stage's time
 
 
 class Shape(NamedTuple):
@@ -49,6 +51,8 @@ def wanted_stages(
     if settings.policy == "off":
         return present
     if settings.policy == "halve":
+        if not frozen:
+            return present
         return _halved(present, start, sizes, frozen)
     return next((stages for begin, stages in reversed(settings.policy) if begin <= step), present)
 
@@ -103,7 +107,11 @@ def _divides(stages: int, processes: int, tensor_size: int, batch: int) -> bool:
 
 
 def balanced(
-    costs_forward: Sequence[float], costs_backward: Sequence[float], frozen: int, stages: int
+    costs_forward: Sequence[float],
+    costs_backward: Sequence[float],
+    frozen: int,
+    stages: int,
+    present: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """The first entry of each stage and, last, the number of entries: DeepSpeed's ``parts``, the slowest stage as fast as can be.
 
@@ -112,13 +120,17 @@ def balanced(
         costs_backward: likewise; those of the first ``frozen`` entries don't count.
         frozen: entries that go forward only.
         stages: each has one entry or more.
+        present: parts that stay unless the slowest stage would be faster by ``_WORTH_MOVING``.
 
     Raises:
         ConfigError: more stages than entries.
     """
     _check_entries(stages, len(costs_forward))
     backward = [0.0] * frozen + list(costs_backward[frozen:])
-    return partition([a + b for a, b in zip(costs_forward, backward, strict=True)], stages).boundaries
+    seconds = [a + b for a, b in zip(costs_forward, backward, strict=True)]
+    if present is not None and gain(seconds, [b - a for a, b in pairwise(present)]) < _WORTH_MOVING:
+        return tuple(present)
+    return partition(seconds, stages).boundaries
 
 
 def check(
@@ -151,9 +163,9 @@ def check(
 
 def _check_freeze(freeze: FreezeSettings, layers: ModelLayers, has_training_data: bool) -> None:
     for _, entries in freeze.frozen_layers or ():
-        if entries > layers.most:
-            rule = f"at most {layers.most} entries (the head, the last entry with trained parameters, is never frozen)"
-            use = f"at most {layers.most}" if layers.most else '"policy": "static"'
+        if entries > layers.head:
+            rule = f"at most {layers.head} entries (the head, the last entry with trained parameters, is never frozen)"
+            use = f"at most {layers.head}" if layers.head else '"policy": "static"'
             raise bad_value(f"{freeze.PATH}.frozen_layers", entries, rule, use)
     if policy_class(freeze.policy).decides_at_intervals and freeze.interval == EPOCH and not has_training_data:
         rule = "a number of steps where there is no training_data"

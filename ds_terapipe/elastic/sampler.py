@@ -152,13 +152,7 @@ class ElasticLoader:
             generator=self._random,
         )
         self._iterator: Iterator[Any] | None = None
-        self._delivered = 0
         self._closed = False
-
-    @property
-    def consumed(self) -> int:
-        """Samples of the whole job, where every replica has taken as many micro-batches as this one: between two steps."""
-        return self.sampler.consumed + self._delivered * self.sampler.micro_batch * self.sampler.replicas
 
     def __iter__(self) -> ElasticLoader:
         return self
@@ -170,9 +164,7 @@ class ElasticLoader:
             # seeds of workers, which draw e.g. augmentations
             self._random.manual_seed(_mixed(self.sampler.order.seed, self.sampler.consumed, self.sampler.replica))
             self._iterator = iter(self._loader)
-        found = next(self._iterator)
-        self._delivered += 1
-        return found
+        return next(self._iterator)
 
     def __len__(self) -> int:
         """As `ElasticBatchSampler`'s."""
@@ -193,7 +185,6 @@ class ElasticLoader:
 
     def _drop(self) -> None:
         self._iterator = None  # a DataLoader's iterator ends its workers when nobody has it any more
-        self._delivered = 0
 
 
 class EvaluationPart(NamedTuple):

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from ds_terapipe.config import Block, is_count, is_number, name_of, positive, switch, unknown_key
 from ds_terapipe.elastic.freeze import policy_class, policy_names
 from ds_terapipe.errors import ConfigError, bad_value, nearest, shown
-from ds_terapipe.refusals import Rule, above, at, is_true
+from ds_terapipe.refusals import Rule, above, at, autocasts_to_fp16, is_true
 
 ELASTIC_PIPELINE = "elastic_pipeline"
 EPOCH: Literal["epoch"] = "epoch"
@@ -26,6 +26,7 @@ _RULES = (
     Rule("bf16.enabled", is_true, f"false {_BESIDE}", "false"),
     Rule("bfloat16.enabled", is_true, f"false {_BESIDE}", "false"),
     Rule("fp16.enabled", is_true, f"false {_BESIDE}", "false"),
+    Rule("torch_autocast", autocasts_to_fp16, f"bfloat16 or off {_BESIDE}", "dtype bfloat16"),
     Rule(
         "scheduler.type",
         lambda value: value == "MixedBatch",

@@ -15,9 +15,12 @@ import torch.distributed
 from torch import Tensor, nn
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.optim.step_rules import DeviceSteps
+from ds_terapipe.pipeline.links import raw
 
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Kind(NamedTuple):
@@ -38,7 +41,7 @@ class Piece:
         attributes: what was set on it: plain values.
         group: number of its parameter group; None: the optimiser does not have it.
         moments: of the optimiser's state, the tensors that are sent, by name.
-        values: of the optimiser's state, the rest.
+        values: of the optimiser's state, the rest: nothing that is on a device.
         used: whether the optimiser has ever had a gradient for it, as its moments show.
     """
 
@@ -81,7 +84,7 @@ def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, s
     for prefix, layer in layers.items():
         for name, parameter in layer.named_parameters():
             state = optimizer.state.get(parameter, {})
-            sent = {key: value for key, value in state.items() if _is_sent(value)}
+            sent = sent_of(state)
             pieces[prefix + name] = Piece(
                 kind_of(parameter),
                 True,
@@ -89,8 +92,8 @@ def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, s
                 {key: value for key, value in vars(parameter).items() if _is_plain(value)},
                 group_of.get(id(parameter)),
                 {key: kind_of(value) for key, value in sent.items()},
-                {key: value for key, value in state.items() if key not in sent},
-                prefix not in shared or any(bool(value.any()) for value in sent.values()),
+                {key: _described(value) for key, value in state.items() if key not in sent},
+                prefix not in shared or _has_moved(state),
             )
         for name, buffer in layer.named_buffers():
             pieces[prefix + name] = Piece(kind_of(buffer))
@@ -104,9 +107,26 @@ def kind_of(tensor: Tensor) -> Kind:
     return Kind(tuple(tensor.shape), tensor.dtype)
 
 
-def _is_sent(value: Any) -> bool:
-    """Moments are; a step count goes with the description."""
-    return isinstance(value, Tensor) and value.numel() > 1
+def sent_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Of an optimiser's state for a parameter, the tensors that are sent, in an order that all ranks know.
+
+    A step count on the CPU goes with the description. One that is on a device does not: who reads a description that holds it
+    would have it on the sender's device.
+    """
+    return {
+        key: value
+        for key, value in sorted(state.items())
+        if isinstance(value, Tensor) and (value.numel() > 1 or value.device.type != "cpu")
+    }
+
+
+def _described(value: Any) -> Any:
+    return int(value) if isinstance(value, DeviceSteps) else value
+
+
+def _has_moved(state: Mapping[str, Any]) -> bool:
+    moments = [value for key, value in state.items() if isinstance(value, Tensor) and key != "step"]
+    return any(bool(value.any()) for value in moments)
 
 
 def _is_plain(value: Any) -> bool:
@@ -114,9 +134,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _about(module: nn.Module) -> dict[str, Any]:
-    settings = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
+    settings = {key: value for key, value in vars(module).items() if _is_plain(value)}
     hooks = sum(len(getattr(module, name, ())) for name in _HOOKS)
-    hooks += sum(bool(p._backward_hooks) for p in module.parameters(recurse=False))
+    for parameter in module.parameters(recurse=False):
+        hooks += sum(len(getattr(parameter, name, None) or ()) for name in _PARAMETER_HOOKS)
     return {"class": f"{type(module).__module__}.{type(module).__qualname__}", "hooks": hooks, "settings": settings}
 
 
@@ -194,13 +215,9 @@ class Courier:
         for name, source, target in moves:
             if self._rank == source:
                 for tensor in self._tensors(name, True):
-                    raw = _raw(tensor.detach().contiguous())
-                    self._wait(torch.distributed.isend(raw, target), f"rank {target} to take {name}")
-                    self.sent_bytes += raw.numel() * raw.element_size()
+                    message = raw(tensor)
+                    self._wait(torch.distributed.isend(message, target), f"rank {target} to take {name}")
+                    self.sent_bytes += message.numel() * message.element_size()
             elif self._rank == target:
                 for tensor in self._tensors(name, False):
-                    self._wait(torch.distributed.irecv(_raw(tensor), source), f"{name} from rank {source}")
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor  # NCCL has no bool
+                    self._wait(torch.distributed.irecv(raw(tensor), source), f"{name} from rank {source}")

@@ -84,7 +84,8 @@ class BoundarySpec(NamedTuple):
         return cls(tuple(specs), single)
 
 
-def _raw(tensor: Tensor) -> Tensor:
+def raw(tensor: Tensor) -> Tensor:
+    """What a message carries of a tensor: the same memory, where that is contiguous."""
     tensor = tensor.detach().contiguous()
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor  # NCCL has no bool
 
@@ -112,7 +113,7 @@ class Outbox:
     def send(self, unit: Unit, tensors: Sequence[Tensor], what: str) -> None:
         """Start sending what a unit leaves; the tensors must not change until they have been taken."""
         for tensor in tensors:
-            self._send(_raw(tensor), what, unit)
+            self._send(raw(tensor), what, unit)
 
     def _send(self, tensor: Tensor, what: str, unit: Unit | None) -> None:
         work = dist.isend(tensor, self._peer, group=self._group)
@@ -182,8 +183,8 @@ class Inbox:
             messages = []
             for wanted in spec.tensors:
                 tensor = torch.empty(wanted.shape, dtype=wanted.dtype, device=self._device)
-                raw = _raw(tensor)  # a view: the message lands in ``tensor``
-                messages.append((dist.irecv(raw, self._peer, group=self._group), tensor, raw))
+                view = raw(tensor)  # the message lands in ``tensor``
+                messages.append((dist.irecv(view, self._peer, group=self._group), tensor, view))
             self._posted.append((self._expected.popleft(), spec, messages))
 
     def _await(self, work: Any, what: str) -> None:

@@ -34,7 +34,7 @@ class _Part(NamedTuple):
         return self.first_layer + len(self.layers)
 
 
-def placement_of(module: Any, control: Control, frozen: int | None = None) -> Placement:
+def placement_of(module: Any, control: Control) -> Placement:
     """The layers that DeepSpeed gave each process, place by place; what comes before the first trained weight only goes forward.
 
     Stage s is on place s where nothing is frozen. A place whose layers begin with frozen ones of the model's beginning, and go
@@ -45,19 +45,15 @@ def placement_of(module: Any, control: Control, frozen: int | None = None) -> Pl
     Args:
         module: a ``PipelineModule``.
         control: of the job.
-        frozen: so many layers of the model, the first ones, go forward only whatever ``requires_grad`` says; None: those
-            before the first trained weight. Layers without weights that come right after frozen ones go with them.
 
     Raises:
         ConfigError: on every rank, for a tied weight that some ranks train and others do not: they would wait for each other's
-            gradients; for more frozen layers than there are.
+            gradients.
     """
     parts = sorted({part.place: part for part in control.gather(_part(module))}.values())
     _check_tied(parts)
     layers = [layer for part in parts for layer in part.layers]
-    if frozen is not None and not 0 <= frozen <= len(layers):
-        raise ConfigError(f"frozen layers: got {frozen}, must be 0 to the number of layers, {len(layers)}")
-    count = max(frozen or 0, next((n for n, layer in enumerate(layers) if layer.trains), len(layers)))
+    count = next((n for n, layer in enumerate(layers) if layer.trains), len(layers))
     places, boundaries, forward_only = [], [], 0
     for part in parts:
         cut = _cut(part, count)

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ds_terapipe.pipeline.spans import Span
 
@@ -39,10 +38,7 @@ class RandomStreams:
         self.seed, self._shard = seed, shard
         self._device = device if device is not None and device.type != "cpu" else torch.device("cpu")
         self._own = torch.Generator(self._device)  # makes states for trackers
-        self._generators: list[torch.Generator] = []  # of the step that runs; none outside of one
-        self._trackers: list[Any] = []
-        self._before: list[Tensor] = []
-        self._tracked: list[dict[str, Any]] = []
+        self._before: TorchStates | None = None  # the step that runs; None outside of one
         self._step = self._first = 0
 
     def begin(self, step: int, first_micro_batch: int = 0) -> None:
@@ -54,19 +50,17 @@ class RandomStreams:
         """
         self.end()  # of a step that failed
         self._step, self._first = step, first_micro_batch
-        self._generators, self._trackers = [torch.default_generator, *_default(self._device)], list(_trackers())
-        self._before = [generator.get_state() for generator in self._generators]
-        self._tracked = [{name: _kept(state) for name, state in each.states_.items()} for each in self._trackers]
+        self._before = TorchStates(self._device)
 
     def enter(self, layer: int, micro_batch: int, span: Span) -> None:
         """A layer is about to run for a slice of a micro-batch of this replica."""
-        if not self._generators:
+        if self._before is None:
             return
         key = struct.pack("<Q4q", self.seed % 2**64, self._step, self._first + micro_batch, layer, span.start)
         seed = _hash(key)
-        for generator in self._generators:
+        for generator in self._before.generators:
             generator.manual_seed(seed)
-        for tracker in self._trackers:
+        for tracker in self._before.trackers:
             for name, state in tracker.states_.items():
                 shard = 0 if name == _ALIKE else 1 + self._shard
                 of_name = _hash(key + struct.pack("<q", shard) + name.encode())
@@ -77,17 +71,37 @@ class RandomStreams:
 
     def end(self) -> None:
         """The step is over, well or not: the generators go on from where they were before it."""
-        for generator, state in zip(self._generators, self._before, strict=True):
+        if self._before is not None:
+            self._before.restore()
+            self._before = None
+
+
+class TorchStates:
+    """The states of torch's default generators and of Megatron's trackers, as they are now.
+
+    Args:
+        device: whose default generator counts besides the CPU's.
+
+    Attributes:
+        generators, trackers: whose states these are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.generators, self.trackers = [torch.default_generator, *_default(device)], list(_trackers())
+        self._states = [generator.get_state() for generator in self.generators]
+        self._tracked = [{name: _kept(state) for name, state in each.states_.items()} for each in self.trackers]
+
+    def restore(self) -> None:
+        """Put them back."""
+        for generator, state in zip(self.generators, self._states, strict=True):
             generator.set_state(state)
-        for tracker, states in zip(self._trackers, self._tracked, strict=True):
+        for tracker, states in zip(self.trackers, self._tracked, strict=True):
             for name, state in states.items():
                 there = tracker.states_.get(name)
                 if isinstance(there, torch.Generator):
                     there.set_state(state)
                 else:
                     tracker.states_[name] = state
-        for kept in (self._generators, self._trackers, self._before, self._tracked):
-            kept.clear()
 
 
 def _hash(key: bytes) -> int:

@@ -218,14 +218,18 @@ class TraceFile:
             try:
                 write(self._path, self._events, self._about)
                 logger.info(
-                    "trace of steps %d to %d written to %s; recording took %.3f%% of a step (%d events of %.1f us)",
-                    steps[0], steps[-1], self._path, 100 * self._about["overhead"], self._about["events_per_step"],
-                    1e6 * self._about["seconds_per_event"],
-                )  # fmt: skip
+                    "trace of steps %d to %d written to %s%s", steps[0], steps[-1], self._path, self._overhead_text()
+                )
             except OSError as error:
                 logger.error("token_pipeline.trace_path: cannot write %s (%s)", self._path, error.strerror or error)
         self._done = True
         self._events = []
+
+    def _overhead_text(self) -> str:
+        if "overhead" not in self._about:
+            return ""  # there is nothing but what came between two steps
+        share, events, seconds = (self._about[key] for key in ("overhead", "events_per_step", "seconds_per_event"))
+        return f"; recording took {share:.3%} of a step ({events} events of {1e6 * seconds:.1f} us)"
 
 
 def _overhead(events: Sequence[Event], cost: float) -> dict[str, float]:

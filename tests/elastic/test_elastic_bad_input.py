@@ -50,6 +50,10 @@ BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
 BESIDES: dict[str, tuple[dict[str, Any], str, str]] = {
     "bf16": ({"bf16": {"enabled": True}}, f"bf16.enabled: got true, must be false {BESIDE}", "use false"),
     "fp16": ({"fp16": {"enabled": True}}, f"fp16.enabled: got true, must be false {BESIDE}", "use false"),
+    "autocast": (
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast: got ",
+        f"must be bfloat16 or off {BESIDE}", "use dtype bfloat16",
+    ),
     "ZeRO-1": ({"zero_optimization": {"stage": 1}}, f"zero_optimization.stage: got 1, must be 0 {BESIDE}", "use 0"),
     "MixedBatch": (
         {"scheduler": {"type": "MixedBatch", "params": MIXED}}, 'scheduler.type: got "MixedBatch", must be another schedule',
@@ -82,6 +86,8 @@ def worker(rank: int, world_size: int, names: tuple[str, ...] | None = None) -> 
     found["nothing trains"] = refused(specs=frozen)
     other = {"freeze": {**SCHEDULE, "frozen_layers": [[1, 1 + rank]]}}
     found["ranks differ"] = refused(config={"elastic_pipeline": other})
+    other = {"resize": {"policy": [[1, 1]] if rank else "off"}}
+    found["ranks move differently"] = refused(config={"elastic_pipeline": other})
     return {**found, "fine": trains(), "two rules": only_static_beside_zero()}
 
 
@@ -130,7 +136,8 @@ def test_a_batch_that_replicas_cannot_share(ranks):
 
 
 def test_ranks_that_would_decide_differently(ranks):
-    check("ranks differ", ranks, "elastic_pipeline: got other settings on rank 1 than on rank 0", "use one file")
+    for name in ("ranks differ", "ranks move differently"):
+        check(name, ranks, "elastic_pipeline: got other settings on rank 1 than on rank 0", "use one file")
 
 
 def test_a_model_of_which_nothing_trains(ranks):

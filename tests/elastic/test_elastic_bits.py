@@ -5,17 +5,20 @@ from __future__ import annotations
 import tempfile
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ds_terapipe.tracing.chrome import read
 from tests.elastic.samples import Texts, in_order, micro_batch_of
 from tests.elastic.training import Case, engine_of
 from tests.mutants.claims import holds
 from tests.spawn import run_ranks
 
 SAMPLES, SAVED, STEPS = 20, 6, 10
+TRACED = [9, 10]  # the third to the fifth step of the resumed run, which ends with the fourth
 FREEZE = ((2, 1), (4, 3))
 TWO = {
     "shrunk": Case("texts", "adamw", 2, FREEZE, ((4, 1),), scheduler="lambda"),
@@ -23,6 +26,7 @@ TWO = {
     "in another order": Case("texts", "backwards", 1, FREEZE, ((2, 2), (4, 1))),
     "partly frozen": Case("partly frozen", "lamb", 2, ((5, 4),), ((2, 1), (4, 2))),
     "frozen": Case("texts", "sgd", 2, FREEZE, ()),
+    "divided anew": Case("texts", "adamw", 2, ((2, 1), (4, 4)), ((9, 1),)),
 }
 FOUR = {
     "shrunk": Case("texts", "lamb", 2, FREEZE, ((4, 1),)),
@@ -37,20 +41,45 @@ def bits(case: Case, folder: str) -> dict[str, Any]:
     losses = trained(first, SAVED)
     first.save_checkpoint(folder)
     state, samples = everything(first), data.take()
-    found = {"losses": losses, "shape": tuple(first.shape), "parts": list(first.module.parts)}
+    found = {
+        "at the checkpoint": state["weights"],
+        "losses": losses,
+        "shape": tuple(first.shape),
+        "parts": list(first.module.parts),
+    }
     found["went on"] = trained(first, STEPS - SAVED), weights(first)
     samples_after = data.take()
     first.destroy()
 
-    resumed = engine_of(case, training_data=data)
+    found["only weights"] = only_weights(case, data, folder)
+    resumed = engine_of(case, training_data=data, config={"token_pipeline": traced(case, folder)})
     resumed.load_checkpoint(folder)
     found["restored"] = (tuple(resumed.shape), list(resumed.module.parts), resumed.frozen_layers, resumed.global_steps)
     found["had"] = SAVED, resumed.get_lr() == state["rate"], same(weights(resumed), state["weights"])
     found["resumed"] = trained(resumed, STEPS - SAVED), weights(resumed)
     found["samples"] = samples, samples_after, data.take(), (resumed.stage_id, resumed.grid.data_parallel_id)
     resumed.destroy()
+    found["trace"] = steps_in(Path(folder) / "trace.json") if resumed.global_rank == 0 else TRACED
     if case.stages_at(SAVED) == 1:
         found["started"] = started_in(case, state)
+    return found
+
+
+def traced(case: Case, folder: str) -> dict[str, Any]:
+    """The block ``token_pipeline`` of a run that records the steps that it records by default."""
+    return {"slices": case.slices, "trace_path": f"{folder}/trace.json"}
+
+
+def steps_in(path: Path) -> list[int]:
+    return sorted({event.step for event in read(path)})
+
+
+def only_weights(case: Case, data: Texts, folder: str) -> tuple[Any, ...]:
+    """What a new training, which begins with the weights of the checkpoint, has of it."""
+    engine = engine_of(case, training_data=data)
+    engine.load_checkpoint(folder, load_module_only=True)
+    found = tuple(engine.shape)[:2], engine.frozen_layers, engine.global_steps, weights(engine)
+    engine.destroy()
     return found
 
 
@@ -125,6 +154,10 @@ def test_two_processes(two, name):
     check(TWO[name], two[name])
 
 
+def test_layers_are_divided_anew_where_more_are_frozen(two):
+    assert all(found["parts"][1] > 3 for found in two["divided anew"])
+
+
 @pytest.mark.parametrize("name", FOUR)
 def test_four_processes(four, name):
     check(FOUR[name], four[name])
@@ -136,6 +169,11 @@ def check(case: Case, ranks: list[Any]) -> None:
         assert found["restored"] == (found["shape"], found["parts"], case.frozen(SAVED), SAVED)
         assert found["shape"][:2] == (stages, len(ranks) // stages)
         assert found["had"] == (SAVED, True, True)
+        assert found["only weights"][:3] == ((case.stages, len(ranks) // case.stages), 0, 0)
+        everywhere = {name: tensor for each in ranks for name, tensor in each["at the checkpoint"].items()}
+        for name, tensor in found["only weights"][3].items():
+            assert torch.equal(tensor, everywhere[name]), name
+        assert found["trace"] == TRACED
         losses, after = found["went on"]
         assert losses != found["losses"][-len(losses) :] and len(losses) == STEPS - SAVED
         for way in ("resumed", *(["started"] if stages == 1 else [])):

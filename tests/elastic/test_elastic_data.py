@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_terapipe import ConfigError
 from ds_terapipe.elastic.sampler import SampleOrder
 from tests.elastic.samples import LENGTH, Texts, in_order, micro_batch_of
 from tests.elastic.training import Case, engine_of, reference_on
@@ -52,7 +53,12 @@ def from_training_data(case: Case, shuffle: bool) -> dict[str, Any]:
     data = Texts(SAMPLES)
     block = case.elastic(data={"shuffle": shuffle, "seed": SEED})
     engine = engine_of(case, training_data=data, config={"elastic_pipeline": block})
-    found: dict[str, Any] = {"losses": [], "read": [], "shapes": [], "evaluated": {}}
+    found: dict[str, Any] = {"losses": [], "read": [], "shapes": [], "evaluated": {}, "iterator": {}}
+    reads, replica, each = (
+        engine.stage_id in (0, engine.num_stages - 1),
+        engine.grid.data_parallel_id,
+        engine.micro_batches,
+    )
     for step in range(case.steps):
         found["losses"].append(float(engine.train_batch()))
         found["shapes"].append(tuple(engine.shape))
@@ -61,6 +67,10 @@ def from_training_data(case: Case, shuffle: bool) -> dict[str, Any]:
             sets = [texts for texts, _ in evaluations()]
             losses = [engine.evaluate(texts) for texts in sets]
             found["evaluated"][step] = losses, [texts.take() for texts in sets], tuple(engine.shape)
+            own = iter([micro(7000 + replica * each + n) for n in range(each)]) if reads else None
+            found["iterator"][step] = float(engine.eval_batch(own))
+    with pytest.raises(ConfigError, match=r"^evaluate: got 0, must be a dataset of one sample or more, use another"):
+        engine.evaluate([])
     engine.destroy()
     return found
 
@@ -93,7 +103,8 @@ def check_training_data(case: Case, shuffle: bool, ranks: Sequence[dict[str, Any
     def evaluate(number: int, model: Any) -> None:
         if number in shape_changes(case):
             with torch.no_grad():
-                evaluated[number] = [alone(model, texts) for texts, _ in evaluations()]
+                losses = [mean_loss(model(x), y) for x, y in map(micro, range(7000, 7000 + case.batch // case.size))]
+                evaluated[number] = [alone(model, texts) for texts, _ in evaluations()], mean_of(losses)
 
     batches = [
         [micro_batch_of(data, indices[at : at + case.size]) for at in range(0, case.batch, case.size)]
@@ -103,7 +114,8 @@ def check_training_data(case: Case, shuffle: bool, ranks: Sequence[dict[str, Any
     for found in ranks:
         assert found["losses"] == pytest.approx(losses, rel=LOSS)
         for number, wanted in evaluated.items():
-            assert found["evaluated"][number][0] == pytest.approx(wanted, rel=LOSS), number
+            assert found["evaluated"][number][0] == pytest.approx(wanted[0], rel=LOSS), number
+            assert found["iterator"][number] == pytest.approx(wanted[1], rel=LOSS), number
     check_evaluated(case, ranks)
 
 

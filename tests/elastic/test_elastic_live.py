@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,6 +61,7 @@ def prepare(entry: int, layer: nn.Module) -> None:
     layer.qkv.weight.lamb_rows = (32, 32, 32)
     layer.before_mlp.weight.tensor_model_parallel = False
     layer.out.weight.note = f"entry {entry}"
+    layer.window, layer.drop.spans = entry, (entry, 2)  # the spec builds neither
 
 
 class Prepared(PipelineModule):
@@ -87,6 +89,7 @@ def lost(engine: Any) -> list[str]:
             "lamb_rows": (getattr(layer.qkv.weight, "lamb_rows", None), (32, 32, 32)),
             "mark": (getattr(layer.before_mlp.weight, "tensor_model_parallel", None), False),
             "note": (getattr(layer.out.weight, "note", None), f"entry {entry}"),
+            "settings": ((getattr(layer, "window", None), getattr(layer.drop, "spans", None)), (entry, (entry, 2))),
             "training": (layer.training, not frozen),
             "saved": ("shift" in layer.state_dict(), False),
         }
@@ -107,9 +110,10 @@ def train(engine: Any, found: dict[str, Any], first: int = 0, stop: int = CASE.s
 
 
 def bytes_of_parameters() -> int:
-    """Memory of all parameters in this process that have any, each once."""
+    """Memory of all parameters in this process that have a place for each of their elements, each once."""
     gc.collect()
-    alive = [thing for thing in gc.get_objects() if type(thing) is nn.Parameter and not thing.is_meta]
+    alive = [thing for thing in gc.get_objects() if type(thing) is nn.Parameter]
+    alive = [p for p in alive if p.untyped_storage().nbytes() >= p.nbytes]
     return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in alive}.values())
 
 
@@ -117,9 +121,9 @@ def carried() -> dict[str, Any]:
     engine, found = engine_of(CASE, specs=rich(), kind=Prepared), {"lost": [], "random": [], "weighed": []}
     change = engine._change
 
-    def noted(*args: Any) -> None:
+    def noted(*args: Any, **options: Any) -> None:
         before = random_states()
-        change(*args)
+        change(*args, **options)
         found["random"].append(before == random_states())
 
     engine._change = noted
@@ -195,6 +199,19 @@ def refused_midway(rank: int) -> dict[str, Any]:
     return found
 
 
+def refused_tied(rank: int) -> str:
+    """A hook on the first stage's copy of a tied layer, which the second stage would have to build."""
+    engine = engine_of(replace(CASE, model="tied"))
+    (hooked,) = engine.module.tied_modules.children()
+    if rank == 0:
+        hooked.register_forward_hook(lambda *args: None)
+    losses = [float(engine.train_batch(iter(DATA[step]))) for step in range(2)]
+    with pytest.raises(ConfigError) as refused:
+        engine.train_batch(iter(DATA[2]))
+    engine.destroy()
+    return str(refused.value) if losses[0] != losses[1] else ""
+
+
 def state_of(engine: Any) -> tuple[Any, ...]:
     module = engine.module
     return (
@@ -250,6 +267,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "modules": given_modules(),
         "refused": refused_midway(rank),
         "refused first": refused_first(),
+        "tied": refused_tied(rank),
         "told": told(folder),
     }
 
@@ -329,6 +347,11 @@ def test_what_cannot_move_is_refused_before_there_is_an_engine(ranks):
     text = "elastic_pipeline.resize.policy: got 1 hooks on module 3.up, registered on a live layer"
     for rank in ranks:
         assert rank["refused first"].startswith(text) and "\n" not in rank["refused first"]
+
+
+def test_a_hook_on_a_tied_layer_is_not_lost(ranks):
+    text = "elastic_pipeline.resize.policy: got 1 hooks on module tied_modules.tokens, registered on a live layer"
+    assert all(rank["tied"].startswith(text) for rank in ranks), ranks[0]["tied"]
 
 
 def test_one_line_for_each_transition_and_events_for_the_monitor(ranks, folder):

@@ -6,11 +6,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,8 +19,10 @@ from torch import nn
 from ds_terapipe import ConfigError, FusedLamb
 from ds_terapipe.elastic import feed
 from ds_terapipe.elastic.feed import Layout, parcels
-from ds_terapipe.elastic.groups import make_alike, refill, release
-from ds_terapipe.elastic.transfer import Holding, Kind, Piece, authority, check_structure, holding, plan
+from ds_terapipe.elastic.groups import in_order, make_alike, refill, release
+from ds_terapipe.elastic.reshape import check_movable
+from ds_terapipe.elastic.transfer import Holding, Kind, Piece, authority, check_structure, holding, plan, sent_of
+from ds_terapipe.optim.step_rules import DeviceSteps
 
 RANKS = st.integers(1, 6)
 KIND = Kind((2,), torch.float32)
@@ -73,6 +76,10 @@ class Lora(nn.Module):
         self.base, self.a = base, nn.Linear(2, base.out_features)
 
 
+def accumulation_hooked(layer: Layer) -> None:
+    layer.inner.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
 def lora(layer: Layer) -> None:
     layer.inner = Lora(layer.inner)
 
@@ -101,6 +108,7 @@ SET_ON_LIVE = {
     "lora": (lora, "got module 5.inner (Lora), set on a live layer"),
     "hook": (hooked, "got 1 hooks on module 5.inner, registered on a live layer"),
     "hook of a gradient": (gradient_hooked, "got 1 hooks on module 5.inner, registered on a live layer"),
+    "hook behind a gradient": (accumulation_hooked, "got 1 hooks on module 5.inner, registered on a live layer"),
     "another shape": (wider, "got parameter 5.inner.weight of shape [4, 2], built as [3, 2], set on a live layer"),
     "one more": (more, "got parameter 5.extra of shape [4], built as none, set on a live layer"),
     "one fewer": (fewer, "got parameter 5.inner.bias of shape none, built as [3], set on a live layer"),
@@ -146,6 +154,48 @@ def test_a_holding_says_all_of_a_layer():
     assert set(weight.moments) == {"exp_avg", "exp_avg_sq"} and set(weight.values) == {"step"} and not bias.moments
     assert found.modules["5.drop"]["settings"]["p"] == 0.5
     assert holding({"5.": live}, optimizer, ["5."]).pieces["5.inner.bias"].used is False
+
+
+def test_what_is_on_a_device_is_sent_and_not_described():
+    """What stands for a GPU here is "meta": a description that has a tensor of it would bring the sender's device along."""
+    here, there = torch.zeros(()), torch.zeros((), device="meta")
+    state = {"step": here, "moment": torch.zeros(1), "matrix": torch.zeros(2), "rows": (1, 2)}
+    assert list(sent_of(state)) == ["matrix"]
+    assert list(sent_of({"step": there, "moment": there, "count": here})) == ["moment", "step"]
+
+    class Steps:
+        state = {"step": DeviceSteps(torch.tensor(8.0))}
+
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer: Any = SimpleNamespace(param_groups=[], state={layer.weight: Steps.state})
+    assert holding({"5.": layer}, optimizer).pieces["5.weight"].values == {"step": 7}
+
+
+def test_a_weight_of_one_element_says_whether_it_was_used():
+    for gradient in (None, torch.ones(1)):
+        layer = nn.Module()
+        layer.scale, layer.other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW(layer.parameters())
+        layer.scale.grad, layer.other.grad = gradient, torch.zeros(2)
+        optimizer.step()
+        pieces = holding({"5.": layer}, optimizer, ["5."]).pieces
+        assert pieces["5.scale"].used is (gradient is not None) and pieces["5.other"].used is False
+
+
+def test_settings_that_a_spec_does_not_build_are_part_of_a_holding():
+    live = Layer()
+    live.window, live.spans, live.cached = 3, (1, 2), torch.ones(1)
+    settings = held_by(live).modules["5."]["settings"]
+    assert (settings["window"], settings["spans"]) == (3, (1, 2)) and "cached" not in settings
+
+
+def test_ranks_keep_their_tensor_parallel_parts():
+    topology = ProcessTopology(axes=["pipe", "model", "data"], dims=[2, 2, 1])
+    with pytest.raises(ConfigError) as refused:
+        check_movable(SimpleNamespace(_topo=topology), None, torch.device("cpu"))
+    assert str(refused.value).startswith(
+        'elastic_pipeline.resize.policy: topology: got "pipe, model, data", must be axes of which the last is "model", use '
+    )
 
 
 # -------------------------------------------------------------------------------------------------- groups of parameters
@@ -200,6 +250,19 @@ def test_all_ranks_have_the_same_groups_in_one_order():
     for groups, optimizer in zip(before, optimizers, strict=True):
         kept = [group for group in optimizer.param_groups if group["params"]]
         assert all(a is b for a, b in zip(groups, kept, strict=True))
+
+
+def test_what_an_optimizer_is_given_where_nothing_is_trained_makes_no_group():
+    module, unused = nn.Linear(2, 2), nn.Parameter(torch.zeros(1))
+    weights = [{"params": [module.weight], "lr": 1.0}, {"params": [], "lr": 2.0}]
+    optimizers = [torch.optim.SGD([unused], lr=9.0), torch.optim.SGD(weights, lr=9.0)]
+    for optimizer in optimizers:
+        in_order(optimizer, module)
+    Ranks(2).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
+    assert [[(len(g["params"]), g["lr"]) for g in each.param_groups] for each in optimizers] == [
+        [(0, 1.0), (0, 2.0)],
+        [(1, 1.0), (0, 2.0)],
+    ]
 
 
 def test_a_scheduler_for_other_groups_is_refused_on_every_rank():

@@ -47,7 +47,7 @@ models = st.lists(st.booleans(), min_size=1, max_size=12).filter(any).map(lambda
 
 def test_entries_without_parameters_do_not_count():
     model = ModelLayers((False, True, False, True, False, True, False))
-    assert (model.head, model.most, model.before_head) == (5, 5, (1, 3))
+    assert (model.head, model.before_head) == (5, (1, 3))
     assert [model.prefix(count) for count in range(3)] == [0, 2, 4]
     assert [model.frozen_of(frozen) for frozen in range(7)] == [0, 0, 1, 1, 2, 2, 2]
     for count in (-1, 3):
@@ -64,7 +64,7 @@ def test_a_model_with_nothing_to_train_is_refused():
 def test_prefix_is_the_shortest_that_holds_so_many(model):
     for count in range(len(model.before_head) + 1):
         prefix = model.prefix(count)
-        assert prefix <= model.most and sum(model.trainable[:prefix]) == count == model.frozen_of(prefix)
+        assert prefix <= model.head and sum(model.trainable[:prefix]) == count == model.frozen_of(prefix)
         assert prefix == 0 or sum(model.trainable[: prefix - 1]) == count - 1
 
 
@@ -208,7 +208,7 @@ def test_it_never_shrinks_never_reaches_the_head_and_answers_a_step_once(model, 
     for gap in gaps:
         step += gap
         now = frozen.decide(step, lambda: [])
-        assert before <= now == frozen.frozen <= model.most
+        assert before <= now == frozen.frozen <= model.head
         asked = len(frozen._policy.asked), frozen._policy.steps
         assert frozen.decide(step, no_norms) == now
         assert (len(frozen._policy.asked), frozen._policy.steps) == asked

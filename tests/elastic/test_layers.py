@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ds_terapipe.elastic.layers import random_states_kept
+from ds_terapipe.elastic.layers import build, drop_copies, random_states_kept
 
-MEGATRON = "megatron.core.tensor_parallel.random"
+MODULES = ("megatron.core.tensor_parallel.random", "deepspeed.runtime.activation_checkpointing.checkpointing")
 CPU = torch.device("cpu")
 
 
@@ -21,14 +22,7 @@ class Tracker:
     """What megatron-core's, Megatron-DeepSpeed's and DeepSpeed's trackers of random streams have in common."""
 
     def __init__(self, **states: Tensor) -> None:
-        self.states = states
-        self.was_set = False
-
-    def get_states(self) -> dict[str, Tensor]:
-        return dict(self.states)
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        self.states, self.was_set = states, True
+        self.states_ = states
 
 
 def drawn() -> tuple[float, float, float]:
@@ -37,28 +31,54 @@ def drawn() -> tuple[float, float, float]:
 
 def test_random_states_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = torch.zeros(2), torch.ones(2)
-    tracker = Tracker(model=before)
-    monkeypatch.setitem(sys.modules, MEGATRON, SimpleNamespace(get_cuda_rng_tracker=lambda: tracker))
+    trackers = [Tracker(model=before), Tracker(model=before, more=after)]
+    for name, tracker in zip(MODULES, trackers, strict=True):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(_CUDA_RNG_STATE_TRACKER=tracker))
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = drawn()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     with random_states_kept(CPU):
         drawn()
-        tracker.states = {"model": after}
+        for tracker in trackers:
+            tracker.states_["model"] = after
     assert drawn() == expected
-    assert tracker.states == {"model": before}
-
-
-def test_a_tracker_that_nobody_uses_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker = Tracker()
-    monkeypatch.setitem(sys.modules, MEGATRON, SimpleNamespace(get_cuda_rng_tracker=lambda: tracker))
-    with random_states_kept(CPU):
-        drawn()
-    assert not tracker.was_set
+    assert [tracker.states_ for tracker in trackers] == [{"model": before}, {"model": before, "more": after}]
 
 
 def test_megatron_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, MEGATRON, raising=False)
+    monkeypatch.delitem(sys.modules, MODULES[0], raising=False)
     with random_states_kept(CPU):
         drawn()
-    assert MEGATRON not in sys.modules
+    assert MODULES[0] not in sys.modules
+
+
+class Shared(nn.Module):
+    """A layer that uses a weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(5, 3), nn.Linear(3, 5)
+        self.out.weight = self.table.weight
+        self.register_buffer("scale", torch.ones(4))
+
+
+def test_a_module_that_is_elsewhere_keeps_its_structure_without_its_values() -> None:
+    here, there, function = Shared(), Shared(), torch.tanh
+    there.out.weight.grad = torch.ones(5, 3)
+    shapes = {name: tensor.shape for name, tensor in there.state_dict().items()}
+    module: Any = SimpleNamespace(
+        _layer_specs=[here, function, there],
+        _local_start=0,
+        _local_stop=2,
+        parameters=here.parameters,
+        buffers=here.buffers,
+    )
+    drop_copies(module)
+    assert {tensor.untyped_storage().nbytes() for tensor in there.state_dict().values()} == {4}
+    assert there.out.weight is there.table.weight and there.out.weight.grad is None
+    assert here.out.weight.untyped_storage().nbytes() == 5 * 3 * 4 and bool(here.scale.all())
+    assert build(there, CPU) is there and there.out.weight is there.table.weight
+    assert {name: tensor.shape for name, tensor in there.state_dict().items()} == shapes
+    assert there.table.weight.untyped_storage().nbytes() == 5 * 3 * 4
+    there.table.weight.data.copy_(here.table.weight.data)  # has a place for each element
+    assert torch.equal(there.table.weight, here.table.weight)

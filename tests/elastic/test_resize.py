@@ -34,6 +34,7 @@ def test_a_listed_step_holds_from_that_step_on():
 def test_halve_by_the_compression_test():
     sizes = [6, 1, 1, 1, 1, 1, 1, 2]  # on four stages, the largest has 6: the embedding
     assert [wanted("halve", sizes=sizes, frozen=frozen) for frozen in range(8)] == [4, 2, 2, 1, 1, 1, 1, 1]
+    assert wanted("halve", sizes=(9, 1, 1, 1, 1, 1, 1, 2)) == 4  # two stages would be no larger, but nothing is frozen
     # a quarter of even layers each: half the stages when half is frozen, one when three quarters are
     assert [wanted("halve", frozen=frozen) for frozen in range(8)] == [4, 4, 4, 4, 2, 2, 1, 1]
 
@@ -51,7 +52,7 @@ def test_halve_stops_at_an_odd_number():
 
 @given(st.lists(st.integers(0, 9), min_size=4, max_size=9), st.sampled_from([1, 2, 3, 4]), st.data())
 def test_halving_keeps_every_stage_as_small_as_the_largest_was(sizes, start, data):
-    frozen = data.draw(st.integers(0, len(sizes) - 1))
+    frozen = data.draw(st.integers(1, len(sizes) - 1))
     found = wanted("halve", present=start, start=start, sizes=sizes, frozen=frozen)
     limit = smallest_maximum(sizes, start)
     left = [0] * frozen + sizes[frozen:]
@@ -142,6 +143,16 @@ def test_balanced_is_the_best_there_is(data, entries):
     assert parts[0] == 0 and parts[-1] == entries and len(parts) == stages + 1
     assert all(a < b for a, b in itertools.pairwise(parts))
     assert max(sum(total[a:b]) for a, b in itertools.pairwise(parts)) == smallest_maximum(total, stages)
+
+
+def test_parts_stay_where_others_would_gain_little():
+    forward = [1.0] * 6
+    assert balanced(forward, [2.0] * 6, 0, 2, present=(0, 3, 6)) == (0, 3, 6)
+    assert balanced(forward, [2.0] * 6, 3, 2, present=(0, 3, 6)) == (0, 4, 6)  # 6 and 6, not 3 and 9
+    costs = [1.0, 1.0, 1.0, 1.0, 1.04, 1.0]
+    assert balanced(costs, [0.0] * 6, 0, 2, present=(0, 4, 6)) == (0, 3, 6)
+    assert balanced([1.0, 1.04, 1.0], [0.0] * 3, 0, 2, present=(0, 1, 3)) == (0, 1, 3)
+    assert balanced([1.0, 0.9, 0.98], [0.0] * 3, 0, 2, present=(0, 2, 3)) == (0, 2, 3)  # 1.88 instead of 1.9
 
 
 def test_more_stages_than_entries():

@@ -36,7 +36,7 @@ def layer(kind: str) -> Any:
     return F.gelu if kind == NOTHING else nn.Linear(1, 1).requires_grad_(kind == TRAINED)
 
 
-def placed(*places: str, frozen: int | None = None, own: Any = (), **changes: Any) -> Placement:
+def placed(*places: str, own: Any = (), **changes: Any) -> Placement:
     """The placement of a model whose layers are these on each place, by letter; ``own``: weights of the module itself."""
     modules, start = [], 0
     for number, kinds in enumerate(places):
@@ -58,7 +58,7 @@ def placed(*places: str, frozen: int | None = None, own: Any = (), **changes: An
             placement_of(module, SimpleNamespace(gather=_hand))
         parts[module.stage_id] = handed.value.args[0]
     control: Any = SimpleNamespace(gather=lambda mine: list(parts.values()))
-    (found, *others) = [placement_of(module, control, frozen) for module in modules]
+    (found, *others) = [placement_of(module, control) for module in modules]
     assert all(other == found for other in others)
     assert {type(number) for number in (found.forward_only, *found.stages[0], *found.stages[-1])} == {int}
     return found
@@ -96,19 +96,9 @@ def test_the_frozen_beginning_of_a_model_only_goes_forward(
     assert placed(*places) == Placement.of(stages, boundaries, forward_only)
 
 
-def test_a_number_freezes_at_least_so_many_layers() -> None:
-    assert placed("TTT", "TTT", frozen=2) == Placement.of([0, 0, 1], [0, 2, 3, 6], 1)
-    assert placed("FTT", "TTT", frozen=0) == Placement.of([0, 0, 1], [0, 1, 3, 6], 1)
-    assert placed("FTT", "TTT", frozen=4) == Placement.of([0, 1, 1], [0, 3, 4, 6], 2)
-    assert placed("FFT", "TTT", frozen=1) == Placement.of([0, 0, 1], [0, 2, 3, 6], 1)
-    assert placed("TTT", "TTT", frozen=6).forward_only == 2
-    with pytest.raises(ConfigError, match=r"^frozen layers: got 7, must be 0 to the number of layers, 6$"):
-        placed("TTT", "TTT", frozen=7)
-
-
 def test_layers_that_cannot_be_divided_stay_together() -> None:
     extra = nn.Parameter(torch.zeros(1))  # of the module itself: any layer may use it
-    assert placed("FTT", "TTT", own=[extra], frozen=1) == Placement.plain(2, [0, 3, 6])
+    assert placed("FTT", "TTT", own=[extra]) == Placement.plain(2, [0, 3, 6])
 
 
 def test_a_layer_that_is_a_function_of_a_module_has_its_weights() -> None:

@@ -1,0 +1,130 @@
+"""What an engine that changes its shape reads: from its own loader, or from its user's iterators on the ranks of the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby, islice
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from ds_terapipe.elastic.feed import Feed, Layout
+from ds_terapipe.elastic.resize import Shape
+from ds_terapipe.elastic.sampler import ElasticBatchSampler, ElasticLoader, evaluation_micro_batches
+from ds_terapipe.elastic.settings import ElasticPipelineConfig
+from ds_terapipe.errors import bad_value
+from ds_terapipe.pipeline.engine import TokenPipelineEngine
+
+
+class ElasticData(TokenPipelineEngine):
+    """Part of the engine: micro-batches for the ranks that need them in the present shape."""
+
+    elastic_pipeline: ElasticPipelineConfig
+    _feed: Feed | None = None
+    _loader: ElasticLoader | None = None
+    _reads_here = False  # every rank that needs data has an iterator of its own for it
+    _alike = False  # every replica evaluates the same
+
+    def _start_feeding(self) -> None:
+        """The shape is that of the launch, which the user's iterators are made for."""
+        self._feed = Feed(self._layout(), self._control, self._watch)
+        self._start_shape = self.shape
+
+    @property
+    def shape(self) -> Shape:
+        """Stages, replicas, micro-batch and micro-batches of a replica now."""
+        return Shape(self.num_stages, self.dp_world_size, self.micro_batch_size, self.micro_batches)
+
+    def _layout(self) -> Layout:
+        return Layout(self.module._topo, self.micro_batch_size)
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """As ``PipelineEngine.set_dataiterator``, on every rank: who reads is a matter of the shape of the start."""
+        self.data_iterator = iterator
+
+    def _read(self, micro_batches: int) -> list[Any]:
+        here = self._reads_here or (self._loader is not None and self.data_iterator is self._loader)
+        if here or self._feed is None or self.shape == self._start_shape:
+            return super()._read(micro_batches)
+        return self._feed.read(micro_batches, self._layout(), self._next_batch, alike=self._alike)
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        settings = self.elastic_pipeline.data
+        sampler = ElasticBatchSampler(
+            len(dataset), self.train_batch_size(), micro_batch=self.micro_batch_size, replicas=self.dp_world_size,
+            replica=self.grid.get_data_parallel_rank(), shuffle=settings.shuffle, seed=settings.seed,
+        )  # fmt: skip
+        workers = 2 if self.device.type == "cuda" else 0  # 2 as DeepSpeed's
+        self._loader = ElasticLoader(dataset, sampler, self.collate_fn, workers, self.device.type == "cuda")
+        self.training_dataloader = self.data_iterator = self._loader
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """As ``PipelineEngine.eval_batch``.
+
+        The ranks of the start read as many micro-batches as they did there. Where those can't be shared out equally, every
+        replica evaluates all of them.
+        """
+        assert self._feed is not None
+        if not self._reads_here and self.shape != self._start_shape:
+            read = self._start_shape.micro_batches if num_micro_batches is None else num_micro_batches
+            num_micro_batches = self._feed.share(read, self._layout())
+            self._alike = num_micro_batches is None
+            if num_micro_batches is None:
+                num_micro_batches = read * self._start_shape.replicas
+        try:
+            return super().eval_batch(
+                data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
+            )
+        finally:
+            self._alike = False
+
+    def evaluate(self, dataset: Any) -> float:
+        """The mean loss over a dataset, each of whose samples is evaluated once, whatever the shape; collective.
+
+        The mean is that of the samples' micro-batches, weighted by their numbers of samples.
+
+        Args:
+            dataset: with ``__getitem__`` and ``__len__``, on every rank; collated as ``training_data`` is.
+
+        Raises:
+            ConfigError: it is empty.
+        """
+        if not len(dataset):
+            raise bad_value("evaluate", 0, "a dataset of one sample or more", "another dataset")
+        replica, total = self.grid.get_data_parallel_rank(), 0.0
+        parts = evaluation_micro_batches(len(dataset), self.micro_batch_size, self.dp_world_size, replica)
+        collate = self.collate_fn or default_collate
+        self._reads_here = True
+        try:
+            for (_, weight), alike in groupby(parts, key=lambda part: (len(part.indices), part.weight)):
+                for some in _batched(alike, self.micro_batches):
+                    batches = (collate([dataset[index] for index in part.indices]) for part in some)
+                    total += float(self.eval_batch(batches, num_micro_batches=len(some))) * weight * len(some)
+        finally:
+            self._reads_here = False
+        return total / len(dataset)
+
+    def _follow_data(self) -> None:
+        if self._loader is not None:
+            replica = self.grid.get_data_parallel_rank()
+            self._loader.reshape(self.micro_batch_size, self.dp_world_size, replica, self.global_samples)
+
+    def _release(self) -> None:
+        super()._release()
+        if self._loader is not None:
+            self._loader.close()
+
+
+def _batched(parts: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """As ``itertools.batched``, which Python 3.11 does not have."""
+    parts = iter(parts)
+    while some := list(islice(parts, size)):
+        yield some
