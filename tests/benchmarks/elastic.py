@@ -210,6 +210,20 @@ def transition_lines(case: Case, slices: int | str, runs: Sequence[tuple[bool, l
     return lines
 
 
+def footprints(workload: Workload, frozen: int, count: int, settings: Settings) -> list[tuple[Footprint, Footprint]]:
+    """What fresh workers hold after the tenth and the last reshape, by rank.
+
+    They have one arena of memory: glibc gives threads of new groups up to eight a core, one by one, and what it keeps in each is
+    a few megabytes of a process that has just begun, however often it is reshaped.
+    """
+    os.environ["MALLOC_ARENA_MAX"] = "1"
+    try:
+        with Workers(PLACES, ("deepspeed", "ds_terapipe"), settings.log, settings.timeout) as pair:
+            return pair.call(reshaped_often, workload, 1, frozen, count)
+    finally:
+        del os.environ["MALLOC_ARENA_MAX"]
+
+
 def growth_lines(found: Sequence[tuple[Footprint, Footprint]], count: int) -> list[str]:
     """One line per rank: what it holds after the tenth reshape and after the last."""
     lines = []
@@ -302,9 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     {"clean": clean, "transitions": [asdict(one) for one in found]} for clean, found in runs
                 ]
         if options.reshapes:
-            with Workers(PLACES, ("deepspeed", "ds_terapipe"), options.log, options.timeout) as pair:
-                case = chosen[0]
-                found = pair.call(reshaped_often, Workload(shape, case.sequences), 1, case.frozen, options.reshapes)
+            found = footprints(Workload(shape, chosen[0].sequences), chosen[0].frozen, options.reshapes, settings)
             sections["Footprint"] = growth_lines(found, options.reshapes)
     except (WrongResult, WorkerError) as error:
         print(f"wrong result: {error}")
