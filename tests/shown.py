@@ -33,6 +33,13 @@ BROKEN_IMPORTS = (
 OUTPUTS = {
     "rank 0 (stage 0) waited": ("waited {", "gradients of", "last seen in step", "no sign of life for"),
     "[Rank 0] step 5: loss": ("tokens/s", "s per step", "waited", "slices"),
+    "[Rank 0] elastic_pipeline: a step": (
+        ": a step is predicted to take: ",
+        "as it is, {",
+        ", measured {",
+        " layers, {",
+        " (taken)",
+    ),
     "[Rank 0] step 10: 4 of": (" layers frozen, ", " micro-batches of {", " MB freed, ", " MB moved"),
 }
 # Words of Megatron-DeepSpeed, which is not here, and a commit of it. Its options are in its own arguments.py.

@@ -189,7 +189,7 @@ def known_values() -> set[str]:
         | {name for names in autoload.TYPES.values() for name in names}
         | set(modes.MODES)
         | set(policy_names())
-        | {"bias_norm", "Lamb", "epoch", "off", "halve"}
+        | {"bias_norm", "Lamb", "epoch", "off", "halve", "measured", "as_launched"}
     )
 
 
@@ -243,7 +243,7 @@ def test_the_table_of_token_pipeline_has_every_key_and_its_default() -> None:
 def test_the_table_of_elastic_pipeline_has_every_key_and_its_default() -> None:
     defaults: dict[str, Any] = {}
     for block, value in elastic.ElasticPipelineConfig():
-        defaults.update({block: value} if isinstance(value, bool) else {f"{block}.{key}": v for key, v in value})
+        defaults.update({block: value} if isinstance(value, (bool, str)) else {f"{block}.{key}": v for key, v in value})
     assert {"enabled", "freeze.alpha", "resize.policy"} <= set(defaults)
     rows = table("enabled", "docs/elastic.md")
     assert {key: default_of(cell, 0) for (key,), cell in rows} == defaults

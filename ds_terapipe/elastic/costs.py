@@ -25,8 +25,11 @@ def trained_sizes(module: PipelineModule, control: Control) -> list[int]:
     return sizes
 
 
-def layer_costs(engine: Any, control: Control, times: LayerTimes) -> tuple[list[float], list[float]]:
-    """Forward and backward of every entry of the layer list: seconds where all ranks measured them, else as parameters say."""
+def layer_costs(engine: Any, control: Control, times: LayerTimes) -> tuple[list[float], list[float], bool]:
+    """Forward and backward of every entry of the layer list: seconds where all ranks measured them, else as parameters say.
+
+    The last value is whether they are seconds.
+    """
     module = engine.module
     everybodys = control.gather((module._local_start, times.costs(), _by_parameters(module)))
     measured = all(costs is not None for _, costs, _ in everybodys)
@@ -34,7 +37,7 @@ def layer_costs(engine: Any, control: Control, times: LayerTimes) -> tuple[list[
     for first, costs, sizes in everybodys:
         for entry, (ahead, back) in enumerate(zip(*(costs if measured else sizes), strict=True), start=first):
             forward[entry], backward[entry] = max(forward[entry], ahead), max(backward[entry], back)
-    return forward, backward
+    return forward, backward, measured
 
 
 def _by_parameters(module: PipelineModule) -> tuple[list[float], list[float]]:

@@ -28,7 +28,7 @@ class ElasticData(TokenPipelineEngine):
     def _start_feeding(self) -> None:
         """The shape is that of the launch, which the user's iterators are made for."""
         self._feed = Feed(self._layout(), self._control, self._watch)
-        self._start_shape = self.shape
+        self.start_shape: Shape = self.shape
 
     @property
     def shape(self) -> Shape:
@@ -44,7 +44,7 @@ class ElasticData(TokenPipelineEngine):
 
     def _read(self, micro_batches: int) -> list[Any]:
         here = self._reads_here or (self._loader is not None and self.data_iterator is self._loader)
-        if here or self._feed is None or self.shape == self._start_shape:
+        if here or self._feed is None or self.shape == self.start_shape:
             return super()._read(micro_batches)
         return self._feed.read(micro_batches, self._layout(), self._next_batch, alike=self._alike)
 
@@ -73,12 +73,12 @@ class ElasticData(TokenPipelineEngine):
         replica evaluates all of them.
         """
         assert self._feed is not None
-        if not self._reads_here and self.shape != self._start_shape:
-            read = self._start_shape.micro_batches if num_micro_batches is None else num_micro_batches
+        if not self._reads_here and self.shape != self.start_shape:
+            read = self.start_shape.micro_batches if num_micro_batches is None else num_micro_batches
             num_micro_batches = self._feed.share(read, self._layout())
             self._alike = num_micro_batches is None
             if num_micro_batches is None:
-                num_micro_batches = read * self._start_shape.replicas
+                num_micro_batches = read * self.start_shape.replicas
         try:
             return super().eval_batch(
                 data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches

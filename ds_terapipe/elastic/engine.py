@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from ds_terapipe.elastic.freeze import Freezer, ModelLayers, completed_intervals
 from ds_terapipe.elastic.gradient_norms import GradientNorms
 from ds_terapipe.elastic.groups import in_order, make_alike, release
 from ds_terapipe.elastic.layers import drop_copies, layers_here, names_in
+from ds_terapipe.elastic.measured import Chooser
 from ds_terapipe.elastic.report import Transition, TransitionReport
 from ds_terapipe.elastic.reshape import Reshape, check_movable
 from ds_terapipe.elastic.resize import Shape, balanced, check, shape_of, wanted_stages
@@ -39,8 +41,6 @@ from ds_terapipe.pipeline.random_streams import RandomStreams
 from ds_terapipe.process_groups import close_groups
 
 logger = logging.getLogger(__name__)
-
-_TIMED_STEPS = 2  # of a shape, after its first: what its layers cost
 
 
 class ElasticPipelineEngine(ElasticData):
@@ -55,6 +55,7 @@ class ElasticPipelineEngine(ElasticData):
     elastic_pipeline: ElasticPipelineConfig
     _kept: Kept | None = None  # while DeepSpeed's engine is built anew
     _seed: int | None = None  # of the random streams
+    _chooser: Chooser | None = None  # where layers may move: what they take
     _frozen = 0  # entries of the layer list that the policy has frozen
     _changed = False  # since the start
     _tied_frozen: frozenset[str] = frozenset()  # keys of tied layers that are frozen, and used after the prefix
@@ -73,7 +74,9 @@ class ElasticPipelineEngine(ElasticData):
         self._start_feeding()
         self._sizes = trained_sizes(self.module, self._control)
         layers = ModelLayers(tuple(size > 0 for size in self._sizes))
-        self._untrained = self._sizes.index(next(size for size in self._sizes if size))  # entries that the user froze
+        self.untrained_layers = self._sizes.index(
+            next(size for size in self._sizes if size)
+        )  # entries that the user froze
         tensor, batch = self.grid.model_parallel_size, self.train_batch_size()
         check(
             elastic_pipeline, layers, self.num_stages, self.world_size, tensor, batch, self.micro_batch_size,
@@ -85,7 +88,8 @@ class ElasticPipelineEngine(ElasticData):
             logger.warning(
                 "elastic_pipeline.cache: not there yet, the outputs of frozen layers are computed in every step"
             )
-        if self._moves:
+        if self.elastic_pipeline.moves:
+            self._chooser = Chooser(self, self._control)
             self._control.agree(_error_of(lambda: check_movable(module, self.basic_optimizer, self.device)))
             drop_copies(module)
 
@@ -114,20 +118,23 @@ class ElasticPipelineEngine(ElasticData):
         step = self.global_steps
         frozen = self._freezer.decide(step, self._gradient_norms)
         stages = wanted_stages(
-            self.elastic_pipeline.resize, step, self.num_stages, self._start_shape.stages, self._sizes, frozen
+            self.elastic_pipeline.resize, step, self.num_stages, self.start_shape.stages, self._sizes, frozen
         )
-        if (frozen, stages) != (self._frozen, self.num_stages):
-            self._change(frozen, stages, step=step)
-        loss = super().train_batch()
-        self._steps_here += 1
-        return loss
+        parts, taken = None, None if self._chooser is None else self._chooser.decide(frozen)
+        if taken is not None:
+            stages, parts = taken.shape.stages, taken.parts
+        if (frozen, stages) != (self._frozen, self.num_stages) or parts not in (None, tuple(self.module.parts)):
+            self._change(frozen, stages, parts, step=step)
+        with nullcontext() if self._chooser is None else self._chooser.watching():
+            return super().train_batch()
 
     def _settle(self) -> None:
         if self._streams is None:
             shard = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
             self._streams = RandomStreams(0, self.device, shard)
         super()._settle()
-        self._steps_here = 0
+        if self._chooser is not None:
+            self._chooser.begin()
 
     def _choice_settings(self) -> TokenPipelineConfig:
         """A plan, and a file of measurements, are for the placement of the start."""
@@ -163,14 +170,10 @@ class ElasticPipelineEngine(ElasticData):
                 tensor, group = self.grid.get_slice_parallel_rank(), self.grid.slice_proc_group
                 add = partial(torch.distributed.all_reduce, group=group)
             self._norms.add(self.module, tensor, add)
-        super()._exec_optimizer_step(lr_kwargs)
+        with nullcontext() if self._chooser is None else self._chooser.updating():
+            super()._exec_optimizer_step(lr_kwargs)
 
     # ------------------------------------------------------------------------------------------------------ transitions
-
-    @property
-    def _moves(self) -> bool:
-        """Whether the configuration may ask for another shape."""
-        return self.elastic_pipeline.resize.policy != "off"
 
     def save_checkpoint(
         self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
@@ -203,7 +206,7 @@ class ElasticPipelineEngine(ElasticData):
         state = None if load_module_only else self._control.decide(lambda: read_state(load_dir, tag))
         if state is not None:
             now = self._state()
-            self._control.agree(_error_of(lambda: check_state(state, now, self._moves)))
+            self._control.agree(_error_of(lambda: check_state(state, now, self.elastic_pipeline.moves)))
             if (state["frozen_layers"], state["parts"]) != (self._frozen, now["parts"]):
                 self._change(state["frozen_layers"], state["stages"], state["parts"], step=None)
             self._freezer.load(state["policy"])
@@ -247,12 +250,12 @@ class ElasticPipelineEngine(ElasticData):
             self.world_size,
             self.grid.model_parallel_size,
             self.train_batch_size(),
-            self._start_shape.micro_batch,
+            self.start_shape.micro_batch,
         )
-        if parts is None and (new != shape or (self._moves and stages > 1)):
-            costs = layer_costs(self, self._control, self._layer_times)
+        if parts is None and (new != shape or (self.elastic_pipeline.moves and stages > 1)):
+            *costs, _ = layer_costs(self, self._control, self._layer_times)
             present = list(map(int, self.module.parts)) if new == shape else None
-            parts = balanced(*costs, max(frozen, self._untrained), stages, present)
+            parts = balanced(*costs, max(frozen, self.untrained_layers), stages, present)
         reshape = None
         if parts is not None and (new != shape or list(parts) != list(self.module.parts)):
             reshape = Reshape(self.module, self.basic_optimizer, self._control, self._watch, self.device)
@@ -309,7 +312,7 @@ class ElasticPipelineEngine(ElasticData):
             self.optimizer, self.basic_optimizer = self._kept.optimizer, self._kept.basic_optimizer
             return
         super()._configure_optimizer(client_optimizer, model_parameters)
-        if self._moves:
+        if self.elastic_pipeline.moves:
             in_order(self.basic_optimizer, self.module)
             gather = partial(_gathered, group=self.module.world_group)  # there is no `Control` yet
             make_alike(self.basic_optimizer, self.client_lr_scheduler, gather)
@@ -325,7 +328,7 @@ class ElasticPipelineEngine(ElasticData):
             super()._broadcast_model()
 
     def _times_layers(self) -> bool:
-        return super()._times_layers() or (self._moves and 1 <= self._steps_here <= _TIMED_STEPS)
+        return super()._times_layers() or (self._chooser is not None and self._chooser.times_layers)
 
     def _tell(self, step: int | None, before: Shape, fullest: float, seconds: float, freed: int, sent: int) -> None:
         """Say what a transition was; collective."""
@@ -335,6 +338,8 @@ class ElasticPipelineEngine(ElasticData):
             state_bytes(self, self._control),
         )  # fmt: skip
         self._trace.describe(stages=self.num_stages, frozen_layers=self._frozen)
+        if self._chooser is not None:
+            self._chooser.change_seconds = seconds
         if self.global_rank == 0:
             self._transitions.tell(transition, self.monitor, self.global_samples)
 

@@ -48,7 +48,11 @@ def make_alike(optimizer: torch.optim.Optimizer, scheduler: Any, gather: Callabl
                 "that was made for them, must be the same groups on all ranks, use a function that makes the scheduler, or "
                 "groups with a parameter on every stage"
             )
-    optimizer.param_groups[:] = [mine.get(key, {"params": [], **settings}) for key, settings in known.items()]
+    for key, settings in known.items():
+        if key not in mine:
+            optimizer.add_param_group({"params": [], **settings})
+            mine[key] = optimizer.param_groups[-1]
+    optimizer.param_groups[:] = [mine[key] for key in known]
 
 
 def _numbered(groups: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:

@@ -39,7 +39,7 @@ class Transition:
     @property
     def line(self) -> str:
         """For the log."""
-        shapes = [_text(self.before)] * (self.before != self.after) + [_text(self.after)]
+        shapes = [shape_text(self.before)] * (self.before != self.after) + [shape_text(self.after)]
         when = "as in the checkpoint" if self.step is None else f"step {self.step}"
         return (
             f"{when}: {self.frozen} of {self.layers} layers frozen, {' -> '.join(shapes)}, {self.seconds:.2f} s, "
@@ -83,7 +83,8 @@ class TransitionReport:
             monitor.write_events([(name, value, samples) for name, value in transition.events.items()])
 
 
-def _text(shape: Shape) -> str:
+def shape_text(shape: Shape) -> str:
+    """As lines of the log have it."""
     counts = ((shape.stages, "stage"), (shape.replicas, "replica"))
     stages, replicas = (f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
     return f"{stages} x {replicas} ({shape.micro_batches} micro-batches of {shape.micro_batch})"

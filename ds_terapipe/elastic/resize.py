@@ -48,13 +48,11 @@ def wanted_stages(
         sizes: trained parameters of each entry of the layer list at the beginning.
         frozen: entries that are frozen from this step on.
     """
-    if settings.policy == "off":
-        return present
-    if settings.policy == "halve":
-        if not frozen:
-            return present
+    if not isinstance(settings.policy, str):
+        return next((stages for begin, stages in reversed(settings.policy) if begin <= step), present)
+    if settings.policy == "halve" and frozen:
         return _halved(present, start, sizes, frozen)
-    return next((stages for begin, stages in reversed(settings.policy) if begin <= step), present)
+    return present
 
 
 def _halved(present: int, start: int, sizes: Sequence[int], frozen: int) -> int:
@@ -87,7 +85,7 @@ def shape_of(stages: int, processes: int, tensor_size: int, batch: int, micro_ba
     """
     if not _divides(stages, processes, tensor_size, batch):
         # at least one shape runs: the one that the launch has made
-        choices = [str(n) for n in range(1, processes + 1) if _divides(n, processes, tensor_size, batch)]
+        choices = [str(shape.stages) for shape in shapes(processes, tensor_size, batch, micro_batch)]
         if processes % (stages * tensor_size):
             by_tensor = f" times the tensor-parallel size ({tensor_size})" if tensor_size > 1 else ""
             rule = f"a number of stages that{by_tensor} divides the {processes} processes"
@@ -99,6 +97,15 @@ def shape_of(stages: int, processes: int, tensor_size: int, batch: int, micro_ba
     share = batch // replicas
     size = next(size for size in range(min(micro_batch, share), 0, -1) if share % size == 0)
     return Shape(stages, replicas, size, share // size)
+
+
+def shapes(processes: int, tensor_size: int, batch: int, micro_batch: int) -> list[Shape]:
+    """All that `shape_of` makes of these, fewest stages first."""
+    return [
+        shape_of(stages, processes, tensor_size, batch, micro_batch)
+        for stages in range(1, processes + 1)
+        if _divides(stages, processes, tensor_size, batch)
+    ]
 
 
 def _divides(stages: int, processes: int, tensor_size: int, batch: int) -> bool:
@@ -174,10 +181,10 @@ def _check_freeze(freeze: FreezeSettings, layers: ModelLayers, has_training_data
 
 def _stages_that_may_come(resize: ResizeSettings, stages: int) -> list[int]:
     """Of a list, all; of halving, all that it may come to, lest it stops a training in the middle."""
-    if resize.policy == "off":
-        return []
-    if resize.policy != "halve":
+    if not isinstance(resize.policy, str):
         return [number for _, number in resize.policy]
+    if resize.policy != "halve":  # of measured ones, what does not divide is not considered
+        return []
     return [stages >> halvings for halvings in range(1, stages.bit_length()) if stages % (1 << halvings) == 0]
 
 

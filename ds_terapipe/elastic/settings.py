@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from ds_terapipe.config import Block, is_count, is_number, name_of, positive, switch, unknown_key
+from ds_terapipe.config import Block, is_count, is_number, name_of, one_of, positive, switch, unknown_key
 from ds_terapipe.elastic.freeze import policy_class, policy_names
 from ds_terapipe.errors import ConfigError, bad_value, nearest, shown
 from ds_terapipe.refusals import Rule, above, at, autocasts_to_fp16, is_true
@@ -111,19 +111,22 @@ class ResizeSettings(Block):
 
     PATH: ClassVar[str] = f"{ELASTIC_PIPELINE}.resize"
 
-    policy: Literal["off", "halve"] | Steps = "off"
-    """Never; by PipeTransformer's compression test whenever layers were frozen; or from which step on how many stages."""
+    policy: Literal["off", "halve", "measured"] | Steps = "off"
+    """Never; by PipeTransformer's compression test whenever layers were frozen; as measured times predict; or from which step on
+    how many stages."""
+
+    memory_gb: float | None = None
+    """What a rank may hold, in 1e9 bytes, where shapes are chosen by what is measured; None: what one held at the start."""
 
     @field_validator("policy", mode="before")
     @classmethod
     def _check_policy(cls, value: object) -> str | Steps:
-        key, rule = f"{cls.PATH}.policy", '"off", "halve" or a list of [step, stages]'
-        if value in ("off", "halve"):
+        key, rule = f"{cls.PATH}.policy", '"off", "halve", "measured" or a list of [step, stages]'
+        names = ("off", "halve", "measured")
+        if value in names:
             return str(value)
         if isinstance(value, str):
-            if value == "measured":
-                rule += " (measured shapes are not there yet)"
-            raise bad_value(key, value, rule, shown(nearest(value, ("off", "halve")) or "off"))
+            raise bad_value(key, value, rule, shown(nearest(value, names) or "off"))
         steps = _steps(value)
         if steps is None:
             rule += ", steps increasing, stages 1 or more"
@@ -131,6 +134,20 @@ class ResizeSettings(Block):
                 key, value, rule, "e.g. [[10, 2], [20, 1]]" if isinstance(value, (list, tuple)) else '"off"'
             )
         return steps
+
+    @field_validator("memory_gb", mode="before")
+    @classmethod
+    def _check_memory(cls, value: object) -> float | None:
+        if value is None:
+            return None
+        return positive(f"{cls.PATH}.memory_gb", value, "a positive number of 1e9 bytes", "e.g. 40")
+
+    @model_validator(mode="after")
+    def _check_memory_is_read(self) -> ResizeSettings:
+        if self.memory_gb is not None and self.policy != "measured":
+            rule = f'absent beside "policy": {shown(self.policy)}, which does not read it'
+            raise bad_value(f"{self.PATH}.memory_gb", self.memory_gb, rule, '"policy": "measured", or leave it out')
+        return self
 
 
 class CacheSettings(Block):
@@ -202,6 +219,20 @@ class ElasticPipelineConfig(Block):
     cache: CacheSettings = Field(default_factory=CacheSettings)
     data: DataSettings = Field(default_factory=DataSettings)
 
+    partition: Literal["as_launched", "measured"] = "as_launched"
+    """Whether the layers of a running pipeline are divided anew, by what they take, though nothing is frozen."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether layers may go to other ranks."""
+        return self.resize.policy != "off" or self.partition == "measured"
+
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _check_partition(cls, value: object) -> str:
+        one_of(f"{cls.PATH}.partition", value, ("as_launched", "measured"), "as_launched")
+        return str(value)
+
     @field_validator("enabled", mode="before")
     @classmethod
     def _check_enabled(cls, value: object) -> bool:
@@ -240,7 +271,7 @@ def check_config(settings: ElasticPipelineConfig, config: Mapping[str, Any]) -> 
     Raises:
         ConfigError: naming the key, its value and the value to use.
     """
-    if settings.freeze.policy == "static" and settings.resize.policy == "off":
+    if settings.freeze.policy == "static" and not settings.moves:
         return
     for rule in _RULES:
         value = at(config, rule.path)

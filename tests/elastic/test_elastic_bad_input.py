@@ -41,7 +41,11 @@ BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
         "use 1 or 2",
     ),
     "stages of nothing": ({"resize": {"policy": [[1, 0]]}}, "resize.policy: got [[1, 0]]", "stages 1 or more"),
-    "measured": ({"resize": {"policy": "measured"}}, 'resize.policy: got "measured"', "(measured shapes are not there yet)"),
+    "memory of a list": (
+        {"resize": {"policy": "halve", "memory_gb": 2}}, "resize.memory_gb: got 2.0", 'use "policy": "measured", or leave it out',
+    ),
+    "memory of a rank": ({"resize": {"policy": "measured", "memory_gb": 0}}, "resize.memory_gb: got 0", "use e.g. 40"),
+    "partition": ({"partition": "measure"}, 'elastic_pipeline.partition: got "measure"', 'use "measured"'),
     "halved": ({"resize": {"policy": "halved"}}, 'resize.policy: got "halved"', 'use "halve"'),
     "key": ({"resizes": {}}, 'elastic_pipeline: unknown key "resizes"', 'use "resize"'),
     "memory": ({"cache": {"enabled": True, "memory_gb": -1}}, "cache.memory_gb: got -1, must be a positive", "use e.g. 8"),

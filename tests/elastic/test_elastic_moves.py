@@ -252,6 +252,22 @@ def test_all_ranks_have_the_same_groups_in_one_order():
         assert all(a is b for a, b in zip(groups, kept, strict=True))
 
 
+def test_lamb_gets_groups_that_it_can_step_with():
+    with_all, with_one = (
+        [{"params": [nn.Parameter(torch.ones(2))], "lr": lr} for lr in lrs] for lrs in ([1.0, 2.0], [2.0])
+    )
+    optimizers = [FusedLamb(with_all), FusedLamb(with_one)]
+    Ranks(2).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
+    assert [[group["lr"] for group in each.param_groups] for each in optimizers] == [[1.0, 2.0]] * 2
+    module = nn.Linear(2, 2)
+    refill(optimizers[1], module, {"weight": 0, "bias": 1}, {})
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.clone() for parameter in module.parameters()]
+    optimizers[1].step()
+    assert not any(map(torch.equal, before, module.parameters()))
+
+
 def test_what_an_optimizer_is_given_where_nothing_is_trained_makes_no_group():
     module, unused = nn.Linear(2, 2), nn.Parameter(torch.zeros(1))
     weights = [{"params": [module.weight], "lr": 1.0}, {"params": [], "lr": 2.0}]

@@ -27,7 +27,8 @@ def test_defaults():
     assert parsed().model_dump() == {
         "enabled": True,
         "freeze": {"policy": "static", "alpha": 0.33, "interval": "epoch", "frozen_layers": None},
-        "resize": {"policy": "off"},
+        "resize": {"policy": "off", "memory_gb": None},
+        "partition": "as_launched",
         "cache": {"enabled": False, "memory_gb": None, "disk_path": None},
         "data": {"shuffle": False, "seed": 1234},
     }
@@ -114,12 +115,19 @@ PAIRS = "must be a list of [step, entries], steps increasing, entries 1 or more 
         ({"freeze": {"policy": "schedule", "frozen_layers": {"10": 2}}}, PAIRS),
         ({"freeze": {"policy": "schedule", "frozen_layers": [[True, 2]]}}, PAIRS),
         (
-            {"resize": {"policy": "measured"}},
-            'resize.policy: got "measured", must be "off", "halve" or a list of [step, stages] '
-            '(measured shapes are not there yet), use "off"',
+            {"resize": {"memory_gb": 3}},
+            'resize.memory_gb: got 3.0, must be absent beside "policy": "off", which does not read it',
         ),
+        (
+            {"resize": {"policy": "measured", "memory_gb": -1}},
+            "resize.memory_gb: got -1, must be a positive number of 1e9 bytes",
+        ),
+        ({"partition": True}, 'partition: got true, must be "as_launched" or "measured", use "as_launched"'),
         ({"resize": {"policy": "half"}}, 'use "halve"'),
-        ({"resize": {"policy": None}}, 'resize.policy: got null, must be "off", "halve" or a list of [step, stages]'),
+        (
+            {"resize": {"policy": None}},
+            'resize.policy: got null, must be "off", "halve", "measured" or a list of [step, stages]',
+        ),
         ({"resize": {"policy": [[10, 0]]}}, "steps increasing, stages 1 or more, use e.g. [[10, 2], [20, 1]]"),
         ({"resize": {"policy": [[10, 2], [5, 1]]}}, "resize.policy: got [[10, 2], [5, 1]]"),
         ({"cache": {"memory_gb": 0}}, "cache.memory_gb: got 0, must be a positive number of 1e9 bytes"),

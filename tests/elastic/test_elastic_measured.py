@@ -1,0 +1,136 @@
+"""Shapes that are chosen by what layers take, in real runs whose layers sleep, so that what is fastest is no matter of luck."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import Tensor
+
+from ds_terapipe.elastic.measured import Chooser
+from tests.elastic.training import Case, data_of, engine_of, reference
+from tests.pipeline.models import Block, Embedding, Head
+from tests.spawn import run_ranks
+
+FORWARD, BACKWARD = 0.01, 0.03  # seconds of each block
+FREEZE = {"policy": "schedule", "frozen_layers": [[5, 3]]}
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        time.sleep(FORWARD)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        time.sleep(BACKWARD)
+        return gradient
+
+
+class Sleeping(Block):
+    """A block that takes a known time."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(_Sleep.apply(hidden))
+
+
+def sleeping() -> list[Any]:
+    return [LayerSpec(Embedding), *(LayerSpec(Sleeping) for _ in range(4)), LayerSpec(Head)]
+
+
+class Lopsided(PipelineModule):
+    """Two stages, of two layers and four."""
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        super()._partition_layers(method)
+        self.parts = [0, 2, 6]
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+
+
+CASE = Case("gpt", "adamw", 2, ((5, 3),), (), slices=None, steps=10, batch=4, size=1)
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # what is added to the block, and to the engine
+    "taken": ({"resize": {"policy": "measured"}}, {}),
+    "too large": ({"resize": {"policy": "measured", "memory_gb": 1e-4}}, {}),
+    "like the start": ({"resize": {"policy": "measured"}}, {"peak": 1.0}),
+    "a list": ({"resize": {"policy": [[99, 1]]}}, {}),
+    "divided anew": (
+        {"freeze": {"policy": "static"}, "partition": "measured"},
+        {"kind": Lopsided},
+    ),
+    "left as it is": ({"freeze": {"policy": "static"}, "partition": "measured"}, {}),
+}
+
+
+def run(name: str) -> dict[str, Any]:
+    block, options = RUNS[name]
+    lines: list[str] = []
+    peak = mock.patch.object(Chooser, "peak_bytes", lambda self: options.get("peak"))
+    with mock.patch("ds_terapipe.elastic.measured.emit", lines.append), peak:
+        config = {"elastic_pipeline": {"freeze": FREEZE, **block}}
+        engine = engine_of(CASE, specs=sleeping(), config=config, kind=options.get("kind", PipelineModule))
+        found: dict[str, Any] = {"losses": [], "seen": [], "parts": list(map(int, engine.module.parts))}
+        for step in data_of(CASE):
+            found["losses"].append(float(engine.train_batch(iter(step))))
+            found["seen"].append((engine.num_stages, list(map(int, engine.module.parts))))
+        engine.destroy()
+    return {**found, "lines": lines}
+
+
+def worker(rank: int, world_size: int) -> dict[str, Any]:
+    return {name: run(name) for name in RUNS}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(worker, 2, timeout=200)
+
+
+def check_losses(ranks: Any, name: str, case: Case) -> None:
+    for rank in ranks:
+        assert rank[name]["losses"] == pytest.approx(reference(case).losses, rel=1e-5)
+
+
+def test_replicas_are_taken_where_they_are_faster(ranks):
+    """Two blocks of four are frozen at step 5: 2 x 0.02 + 4 x 0.04 in a replica, about 5 x 0.04 in a pipeline, and before that
+    two replicas are faster, too: 8 x 0.04 each where the pipeline takes 10."""
+    check_losses(ranks, "taken", CASE)
+    lines = ranks[0]["taken"]["lines"]
+    stages = [seen[0] for seen in ranks[0]["taken"]["seen"]]
+    assert stages == [2] * 3 + [1] * 7, lines
+    assert ranks[1]["taken"]["seen"] == ranks[0]["taken"]["seen"]
+    assert lines[0].startswith("elastic_pipeline: a step is predicted to take: as it is, 0.")
+    assert "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0." in lines[0] and "(taken)" in lines[0]
+    assert ranks[1]["taken"]["lines"] == []
+
+
+@pytest.mark.parametrize("name", ["too large", "like the start"])
+def test_what_does_not_fit_is_not_taken(ranks, name):
+    check_losses(ranks, name, CASE)
+    for rank in ranks:
+        assert {stages for stages, _ in rank[name]["seen"]} == {2}
+    assert ", but a rank holds 0.00 GB" in ranks[0][name]["lines"][0]
+
+
+def test_layers_are_divided_anew_where_more_are_frozen(ranks):
+    """Three entries frozen: 0.02 and 0.08 of the stages of three, 0.06 and 0.04 with one more on the first."""
+    check_losses(ranks, "a list", CASE)
+    for rank in ranks:
+        assert rank["a list"]["seen"] == [(2, [0, 3, 6])] * 5 + [(2, [0, 4, 6])] * 5 and rank["a list"]["lines"] == []
+
+
+def test_layers_are_divided_by_what_they_take_though_nothing_is_frozen(ranks):
+    static = Case("gpt", "adamw", 2, (), (), slices=None, steps=10, batch=4, size=1)
+    for name in ("divided anew", "left as it is"):
+        check_losses(ranks, name, static)
+    for rank in ranks:
+        found = rank["divided anew"]
+        assert found["parts"] == [0, 2, 6] and found["seen"] == [(2, [0, 2, 6])] * 3 + [(2, [0, 3, 6])] * 7
+        said = ranks[0]["divided anew"]["lines"]
+        assert len(said) == 2 and "and was predicted to take 0." in said[1]
+        assert rank["left as it is"]["seen"] == [(2, [0, 3, 6])] * 10
