@@ -44,9 +44,9 @@ CONFIGS = {
     "key": ({"token_pipeline": {"slises": 2}}, 'unknown key "slises"', 'use "slices"'),
     "top-level key": ({"token_pipline": {"slices": 2}}, "token_pipline: unknown key", 'use "token_pipeline"'),
     "elastic": (
-        {"elastic_pipeline": {"resize": {"policy": "measured"}}},
-        'elastic_pipeline.resize.policy: got "measured", must be',
-        'use "off"',
+        {"elastic_pipeline": {"resize": {"policy": "halved"}}},
+        'elastic_pipeline.resize.policy: got "halved", must be',
+        'use "halve"',
     ),
 }
 

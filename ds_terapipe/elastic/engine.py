@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed
 from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from torch import Tensor
 
 from ds_terapipe.config import TokenPipelineConfig
@@ -28,6 +30,7 @@ from ds_terapipe.elastic.freeze import Freezer, ModelLayers, completed_intervals
 from ds_terapipe.elastic.gradient_norms import GradientNorms
 from ds_terapipe.elastic.groups import in_order, make_alike, release
 from ds_terapipe.elastic.layers import drop_copies, layers_here, names_in
+from ds_terapipe.elastic.masters import fill, is_wrapped, occupy, unwrap
 from ds_terapipe.elastic.measured import Chooser
 from ds_terapipe.elastic.report import Transition, TransitionReport
 from ds_terapipe.elastic.reshape import Reshape, check_movable
@@ -36,11 +39,15 @@ from ds_terapipe.elastic.settings import ElasticPipelineConfig, check_alike
 from ds_terapipe.elastic.state import check as check_state
 from ds_terapipe.elastic.state import read as read_state
 from ds_terapipe.elastic.state import write as write_state
+from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.pipeline.closing import shape_groups
 from ds_terapipe.pipeline.random_streams import RandomStreams
 from ds_terapipe.process_groups import close_groups
 
 logger = logging.getLogger(__name__)
+
+# DeepSpeed's own methods, by what its check says
+_WRAPPED = {BFLOAT16: "_configure_bf16_optimizer", ZERO_OPTIMIZATION: "_configure_zero_optimizer"}
 
 
 class ElasticPipelineEngine(ElasticData):
@@ -90,7 +97,8 @@ class ElasticPipelineEngine(ElasticData):
             )
         if self.elastic_pipeline.moves:
             self._chooser = Chooser(self, self._control)
-            self._control.agree(_error_of(lambda: check_movable(module, self.basic_optimizer, self.device)))
+            dtype = self._layer_dtype
+            self._control.agree(_error_of(lambda: check_movable(module, self.basic_optimizer, self.device, dtype)))
             drop_copies(module)
 
     # --------------------------------------------------------------------------------------------------- what is shown
@@ -258,15 +266,22 @@ class ElasticPipelineEngine(ElasticData):
             parts = balanced(*costs, max(frozen, self.untrained_layers), stages, present)
         reshape = None
         if parts is not None and (new != shape or list(parts) != list(self.module.parts)):
-            reshape = Reshape(self.module, self.basic_optimizer, self._control, self._watch, self.device)
+            reshape = Reshape(
+                self.module, self.basic_optimizer, self._control, self._watch, self.device, self._layer_dtype
+            )
             reshape.prepare(_resized(self.module._topo, new), parts)
         self._recorder.begin(self.global_steps + 1, wanted=step is not None and self._trace.wants(step + 1))
         with self._no_way_back(), self._recorder.collective("reshape"):
             self._assembly.close()
+            wrapped = is_wrapped(self.optimizer)
+            if wrapped:
+                unwrap(self.optimizer, self.module)
             freed = self._freeze(frozen)
             if reshape is not None and self._norms is not None:
                 self._norms.load(self._norms.state(self._control))  # whoever gets a layer has to know its past
             sent = 0 if reshape is None else self._reshape(new, reshape)
+            if wrapped and reshape is None:
+                self.optimizer = self._wrapped(self.basic_optimizer)
             self._changed = True
             self._settle()
         self._trace.keep(self._recorder.end())
@@ -309,13 +324,37 @@ class ElasticPipelineEngine(ElasticData):
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if self._kept is not None:
-            self.optimizer, self.basic_optimizer = self._kept.optimizer, self._kept.basic_optimizer
+            self.basic_optimizer = self._kept.basic_optimizer
+            self.optimizer = self._wrapped(self.basic_optimizer)
             return
         super()._configure_optimizer(client_optimizer, model_parameters)
-        if self.elastic_pipeline.moves:
-            in_order(self.basic_optimizer, self.module)
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """As DeepSpeed's, which says what the optimiser is wrapped in; before that happens, groups are made what they stay."""
+        kind = super()._do_optimizer_sanity_check(basic_optimizer)
+        if self._kept is None and self.elastic_pipeline.moves:
+            in_order(basic_optimizer, self.module)
             gather = partial(_gathered, group=self.module.world_group)  # there is no `Control` yet
-            make_alike(self.basic_optimizer, self.client_lr_scheduler, gather)
+            make_alike(basic_optimizer, self.client_lr_scheduler, gather)
+        if kind in _WRAPPED:
+            occupy(basic_optimizer, self.module, self.device, self.param_names)
+        return kind
+
+    def _wrapped(self, basic_optimizer: Any) -> Any:
+        """An optimiser that has parameters of the module, in what DeepSpeed puts around it."""
+        kind = self._do_optimizer_sanity_check(basic_optimizer)
+        if kind not in _WRAPPED:
+            return basic_optimizer
+        wrapper = getattr(self, _WRAPPED[kind])(basic_optimizer)
+        fill(wrapper)
+        if isinstance(basic_optimizer, FusedLamb) and hasattr(wrapper, "check_grad_overflow"):
+            wrapper.check_grad_overflow = True
+        return wrapper
+
+    @property
+    def _layer_dtype(self) -> torch.dtype | None:
+        """What DeepSpeed makes of the layers' numbers."""
+        return torch.bfloat16 if self.bfloat16_enabled() else None
 
     def _configure_lr_scheduler(self) -> None:
         if self._kept is None:

@@ -53,8 +53,10 @@ def builder(module: PipelineModule, prefix: str, start: int, stop: int) -> int |
     return next((entry for entry in range(start, stop) if prefix_of(module, entry) == prefix), None)
 
 
-def layers_for(module: PipelineModule, start: int, stop: int, device: torch.device) -> dict[str, nn.Module]:
-    """What a rank with these entries has: the live modules that are here already, and others built anew.
+def layers_for(
+    module: PipelineModule, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None
+) -> dict[str, nn.Module]:
+    """What a rank with these entries has: the live modules that are here already, and others built anew, of ``dtype``.
 
     The values of what is built are to be overwritten. The process's random states stay as they are.
     """
@@ -65,14 +67,15 @@ def layers_for(module: PipelineModule, start: int, stop: int, device: torch.devi
             if prefix in found or not isinstance(spec, (LayerSpec, nn.Module)):
                 continue
             same = builder(module, prefix, module._local_start, module._local_stop) == entry
-            found[prefix] = here[prefix] if prefix in here and same else build(spec, device)
+            found[prefix] = here[prefix] if prefix in here and same else build(spec, device, dtype)
     return found
 
 
-def build(spec: LayerSpec | nn.Module, device: torch.device) -> nn.Module:
-    """A layer from its spec; of a module that was given as it is, and is not here, the structure with room for values."""
+def build(spec: LayerSpec | nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """A layer from its spec, in ``dtype`` where one is given; of a module that was given as it is, and is not here, the structure
+    with room for values."""
     if isinstance(spec, LayerSpec):
-        return spec.build().to(device)
+        return spec.build().to(device, dtype)
     for tensor in _tensors(spec):
         tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return spec

@@ -53,6 +53,7 @@ class Chooser:
         self._expected: float | None = None  # seconds of a step here, as predicted
         self.change_seconds: float | None = None
         self._memory: dict[int, StageMemory] = {}
+        self._beside_weights = 0.0  # bytes of optimiser state for each byte of trained weights
         self._update: tuple[Any, Any] | None = None
         self.begin()
 
@@ -134,6 +135,7 @@ class Chooser:
         forward, backward, measured = layer_costs(engine, self._control, engine._layer_times)
         if not measured:
             return None
+        self._beside_weights = self._optimizer_share()
         keys = [prefix_of(module, entry) for entry in range(len(module._layer_specs))]
         first, stop = int(module._local_start), int(module._local_stop)
         mine = {entry: self._bytes_of(here.get(keys[entry])) for entry in range(first, stop)}
@@ -158,13 +160,19 @@ class Chooser:
 
     def _bytes_of(self, layer: Any) -> tuple[float, float, float]:
         """Weights; gradients and optimiser state of what trains; gradients."""
-        optimizer = self._engine.basic_optimizer
         parameters = [] if layer is None else list(layer.parameters())
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        states = [] if optimizer is None else [optimizer.state.get(parameter, {}) for parameter in trained]
-        moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        gradients = sum(map(_size, trained))
-        return sum(map(_size, parameters)), gradients + sum(map(_size, moments)), gradients
+        gradients = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
+        return sum(map(_size, parameters)), gradients * (1 + self._beside_weights), gradients
+
+    def _optimizer_share(self) -> float:
+        """Bytes of moments and masters for each byte of trained weights, on the fullest rank."""
+        engine = self._engine
+        here = set(map(id, engine.module.parameters()))
+        held = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
+        held += [p for group in engine.basic_optimizer.param_groups for p in group["params"] if id(p) not in here]
+        mine = sum(_size(value) for value in held if isinstance(value, Tensor))
+        trained = sum(_size(parameter) for parameter in engine.module.parameters() if parameter.requires_grad)
+        return max(self._control.collect(mine / max(trained, 1.0)))
 
     def _kept(self) -> float:
         """Bytes that this rank keeps of a micro-batch between its forward and its backward pass."""

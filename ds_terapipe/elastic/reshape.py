@@ -43,12 +43,17 @@ class _Said:
     settings: Sequence[tuple[dict[str, Any], bool]]  # of the parameter groups, and whether it has parameters of them
 
 
-def check_movable(module: PipelineModule, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def check_movable(
+    module: PipelineModule, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
     """Refuse live layers that another rank could not build, and a topology in which ranks would change their shards.
 
     Raises:
-        ConfigError: naming the axes, or what a spec does not build.
+        ConfigError: naming the axes, or what a spec does not build; there is no optimiser.
     """
+    if optimizer is None:
+        rule = "one beside elastic_pipeline.resize.policy or partition"
+        raise bad_value("optimizer", None, rule, "an optimizer, or a configuration without them")
     axes = module._topo.get_axis_names()
     if module._topo.get_dim("model") > 1 and axes[-1] != "model":
         got, use = ", ".join(axes), "deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology"
@@ -60,7 +65,7 @@ def check_movable(module: PipelineModule, optimizer: torch.optim.Optimizer, devi
         spec = module._layer_specs[entry]
         if isinstance(spec, LayerSpec):
             with random_states_kept(device):
-                check_structure(prefix, build(spec, torch.device("cpu")), mine)
+                check_structure(prefix, build(spec, torch.device("cpu"), dtype), mine)
 
 
 class Reshape:
@@ -71,6 +76,7 @@ class Reshape:
         optimizer: of torch; and its parameter groups.
         control, watch: agreement and waits of the job.
         device: where the layers are.
+        dtype: that the engine has given them; None: as they are built.
     """
 
     def __init__(
@@ -80,7 +86,9 @@ class Reshape:
         control: Control,
         watch: Watch,
         device: torch.device,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        self._dtype = dtype
         self._module, self._optimizer = module, optimizer
         self._control, self._watch, self._device = control, watch, device
         self._rank = torch.distributed.get_rank()
@@ -103,7 +111,7 @@ class Reshape:
         held = self._held(self._gather())
         stage = topology.get_coord(self._rank).pipe
         try:
-            self._layers = layers_for(self._module, parts[stage], parts[stage + 1], self._device)
+            self._layers = layers_for(self._module, parts[stage], parts[stage + 1], self._device, self._dtype)
             self._check(self._layers, held, stage)
         except Exception as problem:  # of a user's layer that is built here: the others must not wait
             error = problem

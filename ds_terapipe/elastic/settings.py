@@ -20,12 +20,16 @@ Steps = tuple[tuple[int, int], ...]
 
 AnyBlock = TypeVar("AnyBlock", bound=Block)
 
-_BESIDE = "beside elastic_pipeline.freeze.policy or resize.policy (masters and moments in wrappers do not move yet)"
+_BESIDE = "beside elastic_pipeline.freeze.policy, resize.policy or partition"
 _RULES = (
-    Rule("zero_optimization.stage", above(0), f"0 {_BESIDE}", "0"),
-    Rule("bf16.enabled", is_true, f"false {_BESIDE}", "false"),
-    Rule("bfloat16.enabled", is_true, f"false {_BESIDE}", "false"),
-    Rule("fp16.enabled", is_true, f"false {_BESIDE}", "false"),
+    Rule("zero_optimization.stage", above(1), f"0 or 1 {_BESIDE}", "1"),
+    Rule(
+        "zero_optimization.offload_optimizer",
+        lambda value: value is not None,
+        f"absent {_BESIDE} (what is offloaded does not move)",
+        "the device",
+    ),
+    Rule("fp16.enabled", is_true, f"false {_BESIDE} (its loss scale does not move)", "bf16"),
     Rule("torch_autocast", autocasts_to_fp16, f"bfloat16 or off {_BESIDE}", "dtype bfloat16"),
     Rule(
         "scheduler.type",
@@ -273,6 +277,12 @@ def check_config(settings: ElasticPipelineConfig, config: Mapping[str, Any]) -> 
     """
     if settings.freeze.policy == "static" and not settings.moves:
         return
+    flat = above(0)(at(config, "zero_optimization.stage")) or any(
+        is_true(at(config, f"{name}.enabled")) for name in ("bf16", "bfloat16")
+    )
+    if flat and policy_class(settings.freeze.policy).needs_gradients:
+        must = "a policy without norms of gradients beside bf16 or ZeRO (which keep gradients in flat parts)"
+        raise bad_value(f"{settings.freeze.PATH}.policy", settings.freeze.policy, must, '"alpha"')
     for rule in _RULES:
         value = at(config, rule.path)
         if rule.refused(value):

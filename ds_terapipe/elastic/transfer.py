@@ -92,7 +92,7 @@ def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, s
                 {key: value for key, value in vars(parameter).items() if _is_plain(value)},
                 group_of.get(id(parameter)),
                 {key: kind_of(value) for key, value in sent.items()},
-                {key: _described(value) for key, value in state.items() if key not in sent},
+                {key: described(value) for key, value in state.items() if key not in sent},
                 prefix not in shared or _has_moved(state),
             )
         for name, buffer in layer.named_buffers():
@@ -120,7 +120,8 @@ def sent_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _described(value: Any) -> Any:
+def described(value: Any) -> Any:
+    """A value of an optimiser's state without what is on a device."""
     return int(value) if isinstance(value, DeviceSteps) else value
 
 
@@ -135,10 +136,17 @@ def _is_plain(value: Any) -> bool:
 
 def _about(module: nn.Module) -> dict[str, Any]:
     settings = {key: value for key, value in vars(module).items() if _is_plain(value)}
-    hooks = sum(len(getattr(module, name, ())) for name in _HOOKS)
+    found = [getattr(module, name, {}) for name in _HOOKS]
     for parameter in module.parameters(recurse=False):
-        hooks += sum(len(getattr(parameter, name, None) or ()) for name in _PARAMETER_HOOKS)
+        found += [getattr(parameter, name, None) or {} for name in _PARAMETER_HOOKS]
+    hooks = sum(_is_a_users(hook) for each in found for hook in each.values())
     return {"class": f"{type(module).__module__}.{type(module).__qualname__}", "hooks": hooks, "settings": settings}
+
+
+def _is_a_users(hook: Any) -> bool:
+    """DeepSpeed's wrappers have hooks of their own, and make them anew."""
+    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return module.partition(".")[0] not in ("deepspeed", "ds_terapipe")
 
 
 def authority(name: str, holdings: Mapping[int, Holding]) -> int:

@@ -19,7 +19,7 @@ CASE = Case("gpt", "sgd", 2, (), (), steps=1, slices=None)
 SCHEDULE = {"policy": "schedule"}
 HALVE = {"resize": {"policy": "halve"}}
 MIXED = {"phases": [{"steps": 4, "batch_size": 8, "seq_length": 8, "lr": 1e-3, "warmup_ratio": 0.5}]}
-BESIDE = "beside elastic_pipeline.freeze.policy or resize.policy"
+BESIDE = "beside elastic_pipeline.freeze.policy, resize.policy or partition"
 
 BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
     "alpha above": ({"freeze": {"policy": "alpha", "alpha": 1.5, "interval": 4}}, "freeze.alpha: got 1.5, must be ", "e.g. 0.33"),
@@ -52,18 +52,28 @@ BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
     "seed": ({"data": {"seed": -1}}, "data.seed: got -1, must be an integer of 0 or more", "use e.g. 1234"),
 }  # fmt: skip
 BESIDES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "bf16": ({"bf16": {"enabled": True}}, f"bf16.enabled: got true, must be false {BESIDE}", "use false"),
-    "fp16": ({"fp16": {"enabled": True}}, f"fp16.enabled: got true, must be false {BESIDE}", "use false"),
+    "offload": (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        f"must be absent {BESIDE} (what is offloaded does not move)", "use the device",
+    ),
+    "fp16": ({"fp16": {"enabled": True}}, f"fp16.enabled: got true, must be false {BESIDE}", "use bf16"),
     "autocast": (
         {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast: got ",
         f"must be bfloat16 or off {BESIDE}", "use dtype bfloat16",
     ),
-    "ZeRO-1": ({"zero_optimization": {"stage": 1}}, f"zero_optimization.stage: got 1, must be 0 {BESIDE}", "use 0"),
+    "ZeRO-2": ({"zero_optimization": {"stage": 2}}, f"zero_optimization.stage: got 2, must be 0 or 1 {BESIDE}", "use 1"),
     "MixedBatch": (
         {"scheduler": {"type": "MixedBatch", "params": MIXED}}, 'scheduler.type: got "MixedBatch", must be another schedule',
         "its phases change the batch",
     ),
 }  # fmt: skip
+
+
+NORMS = {"freeze": {"policy": "grad_norm", "interval": 3}}
+FLAT: dict[str, dict[str, Any]] = {
+    "norms and bf16": {"bf16": {"enabled": True}},
+    "norms and ZeRO-1": {"zero_optimization": {"stage": 1}},
+}
 
 
 def refused(case: Case = CASE, **options: Any) -> tuple[str, str]:
@@ -84,6 +94,8 @@ def worker(rank: int, world_size: int, names: tuple[str, ...] | None = None) -> 
     for name, (keys, *_) in BESIDES.items():
         for number, block in enumerate((HALVE, {"freeze": {**SCHEDULE, "frozen_layers": [[1, 1]]}})):
             found[f"{name} {number}"] = refused(config={**keys, "elastic_pipeline": block})
+    for name, keys in FLAT.items():
+        found[name] = refused(config={**keys, "elastic_pipeline": NORMS})
     odd = Case("texts", "sgd", 2, (), ((1, 1),), slices=None, batch=3, size=1)
     found["batch"] = refused(odd)
     frozen = [LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]
@@ -132,6 +144,13 @@ def test_what_does_not_go_with_a_change_of_shape_or_frozen_layers(ranks, name):
     for number in (0, 1):
         check(f"{name} {number}", ranks, *BESIDES[name][1:])
     assert ranks[0]["two rules"] == ("nothing", "")
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_a_policy_that_wants_gradients_which_are_in_flat_parts(ranks, name):
+    check(
+        name, ranks, 'freeze.policy: got "grad_norm", must be a policy without norms of gradients beside', 'use "alpha"'
+    )
 
 
 def test_a_batch_that_replicas_cannot_share(ranks):

@@ -54,6 +54,7 @@ class Case:
         steps: so many.
         batch, size: samples of a step and of a micro-batch at the start.
         clip: ``gradient_clipping``.
+        precision: of `PRECISIONS`.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Case:
     batch: int = 8
     size: int = 2
     clip: float = 0.5
+    precision: str = "fp32"
 
     @property
     def transitions(self) -> list[int]:
@@ -227,6 +229,17 @@ def lambda_lr(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.Lamb
     return torch.optim.lr_scheduler.LambdaLR(optimizer, decaying)
 
 
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "ZeRO-1": {"zero_optimization": {"stage": 1}},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16 ZeRO-1": {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+}
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "lambda": lambda_lr,
     "warmup": lambda optimizer: WarmupLR(optimizer, **WARMUP),
@@ -301,7 +314,7 @@ def settings_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 def engine_of(case: Case, **more: Any) -> Any:
     """An engine for it. ``more`` are arguments of `build_engine`; ``config`` adds to what the case says."""
     make, loss_fn, _ = MODELS[case.model]
-    config = {"elastic_pipeline": case.elastic(), **more.pop("config", {})}
+    config = {"elastic_pipeline": case.elastic(), **PRECISIONS[case.precision], **more.pop("config", {})}
     if case.scheduler == "warmup":
         config["scheduler"] = {"type": "WarmupLR", "params": WARMUP}
     if case.scheduler == "lambda":

@@ -110,6 +110,17 @@ def _all_layers_train(original: Any, hit: Hit) -> Any:
     return enter
 
 
+def _rounds_masters(original: Any, hit: Hit) -> Any:
+    def whole(parameter: Any, flat: Any, part: Any) -> Any:
+        found = original(parameter, flat, part)
+        if part is flat:
+            hit()
+            found = found.bfloat16().float()
+        return found
+
+    return whole
+
+
 MOMENT = "a moment stays behind"
 SETTING = "a group's decay is lost"
 DECAYED = "frozen weights decay"
@@ -119,6 +130,7 @@ TWICE = "a sample is trained twice at a reshape"
 STREAMS = "random streams count a replica's own micro-batches"
 MARKS = "what was set on a parameter stays behind"
 TRAINS = "frozen layers keep their dropout"
+ROUNDED = "masters go as what the layers compute with"
 
 _ENGINE, _RESHAPE = "ds_terapipe.elastic.engine:ElasticPipelineEngine.", "ds_terapipe.elastic.reshape:"
 
@@ -186,6 +198,13 @@ MUTANTS = (
         _all_layers_train,
         "elastic, run",
     ),
+    Mutant(
+        ROUNDED,
+        "An fp32 master comes with the digits of bf16.",
+        ("ds_terapipe.elastic.masters:_whole",),
+        _rounds_masters,
+        "elastic, wrapped",
+    ),
 )
 
 _NAMES = tuple(mutant.name for mutant in MUTANTS)
@@ -244,6 +263,13 @@ CHECKS = (
         (),
         (HANDED,),
         "is about the samples of iterators, with tolerances of its own",
+    ),
+    _check(
+        "elastic, wrapped",
+        "tests.elastic.test_elastic_wrapped:holds_for",
+        (),
+        (ROUNDED, MOMENT, HANDED),
+        "is about what wrappers keep",
     ),
     _check(
         "elastic, live layers",
