@@ -17,21 +17,19 @@ from typing import Any
 import torch
 import torch.distributed
 from deepspeed.pipe import TiedLayerSpec
-from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.pipe.topology import ProcessTopology
-from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from torch import Tensor
 
 from ds_terapipe.config import TokenPipelineConfig
-from ds_terapipe.elastic.anew import Kept, build_anew
+from ds_terapipe.elastic.anew import build_anew
 from ds_terapipe.elastic.costs import layer_costs, state_bytes, trained_sizes
-from ds_terapipe.elastic.data import ElasticData
 from ds_terapipe.elastic.freeze import Freezer, ModelLayers, completed_intervals
 from ds_terapipe.elastic.gradient_norms import GradientNorms
-from ds_terapipe.elastic.groups import in_order, make_alike, release
+from ds_terapipe.elastic.groups import release
 from ds_terapipe.elastic.layers import drop_copies, layers_here, names_in
-from ds_terapipe.elastic.masters import fill, is_wrapped, occupy, unwrap
+from ds_terapipe.elastic.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.measured import Chooser
+from ds_terapipe.elastic.optimizer import ElasticOptimizer, gathered
 from ds_terapipe.elastic.report import Transition, TransitionReport
 from ds_terapipe.elastic.reshape import Reshape, check_movable
 from ds_terapipe.elastic.resize import Shape, balanced, check, shape_of, wanted_stages
@@ -39,18 +37,14 @@ from ds_terapipe.elastic.settings import ElasticPipelineConfig, check_alike
 from ds_terapipe.elastic.state import check as check_state
 from ds_terapipe.elastic.state import read as read_state
 from ds_terapipe.elastic.state import write as write_state
-from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.pipeline.closing import shape_groups
 from ds_terapipe.pipeline.random_streams import RandomStreams
 from ds_terapipe.process_groups import close_groups
 
 logger = logging.getLogger(__name__)
 
-# DeepSpeed's own methods, by what its check says
-_WRAPPED = {BFLOAT16: "_configure_bf16_optimizer", ZERO_OPTIMIZATION: "_configure_zero_optimizer"}
 
-
-class ElasticPipelineEngine(ElasticData):
+class ElasticPipelineEngine(ElasticOptimizer):
     """A :class:`TokenPipelineEngine` that freezes layers and reshapes its pipeline at step boundaries.
 
     Args:
@@ -60,7 +54,6 @@ class ElasticPipelineEngine(ElasticData):
     """
 
     elastic_pipeline: ElasticPipelineConfig
-    _kept: Kept | None = None  # while DeepSpeed's engine is built anew
     _seed: int | None = None  # of the random streams
     _chooser: Chooser | None = None  # where layers may move: what they take
     _frozen = 0  # entries of the layer list that the policy has frozen
@@ -75,7 +68,7 @@ class ElasticPipelineEngine(ElasticData):
         self._reshaped: list[Callable[[ElasticPipelineEngine], None]] = []
         self._transitions = TransitionReport()
         # before all that depends on it
-        check_alike(_gathered(elastic_pipeline.model_dump(), kwargs["model"].world_group))
+        check_alike(gathered(elastic_pipeline.model_dump(), kwargs["model"].world_group))
         super().__init__(*args, **kwargs)
         module = self.module
         self._start_feeding()
@@ -322,50 +315,6 @@ class ElasticPipelineEngine(ElasticData):
             callback(self)
         return reshape.sent_bytes
 
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        if self._kept is not None:
-            self.basic_optimizer = self._kept.basic_optimizer
-            self.optimizer = self._wrapped(self.basic_optimizer)
-            return
-        super()._configure_optimizer(client_optimizer, model_parameters)
-
-    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        """As DeepSpeed's, which says what the optimiser is wrapped in; before that happens, groups are made what they stay."""
-        kind = super()._do_optimizer_sanity_check(basic_optimizer)
-        if self._kept is None and self.elastic_pipeline.moves:
-            in_order(basic_optimizer, self.module)
-            gather = partial(_gathered, group=self.module.world_group)  # there is no `Control` yet
-            make_alike(basic_optimizer, self.client_lr_scheduler, gather)
-        if kind in _WRAPPED:
-            occupy(basic_optimizer, self.module, self.device, self.param_names)
-        return kind
-
-    def _wrapped(self, basic_optimizer: Any) -> Any:
-        """An optimiser that has parameters of the module, in what DeepSpeed puts around it."""
-        kind = self._do_optimizer_sanity_check(basic_optimizer)
-        if kind not in _WRAPPED:
-            return basic_optimizer
-        wrapper = getattr(self, _WRAPPED[kind])(basic_optimizer)
-        fill(wrapper)
-        if isinstance(basic_optimizer, FusedLamb) and hasattr(wrapper, "check_grad_overflow"):
-            wrapper.check_grad_overflow = True
-        return wrapper
-
-    @property
-    def _layer_dtype(self) -> torch.dtype | None:
-        """What DeepSpeed makes of the layers' numbers."""
-        return torch.bfloat16 if self.bfloat16_enabled() else None
-
-    def _configure_lr_scheduler(self) -> None:
-        if self._kept is None:
-            super()._configure_lr_scheduler()
-        else:
-            self.lr_scheduler = self._kept.lr_scheduler
-
-    def _broadcast_model(self) -> None:
-        if self._kept is None:
-            super()._broadcast_model()
-
     def _times_layers(self) -> bool:
         return super()._times_layers() or (self._chooser is not None and self._chooser.times_layers)
 
@@ -388,13 +337,6 @@ def _resized(topology: ProcessTopology, shape: Shape) -> ProcessTopology:
     sizes = {"pipe": shape.stages, "data": shape.replicas}
     names = topology.get_axis_names()
     return ProcessTopology(axes=names, dims=[sizes.get(name, topology.get_dim(name)) for name in names])
-
-
-def _gathered(value: Any, group: Any) -> list[Any]:
-    """Any value of every rank."""
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value, group=group)
-    return values
 
 
 def _error_of(check: Callable[[], Any]) -> Exception | None:

@@ -2,10 +2,11 @@
 
 ``python -m tests.benchmarks.elastic`` trains 2 and 4 sequences in micro-batches of one, in two processes, with the
 embedding and half of the layers frozen, then with three quarters. Columns (tests/benchmarks/elastic_columns.py): ours
-unfrozen on two stages, ours frozen on two stages (``kept``) and on two replicas (``reshaped``), and DeepSpeed's own engine with
-the same layers frozen from the start, on the partitions that it runs and as two replicas from the start. Then the time
-that a transition takes beside the steps around it, and what fifty reshapes leave behind. tests/benchmarks/rounds.py says
-how the figures are taken. ``--quick`` runs a tiny model through all of it.
+unfrozen on two stages, ours frozen on two stages (``kept``), on two replicas (``reshaped``) and in the shape that it
+chooses itself (``measured``), and DeepSpeed's own engine with the same layers frozen from the start, on the partitions
+that it runs and as two replicas from the start. Then the time that a transition takes beside the steps around it, and what
+fifty reshapes leave behind. tests/benchmarks/rounds.py says how the figures are taken. ``--quick`` runs a tiny model
+through all of it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ WIDTH = 13
 # Of a transition's extra time: so many training steps at most.
 TRANSITION_STEPS = 3.0
 MEMORY_GROWTH = 0.02
+CHOSEN = 1.05  # of the best shape's time: what is chosen takes at most so much
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,24 @@ def target_lines(results: Mapping[Case, Result]) -> list[str]:
             lines.append(
                 f"{case.title}: {ours[0]} takes {share:.3f} of {other[0]}, at most {target.share:.2f}: {outcome}"
             )
+        lines += _chosen_lines(case, result)
+    return lines
+
+
+def _chosen_lines(case: Case, result: Result) -> list[str]:
+    """The shapes that were measured and chosen, beside the better of those that were given, with the same slices."""
+    lines = []
+    for name in (name for name in result.minima.seconds if _kind(name) == "measured"):
+        slices = name.partition("-")[2]
+        given = {other: result.seconds(other) for other in (f"kept-{slices}", f"reshaped-{slices}")}
+        known = {other: seconds for other, seconds in given.items() if seconds is not None}
+        chosen = result.seconds(name)
+        if chosen is None or len(known) < len(given):
+            continue
+        best = min(known, key=known.__getitem__)
+        share = chosen / known[best]
+        outcome = verdict(CHOSEN / share, 1.0, 0.0, result.minima.conclusive)
+        lines.append(f"{case.title}: {name} takes {share:.3f} of {best}, at most {CHOSEN:.2f}: {outcome}")
     return lines
 
 
@@ -261,6 +281,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=numbers, help="sequences per step (default 2,4; 2 with --quick)")
     parser.add_argument("--parts", type=parts, help="of the layers to freeze (default 0.5,0.75; 0.5 with --quick)")
     parser.add_argument("--slices", type=slices, help="of our columns (default 1,4, auto is one; 4 with --quick)")
+    parser.add_argument("--layers", type=int, help="of the model (default 8; 4 with --quick)")
+    parser.add_argument("--hidden", type=int, help="its width (default 512; 64 with --quick)")
+    parser.add_argument("--vocabulary", type=int, help="its tokens (default 1024; 128 with --quick)")
     parser.add_argument("--columns", type=lambda text: text.split(","), help="names among the table's (default all)")
     parser.add_argument(
         "--steps", type=int, default=2, help="steps of a column in a round, the fastest counts (default 2)"
@@ -291,6 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     say = logging.getLogger(__name__).info
     shape = QUICK if options.quick else gpt.Shape()
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "vocabulary") if getattr(options, name)}
+    shape = replace(shape, **sizes)
     settings = Settings(options.rounds, options.attempts, options.steps, 16, options.timeout, options.log)
     if options.quick:
         settings = replace(settings, probe_repeats=2, patience=0)

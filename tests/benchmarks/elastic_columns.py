@@ -26,6 +26,7 @@ from tests.pipeline.footprint import Footprint, footprint, settled
 
 PLACES = 2
 OURS_UNFROZEN = ("auto", *(name for name in COLUMNS if name.startswith("ours")))
+DECIDED = 6  # steps after which a shape has been measured, chosen and gone to
 Pairs = Sequence[tuple[int, int]]
 
 
@@ -45,14 +46,14 @@ def elastic_engine(workload: Workload, slices: int | str, freeze: Pairs, resize:
 
 @dataclass(frozen=True)
 class PrepareElastic:
-    """``frozen`` layer modules frozen by the schedule, and ``stages`` from the first step on; None: as launched."""
+    """``frozen`` layer modules frozen by the schedule, and ``stages`` from the first step on; None: as launched; or a policy."""
 
     slices: int | str
     frozen: int
-    stages: int | None
+    stages: int | str | None
 
     def __call__(self, rank: int, world: int, workload: Workload) -> Step:
-        resize = "off" if self.stages is None else [(0, self.stages)]
+        resize = "off" if self.stages is None else self.stages if isinstance(self.stages, str) else [(0, self.stages)]
         return training_step(elastic_engine(workload, self.slices, [(0, self.frozen)], resize), workload)
 
 
@@ -92,7 +93,7 @@ def of_deepspeed(shape: gpt.Shape, frozen: int) -> list[Column]:
 
 
 def of_ours(frozen: int, slices: Sequence[int | str]) -> list[Column]:
-    """Unfrozen, frozen in two stages, frozen in two replicas, each with these slices."""
+    """Unfrozen, frozen in two stages, in two replicas, and as what is measured says, each with these slices."""
     found = []
     for count in slices:
         settling = SETTLING if count == "auto" else 0
@@ -105,10 +106,10 @@ def of_ours(frozen: int, slices: Sequence[int | str]) -> list[Column]:
                     PLACES,
                     PrepareElastic(count, frozen, stages),
                     _OURS,
-                    settling,
+                    max(settling, DECIDED if stages == "measured" else 0),
                     trains=f"all but {frozen}",
                 )
-                for name, stages in (("kept", None), ("reshaped", 1))
+                for name, stages in (("kept", None), ("reshaped", 1), ("measured", "measured"))
             ),
         ]
     return found

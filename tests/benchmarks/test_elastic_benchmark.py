@@ -33,7 +33,8 @@ def test_deepspeed_runs_only_where_both_stages_train() -> None:
     assert [column.name for column in of_deepspeed(Shape(), 5)] == ["deepspeed6", "deepspeed7", "replicas"]
     assert [column.name for column in of_deepspeed(Shape(), 8)] == ["deepspeed9", "replicas"]
     ours = of_ours(5, [1, "auto"])
-    assert [column.name for column in ours] == ["ours1", "kept-1", "reshaped-1", "auto", "kept-auto", "reshaped-auto"]
+    each = ["ours1", "kept-1", "reshaped-1", "measured-1", "auto", "kept-auto", "reshaped-auto", "measured-auto"]
+    assert [column.name for column in ours] == each
     assert {column.trains for column in ours} == {"everything", "all but 5"}
 
 
@@ -57,6 +58,17 @@ def test_the_fastest_of_each_kind_is_compared() -> None:
     assert target_lines({HALF: ran(2, ours4=1.0, reshaped_1=0.1, deepspeed6=1.0)})[0].endswith("inconclusive")
     assert target_lines({HALF: ran(ours4=1.0)})[0] == "B=2, embedding + 4: ours or reshaped not measured"
     assert "0.690 (0.69)" in table({HALF: result})[2]
+
+
+def test_what_is_chosen_is_compared_with_the_better_of_both_shapes() -> None:
+    def line(**seconds: float) -> str:
+        return target_lines({HALF: ran(**seconds)})[-1]
+
+    assert line(kept_4=1.0, reshaped_4=0.8, measured_4=0.83).endswith(
+        "measured-4 takes 1.038 of reshaped-4, at most 1.05: pass"
+    )
+    assert line(kept_4=0.7, reshaped_4=0.8, measured_4=0.8).endswith("takes 1.143 of kept-4, at most 1.05: miss")
+    assert line(kept_4=1.0, measured_4=0.83).endswith("not measured")
 
 
 def test_a_transition_costs_what_its_first_steps_take_beside_the_others() -> None:

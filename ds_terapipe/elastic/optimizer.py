@@ -1,0 +1,77 @@
+"""The user's optimizer and scheduler, which stay while DeepSpeed's engine is built anew around them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed.runtime.constants import BFLOAT16
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+
+from ds_terapipe.elastic.anew import Kept
+from ds_terapipe.elastic.data import ElasticData
+from ds_terapipe.elastic.groups import in_order, make_alike
+from ds_terapipe.elastic.masters import fill, occupy
+from ds_terapipe.optim.lamb import FusedLamb
+
+# DeepSpeed's own methods, by what its check says
+_WRAPPED = {BFLOAT16: "_configure_bf16_optimizer", ZERO_OPTIMIZATION: "_configure_zero_optimizer"}
+
+
+class ElasticOptimizer(ElasticData):
+    """Part of the engine: what DeepSpeed's constructor does about the optimiser, the first time and again."""
+
+    _kept: Kept | None = None  # while DeepSpeed's engine is built anew
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        if self._kept is not None:
+            self.basic_optimizer = self._kept.basic_optimizer
+            self.optimizer = self._wrapped(self.basic_optimizer)
+            return
+        super()._configure_optimizer(client_optimizer, model_parameters)
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """As DeepSpeed's, which says what the optimiser is wrapped in; before that happens, groups are made what they stay."""
+        kind = super()._do_optimizer_sanity_check(basic_optimizer)
+        if self.elastic_pipeline.moves and not hasattr(self, "_control"):  # at the start
+            in_order(basic_optimizer, self.module)
+            gather = partial(gathered, group=self.module.world_group)
+            make_alike(basic_optimizer, self.client_lr_scheduler, gather)
+        if kind in _WRAPPED:
+            occupy(basic_optimizer, self.module, self.device, self.param_names)
+        return kind
+
+    def _wrapped(self, basic_optimizer: Any) -> Any:
+        """An optimiser that has parameters of the module, in what DeepSpeed puts around it."""
+        kind = self._do_optimizer_sanity_check(basic_optimizer)
+        if kind not in _WRAPPED:
+            return basic_optimizer
+        wrapper = getattr(self, _WRAPPED[kind])(basic_optimizer)
+        fill(wrapper)
+        if isinstance(basic_optimizer, FusedLamb) and hasattr(wrapper, "check_grad_overflow"):
+            wrapper.check_grad_overflow = True
+        return wrapper
+
+    @property
+    def _layer_dtype(self) -> torch.dtype | None:
+        """What DeepSpeed makes of the layers' numbers."""
+        return torch.bfloat16 if self.bfloat16_enabled() else None
+
+    def _configure_lr_scheduler(self) -> None:
+        if self._kept is None:
+            super()._configure_lr_scheduler()
+        else:
+            self.lr_scheduler = self._kept.lr_scheduler
+
+    def _broadcast_model(self) -> None:
+        if self._kept is None:
+            super()._broadcast_model()
+
+
+def gathered(value: Any, group: Any) -> list[Any]:
+    """Any value of every rank."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
