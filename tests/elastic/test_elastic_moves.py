@@ -192,7 +192,7 @@ def test_settings_that_a_spec_does_not_build_are_part_of_a_holding():
 def test_ranks_keep_their_tensor_parallel_parts():
     topology = ProcessTopology(axes=["pipe", "model", "data"], dims=[2, 2, 1])
     with pytest.raises(ConfigError) as refused:
-        check_movable(SimpleNamespace(_topo=topology), None, torch.device("cpu"))
+        check_movable(SimpleNamespace(_topo=topology), SimpleNamespace(), torch.device("cpu"))
     assert str(refused.value).startswith(
         'elastic_pipeline.resize.policy: topology: got "pipe, model, data", must be axes of which the last is "model", use '
     )
