@@ -9,16 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ds_terapipe.config import one_of
 from ds_terapipe.errors import ConfigError, shown
 
-if TYPE_CHECKING:
-    from ds_terapipe.elastic.settings import FreezeSettings
-
 # Rounding must not freeze a layer more: 10 (1 - (1 - 0.3)) is 3.0000000000000004.
 _ROUNDING = 1e-9
+
+
+class PolicySettings(Protocol):
+    """What of the block ``elastic_pipeline.freeze`` concerns policies."""
+
+    @property
+    def policy(self) -> str:
+        """Which one."""
+
+    @property
+    def alpha(self) -> float:
+        """Share of the layers that still train."""
+
+    @property
+    def frozen_layers(self) -> tuple[tuple[int, int], ...] | None:
+        """From which step on how many entries are frozen."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +110,7 @@ class FreezePolicy:
         if "decides_at_intervals" not in vars(cls):
             cls.decides_at_intervals = cls.at_interval is not FreezePolicy.at_interval
 
-    def __init__(self, settings: FreezeSettings, model: ModelLayers) -> None:
+    def __init__(self, settings: PolicySettings, model: ModelLayers) -> None:
         self.settings = settings
         self.model = model
 
@@ -185,7 +198,7 @@ class Freezer:
         frozen: entries that are frozen since the last decision.
     """
 
-    def __init__(self, settings: FreezeSettings, model: ModelLayers, completed: Callable[[int], int]) -> None:
+    def __init__(self, settings: PolicySettings, model: ModelLayers, completed: Callable[[int], int]) -> None:
         self.frozen = 0
         self._name = settings.policy
         self._policy = policy_class(settings.policy)(settings, model)
