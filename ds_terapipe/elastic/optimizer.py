@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch.distributed
 from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
-from ds_terapipe.elastic.anew import Kept
+from ds_terapipe.elastic.anew import Kept, quietly
 from ds_terapipe.elastic.data import ElasticData
 from ds_terapipe.elastic.groups import in_order, make_alike
 from ds_terapipe.elastic.masters import fill, occupy
@@ -48,7 +51,8 @@ class ElasticOptimizer(ElasticData):
         kind = self._do_optimizer_sanity_check(basic_optimizer)
         if kind not in _WRAPPED:
             return basic_optimizer
-        wrapper = getattr(self, _WRAPPED[kind])(basic_optimizer)
+        with quietly(), _nothing_to_collect():
+            wrapper = getattr(self, _WRAPPED[kind])(basic_optimizer)
         fill(wrapper)
         if isinstance(basic_optimizer, FusedLamb) and hasattr(wrapper, "check_grad_overflow"):
             wrapper.check_grad_overflow = True
@@ -68,6 +72,19 @@ class ElasticOptimizer(ElasticData):
     def _broadcast_model(self) -> None:
         if self._kept is None:
             super()._broadcast_model()
+
+
+@contextmanager
+def _nothing_to_collect() -> Iterator[None]:
+    """For BF16_Optimizer, which collects garbage several times for its reports of memory: a second with all that is there."""
+    freezes = not gc.get_freeze_count()  # else the user has
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
 
 
 def gathered(value: Any, group: Any) -> list[Any]:

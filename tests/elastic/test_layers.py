@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_terapipe.elastic.layers import build, drop_copies, random_states_kept
+from ds_terapipe.elastic.optimizer import _nothing_to_collect
 
 MODULES = ("megatron.core.tensor_parallel.random", "deepspeed.runtime.activation_checkpointing.checkpointing")
 CPU = torch.device("cpu")
@@ -82,3 +84,17 @@ def test_a_module_that_is_elsewhere_keeps_its_structure_without_its_values() -> 
     assert there.table.weight.untyped_storage().nbytes() == 5 * 3 * 4
     there.table.weight.data.copy_(here.table.weight.data)  # has a place for each element
     assert torch.equal(there.table.weight, here.table.weight)
+
+
+def test_a_user_s_frozen_objects_stay_so_and_ours_do_not() -> None:
+    assert gc.get_freeze_count() == 0
+    with _nothing_to_collect():
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        with _nothing_to_collect():
+            pass
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
