@@ -71,7 +71,12 @@ class Chooser:
     @property
     def _weighs(self) -> bool:
         """Whether it matters what a rank holds: on a CPU only where the configuration says how much that may be."""
-        return self._settings.resize.memory_gb is not None or self._engine.device.type == "cuda"
+        limited = self._settings.resize.memory_gb is not None or self._engine.device.type == "cuda"
+        return limited and self._decides
+
+    @property
+    def _decides(self) -> bool:
+        return "measured" in (self._settings.resize.policy, self._settings.partition)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -100,7 +105,7 @@ class Chooser:
 
         Asked before every step; it decides where more is frozen, or where layers have just been timed.
         """
-        if self._settings.resize.policy != "measured" and self._settings.partition != "measured":
+        if not self._decides:
             return None
         timed = len(self._seconds) == _LAST + 1
         if timed and self._expected is not None:
@@ -165,14 +170,14 @@ class Chooser:
         return sum(map(_size, parameters)), gradients * (1 + self._beside_weights), gradients
 
     def _optimizer_share(self) -> float:
-        """Bytes of moments and masters for each byte of trained weights, on the fullest rank."""
+        """Bytes of moments and masters for each byte of trained weights, on the fullest rank of those that train some."""
         engine = self._engine
         here = set(map(id, engine.module.parameters()))
         held = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
         held += [p for group in engine.basic_optimizer.param_groups for p in group["params"] if id(p) not in here]
         mine = sum(_size(value) for value in held if isinstance(value, Tensor))
         trained = sum(_size(parameter) for parameter in engine.module.parameters() if parameter.requires_grad)
-        return max(self._control.collect(mine / max(trained, 1.0)))
+        return max(self._control.collect(mine / trained if trained else 0.0))
 
     def _kept(self) -> float:
         """Bytes that this rank keeps of a micro-batch between its forward and its backward pass."""

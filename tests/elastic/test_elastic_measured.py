@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -134,3 +135,16 @@ def test_layers_are_divided_by_what_they_take_though_nothing_is_frozen(ranks):
         said = ranks[0]["divided anew"]["lines"]
         assert len(said) == 2 and "and was predicted to take 0." in said[1]
         assert rank["left as it is"]["seen"] == [(2, [0, 3, 6])] * 10
+
+
+def test_a_rank_that_trains_nothing_says_nothing_of_what_training_takes():
+    """Its optimiser has but the parameter that stands for an empty group."""
+    unused, chooser = torch.zeros(2), object.__new__(Chooser)
+    module = torch.nn.Linear(2, 2).requires_grad_(False)
+    optimizer = SimpleNamespace(state={unused: {"exp_avg": torch.zeros(2)}}, param_groups=[{"params": [unused]}])
+    chooser._engine = SimpleNamespace(module=module, basic_optimizer=optimizer)
+    chooser._control = SimpleNamespace(collect=lambda mine: [mine, 2.0])
+    assert chooser._optimizer_share() == 2.0
+    module.requires_grad_(True)
+    optimizer.state[module.weight] = {"exp_avg": torch.zeros(20)}
+    assert chooser._optimizer_share() == (16 + 80) / 24
