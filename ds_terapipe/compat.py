@@ -80,6 +80,7 @@ NAMES: tuple[Name, ...] = (
     Name(f"{_ENGINE}.__init__#is_grad_partitioned", "0.19.8", "register: off"),
     Name(f"{_ENGINE}._exec_reduce_tied_grads", "0.19.8", "engine: end of a step"),
     Name(f"{_ENGINE}._exec_reduce_grads", "0.19.8", "engine: end of a step"),
+    Name(f"{_BASE}.allreduce_no_retain", "0.19.8", "engine: end of a step of several replicas"),
     Name(f"{_ENGINE}._exec_optimizer_step", "0.19.8", "engine: end of a step"),
     Name(f"{_ENGINE}._aggregate_total_loss", "0.19.8", "engine: the loss of a step, on all ranks"),
     Name(f"{_ENGINE}.eval_batch#fwd_outputs", "0.19.8", "engine: losses of the micro-batches"),

@@ -32,7 +32,7 @@ from ds_terapipe.pipeline.choosing import changed_settings, new_choice
 from ds_terapipe.pipeline.closing import close_module, detach_engine
 from ds_terapipe.pipeline.control import Control, Header
 from ds_terapipe.pipeline.evaluation import Evaluation
-from ds_terapipe.pipeline.gradients import DeepSpeedGradients, OneReplica
+from ds_terapipe.pipeline.gradients import DeepSpeedGradients, Replicas
 from ds_terapipe.pipeline.inspection import Inspection
 from ds_terapipe.pipeline.interception import not_deferred_line
 from ds_terapipe.pipeline.layer_times import LayerTimes
@@ -57,7 +57,7 @@ _DESTROYED = "destroy() was called"
 _UNUSED = "ds_terapipe_nothing_is_trained_here"
 
 
-class TokenPipelineEngine(Evaluation, OneReplica, TrueNormClipping, PipelineEngine):
+class TokenPipelineEngine(Evaluation, Replicas, TrueNormClipping, PipelineEngine):
     """A :class:`PipelineEngine` whose pipeline carries slices of sequences. Same calls, same results.
 
     Args:

@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
 from ds_terapipe.pipeline.gradient_sums import GradientSums
+
+_ALONE = 2**18  # elements from which on a message of its own takes less time than two copies (and no memory)
 
 
 class DeepSpeedGradients:
@@ -74,8 +77,8 @@ class DeepSpeedGradients:
         self._sums.clear()
 
 
-class OneReplica:
-    """Stands before ``PipelineEngine``: one replica reduces no gradients, and frozen weights have none to reduce."""
+class Replicas:
+    """Stands before ``PipelineEngine``: large gradients of replicas are reduced where they are, one replica's not at all."""
 
     def _exec_reduce_tied_grads(self: Any) -> None:
         """As DeepSpeed's, of the weights that are trained: with bf16 it asks every one for sums that a frozen one has not."""
@@ -94,3 +97,23 @@ class OneReplica:
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter.grad is None and parameter.numel() > 0:
                 parameter.grad = torch.zeros_like(parameter)  # optimisers decay a weight whose gradient is zero
+
+    def allreduce_no_retain(self: Any, bucket: list[Tensor], dp_group: Any, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's, which copies all gradients into one tensor and back: as much memory as they take themselves."""
+        large, small = [], []
+        for gradient in bucket:
+            alone = gradient.numel() >= _ALONE and gradient.dtype == self.communication_data_type
+            (large if alone and gradient.is_contiguous() else small).append(gradient)
+        world = kwargs.get("dp_world_size") or dist.get_world_size(dp_group)
+        before, after = 1.0, 1.0  # as ``allreduce_bucket`` of DeepSpeed 0.19.8 averages
+        if self.gradient_average:
+            before = 1.0 / (self.gradient_predivide_factor() if self.postscale_gradients() else world)
+            after = self.gradient_predivide_factor() / world if self.postscale_gradients() else 1.0
+        if large and before != 1.0:
+            torch._foreach_mul_(large, before)
+        sums = [dist.all_reduce(gradient, group=dp_group, async_op=True) for gradient in large]
+        super().allreduce_no_retain(small, dp_group, *args, **kwargs)  # type: ignore[misc]
+        for each in sums:
+            each.wait()
+        if large and after != 1.0:
+            torch._foreach_mul_(large, after)
