@@ -261,8 +261,9 @@ def _checked(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
     if _is_on(config, ELASTIC_PIPELINE):
         from .elastic import settings as elastic
 
-        settings[ELASTIC_PIPELINE] = elastic.parse(config)
-        elastic.check_config(settings[ELASTIC_PIPELINE], config)
+        block = elastic.parse(config)
+        assert block is not None  # it is on
+        settings[ELASTIC_PIPELINE] = elastic.check_config(block, config)
     refusals.check_config({**config, TOKEN_PIPELINE: settings[TOKEN_PIPELINE].model_dump()})
     refusals.check_model(model, refusals.cuts(settings[TOKEN_PIPELINE].slices))
     refusals.advise(config, model, cut=_is_on(config, TOKEN_PIPELINE))

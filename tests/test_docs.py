@@ -23,6 +23,7 @@ import ds_terapipe
 from ds_terapipe import autoload, config
 from ds_terapipe.elastic import settings as elastic
 from ds_terapipe.elastic.freeze import policy_names
+from ds_terapipe.elastic.freezer import REASONS
 from ds_terapipe.optim import modes
 from ds_terapipe.optim.lamb import FusedLamb
 
@@ -189,6 +190,7 @@ def known_values() -> set[str]:
         | {name for names in autoload.TYPES.values() for name in names}
         | set(modes.MODES)
         | set(policy_names())
+        | set(REASONS)
         | {"bias_norm", "Lamb", "epoch", "off", "halve", "measured", "as_launched"}
     )
 
@@ -242,8 +244,10 @@ def test_the_table_of_token_pipeline_has_every_key_and_its_default() -> None:
 
 def test_the_table_of_elastic_pipeline_has_every_key_and_its_default() -> None:
     defaults: dict[str, Any] = {}
-    for block, value in elastic.ElasticPipelineConfig():
-        defaults.update({block: value} if isinstance(value, (bool, str)) else {f"{block}.{key}": v for key, v in value})
+    for block, value in elastic.ElasticPipelineConfig().model_dump(mode="json").items():
+        defaults.update(
+            {block: value} if isinstance(value, (bool, str)) else {f"{block}.{key}": v for key, v in value.items()}
+        )
     assert {"enabled", "freeze.alpha", "resize.policy"} <= set(defaults)
     rows = table("enabled", "docs/elastic.md")
     assert {key: default_of(cell, 0) for (key,), cell in rows} == defaults

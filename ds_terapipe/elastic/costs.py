@@ -25,19 +25,31 @@ def trained_sizes(module: PipelineModule, control: Control) -> list[int]:
     return sizes
 
 
-def layer_costs(engine: Any, control: Control, times: LayerTimes) -> tuple[list[float], list[float], bool]:
-    """Forward and backward of every entry of the layer list: seconds where all ranks measured them, else as parameters say.
+class Costs:
+    """What the entries of the layer list take; of those that are frozen, what they took while they were trained."""
 
-    The last value is whether they are seconds.
-    """
-    module = engine.module
-    everybodys = control.gather((module._local_start, times.costs(), _by_parameters(module)))
-    measured = all(costs is not None for _, costs, _ in everybodys)
-    forward, backward = ([0.0] * len(module._layer_specs) for _ in range(2))
-    for first, costs, sizes in everybodys:
-        for entry, (ahead, back) in enumerate(zip(*(costs if measured else sizes), strict=True), start=first):
-            forward[entry], backward[entry] = max(forward[entry], ahead), max(backward[entry], back)
-    return forward, backward, measured
+    def __init__(self) -> None:
+        self._backward: dict[int, float] = {}  # seconds, as measured last
+
+    def now(self, engine: Any, control: Control, times: LayerTimes) -> tuple[list[float], list[float], bool]:
+        """Forward and backward of every entry: seconds where all ranks measured them, else as parameters say; collective.
+
+        The last value is whether they are seconds.
+        """
+        module = engine.module
+        everybodys = control.gather((module._local_start, times.costs(), _by_parameters(module)))
+        measured = all(costs is not None for _, costs, _ in everybodys)
+        forward, backward = ([0.0] * len(module._layer_specs) for _ in range(2))
+        for first, costs, sizes in everybodys:
+            for entry, (ahead, back) in enumerate(zip(*(costs if measured else sizes), strict=True), start=first):
+                forward[entry], backward[entry] = max(forward[entry], ahead), max(backward[entry], back)
+        if measured:
+            for entry in range(len(backward)):
+                if entry >= engine.frozen_layers:
+                    self._backward[entry] = backward[entry]
+                else:
+                    backward[entry] = self._backward.get(entry, 2 * forward[entry])  # frozen since the engine is there
+        return forward, backward, measured
 
 
 def _by_parameters(module: PipelineModule) -> tuple[list[float], list[float]]:

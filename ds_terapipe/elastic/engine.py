@@ -11,25 +11,21 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed
-from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.elastic.anew import build_anew
-from ds_terapipe.elastic.costs import layer_costs, state_bytes, trained_sizes
-from ds_terapipe.elastic.freeze import Freezer, ModelLayers, completed_intervals
-from ds_terapipe.elastic.gradient_norms import GradientNorms
-from ds_terapipe.elastic.groups import release
-from ds_terapipe.elastic.layers import drop_copies, layers_here, names_in
+from ds_terapipe.elastic.costs import Costs, state_bytes, trained_sizes
+from ds_terapipe.elastic.freeze import ModelLayers
+from ds_terapipe.elastic.freezing import Freezing
+from ds_terapipe.elastic.layers import drop_copies
 from ds_terapipe.elastic.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.measured import Chooser
-from ds_terapipe.elastic.optimizer import ElasticOptimizer, gathered
+from ds_terapipe.elastic.optimizer import gathered
 from ds_terapipe.elastic.report import Transition, TransitionReport
 from ds_terapipe.elastic.reshape import Reshape, check_movable
 from ds_terapipe.elastic.resize import Shape, balanced, check, shape_of, wanted_stages
@@ -44,7 +40,7 @@ from ds_terapipe.process_groups import close_groups
 logger = logging.getLogger(__name__)
 
 
-class ElasticPipelineEngine(ElasticOptimizer):
+class ElasticPipelineEngine(Freezing):
     """A :class:`TokenPipelineEngine` that freezes layers and reshapes its pipeline at step boundaries.
 
     Args:
@@ -56,9 +52,7 @@ class ElasticPipelineEngine(ElasticOptimizer):
     elastic_pipeline: ElasticPipelineConfig
     _seed: int | None = None  # of the random streams
     _chooser: Chooser | None = None  # where layers may move: what they take
-    _frozen = 0  # entries of the layer list that the policy has frozen
     _changed = False  # since the start
-    _tied_frozen: frozenset[str] = frozenset()  # keys of tied layers that are frozen, and used after the prefix
 
     def __init__(self, *args: Any, elastic_pipeline: ElasticPipelineConfig, **kwargs: Any) -> None:
         self.elastic_pipeline = elastic_pipeline
@@ -66,11 +60,10 @@ class ElasticPipelineEngine(ElasticOptimizer):
             key: value for key, value in kwargs.items() if key not in ("token_pipeline", "model_parameters")
         }
         self._reshaped: list[Callable[[ElasticPipelineEngine], None]] = []
-        self._transitions = TransitionReport()
+        self._transitions, self.costs = TransitionReport(), Costs()
         # before all that depends on it
         check_alike(gathered(elastic_pipeline.model_dump(), kwargs["model"].world_group))
         super().__init__(*args, **kwargs)
-        module = self.module
         self._start_feeding()
         self._sizes = trained_sizes(self.module, self._control)
         layers = ModelLayers(tuple(size > 0 for size in self._sizes))
@@ -82,24 +75,28 @@ class ElasticPipelineEngine(ElasticOptimizer):
             elastic_pipeline, layers, self.num_stages, self.world_size, tensor, batch, self.micro_batch_size,
             self.training_data is not None,
         )  # fmt: skip
-        self._freezer = Freezer(elastic_pipeline.freeze, layers, self._intervals_before)
-        self._norms = GradientNorms(len(self._sizes), self.device) if self._freezer.needs_gradients else None
+        self._start_freezing(layers)
         if elastic_pipeline.cache.enabled and self.global_rank == 0:
             logger.warning(
                 "elastic_pipeline.cache: not there yet, the outputs of frozen layers are computed in every step"
             )
         if self.elastic_pipeline.moves:
-            self._chooser = Chooser(self, self._control)
-            dtype = self._layer_dtype
-            self._control.agree(_error_of(lambda: check_movable(module, self.basic_optimizer, self.device, dtype)))
-            drop_copies(module)
+            self._begin_to_move()
+
+    def _begin_to_move(self) -> None:
+        """Find out whether layers can go to other ranks; collective."""
+        dtype = self._layer_dtype
+        error = _error_of(lambda: check_movable(self.module, self.basic_optimizer, self.device, dtype))
+        if self.elastic_pipeline.has_to_move:
+            self._control.agree(error)
+        reasons = [reason for reason in self._control.gather(None if error is None else str(error)) if reason]
+        if reasons:
+            self.elastic_pipeline = self.elastic_pipeline.staying(reasons[0])
+            return
+        self._chooser = Chooser(self, self._control)
+        drop_copies(self.module)
 
     # --------------------------------------------------------------------------------------------------- what is shown
-
-    @property
-    def frozen_layers(self) -> int:
-        """Entries of the layer list, from the first on, that the policy has frozen."""
-        return self._frozen
 
     def on_reshape(self, callback: Callable[[ElasticPipelineEngine], None]) -> None:
         """Call ``callback`` with the engine after each reshape, for what depends on the present shape."""
@@ -117,17 +114,18 @@ class ElasticPipelineEngine(ElasticOptimizer):
             self._seed = self._control.decide(self._first_seed)
             self._streams.seed = self._seed
         step = self.global_steps
-        frozen = self._freezer.decide(step, self._gradient_norms)
-        stages = wanted_stages(
-            self.elastic_pipeline.resize, step, self.num_stages, self.start_shape.stages, self._sizes, frozen
-        )
+        frozen, start = self._decide_frozen(step), self.start_shape.stages
+        present = start if frozen < self._frozen else self.num_stages  # what trains again may need more stages
+        stages = wanted_stages(self.elastic_pipeline.resize, step, present, start, self._sizes, frozen)
         parts, taken = None, None if self._chooser is None else self._chooser.decide(frozen)
         if taken is not None:
             stages, parts = taken.shape.stages, taken.parts
         if (frozen, stages) != (self._frozen, self.num_stages) or parts not in (None, tuple(self.module.parts)):
             self._change(frozen, stages, parts, step=step)
         with nullcontext() if self._chooser is None else self._chooser.watching():
-            return super().train_batch()
+            loss = super().train_batch()
+        self._keep_loss(loss)
+        return loss
 
     def _settle(self) -> None:
         if self._streams is None:
@@ -145,32 +143,7 @@ class ElasticPipelineEngine(ElasticOptimizer):
     def _first_seed(self) -> int:
         return int(self.module.base_seed if self.module.seed_layers else torch.initial_seed())
 
-    def _gradient_norms(self) -> Sequence[float] | None:
-        return None if self._norms is None else self._norms.take(self._control)
-
-    def _intervals_before(self, step: int) -> int:
-        """How many intervals were over when a step began."""
-        samples = None if self.training_data is None else len(self.training_data)
-        return completed_intervals(self.elastic_pipeline.freeze.interval, step, self.train_batch_size(), samples)
-
-    def _enter_training(self) -> None:
-        super()._enter_training()
-        for name, layer in layers_here(self.module).items():
-            if name in self._prefix:
-                layer.eval()
-
-    @property
-    def _prefix(self) -> tuple[str, ...]:
-        """What the names of the parameters that the policy froze begin with."""
-        return names_in(self.module, range(self._frozen))
-
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
-        if self._norms is not None:
-            tensor, add = 0, None
-            if self.grid.model_parallel_size > 1:
-                tensor, group = self.grid.get_slice_parallel_rank(), self.grid.slice_proc_group
-                add = partial(torch.distributed.all_reduce, group=group)
-            self._norms.add(self.module, tensor, add)
         with nullcontext() if self._chooser is None else self._chooser.updating():
             super()._exec_optimizer_step(lr_kwargs)
 
@@ -211,6 +184,7 @@ class ElasticPipelineEngine(ElasticOptimizer):
             if (state["frozen_layers"], state["parts"]) != (self._frozen, now["parts"]):
                 self._change(state["frozen_layers"], state["stages"], state["parts"], step=None)
             self._freezer.load(state["policy"])
+            self._losses = tuple(state.get("losses", (0.0, 0)))
             self._seed = state["seed"]
             self._streams.seed = self._seed or 0
         loaded = super().load_checkpoint(
@@ -234,6 +208,7 @@ class ElasticPipelineEngine(ElasticOptimizer):
             "train_batch_size": self.train_batch_size(),
             "seed": self._seed,
             "policy": self._freezer.state(),
+            "losses": [float(self._losses[0]), self._losses[1]],
             "norms": None if self._norms is None else self._norms.state(self._control),
         }
 
@@ -254,7 +229,7 @@ class ElasticPipelineEngine(ElasticOptimizer):
             self.start_shape.micro_batch,
         )
         if parts is None and (new != shape or (self.elastic_pipeline.moves and stages > 1)):
-            *costs, _ = layer_costs(self, self._control, self._layer_times)
+            *costs, _ = self.costs.now(self, self._control, self._layer_times)
             present = list(map(int, self.module.parts)) if new == shape else None
             parts = balanced(*costs, max(frozen, self.untrained_layers), stages, present)
         reshape = None
@@ -279,29 +254,6 @@ class ElasticPipelineEngine(ElasticOptimizer):
             self._settle()
         self._trace.keep(self._recorder.end())
         self._tell(step, shape, before, time.perf_counter() - started, freed, sent)
-
-    def _freeze(self, frozen: int) -> int:
-        """Take what a longer prefix trains out of the training; bytes that this gives back on this rank."""
-        self._frozen, freed = frozen, 0
-        prefix, module = self._prefix, self.module
-        self._say_tied()
-        for name, parameter in module.named_parameters():
-            if name.startswith(prefix) and parameter.requires_grad:
-                parameter.requires_grad_(False)
-                freed += 0 if parameter.grad is None else parameter.grad.numel() * parameter.grad.element_size()
-                parameter.grad = None
-        if self.basic_optimizer is None:
-            return freed
-        return freed + release(self.basic_optimizer)
-
-    def _say_tied(self) -> None:
-        specs = self.module._layer_specs
-        tied = {spec.key for spec in specs[: self._frozen] if isinstance(spec, TiedLayerSpec)}
-        later = tied & {spec.key for spec in specs[self._frozen :] if isinstance(spec, TiedLayerSpec)}
-        if later - self._tied_frozen and self.global_rank == 0:
-            names = ", ".join(sorted(later))
-            logger.warning("elastic_pipeline.freeze: what is tied (%s) is frozen where it is used later, too", names)
-        self._tied_frozen |= later
 
     def _reshape(self, shape: Shape, reshape: Reshape) -> int:
         """Go to a shape that was prepared; bytes that this rank sent."""

@@ -1,18 +1,20 @@
-"""Which entries of a PipelineModule's layer list are frozen at which step. Pure: no process groups, no tensors.
+"""Policies: which entries of a PipelineModule's layer list are frozen at which step. Pure: no process groups, no tensors.
 
-What is frozen is a prefix of the list, and it never shrinks. A policy says how long it is; :class:`Freezer` asks it at every
-step. The rules ``alpha`` and ``grad_norm`` are those of PipeTransformer (He et al., 2021).
+What is frozen is a prefix of the list. A policy says how long it is; `freezer.Freezer` asks it at every step. The rules ``alpha``
+and ``grad_norm`` are those of PipeTransformer (He et al., 2021).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ds_terapipe.config import one_of
 from ds_terapipe.errors import ConfigError, shown
+
+READABLE = ("alpha", "frozen_layers", "tolerance", "patience")
 
 # Rounding must not freeze a layer more: 10 (1 - (1 - 0.3)) is 3.0000000000000004.
 _ROUNDING = 1e-9
@@ -28,6 +30,14 @@ class PolicySettings(Protocol):
     @property
     def alpha(self) -> float:
         """Share of the layers that still train."""
+
+    @property
+    def tolerance(self) -> float:
+        """Relative change of a gradient's norm from interval to interval below which it is a plateau."""
+
+    @property
+    def patience(self) -> int:
+        """Intervals that a plateau lasts before it counts."""
 
     @property
     def frozen_layers(self) -> tuple[tuple[int, int], ...] | None:
@@ -92,7 +102,7 @@ class FreezePolicy:
     that may be frozen.
 
     Attributes:
-        reads: which of the settings ``alpha`` and ``frozen_layers`` it reads; a configuration that gives another is refused.
+        reads: which of the settings in `READABLE` it reads; a configuration that gives another is refused.
         needs_gradients: whether `at_interval` wants the norms of gradients, for which the engine sums up squares.
         decides_at_intervals: whether `at_interval` does anything; by default, whether a subclass overrides it.
 
@@ -122,13 +132,16 @@ class FreezePolicy:
         """Entries that are frozen after an interval.
 
         Args:
-            completed: intervals since the beginning of the training.
+            completed: intervals since the beginning of the training, or since layers train again.
             frozen: entries that are frozen now.
             norms: for each entry, the root of the mean square of its trained parameters' gradients, over all ranks, before
                 clipping, averaged over the interval's steps; nan for entries that have none. None where the policy does not need
                 it or nothing was measured.
         """
         return frozen
+
+    def rejoined(self, step: int) -> None:
+        """From the step with this 0-based ``global_steps`` on all layers train again: what was before counts no more."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to keep, as JSON can hold it: all that the next answers depend on beside their arguments."""
@@ -146,10 +159,24 @@ class SchedulePolicy(FreezePolicy):
     """Freezes given numbers of entries from given steps on."""
 
     reads = ("frozen_layers",)
+    _since = -1  # pairs up to this step have had their time
 
     def at_step(self, step: int, frozen: int) -> int:
         """The entries of the last pair whose step is this one or an earlier one."""
-        return max((entries for begin, entries in self.settings.frozen_layers or () if begin <= step), default=frozen)
+        pairs = self.settings.frozen_layers or ()
+        return max((entries for begin, entries in pairs if self._since < begin <= step), default=frozen)
+
+    def rejoined(self, step: int) -> None:
+        """Only pairs with later steps freeze."""
+        self._since = step
+
+    def state(self) -> dict[str, Any]:
+        """Which pairs count."""
+        return {"since": self._since}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """As saved."""
+        self._since = state.get("since", -1)
 
 
 class AlphaPolicy(FreezePolicy):
@@ -186,84 +213,56 @@ class GradNormPolicy(FreezePolicy):
         return self.model.prefix(min(bound, min(found)[1]))
 
 
-class Freezer:
-    """Asks a policy at every step; its answers never shrink, and never reach the head.
+class PlateauPolicy(FreezePolicy):
+    """Freezes entries, from the first on, whose gradient's norm has stayed the same for some intervals.
 
-    Args:
-        settings: the block ``elastic_pipeline.freeze``.
-        model: the entries of the layer list.
-        completed: how many intervals were over before the step with this 0-based ``global_steps``, see `completed_intervals`.
-
-    Attributes:
-        frozen: entries that are frozen since the last decision.
+    An interval in which the norm changes by less than ``tolerance``, relative to the interval before, counts for an entry; one in
+    which it changes by twice that or more makes it begin anew; between the two nothing happens, lest noise at the border decides.
+    An entry with ``patience`` such intervals is frozen once all before it are, at most the share ``alpha`` of the layers that
+    still train in one interval.
     """
 
-    def __init__(self, settings: PolicySettings, model: ModelLayers, completed: Callable[[int], int]) -> None:
-        self.frozen = 0
-        self._name = settings.policy
-        self._policy = policy_class(settings.policy)(settings, model)
-        self._most = model.head
-        self._completed = completed
-        self._step: int | None = None
+    reads = ("alpha", "tolerance", "patience")
+    needs_gradients = True
 
-    @property
-    def needs_gradients(self) -> bool:
-        """Whether the policy wants norms of gradients."""
-        return self._policy.needs_gradients
+    def __init__(self, settings: PolicySettings, model: ModelLayers) -> None:
+        super().__init__(settings, model)
+        self.rejoined(0)
 
-    def decide(self, step: int, norms: Callable[[], Sequence[float] | None]) -> int:
-        """Entries that the step with this 0-based ``global_steps`` trains without.
+    def rejoined(self, step: int) -> None:
+        """Nothing is known of any entry."""
+        self._last: list[float | None] = [None for _ in self.model.trainable]
+        self._quiet = [0 for _ in self.model.trainable]
 
-        Asked twice for a step, it answers twice the same. Where intervals have ended since the step before, the policy is asked
-        once, about the last of them.
-
-        Args:
-            step: as many steps have been taken.
-            norms: for `FreezePolicy.at_interval`; called at the end of an interval and for a policy that needs it only, so it may
-                be collective.
-        """
-        if step == self._step:
-            return self.frozen
-        if self._policy.decides_at_intervals:
-            before = 0 if self._step is None else self._completed(self._step)
-            now = self._completed(step)
-            if now > before:
-                self._freeze(self._policy.at_interval(now, self.frozen, norms() if self.needs_gradients else None))
-        self._freeze(self._policy.at_step(step, self.frozen))
-        self._step = step
-        return self.frozen
-
-    def _freeze(self, entries: int) -> None:
-        self.frozen = max(self.frozen, min(int(entries), self._most))
+    def at_interval(self, completed: int, frozen: int, norms: Sequence[float] | None) -> int:
+        """An entry whose norm is nan or zero is passed over: nothing is known of it. So is an interval without any norm."""
+        if norms is None:
+            return frozen
+        for entry, norm in enumerate(norms):
+            if math.isnan(norm):
+                continue
+            last, self._last[entry] = self._last[entry], norm
+            if not last:
+                continue
+            change = abs(norm - last) / last
+            if change < self.settings.tolerance:
+                self._quiet[entry] += 1
+            elif change >= 2 * self.settings.tolerance:
+                self._quiet[entry] = 0
+        before = self.model.before_head
+        count = self.model.frozen_of(frozen)
+        bound = min(_rounded_up(count + self.settings.alpha * (len(before) - count)), len(before))
+        while count < bound and self._quiet[before[count]] >= self.settings.patience:
+            count += 1
+        return max(frozen, self.model.prefix(count))
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON can hold it."""
-        return {"policy": self._name, "frozen": self.frozen, "step": self._step, "own": self._policy.state()}
+        """Last norms, and how long they have been the same."""
+        return {"last": self._last, "quiet": self._quiet}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` has returned; under another policy, with as many frozen entries as there were."""
-        self.frozen = min(state["frozen"], self._most)
-        self._step = state["step"]
-        if state["policy"] == self._name:
-            self._policy.load(state["own"])
-
-
-def completed_intervals(interval: int | str, step: int, batch: int, samples: int | None) -> int:
-    """How many intervals were over before the step with this 0-based ``global_steps``.
-
-    Args:
-        interval: ``freeze.interval``, steps or ``"epoch"``.
-        batch: samples of a step, over all replicas.
-        samples: of ``training_data``; None without it, where intervals have to be steps.
-
-    Raises:
-        ValueError: an epoch of no ``training_data``.
-    """
-    if not isinstance(interval, str):
-        return step // interval
-    if not samples:
-        raise ValueError("freeze.interval: got an epoch, must be a number of steps where there is no training_data")
-    return step * batch // samples
+        """As saved."""
+        self._last, self._quiet = list(state["last"]), list(state["quiet"])
 
 
 # ------------------------------------------------------------------------------------------------------------ the registry
@@ -306,6 +305,7 @@ for _name, _class in (
     ("schedule", SchedulePolicy),
     ("alpha", AlphaPolicy),
     ("grad_norm", GradNormPolicy),
+    ("plateau", PlateauPolicy),
 ):
     register_policy(_name, _class)
 

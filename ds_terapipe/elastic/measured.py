@@ -1,7 +1,7 @@
 """What the running pipeline takes, and what is made of it: another shape, or other layers on its stages.
 
 ``"resize": {"policy": "measured"}`` and ``"partition": "measured"`` predict a step in every shape that there could be
-(``predict.py``) from times of the live layers, once whenever more layers are frozen. All of it is collective.
+(``predict.py``) from times of the live layers, once whenever other layers are frozen. All of it is collective.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from ds_terapipe.elastic.costs import layer_costs
 from ds_terapipe.elastic.layers import layers_here, prefix_of
 from ds_terapipe.elastic.predict import Choice, LayerCosts, Machine, Prediction, choose, predict
 from ds_terapipe.elastic.report import shape_text
@@ -52,6 +51,7 @@ class Chooser:
         self._decided: int | None = None  # with so many entries frozen
         self._expected: float | None = None  # seconds of a step here, as predicted
         self.change_seconds: float | None = None
+        self._trained: dict[int, tuple[float, float, float, float]] = {}  # bytes of entries while they were trained
         self._memory: dict[int, StageMemory] = {}
         self._beside_weights = 0.0  # bytes of optimiser state for each byte of trained weights
         self._update: tuple[Any, Any] | None = None
@@ -129,7 +129,7 @@ class Chooser:
         found = self._control.decide(lambda: choose(present, others, limit, self._steps_left(), change))
         self._decided = frozen
         if engine.global_rank == 0:
-            emit(self._line(present, others, found, measured=timed))
+            emit(self._line(present, others, found, measured=timed and frozen == engine.frozen_layers))
         self._expected = None if found.taken == present else found.taken.seconds
         return found.taken
 
@@ -137,7 +137,7 @@ class Chooser:
         """Of all entries; None where some rank has not timed its layers."""
         engine = self._engine
         module, here = engine.module, layers_here(engine.module)
-        forward, backward, measured = layer_costs(engine, self._control, engine._layer_times)
+        forward, backward, measured = engine.costs.now(engine, self._control, engine._layer_times)
         if not measured:
             return None
         self._beside_weights = self._optimizer_share()
@@ -146,10 +146,18 @@ class Chooser:
         mine = {entry: self._bytes_of(here.get(keys[entry])) for entry in range(first, stop)}
         bytes_of, activations = [(0.0, 0.0, 0.0) for _ in keys], [0.0 for _ in keys]
         for of_rank, start, end, kept in self._control.gather((mine, first, stop, self._kept())):
-            whole = sum(backward[start:end])
-            for entry in range(start, end):
+            spent = [0.0 if entry < engine.frozen_layers else backward[entry] for entry in range(start, end)]
+            for entry, seconds in enumerate(spent, start):
                 bytes_of[entry] = max(bytes_of[entry], of_rank[entry])
-                activations[entry] = max(activations[entry], kept * backward[entry] / whole if whole else 0.0)
+                activations[entry] = max(activations[entry], kept * seconds / sum(spent) if seconds else 0.0)
+        # what trains again takes what it took before
+        trained = self._trained
+        for entry, (about, kept) in enumerate(zip(bytes_of, activations, strict=True)):
+            if entry < engine.frozen_layers:
+                _, *rest = trained.get(entry, (0.0, 0.0, 0.0, 0.0))
+                bytes_of[entry], activations[entry] = (about[0], rest[0], rest[1]), rest[2]
+            else:
+                trained[entry] = (*about, kept)
         weights, state, gradients = zip(*bytes_of, strict=True)
         same = tuple(keys.index(key) for key in keys)
         return LayerCosts(
@@ -193,7 +201,7 @@ class Chooser:
         return Machine(*self._reduction(), update)
 
     def _reduction(self) -> tuple[float, float]:
-        """Seconds per byte that a rank sends in a sum over ranks, with the copies that DeepSpeed makes, and of a small one."""
+        """Seconds per byte that a rank sends in a sum over ranks, and of a small one."""
         ranks, device = torch.distributed.get_world_size(), self._engine.device
         if ranks == 1:
             return 0.0, 0.0
@@ -204,9 +212,7 @@ class Chooser:
                 self._control.gather(None)  # all begin at once
                 started = time.perf_counter()
                 with self._engine._watch.waiting("all ranks to add up what is timed", counts=False):
-                    flat = tensor.clone()
-                    torch.distributed.all_reduce(flat)
-                    tensor.copy_(flat)
+                    torch.distributed.all_reduce(tensor)
                     if device.type != "cpu":
                         torch.get_device_module(device).synchronize(device)
                 taken.append(time.perf_counter() - started)
@@ -218,7 +224,7 @@ class Chooser:
         """Shapes that there could be; the present one where its layers may be divided anew."""
         engine, micro_batch = self._engine, self._engine.start_shape.micro_batch
         possible = shapes(engine.world_size, engine.grid.model_parallel_size, engine.train_batch_size(), micro_batch)
-        anew = self._settings.partition == "measured" or frozen > 0
+        anew = self._settings.partition == "measured" or frozen > 0 or engine.frozen_layers > 0
         return [
             shape
             for shape in possible

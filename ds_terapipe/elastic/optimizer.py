@@ -17,6 +17,7 @@ from ds_terapipe.elastic.anew import Kept, quietly
 from ds_terapipe.elastic.data import ElasticData
 from ds_terapipe.elastic.groups import in_order, make_alike
 from ds_terapipe.elastic.masters import fill, occupy
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.lamb import FusedLamb
 
 # DeepSpeed's own methods, by what its check says
@@ -41,7 +42,12 @@ class ElasticOptimizer(ElasticData):
         if self.elastic_pipeline.moves and not hasattr(self, "_control"):  # at the start
             in_order(basic_optimizer, self.module)
             gather = partial(gathered, group=self.module.world_group)
-            make_alike(basic_optimizer, self.client_lr_scheduler, gather)
+            try:
+                make_alike(basic_optimizer, self.client_lr_scheduler, gather)
+            except ConfigError as error:  # on every rank
+                if self.elastic_pipeline.has_to_move:
+                    raise
+                self.elastic_pipeline = self.elastic_pipeline.staying(str(error))
         if kind in _WRAPPED:
             occupy(basic_optimizer, self.module, self.device, self.param_names)
         return kind

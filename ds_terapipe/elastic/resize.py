@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ds_terapipe.elastic.freeze import ModelLayers, policy_class
+from ds_terapipe.elastic.freezer import LOSS_RISE
 from ds_terapipe.elastic.settings import EPOCH, ElasticPipelineConfig, FreezeSettings, ResizeSettings
 from ds_terapipe.errors import bad_value, shown
 from ds_terapipe.plan.stages import gain, partition
@@ -174,7 +175,8 @@ def _check_freeze(freeze: FreezeSettings, layers: ModelLayers, has_training_data
             rule = f"at most {layers.head} entries (the head, the last entry with trained parameters, is never frozen)"
             use = f"at most {layers.head}" if layers.head else '"policy": "static"'
             raise bad_value(f"{freeze.PATH}.frozen_layers", entries, rule, use)
-    if policy_class(freeze.policy).decides_at_intervals and freeze.interval == EPOCH and not has_training_data:
+    counts = policy_class(freeze.policy).decides_at_intervals or LOSS_RISE in freeze.unfreeze
+    if counts and freeze.interval == EPOCH and not has_training_data:
         rule = "a number of steps where there is no training_data"
         raise bad_value(f"{freeze.PATH}.interval", freeze.interval, rule, 'e.g. "interval": 1000')
 

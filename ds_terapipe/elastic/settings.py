@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, TypeVar
@@ -9,8 +10,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from ds_terapipe.config import Block, is_count, is_number, name_of, one_of, positive, switch, unknown_key
-from ds_terapipe.elastic.freeze import policy_class, policy_names
+from ds_terapipe.elastic.freeze import READABLE, policy_class, policy_names
+from ds_terapipe.elastic.freezer import REASONS
 from ds_terapipe.errors import ConfigError, bad_value, nearest, shown
+from ds_terapipe.pipeline.report import emit
 from ds_terapipe.refusals import Rule, above, at, autocasts_to_fp16, is_true
 
 ELASTIC_PIPELINE = "elastic_pipeline"
@@ -45,6 +48,7 @@ class FreezeSettings(Block):
 
     PATH: ClassVar[str] = f"{ELASTIC_PIPELINE}.freeze"
     _EXAMPLE: ClassVar[str] = "e.g. [[10, 2], [20, 4]]"
+    _PAIRS: ClassVar[str] = "a list of [step, entries], steps increasing, entries 1 or more and not decreasing"
 
     policy: str = "static"
     """Who decides: a policy of `ds_terapipe.elastic.freeze`, or one that the user has registered there."""
@@ -54,6 +58,15 @@ class FreezeSettings(Block):
 
     interval: int | Literal["epoch"] = EPOCH
     """Steps between two decisions, or an epoch of ``training_data``; for policies that decide at intervals."""
+
+    tolerance: float = 0.1
+    """Relative change of a gradient's norm from interval to interval below which it is a plateau; for policies that read it."""
+
+    patience: int = 3
+    """Intervals that a plateau lasts before it counts; for policies that read it."""
+
+    unfreeze: tuple[str, ...] = ()
+    """What has all layers train again: of `ds_terapipe.elastic.freezer.REASONS`."""
 
     frozen_layers: Steps | None = None
     """For policies that read it: from which step on how many entries of the layer list are frozen, from the first one on."""
@@ -71,6 +84,31 @@ class FreezeSettings(Block):
             raise bad_value(f"{cls.PATH}.alpha", value, "above 0 and below 1", "e.g. 0.33")
         return float(value)  # type: ignore[arg-type]
 
+    @field_validator("tolerance", mode="before")
+    @classmethod
+    def _check_tolerance(cls, value: object) -> float:
+        if not is_number(value) or not 0 < value < 1:  # type: ignore[operator]
+            raise bad_value(f"{cls.PATH}.tolerance", value, "above 0 and below 1", "e.g. 0.1")
+        return float(value)  # type: ignore[arg-type]
+
+    @field_validator("patience", mode="before")
+    @classmethod
+    def _check_patience(cls, value: object) -> int:
+        if not is_count(value):
+            raise bad_value(f"{cls.PATH}.patience", value, "a positive number of intervals", "e.g. 3")
+        return int(value)  # type: ignore[call-overload, no-any-return]
+
+    @field_validator("unfreeze", mode="before")
+    @classmethod
+    def _check_unfreeze(cls, value: object) -> tuple[str, ...]:
+        listed = isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
+        if not listed or any(each not in REASONS for each in value):  # type: ignore[attr-defined]
+            words = [value] if isinstance(value, str) else value if listed else []
+            near = [nearest(each, REASONS) or REASONS[0] for each in words]  # type: ignore[attr-defined]
+            rule = f"a list of {' or '.join(map(shown, REASONS))}"
+            raise bad_value(f"{cls.PATH}.unfreeze", value, rule, shown(near or [REASONS[0]]))
+        return tuple(dict.fromkeys(value))  # type: ignore[call-overload]
+
     @field_validator("interval", mode="before")
     @classmethod
     def _check_interval(cls, value: object) -> int | str:
@@ -87,16 +125,23 @@ class FreezeSettings(Block):
         if value is None:
             return None
         steps = _steps(value)
-        if steps is None or any(a > b for (_, a), (_, b) in pairwise(steps)):
-            rule = "a list of [step, entries], steps increasing, entries 1 or more and not decreasing"
-            raise bad_value(f"{cls.PATH}.frozen_layers", value, rule, cls._EXAMPLE)
+        if steps is None:
+            raise bad_value(f"{cls.PATH}.frozen_layers", value, cls._PAIRS, cls._EXAMPLE)
         return steps
+
+    @model_validator(mode="after")
+    def _check_order(self) -> FreezeSettings:
+        """What was frozen stays frozen, unless something has layers train again."""
+        decreases = any(a > b for (_, a), (_, b) in pairwise(self.frozen_layers or ()))
+        if decreases and not self.unfreeze:
+            raise bad_value(f"{self.PATH}.frozen_layers", self.frozen_layers, self._PAIRS, self._EXAMPLE)
+        return self
 
     @model_validator(mode="after")
     def _check_what_the_policy_reads(self) -> FreezeSettings:
         """A setting that does nothing is a mistake, and so is one that is missing."""
         reads = policy_class(self.policy).reads
-        for name in ("alpha", "frozen_layers"):
+        for name in READABLE:
             value = getattr(self, name)
             if name in reads and value is None:
                 rule = f'a list of [step, entries] beside "policy": {shown(self.policy)}'
@@ -115,9 +160,9 @@ class ResizeSettings(Block):
 
     PATH: ClassVar[str] = f"{ELASTIC_PIPELINE}.resize"
 
-    policy: Literal["off", "halve", "measured"] | Steps = "off"
+    policy: Literal["off", "halve", "measured"] | Steps = "measured"
     """Never; by PipeTransformer's compression test whenever layers were frozen; as measured times predict; or from which step on
-    how many stages."""
+    how many stages. Where it is not given, ``measured`` gives way to ``off`` with what it does not go with."""
 
     memory_gb: float | None = None
     """What a rank may hold, in 1e9 bytes, where shapes are chosen by what is measured; None: what one held at the start."""
@@ -231,6 +276,18 @@ class ElasticPipelineConfig(Block):
         """Whether layers may go to other ranks."""
         return self.resize.policy != "off" or self.partition == "measured"
 
+    @property
+    def has_to_move(self) -> bool:
+        """Whether the configuration says so; else what cannot move stays where it is."""
+        return self.moves and (self.partition == "measured" or "policy" in self.resize.model_fields_set)
+
+    def staying(self, reason: str) -> ElasticPipelineConfig:
+        """Of settings that need not move: these, with ``"off"``, and a line that says why."""
+        if int(os.environ.get("RANK", 0)) == 0:
+            emit(f"elastic_pipeline.resize.policy: off, since {reason}")
+        stays: ElasticPipelineConfig = self.model_copy(update={"resize": ResizeSettings(policy="off")})
+        return stays
+
     @field_validator("partition", mode="before")
     @classmethod
     def _check_partition(cls, value: object) -> str:
@@ -269,24 +326,35 @@ def parse(config: Mapping[str, Any]) -> ElasticPipelineConfig | None:
     return _read(ElasticPipelineConfig, block)
 
 
-def check_config(settings: ElasticPipelineConfig, config: Mapping[str, Any]) -> None:
+def check_config(settings: ElasticPipelineConfig, config: Mapping[str, Any]) -> ElasticPipelineConfig:
     """Refuse what a change of frozen layers or shape does not keep yet.
+
+    Returns:
+        The settings, or those of a pipeline that keeps its shape, where nothing asked for another one.
 
     Raises:
         ConfigError: naming the key, its value and the value to use.
     """
-    if settings.freeze.policy == "static" and not settings.moves:
-        return
+    freezes = settings.freeze.policy != "static"
+    if not freezes and not settings.moves:
+        return settings
     flat = above(0)(at(config, "zero_optimization.stage")) or any(
-        is_true(at(config, f"{name}.enabled")) for name in ("bf16", "bfloat16")
+        is_true(at(config, f"{name}.enabled")) for name in ("bf16", "bfloat16", "fp16")
     )
     if flat and policy_class(settings.freeze.policy).needs_gradients:
-        must = "a policy without norms of gradients beside bf16 or ZeRO (which keep gradients in flat parts)"
+        must = "a policy without norms of gradients beside 16-bit numbers or ZeRO (which keep gradients in flat parts)"
         raise bad_value(f"{settings.freeze.PATH}.policy", settings.freeze.policy, must, '"alpha"')
+    if flat and settings.freeze.unfreeze:
+        must = "absent beside 16-bit numbers or ZeRO (whose flat parts have one step count, where returning layers begin at 0)"
+        raise bad_value(f"{settings.freeze.PATH}.unfreeze", settings.freeze.unfreeze, must, "[]")
     for rule in _RULES:
         value = at(config, rule.path)
         if rule.refused(value):
-            raise bad_value(rule.path, value, rule.rule, rule.use)
+            error = bad_value(rule.path, value, rule.rule, rule.use)
+            if freezes or settings.has_to_move:
+                raise error
+            return settings.staying(f"{rule.path} is {shown(value)}")
+    return settings
 
 
 def check_alike(blocks: Sequence[Mapping[str, Any]]) -> None:

@@ -41,12 +41,19 @@ def layers() -> list[Any]:
 
 @dataclass(frozen=True)
 class Policy:
-    """The blocks, and the frozen entries and stages of every step that they must come to; None: as one process finds."""
+    """The blocks, and the frozen entries and stages of every step that they must come to; None: as one process finds.
+
+    ``rates``: what every LR is multiplied with, step by step.
+    """
 
     freeze: dict[str, Any]
     resize: Any
     frozen: tuple[int, ...] | None = None
     stages: tuple[int, ...] | None = None
+    rates: tuple[float, ...] = (1.0,) * CASE.steps
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.rates[min(step, CASE.steps - 1)])
 
 
 POLICIES = {
@@ -57,12 +64,32 @@ POLICIES = {
         (0, 0, 0, 2, 2, 3, 3, 3, 4, 4, 4, 4),
     ),
     "grad_norm": Policy({"policy": "grad_norm", "alpha": 0.5, "interval": 3}, [[5, 1], [8, 2], [10, 1]]),
+    "plateau": Policy(
+        {"policy": "plateau", "alpha": 0.5, "interval": 2, "tolerance": 0.4, "patience": 2}, [[5, 1], [8, 2], [10, 1]]
+    ),
+    # pairs of the schedule up to the restart have had their time; what trains again needs two stages
+    "restart": Policy(
+        {"policy": "schedule", "frozen_layers": [[1, 2], [3, 4], [9, 2], [11, 4]], "unfreeze": ["lr_restart"]},
+        "halve",
+        (0, 2, 2, 4, 4, 4, 0, 0, 0, 2, 2, 4),
+        (2, 2, 2, 1, 1, 1, 2, 2, 2, 2, 2, 1),
+        (0.1, 1.0, 0.8, 0.6, 0.4, 0.2, 0.9, 0.7, 0.5, 0.4, 0.3, 0.2),
+    ),
+    # the LR is far too high once layers are frozen, so that the second interval's mean loss is above the first one's
+    "loss": Policy(
+        {"policy": "alpha", "alpha": 0.6, "interval": 3, "unfreeze": ["loss_rise", "lr_restart"]},
+        [[3, 1], [6, 2], [9, 1]],
+        (0, 0, 0, 3, 3, 3, 0, 0, 0, 3, 3, 3),
+        (2, 2, 2, 1, 1, 1, 2, 2, 2, 1, 1, 1),
+        (1.0, 1.0, 1.0, 300.0, 300.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1),
+    ),
 }
 
 
 def engine(policy: Policy, data: Texts) -> Any:
     block = {"freeze": policy.freeze, "resize": {"policy": policy.resize}}
-    return engine_of(CASE, specs=layers(), training_data=data, config={"elastic_pipeline": block})
+    config = {"elastic_pipeline": block}
+    return engine_of(CASE, specs=layers(), training_data=data, config=config, lr_scheduler=policy.scheduler)
 
 
 def run(engine: Any, steps: int) -> list[tuple[Any, ...]]:
@@ -105,24 +132,36 @@ def ranks(tmp_path_factory):
 
 
 def alone(policy: Policy) -> tuple[list[int], list[float], dict[int, list[float]]]:
-    """One process: PipeTransformer's rule, written down again; frozen entries and loss of each step, norms by step."""
+    """One process: the rules, written down again; frozen entries and loss of each step, norms by step."""
     data, model, specs = Texts(SAMPLES), Plain(layers()), layers()
     optimizer = grouped_adamw(list(model.parameters()))
     entries = [getattr(model, str(entry)) for entry in range(ENTRIES)]
+    scheduler = policy.scheduler(optimizer)
     frozen, losses, history, norms, given = 0, [], [], [], {}
+    quiet: list[int] = [0] * ENTRIES
     for step, indices in enumerate(in_order(CASE.steps, CASE.batch, SAMPLES)):
         if policy.frozen is not None:
             frozen = policy.frozen[step]
         elif step and step % policy.freeze["interval"] == 0:
             means = [sum(of_step[entry] for of_step in norms) / len(norms) for entry in range(ENTRIES)]
-            given[step] = means
+            before, given[step] = given[max(given)] if given else [], means
             left = means[frozen : HEAD + 1]
             bound = math.ceil(frozen + policy.freeze["alpha"] * (HEAD - frozen) - 1e-9)
-            frozen, norms = max(frozen, min(bound, frozen + left.index(min(left)))), []
+            if policy.freeze["policy"] == "plateau":
+                for entry, (old, new) in enumerate(zip(before, means, strict=False)):
+                    change = abs(new - old) / old
+                    quiet[entry] = quiet[entry] + 1 if change < 0.4 else 0 if change >= 0.8 else quiet[entry]
+                while frozen < bound and quiet[frozen] >= 2:
+                    frozen += 1
+                norms = []
+            else:
+                frozen, norms = max(frozen, min(bound, frozen + left.index(min(left)))), []
         history.append(frozen)
         for name, parameter in model.named_parameters():
-            if frozen and name.startswith(prefixes(specs, frozen)):
-                parameter.requires_grad_(False)
+            stays = bool(frozen) and name.startswith(prefixes(specs, frozen))
+            if stays:
+                optimizer.state.pop(parameter, None)  # what trains again begins anew
+            parameter.requires_grad_(not stays)
         optimizer.zero_grad()
         parts = [micro_batch_of(data, indices[at : at + CASE.size]) for at in range(0, CASE.batch, CASE.size)]
         loss = sum(mean_loss(model(inputs), targets) for inputs, targets in parts) / len(parts)
@@ -131,6 +170,7 @@ def alone(policy: Policy) -> tuple[list[int], list[float], dict[int, list[float]
         norms.append([root_mean_square(layer) for layer in entries])
         nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], CASE.clip)
         optimizer.step()
+        scheduler.step()
     return history, losses, given
 
 
@@ -142,13 +182,15 @@ def root_mean_square(layer: nn.Module) -> float:
 @pytest.mark.parametrize("name", POLICIES)
 def test_decisions_and_losses_are_those_of_one_process(ranks, name):
     history, losses, given = alone(POLICIES[name])
-    assert history[-1] > history[0] == 0 and len(set(history)) > 2, history
+    assert history[-1] > history[0] == 0 and len(set(history)) >= 2, history
+    wanted_stages = POLICIES[name].stages
     for rank in ranks:
         for way in ("run", "resumed"):
             frozen, stages, got, norms = zip(*rank[name][way], strict=True)
-            assert list(frozen) == history, way
+            assert list(frozen) == history, f"{way} {frozen} {history} {stages} {got} {losses}"
             assert got == pytest.approx(losses, rel=1e-5)
             assert stages[-1] == 1 and stages[0] == 2
+            assert wanted_stages is None or stages == wanted_stages
             assert {step: list(each[0]) for step, each in enumerate(norms) if each} == {
                 step: pytest.approx(wanted, rel=1e-4, nan_ok=True) for step, wanted in given.items()
             }

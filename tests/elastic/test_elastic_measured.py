@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -53,18 +54,36 @@ class Lopsided(PipelineModule):
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
 
+class Hooked(PipelineModule):
+    """With a hook on a live layer, which another rank would not have."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.forward_funcs[0].register_forward_hook(lambda module, inputs, output: None)
+
+
+def restarting(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    """Falls while layers are frozen, and begins anew in step 8."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.3 if 5 < step < 8 else 1.0)
+
+
 CASE = Case("gpt", "adamw", 2, ((5, 3),), (), slices=None, steps=10, batch=4, size=1)
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # what is added to the block, and to the engine
-    "taken": ({"resize": {"policy": "measured"}}, {}),
+    "taken": ({}, {}),
+    "cannot move": ({"freeze": {"policy": "static"}}, {"kind": Hooked}),
+    "trains again": (
+        {"freeze": {**FREEZE, "unfreeze": ["lr_restart"]}, "resize": {"policy": "measured", "memory_gb": 1}},
+        {"lr_scheduler": restarting},
+    ),
     "too large": ({"resize": {"policy": "measured", "memory_gb": 1e-4}}, {}),
     "like the start": ({"resize": {"policy": "measured"}}, {"peak": 1.0}),
     "a list": ({"resize": {"policy": [[99, 1]]}}, {}),
     "divided anew": (
-        {"freeze": {"policy": "static"}, "partition": "measured"},
+        {"freeze": {"policy": "static"}, "resize": {"policy": "off"}, "partition": "measured"},
         {"kind": Lopsided},
     ),
-    "left as it is": ({"freeze": {"policy": "static"}, "partition": "measured"}, {}),
+    "left as it is": ({"freeze": {"policy": "static"}, "resize": {"policy": "off"}, "partition": "measured"}, {}),
 }
 
 
@@ -72,9 +91,11 @@ def run(name: str) -> dict[str, Any]:
     block, options = RUNS[name]
     lines: list[str] = []
     peak = mock.patch.object(Chooser, "peak_bytes", lambda self: options.get("peak"))
-    with mock.patch("ds_terapipe.elastic.measured.emit", lines.append), peak:
+    said = [mock.patch(f"ds_terapipe.elastic.{name}.emit", lines.append) for name in ("measured", "settings")]
+    with said[0], said[1], peak:
         config = {"elastic_pipeline": {"freeze": FREEZE, **block}}
-        engine = engine_of(CASE, specs=sleeping(), config=config, kind=options.get("kind", PipelineModule))
+        more = {key: options[key] for key in ("kind", "lr_scheduler") if key in options}
+        engine = engine_of(CASE, specs=sleeping(), config=config, **more)
         found: dict[str, Any] = {"losses": [], "seen": [], "parts": list(map(int, engine.module.parts))}
         for step in data_of(CASE):
             found["losses"].append(float(engine.train_batch(iter(step))))
@@ -108,6 +129,25 @@ def test_replicas_are_taken_where_they_are_faster(ranks):
     assert lines[0].startswith("elastic_pipeline: a step is predicted to take: as it is, 0.")
     assert "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0." in lines[0] and "(taken)" in lines[0]
     assert ranks[1]["taken"]["lines"] == []
+
+
+def test_without_the_key_what_cannot_move_stays(ranks):
+    check_losses(ranks, "cannot move", Case("gpt", "adamw", 2, (), (), slices=None, steps=10, batch=4, size=1))
+    (line,) = ranks[0]["cannot move"]["lines"]
+    assert line.startswith("elastic_pipeline.resize.policy: off, since") and "1 hooks on module 0" in line, line
+    assert ranks[0]["cannot move"]["seen"] == [(2, [0, 3, 6])] * 10
+
+
+def test_what_trains_again_is_predicted_to_take_what_it_took(ranks):
+    """In one stage 8 x 0.04 with nothing frozen; what was timed last is 2 x 0.02 + 4 x 0.04."""
+    for rank in ranks:
+        assert [seen[0] for seen in rank["trains again"]["seen"]] == [2] * 3 + [1] * 7
+    lines = [line for line in ranks[0]["trains again"]["lines"] if "is predicted to take" in line]
+    first, frozen, again = (
+        float(re.findall(r"1 stage .*? layers, ([0-9.]+) s" if n == 0 else r"as it is, ([0-9.]+) s", line)[0])
+        for n, line in enumerate(lines)
+    )
+    assert frozen < 0.8 * again and again == pytest.approx(first, rel=0.3), lines
 
 
 @pytest.mark.parametrize("name", ["too large", "like the start"])

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from ds_terapipe.elastic.freeze import (
     FreezePolicy,
-    Freezer,
     GradNormPolicy,
     ModelLayers,
-    completed_intervals,
     policy_class,
     policy_names,
     register_policy,
 )
+from ds_terapipe.elastic.freezer import Freezer, Signals, completed_intervals
 from ds_terapipe.elastic.settings import FreezeSettings
 from ds_terapipe.errors import ConfigError
 from tests.elastic.policies import registered
@@ -286,7 +285,7 @@ def test_completed_intervals():
 
 
 def test_whether_a_policy_decides_at_intervals_follows_from_what_it_overrides():
-    assert [policy_class(name).decides_at_intervals for name in policy_names()] == [False, False, True, True]
+    assert [policy_class(name).decides_at_intervals for name in policy_names()] == [False, False, True, True, True]
 
     class Said(Wild):
         decides_at_intervals = False
@@ -305,3 +304,91 @@ def test_the_registry_refuses_what_is_no_policy_or_has_anothers_name():
     register_policy("alpha", policy_class("alpha"))
     with pytest.raises(ConfigError, match=r'got "alpa", must be "static" or .*, use "alpha"'):
         policy_class("alpa")
+
+
+# ----------------------------------------------------------------------------------------------- plateaus and unfreezing
+
+
+def frozen_by_plateau(history: list[list[float]], **settings) -> list[int]:
+    """Entries that are frozen after each interval with these norms, of three layers and the head."""
+    found = freezer(layers(3), policy="plateau", interval=1, **settings)
+    norms = iter(history)
+    return [found.decide(step, lambda: [*next(norms), 1.0]) for step in range(1, len(history) + 1)]
+
+
+def test_a_plateau_freezes_from_the_front_after_some_intervals_and_at_most_a_share():
+    still = [[1.0, 1.0, 1.0]] * 6
+    assert frozen_by_plateau(still, patience=2, alpha=0.9) == [0, 0, 3, 3, 3, 3]
+    assert frozen_by_plateau(still, patience=2, alpha=0.3) == [0, 0, 1, 2, 3, 3]
+    assert frozen_by_plateau(still, patience=4, alpha=0.9) == [0, 0, 0, 0, 3, 3]
+    # the second one waits for the first one
+    moving = [[float(step), 1.0, 1.0] for step in (1, 2, 4, 8)] + [[8.0, 1.0, 1.0]] * 2
+    assert frozen_by_plateau(moving, patience=2, alpha=0.9) == [0, 0, 0, 0, 0, 3]
+
+
+def test_a_plateau_is_left_at_twice_the_change_that_makes_it():
+    def of(*norms: float) -> list[int]:
+        return frozen_by_plateau([[norm, 9.0, 9.0] for norm in norms], patience=2, alpha=0.01, tolerance=0.1)
+
+    assert of(1.0, 1.05, 1.05, 1.05) == [0, 0, 1, 2]
+    assert of(1.0, 1.05, 1.22, 1.22) == [0, 0, 0, 1]  # by 16%: neither counts nor begins anew
+    assert of(1.0, 1.05, 1.30, 1.30) == [0, 0, 0, 0]  # by 24%
+    assert of(1.0, math.nan, 1.0, math.nan) == [0, 0, 0, 0]
+    assert of(0.0, 0.0, 0.0, 0.0) == [0, 0, 0, 0]
+
+
+def test_the_state_of_a_plateau_is_all_that_it_depends_on():
+    history = [[1.0, 1.0, 1.0], [1.05, 2.0, 1.0], [1.1, 2.0, 1.0], [1.1, 2.0, 1.0], [1.2, 2.1, 1.1]]
+    settings = {"policy": "plateau", "patience": 2, "alpha": 0.4}
+    whole = frozen_by_plateau(history, patience=2, alpha=0.4)
+    for cut in range(1, len(history)):
+        first, second = freezer(layers(3), **settings), freezer(layers(3), **settings)
+        for step in range(1, cut + 1):
+            first.decide(step, lambda at=step: [*history[at - 1], 1.0])
+        second.load(json.loads(json.dumps(first.state())))
+        later = [
+            second.decide(step, lambda at=step: [*history[at - 1], 1.0]) for step in range(cut + 1, len(history) + 1)
+        ]
+        assert later == whole[cut:]
+
+
+def frozen_with(rates: list[float], pairs: list[list[int]], losses: list[float] | None = None, **more) -> list[int]:
+    """Frozen entries of steps with these rates, where the mean loss before each is that of ``losses``."""
+    found = freezer(layers(4), policy="schedule", frozen_layers=pairs, **more)
+    told = losses or [1.0] * len(rates)
+    return [found.decide(step, no_norms, Signals(rates[step], lambda at=step: told[at])) for step in range(len(rates))]
+
+
+@pytest.mark.parametrize(
+    ("rates", "frozen"),
+    [
+        ([1, 1, 0.5, 0.4, 1, 1], [0, 2, 2, 2, 0, 0]),  # a warm restart
+        ([1, 1, 0.5, 0.0, 0.1, 1], [0, 2, 2, 2, 0, 0]),  # a phase that is ramped from zero
+        ([0, 0.2, 0.4, 0.8, 1, 0.9], [0, 2, 2, 2, 2, 2]),  # a warm-up is none
+        ([1, 1, 0.8, 0.9, 0.7, 0.9], [0, 2, 2, 2, 2, 2]),  # nor is a little up and down
+        ([1, 0.5, 0.25, 0.125, 0.06, 0.03], [0, 2, 2, 2, 2, 2]),  # nor steps down
+    ],
+)
+def test_an_lr_restart_has_all_train_again(rates, frozen):
+    assert frozen_with(rates, [[1, 2]], unfreeze=["lr_restart"]) == frozen
+    assert frozen_with(rates, [[1, 2]]) == [0, 2, 2, 2, 2, 2]
+
+
+def test_pairs_after_a_restart_freeze_again():
+    rates = [1, 1, 0.2, 1, 1, 0.2, 1]
+    assert frozen_with(rates, [[1, 3], [4, 1], [5, 4]], unfreeze=["lr_restart"]) == [0, 3, 3, 0, 1, 4, 0]
+
+
+def test_a_loss_above_the_lowest_of_an_interval_has_all_train_again():
+    losses, rates = [9.0, 4.0, 4.1, 4.1, 4.4, 4.2], [1.0] * 6
+    assert frozen_with(rates, [[1, 2]], losses, unfreeze=["loss_rise"], interval=1) == [0, 2, 2, 2, 0, 0]
+    assert frozen_with(rates, [[1, 2]], losses, unfreeze=["loss_rise"], interval=2) == [0, 2, 2, 2, 0, 0]
+    assert frozen_with(rates, [[1, 2]], losses, unfreeze=["lr_restart"], interval=1) == [0, 2, 2, 2, 2, 2]
+    assert frozen_with(rates, [[9, 2]], losses, unfreeze=["loss_rise"], interval=1) == [0] * 6
+
+
+def test_intervals_are_counted_from_the_restart_on():
+    found = freezer(layers(8), policy="alpha", alpha=0.5, interval=1, unfreeze=["lr_restart"])
+    rates = [1, 1, 0.2, 1, 0.9, 0.8]
+    steps = [found.decide(step, no_norms, Signals(rate, lambda: None)) for step, rate in enumerate(rates)]
+    assert steps == [0, 4, 6, 0, 4, 6]

@@ -26,8 +26,16 @@ def refused(**block) -> str:
 def test_defaults():
     assert parsed().model_dump() == {
         "enabled": True,
-        "freeze": {"policy": "static", "alpha": 0.33, "interval": "epoch", "frozen_layers": None},
-        "resize": {"policy": "off", "memory_gb": None},
+        "freeze": {
+            "policy": "static",
+            "alpha": 0.33,
+            "interval": "epoch",
+            "tolerance": 0.1,
+            "patience": 3,
+            "unfreeze": (),
+            "frozen_layers": None,
+        },
+        "resize": {"policy": "measured", "memory_gb": None},
         "partition": "as_launched",
         "cache": {"enabled": False, "memory_gb": None, "disk_path": None},
         "data": {"shuffle": False, "seed": 1234},
@@ -84,7 +92,7 @@ PAIRS = "must be a list of [step, entries], steps increasing, entries 1 or more 
         (
             {"freeze": {"policy": "schedule", "frozen_layers": [[1, 1]], "alpha": 0.33}},
             'freeze.alpha: got 0.33, must be absent beside "policy": "schedule", which does not read it, '
-            'use "policy": "alpha" or "grad_norm", or leave it out',
+            'use "policy": "alpha" or "grad_norm" or "plateau", or leave it out',
         ),
         (
             {"freeze": {"policy": "alpha", "frozen_layers": [[1, 1]]}},
@@ -109,13 +117,22 @@ PAIRS = "must be a list of [step, entries], steps increasing, entries 1 or more 
         ({"freeze": {"policy": "schedule", "frozen_layers": [[10, 2], [10, 4]]}}, PAIRS),
         ({"freeze": {"policy": "schedule", "frozen_layers": [[10, 4], [20, 2]]}}, PAIRS),
         ({"freeze": {"policy": "schedule", "frozen_layers": [[10, 0]]}}, PAIRS),
+        ({"freeze": {"policy": "plateau", "tolerance": 1}}, "freeze.tolerance: got 1, must be above 0 and below 1"),
+        ({"freeze": {"policy": "plateau", "patience": 0}}, "freeze.patience: got 0, must be a positive number"),
+        ({"freeze": {"policy": "alpha", "patience": 2}}, 'freeze.patience: got 2, must be absent beside "policy": "al'),
+        (
+            {"freeze": {"unfreeze": "loss_rises"}},
+            'freeze.unfreeze: got "loss_rises", must be a list of "lr_restart" or "loss_rise", use ["loss_rise"]',
+        ),
+        ({"freeze": {"unfreeze": ["lr"]}}, 'freeze.unfreeze: got ["lr"], must be a list of'),
+        ({"freeze": {"unfreeze": True}}, "freeze.unfreeze: got true, must be a list of"),
         ({"freeze": {"policy": "schedule", "frozen_layers": [[-1, 2]]}}, PAIRS),
         ({"freeze": {"policy": "schedule", "frozen_layers": [[10, 2, 3]]}}, PAIRS),
         ({"freeze": {"policy": "schedule", "frozen_layers": [10, 2]}}, PAIRS),
         ({"freeze": {"policy": "schedule", "frozen_layers": {"10": 2}}}, PAIRS),
         ({"freeze": {"policy": "schedule", "frozen_layers": [[True, 2]]}}, PAIRS),
         (
-            {"resize": {"memory_gb": 3}},
+            {"resize": {"policy": "off", "memory_gb": 3}},
             'resize.memory_gb: got 3.0, must be absent beside "policy": "off", which does not read it',
         ),
         (
