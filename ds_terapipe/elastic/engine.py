@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.elastic.anew import build_anew
+from ds_terapipe.elastic.checkpoints import ElasticCheckpoints
 from ds_terapipe.elastic.costs import Costs, state_bytes, trained_sizes
 from ds_terapipe.elastic.freeze import ModelLayers
-from ds_terapipe.elastic.freezing import Freezing
 from ds_terapipe.elastic.layers import drop_copies
 from ds_terapipe.elastic.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.measured import Chooser
@@ -30,17 +30,15 @@ from ds_terapipe.elastic.report import Transition, TransitionReport
 from ds_terapipe.elastic.reshape import Reshape, check_movable
 from ds_terapipe.elastic.resize import Shape, balanced, check, shape_of, wanted_stages
 from ds_terapipe.elastic.settings import ElasticPipelineConfig, check_alike
-from ds_terapipe.elastic.state import check as check_state
-from ds_terapipe.elastic.state import read as read_state
-from ds_terapipe.elastic.state import write as write_state
 from ds_terapipe.pipeline.closing import shape_groups
+from ds_terapipe.pipeline.control import error_of
 from ds_terapipe.pipeline.random_streams import RandomStreams
 from ds_terapipe.process_groups import close_groups
 
 logger = logging.getLogger(__name__)
 
 
-class ElasticPipelineEngine(Freezing):
+class ElasticPipelineEngine(ElasticCheckpoints):
     """A :class:`TokenPipelineEngine` that freezes layers and reshapes its pipeline at step boundaries.
 
     Args:
@@ -50,7 +48,6 @@ class ElasticPipelineEngine(Freezing):
     """
 
     elastic_pipeline: ElasticPipelineConfig
-    _seed: int | None = None  # of the random streams
     _chooser: Chooser | None = None  # where layers may move: what they take
     _changed = False  # since the start
 
@@ -86,7 +83,7 @@ class ElasticPipelineEngine(Freezing):
     def _begin_to_move(self) -> None:
         """Find out whether layers can go to other ranks; collective."""
         dtype = self._layer_dtype
-        error = _error_of(lambda: check_movable(self.module, self.basic_optimizer, self.device, dtype))
+        error = error_of(lambda: check_movable(self.module, self.basic_optimizer, self.device, dtype))
         if self.elastic_pipeline.has_to_move:
             self._control.agree(error)
         reasons = [reason for reason in self._control.gather(None if error is None else str(error)) if reason]
@@ -148,69 +145,6 @@ class ElasticPipelineEngine(Freezing):
             super()._exec_optimizer_step(lr_kwargs)
 
     # ------------------------------------------------------------------------------------------------------ transitions
-
-    def save_checkpoint(
-        self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """As ``TokenPipelineEngine.save_checkpoint``; the shape, what is frozen and what the policy knows go with it."""
-        self._refuse_broken()
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        state = self._state()
-        self._control.decide(lambda: write_state(save_dir, tag, state))
-        return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
-
-    def load_checkpoint(
-        self,
-        load_dir: Any,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> Any:
-        """As ``TokenPipelineEngine.load_checkpoint``, after a change to the shape that the checkpoint was saved in.
-
-        With ``load_module_only`` there is nothing to go on with: weights come into the shape that is there.
-
-        Raises:
-            ConfigError: on every rank, a checkpoint of other processes or layers, or with less frozen; nothing has been changed.
-        """
-        self._refuse_broken()
-        state = None if load_module_only else self._control.decide(lambda: read_state(load_dir, tag))
-        if state is not None:
-            now = self._state()
-            self._control.agree(_error_of(lambda: check_state(state, now, self.elastic_pipeline.moves)))
-            if (state["frozen_layers"], state["parts"]) != (self._frozen, now["parts"]):
-                self._change(state["frozen_layers"], state["stages"], state["parts"], step=None)
-            self._freezer.load(state["policy"])
-            self._losses = tuple(state.get("losses", (0.0, 0)))
-            self._seed = state["seed"]
-            self._streams.seed = self._seed or 0
-        loaded = super().load_checkpoint(
-            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
-            custom_load_fn,
-        )  # fmt: skip
-        if state is not None and self._norms is not None:
-            self._norms.load(state["norms"])
-        self._follow_data()
-        return loaded
-
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; collective."""
-        return {
-            "frozen_layers": self._frozen,
-            "stages": self.num_stages,
-            "parts": list(map(int, self.module.parts)),  # some may be numpy's
-            "layers": len(self._sizes),
-            "processes": self.world_size,
-            "tensor_parallel_size": self.grid.model_parallel_size,
-            "train_batch_size": self.train_batch_size(),
-            "seed": self._seed,
-            "policy": self._freezer.state(),
-            "losses": [float(self._losses[0]), self._losses[1]],
-            "norms": None if self._norms is None else self._norms.state(self._control),
-        }
 
     def _change(self, frozen: int, stages: int, parts: Sequence[int] | None = None, *, step: int | None) -> None:
         """Freeze and reshape; collective.
@@ -289,11 +223,3 @@ def _resized(topology: ProcessTopology, shape: Shape) -> ProcessTopology:
     sizes = {"pipe": shape.stages, "data": shape.replicas}
     names = topology.get_axis_names()
     return ProcessTopology(axes=names, dims=[sizes.get(name, topology.get_dim(name)) for name in names])
-
-
-def _error_of(check: Callable[[], Any]) -> Exception | None:
-    try:
-        check()
-    except Exception as error:  # whatever a user's layer raises while it is built
-        return error
-    return None

@@ -103,7 +103,7 @@ def refill(
         group["params"] = [parameter for _, parameter in members]
         if "param_names" in group:
             group["param_names"] = [name for name, _ in members]
-    _tell(optimizer)
+    tell(optimizer)
     return _bytes(gone)
 
 
@@ -131,11 +131,11 @@ def release(optimizer: torch.optim.Optimizer) -> int:
         for key in _OF_PARAMETERS:
             if key in group:
                 group[key] = [each for each, kept in zip(group[key], trained, strict=True) if kept]
-    _tell(optimizer)
+    tell(optimizer)
     return _bytes(gone)
 
 
-def _tell(optimizer: Any) -> None:
+def tell(optimizer: Any) -> None:
     """``FusedLamb`` keeps tables of its parameters."""
     changed = getattr(optimizer, "parameters_changed", None)
     if changed is not None:

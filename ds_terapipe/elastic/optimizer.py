@@ -39,7 +39,8 @@ class ElasticOptimizer(ElasticData):
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         """As DeepSpeed's, which says what the optimiser is wrapped in; before that happens, groups are made what they stay."""
         kind = super()._do_optimizer_sanity_check(basic_optimizer)
-        if self.elastic_pipeline.moves and not hasattr(self, "_control"):  # at the start
+        if not hasattr(self, "_control"):  # at the start
+            # where nothing moves, too: a checkpoint may, and ZeRO sums norms group by group, on all stages together
             in_order(basic_optimizer, self.module)
             gather = partial(gathered, group=self.module.world_group)
             try:
@@ -47,7 +48,8 @@ class ElasticOptimizer(ElasticData):
             except ConfigError as error:  # on every rank
                 if self.elastic_pipeline.has_to_move:
                     raise
-                self.elastic_pipeline = self.elastic_pipeline.staying(str(error))
+                if self.elastic_pipeline.moves:
+                    self.elastic_pipeline = self.elastic_pipeline.staying(str(error))
         if kind in _WRAPPED:
             occupy(basic_optimizer, self.module, self.device, self.param_names)
         return kind

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.checkpoints import tag_of
 
 FILE = "elastic_pipeline.json"
 
 
-def write(folder: str, tag: str, state: dict[str, Any]) -> None:
+def write(folder: Path, state: dict[str, Any]) -> None:
     """Write it into the folder of a checkpoint, whole or not at all."""
-    path = Path(folder) / tag / FILE
+    path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".tmp")
     new.write_text(json.dumps(state, indent=1), encoding="utf-8")
@@ -26,13 +27,9 @@ def read(folder: str, tag: str | None) -> dict[str, Any] | None:
     Raises:
         ConfigError: a file that is none.
     """
-    latest = Path(folder) / "latest"
-    if tag is None:
-        if not latest.is_file():
-            return None
-        tag = latest.read_text(encoding="utf-8").strip()
-    path = Path(folder) / tag / FILE
-    if not path.is_file():
+    tag = tag_of(folder, tag)
+    path = Path(folder) / str(tag) / FILE
+    if tag is None or not path.is_file():
         return None
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -41,18 +38,17 @@ def read(folder: str, tag: str | None) -> dict[str, Any] | None:
         raise ConfigError(f"load_checkpoint: got {path} ({error}), must be JSON, use another checkpoint") from error
 
 
-def check(state: dict[str, Any], now: dict[str, Any], moves: bool) -> None:
+def check(state: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse a checkpoint that this engine can't go on from.
 
     Args:
         state: of the checkpoint.
         now: of the engine, with the same keys.
-        moves: whether it may change its shape.
 
     Raises:
         ConfigError: in one line.
     """
-    for key in ("layers", "processes", "tensor_parallel_size", "train_batch_size"):
+    for key in ("layers", "tensor_parallel_size", "train_batch_size"):
         if state[key] != now[key]:
             raise ConfigError(
                 f"load_checkpoint: got a checkpoint with {key} {state[key]}, must be {now[key]} as this engine has it, use "
@@ -63,8 +59,8 @@ def check(state: dict[str, Any], now: dict[str, Any], moves: bool) -> None:
             f"load_checkpoint: got a checkpoint with {state['frozen_layers']} frozen layers, must be at least the "
             f"{now['frozen_layers']} that are frozen now, use a new engine"
         )
-    if not moves and state["parts"] != now["parts"]:
-        raise ConfigError(
-            f"load_checkpoint: got a checkpoint with stages that begin at {state['parts']}, must be {now['parts']} where "
-            'elastic_pipeline.resize.policy is "off", use the policy that it was saved with'
-        )
+
+
+def same_shape(state: dict[str, Any], now: dict[str, Any], moves: bool) -> bool:
+    """Whether an engine can have the shape of a checkpoint: it has it, or may go there on the processes that there are."""
+    return state["processes"] == now["processes"] and (moves or state["parts"] == now["parts"])

@@ -48,7 +48,7 @@ class LambEngine(TrueNormClipping):
         """As DeepSpeed's. That saves the parts of a bf16 pipeline's optimizer without ZeRO, but fails to read them (0.19.8)."""
         load = functools.partial(super().load_checkpoint, load_dir, tag, load_module_strict)  # type: ignore[misc]
         shared_out = isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
-        if not shared_out or self.load_universal_checkpoint():
+        if not shared_out or self.load_universal_checkpoint() or getattr(self, "loads_by_name", False):
             return load(load_optimizer_states, *args, **kwargs)
         path, client_state = load(False, *args, **kwargs)
         if path is None:

@@ -170,3 +170,12 @@ def _restore(messages: Sequence[tuple[str, str] | None]) -> Exception:
     if kind == "StopIteration":
         return StopIteration(text)
     return ConfigError(text) if kind == "ConfigError" else RuntimeError(f"rank {rank} failed: {kind}: {text}")
+
+
+def error_of(action: Callable[[], Any]) -> Exception | None:
+    """What it raises, for :meth:`Control.agree`."""
+    try:
+        action()
+    except Exception as error:  # whatever a user's layer or file raises
+        return error
+    return None

@@ -28,6 +28,7 @@ from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.accounting import StepMemory
 from ds_terapipe.pipeline.assembly import Assembly, Step
 from ds_terapipe.pipeline.batch import StepBatch, read_step
+from ds_terapipe.pipeline.checkpoints import Checkpoints
 from ds_terapipe.pipeline.choosing import changed_settings, new_choice
 from ds_terapipe.pipeline.closing import close_module, detach_engine
 from ds_terapipe.pipeline.control import Control, Header
@@ -52,12 +53,11 @@ from ds_terapipe.schedule import Grid, Placement
 
 logger = logging.getLogger(__name__)
 
-PLAN_STATE = "ds_terapipe_plan"
 _DESTROYED = "destroy() was called"
 _UNUSED = "ds_terapipe_nothing_is_trained_here"
 
 
-class TokenPipelineEngine(Evaluation, Replicas, TrueNormClipping, PipelineEngine):
+class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, PipelineEngine):
     """A :class:`PipelineEngine` whose pipeline carries slices of sequences. Same calls, same results.
 
     Args:
@@ -205,22 +205,6 @@ class TokenPipelineEngine(Evaluation, Replicas, TrueNormClipping, PipelineEngine
     def peak_live_tokens(self) -> int:
         """As :attr:`peak_live_units`, in tokens of a sequence."""
         return self._assembly.live.peak_tokens
-
-    def save_checkpoint(
-        self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """As ``PipelineEngine.save_checkpoint``; the plan of ``"slices": "auto"`` goes with it."""
-        self._refuse_broken()
-        state = self._choice.state()
-        client_state = {**(client_state or {}), **({PLAN_STATE: state} if state else {})}
-        return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``PipelineEngine.load_checkpoint``; a plan that is in the checkpoint is used again."""
-        path, client_state = super().load_checkpoint(*args, **kwargs)
-        if client_state:
-            self._choice.load(client_state.pop(PLAN_STATE, None))
-        return path, client_state
 
     def destroy(self) -> None:
         """Undo what this engine and its module did to the process: groups, threads, hooks; collective, and the engine's end.

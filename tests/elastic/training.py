@@ -171,6 +171,7 @@ MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Tensor], Callable
     "dropping": (dropping, masked_loss, lambda seed, size: micro_batch(seed, batch=size)),
     "partly frozen": (partly_frozen, mean_loss, lambda seed, size: micro_batch(seed, batch=size, masked=False)),
     "texts": (gpt, mean_loss, lambda seed, size: micro_batch(seed, batch=size, masked=False)),
+    "tied texts": (tied_gpt, mean_loss, lambda seed, size: micro_batch(seed, batch=size, masked=False)),
     "classifier": (classifier, F.cross_entropy, images),
 }
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.checkpoints import PLAN_STATE
 from ds_terapipe.pipeline.choice import RIVALS, ROUNDS
-from ds_terapipe.pipeline.engine import PLAN_STATE
 from ds_terapipe.pipeline.runoff import runoff_steps
 from ds_terapipe.plan.choose import Request, plan_of
 from ds_terapipe.plan.result import Plan

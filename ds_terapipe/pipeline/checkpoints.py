@@ -1,0 +1,136 @@
+"""Checkpoints that are whole or not there: written beside their name, and given it when all ranks are done."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+from ds_terapipe.pipeline.control import Control
+
+LATEST = "latest"
+PLAN_STATE = "ds_terapipe_plan"
+
+
+class WholeFolder:
+    """A folder of a checkpoint that a killed job leaves as it was before, or as it was to be.
+
+    Args:
+        folder: that has the checkpoints.
+        tag: name of this one.
+        writes: whether this process makes and renames folders: one that sees the files of all ranks, or of its node.
+        control: of the job; every method is collective.
+    """
+
+    def __init__(self, folder: str | Path, tag: str, writes: bool, control: Control) -> None:
+        name = tag.replace("/", "_")
+        self._folder, self._target = Path(folder), Path(folder) / tag
+        self.unfinished = self._folder / f".{name}.unfinished"
+        self._replaced = self._folder / f".{name}.replaced"
+        self._tag, self._writes, self._control = tag, writes, control
+
+    def begin(self) -> None:
+        """Remove what a killed job has left of the same name, and keep what it was about to replace."""
+        self.recover()
+        self._do(lambda: shutil.rmtree(self.unfinished, ignore_errors=True))
+
+    def finish(self, latest: bool) -> None:
+        """Give the checkpoint its name, in place of one that has had it; ``latest``: and write it in the file of that name."""
+        self._do(lambda: self._rename(latest))
+
+    def recover(self) -> None:
+        """Between two renames a checkpoint that is replaced has no name: put it back."""
+        self._do(self._put_back)
+
+    def _put_back(self) -> None:
+        if self._replaced.exists() and not self._target.exists():
+            self._replaced.rename(self._target)
+        shutil.rmtree(self._replaced, ignore_errors=True)
+
+    def _rename(self, latest: bool) -> None:
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        if self._target.exists():
+            self._target.rename(self._replaced)
+        (self.unfinished / self._tag).rename(self._target)
+        shutil.rmtree(self._replaced, ignore_errors=True)
+        for other in self.unfinished.iterdir():  # DeepSpeed's scripts
+            if other.is_file():
+                other.replace(self._folder / other.name)
+        shutil.rmtree(self.unfinished)
+        if latest:
+            new = self._folder / f".{LATEST}.unfinished"
+            new.write_text(self._tag, encoding="utf-8")
+            new.replace(self._folder / LATEST)
+
+    def _do(self, action: Callable[[], None]) -> None:
+        error = None
+        try:
+            if self._writes:
+                action()
+        except OSError as problem:
+            error = problem
+        self._control.agree(error)
+
+
+class Checkpoints:
+    """Stands before ``PipelineEngine``: what is there under a checkpoint's name is whole, and the plan goes with it."""
+
+    def save_checkpoint(
+        self: Any,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As ``PipelineEngine.save_checkpoint``; whole where its name is, with the plan of ``"slices": "auto"``."""
+        self._refuse_broken()
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        state = self._choice.state()
+        client_state = {**(client_state or {}), **({PLAN_STATE: state} if state else {})}
+        if not isinstance(self.checkpoint_engine, TorchCheckpointEngine):  # others write later, or elsewhere
+            self._save_beside(Path(save_dir) / tag)
+            return super().save_checkpoint(  # type: ignore[misc]
+                save_dir, tag, client_state, save_latest, *args, **kwargs
+            )
+        whole = self._whole(save_dir, tag)
+        whole.begin()
+        self._save_beside(whole.unfinished / tag)
+        saved = super().save_checkpoint(  # type: ignore[misc]
+            str(whole.unfinished), tag, client_state, False, *args, **kwargs
+        )
+        whole.finish(save_latest)
+        return saved
+
+    def _whole(self: Any, folder: Any, tag: str) -> WholeFolder:
+        rank = self.local_rank if self.use_node_local_storage() else self.global_rank
+        return WholeFolder(folder, tag, rank == 0, self._control)
+
+    def _save_beside(self, folder: Path) -> None:
+        """Write what an engine of another kind adds to a checkpoint; collective."""
+
+    def load_checkpoint(self: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As ``PipelineEngine.load_checkpoint``; a plan that is in the checkpoint is used again."""
+        self._recover(load_dir, tag)
+        path, client_state = super().load_checkpoint(load_dir, tag, *args, **kwargs)  # type: ignore[misc]
+        if client_state:
+            self._choice.load(client_state.pop(PLAN_STATE, None))
+        return path, client_state
+
+    def _recover(self: Any, folder: Any, tag: Any) -> None:
+        """Have a checkpoint that a killed job was about to replace under its name again; collective."""
+        tag = self._control.decide(lambda: tag_of(folder, tag))
+        if tag is not None:
+            self._whole(folder, tag).recover()
+
+
+def tag_of(folder: str | Path, tag: str | None) -> str | None:
+    """The name of the checkpoint to read, by default the latest; None where there is none."""
+    latest = Path(folder) / LATEST
+    if tag is None and latest.is_file():
+        tag = latest.read_text(encoding="utf-8").strip()
+    return None if tag is None else str(tag)
