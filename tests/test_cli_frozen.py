@@ -86,14 +86,20 @@ def test_the_launch_is_as_a_plan_has_it(tmp_path: Path, capsys: pytest.CaptureFi
     free = {"latency_s": 1e-15, "message_bytes_per_s": 1e30}
     names = ("peak_tflops", "memory_gb", "memory_gb_per_s", "link_gb_per_s", "slowest_link_gb_per_s", "node_gb_per_s")
     sizes = {name: getattr(CLUSTERS["p3.16xlarge"], name) for name in names}
-    cluster = written(tmp_path, "cluster.json", {**sizes, "devices_per_node": 1, "rates": free})
+    cluster = written(tmp_path, "cluster.json", {**sizes, "devices_per_node": 2, "rates": free})
     model = written(tmp_path, "layers.json", {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8})
-    shape = ["--model", model, "--cluster", cluster, "--stages", 4, "--data-parallel", 2, "--seq-length", 256]
+    shape = ["--model", model, "--cluster", cluster, "--stages", 2, "--data-parallel", 4, "--seq-length", 256]
     simulated = figures(capsys, "simulate", *shape, "--micro-batches", 4, "--slices", 1, "--schedule", "1f1b")
     (table,) = figures(capsys, "plan", *shape, "--ds-config", uncut, "--frozen", 2)["frozen"]
-    assert shape_of(table["launched"]) == [4, 2, 1, 4, [2, 2, 2, 2]]
+    assert shape_of(table["launched"]) == [2, 4, 1, 4, [4, 4]]
     assert table["launched"]["predicted_step_s"] == pytest.approx(simulated["predicted_step_s"], rel=1e-9)
     assert [(row["stages"], row["replicas"]) for row in table["shapes"]] == [(1, 8), (2, 4), (4, 2), (8, 1)]
+
+
+def test_a_shape_is_not_there_twice(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (table,) = figures(capsys, "plan", "--model", model, "--stages", 1, "--data-parallel", 2, "--frozen", 3)["frozen"]
+    assert shape_of(table["launched_frozen"])[:2] == [1, 2]
+    assert [shape_of(row)[:2] for row in table["shapes"]] == [[2, 1]]  # all layers of one stage are on it
 
 
 def test_bytes_of_the_model_s_entries(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
@@ -105,9 +111,14 @@ def test_bytes_of_the_model_s_entries(capsys: pytest.CaptureFixture[str], model:
     for zero, shards in (({}, 1), ({"zero_optimization": {"stage": 1}}, 2)):
         path = written(tmp_path, "config.json", {**config, **zero})
         (table,) = figures(capsys, *arguments, "--ds-config", path)["frozen"]
+        (halves,) = figures(capsys, *arguments, "--ds-config", path, "--tensor-parallel", 2)["frozen"]
         first = 16 * (table_bytes + 4 * layer) + 2 * 4 * kept
         last = 16 * (table_bytes + 4 * layer) + 4 * kept + logits
         assert table["launched"]["layers"] == [5, 6] and table["launched"]["peak_bytes"] == max(first, last)
+        kept_half = 22 * hidden * tokens
+        assert halves["launched"]["peak_bytes"] == max(first - 8 * kept, last - 4 * kept - logits) / 2 + max(
+            8 * kept_half, 4 * kept_half + logits / 2
+        )
         one = table["shapes"][0]
         each = 4 + 12 / shards  # of two replicas, which share the optimiser where there is ZeRO
         assert one["peak_bytes"] == 2 * (table_bytes + 4 * layer) + each * (table_bytes + 4 * layer) + 4 * kept + logits
@@ -155,6 +166,7 @@ def test_memory_is_no_limit_where_it_is_not_known(
     arguments = ["plan", "--measured", measured, "--ds-config", uncut, "--frozen", 2, "--memory-gb", 0.001]
     status, out, _ = run(capsys, *arguments)
     assert status == 0 and "so memory_gb is no limit" in out and "does not fit" not in out
+    assert out.count("no limit") == 1
     assert figures(capsys, *arguments)["memory_limit_bytes"] is None
 
 
@@ -185,3 +197,12 @@ def test_costs_that_know_no_layers(capsys: pytest.CaptureFixture[str], measured:
     status, _, err = run(capsys, "plan", "--measured", measured, "--ds-config", uncut, "--frozen", 2)
     assert status == 1 and err.count("\n") == 1
     assert "costs.json: layers: missing, must be the seconds of single layers, use --model, or a file of" in err
+
+
+def test_layers_that_were_frozen_when_measured(capsys: pytest.CaptureFixture[str], measured: Path, uncut: Path) -> None:
+    data = json.loads(measured.read_text())
+    data["measured_on"]["placement"] = {"places": [0, 1], "boundaries": [0, 2, 4], "forward_only": 1}
+    measured.write_text(json.dumps(data))
+    status, _, err = run(capsys, "plan", "--measured", measured, "--ds-config", uncut, "--frozen", 2)
+    assert status == 1 and err.count("\n") == 1
+    assert "costs.json: placement: got stages that only go forward, must be a measurement with nothing frozen" in err
