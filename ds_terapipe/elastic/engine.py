@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,8 @@ from ds_terapipe.elastic.costs import layer_costs, state_bytes, trained_sizes
 from ds_terapipe.elastic.freeze import Freezer, ModelLayers, completed_intervals
 from ds_terapipe.elastic.gradient_norms import GradientNorms
 from ds_terapipe.elastic.groups import release
+from ds_terapipe.elastic.history import KEY as HISTORY_KEY
+from ds_terapipe.elastic.history import History, Layout
 from ds_terapipe.elastic.layers import drop_copies, layers_here, names_in
 from ds_terapipe.elastic.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.measured import Chooser
@@ -39,6 +41,7 @@ from ds_terapipe.elastic.state import read as read_state
 from ds_terapipe.elastic.state import write as write_state
 from ds_terapipe.pipeline.closing import shape_groups
 from ds_terapipe.pipeline.random_streams import RandomStreams
+from ds_terapipe.plan.files import check_writable
 from ds_terapipe.process_groups import close_groups
 
 logger = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ class ElasticPipelineEngine(ElasticOptimizer):
     elastic_pipeline: ElasticPipelineConfig
     _seed: int | None = None  # of the random streams
     _chooser: Chooser | None = None  # where layers may move: what they take
+    _history: History | None = None  # on the first rank, where there is to be one
     _frozen = 0  # entries of the layer list that the policy has frozen
     _changed = False  # since the start
     _tied_frozen: frozenset[str] = frozenset()  # keys of tied layers that are frozen, and used after the prefix
@@ -88,6 +92,10 @@ class ElasticPipelineEngine(ElasticOptimizer):
             logger.warning(
                 "elastic_pipeline.cache: not there yet, the outputs of frozen layers are computed in every step"
             )
+        path = elastic_pipeline.history_path
+        if path is not None:
+            self._control.decide(lambda: check_writable(HISTORY_KEY, path, "e.g. history.jsonl"))
+            self._history = History(path) if self.global_rank == 0 else None
         if self.elastic_pipeline.moves:
             self._chooser = Chooser(self, self._control)
             dtype = self._layer_dtype
@@ -126,8 +134,20 @@ class ElasticPipelineEngine(ElasticOptimizer):
             stages, parts = taken.shape.stages, taken.parts
         if (frozen, stages) != (self._frozen, self.num_stages) or parts not in (None, tuple(self.module.parts)):
             self._change(frozen, stages, parts, step=step)
-        with nullcontext() if self._chooser is None else self._chooser.watching():
+        with self._told(step), nullcontext() if self._chooser is None else self._chooser.watching():
             return super().train_batch()
+
+    def _told(self, step: int) -> AbstractContextManager[None]:
+        """Around a step: the history of the shapes."""
+        if self._history is None:
+            return nullcontext()
+        parts, frozen = tuple(map(int, self.module.parts)), max(self._frozen, self.untrained_layers)
+        return self._history.step(step, Layout(*self.shape, frozen, parts), self.module._topo)
+
+    def _release(self) -> None:
+        if self._history is not None:
+            self._history.close()
+        super()._release()
 
     def _settle(self) -> None:
         if self._streams is None:
@@ -328,6 +348,8 @@ class ElasticPipelineEngine(ElasticOptimizer):
         self._trace.describe(stages=self.num_stages, frozen_layers=self._frozen)
         if self._chooser is not None:
             self._chooser.change_seconds = seconds
+        if self._history is not None:
+            self._history.changed(seconds)
         if self.global_rank == 0:
             self._transitions.tell(transition, self.monitor, self.global_samples)
 
