@@ -158,7 +158,7 @@ def read_history(path: str) -> list[Period]:
         raise ConfigError(f"{path}: cannot be read ({why}), must be {_RULE}, use {_USE}") from error
     found: list[Period] = []
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
-        fields = _fields(line, f"{path}: line {number}")
+        fields = _fields(line, f"{path}:{number}")
         event = fields.one_of("event", (START, CHANGE, END))
         step, at = _whole(fields, "step"), fields.number("time")
         if event == START:

@@ -64,7 +64,9 @@ def shapes_svg(periods: Sequence[Period], width: int = 960) -> str:
     caption = f"{layers} layers on {processes} process{'es' * (processes != 1)}"
     body = [_text(_LEFT, 16, caption, weight="bold")]
     if periods[-1].stop is None:
-        body.append(_text(width - RIGHT, 16, "nobody has written how long the last shape was there", colour=GREY, anchor="end"))
+        body.append(
+            _text(width - RIGHT, 16, "nobody has written how long the last shape was there", colour=GREY, anchor="end")
+        )
     body += [
         _text(_LEFT - 8, _TOP + process * (row + _GAP) + row / 2 + 4, f"process {process}", colour=GREY, anchor="end")
         for process in range(processes)
@@ -75,7 +77,11 @@ def shapes_svg(periods: Sequence[Period], width: int = 960) -> str:
         body += _period(period, x, wide, row, layers)
     body += _axis(periods, end, scale, bottom)
     items = [(COLOURS[0][1], "trained"), (COLOURS[0][0], "frozen, forward only"), (EMPTY, "on other processes")]
-    return document(width, height, [*body, *legend(items, "colour: replica; below a step: seconds of the change", _LEFT, width, height - 12)])
+    return document(
+        width,
+        height,
+        [*body, *legend(items, "colour: replica; below a step: seconds of the change", _LEFT, width, height - 12)],
+    )
 
 
 def _period(period: Period, x: float, wide: float, row: float, layers: int) -> list[str]:

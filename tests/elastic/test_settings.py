@@ -29,6 +29,7 @@ def test_defaults():
         "freeze": {"policy": "static", "alpha": 0.33, "interval": "epoch", "frozen_layers": None},
         "resize": {"policy": "off", "memory_gb": None},
         "partition": "as_launched",
+        "history_path": None,
         "cache": {"enabled": False, "memory_gb": None, "disk_path": None},
         "data": {"shuffle": False, "seed": 1234},
     }
