@@ -155,6 +155,15 @@ def test_a_run_that_was_killed(run: Path) -> None:
     assert [(period.first, period.stop) for period in read_history(str(run))] == [(0, 20), (20, 25), (25, 27)]
 
 
+def test_a_run_whose_first_step_failed(run: Path) -> None:
+    before = read_history(str(run))
+    history = History(str(run))
+    with pytest.raises(KeyError), history.step(60, MORE, Topology(MORE)):
+        raise KeyError
+    history.close()
+    assert [line["step"] for line in lines(run)[-2:]] == [60, 60] and read_history(str(run)) == before
+
+
 def test_a_script_that_does_not_destroy_its_engine(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     program = f"""
@@ -181,6 +190,7 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, caplog: pytest.Lo
         (0, {"event": "begin"}, 'history.jsonl:1: event: got "begin", must be "start" or "change" or "end"'),
         (0, {"event": "change"}, 'history.jsonl:1: event: got "change", must be "start", or after one and at a later step'),
         (2, {"step": 10}, 'history.jsonl:3: event: got "change", must be "start", or after one and at a later step'),
+        (1, {"event": "end"}, 'history.jsonl:3: event: got "change", must be "start", or after one and at a later step'),
         (0, {"step": -1}, "history.jsonl:1: step: got -1, must be an integer of 0 or more"),
         (1, {"step": 0.5}, "history.jsonl:2: step: got 0.5, must be an integer of 0 or more"),
         (1, {"time": None}, "history.jsonl:2: time: got null, must be a number"),
