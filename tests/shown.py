@@ -40,6 +40,12 @@ OUTPUTS = {
         " layers, {",
         " (taken)",
     ),
+    "16 of 24 layers frozen:": (
+        " layers frozen:",
+        "as launched, nothing frozen",
+        "as launched, frozen",
+        "  (taken)",
+    ),
     "[Rank 0] step 10: 4 of": (" layers frozen, ", " micro-batches of {", " MB freed, ", " MB moved"),
 }
 # Words of Megatron-DeepSpeed, which is not here, and a commit of it. Its options are in its own arguments.py.

@@ -111,6 +111,18 @@ def test_the_configuration_is_read_and_arguments_win(
     assert found["memory_limit_bytes"] == 5e9
 
 
+def test_zero_shares_the_optimizer_among_the_replicas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    shape, sizes = Model("model", 8, 1024, 16, vocab_size=50304), {"train_micro_batch_size_per_gpu": 1}
+    for zero, shards in (({}, 1), ({"zero_optimization": {"stage": 1}}, 4)):
+        path = tmp_path / "ds_config.json"
+        path.write_text(json.dumps({**sizes, **zero}))
+        arguments = ["--model", model, "--ds-config", path, *SMALL, "--stages", 2, "--data-parallel", 4]
+        found = [use["fixed"] for use in figures(capsys, "plan", *arguments)["memory_bytes"]]
+        assert found == list(fixed_bytes(shape, (4, 4), 1, shards))
+
+
 def test_deepspeed_s_batch_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ds_config.json"
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

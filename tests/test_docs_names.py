@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ds_terapipe import cli
 from ds_terapipe.schedule import Action, Op
 
 from .documents import ASSIGNMENT, ROOT, commands
@@ -109,6 +110,25 @@ def test_the_picture_is_what_its_command_draws(tmp_path: Path) -> None:
     done = run_python(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "schedules.svg").read_bytes() == (ROOT / "docs" / "schedules.svg").read_bytes()
+
+
+def test_the_picture_of_shapes_is_what_its_command_draws(tmp_path: Path) -> None:
+    (command,) = [span.text for span in spans("command") if span.text.startswith("ds_terapipe shapes docs/")]
+    (words,) = [each.words for each in commands(command)]
+    target = tmp_path / "shapes.svg"
+    where = {"docs/history.jsonl": str(ROOT / "docs" / "history.jsonl"), "docs/shapes.svg": str(target)}
+    assert cli.main([where.get(word, word) for word in words[1:]]) == 0
+    assert target.read_bytes() == (ROOT / "docs" / "shapes.svg").read_bytes()
+
+
+def test_the_table_of_shapes_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [span for span in spans("command") if "--frozen" in span.text and span.document == "docs/elastic.md"]
+    (command,) = [span.text for span in found]
+    (words,) = [each.words for each in commands(command)]
+    assert cli.main(list(words[1:])) == 0
+    out = capsys.readouterr().out
+    (block,) = [block for block in blocks("output") if block.text.startswith("16 of 24 layers frozen:")]
+    assert block.text.strip() in out
 
 
 @functools.cache

@@ -116,7 +116,7 @@ class Analytic:
     layers: tuple[int, ...]
     tensor_parallel: int = 1
     data_parallel: int = 1
-    optimizer_shards: int = 1
+    shares_optimizer: bool = False  # among the replicas: ZeRO
     weights_once: bool = True
     fixed: bool = True  # whether the memory counts weights, gradients and optimiser
 
@@ -166,7 +166,8 @@ class Analytic:
         found = analytic_memory(self.model, self.layers, self.tensor_parallel, sequences)
         if not self.fixed:
             return found
-        bytes_ = fixed_bytes(self.model, self.layers, self.tensor_parallel, self.optimizer_shards)
+        shards = self.data_parallel if self.shares_optimizer else 1
+        bytes_ = fixed_bytes(self.model, self.layers, self.tensor_parallel, shards)
         stages = (dataclasses.replace(stage, fixed=each) for stage, each in zip(found.stages, bytes_, strict=True))
         return dataclasses.replace(found, stages=tuple(stages))
 

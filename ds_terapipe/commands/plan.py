@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_terapipe.commands.alternatives import alternatives_to, verdicts
 from ds_terapipe.commands.cost_sources import Analytic, Measured
+from ds_terapipe.commands.frozen import add_frozen, plan_frozen
 from ds_terapipe.commands.output import add_json, show
 from ds_terapipe.commands.plan_inputs import Inputs, add_inputs, choose_plan, read_inputs
 from ds_terapipe.commands.progress import progress
@@ -23,6 +24,7 @@ example:
   ds_terapipe plan --model gpt3-13b --cluster p3.16xlarge --stages 40 --tensor-parallel 8 --sequences 8
   ds_terapipe plan --ds-config ds_config.json --measured costs.json --output plan.json
   ds_terapipe plan --ds-config ds_config.json --model model.json --stages 8 --memory-gb 12 --json -
+  ds_terapipe plan --model gpt3-1b --stages 8 --sequences 8 --frozen 8,16      shapes of an elastic_pipeline
 
 The file of --output is taken by "token_pipeline": {"slices": "auto", "plan_path": "plan.json"}.
 """
@@ -41,18 +43,22 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_inputs(parser)
+    add_frozen(parser)
     parser.add_argument("--output", metavar="FILE", help="write the plan, as token_pipeline.plan_path reads it")
     add_json(parser)
     parser.set_defaults(run=plan)
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Print the plan and advice; write it where asked.
+    """Print the plan and advice; write it where asked. With ``--frozen`` print the shapes of an elastic pipeline instead.
 
     Raises:
         ConfigError: a file, an argument or their combination; no plan fits into the memory. CommandError: the file of
             ``--json`` cannot be written.
     """
+    if options.frozen is not None:
+        plan_frozen(options)
+        return
     with progress("reading"):
         inputs = read_inputs(options)
     with progress("planning"):

@@ -43,6 +43,7 @@ class Inputs:
         slices: of the configuration: a number, lengths, or ``auto``.
         units: no cost was given; seconds are those of `cost_sources.UnitCost`.
         notes: what was taken by default, for a person.
+        cuts: False: there is a configuration, and no block ``token_pipeline`` in it.
     """
 
     source: Source
@@ -51,6 +52,7 @@ class Inputs:
     slices: int | tuple[int, ...] | str
     units: bool
     notes: tuple[str, ...]
+    cuts: bool = True
 
     @property
     def lines(self) -> list[str]:
@@ -113,7 +115,7 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
     Raises:
         ConfigError: one line with file or argument, field and expectation.
     """
-    _check_numbers(options)
+    check_numbers(options)
     data, config = _configuration(options.ds_config)
     notes: list[str] = []
     weights_once = _weights_once(options, config, plan)
@@ -157,7 +159,13 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
     )
     slices = config.slices if config else AUTO
     return Inputs(
-        source, request, sequences, tuple(slices) if isinstance(slices, list) else slices, units, tuple(notes)
+        source,
+        request,
+        sequences,
+        tuple(slices) if isinstance(slices, list) else slices,
+        units,
+        tuple(notes),
+        cuts=data is None or config is not None,
     )
 
 
@@ -179,7 +187,8 @@ def choose_plan(inputs: Inputs, schedule: str | None = None) -> Plan:
         raise
 
 
-def _check_numbers(options: argparse.Namespace) -> None:
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raises ConfigError for a number that none of the arguments of `add_inputs` can be."""
     whole = ("stages", "tensor_parallel", "data_parallel", "sequences", "micro_batches", "seq_length", "granularity")
     for name in whole:
         value = getattr(options, name)
@@ -294,7 +303,7 @@ def _analytic(
         layers or even_layers(model.num_layers, int(stages or 1)),
         tensor,
         replicas,
-        replicas if _zero_stage(data) else 1,
+        _zero_stage(data),
         weights_once,
         fixed=memory_gb is None,
     )

@@ -82,7 +82,7 @@ def simulate(options: argparse.Namespace) -> None:
         options.seq_length = sum(lengths)
     with progress("reading"):
         inputs = read_inputs(options, unit_costs=True, plan=given)
-    slices = given.slices if given else _lengths(inputs, options.slices)
+    slices = given.slices if given else named_lengths(inputs, options.slices)
     if options.compare:
         with progress("comparing"):
             lines, data, panels = compare(inputs, slices)
@@ -115,7 +115,7 @@ def slice_lengths(text: str, seq_length: int | None) -> tuple[int, ...] | None:
     return found
 
 
-def _lengths(inputs: Inputs, text: str | None) -> tuple[int, ...] | None:
+def named_lengths(inputs: Inputs, text: str | None) -> tuple[int, ...] | None:
     """The slices that the argument or the configuration names; None where they are to be chosen."""
     total = inputs.request.seq_length
     if text is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from ds_terapipe.elastic.anew import build_anew
 from ds_terapipe.elastic.checkpoints import ElasticCheckpoints
 from ds_terapipe.elastic.costs import Costs, state_bytes, trained_sizes
 from ds_terapipe.elastic.freeze import ModelLayers
+from ds_terapipe.elastic.history import KEY as HISTORY_KEY
+from ds_terapipe.elastic.history import History, Layout
 from ds_terapipe.elastic.layers import drop_copies
 from ds_terapipe.elastic.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.measured import Chooser
@@ -33,6 +35,7 @@ from ds_terapipe.elastic.settings import ElasticPipelineConfig, check_alike
 from ds_terapipe.pipeline.closing import shape_groups
 from ds_terapipe.pipeline.control import error_of
 from ds_terapipe.pipeline.random_streams import RandomStreams
+from ds_terapipe.plan.files import check_writable
 from ds_terapipe.process_groups import close_groups
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
 
     elastic_pipeline: ElasticPipelineConfig
     _chooser: Chooser | None = None  # where layers may move: what they take
+    _history: History | None = None  # on the first rank, where there is to be one
     _changed = False  # since the start
 
     def __init__(self, *args: Any, elastic_pipeline: ElasticPipelineConfig, **kwargs: Any) -> None:
@@ -77,6 +81,10 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             logger.warning(
                 "elastic_pipeline.cache: not there yet, the outputs of frozen layers are computed in every step"
             )
+        path = elastic_pipeline.history_path
+        if path is not None:
+            self._control.decide(lambda: check_writable(HISTORY_KEY, path, "e.g. history.jsonl"))
+            self._history = History(path) if self.global_rank == 0 else None
         if self.elastic_pipeline.moves:
             self._begin_to_move()
 
@@ -119,10 +127,22 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             stages, parts = taken.shape.stages, taken.parts
         if (frozen, stages) != (self._frozen, self.num_stages) or parts not in (None, tuple(self.module.parts)):
             self._change(frozen, stages, parts, step=step)
-        with nullcontext() if self._chooser is None else self._chooser.watching():
+        with self._told(step), nullcontext() if self._chooser is None else self._chooser.watching():
             loss = super().train_batch()
         self._keep_loss(loss)
         return loss
+
+    def _told(self, step: int) -> AbstractContextManager[None]:
+        """Around a step: the history of the shapes."""
+        if self._history is None:
+            return nullcontext()
+        parts, frozen = tuple(map(int, self.module.parts)), max(self._frozen, self.untrained_layers)
+        return self._history.step(step, Layout(*self.shape, frozen, parts), self.module._topo)
+
+    def _release(self) -> None:
+        if self._history is not None:
+            self._history.close()
+        super()._release()
 
     def _settle(self) -> None:
         if self._streams is None:
@@ -214,6 +234,8 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         self._trace.describe(stages=self.num_stages, frozen_layers=self._frozen)
         if self._chooser is not None:
             self._chooser.change_seconds = seconds
+        if self._history is not None:
+            self._history.changed(seconds)
         if self.global_rank == 0:
             self._transitions.tell(transition, self.monitor, self.global_samples)
 

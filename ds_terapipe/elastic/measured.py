@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ds_terapipe.elastic.layers import layers_here, prefix_of
 from ds_terapipe.elastic.predict import Choice, LayerCosts, Machine, Prediction, choose, predict
-from ds_terapipe.elastic.report import shape_text
 from ds_terapipe.elastic.resize import Shape, shapes
+from ds_terapipe.elastic.shape_text import shape_text
 from ds_terapipe.pipeline.control import Control
 from ds_terapipe.pipeline.report import emit
 from ds_terapipe.pipeline.trace import new_clock

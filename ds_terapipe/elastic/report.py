@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_terapipe.elastic.resize import Shape
+from ds_terapipe.elastic.shape_text import shape_text
 from ds_terapipe.pipeline.report import emit
 
 logger = logging.getLogger(__name__)
@@ -81,10 +82,3 @@ class TransitionReport:
             )
         if monitor.enabled and transition.step is not None:
             monitor.write_events([(name, value, samples) for name, value in transition.events.items()])
-
-
-def shape_text(shape: Shape) -> str:
-    """As lines of the log have it."""
-    counts = ((shape.stages, "stage"), (shape.replicas, "replica"))
-    stages, replicas = (f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
-    return f"{stages} x {replicas} ({shape.micro_batches} micro-batches of {shape.micro_batch})"

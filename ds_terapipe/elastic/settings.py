@@ -271,6 +271,9 @@ class ElasticPipelineConfig(Block):
     partition: Literal["as_launched", "measured"] = "as_launched"
     """Whether the layers of a running pipeline are divided anew, by what they take, though nothing is frozen."""
 
+    history_path: str | None = None
+    """File to which the run adds a line of JSON for its start, each change and its end."""
+
     @property
     def moves(self) -> bool:
         """Whether layers may go to other ranks."""
@@ -298,6 +301,11 @@ class ElasticPipelineConfig(Block):
     @classmethod
     def _check_enabled(cls, value: object) -> bool:
         return switch(f"{cls.PATH}.enabled", value, True)
+
+    @field_validator("history_path", mode="before")
+    @classmethod
+    def _check_history_path(cls, value: object) -> str | None:
+        return name_of(f"{cls.PATH}.history_path", value, "the name of a file", "history.jsonl")
 
     @field_validator("freeze", "resize", "cache", "data", mode="before")
     @classmethod

@@ -23,7 +23,7 @@ from .hardware import Cluster, Model, Rates
 
 # Adam in mixed precision: fp32 weight and two moments read and written, gradient read, 16-bit weight written, and what unscaling
 # and clearing the gradient take. Bytes per parameter.
-_OPTIMIZER_BYTES = 36.0
+OPTIMIZER_BYTES = 36.0
 # Logits, their fp32 copy and softmax: written and read once each forward and backward. Bytes per logit.
 _LOSS_BYTES = 24.0
 # A looked-up row is read and written forward; backward reads its gradient and reads and writes the table's. In hidden states.
@@ -91,7 +91,7 @@ class AnalyticCost:
         parameters = max(map(self._stage_weights, range(self.stages)))
         ring = 2 * (data_parallel - 1) / data_parallel * parameters * _HALF * self.cluster.devices_per_node
         memory = self.cluster.memory_gb_per_s * 1e9
-        return ring / self.rates.gradient_bytes_per_s + _OPTIMIZER_BYTES * parameters / memory
+        return ring / self.rates.gradient_bytes_per_s + OPTIMIZER_BYTES * parameters / memory
 
     def _stage_weights(self, stage: int) -> float:
         """Weights of the matrices on one device of a stage."""

@@ -14,10 +14,8 @@ from .hardware import Model
 from .memory import MemoryModel, StageMemory
 
 _HALF, _FULL = 2.0, 4.0  # bytes of a 16-bit and of a 32-bit number
-_WEIGHT, _OPTIMIZER = (
-    4.0,
-    12.0,
-)  # weight and gradient in 16 bit; Adam: weight and two moments in 32 (arXiv 1910.02054, 3.1)
+# bytes per parameter: in 16 bit; Adam's weight and two moments in 32 (arXiv 1910.02054, 3.1)
+WEIGHT, GRADIENT, OPTIMIZER = 2.0, 2.0, 12.0
 
 
 def analytic_memory(model: Model, layers: Sequence[int], tensor_parallel: int = 1, sequences: int = 1) -> MemoryModel:
@@ -66,7 +64,7 @@ def fixed_bytes(
         optimizer_shards: replicas that share the optimiser's state (ZeRO stage 1).
     """
     last = len(layers) - 1
-    each = _WEIGHT + _OPTIMIZER / optimizer_shards
+    each = WEIGHT + GRADIENT + OPTIMIZER / optimizer_shards
     table = model.hidden_size * model.vocab_size
     return tuple(
         each * (count * model.layer_parameters + (table if stage in (0, last) else 0)) / tensor_parallel

@@ -10,21 +10,10 @@ from .actions import Action, Grid, Op
 from .lower import has_messages, with_messages
 from .placement import Placement, placement_of, row_word
 from .replay import Replay, Span, replay
+from .svg import COLOURS, DIGIT, RIGHT, document, legend
 
-# Forward and backward colour of a micro-batch; neighbours differ in hue, white text is legible on every backward one.
-_COLOURS = (
-    ("#bfdbfe", "#2563eb"),
-    ("#fde68a", "#b45309"),
-    ("#a7f3d0", "#047857"),
-    ("#fecdd3", "#e11d48"),
-    ("#ddd6fe", "#7c3aed"),
-    ("#a5f3fc", "#0e7490"),
-    ("#d9f99d", "#4d7c0f"),
-    ("#f5d0fe", "#a21caf"),
-)
-_LEFT, _RIGHT, _TITLE, _PANEL_GAP, _LEGEND = 64, 16, 30, 14, 34
+_LEFT, _TITLE, _PANEL_GAP, _LEGEND = 64, 30, 14, 34
 _PALE = '{}" fill-opacity="0.72'
-_DIGIT = 0.62  # width of a digit, as a share of the font size
 
 
 class Panel(NamedTuple):
@@ -80,7 +69,7 @@ def timelines_svg(panels: Sequence[Panel], width: int = 960) -> str:
         raise ValueError("timelines_svg: got no panels, must have at least one")
     timed = [_time(panel) for panel in panels]
     longest = max(t.result.makespan for t in timed) or 1.0
-    scale = (width - _LEFT - _RIGHT) / longest
+    scale = (width - _LEFT - RIGHT) / longest
     body: list[str] = []
     y = 8.0
     for t in timed:
@@ -88,16 +77,8 @@ def timelines_svg(panels: Sequence[Panel], width: int = 960) -> str:
         body += drawn
         y += height + _PANEL_GAP
     y += _LEGEND - _PANEL_GAP
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y:g}" width="{width}" height="{y:g}" '
-            'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#1f2937">',
-            f'<rect width="{width}" height="{y:g}" rx="6" fill="#ffffff"/>',
-            *body,
-            *_legend(width, y - 14, any(a.op is Op.WEIGHT_GRADIENTS for t in timed for row in t.grid for a in row)),
-            "</svg>\n",
-        ]
-    )
+    weight_gradients = any(a.op is Op.WEIGHT_GRADIENTS for t in timed for row in t.grid for a in row)
+    return document(width, y, [*body, *_legend(width, y - 14, weight_gradients)])
 
 
 def _time(panel: Panel) -> _Timed:
@@ -150,12 +131,12 @@ def _panel(timed: _Timed, scale: float, top: float) -> tuple[list[str], float]:
 
 def _cell(action: Action, label: str, x: float, width: float, y: float, height: float) -> str:
     backward = action.op is not Op.FORWARD
-    colour = _COLOURS[action.unit.micro_batch % len(_COLOURS)][backward]
+    colour = COLOURS[action.unit.micro_batch % len(COLOURS)][backward]
     if action.op is Op.WEIGHT_GRADIENTS:
         colour, label = _PALE.format(colour), "W"
     gap = 1.0 if width > 4 else 0.0
     rect = f'<rect x="{x:.2f}" y="{y:g}" width="{max(width - gap, 0):.2f}" height="{height:g}" fill="{colour}"/>'
-    size = min(height * 0.55, (width - gap) / (_DIGIT * len(label)) * 0.9)
+    size = min(height * 0.55, (width - gap) / (DIGIT * len(label)) * 0.9)
     if size < 7:
         return rect
     ink = "#ffffff" if backward else "#1f2937"
@@ -166,17 +147,8 @@ def _cell(action: Action, label: str, x: float, width: float, y: float, height: 
 
 
 def _legend(width: int, y: float, weight_gradients: bool) -> list[str]:
-    items = [(_COLOURS[0][0], "forward"), (_COLOURS[0][1], "backward"), ("#f3f4f6", "idle")]
+    items = [(COLOURS[0][0], "forward"), (COLOURS[0][1], "backward"), ("#f3f4f6", "idle")]
     if weight_gradients:
-        items.insert(2, (_PALE.format(_COLOURS[0][1]), "W: weight gradients"))
-    out = []
-    x = _LEFT
-    for colour, text in items:
-        out.append(f'<rect x="{x}" y="{y - 10:g}" width="12" height="12" fill="{colour}"/>')
-        out.append(f'<text x="{x + 18}" y="{y:g}" font-size="11" fill="#4b5563">{text}</text>')
-        x += 40 + 7 * len(text)
-    out.append(
-        f'<text x="{width - _RIGHT}" y="{y:g}" font-size="11" fill="#4b5563" text-anchor="end">'
-        "colour: micro-batch; number: slice, or micro-batch where it is not sliced</text>"
-    )
-    return out
+        items.insert(2, (_PALE.format(COLOURS[0][1]), "W: weight gradients"))
+    remark = "colour: micro-batch; number: slice, or micro-batch where it is not sliced"
+    return legend(items, remark, _LEFT, width, y)

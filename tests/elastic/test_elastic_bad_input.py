@@ -49,6 +49,11 @@ BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
     "halved": ({"resize": {"policy": "halved"}}, 'resize.policy: got "halved"', 'use "halve"'),
     "key": ({"resizes": {}}, 'elastic_pipeline: unknown key "resizes"', 'use "resize"'),
     "memory": ({"cache": {"enabled": True, "memory_gb": -1}}, "cache.memory_gb: got -1, must be a positive", "use e.g. 8"),
+    "history": ({"history_path": " "}, 'history_path: got " ", must be the name of a file', 'use "history.jsonl"'),
+    "no folder": (
+        {"history_path": "/dev/null/history.jsonl"}, 'elastic_pipeline.history_path: got "/dev/null/history.jsonl"',
+        "must be a file that can be written (Not a directory), use e.g. history.jsonl",
+    ),
     "seed": ({"data": {"seed": -1}}, "data.seed: got -1, must be an integer of 0 or more", "use e.g. 1234"),
 }  # fmt: skip
 BESIDES: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -11,6 +11,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from ds_terapipe.elastic.history import read_history
 from tests.elastic.samples import Texts, in_order, micro_batch_of
 from tests.elastic.training import Case, engine_of, grouped_adamw, prefixes
 from tests.pipeline.models import Embedding, Plain, gpt, mean_loss
@@ -86,8 +87,8 @@ POLICIES = {
 }
 
 
-def engine(policy: Policy, data: Texts) -> Any:
-    block = {"freeze": policy.freeze, "resize": {"policy": policy.resize}}
+def engine(policy: Policy, data: Texts, folder: str) -> Any:
+    block = {"freeze": policy.freeze, "resize": {"policy": policy.resize}, "history_path": f"{folder}.jsonl"}
     config = {"elastic_pipeline": block}
     return engine_of(CASE, specs=layers(), training_data=data, config=config, lr_scheduler=policy.scheduler)
 
@@ -110,16 +111,17 @@ def run(engine: Any, steps: int) -> list[tuple[Any, ...]]:
 
 
 def decided(policy: Policy, folder: str) -> dict[str, Any]:
-    first = engine(policy, Texts(SAMPLES))
+    first = engine(policy, Texts(SAMPLES), folder)
     begun = run(first, SAVED)
     first.save_checkpoint(folder)
     went_on = run(first, CASE.steps - SAVED)
     first.destroy()
-    second = engine(policy, Texts(SAMPLES))
+    second = engine(policy, Texts(SAMPLES), folder)
     second.load_checkpoint(folder)
     resumed = run(second, CASE.steps - SAVED)
     second.destroy()
-    return {"run": begun + went_on, "resumed": begun + resumed}
+    written = {} if first.global_rank else {"history": read_history(f"{folder}.jsonl")}
+    return {"run": begun + went_on, "resumed": begun + resumed, **written}
 
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -196,3 +198,22 @@ def test_decisions_and_losses_are_those_of_one_process(ranks, name):
             }
     exactly = [[repr(rank[name][way]) for way in ("run", "resumed")] for rank in ranks]
     assert all(both == [exactly[0][0]] * 2 for both in exactly)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_history_has_the_steps_of_the_run_that_was_resumed(ranks, name):
+    """Of the first run up to the checkpoint, of the second from there on."""
+    first, second = (rank[name] for rank in ranks)
+    periods = first["history"]
+    steps = [(period, step) for period in periods for step in range(period.first, period.stop)]
+    assert [step for _, step in steps] == list(range(CASE.steps))
+    for (period, step), (frozen, stages, *_) in zip(steps, first["resumed"], strict=True):
+        layout = period.layout
+        assert (layout.frozen_layers, layout.stages, layout.replicas) == (frozen, stages, 2 // stages), step
+        assert layout.replicas * layout.micro_batch * layout.micro_batches == CASE.batch
+        assert period.ranks == (((0, 0), (1, 0)) if stages == 2 else ((0, 0), (0, 1)))
+    begun = [period for period in periods if period.begins]
+    assert [period.first for period in begun] == [0, SAVED]
+    changes = [period for period in periods if not period.begins]
+    assert changes and all(period.change_seconds > 0 for period in changes)
+    assert periods[0].change_seconds == 0 and "history" not in second

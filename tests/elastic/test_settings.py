@@ -37,6 +37,7 @@ def test_defaults():
         },
         "resize": {"policy": "measured", "memory_gb": None},
         "partition": "as_launched",
+        "history_path": None,
         "cache": {"enabled": False, "memory_gb": None, "disk_path": None},
         "data": {"shuffle": False, "seed": 1234},
     }
