@@ -274,7 +274,7 @@ class ElasticPipelineEngine(ElasticOptimizer):
                 self._norms.load(self._norms.state(self._control))  # whoever gets a layer has to know its past
             sent = 0 if reshape is None else self._reshape(new, reshape)
             if wrapped and reshape is None:
-                self.optimizer = self._wrapped(self.basic_optimizer)
+                self.optimizer = self._wrapped(self.basic_optimizer, self.optimizer)
             self._changed = True
             self._settle()
         self._trace.keep(self._recorder.end())

@@ -29,7 +29,6 @@ _RULES = (
         f"absent {_BESIDE} (what is offloaded does not move)",
         "the device",
     ),
-    Rule("fp16.enabled", is_true, f"false {_BESIDE} (its loss scale does not move)", "bf16"),
     Rule("torch_autocast", autocasts_to_fp16, f"bfloat16 or off {_BESIDE}", "dtype bfloat16"),
     Rule(
         "scheduler.type",
@@ -278,10 +277,10 @@ def check_config(settings: ElasticPipelineConfig, config: Mapping[str, Any]) -> 
     if settings.freeze.policy == "static" and not settings.moves:
         return
     flat = above(0)(at(config, "zero_optimization.stage")) or any(
-        is_true(at(config, f"{name}.enabled")) for name in ("bf16", "bfloat16")
+        is_true(at(config, f"{name}.enabled")) for name in ("bf16", "bfloat16", "fp16")
     )
     if flat and policy_class(settings.freeze.policy).needs_gradients:
-        must = "a policy without norms of gradients beside bf16 or ZeRO (which keep gradients in flat parts)"
+        must = "a policy without norms of gradients beside bf16, fp16 or ZeRO (which keep gradients scaled or in flat parts)"
         raise bad_value(f"{settings.freeze.PATH}.policy", settings.freeze.policy, must, '"alpha"')
     for rule in _RULES:
         value = at(config, rule.path)

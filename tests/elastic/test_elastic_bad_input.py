@@ -56,7 +56,6 @@ BESIDES: dict[str, tuple[dict[str, Any], str, str]] = {
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
         f"must be absent {BESIDE} (what is offloaded does not move)", "use the device",
     ),
-    "fp16": ({"fp16": {"enabled": True}}, f"fp16.enabled: got true, must be false {BESIDE}", "use bf16"),
     "autocast": (
         {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast: got ",
         f"must be bfloat16 or off {BESIDE}", "use dtype bfloat16",
@@ -72,6 +71,7 @@ BESIDES: dict[str, tuple[dict[str, Any], str, str]] = {
 NORMS = {"freeze": {"policy": "grad_norm", "interval": 3}}
 FLAT: dict[str, dict[str, Any]] = {
     "norms and bf16": {"bf16": {"enabled": True}},
+    "norms and fp16": {"fp16": {"enabled": True}},
     "norms and ZeRO-1": {"zero_optimization": {"stage": 1}},
 }
 

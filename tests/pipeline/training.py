@@ -111,6 +111,13 @@ def build_engine(
     return engine
 
 
+def allow_fp16() -> None:
+    """DeepSpeed refuses fp16 on most CPUs, which PyTorch runs all the same."""
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    accelerator.supported_dtypes = lambda: [torch.float32, torch.float16, torch.bfloat16]
+
+
 def mine(engine: Any, step: Sequence[Any]) -> list[Any]:
     """The micro-batches of a step that belong to this replica."""
     replicas, count = engine.dp_world_size, len(step) // engine.dp_world_size
