@@ -60,7 +60,7 @@ def counting_nothing(optimizer: Any) -> None:
 
 
 def taking_part(optimizer: FP16_UnfusedOptimizer) -> None:
-    """Give a gradient of zeros to a parameter group that has none on this rank: 0.19.8 would leave the others waiting for its norm.
+    """Give zeros to a parameter group without gradients on this rank: 0.19.8 would leave the others waiting for its norm.
 
     All of the group may be other stages'.
     """

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from ds_terapipe.clipping import counting_nothing
 from ds_terapipe.elastic.transfer import described
+from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.optim.telemetry import UNUSED
 
 MASTER = "ds_terapipe_master"
 _STEP = "step"
-_UNUSED = "ds_terapipe_nothing_of_this_group_is_here"
 # What a wrapper knows of overflows, of one scheme or the other (runtime/fp16/loss_scaler.py); all ranks know the same.
 _SCALING = ("loss_scaler", "loss_scale_config", "custom_loss_scaler", "external_loss_scale", "overflow")
 
@@ -138,11 +139,11 @@ def occupy(optimizer: torch.optim.Optimizer, module: nn.Module, device: torch.de
     for group in optimizer.param_groups:
         if not group["params"]:
             unused = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
-            names[unused] = _UNUSED
+            names[unused] = UNUSED
             group["params"] = [unused]
-    changed = getattr(optimizer, "parameters_changed", None)
-    if changed is not None:
-        changed()
+    if isinstance(optimizer, FusedLamb):
+        optimizer.parameters_changed()
+        optimizer.set_names(dict.fromkeys((p for p, name in names.items() if name == UNUSED), UNUSED))
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Case:
     """A training.
 
     Attributes:
-        model, optimizer: of `MODELS` and `OPTIMIZERS`.
+        model, optimizer: of `MODELS` and `OPTIMIZERS`; "instance" is given to DeepSpeed as an object.
         stages: at the start; the other processes are replicas.
         freeze: from which step on how many entries are frozen.
         resize: from which step on how many stages there are.
@@ -218,6 +218,7 @@ class TorchsFusedAdam(FusedAdam):
 OPTIMIZERS: dict[str, tuple[Any, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
     # what DeepSpeed is given, what one process has
     "adamw": (lambda parameters: grouped_adamw(list(parameters)), grouped_adamw),
+    "instance": (grouped_adamw, grouped_adamw),
     "fused adam": (TorchsFusedAdam, grouped_adamw),
     "backwards": (lambda parameters: grouped_adamw(list(parameters)[::-1]), lambda p: grouped_adamw(p[::-1])),
     "sgd": (
@@ -346,6 +347,7 @@ def engine_of(case: Case, **more: Any) -> Any:
         "stages": case.stages,
         "clip": case.clip,
         "optimizer": OPTIMIZERS[case.optimizer][0],
+        "instance": case.optimizer == "instance",
     }
     return build_engine(more.pop("specs", None) or make(), loss_fn, config=config, **{**options, **more})
 
