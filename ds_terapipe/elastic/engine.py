@@ -33,7 +33,7 @@ from ds_terapipe.elastic.optimizer import ElasticOptimizer, gathered
 from ds_terapipe.elastic.report import Transition, TransitionReport
 from ds_terapipe.elastic.reshape import Reshape, check_movable
 from ds_terapipe.elastic.resize import Shape, balanced, check, shape_of, wanted_stages
-from ds_terapipe.elastic.settings import ElasticPipelineConfig, check_alike
+from ds_terapipe.elastic.settings import EPOCH, ElasticPipelineConfig, check_alike
 from ds_terapipe.elastic.state import check as check_state
 from ds_terapipe.elastic.state import read as read_state
 from ds_terapipe.elastic.state import write as write_state
@@ -72,6 +72,7 @@ class ElasticPipelineEngine(ElasticOptimizer):
         super().__init__(*args, **kwargs)
         module = self.module
         self._start_feeding()
+        self._know_phases()
         self._sizes = trained_sizes(self.module, self._control)
         layers = ModelLayers(tuple(size > 0 for size in self._sizes))
         self.untrained_layers = self._sizes.index(
@@ -80,7 +81,7 @@ class ElasticPipelineEngine(ElasticOptimizer):
         tensor, batch = self.grid.model_parallel_size, self.train_batch_size()
         check(
             elastic_pipeline, layers, self.num_stages, self.world_size, tensor, batch, self.micro_batch_size,
-            self.training_data is not None,
+            self.training_data is not None, self.batches,
         )  # fmt: skip
         self._freezer = Freezer(elastic_pipeline.freeze, layers, self._intervals_before)
         self._norms = GradientNorms(len(self._sizes), self.device) if self._freezer.needs_gradients else None
@@ -117,6 +118,7 @@ class ElasticPipelineEngine(ElasticOptimizer):
             self._seed = self._control.decide(self._first_seed)
             self._streams.seed = self._seed
         step = self.global_steps
+        self._note_epochs(step)
         frozen = self._freezer.decide(step, self._gradient_norms)
         stages = wanted_stages(
             self.elastic_pipeline.resize, step, self.num_stages, self.start_shape.stages, self._sizes, frozen
@@ -142,6 +144,12 @@ class ElasticPipelineEngine(ElasticOptimizer):
         settings = super()._choice_settings()
         return settings.model_copy(update={"plan_path": None, "measurements_path": None}) if self._changed else settings
 
+    def follow_phase(self, batch: int, micro_batch: int) -> None:
+        """As ``ElasticPhases.follow_phase``; what has been measured is of another batch."""
+        super().follow_phase(batch, micro_batch)
+        if self._chooser is not None and len(self.batches) > 1:
+            self._chooser.begin_anew()
+
     def _first_seed(self) -> int:
         return int(self.module.base_seed if self.module.seed_layers else torch.initial_seed())
 
@@ -150,6 +158,8 @@ class ElasticPipelineEngine(ElasticOptimizer):
 
     def _intervals_before(self, step: int) -> int:
         """How many intervals were over when a step began."""
+        if self.elastic_pipeline.freeze.interval == EPOCH and step in self._epochs_at:
+            return self._epochs_at[step]
         samples = None if self.training_data is None else len(self.training_data)
         return completed_intervals(self.elastic_pipeline.freeze.interval, step, self.train_batch_size(), samples)
 
@@ -220,6 +230,8 @@ class ElasticPipelineEngine(ElasticOptimizer):
         if state is not None and self._norms is not None:
             self._norms.load(state["norms"])
         self._follow_data()
+        if state is not None:
+            self._load_data_state(state.get("data"))
         return loaded
 
     def _state(self) -> dict[str, Any]:
@@ -231,7 +243,8 @@ class ElasticPipelineEngine(ElasticOptimizer):
             "layers": len(self._sizes),
             "processes": self.world_size,
             "tensor_parallel_size": self.grid.model_parallel_size,
-            "train_batch_size": self.train_batch_size(),
+            "train_batch_size": self.batches[0][0],
+            "data": self._data_state(),
             "seed": self._seed,
             "policy": self._freezer.state(),
             "norms": None if self._norms is None else self._norms.state(self._control),

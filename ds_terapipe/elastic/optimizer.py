@@ -14,9 +14,9 @@ from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
 from ds_terapipe.elastic.anew import Kept, quietly
-from ds_terapipe.elastic.data import ElasticData
 from ds_terapipe.elastic.groups import in_order, make_alike
 from ds_terapipe.elastic.masters import fill, occupy, taking_no_step
+from ds_terapipe.elastic.phases import ElasticPhases
 from ds_terapipe.optim.lamb import FusedLamb
 
 # DeepSpeed's own methods and their arguments after the optimiser, by what its check says
@@ -27,7 +27,7 @@ _WRAPPED: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-class ElasticOptimizer(ElasticData):
+class ElasticOptimizer(ElasticPhases):
     """Part of the engine: what DeepSpeed's constructor does about the optimiser, the first time and again."""
 
     _kept: Kept | None = None  # while DeepSpeed's engine is built anew

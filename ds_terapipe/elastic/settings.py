@@ -30,12 +30,6 @@ _RULES = (
         "the device",
     ),
     Rule("torch_autocast", autocasts_to_fp16, f"bfloat16 or off {_BESIDE}", "dtype bfloat16"),
-    Rule(
-        "scheduler.type",
-        lambda value: value == "MixedBatch",
-        "another schedule beside elastic_pipeline.freeze.policy or resize.policy (its phases change the batch)",
-        "LambWarmup",
-    ),
 )
 
 
