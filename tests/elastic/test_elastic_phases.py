@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -13,6 +14,7 @@ import torch
 from ds_terapipe.elastic.sampler import SampleOrder
 from ds_terapipe.optim.mixed_batch import MixedBatch
 from tests.elastic.training import Objects, prefixes
+from tests.mutants.claims import holds
 from tests.optim.phase_runs import SAMPLES, Texts, error_of, stacked
 from tests.pipeline.models import Plain, gpt, mean_loss
 from tests.pipeline.training import SGD, build_engine, difference
@@ -289,3 +291,16 @@ def test_every_phase_has_to_divide(ranks):
                 "ConfigError: elastic_pipeline.resize.policy: got 1, must be a number of stages whose"
             )
             assert "divide the batch of 3 samples" in text and text.endswith("use 2") and "\n" not in text
+
+
+# for tests.mutants
+
+
+def one(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    return whole(ANY, folder)
+
+
+def holds_for(mutant: str | None) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_ranks(one, 2, folder, mutant=mutant)
+    return holds(check, ANY, ranks)

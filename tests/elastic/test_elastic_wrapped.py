@@ -293,9 +293,6 @@ def in_one_process(
 # for tests.mutants
 
 
-def one(rank: int, world_size: int) -> dict[str, Any]:
-    return run(TWO["ZeRO-1, instance"])
-
-
-def holds_for(mutant: str | None) -> bool:
-    return holds(check, TWO["ZeRO-1, instance"], run_ranks(one, 2, mutant=mutant))
+def holds_for(mutant: str | None, name: str) -> bool:
+    ranks = run_ranks(worker, 2, {name: TWO[name]}, mutant=mutant)
+    return holds(check, TWO[name], [found[name] for found in ranks])

@@ -130,8 +130,8 @@ def test_every_phase_s_batch_is_divided():
     with pytest.raises(ConfigError) as caught:
         checked(block, batches=((8, 1), (6, 2), (3, 1)))
     assert str(caught.value) == (
-        "elastic_pipeline.resize.policy: got 2, must be a number of stages whose replicas, here 2, divide the batch of 3 samples, "
-        "use 4"
+        "elastic_pipeline.resize.policy: got 2, must be a number of stages whose replicas, here 2, divide the batch of 3 "
+        "samples, use 4"
     )
 
 
