@@ -48,6 +48,12 @@ WRAPPERS = {
     "ZeRO-1": "DeepSpeedZeroOptimizer",
     "fp16": "FP16_UnfusedOptimizer",
 }
+FULL = {
+    "fp16, from four": Case("gpt", "adamw", 4, FREEZE, ((3, 2), (9, 1)), steps=14, precision="fp16"),
+    "fp16 ZeRO-1, to four": Case(
+        "gpt", "adamw", 2, ((5, 1), (7, 3)), ((5, 1), (9, 4)), steps=14, precision="fp16 ZeRO-1"
+    ),
+}
 _ADAM = ("exp_avg", "exp_avg_sq")
 KEYS = {"adamw": _ADAM, "instance": _ADAM, "fused adam": _ADAM, "lamb": _ADAM, "sgd": ("momentum_buffer",)}
 
@@ -155,6 +161,13 @@ def test_two_processes(two, name):
 @pytest.mark.parametrize("name", FOUR)
 def test_four_processes(four, name):
     check(FOUR[name], [found[name] for found in four])
+
+
+@pytest.mark.full
+def test_fp16_on_four_processes():
+    ranks = run_ranks(worker, 4, FULL, timeout=300)
+    for name, case in FULL.items():
+        check(case, [found[name] for found in ranks])
 
 
 def check(case: Case, ranks: Sequence[dict[str, Any]]) -> None:
