@@ -145,7 +145,12 @@ class Share(NamedTuple):
     @classmethod
     def of(cls, engine: Any) -> Share:
         """As the engine's shape is now; the schedule MixedBatch has micro-batches of its own for each phase."""
-        grid, size = engine.grid, engine.train_micro_batch_size_per_gpu
+        grid = engine.grid
+
+        def size() -> int:
+            start = getattr(engine, "start_shape", None)
+            return int(engine.train_micro_batch_size_per_gpu() if start is None else start.micro_batch)
+
         return cls(
             reads=grid.is_first_stage or grid.is_last_stage,
             replica=grid.get_data_parallel_rank(),

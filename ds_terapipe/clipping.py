@@ -36,6 +36,7 @@ class TrueNormClipping:
             take_step(lr_kwargs)
             return
         mark_gradients(self.module.parameters())
+        taking_part(self.optimizer)
         scale = self.optimizer.loss_scale_config.cur_scale  # the step may enlarge it
         take_step(lr_kwargs)
         if not self.optimizer.overflow:  # of scaled gradients, where the other optimisers report that of unscaled ones
@@ -56,6 +57,16 @@ def counting_nothing(optimizer: Any) -> None:
         return found
 
     optimizer.get_grads_for_norm = get_grads_for_norm
+
+
+def taking_part(optimizer: FP16_UnfusedOptimizer) -> None:
+    """Give zeros to a parameter group without gradients on this rank: 0.19.8 would leave the others waiting for its norm.
+
+    All of the group may be other stages'.
+    """
+    for parameters in optimizer.fp16_groups:
+        if parameters and all(parameter.grad is None for parameter in parameters):
+            parameters[0].grad = torch.zeros_like(parameters[0])
 
 
 def is_counted(parameter: Tensor, tensor_rank: int) -> bool:

@@ -126,6 +126,27 @@ NAMES: tuple[Name, ...] = (
     Name(f"{_BASE}._do_optimizer_sanity_check", "0.19.8", "elastic: what the optimizer is wrapped in"),
     Name(f"{_BASE}._configure_bf16_optimizer", "0.19.8", "elastic: wraps it again"),
     Name(f"{_BASE}._configure_zero_optimizer", "0.19.8", "elastic: wraps it again"),
+    Name(f"{_BASE}._configure_fp16_optimizer", "0.19.8", "elastic: wraps it again"),
+    Name("deepspeed.runtime.base_optimizer:DeepSpeedOptimizer", "0.19.8", "elastic: what wraps an optimizer"),
+    Name("deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.__init__#fp16_groups", "0.19.8", "elastic: masters"),
+    Name(
+        "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.__init__#fp32_groups_flat", "0.19.8", "elastic: masters"
+    ),
+    Name(
+        "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer.__init__#fp16_groups",
+        "0.19.8",
+        "elastic: masters",
+    ),
+    Name(
+        "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer.__init__#fp32_groups",
+        "0.19.8",
+        "elastic: masters",
+    ),
+    Name(
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__#loss_scaler",
+        "0.19.8",
+        "elastic: the loss scale goes on",
+    ),
     Name(f"{_BASE}.destroy#_python_gc_generation", "0.19.8", "elastic: outlives a reshape"),
     Name("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.__init__#bf16_groups", "0.19.8", "elastic: masters"),
     Name(

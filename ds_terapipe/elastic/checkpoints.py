@@ -72,6 +72,8 @@ class ElasticCheckpoints(Freezing):
         if state is not None:
             self._go_on(state)
         self._follow_data()
+        if state is not None:
+            self._load_data_state(state.get("data"))
         return path, client_state
 
     def _saved(self, folder: Path, state: Any) -> SavedStates:
@@ -114,7 +116,8 @@ class ElasticCheckpoints(Freezing):
             "layers": len(self.module._layer_specs),
             "processes": self.world_size,
             "tensor_parallel_size": self.grid.model_parallel_size,
-            "train_batch_size": self.train_batch_size(),
+            "train_batch_size": self.batches[0][0],
+            "data": self._data_state(),
             "seed": self._seed,
             "policy": self._freezer.state(),
             "losses": [float(self._losses[0]), self._losses[1]],

@@ -115,7 +115,9 @@ class ElasticData(TokenPipelineEngine):
     def _follow_data(self) -> None:
         if self._loader is not None:
             replica = self.grid.get_data_parallel_rank()
-            self._loader.reshape(self.micro_batch_size, self.dp_world_size, replica, self.global_samples)
+            self._loader.reshape(
+                self.micro_batch_size, self.dp_world_size, replica, self.global_samples, self.train_batch_size()
+            )
 
     def _release(self) -> None:
         super()._release()

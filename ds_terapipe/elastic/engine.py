@@ -66,6 +66,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         check_alike(gathered(elastic_pipeline.model_dump(), kwargs["model"].world_group))
         super().__init__(*args, **kwargs)
         self._start_feeding()
+        self._know_phases()
         self._sizes = trained_sizes(self.module, self._control)
         layers = ModelLayers(tuple(size > 0 for size in self._sizes))
         self.untrained_layers = self._sizes.index(
@@ -74,7 +75,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         tensor, batch = self.grid.model_parallel_size, self.train_batch_size()
         check(
             elastic_pipeline, layers, self.num_stages, self.world_size, tensor, batch, self.micro_batch_size,
-            self.training_data is not None,
+            self.training_data is not None, self.batches,
         )  # fmt: skip
         self._start_freezing(layers)
         if elastic_pipeline.cache.enabled and self.global_rank == 0:
@@ -119,6 +120,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             self._seed = self._control.decide(self._first_seed)
             self._streams.seed = self._seed
         step = self.global_steps
+        self._note_epochs(step)
         frozen, start = self._decide_frozen(step), self.start_shape.stages
         present = start if frozen < self._frozen else self.num_stages  # what trains again may need more stages
         stages = wanted_stages(self.elastic_pipeline.resize, step, present, start, self._sizes, frozen)
@@ -156,6 +158,12 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         """A plan, and a file of measurements, are for the placement of the start."""
         settings = super()._choice_settings()
         return settings.model_copy(update={"plan_path": None, "measurements_path": None}) if self._changed else settings
+
+    def follow_phase(self, batch: int, micro_batch: int) -> None:
+        """As ``ElasticPhases.follow_phase``; what has been measured is of another batch."""
+        super().follow_phase(batch, micro_batch)
+        if self._chooser is not None and len(self.batches) > 1:
+            self._chooser.begin_anew()
 
     def _first_seed(self) -> int:
         return int(self.module.base_seed if self.module.seed_layers else torch.initial_seed())
@@ -203,7 +211,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
                 self._norms.load(self._norms.state(self._control))  # whoever gets a layer has to know its past
             sent = 0 if reshape is None else self._reshape(new, reshape)
             if wrapped and reshape is None:
-                self.optimizer = self._wrapped(self.basic_optimizer)
+                self.optimizer = self._wrapped(self.basic_optimizer, self.optimizer)
             self._changed = True
             self._settle()
         self._trace.keep(self._recorder.end())

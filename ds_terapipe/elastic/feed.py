@@ -7,7 +7,7 @@ as they did; what they read is handed to the ranks that need it now. Which sampl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -100,6 +100,10 @@ class Feed:
         """Whether this rank had an iterator at the start."""
         where = self._start.topology.get_coord(self._rank).pipe
         return where in (0, self._start.stages - 1)
+
+    def follow(self, micro_batch: int) -> None:
+        """From now on the iterators of the start give micro-batches of another size."""
+        self._start = replace(self._start, micro_batch=micro_batch)
 
     def share(self, read: int, now: Layout) -> int | None:
         """Micro-batches of each replica now, where each reader reads ``read``; None where they can't be shared out equally."""

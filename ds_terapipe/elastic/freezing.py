@@ -18,6 +18,7 @@ from ds_terapipe.elastic.gradient_norms import GradientNorms
 from ds_terapipe.elastic.groups import refill, release
 from ds_terapipe.elastic.layers import layers_here, names_in
 from ds_terapipe.elastic.optimizer import ElasticOptimizer
+from ds_terapipe.elastic.settings import EPOCH
 from ds_terapipe.pipeline.report import emit
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class Freezing(ElasticOptimizer):
 
     def _intervals_before(self, step: int) -> int:
         """How many intervals were over when a step began."""
+        if self.elastic_pipeline.freeze.interval == EPOCH and step in self._epochs_at:
+            return self._epochs_at[step]
         samples = None if self.training_data is None else len(self.training_data)
         return completed_intervals(self.elastic_pipeline.freeze.interval, step, self.train_batch_size(), samples)
 

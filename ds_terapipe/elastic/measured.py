@@ -63,6 +63,11 @@ class Chooser:
         """Another placement begins."""
         self._seconds: list[float] = []  # of its steps
 
+    def begin_anew(self) -> None:
+        """Another batch begins, of which nothing is known: what was decided for the one before is open again."""
+        self._decided = self._expected = None
+        self.begin()
+
     @property
     def times_layers(self) -> bool:
         """Whether the step that runs is one whose layers are timed."""
@@ -223,7 +228,8 @@ class Chooser:
     def _candidates(self, frozen: int) -> list[Shape]:
         """Shapes that there could be; the present one where its layers may be divided anew."""
         engine, micro_batch = self._engine, self._engine.start_shape.micro_batch
-        possible = shapes(engine.world_size, engine.grid.model_parallel_size, engine.train_batch_size(), micro_batch)
+        tensor, batches = engine.grid.model_parallel_size, [batch for batch, _ in engine.batches]
+        possible = shapes(engine.world_size, tensor, engine.train_batch_size(), micro_batch, batches)
         anew = self._settings.partition == "measured" or frozen > 0 or engine.frozen_layers > 0
         return [
             shape

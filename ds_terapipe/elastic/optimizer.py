@@ -10,21 +10,25 @@ from typing import Any
 
 import torch
 import torch.distributed
-from deepspeed.runtime.constants import BFLOAT16
+from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
 from ds_terapipe.elastic.anew import Kept, quietly
-from ds_terapipe.elastic.data import ElasticData
 from ds_terapipe.elastic.groups import in_order, make_alike
-from ds_terapipe.elastic.masters import fill, occupy
+from ds_terapipe.elastic.masters import fill, occupy, taking_no_step
+from ds_terapipe.elastic.phases import ElasticPhases
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.lamb import FusedLamb
 
-# DeepSpeed's own methods, by what its check says
-_WRAPPED = {BFLOAT16: "_configure_bf16_optimizer", ZERO_OPTIMIZATION: "_configure_zero_optimizer"}
+# DeepSpeed's own methods and their arguments after the optimiser, by what its check says
+_WRAPPED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    BFLOAT16: ("_configure_bf16_optimizer", ()),
+    FP16: ("_configure_fp16_optimizer", (torch.float16,)),
+    ZERO_OPTIMIZATION: ("_configure_zero_optimizer", ()),
+}
 
 
-class ElasticOptimizer(ElasticData):
+class ElasticOptimizer(ElasticPhases):
     """Part of the engine: what DeepSpeed's constructor does about the optimiser, the first time and again."""
 
     _kept: Kept | None = None  # while DeepSpeed's engine is built anew
@@ -32,7 +36,7 @@ class ElasticOptimizer(ElasticData):
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if self._kept is not None:
             self.basic_optimizer = self._kept.basic_optimizer
-            self.optimizer = self._wrapped(self.basic_optimizer)
+            self.optimizer = self._wrapped(self.basic_optimizer, self._kept.optimizer)
             return
         super()._configure_optimizer(client_optimizer, model_parameters)
 
@@ -54,14 +58,15 @@ class ElasticOptimizer(ElasticData):
             occupy(basic_optimizer, self.module, self.device, self.param_names)
         return kind
 
-    def _wrapped(self, basic_optimizer: Any) -> Any:
-        """An optimiser that has parameters of the module, in what DeepSpeed puts around it."""
+    def _wrapped(self, basic_optimizer: Any, before: Any) -> Any:
+        """An optimiser that has parameters of the module, in what DeepSpeed puts around it; ``before``: that was around it."""
         kind = self._do_optimizer_sanity_check(basic_optimizer)
         if kind not in _WRAPPED:
             return basic_optimizer
-        with quietly(), _nothing_to_collect():
-            wrapper = getattr(self, _WRAPPED[kind])(basic_optimizer)
-        fill(wrapper)
+        method, arguments = _WRAPPED[kind]
+        with quietly(), _nothing_to_collect(), taking_no_step(basic_optimizer):
+            wrapper = getattr(self, method)(basic_optimizer, *arguments)
+        fill(wrapper, before)
         if isinstance(basic_optimizer, FusedLamb) and hasattr(wrapper, "check_grad_overflow"):
             wrapper.check_grad_overflow = True
         return wrapper
@@ -69,6 +74,8 @@ class ElasticOptimizer(ElasticData):
     @property
     def _layer_dtype(self) -> torch.dtype | None:
         """What DeepSpeed makes of the layers' numbers."""
+        if self.fp16_enabled():
+            return torch.float16
         return torch.bfloat16 if self.bfloat16_enabled() else None
 
     def _configure_lr_scheduler(self) -> None:

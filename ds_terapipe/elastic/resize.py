@@ -68,7 +68,9 @@ def _halved(present: int, start: int, sizes: Sequence[int], frozen: int) -> int:
     return present
 
 
-def shape_of(stages: int, processes: int, tensor_size: int, batch: int, micro_batch: int) -> Shape:
+def shape_of(
+    stages: int, processes: int, tensor_size: int, batch: int, micro_batch: int, batches: Sequence[int] = ()
+) -> Shape:
     """The shape with so many stages on all processes.
 
     The global batch stays. So does the micro-batch, unless the replicas' shares of a batch are not made of whole ones: then it
@@ -80,13 +82,14 @@ def shape_of(stages: int, processes: int, tensor_size: int, batch: int, micro_ba
         tensor_size: ranks that a layer is divided among.
         batch: samples of a step, over all replicas.
         micro_batch: samples in a micro-batch of one replica, as configured.
+        batches: other batches that the training has, for the shapes that the error names.
 
     Raises:
         ConfigError: there are processes or samples left over.
     """
     if not _divides(stages, processes, tensor_size, batch):
         # at least one shape runs: the one that the launch has made
-        choices = [str(shape.stages) for shape in shapes(processes, tensor_size, batch, micro_batch)]
+        choices = [str(shape.stages) for shape in shapes(processes, tensor_size, batch, micro_batch, batches)]
         if processes % (stages * tensor_size):
             by_tensor = f" times the tensor-parallel size ({tensor_size})" if tensor_size > 1 else ""
             rule = f"a number of stages that{by_tensor} divides the {processes} processes"
@@ -100,12 +103,12 @@ def shape_of(stages: int, processes: int, tensor_size: int, batch: int, micro_ba
     return Shape(stages, replicas, size, share // size)
 
 
-def shapes(processes: int, tensor_size: int, batch: int, micro_batch: int) -> list[Shape]:
-    """All that `shape_of` makes of these, fewest stages first."""
+def shapes(processes: int, tensor_size: int, batch: int, micro_batch: int, batches: Sequence[int] = ()) -> list[Shape]:
+    """All that `shape_of` makes of these, fewest stages first; those that divide the other ``batches``, too."""
     return [
         shape_of(stages, processes, tensor_size, batch, micro_batch)
         for stages in range(1, processes + 1)
-        if _divides(stages, processes, tensor_size, batch)
+        if all(_divides(stages, processes, tensor_size, each) for each in (batch, *batches))
     ]
 
 
@@ -150,6 +153,7 @@ def check(
     batch: int,
     micro_batch: int,
     has_training_data: bool,
+    batches: Sequence[tuple[int, int]] = (),
 ) -> None:
     """Refuse what this model, launch and batch do not allow, before the first step.
 
@@ -159,6 +163,7 @@ def check(
         stages: at the beginning.
         processes, tensor_size, batch, micro_batch: as in `shape_of`.
         has_training_data: whether ``initialize`` got any.
+        batches: batch and micro-batch of phases to come.
 
     Raises:
         ConfigError: the first thing that is wrong.
@@ -166,7 +171,8 @@ def check(
     _check_freeze(settings.freeze, layers, has_training_data)
     for number in _stages_that_may_come(settings.resize, stages):
         _check_entries(number, len(layers.trainable))
-        shape_of(number, processes, tensor_size, batch, micro_batch)
+        for size, micro in ((batch, micro_batch), *batches):
+            shape_of(number, processes, tensor_size, size, micro, [batch, *(each for each, _ in batches)])
 
 
 def _check_freeze(freeze: FreezeSettings, layers: ModelLayers, has_training_data: bool) -> None:

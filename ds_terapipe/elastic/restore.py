@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_terapipe.elastic.groups import settings_of, tell
-from ds_terapipe.elastic.masters import MASTER, is_wrapped, parameters_of
+from ds_terapipe.elastic.masters import MASTER, is_wrapped, places
 from ds_terapipe.errors import ConfigError, bad_value
 
-_PLAIN, _FLAT = "plain", "flat"
+_PLAIN, _FLAT, _FP16 = "plain", "flat", "fp16"
 
 
 def about(engine: Any) -> dict[str, Any] | None:
@@ -27,13 +27,15 @@ def about(engine: Any) -> dict[str, Any] | None:
     if engine.basic_optimizer is None:
         return None
     name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    flat = is_wrapped(engine.optimizer)
-    if not flat and (coordinates.data or engine.optimizer is not engine.basic_optimizer):
+    kind = _FP16 if engine.fp16_enabled() else _FLAT if is_wrapped(engine.optimizer) else _PLAIN
+    if kind == _PLAIN and coordinates.data:
         return None
-    groups = parameters_of(engine.optimizer) if flat else [g["params"] for g in engine.basic_optimizer.param_groups]
-    path = engine._get_zero_ckpt_name("", "") if flat else engine._get_ckpt_name("", "")
+    groups = [g["params"] for g in engine.basic_optimizer.param_groups]
+    if kind != _PLAIN:
+        groups = [[place.parameter for place in members] for members in places(engine.optimizer)]
+    path = engine._get_zero_ckpt_name("", "") if kind == _FLAT else engine._get_ckpt_name("", "")
     return {
-        "kind": _FLAT if flat else _PLAIN,
+        "kind": kind,
         "stage": coordinates.pipe,
         "data": coordinates.data,
         "tensor": getattr(coordinates, "model", 0),
@@ -80,6 +82,11 @@ class SavedStates:
                 f"load_checkpoint: got {folder} without the optimizer's state of {', '.join(missing[:3]) or 'any parameter'}, "
                 "must have it of all that is trained, use load_optimizer_states=False or another checkpoint"
             )
+        if any(part["kind"] == _FP16 for part in mine):
+            raise bad_value(
+                "load_checkpoint", f"{folder} of fp16, saved in another shape", "of bf16 or fp32",
+                "as many processes as it was saved with, and the same elastic_pipeline.resize.policy",
+            )  # fmt: skip
         counts = {len(part["groups"]) for part in mine}
         if counts != {groups}:
             raise bad_value(

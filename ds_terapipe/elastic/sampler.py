@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from ds_terapipe.errors import bad_value
+from ds_terapipe.errors import ConfigError, bad_value
 
 
 class SampleOrder:
@@ -23,26 +23,42 @@ class SampleOrder:
         samples: in the dataset.
         shuffle: whether each epoch has an order of its own; else all have the dataset's.
         seed: of these orders.
+        begin, epoch: the position at which an epoch begins, and its number; others where the dataset has become another one.
 
     Raises:
         ConfigError: an empty dataset.
     """
 
-    def __init__(self, samples: int, shuffle: bool, seed: int) -> None:
+    def __init__(self, samples: int, shuffle: bool, seed: int, begin: int = 0, epoch: int = 0) -> None:
         if samples < 1:
             raise bad_value("training_data", samples, "a dataset of one sample or more", "another dataset")
         self.samples = samples
         self.shuffle = shuffle
         self.seed = seed
+        self.begin, self.epoch = begin, epoch
         self._permutations: dict[int, torch.Tensor] = {}
 
     def __getitem__(self, position: int) -> int:
-        epoch, place = divmod(position, self.samples)
+        epoch, place = self._where(position)
         return int(self._permutation(epoch)[place]) if self.shuffle else place
 
     def between(self, first: int, end: int) -> list[int]:
         """The samples at the positions from ``first`` to ``end - 1``."""
         return [self[position] for position in range(first, end)]
+
+    def epochs_before(self, position: int) -> int:
+        """How many epochs were over at a position."""
+        return self._where(position)[0]
+
+    def resized(self, samples: int, position: int) -> SampleOrder:
+        """Of a dataset that has another number of samples from a position on: an epoch begins there."""
+        epoch, place = self._where(position)
+        return SampleOrder(samples, self.shuffle, self.seed, position, epoch + (place > 0))
+
+    def _where(self, position: int) -> tuple[int, int]:
+        """Number of the epoch, and the place in its order."""
+        epochs, place = divmod(position - self.begin, self.samples)
+        return self.epoch + epochs, place
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         """[samples]; at most two are kept: a batch may lie in two epochs."""
@@ -93,8 +109,31 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.batch = batch
         self.reshape(micro_batch, replicas, replica, consumed)
 
-    def reshape(self, micro_batch: int, replicas: int, replica: int, consumed: int) -> None:
-        """Go on behind ``consumed`` samples in another shape. Arguments and errors as above."""
+    def reshape(
+        self,
+        micro_batch: int,
+        replicas: int,
+        replica: int,
+        consumed: int,
+        batch: int | None = None,
+        samples: int | None = None,
+    ) -> None:
+        """Go on behind ``consumed`` samples in another shape, with another batch where one is given. Errors as above.
+
+        With another number of ``samples`` than before an epoch begins.
+        """
+        before, self.batch = self.batch, self.batch if batch is None else batch
+        try:
+            self._check(micro_batch, replicas, replica, consumed)
+        except ConfigError:
+            self.batch = before
+            raise
+        if samples not in (None, self.order.samples):
+            self.order = self.order.resized(int(samples or 0), consumed)
+        self.micro_batch, self.replicas, self.replica, self.consumed = micro_batch, replicas, replica, consumed
+        self._shape = object()
+
+    def _check(self, micro_batch: int, replicas: int, replica: int, consumed: int) -> None:
         if replicas < 1 or micro_batch < 1 or self.batch % (replicas * micro_batch):
             rule = f"a multiple of {replicas} replicas x micro-batch {micro_batch}"
             raise bad_value("train_batch_size", self.batch, rule, "another micro_batch or replicas")
@@ -102,8 +141,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
             raise bad_value("replica", replica, f"from 0 to {replicas - 1}", "the rank among the replicas")
         if consumed < 0:
             raise bad_value("consumed", consumed, "0 or more", "engine.global_samples")
-        self.micro_batch, self.replicas, self.replica, self.consumed = micro_batch, replicas, replica, consumed
-        self._shape = object()
 
     def __iter__(self) -> Iterator[list[int]]:
         shape, step = self._shape, self.consumed
@@ -170,12 +207,12 @@ class ElasticLoader:
         """As `ElasticBatchSampler`'s."""
         return len(self.sampler)
 
-    def reshape(self, micro_batch: int, replicas: int, replica: int, consumed: int) -> None:
+    def reshape(self, micro_batch: int, replicas: int, replica: int, consumed: int, batch: int | None = None) -> None:
         """Go on behind ``consumed`` samples of the whole job in another shape, as `ElasticBatchSampler.reshape`.
 
-        What workers have read ahead is dropped, and they end.
+        What workers have read ahead is dropped, and they end. A dataset of another length than before begins an epoch.
         """
-        self.sampler.reshape(micro_batch, replicas, replica, consumed)
+        self.sampler.reshape(micro_batch, replicas, replica, consumed, batch, len(self.dataset))
         self._drop()
 
     def close(self) -> None:

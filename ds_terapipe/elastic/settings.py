@@ -32,14 +32,7 @@ _RULES = (
         f"absent {_BESIDE} (what is offloaded does not move)",
         "the device",
     ),
-    Rule("fp16.enabled", is_true, f"false {_BESIDE} (its loss scale does not move)", "bf16"),
     Rule("torch_autocast", autocasts_to_fp16, f"bfloat16 or off {_BESIDE}", "dtype bfloat16"),
-    Rule(
-        "scheduler.type",
-        lambda value: value == "MixedBatch",
-        "another schedule beside elastic_pipeline.freeze.policy or resize.policy (its phases change the batch)",
-        "LambWarmup",
-    ),
 )
 
 
@@ -350,10 +343,12 @@ def check_config(settings: ElasticPipelineConfig, config: Mapping[str, Any]) -> 
         is_true(at(config, f"{name}.enabled")) for name in ("bf16", "bfloat16", "fp16")
     )
     if flat and policy_class(settings.freeze.policy).needs_gradients:
-        must = "a policy without norms of gradients beside 16-bit numbers or ZeRO (which keep gradients in flat parts)"
+        must = "a policy without norms of gradients beside bf16, fp16 or ZeRO (which keep gradients scaled or in flat parts)"
         raise bad_value(f"{settings.freeze.PATH}.policy", settings.freeze.policy, must, '"alpha"')
     if flat and settings.freeze.unfreeze:
-        must = "absent beside 16-bit numbers or ZeRO (whose flat parts have one step count, where returning layers begin at 0)"
+        must = (
+            "absent beside bf16, fp16 or ZeRO (whose flat parts have one step count, where returning layers begin at 0)"
+        )
         raise bad_value(f"{settings.freeze.PATH}.unfreeze", settings.freeze.unfreeze, must, "[]")
     for rule in _RULES:
         value = at(config, rule.path)

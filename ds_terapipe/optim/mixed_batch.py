@@ -34,8 +34,9 @@ class MixedBatch(Schedule):
     Data: DeepSpeed's own loader of ``training_data`` goes on behind the last sample delivered, in micro-batches of the new
     size. Nothing is lost or repeated, unless ``len(dataset)`` changes with the length: then an epoch starts. As without
     phases, an epoch's last micro-batch may be smaller, or is left out with ``dataloader_drop_last``. Other iterators are
-    the user's: they have to give micro-batches of ``engine.train_micro_batch_size_per_gpu()`` samples, and ones with worker
-    processes have to be made anew when :attr:`phase_index` has changed, which is checked.
+    the user's: they have to give micro-batches of ``engine.train_micro_batch_size_per_gpu()`` samples, beside elastic_pipeline
+    of ``engine.start_shape.micro_batch``, and ones with worker processes have to be made anew when :attr:`phase_index` has
+    changed, which is checked.
 
     Resuming: ``engine.load_checkpoint`` puts the phase and the position in it in force again. A pipeline engine's
     ``training_data`` goes on where it was; in a loop of one's own over a loader, :meth:`seek` does that.
@@ -83,7 +84,7 @@ class MixedBatch(Schedule):
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the phases it counts in, and how far all replicas are in an epoch of ``training_data``."""
-        replicas = 1 if self._engine is None else self._engine.dp_world_size
+        replicas = 1 if self._engine is None else _replicas(self._engine)
         delivered = [loader.delivered * replicas for loader in self._loaders]
         return {**super().state_dict(), "phases": [asdict(phase) for phase in self.phases], "delivered": delivered}
 
@@ -103,7 +104,7 @@ class MixedBatch(Schedule):
         self._enter(self.phase_index)
         if _is_pipeline(self._engine):  # elsewhere the loop over the loader is the user's
             for loader, delivered in zip(self._loaders, state["delivered"], strict=False):
-                loader.seek(delivered // self._engine.dp_world_size)
+                loader.seek(delivered // _replicas(self._engine))
 
     # -------------------------------------------------------------------------------------------------------- the engine
 
@@ -125,7 +126,10 @@ class MixedBatch(Schedule):
         check_division(self.phases, micro, engine.dp_world_size)
         self._micro_batch_sizes = micro_batch_sizes(self.phases, micro)
         self._engine = engine
-        if _reads_data(engine) and engine.training_dataloader is not None:
+        if hasattr(engine, "follow_phase") and engine.training_dataloader is not None:
+            self._datasets.append(engine.training_dataloader.dataset)  # its loader follows the engine
+            _on_all_ranks(self._check_data)
+        elif _reads_data(engine) and engine.training_dataloader is not None:
             self._loaders.append(TrainingLoader(engine.training_dataloader))
             _on_all_ranks(self._check_data)
         else:
@@ -165,7 +169,7 @@ class MixedBatch(Schedule):
         For loops of one's own over a loader, after ``engine.load_checkpoint`` and before the loop.
         """
         for loader in self._loaders:
-            loader.seek(samples // self._engine.dp_world_size)
+            loader.seek(samples // _replicas(self._engine))
 
     def _switching(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """``engine.train_batch`` or ``engine.step`` with the end of a phase behind it."""
@@ -192,7 +196,9 @@ class MixedBatch(Schedule):
         before = None if self._in_force is None else self.phases[self._in_force]
         if _is_pipeline(engine) and before is not None and before.seq_length != phase.seq_length:
             self._iterator_before = (engine.data_iterator,)
-        _set_batch(engine, phase.batch_size, micro)
+        follow = getattr(engine, "follow_phase", None)  # of an engine whose shape may not be that of the start
+        if follow is None:
+            set_batch(engine, phase.batch_size, micro)
 
         def switch_data() -> None:
             for dataset in [*self._datasets, *(loader.dataset for loader in self._loaders)]:
@@ -201,6 +207,8 @@ class MixedBatch(Schedule):
                 loader.recut(micro)
 
         _on_all_ranks(switch_data)
+        if follow is not None:
+            follow(phase.batch_size, micro)
         if hasattr(engine, "reset_activation_shape"):
             engine.reset_activation_shape()
         self._in_force = index
@@ -228,8 +236,8 @@ class MixedBatch(Schedule):
     def _check_data(self) -> None:
         if not self._length_changes() or not _reads_data(self._engine):
             return
-        for loader in self._loaders:
-            self._require(loader.dataset)
+        for dataset in [*self._datasets, *(loader.dataset for loader in self._loaders)]:
+            self._require(dataset)
         if not self._loaders and not self._datasets:
             lengths = [phase.seq_length for phase in self.phases]
             raise ConfigError(
@@ -246,7 +254,7 @@ class MixedBatch(Schedule):
             )
 
 
-def _set_batch(engine: Any, batch_size: int, micro_batch_size: int) -> None:
+def set_batch(engine: Any, batch_size: int, micro_batch_size: int) -> None:
     """Batch sizes wherever DeepSpeed 0.19.8 keeps a copy."""
     engine.set_train_micro_batch_size(micro_batch_size)
     engine.set_train_batch_size(batch_size)
@@ -265,7 +273,14 @@ def _is_pipeline(engine: Any) -> bool:
     return hasattr(engine, "is_first_stage")
 
 
+def _replicas(engine: Any) -> int:
+    """That share what is read: those of the shape in which loaders were made."""
+    return int(engine.start_shape.replicas if hasattr(engine, "start_shape") else engine.dp_world_size)
+
+
 def _reads_data(engine: Any) -> bool:
+    if hasattr(engine, "reads_data"):
+        return bool(engine.reads_data)
     return not _is_pipeline(engine) or engine.is_first_stage() or engine.is_last_stage()
 
 

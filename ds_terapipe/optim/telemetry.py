@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 Event = tuple[str, float, int]
 Monitor = Callable[[list[Event]], None]
 
+UNUSED = "ds_terapipe_nothing_of_this_group_is_here"
+"""Name of a parameter that stands for a group which has none here: no layer, and none of its values count."""
+
 _FLAGS, _LOW, _HIGH, _NORM_LOW, _NORM_HIGH = (
     RULE_COLUMNS.index(name) for name in ("flags", "min_coeff", "max_coeff", "min_weight_norm", "max_weight_norm")
 )
@@ -95,6 +98,7 @@ def layer_statistics(
     return [
         LayerStatistics(name, weight, update, ratio, _clamped(weight, update, rule))
         for name, (weight, update), ratio, rule in rows
+        if name != UNUSED
     ]
 
 

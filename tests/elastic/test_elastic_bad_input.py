@@ -18,7 +18,6 @@ from tests.spawn import run_ranks
 CASE = Case("gpt", "sgd", 2, (), (), steps=1, slices=None)
 SCHEDULE = {"policy": "schedule"}
 HALVE = {"resize": {"policy": "halve"}}
-MIXED = {"phases": [{"steps": 4, "batch_size": 8, "seq_length": 8, "lr": 1e-3, "warmup_ratio": 0.5}]}
 BESIDE = "beside elastic_pipeline.freeze.policy, resize.policy or partition"
 
 BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -61,22 +60,18 @@ BESIDES: dict[str, tuple[dict[str, Any], str, str]] = {
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
         f"must be absent {BESIDE} (what is offloaded does not move)", "use the device",
     ),
-    "fp16": ({"fp16": {"enabled": True}}, f"fp16.enabled: got true, must be false {BESIDE}", "use bf16"),
     "autocast": (
         {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast: got ",
         f"must be bfloat16 or off {BESIDE}", "use dtype bfloat16",
     ),
     "ZeRO-2": ({"zero_optimization": {"stage": 2}}, f"zero_optimization.stage: got 2, must be 0 or 1 {BESIDE}", "use 1"),
-    "MixedBatch": (
-        {"scheduler": {"type": "MixedBatch", "params": MIXED}}, 'scheduler.type: got "MixedBatch", must be another schedule',
-        "its phases change the batch",
-    ),
 }  # fmt: skip
 
 
 NORMS = {"freeze": {"policy": "grad_norm", "interval": 3}}
 FLAT: dict[str, dict[str, Any]] = {
     "norms and bf16": {"bf16": {"enabled": True}},
+    "norms and fp16": {"fp16": {"enabled": True}},
     "norms and ZeRO-1": {"zero_optimization": {"stage": 1}},
 }
 

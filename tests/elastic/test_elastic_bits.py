@@ -28,6 +28,8 @@ TWO = {
     "frozen": Case("texts", "sgd", 2, FREEZE, ()),
     "ZeRO-1": Case("texts", "adamw", 2, FREEZE, ((4, 1),), precision="ZeRO-1"),
     "bf16": Case("texts", "lamb", 2, FREEZE, ((2, 1), (4, 2)), precision="bf16 ZeRO-1"),
+    "fp16": Case("texts", "adamw", 2, FREEZE, ((2, 1), (4, 2)), precision="fp16"),
+    "fp16 ZeRO-1": Case("texts", "adamw", 2, FREEZE, ((4, 1),), precision="fp16 ZeRO-1"),
 }
 FOUR = {
     "shrunk": Case("texts", "lamb", 2, FREEZE, ((4, 1),)),

@@ -32,6 +32,8 @@ DROPOUT = {
     "reshaped": Case("dropping", "adamw", 2, ((2, 1), (4, 3)), ((4, 1), (7, 2)), steps=10),
     "started as replicas": Case("dropping", "adamw", 1, ((2, 1), (4, 3)), ((7, 2),), steps=10),
 }
+INSTANCE = {"instance": Case("gpt", "instance", 2, ((2, 1), (4, 3)), ((4, 1), (7, 2)), scheduler="lambda", steps=10)}
+TOGETHER = {**TWO, **DROPOUT, **INSTANCE}
 SHAPES = {
     "2: 2 1 2": (2, 2, ((12, 1), (24, 2))),
     "4: 4 2 1": (4, 4, ((12, 2), (18, 1))),
@@ -83,11 +85,19 @@ def trained(request):
 
 @pytest.mark.parametrize("name", TWO)
 def test_two_processes(trained, name):
-    check(TWO[name], trained(2, {**TWO, **DROPOUT})[name])
+    check(TWO[name], trained(2, TOGETHER)[name])
 
 
 def test_dropout_does_not_depend_on_the_shape(trained):
-    check_dropout(trained(2, {**TWO, **DROPOUT}))
+    check_dropout(trained(2, TOGETHER))
+
+
+def test_an_optimizer_given_as_an_instance(trained):
+    case, ranks = INSTANCE["instance"], trained(2, TOGETHER)["instance"]
+    check_numbers(case, ranks)
+    for found in ranks:
+        assert found["settings"] == {name: reference(case).settings[name] for name in found["settings"]}
+        assert found["wrong"] == [] and found["same"] and len({shape for _, shape, *_ in found["seen"]}) == 2
 
 
 @pytest.mark.timeout(600)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_terapipe.elastic.freeze import ModelLayers
-from ds_terapipe.elastic.resize import Shape, balanced, check, shape_of, wanted_stages
+from ds_terapipe.elastic.resize import Shape, balanced, check, shape_of, shapes, wanted_stages
 from ds_terapipe.elastic.settings import ResizeSettings, parse
 from ds_terapipe.errors import ConfigError
 
@@ -122,6 +122,19 @@ def test_shapes_that_leave_something_over(args, message):
     assert str(caught.value) == message
 
 
+def test_every_phase_s_batch_is_divided():
+    assert [shape.stages for shape in shapes(4, 1, 8, 1)] == [1, 2, 4]
+    assert [shape.stages for shape in shapes(4, 1, 8, 1, (6,))] == [2, 4]
+    block = {"resize": {"policy": [[1, 2]]}}
+    checked(block, batches=((8, 1), (6, 2)))
+    with pytest.raises(ConfigError) as caught:
+        checked(block, batches=((8, 1), (6, 2), (3, 1)))
+    assert str(caught.value) == (
+        "elastic_pipeline.resize.policy: got 2, must be a number of stages whose replicas, here 2, divide the batch of 3 "
+        "samples, use 4"
+    )
+
+
 # ----------------------------------------------------------------------------------------------------------------- balance
 
 
@@ -165,9 +178,9 @@ def test_more_stages_than_entries():
 # ------------------------------------------------------------------------------------------------------------------- check
 
 
-def checked(block, trainable=(True,) * 6, stages=4, processes=4, tensor=1, batch=8, micro=1, data=True):
+def checked(block, trainable=(True,) * 6, stages=4, processes=4, tensor=1, batch=8, micro=1, data=True, batches=()):
     settings = parse({"elastic_pipeline": block})
-    check(settings, ModelLayers(trainable), stages, processes, tensor, batch, micro, data)
+    check(settings, ModelLayers(trainable), stages, processes, tensor, batch, micro, data, batches)
 
 
 @pytest.mark.parametrize(

@@ -271,3 +271,27 @@ def test_the_rest_is_evaluated_by_all_alike():
         ([2, 3], 4), ([6, 7], 4), ([10, 11], 4), ([12], 1),
     ]  # fmt: skip
     assert evaluation_micro_batches(7, 2, 2, 0) == [([0, 1], 4), ([4, 5], 2), ([6], 1)]
+
+
+def test_another_batch_goes_on_and_another_length_begins_an_epoch():
+    sampler = ElasticBatchSampler(10, 4, micro_batch=2, shuffle=True)
+    micro_batches = iter(sampler)
+    first = [index for _ in range(2) for index in next(micro_batches)]
+    sampler.reshape(3, 1, 0, 4, batch=6)
+    micro_batches = iter(sampler)
+    rest = [index for _ in range(2) for index in next(micro_batches)]
+    assert sorted(first + rest) == list(range(10))
+    # 16 samples from position 14 on, in the middle of the second epoch, of another length
+    sampler.reshape(2, 1, 0, 14, batch=4, samples=16)
+    micro_batches = iter(sampler)
+    assert sorted(index for _ in range(8) for index in next(micro_batches)) == list(range(16))
+    assert [sampler.order.epochs_before(position) for position in (14, 29, 30)] == [2, 2, 3]
+
+
+def test_a_batch_that_does_not_divide_leaves_the_sampler_as_it_was():
+    sampler = ElasticBatchSampler(10, 4, micro_batch=2)
+    with pytest.raises(
+        ConfigError, match=r"^train_batch_size: got 5, must be a multiple of 1 replicas x micro-batch 2"
+    ):
+        sampler.reshape(2, 1, 0, 4, batch=5)
+    assert next(iter(sampler)) == [0, 1] and sampler.batch == 4

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from deepspeed import PipelineEngine
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from tests.pipeline.models import (
     micro_batch,
     tied_gpt,
 )
-from tests.pipeline.training import build_engine, difference
+from tests.pipeline.training import allow_fp16, build_engine, difference
 
 Steps = tuple[tuple[int, int], ...]
 
@@ -45,7 +46,7 @@ class Case:
     """A training.
 
     Attributes:
-        model, optimizer: of `MODELS` and `OPTIMIZERS`.
+        model, optimizer: of `MODELS` and `OPTIMIZERS`; "instance" is given to DeepSpeed as an object.
         stages: at the start; the other processes are replicas.
         freeze: from which step on how many entries are frozen.
         resize: from which step on how many stages there are.
@@ -204,9 +205,22 @@ def grouped_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(grouped(parameters), betas=(0.9, 0.99))
 
 
+class TorchsFusedAdam(FusedAdam):
+    """To DeepSpeed its FusedAdam, which it wraps in another way beside fp16; with torch's step, which needs no compiler."""
+
+    step = torch.optim.AdamW.step
+    _init_group = torch.optim.AdamW._init_group
+
+    def __init__(self, parameters: Any) -> None:
+        same = grouped_adamw(list(parameters))
+        torch.optim.Optimizer.__init__(self, same.param_groups, same.defaults)
+
+
 OPTIMIZERS: dict[str, tuple[Any, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
     # what DeepSpeed is given, what one process has
     "adamw": (lambda parameters: grouped_adamw(list(parameters)), grouped_adamw),
+    "instance": (grouped_adamw, grouped_adamw),
+    "fused adam": (TorchsFusedAdam, grouped_adamw),
     "backwards": (lambda parameters: grouped_adamw(list(parameters)[::-1]), lambda p: grouped_adamw(p[::-1])),
     "sgd": (
         {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}},
@@ -230,6 +244,8 @@ def lambda_lr(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.Lamb
     return torch.optim.lr_scheduler.LambdaLR(optimizer, decaying)
 
 
+# a scale that overflows first, is halved, and grows after six steps without
+FP16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 20, "loss_scale_window": 6, "hysteresis": 2}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "ZeRO-1": {"zero_optimization": {"stage": 1}},
@@ -239,6 +255,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 1},
         "data_types": {"grad_accum_dtype": "fp32"},
     },
+    "fp16": {"fp16": FP16},
+    "fp16 ZeRO-1": {"fp16": FP16, "zero_optimization": {"stage": 1}},
 }
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -320,6 +338,8 @@ def engine_of(case: Case, **more: Any) -> Any:
         config["scheduler"] = {"type": "WarmupLR", "params": WARMUP}
     if case.scheduler == "lambda":
         more["lr_scheduler"] = lambda_lr
+    if "fp16" in config:
+        allow_fp16()
     replicas = torch.distributed.get_world_size() // case.stages
     options = {
         "token_pipeline": None if case.slices is None else {"slices": case.slices},
@@ -328,6 +348,7 @@ def engine_of(case: Case, **more: Any) -> Any:
         "stages": case.stages,
         "clip": case.clip,
         "optimizer": OPTIMIZERS[case.optimizer][0],
+        "instance": case.optimizer == "instance",
     }
     return build_engine(more.pop("specs", None) or make(), loss_fn, config=config, **{**options, **more})
 

@@ -74,10 +74,12 @@ def _hands_over_the_first_again(original: Any, hit: Hit) -> Any:
 
 
 def _counts_one_less(original: Any, hit: Hit) -> Any:
-    def reshape(self: Any, micro_batch: int, replicas: int, replica: int, consumed: int) -> None:
+    def reshape(
+        self: Any, micro_batch: int, replicas: int, replica: int, consumed: int, *rest: Any, **more: Any
+    ) -> None:
         if consumed:
             hit()
-        original(self, micro_batch, replicas, replica, max(consumed - 1, 0))
+        original(self, micro_batch, replicas, replica, max(consumed - 1, 0), *rest, **more)
 
     return reshape
 
@@ -111,14 +113,22 @@ def _all_layers_train(original: Any, hit: Hit) -> Any:
 
 
 def _rounds_masters(original: Any, hit: Hit) -> Any:
-    def whole(parameter: Any, flat: Any, part: Any) -> Any:
-        found = original(parameter, flat, part)
-        if part is flat:
+    def whole(place: Any, part: Any) -> Any:
+        found = original(place, part)
+        if part is place.master:
             hit()
             found = found.bfloat16().float()
         return found
 
     return whole
+
+
+def _scales_anew(original: Any, hit: Hit) -> Any:
+    def fill(wrapper: Any, before: Any = None) -> None:
+        hit()
+        original(wrapper)
+
+    return fill
 
 
 MOMENT = "a moment stays behind"
@@ -130,6 +140,7 @@ TWICE = "a sample is trained twice at a reshape"
 STREAMS = "random streams count a replica's own micro-batches"
 MARKS = "what was set on a parameter stays behind"
 TRAINS = "frozen layers keep their dropout"
+SCALE = "the loss scale begins anew"
 ROUNDED = "masters go as what the layers compute with"
 
 _ENGINE, _RESHAPE = "ds_terapipe.elastic.engine:ElasticPipelineEngine.", "ds_terapipe.elastic.reshape:"
@@ -205,6 +216,13 @@ MUTANTS = (
         _rounds_masters,
         "elastic, wrapped",
     ),
+    Mutant(
+        SCALE,
+        "After a change the loss scale is that of the start.",
+        ("ds_terapipe.elastic.optimizer:fill",),
+        _scales_anew,
+        "elastic, fp16",
+    ),
 )
 
 _NAMES = tuple(mutant.name for mutant in MUTANTS)
@@ -267,9 +285,23 @@ CHECKS = (
     _check(
         "elastic, wrapped",
         "tests.elastic.test_elastic_wrapped:holds_for",
-        (),
+        ("ZeRO-1, instance",),
         (ROUNDED, MOMENT, HANDED),
         "is about what wrappers keep",
+    ),
+    _check(
+        "elastic, fp16",
+        "tests.elastic.test_elastic_wrapped:holds_for",
+        ("fp16, instance",),
+        (SCALE, ROUNDED, MOMENT),
+        "is about what wrappers of fp16 keep",
+    ),
+    _check(
+        "elastic, phases",
+        "tests.elastic.test_elastic_phases:holds_for",
+        (),
+        (TWICE, HANDED),
+        "is about what is read in which phase",
     ),
     _check(
         "elastic, live layers",

@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         BATCH,
         "All phases have the batch of the first one.",
-        (_MIXED + "_set_batch",),
+        (_MIXED + "set_batch",),
         _batch_stays,
         "phases, pipeline engine",
     ),

@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
-from tests.pipeline.training import build_engine, train, train_plain, worst
+from tests.pipeline.training import allow_fp16, build_engine, train, train_plain, worst
 from tests.spawn import run_ranks
 
 CLIP = 0.5
@@ -20,13 +20,6 @@ SCALES: dict[str, dict[str, Any]] = {
     "overflow": {"loss_scale": 0, "initial_scale_power": 32, "hysteresis": 1},
 }
 CASES = [(scale, stage, slices) for scale in SCALES for stage in (0, 1) for slices in (1, 5)]
-
-
-def allow_fp16() -> None:
-    """DeepSpeed refuses fp16 on most CPUs, which PyTorch runs all the same."""
-    accelerator = get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
-    accelerator.supported_dtypes = lambda: [torch.float32, torch.float16, torch.bfloat16]
 
 
 def compare(stages: int, scale: str, stage: int, slices: int) -> dict[str, Any]:

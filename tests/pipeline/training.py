@@ -76,6 +76,7 @@ def build_engine(
     stages: int = 2,
     clip: float = 0.0,
     optimizer: dict[str, Any] | Callable[..., Any] = SGD,
+    instance: bool = False,
     dtype: torch.dtype = torch.float32,
     config: dict[str, Any] | None = None,
     module: dict[str, Any] | None = None,
@@ -84,7 +85,7 @@ def build_engine(
 ) -> Any:
     """An engine on ``stages`` stages and as many replicas as the job has room for: ours, or with ``token_pipeline`` None
     DeepSpeed's own. ``config`` adds keys of ds_config.json, ``module`` arguments of ``PipelineModule``,
-    or of ``kind``, a class made of it."""
+    or of ``kind``, a class made of it. With ``instance``, DeepSpeed is given what the callable ``optimizer`` makes."""
     options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, "dynamic_shape": True}
     model = kind(list(specs), num_stages=stages, loss_fn=loss_fn, **{**options, **(module or {})})
     if dtype == torch.float64:
@@ -105,10 +106,19 @@ def build_engine(
     if token_pipeline is not None:
         settings["token_pipeline"] = token_pipeline
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if instance:
+        initialize["optimizer"] = initialize["optimizer"](parameters)
     engine, *_ = ds_terapipe.initialize(model=model, config=settings, model_parameters=parameters, **initialize)
     if dtype == torch.float64:
         engine.communication_data_type = dtype  # else DeepSpeed reduces gradients in fp32
     return engine
+
+
+def allow_fp16() -> None:
+    """DeepSpeed refuses fp16 on most CPUs, which PyTorch runs all the same."""
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    accelerator.supported_dtypes = lambda: [torch.float32, torch.float16, torch.bfloat16]
 
 
 def mine(engine: Any, step: Sequence[Any]) -> list[Any]:
