@@ -89,12 +89,13 @@ class ElasticCheckpoints(Freezing):
         """Go on with these states; collective."""
         with self._no_way_back():
             self._assembly.close()
-            wrapped = is_wrapped(self.optimizer)
+            before = self.optimizer
+            wrapped = is_wrapped(before)
             if wrapped:
-                unwrap(self.optimizer, self.module)
+                unwrap(before, self.module)
             put(self.basic_optimizer, self.module, saved, wrapped)
             if wrapped:
-                self.optimizer = self._wrapped(self.basic_optimizer)
+                self.optimizer = self._wrapped(self.basic_optimizer, before)
             self._settle()
 
     def _go_on(self, state: Any) -> None:

@@ -118,12 +118,12 @@ class SavedStates:
     def _read_flat(self, folder: Path, part: Mapping[str, Any]) -> list[dict[str, Any]]:
         saved = torch.load(folder / part["file"], map_location="cpu", weights_only=False)["optimizer_state_dict"]
         base, flats = saved["base_optimizer_state"], saved["single_partition_of_fp32_groups"]
-        for group, flat, places in zip(base["param_groups"], flats, saved["param_slice_mappings"], strict=True):
+        for group, flat, of_names in zip(base["param_groups"], flats, saved["param_slice_mappings"], strict=True):
             (number,) = group["params"]
             state = base["state"].get(number, {})
             pieces = {key: value for key, value in state.items() if _is_part(key, value)}
             plain = {key: value for key, value in state.items() if key not in pieces}
-            for name, place in places.items():
+            for name, place in of_names.items():
                 if name not in self._wanted:
                     continue
                 mine = self.states.setdefault(name, {})
