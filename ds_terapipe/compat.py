@@ -148,6 +148,10 @@ NAMES: tuple[Name, ...] = (
         "elastic: the loss scale goes on",
     ),
     Name(f"{_BASE}.destroy#_python_gc_generation", "0.19.8", "elastic: outlives a reshape"),
+    Name(f"{_BASE}._get_ckpt_name", "0.19.8", "elastic: where a checkpoint has an optimizer's state"),
+    Name(f"{_BASE}._get_zero_ckpt_name", "0.19.8", "elastic: where a checkpoint has masters and moments"),
+    Name(f"{_BASE}.use_node_local_storage", "0.19.8", "checkpoints: who renames"),
+    Name("deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine", "0.19.8", "checkpoints: written here and now"),
     Name("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.__init__#bf16_groups", "0.19.8", "elastic: masters"),
     Name(
         "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.__init__#fp32_groups_flat_partition",
