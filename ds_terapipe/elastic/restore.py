@@ -154,17 +154,20 @@ def put(optimizer: torch.optim.Optimizer, module: nn.Module, saved: SavedStates,
         optimizer.load_state_dict({"state": state, "param_groups": param_groups})
         return
     optimizer.state.clear()  # torch would round it to the parameters' type
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        of_it = saved.states.get(name_of[id(parameter)], {})
-        optimizer.state[parameter] = {key: _placed(value, parameter) for key, value in of_it.items()}
+    for group in optimizer.param_groups:
+        counts_there = bool(group.get("fused") or group.get("capturable"))  # as torch's own load_state_dict has it
+        for parameter in group["params"]:
+            of_it = saved.states.get(name_of[id(parameter)], {})
+            optimizer.state[parameter] = {key: _placed(value, parameter, counts_there) for key, value in of_it.items()}
     for group, settings in zip(optimizer.param_groups, saved.settings, strict=True):
         group.update({key: value for key, value in settings.items() if key in group})
     tell(optimizer)
 
 
-def _placed(value: Any, parameter: nn.Parameter) -> Any:
-    """Where the parameter is, but for a step count, which is on the CPU unless it is on purpose elsewhere."""
-    return value.to(parameter.device) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+def _placed(value: Any, parameter: nn.Parameter, counts_there: bool) -> Any:
+    """Where the parameter is; a step count on the CPU unless the optimiser wants it there, too."""
+    moves = isinstance(value, Tensor) and (counts_there or value.shape == parameter.shape)
+    return value.to(parameter.device) if moves else value
 
 
 def _is_part(key: str, value: Any) -> bool:
