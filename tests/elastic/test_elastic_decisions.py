@@ -114,14 +114,17 @@ def decided(policy: Policy, folder: str) -> dict[str, Any]:
     first = engine(policy, Texts(SAMPLES), folder)
     begun = run(first, SAVED)
     first.save_checkpoint(folder)
+    told = first._losses
     went_on = run(first, CASE.steps - SAVED)
     first.destroy()
     second = engine(policy, Texts(SAMPLES), folder)
     second.load_checkpoint(folder)
+    kept = told[1] == (SAVED - 3 if "unfreeze" in policy.freeze and policy.freeze["policy"] == "alpha" else 0)
+    kept = kept and (float(told[0]), told[1]) == (float(second._losses[0]), second._losses[1])
     resumed = run(second, CASE.steps - SAVED)
     second.destroy()
     written = {} if first.global_rank else {"history": read_history(f"{folder}.jsonl")}
-    return {"run": begun + went_on, "resumed": begun + resumed, **written}
+    return {"run": begun + went_on, "kept": kept, "resumed": begun + resumed, **written}
 
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -187,6 +190,7 @@ def test_decisions_and_losses_are_those_of_one_process(ranks, name):
     assert history[-1] > history[0] == 0 and len(set(history)) >= 2, history
     wanted_stages = POLICIES[name].stages
     for rank in ranks:
+        assert rank[name]["kept"]
         for way in ("run", "resumed"):
             frozen, stages, got, norms = zip(*rank[name][way], strict=True)
             assert list(frozen) == history, f"{way} {frozen} {history} {stages} {got} {losses}"
