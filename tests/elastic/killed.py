@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import random
@@ -151,7 +152,7 @@ def run_whole(folder: Path, precision: str = "fp32") -> Undisturbed:
     ]
     return Undisturbed(
         folder, precision, {step: losses[step].pop() for step in losses}, weights_of(folder, "whole"),
-        [after - before for before, after in zip(times[:-1], times[1:], strict=True)], found,
+        [after - before for before, after in itertools.pairwise(times)], found,
     )  # fmt: skip
 
 

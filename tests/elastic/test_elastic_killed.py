@@ -1,7 +1,11 @@
-"""A run that is killed at any point goes on from its last checkpoint, to the bit; twenty points: tests/benchmarks/elastic_killed.py."""
+"""A run that is killed at any point goes on from its last checkpoint, to the bit.
+
+At three points; tests/benchmarks/elastic_killed.py has any number.
+"""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -24,7 +28,7 @@ def while_the_latest_has_no_name(whole: Undisturbed) -> Kill:
     """Between the two renames of a save that replaces the latest checkpoint by one of the same name."""
     kill = Kill(0, 0.0, "rename")
     places = saves_after(whole, 0, kill)
-    for number, (first, second) in enumerate(zip(places[:-1], places[1:], strict=True)):
+    for number, (first, second) in enumerate(itertools.pairwise(places)):
         replaces = tag_at(first.step) == tag_at(first.step - EVERY)
         if replaces and first.step == second.step and second.operation == first.operation + 1:
             return Kill(0, (number + 1.5) / len(places), "rename")
