@@ -32,7 +32,7 @@ def line(number: int, run: int, row: Row) -> str:
     begun = f"step {row.resumed}" if row.resumed else "start"
     said = row.said if len(row.said) <= SAID else row.said[: SAID - 3] + "..."
     return (
-        f"{number if row.died else '-':>5}  {run:>3}  {begun:>9}  {row.kill.victim:>4}  {row.where:<54}  "
+        f"{number if row.died else '-':>5}  {run:>3}  {begun:>9}  {row.kill.victim:>4}  {row.where:<62}  "
         f"{verdict if row.died else 'over before'}  {said}"
     )
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dice, rows, wrong, points, run = random.Random(options.seed), [], [], 0, 0
     with tempfile.TemporaryDirectory() as folder:
         whole = run_whole(Path(folder) / "whole", options.precision)
-        print("point  run  goes on at  rank  killed" + " " * 50 + "checkpoints  the other rank said", flush=True)
+        print("point  run  goes on at  rank  killed" + " " * 58 + "checkpoints  the other rank said", flush=True)
         while points < options.points:
             run += 1
             kills = random_kills(dice, min(dice.choice(KILLS_OF_A_RUN), options.points - points))

@@ -27,7 +27,7 @@ from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
 from tests.elastic.samples import Texts
 from tests.elastic.training import Case, engine_of
 from tests.pipeline.models import SEED
-from tests.pipeline.operations import operations
+from tests.pipeline.operations import DIVISIBLE, operations
 from tests.spawn import Exit, mark, run_to_exit
 
 PROCESSES, SAMPLES, STEPS, EVERY = 2, 20, 16, 2
@@ -248,7 +248,8 @@ def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
         aim = places[int(kill.share * len(places))]
         aims = {str(kill.victim): aim}
         operation = whole.operations[kill.victim][aim.step][aim.operation]
-        where = f"save after step {aim.step}: {'in' if aim.halfway else 'before'} {operation} ({aim.operation})"
+        before = "halfway through" if aim.halfway and operation in DIVISIBLE else "before"
+        where = f"save after step {aim.step}, {before} {operation}, its operation {aim.operation}"
     ends = run_to_exit(train, PROCESSES, str(folder), name, whole.precision, aims, False, timeout=ENDS_WITHIN_S)
     if assassin is not None:
         assassin.join()

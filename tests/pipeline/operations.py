@@ -41,6 +41,7 @@ _OPERATIONS: dict[str, tuple[Any, Callable[..., None] | None]] = {
     "rmtree": (shutil, _half_a_removal),
     "save": (torch, _half_a_tensor_file),
 }
+DIVISIBLE = frozenset(name for name, (_, half) in _OPERATIONS.items() if half is not None)
 
 
 @contextmanager
