@@ -72,7 +72,8 @@ def train(
         token_pipeline={"slices": CASE.slices, "timeout_s": 60.0},
         module={"seed_layers": False},
     )
-    mark("load")
+    note(progress, "built")
+    mark("loads")
     engine.load_checkpoint(str(saves))
     if engine.global_steps:
         torch.manual_seed(os.getpid())  # dropout has to go on with what the checkpoint says
@@ -121,7 +122,7 @@ class Undisturbed:
         precision: of ``tests.elastic.training.PRECISIONS``.
         losses: of every step, in hexadecimal.
         weights: at the end, of every rank.
-        seconds: from the start to the first step's end, then each step with its save, at last the end.
+        seconds: from the time the engine was built to the first step's end, then each step with its save, at last the end.
         operations: of every rank and every step with a save, by name.
     """
 
@@ -144,7 +145,7 @@ def run_whole(folder: Path, precision: str = "fp32") -> Undisturbed:
     ends = run_to_exit(train, PROCESSES, str(folder), "whole", precision, {}, True, timeout=ENDS_WITHIN_S)
     assert [end.code for end in ends] == [0] * PROCESSES, "\n".join(end.output for end in ends)
     losses = losses_of(folder)
-    times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()]
+    times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()[1:]]
     saves = range(EVERY, STEPS + 1, EVERY)
     found = [
         {step: json.loads((folder / f"operations.{step}.{rank}").read_text()) for step in saves}
@@ -180,7 +181,8 @@ class Kill:
 
     Attributes:
         victim: the rank.
-        share: of the time that is left of the run, or of the file operations, at which it happens.
+        share: of the time that is left of the run, or of the file operations, at which it happens. The run begins when there
+            is an engine: before that PyTorch makes groups, waits without end for who is dead, and leaves it to the launcher.
         operation: the kind of file operation in a save that is aimed at; "any" of them; None: any time.
         halfway: in the middle of the operation.
     """
@@ -240,9 +242,9 @@ def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
     assassin: threading.Thread | None = None
     if kill.operation is None or not (places := saves_after(whole, resumed, kill)):
         after, delay = moment(whole, resumed, kill.share)
-        where = f"{delay:.2f} s after step {after}" if after > resumed else f"{delay:.2f} s after the start"
+        where = f"{delay:.2f} s after step {after}" if after > resumed else f"{delay:.2f} s after the engine was built"
         progress = folder / f"{name}.{kill.victim}.progress"
-        assassin = threading.Thread(target=kill_after, args=(progress, after - resumed + 1, delay))
+        assassin = threading.Thread(target=kill_after, args=(progress, after - resumed + 2, delay))
         assassin.start()
     else:
         aim = places[int(kill.share * len(places))]
