@@ -223,11 +223,16 @@ def random_kills(dice: random.Random, count: int) -> list[Kill]:
 
 
 def run_killed(kills: Sequence[Kill], whole: Undisturbed, folder: Path) -> tuple[list[Row], list[str]]:
-    """Kill the run so many times, then let it end: a row for each kill, and what is wrong in the end."""
+    """Kill the run so many times, then let it end: a row for each kill, and what is wrong in the end.
+
+    Where something is wrong after a kill there is no more to find out, and no further attempt.
+    """
     folder.mkdir(parents=True)
     rows = []
     for number, kill in enumerate(kills):
         rows.append(attempt(kill, whole, folder, f"attempt{number}"))
+        if rows[-1].wrong:
+            return rows, []
         if not rows[-1].died:
             break
     ends = run_to_exit(train, PROCESSES, str(folder), "end", whole.precision, {}, False, timeout=ENDS_WITHIN_S)
