@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
@@ -26,16 +28,20 @@ class WholeFolder:
     """
 
     def __init__(self, folder: str | Path, tag: str, writes: bool, control: Control) -> None:
-        name = tag.replace("/", "_")
+        name = quote(tag, safe="")  # no other tag has the same
         self._folder, self._target = Path(folder), Path(folder) / tag
         self.unfinished = self._folder / f".{name}.unfinished"
-        self._replaced = self._folder / f".{name}.replaced"
+        self._replaced, self._removed = (self._folder / f".{name}.{what}" for what in ("replaced", "removed"))
         self._tag, self._writes, self._control = tag, writes, control
 
     def begin(self) -> None:
-        """Remove what a killed job has left of the same name, and keep what it was about to replace."""
+        """Remove what a killed job has left of the same name, keep what it was about to replace, and have a folder to write to.
+
+        Raises:
+            OSError, RuntimeError: on every rank, where there can be none.
+        """
         self.recover()
-        self._do(lambda: shutil.rmtree(self.unfinished, ignore_errors=True))
+        self._do(self._make)
 
     def finish(self, latest: bool) -> None:
         """Give the checkpoint its name, in place of one that has had it; ``latest``: and write it in the file of that name."""
@@ -45,17 +51,27 @@ class WholeFolder:
         """Between two renames a checkpoint that is replaced has no name: put it back."""
         self._do(self._put_back)
 
+    def _make(self) -> None:
+        shutil.rmtree(self.unfinished, ignore_errors=True)
+        self.unfinished.mkdir(parents=True, exist_ok=True)
+
     def _put_back(self) -> None:
         if self._replaced.exists() and not self._target.exists():
             self._replaced.rename(self._target)
-        shutil.rmtree(self._replaced, ignore_errors=True)
+        self._remove_replaced()
+
+    def _remove_replaced(self) -> None:
+        shutil.rmtree(self._removed, ignore_errors=True)
+        with suppress(OSError):  # who reads from a folder that is not theirs to write need not remove anything
+            self._replaced.rename(self._removed)  # a part of it is never put back
+        shutil.rmtree(self._removed, ignore_errors=True)
 
     def _rename(self, latest: bool) -> None:
         self._target.parent.mkdir(parents=True, exist_ok=True)
         if self._target.exists():
             self._target.rename(self._replaced)
         (self.unfinished / self._tag).rename(self._target)
-        shutil.rmtree(self._replaced, ignore_errors=True)
+        self._remove_replaced()
         for other in self.unfinished.iterdir():  # DeepSpeed's scripts
             if other.is_file():
                 other.replace(self._folder / other.name)

@@ -170,6 +170,7 @@ MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Tensor], Callable
     "gpt": (gpt, masked_loss, lambda seed, size: micro_batch(seed, batch=size)),
     "tied": (tied_gpt, masked_loss, lambda seed, size: micro_batch(seed, batch=size)),
     "dropping": (dropping, masked_loss, lambda seed, size: micro_batch(seed, batch=size)),
+    "dropping texts": (dropping, mean_loss, lambda seed, size: micro_batch(seed, batch=size, masked=False)),
     "partly frozen": (partly_frozen, mean_loss, lambda seed, size: micro_batch(seed, batch=size, masked=False)),
     "texts": (gpt, mean_loss, lambda seed, size: micro_batch(seed, batch=size, masked=False)),
     "tied texts": (tied_gpt, mean_loss, lambda seed, size: micro_batch(seed, batch=size, masked=False)),

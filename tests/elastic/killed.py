@@ -1,0 +1,419 @@
+"""A training with transitions and saves that is killed and started again with the same command, and what must come of it.
+
+:func:`train` is the user's script; :func:`run_whole` runs it undisturbed, :func:`run_killed` kills a rank of it, again and again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
+from tests.elastic.samples import Texts
+from tests.elastic.training import Case, engine_of
+from tests.pipeline.models import SEED
+from tests.pipeline.operations import DIVISIBLE, operations
+from tests.spawn import Exit, mark, run_to_exit
+
+PROCESSES, SAMPLES, STEPS, EVERY = 2, 20, 16, 2
+CASE = Case("dropping texts", "adamw", 2, freeze=((3, 1), (9, 3)), resize=((4, 1), (8, 2), (12, 1)), scheduler="lambda")
+ENDS_WITHIN_S = 150.0
+
+
+def tag_at(step: int) -> str:
+    """Names of their own and, twice in a row, one that is overwritten, while ``latest`` says that name or another."""
+    return f"epoch/{step}" if step % (3 * EVERY) == 0 else "last"
+
+
+class Aim(NamedTuple):
+    """The ``operation``-th file operation of the save after ``step``; see ``tests.pipeline.operations``."""
+
+    step: int
+    operation: int
+    halfway: bool
+
+
+# ---------------------------------------------------------------------------------------------------------- the script
+
+
+def train(
+    rank: int, world_size: int, folder: str, name: str, precision: str, aims: dict[str, Sequence[Any]], keeps: bool
+) -> None:
+    """Train to the end, from the latest checkpoint on where there is one.
+
+    Args:
+        folder: of everything.
+        name: of this attempt, for what it writes down.
+        aims: by rank, where it has to die.
+        keeps: a copy of each checkpoint, for comparisons.
+    """
+    where, saves = Path(folder), Path(folder, "checkpoints")
+    progress = Path(folder, f"{name}.{rank}.progress")
+    note(progress, os.getpid())
+    torch.manual_seed(SEED)
+    engine = engine_of(
+        replace(CASE, precision=precision),
+        training_data=Texts(SAMPLES),
+        token_pipeline={"slices": CASE.slices, "timeout_s": 60.0},
+        module={"seed_layers": False},
+    )
+    note(progress, "built")
+    mark("loads")
+    engine.load_checkpoint(str(saves))
+    if engine.global_steps:
+        torch.manual_seed(os.getpid())  # dropout has to go on with what the checkpoint says
+    mark("trains")
+    while engine.global_steps < STEPS:
+        loss = float(engine.train_batch())
+        step = engine.global_steps
+        note(progress, step, loss.hex())
+        if step % EVERY == 0:
+            mark(f"saves_{step}")
+            aim = Aim(*aims[str(rank)]) if str(rank) in aims else None
+            at, halfway = (aim.operation, aim.halfway) if aim is not None and aim.step == step else (None, False)
+            with operations(die, at, halfway) as begun:
+                engine.save_checkpoint(str(saves), tag_at(step))
+            if keeps:
+                Path(folder, f"operations.{step}.{rank}").write_text(json.dumps(begun))
+                if rank == 0:
+                    shutil.copytree(saves / tag_at(step), where / "kept" / str(step))
+            mark("trains")
+    torch.save({n: p.detach().clone() for n, p in engine.module.named_parameters()}, where / f"{name}.{rank}.weights")
+    note(progress, STEPS + 1)
+    engine.destroy()
+
+
+def note(progress: Path, *words: Any) -> None:
+    """Write down a step, its loss and when it was over: lines are whole wherever the process dies."""
+    line = " ".join(map(str, [*words, time.monotonic()])) + "\n"
+    with progress.open("ab", buffering=0) as file:
+        file.write(line.encode())
+
+
+def die() -> None:
+    mark("dies")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------------- undisturbed
+
+
+@dataclass(frozen=True, eq=False)
+class Undisturbed:
+    """A run that nobody killed.
+
+    Attributes:
+        folder: of what it wrote.
+        precision: of ``tests.elastic.training.PRECISIONS``.
+        losses: of every step, in hexadecimal.
+        weights: at the end, of every rank.
+        seconds: from the time the engine was built to the first step's end, then each step with its save, at last the end.
+        operations: of every rank and every step with a save, by name.
+    """
+
+    folder: Path
+    precision: str
+    losses: dict[int, str]
+    weights: list[dict[str, torch.Tensor]]
+    seconds: list[float]
+    operations: list[dict[int, list[str]]]
+
+    @functools.cache  # noqa: B019
+    def kept(self, step: int) -> dict[str, Any]:
+        """The checkpoint of a step."""
+        return content_of(self.folder / "kept" / str(step))
+
+
+def run_whole(folder: Path, precision: str = "fp32") -> Undisturbed:
+    """Run the script to its end."""
+    folder.mkdir(parents=True)
+    ends = run_to_exit(train, PROCESSES, str(folder), "whole", precision, {}, True, timeout=ENDS_WITHIN_S)
+    assert [end.code for end in ends] == [0] * PROCESSES, "\n".join(end.output for end in ends)
+    losses = losses_of(folder)
+    times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()[1:]]
+    saves = range(EVERY, STEPS + 1, EVERY)
+    found = [
+        {step: json.loads((folder / f"operations.{step}.{rank}").read_text()) for step in saves}
+        for rank in range(PROCESSES)
+    ]
+    return Undisturbed(
+        folder, precision, {step: losses[step].pop() for step in losses}, weights_of(folder, "whole"),
+        [after - before for before, after in itertools.pairwise(times)], found,
+    )  # fmt: skip
+
+
+def losses_of(folder: Path) -> dict[int, set[str]]:
+    """What any rank of any attempt has written down for each step."""
+    found: dict[int, set[str]] = {}
+    for path in folder.glob("*.progress"):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if len(words) == 3:
+                found.setdefault(int(words[0]), set()).add(words[1])
+    return found
+
+
+def weights_of(folder: Path, name: str) -> list[dict[str, torch.Tensor]]:
+    return [torch.load(folder / f"{name}.{rank}.weights") for rank in range(PROCESSES)]
+
+
+# ------------------------------------------------------------------------------------------------------------- killed
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One kill.
+
+    Attributes:
+        victim: the rank.
+        share: of the time that is left of the run, or of the file operations, at which it happens. The run begins when there
+            is an engine: before that PyTorch makes groups, waits without end for who is dead, and leaves it to the launcher.
+        operation: the kind of file operation in a save that is aimed at; "any" of them; None: any time.
+        halfway: in the middle of the operation.
+    """
+
+    victim: int
+    share: float
+    operation: str | None = None
+    halfway: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one kill was, and what came of it.
+
+    Attributes:
+        kill: as planned.
+        resumed: the step after which the checkpoint was saved that the attempt went on from; 0 for the start.
+        where: in words.
+        died: not where the run was over before.
+        said: by the other rank, in one line.
+        wrong: found after it.
+    """
+
+    kill: Kill
+    resumed: int
+    where: str
+    died: bool
+    said: str
+    wrong: tuple[str, ...]
+
+
+def random_kills(dice: random.Random, count: int) -> list[Kill]:
+    """So many kills, half of them aimed into a save."""
+    return [
+        Kill(dice.randrange(PROCESSES), dice.random(), "any" if dice.random() < 0.5 else None, dice.random() < 0.5)
+        for _ in range(count)
+    ]
+
+
+def run_killed(kills: Sequence[Kill], whole: Undisturbed, folder: Path) -> tuple[list[Row], list[str]]:
+    """Kill the run so many times, then let it end: a row for each kill, and what is wrong in the end.
+
+    Where something is wrong after a kill there is no more to find out, and no further attempt.
+    """
+    folder.mkdir(parents=True)
+    rows = []
+    for number, kill in enumerate(kills):
+        rows.append(attempt(kill, whole, folder, f"attempt{number}"))
+        if rows[-1].wrong:
+            return rows, []
+        if not rows[-1].died:
+            break
+    ends = run_to_exit(train, PROCESSES, str(folder), "end", whole.precision, {}, False, timeout=ENDS_WITHIN_S)
+    wrong = [f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}" for end in ends if end.code != 0]
+    return rows, wrong or [*unlike(whole, folder), *broken(whole, folder)]
+
+
+def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
+    """Start the script, kill it, and look at what it has left."""
+    resumed = step_of(folder / "checkpoints")
+    aims: dict[str, Aim] = {}
+    assassin: threading.Thread | None = None
+    if kill.operation is None or not (places := saves_after(whole, resumed, kill)):
+        after, delay = moment(whole, resumed, kill.share)
+        where = f"{delay:.2f} s after step {after}" if after > resumed else f"{delay:.2f} s after the engine was built"
+        progress = folder / f"{name}.{kill.victim}.progress"
+        assassin = threading.Thread(target=kill_after, args=(progress, after - resumed + 2, delay))
+        assassin.start()
+    else:
+        aim = places[int(kill.share * len(places))]
+        aims = {str(kill.victim): aim}
+        operation = whole.operations[kill.victim][aim.step][aim.operation]
+        before = "halfway through" if aim.halfway and operation in DIVISIBLE else "before"
+        where = f"save after step {aim.step}, {before} {operation}, its operation {aim.operation}"
+    ends = run_to_exit(train, PROCESSES, str(folder), name, whole.precision, aims, False, timeout=ENDS_WITHIN_S)
+    if assassin is not None:
+        assassin.join()
+        where += f", {doing(ends[kill.victim])}"
+    died = ends[kill.victim].code == -signal.SIGKILL
+    (said, wrong) = survived(kill, ends) if died else ("", [])
+    return Row(kill, resumed, where, died, said, (*wrong, *broken(whole, folder)))
+
+
+def saves_after(whole: Undisturbed, resumed: int, kill: Kill) -> list[Aim]:
+    """The operations that a kill may be aimed at."""
+    return [
+        Aim(step, number, kill.halfway)
+        for step, names in whole.operations[kill.victim].items()
+        for number, name in enumerate(names)
+        if step > resumed and kill.operation in ("any", name)
+    ]
+
+
+def moment(whole: Undisturbed, resumed: int, share: float) -> tuple[int, float]:
+    """After which step, and how many seconds after it, so much of the rest of an undisturbed run is over."""
+    left = [whole.seconds[0], *whole.seconds[resumed + 1 :]]
+    at = share * sum(left)
+    for number, seconds in enumerate(left):
+        if at < seconds:
+            return resumed + number, at
+        at -= seconds
+    return resumed + len(left) - 1, left[-1]
+
+
+def kill_after(progress: Path, lines: int, delay: float) -> None:
+    """Kill the process that writes this file so many seconds after its ``lines``-th line, if it is still there."""
+    deadline, process = time.monotonic() + ENDS_WITHIN_S, None
+    while time.monotonic() < deadline:
+        text = progress.read_text() if progress.exists() else ""
+        if process is None and text.endswith("\n"):
+            try:
+                process = psutil.Process(int(text.split()[0]))
+            except psutil.NoSuchProcess:
+                return
+        if process is not None and (text.count("\n") >= lines or not process.is_running()):
+            break
+        time.sleep(0.002)
+    time.sleep(delay)
+    if process is not None and process.is_running():  # never another one that has got its number
+        process.kill()
+
+
+def doing(end: Exit) -> str:
+    """What a process was at when it was killed."""
+    found = re.findall(r"^MARK (\S+) ", end.output, re.M)
+    return (found[-1] if found else "starts").replace("_", " after step ")
+
+
+# ---------------------------------------------------------------------------------------------------- what is wrong
+
+
+_TELLS = r"waited .* (for|from|to) .*|Connection (closed|reset|refused) by peer.*|Broken pipe.*|failed to recv.*"
+
+
+def survived(kill: Kill, ends: Sequence[Exit]) -> tuple[str, list[str]]:
+    """What the other rank said of its end, and what is wrong with that."""
+    said, wrong = "", []
+    for end in (end for end in ends if end.rank != kill.victim):
+        # where this package waits, it says for whom; DeepSpeed's barriers and torch's store say that the connection is closed
+        lines = [found[0] for line in end.output.splitlines() if (found := re.search(_TELLS, line, re.I))]
+        said = lines[-1] if lines else ""
+        if end.code not in (1, 70) or not said:
+            wrong.append(f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}")
+    return said, wrong
+
+
+def content_of(checkpoint: Path) -> dict[str, Any]:
+    """All that a checkpoint's files have in them, by name. Raises what reading them raises."""
+    found: dict[str, Any] = {}
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        name = str(path.relative_to(checkpoint))
+        if path.suffix == ".json":
+            found[name] = json.loads(path.read_text())
+        else:
+            found[name] = torch.load(path, map_location="cpu", weights_only=False)
+    return found
+
+
+def step_of(saves: Path) -> int:
+    """After which step the latest checkpoint was saved; 0 where there is none."""
+    tag = tag_of(saves, None)
+    if tag is None:
+        return 0
+    put_back(saves, tag)
+    return step_in(content_of(saves / tag))
+
+
+def step_in(content: dict[str, Any]) -> int:
+    return next(int(file["global_steps"]) for name, file in content.items() if name.startswith("mp_rank"))
+
+
+def put_back(saves: Path, tag: str) -> None:
+    """What a load of it begins with."""
+    WholeFolder(saves, tag, True, _Alone()).recover()  # type: ignore[arg-type]
+
+
+class _Alone:
+    def agree(self, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+
+def broken(whole: Undisturbed, folder: Path) -> list[str]:
+    """What is not whole under the name of a checkpoint: each has to be the undisturbed run's at one step, file by file."""
+    saves, wrong = folder / "checkpoints", []
+    latest = tag_of(saves, None)
+    if latest is not None:
+        put_back(saves, latest)
+        if not (saves / latest).is_dir():
+            wrong.append(f"{LATEST} says {latest!r}, which is not there")
+    for tag in sorted({tag_at(step) for step in range(EVERY, STEPS + 1, EVERY)}):
+        if not (saves / tag).exists():
+            continue
+        try:
+            content = content_of(saves / tag)
+            step = step_in(content)
+        except Exception as error:
+            wrong.append(f"{tag}: {type(error).__name__}: {error}")
+            continue
+        if tag_at(step) != tag:
+            wrong.append(f"{tag}: is of step {step}")
+        wrong += [f"{tag}: {text}" for text in differences(content, whole.kept(step))]
+    return wrong
+
+
+def unlike(whole: Undisturbed, folder: Path) -> list[str]:
+    """What is not, to the bit, as in the undisturbed run."""
+    losses = losses_of(folder)
+    wrong = [
+        f"loss of step {step}: {sorted(losses.get(step, ()))}, must be {loss}"
+        for step, loss in whole.losses.items()
+        if losses.get(step) != {loss}
+    ]
+    for rank, (found, wanted) in enumerate(zip(weights_of(folder, "end"), whole.weights, strict=True)):
+        wrong += [f"weights of rank {rank}: {text}" for text in differences(found, wanted)]
+    return wrong
+
+
+def differences(found: Any, wanted: Any, where: str = "") -> list[str]:
+    """Where two nested values differ, to the bit."""
+    if isinstance(wanted, torch.Tensor):
+        same = isinstance(found, torch.Tensor) and found.dtype == wanted.dtype and torch.equal(found, wanted)
+        return [] if same else [f"{where or 'tensor'} differs"]
+    if isinstance(wanted, dict):
+        if not isinstance(found, dict) or found.keys() != wanted.keys():
+            return [f"{where} has other entries: {sorted(map(str, found))}, must be {sorted(map(str, wanted))}"]
+        return [text for key in wanted for text in differences(found[key], wanted[key], f"{where}/{key}")]
+    if isinstance(wanted, list | tuple):
+        if type(found) is not type(wanted) or len(found) != len(wanted):
+            return [f"{where} has another length"]
+        pairs = enumerate(zip(found, wanted, strict=True))
+        return [text for number, (a, b) in pairs for text in differences(a, b, f"{where}/{number}")]
+    plain = isinstance(wanted, int | float | str | bool | None)
+    return [f"{where}: {found!r}, must be {wanted!r}"] if plain and found != wanted else []
