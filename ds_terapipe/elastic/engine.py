@@ -222,7 +222,9 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         old = shape_groups(self.module)
         reshape.run()
         close_groups(old)
-        build_anew(self, shape, self._arguments)
+        # torch waits half an hour for a rank that dies before a new group is made; the watch has the limit of all waits
+        with self._watch.waiting("all ranks to make their groups", counts=False):
+            build_anew(self, shape, self._arguments)
         self._control.set_pipelines(self.grid.pipe_groups)
         self._follow_data()
         for callback in self._reshaped:
