@@ -35,6 +35,7 @@ class TensorCase:
         restarts: whether layers train again when the LR restarts, before step 8.
         steps: so many.
         saved: after so many there is a checkpoint, in a shape that is not that of the start; None: there is none.
+        seed: of the batches.
     """
 
     optimizer: str = "adamw"
@@ -48,6 +49,7 @@ class TensorCase:
     restarts: bool = False
     steps: int = 12
     saved: int | None = 6
+    seed: int = 3
 
     @property
     def model(self) -> Model:
@@ -81,7 +83,7 @@ def factor(step: int) -> float:
 
 def data_of(case: TensorCase) -> list[list[Any]]:
     """The micro-batches of every step."""
-    endless = batches(seed=3)
+    endless = batches(seed=case.seed)
     return [[next(endless) for _ in range(MICRO_BATCHES)] for _ in range(case.steps)]
 
 
@@ -174,7 +176,7 @@ def singles(rank: int, world_size: int, cases: dict[str, TensorCase]) -> dict[st
 
 def key_of(case: TensorCase) -> Any:
     """What a training in one process depends on."""
-    return case.optimizer, "bf16" in case.precision, case.modern, case.tied, case.frozen, case.steps
+    return case.optimizer, "bf16" in case.precision, case.modern, case.tied, case.frozen, case.steps, case.seed
 
 
 # ---------------------------------------------------------------------------------------------------- four processes
@@ -269,8 +271,9 @@ def run(case: TensorCase, folder: str) -> dict[str, Any]:
         found["restored"] = all_equal(state, held(again, case))
         losses = trained(again, case, range(case.saved, case.steps))
         weights = {name: p.detach() for name, p in again.module.named_parameters()}
-        found["went on"] = losses == found["losses"][case.saved :], all_equal(
-            {n: (p,) for n, p in last.items()}, {n: (p,) for n, p in weights.items()}
+        found["went on"] = (
+            losses == found["losses"][case.saved :],
+            all_equal({n: (p,) for n, p in last.items()}, {n: (p,) for n, p in weights.items()}),
         )
         again.destroy()
     return found
