@@ -127,8 +127,12 @@ class ElasticCheckpoints(Freezing):
         """As DeepSpeed's, which fails where a rank has nothing of a parameter group of a universal checkpoint."""
         if not self.load_universal_checkpoint():
             return super()._load_zero_checkpoint(load_dir, tag, *args, **kwargs)
-        with groups_filled(self.optimizer, Path(load_dir) / str(tag)):
-            return super()._load_zero_checkpoint(load_dir, tag, *args, **kwargs)
+        folder = Path(load_dir) / str(tag)
+        with groups_filled(
+            self.optimizer, folder
+        ):  # all that DeepSpeed's does for one, but for shapes that nobody reads
+            self.optimizer.load_state_dict(None, load_optimizer_states=True, checkpoint_folder=str(folder))
+        return True
 
     def _read_universal(self, found: list[Universal], load_dir: Any, tag: Any, whole: bool) -> None:
         if not is_wrapped(self.optimizer) or self.fp16_enabled():
