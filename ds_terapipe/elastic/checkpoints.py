@@ -9,10 +9,20 @@ from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_IN
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_terapipe.elastic.freezing import Freezing
-from ds_terapipe.elastic.masters import is_wrapped, places, unwrap
+from ds_terapipe.elastic.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.restore import SavedStates, about, put
 from ds_terapipe.elastic.state import check, read, same_shape, write
-from ds_terapipe.elastic.universal import CARRIED, KEY, Universal, groups_filled, info, kind_of, to_carry, untrained
+from ds_terapipe.elastic.universal import (
+    CARRIED,
+    KEY,
+    Universal,
+    groups_filled,
+    groups_of,
+    info,
+    kind_of,
+    to_carry,
+    untrained,
+)
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.pipeline.checkpoints import tag_of
 from ds_terapipe.pipeline.control import error_of
@@ -106,8 +116,7 @@ class ElasticCheckpoints(Freezing):
         state = universal.state
         if state is not None and state["frozen_layers"] != self._frozen:
             self._change(state["frozen_layers"], self.num_stages, step=None)
-        names = [self.param_names[place.parameter] for group in places(self.optimizer) for place in group]
-        self._control.agree(error_of(lambda: universal.check(names, untrained(self.module))))
+        self._control.agree(error_of(lambda: universal.check(groups_of(self), untrained(self.module))))
         path, client_state = super().load_checkpoint(
             load_dir, tag, load_optimizer_states=self.zero_optimization(), load_lr_scheduler_states=lr_scheduler
         )

@@ -23,6 +23,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
+from ds_terapipe.elastic.masters import places
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.telemetry import UNUSED
 
@@ -118,7 +119,15 @@ def to_carry(engine: Any, state: Mapping[str, Any], said: dict[str, Any] | None)
     }
     tensor = engine.grid.get_slice_parallel_rank() if sharded else 0
     parts = {name: (part.value, part.kind) for name, part in rest.items()}  # of plain types: others read the file, too
-    return {UNIVERSAL_CHECKPOINT_INFO: said, CARRIED: {"state": dict(state), "tensor": tensor, "untrained": parts}}
+    groups = groups_of(engine)
+    carried = {"state": dict(state), "tensor": tensor, "untrained": parts, "groups": groups}
+    return {UNIVERSAL_CHECKPOINT_INFO: said, CARRIED: carried}
+
+
+def groups_of(engine: Any) -> dict[str, int]:
+    """Of the parameters that this rank trains, the number of their group."""
+    members = enumerate(places(engine.optimizer))
+    return {engine.param_names[place.parameter]: number for number, group in members for place in group}
 
 
 def untrained(module: nn.Module) -> dict[str, Tensor]:
@@ -147,24 +156,26 @@ class Universal:
             tag = latest.read_text(encoding="utf-8").strip()
         self.folder = Path(folder) / str(tag)
         self.state: dict[str, Any] | None = None
+        self._groups: dict[str, int] = {}
         parts: dict[str, dict[int, Part]] = {}
         for path in sorted(self.folder.glob("mp_rank_*_model_states.pt")):
             carried = torch.load(path, map_location="cpu", weights_only=False).get(CARRIED)
             if carried is not None:
                 self.state = self.state or carried["state"]
+                self._groups |= carried["groups"]
                 for name, part in carried["untrained"].items():
                     parts.setdefault(name, {})[carried["tensor"]] = Part(*part)
         self.untrained = {name: (joined([each[n] for n in sorted(each)]), each[0].kind) for name, each in parts.items()}
 
-    def check(self, names: Sequence[str], wanted: Mapping[str, Tensor]) -> None:
+    def check(self, names: Mapping[str, int], wanted: Mapping[str, Tensor]) -> None:
         """Refuse what would not be whole.
 
         Args:
-            names: of the parameters in this rank's groups.
+            names: of the parameters that this rank trains, with the number of their group.
             wanted: what is not trained here.
 
         Raises:
-            ConfigError: naming what is not there.
+            ConfigError: naming what is not there, or in another group: DeepSpeed gives groups their rates by number.
         """
         trained = [name for name in names if name != UNUSED]
         missing = [name for name in trained if not (self.folder / "zero" / name / "fp32.pt").is_file()]
@@ -174,6 +185,12 @@ class Universal:
             raise ConfigError(
                 f"{KEY}: got {self.folder} without {', '.join(sorted(missing)[:3])}, must have all that this engine has, use "
                 "ds_to_universal on a checkpoint of the same layers"
+            )
+        other = [name for name in trained if self._groups.get(name, names[name]) != names[name]]
+        if other:
+            raise ConfigError(
+                f"{KEY}: got {other[0]} in parameter group {self._groups[other[0]]}, must be {names[other[0]]} as on these stages, "
+                "use stages of which the first has parameters of every group"
             )
 
     def fill(self, module: nn.Module, rank: int, ranks: int) -> None:

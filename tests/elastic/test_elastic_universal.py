@@ -22,7 +22,7 @@ FULL = {
     "bf16, FusedLamb": Case("tied texts", "lamb", 2, ((2, 1),), (), precision="bf16"),
     "bf16 ZeRO-1": Case("texts", "adamw", 2, FREEZE, (), precision="bf16 ZeRO-1"),
     "ZeRO-1, FusedLamb": Case("texts", "lamb", 2, FREEZE, (), precision="ZeRO-1", scheduler="lambda"),
-    "ZeRO-1, partly frozen": Case("partly frozen", "adamw", 2, ((2, 4),), (), precision="ZeRO-1"),
+    "ZeRO-1, partly frozen": Case("partly frozen", "lamb", 2, ((2, 4),), (), precision="ZeRO-1"),
 }
 ELSEWHERE = {"one process": (1, 1), "replicas": (2, 1), "four stages": (4, 4), "two by two": (4, 2)}
 
