@@ -189,7 +189,7 @@ class Universal:
         other = [name for name in trained if self._groups.get(name, names[name]) != names[name]]
         if other:
             raise ConfigError(
-                f"{KEY}: got {other[0]} in parameter group {self._groups[other[0]]}, must be {names[other[0]]} as on these stages, "
+                f"{KEY}: got {other[0]} in parameter group {self._groups[other[0]]}, must be {names[other[0]]} as here, "
                 "use stages of which the first has parameters of every group"
             )
 
