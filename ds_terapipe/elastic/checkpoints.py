@@ -5,12 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_terapipe.elastic.freezing import Freezing
 from ds_terapipe.elastic.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.restore import SavedStates, about, put
 from ds_terapipe.elastic.state import check, read, same_shape, write
+from ds_terapipe.elastic.universal import (
+    CARRIED,
+    KEY,
+    Universal,
+    groups_filled,
+    groups_of,
+    info,
+    kind_of,
+    to_carry,
+    untrained,
+)
+from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.pipeline.checkpoints import tag_of
 from ds_terapipe.pipeline.control import error_of
 
@@ -25,6 +38,17 @@ class ElasticCheckpoints(Freezing):
         parts = self._control.gather(about(self))
         state = {**self._state(), "optimizer": parts}
         self._control.decide(lambda: write(folder, state))
+
+    def _client_state(self) -> dict[str, Any]:
+        """What `ds_to_universal` needs and would not find otherwise: in the files that it copies."""
+        if not is_wrapped(self.optimizer) or self.fp16_enabled():
+            return {}
+        sharded = self.grid.model_parallel_size > 1
+        kinds = {n: kind_of(p, sharded) for n, p in self.module.named_parameters() if p.requires_grad}
+        carried = to_carry(self, self._state(), info(self._control.gather((self.grid.get_stage_id(), kinds))))
+        if carried and not self.zero_optimization():
+            carried[PARAM_SHAPES] = self._get_zero_param_shapes()  # which DeepSpeed notes with ZeRO alone
+        return carried
 
     def load_checkpoint(
         self,
@@ -45,6 +69,10 @@ class ElasticCheckpoints(Freezing):
             ConfigError: on every rank, a checkpoint of other layers, or with less frozen; nothing has been changed.
         """
         self._refuse_broken()
+        if self.load_universal_checkpoint():
+            return self._load_universal(
+                load_dir, tag, load_lr_scheduler_states, load_optimizer_states, load_module_only
+            )
         state = None
         if not load_module_only:
             self._recover(load_dir, tag)
@@ -74,7 +102,64 @@ class ElasticCheckpoints(Freezing):
         self._follow_data()
         if state is not None:
             self._load_data_state(state.get("data"))
-        return path, client_state
+        return path, _users(client_state)
+
+    def _load_universal(self, load_dir: Any, tag: Any, lr_scheduler: bool, optimizer: bool, module_only: bool) -> Any:
+        """What `ds_to_universal` has made of a checkpoint, in the shape that is there.
+
+        Raises:
+            ConfigError: on every rank; nothing has been changed but what is frozen.
+        """
+        found: list[Universal] = []
+        self._control.agree(error_of(lambda: self._read_universal(found, load_dir, tag, optimizer and not module_only)))
+        (universal,) = found
+        state = universal.state
+        if state is not None and state["frozen_layers"] != self._frozen:
+            self._change(state["frozen_layers"], self.num_stages, step=None)
+        self._control.agree(error_of(lambda: universal.check(groups_of(self), untrained(self.module))))
+        path, client_state = super().load_checkpoint(
+            load_dir, tag, load_optimizer_states=self.zero_optimization(), load_lr_scheduler_states=lr_scheduler
+        )
+        if not self.zero_optimization():  # BF16_Optimizer could, but DeepSpeed asks for ZeRO
+            self._load_zero_checkpoint(load_dir, universal.folder.name)
+            self.optimizer.update_lp_params()
+        tensor = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
+        universal.fill(self.module, tensor, self.grid.model_parallel_size)
+        if state is not None:
+            self._go_on(state)
+        self._follow_data()
+        if state is not None:
+            self._load_data_state(state.get("data"))
+        return path, _users(client_state)
+
+    def _load_zero_checkpoint(self, load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's, which fails where a rank has nothing of a parameter group of a universal checkpoint."""
+        if not self.load_universal_checkpoint():
+            return super()._load_zero_checkpoint(load_dir, tag, *args, **kwargs)
+        folder = Path(load_dir) / str(tag)
+        with groups_filled(
+            self.optimizer, folder
+        ):  # all that DeepSpeed's does for one, but for shapes that nobody reads
+            self.optimizer.load_state_dict(None, load_optimizer_states=True, checkpoint_folder=str(folder))
+        return True
+
+    def _read_universal(self, found: list[Universal], load_dir: Any, tag: Any, whole: bool) -> None:
+        if not is_wrapped(self.optimizer) or self.fp16_enabled():
+            raise bad_value(
+                KEY, True, "false without bf16 or ZeRO-1, and with fp16", '"zero_optimization": {"stage": 1}'
+            )
+        if not whole:
+            raise ConfigError(
+                "load_checkpoint: got load_module_only or no optimizer states beside checkpoint.load_universal, must be the "
+                "whole training, use a checkpoint that is not converted"
+            )
+        universal = Universal(load_dir, tag)
+        if not (universal.folder / "zero").is_dir():
+            raise ConfigError(f"{KEY}: got {universal.folder}, must be an output folder of ds_to_universal, use one")
+        if universal.state is not None:
+            now = self._state_here()
+            check(universal.state, {**now, "tensor_parallel_size": universal.state["tensor_parallel_size"]})
+        found.append(universal)
 
     def _saved(self, folder: Path, state: Any) -> SavedStates:
         """What the optimiser will have, before anything is changed; collective."""
@@ -110,6 +195,9 @@ class ElasticCheckpoints(Freezing):
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint keeps; collective."""
+        return {**self._state_here(), "norms": None if self._norms is None else self._norms.state(self._control)}
+
+    def _state_here(self) -> dict[str, Any]:
         return {
             "frozen_layers": self._frozen,
             "stages": self.num_stages,
@@ -122,5 +210,11 @@ class ElasticCheckpoints(Freezing):
             "seed": self._seed,
             "policy": self._freezer.state(),
             "losses": [float(self._losses[0]), self._losses[1]],
-            "norms": None if self._norms is None else self._norms.state(self._control),
         }
+
+
+def _users(client_state: Any) -> Any:
+    """What is the user's of it."""
+    if client_state and client_state.pop(CARRIED, None) is not None:
+        client_state.pop(UNIVERSAL_CHECKPOINT_INFO, None)
+    return client_state

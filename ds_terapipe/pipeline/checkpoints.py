@@ -107,7 +107,7 @@ class Checkpoints:
         self._refuse_broken()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         state = self._choice.state()
-        client_state = {**(client_state or {}), **({PLAN_STATE: state} if state else {})}
+        client_state = {**self._client_state(), **(client_state or {}), **({PLAN_STATE: state} if state else {})}
         if not isinstance(self.checkpoint_engine, TorchCheckpointEngine):  # others write later, or elsewhere
             self._save_beside(Path(save_dir) / tag)
             return super().save_checkpoint(  # type: ignore[misc]
@@ -125,6 +125,10 @@ class Checkpoints:
     def _whole(self: Any, folder: Any, tag: str) -> WholeFolder:
         rank = self.local_rank if self.use_node_local_storage() else self.global_rank
         return WholeFolder(folder, tag, rank == 0, self._control)
+
+    def _client_state(self) -> dict[str, Any]:
+        """What an engine of another kind adds to DeepSpeed's own files; collective."""
+        return {}
 
     def _save_beside(self, folder: Path) -> None:
         """Write what an engine of another kind adds to a checkpoint; collective."""

@@ -120,8 +120,8 @@ def test_a_training_goes_on(saved, where):
         check(name, [rank[name] for rank in ranks], [rank[name] for rank in others], (stages, processes // stages))
 
 
-def check(name: str, saved: list[Any], loaded: list[Any], shape: tuple[int, int]) -> None:
-    case = CASES[name]
+def check(name: str, saved: list[Any], loaded: list[Any], shape: tuple[int, int], case: Case | None = None) -> None:
+    case = case or CASES[name]
     weights = {k: v for state, _ in saved for k, v in state.weights.items()}
     moments = {k: v for state, _ in saved for k, v in state.kept.items()}
     counts = {k: v for state, _ in saved for k, v in state.steps.items()}
