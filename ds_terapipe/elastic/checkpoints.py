@@ -10,7 +10,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_terapipe.elastic.freezing import Freezing
 from ds_terapipe.elastic.masters import is_wrapped, unwrap
-from ds_terapipe.elastic.restore import SavedStates, about, put
+from ds_terapipe.elastic.restore import SavedStates, about, numbers_of, put
 from ds_terapipe.elastic.state import check, read, same_shape, write
 from ds_terapipe.elastic.universal import (
     CARRIED,
@@ -166,8 +166,13 @@ class ElasticCheckpoints(Freezing):
         wanted = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         tensor = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
         parts, groups = state.get("optimizer") or [], len(self.basic_optimizer.param_groups)
+        number_of: dict[str, int] = {}
+        for numbers in self._control.gather(numbers_of(self)):
+            number_of |= numbers
         found: list[SavedStates] = []
-        self._control.agree(error_of(lambda: found.append(SavedStates(folder, parts, tensor, groups, wanted))))
+        self._control.agree(
+            error_of(lambda: found.append(SavedStates(folder, parts, tensor, groups, number_of, wanted)))
+        )
         return found[0]
 
     def _put(self, saved: SavedStates) -> None:
@@ -179,6 +184,11 @@ class ElasticCheckpoints(Freezing):
             if wrapped:
                 unwrap(before, self.module)
             put(self.basic_optimizer, self.module, saved, wrapped)
+            scheduler, groups = self.lr_scheduler, self.basic_optimizer.param_groups
+            if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
+                # torch's have lists by group, which come in the order of the checkpoint
+                scheduler.base_lrs = [group["initial_lr"] for group in groups]
+                scheduler._last_lr = [group["lr"] for group in groups]
             if wrapped:
                 self.optimizer = self._wrapped(self.basic_optimizer, before)
             self._settle()

@@ -44,6 +44,15 @@ def about(engine: Any) -> dict[str, Any] | None:
     }
 
 
+def numbers_of(engine: Any) -> dict[str, int]:
+    """The number of the parameter group of each of this rank's parameters that is trained, by name."""
+    name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    groups = [g["params"] for g in engine.basic_optimizer.param_groups]
+    if is_wrapped(engine.optimizer):
+        groups = [[place.parameter for place in members] for members in places(engine.optimizer)]
+    return {name_of[id(p)]: number for number, group in enumerate(groups) for p in group if id(p) in name_of}
+
+
 class SavedStates:
     """The states of the parameters that a rank has now.
 
@@ -52,6 +61,7 @@ class SavedStates:
         parts: what :func:`about` noted on every rank.
         tensor: this rank's tensor-parallel index.
         groups: how many parameter groups there are now.
+        number_of: now, by the names of all ranks: other stages may have the groups in another order.
         wanted: this rank's parameters, by name.
 
     Attributes:
@@ -68,6 +78,7 @@ class SavedStates:
         parts: Sequence[Mapping[str, Any] | None],
         tensor: int,
         groups: int,
+        number_of: Mapping[str, int],
         wanted: Mapping[str, nn.Parameter],
     ) -> None:
         self.states: dict[str, dict[str, Any]] = {}
@@ -95,13 +106,14 @@ class SavedStates:
                 f"{groups} as there are now",
                 "the same",
             )
+        now = _numbers_now(mine, groups, number_of)
         for part in mine:
             if not self.settings or any(name in wanted for group in part["groups"] for name in group):
                 of_groups = self._read_flat(folder, part) if part["kind"] == _FLAT else self._read_plain(folder, part)
-                self.settings = self.settings or of_groups
-                for number, members in enumerate(part["groups"]):
+                self.settings = self.settings or [of_groups[now.index(number)] for number in range(groups)]
+                for then, members in enumerate(part["groups"]):
                     if any(name in wanted for name in members):
-                        self.settings[number] = of_groups[number]
+                        self.settings[now[then]] = of_groups[then]
         for name, state in self.states.items():
             for key, value in state.items():
                 if isinstance(value, list):  # parts of flat tensors, in the order of replicas
@@ -131,6 +143,26 @@ class SavedStates:
                 for key, value in {**pieces, MASTER: flat}.items():
                     mine.setdefault(key, []).append(value.detach()[place.start : place.start + place.numel].clone())
         return [settings_of(group) for group in base["param_groups"]]
+
+
+def _numbers_now(parts: Sequence[Mapping[str, Any]], groups: int, number_of: Mapping[str, int]) -> list[int]:
+    """For each parameter group of a checkpoint, its number now; those of which nothing is trained keep their order.
+
+    Raises:
+        ConfigError: parameters of one group are in several now, or the other way round.
+    """
+    found: list[set[int]] = [set() for _ in range(groups)]
+    for part in parts:
+        for then, members in enumerate(part["groups"]):
+            found[then] |= {number_of[name] for name in members if name in number_of}
+    numbers = [number for each in found for number in each]
+    if any(len(each) > 1 for each in found) or len(set(numbers)) < len(numbers):
+        must = "of the same parameters as there are now"
+        raise bad_value(
+            "load_checkpoint: optimizer", "other parameter groups", must, "the optimizer that it was saved with"
+        )
+    left = iter(sorted(set(range(groups)) - set(numbers)))
+    return [next(iter(each)) if each else next(left) for each in found]
 
 
 def put(optimizer: torch.optim.Optimizer, module: nn.Module, saved: SavedStates, flat: bool) -> None:

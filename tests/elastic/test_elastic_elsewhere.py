@@ -23,6 +23,9 @@ CASES = {
     "adamw": Case("texts", "adamw", 2, FREEZE, ((4, 1),), scheduler="lambda"),
     "sgd": Case("texts", "sgd", 2, FREEZE, (), scheduler="warmup"),
     "lamb": Case("tied texts", "lamb", 2, ((2, 1),), (), slices=None),
+    "groups": Case(
+        "partly frozen", "adamw", 2, ((5, 4),), (), scheduler="lambda"
+    ),  # four stages have them in another order
     "ZeRO-1": Case("texts", "adamw", 2, FREEZE, ((4, 1),), precision="ZeRO-1"),
     "bf16": Case("texts", "adamw", 2, FREEZE, ((4, 1),), precision="bf16"),
     "bf16 lamb": Case("texts", "lamb", 2, ((2, 1),), (), precision="bf16"),
@@ -40,6 +43,7 @@ class State:
     steps: dict[str, float]
     same: tuple[Any, ...]
     frozen: int
+    rates: dict[str, float]
 
 
 def state_of(engine: Any, case: Case) -> State:
@@ -61,10 +65,10 @@ def state_of(engine: Any, case: Case) -> State:
         if hasattr(engine.lr_scheduler, "last_epoch")
         else engine.lr_scheduler.last_batch_iteration
     )
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = {name: optimizer.param_groups[number]["lr"] for name, number in restore.numbers_of(engine).items()}
     return State(
         {name: p.detach().clone() for name, p in names.items()}, moments, counts,
-        (engine.global_steps, engine.global_samples, scheduler, rates), engine.frozen_layers,
+        (engine.global_steps, engine.global_samples, scheduler), engine.frozen_layers, rates,
     )  # fmt: skip
 
 
@@ -113,7 +117,7 @@ def saved(tmp_path_factory):
 def test_a_training_goes_on(saved, where):
     processes, stages = ELSEWHERE[where]
     # what launches take: all cases on one and two processes, those of each kind on four
-    names = list(CASES) if processes < 4 else ["adamw", "lamb", "ZeRO-1", "bf16 ZeRO-1"]
+    names = list(CASES) if processes < 4 else ["adamw", "lamb", "groups", "ZeRO-1", "bf16 ZeRO-1"]
     folder, ranks = saved
     others = run_ranks(go_on, processes, folder, stages, names, timeout=200)
     for name in names:
@@ -125,6 +129,7 @@ def check(name: str, saved: list[Any], loaded: list[Any], shape: tuple[int, int]
     weights = {k: v for state, _ in saved for k, v in state.weights.items()}
     moments = {k: v for state, _ in saved for k, v in state.kept.items()}
     counts = {k: v for state, _ in saved for k, v in state.steps.items()}
+    rates = {k: v for state, _ in saved for k, v in state.rates.items()}
     assert set(weights) == {k for state, *_ in loaded for k in state.weights}
     assert moments and set(moments) == {k for state, *_ in loaded for k in state.kept}
     limit = 1e-5 if case.precision in ("fp32", "ZeRO-1") else 1e-2
@@ -136,6 +141,7 @@ def check(name: str, saved: list[Any], loaded: list[Any], shape: tuple[int, int]
             assert all(torch.equal(a, b) for a, b in zip(values, moments[k], strict=True)), k
         assert state.steps == {k: counts[k] for k in state.steps}
         assert state.same == saved[0][0].same
+        assert state.rates == {k: rates[k] for k in state.rates}
         assert losses == pytest.approx(saved[0][1], rel=limit)
 
 
@@ -144,7 +150,10 @@ def test_an_optimizer_without_a_parameter_is_refused(tmp_path):
     wanted = {name: torch.nn.Parameter(torch.zeros(1)) for name in ("0.weight", "1.weight")}
     for parts in ([part], [None], []):
         with pytest.raises(ConfigError, match=r"^load_checkpoint: got .* without the optimizer's state of .*1\.weight"):
-            restore.SavedStates(tmp_path, parts, 0, 1, wanted)
+            restore.SavedStates(tmp_path, parts, 0, 1, dict.fromkeys(wanted, 0), wanted)
     part["groups"] = [["0.weight", "1.weight"]]
     with pytest.raises(ConfigError, match=r"^load_checkpoint: optimizer: got .*\[1\] parameter groups.* must be 2"):
-        restore.SavedStates(tmp_path, [part], 0, 2, wanted)
+        restore.SavedStates(tmp_path, [part], 0, 2, dict.fromkeys(wanted, 0), wanted)
+    with pytest.raises(ConfigError, match=r"^load_checkpoint: optimizer: got .*other parameter groups"):
+        part["groups"] = [["0.weight", "1.weight"], []]
+        restore.SavedStates(tmp_path, [part], 0, 2, {"0.weight": 0, "1.weight": 1}, wanted)
