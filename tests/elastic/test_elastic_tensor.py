@@ -20,9 +20,9 @@ from tests.megatron.common import relative
 from tests.spawn import run_ranks
 
 LIMIT, USUAL = 1e-4, 1e-5  # what is promised; what rounding leaves of it
-# Times the error of one process, as root mean square over the steps. Row-parallel layers round each rank's half of a sum to bf16
-# before they add them: of six seeds the factors were 0.8 to 1.8, together 1.28.
-BF16 = 1.6
+# Times the error of the same pipeline that keeps its shape. That of one process is another matter: row-parallel layers round each
+# rank's half of a sum to bf16 before they add them, for which six seeds had errors of 0.8 to 1.8 times its, together 1.28.
+BF16 = 1.2
 
 AGAIN = {
     "restarts": True,
@@ -134,12 +134,13 @@ def check_numbers(case: TensorCase, alone: Any, ranks: Sequence[dict[str, Any]])
         assert far(case, weights, alone["own"].weights) <= USUAL
         return
     exact = alone["exact"]
-    error = typical(alone["own"].losses, exact.losses)
-    assert 1e-6 < error < 1e-2
+    trained = {n: w for n, w in weights.items() if not n.startswith(case.prefixes(case.steps - 1))}
+    stayed, stayed_weights = ranks[0]["stayed"]
+    error = typical(stayed, exact.losses)
+    assert 1e-6 < error < 1e-2 and 1e-6 < typical(alone["own"].losses, exact.losses) < 1e-2
     for found in ranks:
         assert typical(found["losses"], exact.losses) <= BF16 * error
-    trained = {n: w for n, w in weights.items() if not n.startswith(case.prefixes(case.steps - 1))}
-    assert far(case, trained, exact.weights) <= 1.5 * far(case, alone["own"].weights, exact.weights, trained)
+    assert far(case, trained, exact.weights) <= BF16 * far(case, stayed_weights, exact.weights, trained)
 
 
 def off(losses: Sequence[float], exact: Sequence[float]) -> float:
