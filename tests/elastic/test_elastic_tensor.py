@@ -32,7 +32,6 @@ AGAIN = {
     "stages": ((4, 1), (8, 2), (10, 1)),
 }
 PAIRS = {
-    "AdamW": TensorCase(saved=None),
     "FusedLamb, modern, tied": TensorCase("lamb", modern=True, tied=True, saved=None),
     "ZeRO-1": TensorCase(precision="ZeRO-1", modern=True),
     "bf16": TensorCase(precision="bf16", saved=None),
