@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_terapipe.elastic.freezing import Freezing
 from ds_terapipe.elastic.masters import is_wrapped, unwrap
@@ -17,7 +16,6 @@ from ds_terapipe.elastic.universal import (
     KEY,
     Universal,
     groups_filled,
-    groups_of,
     info,
     kind_of,
     to_carry,
@@ -31,7 +29,6 @@ from ds_terapipe.pipeline.control import error_of
 class ElasticCheckpoints(Freezing):
     """Part of the engine: what is frozen, the shape and what the policy knows go with a checkpoint."""
 
-    loads_by_name = True  # FusedLamb's hook leaves BF16_Optimizer's parts to this one
     _seed: int | None = None  # of the random streams
 
     def _save_beside(self, folder: Path) -> None:
@@ -66,7 +63,8 @@ class ElasticCheckpoints(Freezing):
         shape that is there. With ``load_module_only`` there is nothing to go on with: weights alone are read.
 
         Raises:
-            ConfigError: on every rank, a checkpoint of other layers, or with less frozen; nothing has been changed.
+            ConfigError: on every rank, a checkpoint of other layers, or with less frozen: nothing has been changed; one without
+                the optimiser's state of all that is trained here: nothing but what is frozen.
         """
         self._refuse_broken()
         if self.load_universal_checkpoint():
@@ -77,31 +75,25 @@ class ElasticCheckpoints(Freezing):
         if not load_module_only:
             self._recover(load_dir, tag)
             state = self._control.decide(lambda: read(load_dir, tag))
-        # what BF16_Optimizer has without ZeRO, DeepSpeed 0.19.8 saves and fails to read
-        by_name = isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
+        saved = None
         if state is not None:
             now = self._state()
             self._control.agree(error_of(lambda: check(state, now)))
-            if not same_shape(state, now, self.elastic_pipeline.moves):
-                by_name = True
+            by_name = not same_shape(state, now, self.elastic_pipeline.moves)
+            if by_name:
                 if state["frozen_layers"] != self._frozen:
                     self._change(state["frozen_layers"], self.num_stages, step=None)
             elif (state["frozen_layers"], state["parts"]) != (self._frozen, now["parts"]):
                 self._change(state["frozen_layers"], state["stages"], state["parts"], step=None)
-        saved = None
-        if by_name and state is not None and load_optimizer_states and self.basic_optimizer is not None:
-            saved = self._saved(Path(load_dir) / str(tag_of(load_dir, tag)), state)
+            if by_name and load_optimizer_states and self.basic_optimizer is not None:
+                saved = self._saved(Path(load_dir) / str(tag_of(load_dir, tag)), state)
         path, client_state = super().load_checkpoint(
             load_dir, tag, load_module_strict, load_optimizer_states and saved is None, load_lr_scheduler_states,
             load_module_only, custom_load_fn,
         )  # fmt: skip
         if saved is not None:
             self._put(saved)
-        if state is not None:
-            self._go_on(state)
-        self._follow_data()
-        if state is not None:
-            self._load_data_state(state.get("data"))
+        self._go_on(state)
         return path, _users(client_state)
 
     def _load_universal(self, load_dir: Any, tag: Any, lr_scheduler: bool, optimizer: bool, module_only: bool) -> Any:
@@ -116,7 +108,7 @@ class ElasticCheckpoints(Freezing):
         state = universal.state
         if state is not None and state["frozen_layers"] != self._frozen:
             self._change(state["frozen_layers"], self.num_stages, step=None)
-        self._control.agree(error_of(lambda: universal.check(groups_of(self), untrained(self.module))))
+        self._control.agree(error_of(lambda: universal.check(numbers_of(self), untrained(self.module))))
         path, client_state = super().load_checkpoint(
             load_dir, tag, load_optimizer_states=self.zero_optimization(), load_lr_scheduler_states=lr_scheduler
         )
@@ -125,11 +117,7 @@ class ElasticCheckpoints(Freezing):
             self.optimizer.update_lp_params()
         tensor = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
         universal.fill(self.module, tensor, self.grid.model_parallel_size)
-        if state is not None:
-            self._go_on(state)
-        self._follow_data()
-        if state is not None:
-            self._load_data_state(state.get("data"))
+        self._go_on(state)
         return path, _users(client_state)
 
     def _load_zero_checkpoint(self, load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,9 +125,8 @@ class ElasticCheckpoints(Freezing):
         if not self.load_universal_checkpoint():
             return super()._load_zero_checkpoint(load_dir, tag, *args, **kwargs)
         folder = Path(load_dir) / str(tag)
-        with groups_filled(
-            self.optimizer, folder
-        ):  # all that DeepSpeed's does for one, but for shapes that nobody reads
+        # all that DeepSpeed's does for one, but for shapes that nobody reads
+        with groups_filled(self.optimizer, folder):
             self.optimizer.load_state_dict(None, load_optimizer_states=True, checkpoint_folder=str(folder))
         return True
 
@@ -194,14 +181,18 @@ class ElasticCheckpoints(Freezing):
             self._settle()
 
     def _go_on(self, state: Any) -> None:
-        """With the decisions, the norms and the random numbers of a checkpoint."""
-        self._freezer.load(state["policy"])
-        total, count = state.get("losses", (0.0, 0))
-        self._losses = total, count
-        self._seed = state["seed"]
-        self._streams.seed = self._seed or 0
-        if self._norms is not None:
-            self._norms.load(state["norms"])
+        """With a checkpoint's decisions, norms, random numbers and order of samples; None: with the samples alone."""
+        if state is not None:
+            self._freezer.load(state["policy"])
+            total, count = state.get("losses", (0.0, 0))
+            self._losses = total, count
+            self._seed = state["seed"]
+            self._streams.seed = self._seed or 0
+            if self._norms is not None:
+                self._norms.load(state["norms"])
+        self._follow_data()
+        if state is not None:
+            self._load_data_state(state.get("data"))
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint keeps; collective."""

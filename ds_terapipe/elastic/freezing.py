@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_terapipe.elastic.freeze import ModelLayers
 from ds_terapipe.elastic.freezer import LOSS_RISE, LR_RESTART, Freezer, Signals, completed_intervals
 from ds_terapipe.elastic.gradient_norms import GradientNorms
-from ds_terapipe.elastic.groups import refill, release
+from ds_terapipe.elastic.groups import numbers, refill, release
 from ds_terapipe.elastic.layers import layers_here, names_in
 from ds_terapipe.elastic.optimizer import ElasticOptimizer
 from ds_terapipe.elastic.settings import EPOCH
@@ -110,7 +110,7 @@ class Freezing(ElasticOptimizer):
         self._frozen, freed = frozen, 0
         prefix, module, optimizer = self._prefix, self.module, self.basic_optimizer
         self._say_tied()
-        number_of = _groups_of(optimizer)
+        number_of = numbers(optimizer)
         aside = {}
         for name, parameter in module.named_parameters():
             if name.startswith(prefix) and parameter.requires_grad:
@@ -133,7 +133,7 @@ class Freezing(ElasticOptimizer):
             if name in back:
                 parameter.requires_grad_(True)
         if back and self.basic_optimizer is not None:
-            number_of = _groups_of(self.basic_optimizer)
+            number_of = numbers(self.basic_optimizer)
             here = {name: number_of[id(p)] for name, p in self.module.named_parameters() if id(p) in number_of}
             refill(self.basic_optimizer, self.module, {**back, **here}, {})
 
@@ -145,9 +145,3 @@ class Freezing(ElasticOptimizer):
             names = ", ".join(sorted(later))
             logger.warning("elastic_pipeline.freeze: what is tied (%s) is frozen where it is used later, too", names)
         self._tied_frozen |= later
-
-
-def _groups_of(optimizer: Any) -> dict[int, int]:
-    """Number of the group of each parameter, by id."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return {id(p): number for number, group in enumerate(groups) for p in group["params"]}

@@ -21,6 +21,12 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OF_PARAMETERS}
 
 
+def numbers(optimizer: Any) -> dict[int, int]:
+    """The number of each parameter's group, by the parameter's ``id``; an optimiser that is None has none."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+
+
 def make_alike(optimizer: torch.optim.Optimizer, scheduler: Any, gather: Callable[[Any], list[Any]]) -> None:
     """Give all ranks the same list of groups; collective.
 
@@ -115,7 +121,7 @@ def in_order(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     here = set(map(id, module.parameters()))
     groups = optimizer.param_groups
     groups[:] = [each for each in groups if not each["params"] or any(id(p) in here for p in each["params"])]
-    number_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    number_of = numbers(optimizer)
     names = {name: number_of[id(p)] for name, p in module.named_parameters() if id(p) in number_of}
     refill(optimizer, module, names, {})
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_terapipe.elastic.groups import settings_of, tell
+from ds_terapipe.elastic.groups import numbers, settings_of, tell
 from ds_terapipe.elastic.masters import MASTER, is_wrapped, places
 from ds_terapipe.errors import ConfigError, bad_value
 
@@ -47,10 +47,11 @@ def about(engine: Any) -> dict[str, Any] | None:
 def numbers_of(engine: Any) -> dict[str, int]:
     """The number of the parameter group of each of this rank's parameters that is trained, by name."""
     name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    groups = [g["params"] for g in engine.basic_optimizer.param_groups]
+    number_of = numbers(engine.basic_optimizer)
     if is_wrapped(engine.optimizer):
-        groups = [[place.parameter for place in members] for members in places(engine.optimizer)]
-    return {name_of[id(p)]: number for number, group in enumerate(groups) for p in group if id(p) in name_of}
+        members = enumerate(places(engine.optimizer))
+        number_of = {id(place.parameter): number for number, group in members for place in group}
+    return {name_of[key]: number for key, number in number_of.items() if key in name_of}
 
 
 class SavedStates:

@@ -13,7 +13,6 @@ from ds_terapipe.config import Block, is_count, is_number, name_of, one_of, posi
 from ds_terapipe.elastic.freeze import READABLE, policy_class, policy_names
 from ds_terapipe.elastic.freezer import REASONS
 from ds_terapipe.errors import ConfigError, bad_value, nearest, shown
-from ds_terapipe.pipeline.report import emit
 from ds_terapipe.refusals import Rule, above, at, autocasts_to_fp16, is_true
 
 ELASTIC_PIPELINE = "elastic_pipeline"
@@ -280,6 +279,8 @@ class ElasticPipelineConfig(Block):
     def staying(self, reason: str) -> ElasticPipelineConfig:
         """Of settings that need not move: these, with ``"off"``, and a line that says why."""
         if int(os.environ.get("RANK", 0)) == 0:
+            from ds_terapipe.pipeline.report import emit  # which is DeepSpeed's, and the commands do without
+
             emit(f"elastic_pipeline.resize.policy: off, since {reason}")
         stays: ElasticPipelineConfig = self.model_copy(update={"resize": ResizeSettings(policy="off")})
         return stays

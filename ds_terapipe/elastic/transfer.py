@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from ds_terapipe.elastic.groups import numbers
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.step_rules import DeviceSteps
 from ds_terapipe.pipeline.links import raw
@@ -79,7 +80,7 @@ def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, s
         optimizer: of their parameters.
         shared: prefixes of modules that several stages may have a copy of; of those it is looked up what is used.
     """
-    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    group_of = numbers(optimizer)
     pieces, modules = {}, {}
     for prefix, layer in layers.items():
         for name, parameter in layer.named_parameters():

@@ -23,7 +23,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from ds_terapipe.elastic.masters import places
+from ds_terapipe.elastic.restore import numbers_of
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.telemetry import UNUSED
 
@@ -116,18 +116,12 @@ def to_carry(engine: Any, state: Mapping[str, Any], said: dict[str, Any] | None)
     rest = {
         name: Part(tensor.detach().cpu().clone(), kind_of(tensor, sharded))
         for name, tensor in untrained(engine.module).items()
+        if engine.save_non_zero_checkpoint  # one replica writes them
     }
     tensor = engine.grid.get_slice_parallel_rank() if sharded else 0
     parts = {name: (part.value, part.kind) for name, part in rest.items()}  # of plain types: others read the file, too
-    groups = groups_of(engine)
-    carried = {"state": dict(state), "tensor": tensor, "untrained": parts, "groups": groups}
+    carried = {"state": dict(state), "tensor": tensor, "untrained": parts, "groups": numbers_of(engine)}
     return {UNIVERSAL_CHECKPOINT_INFO: said, CARRIED: carried}
-
-
-def groups_of(engine: Any) -> dict[str, int]:
-    """Of the parameters that this rank trains, the number of their group."""
-    members = enumerate(places(engine.optimizer))
-    return {engine.param_names[place.parameter]: number for number, group in members for place in group}
 
 
 def untrained(module: nn.Module) -> dict[str, Tensor]:
@@ -177,8 +171,7 @@ class Universal:
         Raises:
             ConfigError: naming what is not there, or in another group: DeepSpeed gives groups their rates by number.
         """
-        trained = [name for name in names if name != UNUSED]
-        missing = [name for name in trained if not (self.folder / "zero" / name / "fp32.pt").is_file()]
+        missing = [name for name in names if not (self.folder / "zero" / name / "fp32.pt").is_file()]
         if self.state is not None:
             missing += [name for name in wanted if name not in self.untrained]
         if missing:
@@ -186,7 +179,7 @@ class Universal:
                 f"{KEY}: got {self.folder} without {', '.join(sorted(missing)[:3])}, must have all that this engine has, use "
                 "ds_to_universal on a checkpoint of the same layers"
             )
-        other = [name for name in trained if self._groups.get(name, names[name]) != names[name]]
+        other = [name for name in names if self._groups.get(name, names[name]) != names[name]]
         if other:
             raise ConfigError(
                 f"{KEY}: got {other[0]} in parameter group {self._groups[other[0]]}, must be {names[other[0]]} as here, "

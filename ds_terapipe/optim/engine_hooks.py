@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from deepspeed.runtime.pipe.schedule import BackwardPass
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 
+from ..bf16_parts import load_with_parts
 from ..clipping import TrueNormClipping, counting_nothing
 from ..errors import ConfigError
 from .lamb import FusedLamb
@@ -36,27 +36,11 @@ class LambEngine(TrueNormClipping):
         scale = self.optimizer.loss_scale
         return super().backward(loss.float() * scale, *args, **kwargs) / scale  # type: ignore[misc]
 
-    def load_checkpoint(
-        self: Any,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """As DeepSpeed's. That saves the parts of a bf16 pipeline's optimizer without ZeRO, but fails to read them (0.19.8)."""
-        load = functools.partial(super().load_checkpoint, load_dir, tag, load_module_strict)  # type: ignore[misc]
-        shared_out = isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
-        if not shared_out or self.load_universal_checkpoint() or getattr(self, "loads_by_name", False):
-            return load(load_optimizer_states, *args, **kwargs)
-        path, client_state = load(False, *args, **kwargs)
-        if path is None:
-            return path, client_state
-        module_only = kwargs.get("load_module_only", len(args) > 1 and args[1])
-        if not load_optimizer_states or module_only or not self._load_zero_checkpoint(load_dir, Path(path).parent.name):
-            self.optimizer._restore_from_bit16_weights()
-        return path, client_state
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's, with a bf16 pipeline's parts of the optimizer, which that fails to read without ZeRO (0.19.8)."""
+        if getattr(self, "loads_parts", False):  # our pipeline engines do, with every optimizer
+            return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        return load_with_parts(self, super().load_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
+from ds_terapipe.bf16_parts import load_with_parts
 from ds_terapipe.pipeline.control import Control
 
 LATEST = "latest"
@@ -94,6 +95,8 @@ class WholeFolder:
 class Checkpoints:
     """Stands before ``PipelineEngine``: what is there under a checkpoint's name is whole, and the plan goes with it."""
 
+    loads_parts = True  # FusedLamb's hook need not
+
     def save_checkpoint(
         self: Any,
         save_dir: Any,
@@ -136,7 +139,8 @@ class Checkpoints:
     def load_checkpoint(self: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As ``PipelineEngine.load_checkpoint``; a plan that is in the checkpoint is used again."""
         self._recover(load_dir, tag)
-        path, client_state = super().load_checkpoint(load_dir, tag, *args, **kwargs)  # type: ignore[misc]
+        load = super().load_checkpoint  # type: ignore[misc]
+        path, client_state = load_with_parts(self, load, load_dir, tag, *args, **kwargs)
         if client_state:
             self._choice.load(client_state.pop(PLAN_STATE, None))
         return path, client_state

@@ -14,7 +14,7 @@ from ds_terapipe.elastic import restore
 from ds_terapipe.errors import ConfigError
 from tests.elastic.samples import Texts
 from tests.elastic.test_elastic_wrapped import kept
-from tests.elastic.training import Case, engine_of
+from tests.elastic.training import Case, data_of, engine_of
 from tests.spawn import run_ranks
 
 SAMPLES, SAVED, STEPS = 20, 6, 10
@@ -143,6 +143,57 @@ def check(name: str, saved: list[Any], loaded: list[Any], shape: tuple[int, int]
         assert state.same == saved[0][0].same
         assert state.rates == {k: rates[k] for k in state.rates}
         assert losses == pytest.approx(saved[0][1], rel=limit)
+
+
+OURS = {name: case for name, case in CASES.items() if name in ("bf16", "bf16 lamb")}
+
+
+def from_another_engine(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """DeepSpeed's engine saves, without ZeRO, parts that it does not read, and ours nothing beside them."""
+    found = {}
+    for name, case in OURS.items():
+        case, path = replace(case, freeze=(), resize=()), f"{folder}/{name}"
+        engine = engine_of(case, config={"elastic_pipeline": {"enabled": False}})
+        assert not hasattr(engine, "elastic_pipeline")
+        train(engine, case, SAVED)
+        engine.save_checkpoint(path, tag="of/steps")
+        saved = kept(engine, case.optimizer)
+        losses = train(engine, case, STEPS)
+        engine.destroy()
+        engine = engine_of(case)
+        assert hasattr(engine, "elastic_pipeline")
+        engine.load_checkpoint(path)
+        loaded = kept(engine, case.optimizer)
+        found[name] = saved, loaded, losses, train(engine, case, STEPS), weights_alone(engine, case, path)
+        engine.destroy()
+    return found
+
+
+def train(engine: Any, case: Case, until: int) -> list[float]:
+    data = data_of(case)
+    return [float(engine.train_batch(iter(data[step]))) for step in range(engine.global_steps, until)]
+
+
+def weights_alone(engine: Any, case: Case, path: str) -> float:
+    """How far a step of no rate moves the weights when the optimizer's state, masters with it, has been left out."""
+    moments = {name: tensors[1:] for name, tensors in kept(engine, case.optimizer).items()}
+    engine.load_checkpoint(path, load_optimizer_states=False)
+    now = kept(engine, case.optimizer)
+    assert all(torch.equal(a, b) for k in moments for a, b in zip(moments[k], now[k][1:], strict=True))
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.lr_scheduler = None
+    for group in engine.basic_optimizer.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    train(engine, case, engine.global_steps + 1)
+    return max(float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters())
+
+
+def test_what_deepspeed_saved_of_bf16_without_zero(tmp_path):
+    for rank in run_ranks(from_another_engine, 2, str(tmp_path), timeout=150):
+        for saved, loaded, losses, others, moved in rank.values():
+            assert saved and set(saved) == set(loaded)
+            assert all(torch.equal(a, b) for k in saved for a, b in zip(saved[k], loaded[k], strict=True))
+            assert losses == others and moved == 0
 
 
 def test_an_optimizer_without_a_parameter_is_refused(tmp_path):

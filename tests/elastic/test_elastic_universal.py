@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_terapipe.elastic.universal import CARRIED, Universal
 from ds_terapipe.errors import ConfigError
 from tests.elastic.test_elastic_elsewhere import SAVED, STEPS, check, data_for, state_of
 from tests.elastic.training import Case, engine_of
@@ -182,3 +183,22 @@ def test_what_is_not_universal_is_refused(tmp_path):
         assert "must be an output folder of ds_to_universal" in none
         assert weights.startswith("load_checkpoint: got load_module_only")
         assert all("\n" not in line for line in (plain, none, weights))
+
+
+def test_what_is_missing_or_in_another_group_is_refused(tmp_path):
+    """DeepSpeed gives groups their rates by number, and a stage numbers those that it has a parameter of."""
+    for name in ("0.weight", "1.weight"):
+        (tmp_path / "one" / "zero" / name).mkdir(parents=True)
+        (tmp_path / "one" / "zero" / name / "fp32.pt").touch()
+    carried = {"state": {}, "groups": {"0.weight": 0, "1.weight": 1}, "tensor": 0, "untrained": {}}
+    torch.save({CARRIED: carried}, tmp_path / "one" / "mp_rank_00_model_states.pt")
+    universal = Universal(tmp_path, "one")
+    universal.check({"0.weight": 0, "1.weight": 1}, {})
+    with pytest.raises(
+        ConfigError, match=r"^checkpoint\.load_universal: got 1\.weight in parameter group 1, must be 0 as"
+    ):
+        universal.check({"1.weight": 0}, {})
+    with pytest.raises(ConfigError, match=r"^checkpoint\.load_universal: got .* without 2\.weight, must have all"):
+        universal.check({"2.weight": 1}, {})
+    with pytest.raises(ConfigError, match=r"^checkpoint\.load_universal: got .* without buffer, must have all"):
+        universal.check({}, {"buffer": torch.zeros(1)})
