@@ -91,7 +91,8 @@ def run(name: str) -> dict[str, Any]:
     block, options = RUNS[name]
     lines: list[str] = []
     peak = mock.patch.object(Chooser, "peak_bytes", lambda self: options.get("peak"))
-    said = [mock.patch(f"ds_terapipe.elastic.{name}.emit", lines.append) for name in ("measured", "settings")]
+    where = ("elastic.measured", "pipeline.report")
+    said = [mock.patch(f"ds_terapipe.{module}.emit", lines.append) for module in where]
     with said[0], said[1], peak:
         config = {"elastic_pipeline": {"freeze": FREEZE, **block}}
         more = {key: options[key] for key in ("kind", "lr_scheduler") if key in options}
