@@ -7,7 +7,7 @@ from typing import Any
 
 from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
 
-from ds_terapipe.elastic.freezing import Freezing
+from ds_terapipe.elastic.caching import Caching
 from ds_terapipe.elastic.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.restore import SavedStates, about, numbers_of, put
 from ds_terapipe.elastic.state import check, read, same_shape, write
@@ -26,7 +26,7 @@ from ds_terapipe.pipeline.checkpoints import tag_of
 from ds_terapipe.pipeline.control import error_of
 
 
-class ElasticCheckpoints(Freezing):
+class ElasticCheckpoints(Caching):
     """Part of the engine: what is frozen, the shape and what the policy knows go with a checkpoint."""
 
     _seed: int | None = None  # of the random streams
@@ -208,6 +208,7 @@ class ElasticCheckpoints(Freezing):
             "tensor_parallel_size": self.grid.model_parallel_size,
             "train_batch_size": self.batches[0][0],
             "data": self._data_state(),
+            "cache": self._cache_state(),
             "seed": self._seed,
             "policy": self._freezer.state(),
             "losses": [float(self._losses[0]), self._losses[1]],

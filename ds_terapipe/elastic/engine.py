@@ -78,10 +78,6 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             self.training_data is not None, self.batches,
         )  # fmt: skip
         self._start_freezing(layers)
-        if elastic_pipeline.cache.enabled and self.global_rank == 0:
-            logger.warning(
-                "elastic_pipeline.cache: not there yet, the outputs of frozen layers are computed in every step"
-            )
         path = elastic_pipeline.history_path
         if path is not None:
             self._control.decide(lambda: check_writable(HISTORY_KEY, path, "e.g. history.jsonl"))
@@ -191,9 +187,9 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             self.start_shape.micro_batch,
         )
         if parts is None and (new != shape or (self.elastic_pipeline.moves and stages > 1)):
-            *costs, _ = self.costs.now(self, self._control, self._layer_times)
-            present = list(map(int, self.module.parts)) if new == shape else None
-            parts = balanced(*costs, max(frozen, self.untrained_layers), stages, present)
+            forward, backward, _ = self.costs.now(self, self._control, self._layer_times)
+            present, first = list(map(int, self.module.parts)) if new == shape else None, max(frozen, self.untrained_layers)
+            parts = balanced(self._without_kept(forward, first), backward, first, stages, present)
         reshape = None
         if parts is not None and (new != shape or list(parts) != list(self.module.parts)):
             reshape = Reshape(

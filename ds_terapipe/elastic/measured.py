@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,6 +127,7 @@ class Chooser:
         if self._decided is None:
             self._know_memory(predict(now, costs, machine, engine.frozen_layers, slices, parts))
         first = max(frozen, engine.untrained_layers)
+        costs = replace(costs, forward=tuple(engine._without_kept(costs.forward, first)))
         present = predict(now, costs, machine, first, slices, parts)
         others = [predict(shape, costs, machine, first, slices) for shape in self._candidates(frozen)]
         others = [each for each in others if (each.shape, each.parts) != (now, parts)]

@@ -199,11 +199,17 @@ class CacheSettings(Block):
     enabled: bool = False
     """Whether outputs are kept."""
 
+    dtype: Literal["exact", "bf16"] = "exact"
+    """As they are, or floating-point numbers as bf16."""
+
     memory_gb: float | None = None
-    """What they may take in a machine's memory, in 1e9 bytes."""
+    """What they may take in a machine's memory (/dev/shm), in 1e9 bytes; by default half of what is free there."""
 
     disk_path: str | None = None
     """Folder for what memory does not hold."""
+
+    disk_gb: float | None = None
+    """What they may take there, in 1e9 bytes; by default 0.8 of what is free."""
 
     @field_validator("enabled", mode="before")
     @classmethod
@@ -216,6 +222,24 @@ class CacheSettings(Block):
         if value is None:
             return None
         return positive(f"{cls.PATH}.memory_gb", value, "a positive number of 1e9 bytes", "e.g. 8")
+
+    @field_validator("disk_gb", mode="before")
+    @classmethod
+    def _check_disk(cls, value: object) -> float | None:
+        if value is None:
+            return None
+        return positive(f"{cls.PATH}.disk_gb", value, "a positive number of 1e9 bytes", "e.g. 100")
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _check_dtype(cls, value: object) -> str:
+        return one_of(f"{cls.PATH}.dtype", value, ("exact", "bf16"), "exact")
+
+    @model_validator(mode="after")
+    def _check_disk_is_read(self) -> CacheSettings:
+        if self.disk_gb is not None and self.disk_path is None:
+            raise bad_value(f"{self.PATH}.disk_gb", self.disk_gb, "absent without disk_path", 'e.g. "disk_path": "cache/"')
+        return self
 
     @field_validator("disk_path", mode="before")
     @classmethod

@@ -96,6 +96,7 @@ class Assembly:
         memory: StepMemory | None = None,
         autocast: Autocast = nullcontext,
         streams: RandomStreams | None = None,
+        first_stage: Callable[..., Stage] = Stage,
     ) -> Assembly:
         """The assembly of this rank; collective over all pipelines.
 
@@ -110,12 +111,13 @@ class Assembly:
             memory: measures what units take, when it is asked to.
             autocast: the mixed precision that layers run in.
             streams: seeds the layers' random numbers in training steps; None: they draw from the process's own.
+            first_stage: makes the model's first stage.
         """
         seat, memory = Seat.of(placement, torch.distributed.get_rank(), pipelines), memory or StepMemory()
         stages = {}
         for number in seat.stages:
             _, first, stop = placement.stages[number]
-            stages[number] = Stage(
+            stages[number] = (Stage if number else first_stage)(
                 number, [functions[layer] for layer in range(first, stop)], first, module=module, gradients=gradients,
                 trains=placement.goes_backward(number), memory=memory, autocast=autocast, streams=streams,
             )  # fmt: skip

@@ -10,7 +10,7 @@ import logging
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ from ds_terapipe.pipeline.plan import plan_step
 from ds_terapipe.pipeline.random_streams import RandomStreams
 from ds_terapipe.pipeline.report import StepReport, emit
 from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.stream import StreamMark
 from ds_terapipe.pipeline.trace import Recorder, TraceFile
 from ds_terapipe.pipeline.watch import Watch
@@ -111,10 +112,15 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
             memory=self._memory,
             autocast=partial(_autocast, weakref.ref(self)),
             streams=self._streams,
+            first_stage=self._first_stage(placement),
         )
         if cuts(self.token_pipeline.slices):
             assembly.intercept()
         return assembly
+
+    def _first_stage(self, placement: Placement) -> Callable[..., Stage]:
+        """What makes the model's first stage; called on every rank."""
+        return Stage
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """As DeepSpeed's; where a stage trains nothing the optimiser, which wants a parameter, gets one that nothing uses."""

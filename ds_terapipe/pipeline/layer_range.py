@@ -43,31 +43,34 @@ class LayerRange:
         self._before = 0 if module is None else first - module._local_start
         self._runs = 0 if module is None else module.micro_offset
         self._checkpointed: tuple[int, list[bool]] = (0, [])
+        self.timed = True  # whether a step that times layers times these
 
-    def __call__(self, inputs: Any) -> Any:
-        """Run all layers; tensors between layers are one tensor or a tuple of them."""
+    def __call__(self, inputs: Any, start: int = 0) -> Any:
+        """Run the layers from number ``start`` of these on; tensors between layers are one tensor or a tuple of them."""
         module = self._module
         if module is None:
-            return self._run(0, len(self.functions), 0, 0)(inputs)
+            return self._run(start, len(self.functions), 0, 0)(inputs)
         if has_own_forward(module):
             return module(inputs)  # nothing of it is cut: refusals.py sees to that
         # called as the module, whose hooks (DeepSpeed's cast inputs and time what runs) belong to every forward pass
-        module.__dict__["forward"] = self._forward
+        module.__dict__["forward"] = functools.partial(self._forward, first=start)
         try:
             return module(inputs)
         finally:
             del module.__dict__["forward"]
 
-    def _forward(self, inputs: Any) -> Any:
+    def _forward(self, inputs: Any, first: int = 0) -> Any:
         module = self._module
         # a count of its own: what DeepSpeed counts once is a forward pass of each stage of the process
         self._runs += 1
         module.micro_offset, offset = self._runs, self._runs + 1
         interval = self.checkpoint_interval
         if not interval:
-            return self._run(0, len(self.functions), offset, 0)(inputs)
+            return self._run(first, len(self.functions), offset, 0)(inputs)
         for (start, stop), checkpointed in zip(self._ranges(interval), self._checkpoints(interval), strict=True):
-            run = self._run(start, stop, offset, interval)
+            if stop <= first:
+                continue
+            run = self._run(max(start, first), stop, offset, interval)
             several = inputs if isinstance(inputs, tuple) else (inputs,)
             again = checkpointed and torch.is_grad_enabled()  # else nothing is kept that could be recomputed
             inputs = module.activation_checkpoint_func(run, *several) if again else run(*several)

@@ -66,7 +66,8 @@ class LayerTimes:
             return
         layers = [stage.functions for stage in self._stages]
         for stage, start in zip(self._stages, self._starts, strict=False):
-            stage.functions = [partial(self._run, index, layer) for index, layer in enumerate(stage.functions, start)]
+            if stage.timed:
+                stage.functions = [partial(self._run, index, layer) for index, layer in enumerate(stage.functions, start)]
         self._actions = []
         try:
             yield
@@ -118,6 +119,10 @@ class LayerTimes:
         forward: list[float] = []
         backward: list[float] = []
         for number, stage in enumerate(self._stages):
+            if not stage.timed:
+                forward += [0.0] * len(stage.functions)
+                backward += [0.0] * len(stage.functions)
+                continue
             if (Op.FORWARD, number) not in taken:
                 return None
             forward += taken[Op.FORWARD, number].tolist()
@@ -137,7 +142,7 @@ class LayerTimes:
                 numbers.setdefault(stage, int(np.searchsorted(self._starts, timed.layers[0][0], side="right")) - 1)
             number = numbers.get(stage)
             if number is None:
-                return None
+                continue  # of a stage that is not timed
             of = {Op.FORWARD: self._forward, Op.BACKWARD: self._backward}.get(op)
             seconds = [self._clock.seconds(timed.end, timed.begin)] if of is None else of(timed, number)
             if seconds is None:

@@ -1,0 +1,379 @@
+"""What the frozen layers of the first stage put out, kept by sample, so that they need not run again.
+
+A level is a number of layers with the weights that they have. When more layers are frozen another level begins: what was kept of
+the last one is what the further layers start from, and each sample's entry replaces the one before. A rank asks for the
+micro-batches of a step when it has read them, and threads read entries while the stage computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ds_terapipe.elastic.samples import decode, encode, rows_of, sample_dims, some_rows
+from ds_terapipe.elastic.store import Tier
+from ds_terapipe.pipeline.slicing import as_tuple, like
+from ds_terapipe.pipeline.trace import HostClock, new_clock
+
+_AHEAD = 2  # micro-batches that are read before their turn
+_WAITING = 4  # that may wait to be written; what comes then is not kept
+_TIMED = 4  # of each kind before reading and computing are compared
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}  # what the outputs of a sample in other company may differ by, relative
+_FLOAT16 = 5e-2  # and those of 16 bits, or kept in as many
+MISS, EARLIER, HIT = 0, 1, 2
+
+
+class Level(NamedTuple):
+    """``layers`` of the beginning, with the weights that ``folder`` is a hash of."""
+
+    layers: int
+    folder: str
+
+
+class Compute(NamedTuple):
+    """What a stage offers: run its layers from one on, forward, on whole micro-batches."""
+
+    run: Callable[[Any, int], Any]
+    layers: Sequence[Callable[[Any], Any]]
+    can_start_inside: bool
+
+
+@dataclass
+class Counts:
+    """Samples that were read, that were computed from entries of an earlier level, and all through; and those kept."""
+
+    read: int = 0
+    continued: int = 0
+    computed: int = 0
+    kept: int = 0
+
+
+def level_of(layers: Sequence[Any], modules: Callable[[Any], Sequence[nn.Module]], flags: str) -> Level:
+    """The level of layers as they are now: a hash of what they are, and of every weight and buffer.
+
+    Args:
+        layers: in order.
+        modules: of a layer.
+        flags: what else outputs depend on.
+    """
+    found = hashlib.blake2b(flags.encode(), digest_size=16)
+    for layer in layers:
+        found.update(f"{type(layer).__qualname__} {getattr(layer, '__qualname__', '')}".encode())
+        for module in modules(layer):
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sum(tensor)}".encode())
+    return Level(len(layers), found.hexdigest())
+
+
+def _sum(tensor: Tensor) -> int:
+    """Of all bits of a tensor, each by where it is; on its device, in pieces."""
+    total, at = 0, 0
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for piece in flat.split(1 << 24):
+        spare = -len(piece) % 4
+        whole = torch.cat([piece, piece.new_zeros(spare)]) if spare else piece
+        words = whole.view(torch.int32).long()
+        places = torch.arange(at, at + len(words), device=words.device) * 2 + 1
+        mixed = (words ^ (places * 0x9E3779B97F4A7C1)) * 0x2545F4914F6CDD1D
+        total = (total + int((mixed ^ (mixed >> 29)).sum())) & (2**64 - 1)
+        at += len(words)
+    return total
+
+
+class OutputCache:
+    """Entries of this rank's first stage.
+
+    Args:
+        tiers: where entries go, the fastest first.
+        smaller: keep floating-point numbers as bf16.
+        device: where the stage computes.
+        agree: the least of what the tensor-parallel ranks of the stage say; collective over them.
+        say: a line to the user.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        smaller: bool,
+        device: torch.device,
+        agree: Callable[[int], int],
+        say: Callable[[str], None],
+    ) -> None:
+        self.tiers, self._smaller, self._device = list(tiers), smaller, device
+        self._agree, self._say = agree, say
+        self._clock = new_clock(device)
+        self._readers = ThreadPoolExecutor(1, "cache-read")
+        self._writers = ThreadPoolExecutor(1, "cache-write")
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._warned: set[str] = set()
+        self._level: Level | None = None
+        self._earlier: Level | None = None
+        self.counts = Counts()
+        self._begin_level()
+
+    # ------------------------------------------------------------------------------------------------------------ levels
+
+    def begin(self, level: Level, earlier: Level | None) -> None:
+        """Keep the outputs of a level from now on.
+
+        Args:
+            level: as the layers are now.
+            earlier: of fewer of them, that there are entries of; None: there are none.
+        """
+        if level == self._level:
+            return
+        gone = {each.folder for each in (self._level, self._earlier) if each is not None}
+        self._level, self._earlier = level, earlier
+        for folder in gone - {level.folder, earlier.folder if earlier else ""}:
+            self._writers.submit(self._drop, folder)
+        self._begin_level()
+
+    def _begin_level(self) -> None:
+        self.counts = Counts()
+        self._names: list[list[str]] = []
+        self._jobs: dict[int, Future[Any]] = {}
+        self._writing: list[Future[None]] = []
+        self._dims: list[int | None] | None = None
+        self._reading: list[float] = []  # seconds of micro-batches
+        self._computing: list[tuple[Any, Any]] = []  # marks of micro-batches
+        self._checked = False
+        self._sound = True  # outputs depend on the sample alone; the same on the tensor-parallel ranks
+        self._slow = False  # whether this rank computes faster than it reads
+        self.active = False
+
+    def _drop(self, folder: str) -> None:
+        for tier in self.tiers:
+            tier.drop(folder)
+
+    # ------------------------------------------------------------------------------------------------------------- steps
+
+    @property
+    def worth(self) -> bool:
+        """Whether entries of this level are used, as far as is known."""
+        return self._sound and not self._slow
+
+    def see(self, samples: Sequence[list[str]]) -> None:
+        """The names of the samples of a step's micro-batches, before it begins; collective over the tensor-parallel ranks."""
+        self.end()
+        self.active = self._agree(int(self.worth and bool(self.tiers))) == 1
+        if not self.active:
+            return
+        self._names = list(samples)
+        for number in range(min(_AHEAD, len(self._names))):
+            self._ask(number)
+
+    def end(self) -> None:
+        """The step is over, well or not."""
+        for job in self._jobs.values():
+            job.cancel()
+        self._jobs.clear()
+        self._names = []
+
+    def outputs(self, number: int, inputs: Any, compute: Compute) -> Any:
+        """What the stage puts out for a micro-batch: read, or computed and kept.
+
+        Args:
+            number: of the micro-batch in the step.
+            inputs: of the stage, all of it.
+            compute: runs layers.
+        """
+        state, found, seconds = self._jobs.pop(number).result()
+        if number + _AHEAD < len(self._names):
+            self._ask(number + _AHEAD)
+        if state == EARLIER and not compute.can_start_inside:
+            state = MISS
+        state = self._agree(state)
+        samples = len(self._names[number])
+        if state == HIT:
+            outputs = self._to_device(found)
+            self._reading.append(seconds)
+            if not self._checked and self._sound:
+                return self._check(outputs, inputs, compute)
+            self._compare()
+            self.counts.read += samples
+            return outputs
+        start = 0
+        if state == EARLIER:
+            assert self._earlier is not None
+            start, given = self._earlier.layers, self._to_device(found)
+            self.counts.continued += samples
+        else:
+            given = inputs
+            self.counts.computed += samples
+        outputs = self._timed(compute, given, start)
+        if self._dims is None and self._sound:
+            self._learn(inputs, outputs, start, compute)
+        if self._sound:
+            self._keep(self._names[number], outputs)
+        return outputs
+
+    def _timed(self, compute: Compute, given: Any, start: int) -> Any:
+        begin = self._clock.now()
+        outputs = compute.run(given, start)
+        if start == 0:
+            self._computing = [*self._computing[-_TIMED:], (begin, self._clock.now())]
+        return outputs
+
+    # ----------------------------------------------------------------------------------------------------------- reading
+
+    def _ask(self, number: int) -> None:
+        self._jobs[number] = self._readers.submit(self._read, self._names[number])
+
+    def _read(self, samples: Sequence[str]) -> tuple[int, Any, float]:
+        assert self._level is not None
+        clock = HostClock()
+        begin = clock.now()
+        for state, level in ((HIT, self._level), (EARLIER, self._earlier)):
+            if level is not None:
+                entries = self._entries(level.folder, samples)
+                found = None if entries is None else decode(entries)
+                if found is not None:
+                    if self._stream is not None:
+                        found = like(found, [tensor.pin_memory() for tensor in as_tuple(found)])
+                    return state, found, clock.seconds(clock.now(), begin)
+        return MISS, None, 0.0
+
+    def _entries(self, folder: str, samples: Sequence[str]) -> list[memoryview] | None:
+        found = []
+        for sample in samples:
+            name = _path(folder, sample)
+            entry = next((data for tier in self.tiers if (data := tier.read(name)) is not None), None)
+            if entry is None:
+                return None  # a micro-batch is computed whole: one sample more costs little
+            found.append(entry)
+        return found
+
+    def _to_device(self, value: Any) -> Any:
+        if self._stream is None:
+            return value
+        return like(value, [tensor.to(self._device, non_blocking=True) for tensor in as_tuple(value)])
+
+    # ----------------------------------------------------------------------------------------------------------- writing
+
+    def _keep(self, samples: Sequence[str], outputs: Any) -> None:
+        for job in self._writing:
+            if job.done():
+                job.result()  # an error of ours is not to be lost
+        self._writing = [job for job in self._writing if not job.done()]
+        if len(self._writing) >= _WAITING:
+            return
+        ready = None
+        if self._stream is not None:
+            ready = torch.cuda.Event()
+            ready.record()
+        self._writing.append(self._writers.submit(self._write, samples, outputs, ready, self._level, self._earlier))
+
+    def _write(self, samples: Sequence[str], outputs: Any, ready: Any, level: Level, earlier: Level | None) -> None:
+        dims = self._dims
+        assert dims is not None
+        if ready is not None:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                for tensor in as_tuple(outputs):
+                    tensor.record_stream(self._stream)  # its memory is not given away before the copy is done
+                outputs = like(outputs, [tensor.cpu() for tensor in as_tuple(outputs)])
+        for row, sample in enumerate(samples):
+            parts = encode(outputs, dims, row, self._smaller)
+            if not self._put(_path(level.folder, sample), parts):
+                self._warn("full", "there is no more room: what does not fit is computed in every step")
+                continue
+            self.counts.kept += 1
+            for tier in self.tiers:
+                if earlier is not None:
+                    tier.remove(_path(earlier.folder, sample))
+
+    def _put(self, name: str, parts: Sequence[Any]) -> bool:
+        for again in (False, True):
+            for tier in self.tiers:
+                if tier.write(name, parts):
+                    return True
+                if again:
+                    continue
+                tier.make_room()
+        return False
+
+    # ---------------------------------------------------------------------------------------------------- whether to use it
+
+    def _learn(self, inputs: Any, outputs: Any, start: int, compute: Compute) -> None:
+        """Find out where samples are in the outputs, and whether each depends on its own inputs alone."""
+        rows = rows_of(inputs)
+        chosen = [0, 0] if rows == 1 else [rows - 1]
+        others = compute.run(some_rows(inputs, chosen), 0)
+        self._dims = sample_dims(outputs, others, rows, len(chosen))
+        smaller = self._smaller and start > 0
+        alike = self._dims is not None and self._alike(outputs, others, self._dims, chosen, smaller)
+        if self._agree(int(alike)) == 0:
+            self._stop(
+                "outputs that do not follow the samples, or differ from time to time or with the other samples of a batch"
+            )
+
+    @staticmethod
+    def _alike(outputs: Any, others: Any, dims: Sequence[int | None], chosen: Sequence[int], smaller: bool) -> bool:
+        for one, other, dim in zip(as_tuple(outputs), as_tuple(others), dims, strict=True):
+            expected = one if dim is None else one.index_select(dim, torch.tensor(chosen, device=one.device))
+            if not _close(expected, other, smaller):
+                return False
+        return True
+
+    def _check(self, outputs: Any, inputs: Any, compute: Compute) -> Any:
+        """The first that is read is computed, too: entries of other weights, whoever wrote them, end here."""
+        computed = self._timed(compute, inputs, 0)
+        pairs = zip(as_tuple(outputs), as_tuple(computed), strict=True)
+        alike = all(one.shape == other.shape and _close(one, other, self._smaller) for one, other in pairs)
+        self._checked = self._agree(int(alike)) == 1
+        if not self._checked:
+            self._stop("entries that are not what the layers put out")
+        return computed
+
+    def _compare(self) -> None:
+        """Reading has to be faster than computing."""
+        if len(self._reading) < _TIMED or not self._computing:
+            return
+        reading = min(self._reading)
+        computing = min(self._clock.seconds(end, begin) for begin, end in self._computing)
+        self._reading.clear()
+        if reading >= computing:
+            self._slow = True
+            took = f"that reading a micro-batch takes {1e3 * reading:.1f} ms, and computing it {1e3 * computing:.1f} ms"
+            self._warn(f"slow {self._level}", f"not used for {self._layers} layers: got {took}")
+
+    def _stop(self, why: str) -> None:
+        self._sound = False
+        self._warn("unsound", f"not used for {self._layers} layers: got {why}; use layers without dropout or batch statistics")
+
+    @property
+    def _layers(self) -> int:
+        return 0 if self._level is None else self._level.layers
+
+    def _warn(self, about: str, line: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            self._say(f"elastic_pipeline.cache: {line}")
+
+    # --------------------------------------------------------------------------------------------------------------- end
+
+    def close(self, keep: bool) -> None:
+        """Wait for what is being written, and let go of the folders."""
+        self.end()
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=True, cancel_futures=True)
+        for tier in self.tiers:
+            tier.close(keep)
+
+
+def _path(folder: str, sample: str) -> str:
+    return f"{folder}/{sample[:2]}/{sample}"
+
+
+def _close(one: Tensor, other: Tensor, smaller: bool) -> bool:
+    if not one.is_floating_point():
+        return bool(torch.equal(one, other))
+    limit = _FLOAT16 if smaller else _CLOSE.get(one.dtype, _FLOAT16)
+    scale = float(one.abs().max()) if one.numel() else 0.0
+    return scale == 0.0 or bool((one - other).abs().max() <= limit * scale)

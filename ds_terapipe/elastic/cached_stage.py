@@ -1,0 +1,82 @@
+"""The frozen layers that a model begins with, as a stage whose outputs are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_terapipe.elastic.cache import Compute
+from ds_terapipe.elastic.shelf import Shelf
+from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.pipeline.loss import StepLosses
+from ds_terapipe.pipeline.slicing import as_tuple, like
+from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.pipeline.stage import Stage
+from ds_terapipe.refusals import has_own_forward
+from ds_terapipe.schedule import Unit
+
+
+class CachedStage(Stage):
+    """In training, reads what its layers put out, or has them run over whole micro-batches and keeps it.
+
+    What is read was made of the whole micro-batch, whatever it is cut into; so is what is computed.
+
+    Args:
+        *args, **kwargs: as for `Stage`; it has to be the model's first, and one that only goes forward.
+        shelf: where outputs are.
+    """
+
+    def __init__(self, *args: Any, shelf: Shelf, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.number == 0 and not self.trains
+        self._shelf = shelf
+        self._whole: dict[int, Any] = {}  # outputs of micro-batches of which slices are still to come
+        self.layers.timed = not shelf.wanted  # its outputs are read: what it costs is nothing
+        self._compute = Compute(self._run_whole, self.layers.functions, not has_own_forward(self.root))
+
+    def begin(self, batch: StepBatch, losses: StepLosses | None, weights_apart: bool) -> None:
+        """As `Stage.begin`; begins to read."""
+        super().begin(batch, losses, weights_apart)
+        if torch.is_grad_enabled():
+            self._shelf.begin(self._compute.layers)
+
+    def forward(self, unit: Unit, inputs: Any) -> Any:
+        """As `Stage.forward`."""
+        if not self._shelf.active or not torch.is_grad_enabled():
+            return super().forward(unit, inputs)
+        number, span = unit.micro_batch, self._batch.span(unit)
+        if number not in self._whole:
+            whole = self._batch.cut_inputs(number, self._span(number))
+            self._whole[number] = self._shelf.outputs(number, whole, self._compute)
+        outputs = self._whole[number]
+        if self._batch.is_last_slice(unit):
+            del self._whole[number]
+        if span.is_whole:
+            return outputs
+        assert self.layout is not None
+        cuts = zip(as_tuple(outputs), self.layout.outputs, strict=True)
+        return like(outputs, [cut.apply(tensor, span) for tensor, cut in cuts])
+
+    def _run_whole(self, inputs: Any, start: int) -> Any:
+        unit = Unit(0, 0)
+        with torch.no_grad(), self.context.forward(unit, self._span(0)), self._autocast():
+            outputs = self.layers(inputs, start)
+        self.context.release(unit.micro_batch)
+        return outputs
+
+    def _span(self, micro_batch: int) -> Span:
+        total = self._batch.lengths[micro_batch]
+        return Span(0, total, total)
+
+    @property
+    def left_over(self) -> int:
+        """As `Stage.left_over`."""
+        return super().left_over + len(self._whole)
+
+    def end(self) -> None:
+        """As `Stage.end`."""
+        super().end()
+        self._whole.clear()
+        self._shelf.end()
+        self.layers.timed = not self._shelf.wanted

@@ -1,0 +1,106 @@
+"""What an engine does about the outputs of layers that are frozen: the stage that they are keeps them."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+
+from ds_terapipe.elastic.cache import Counts
+from ds_terapipe.elastic.cached_stage import CachedStage
+from ds_terapipe.elastic.freezing import Freezing
+from ds_terapipe.elastic.layers import layers_here, names_in
+from ds_terapipe.elastic.shelf import Shelf
+from ds_terapipe.pipeline.report import emit
+from ds_terapipe.pipeline.stage import Stage
+from ds_terapipe.schedule import Placement
+
+
+class Caching(Freezing):
+    """Part of the engine: where the model begins with frozen layers, their outputs are kept by sample."""
+
+    _shelf: Shelf | None = None
+
+    def _first_stage(self, placement: Placement) -> Callable[..., Stage]:
+        settings = self.elastic_pipeline.cache
+        if not settings.enabled or not placement.forward_only or placement.forward_only == len(placement.stages):
+            return super()._first_stage(placement)
+        if self._shelf is None:
+            tensor = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
+            precision = f"{self._layer_dtype} {self.torch_autocast_enabled()}"
+            flags = f"{precision} {tensor} of {self.grid.model_parallel_size}"
+            run = self._control.decide(lambda: secrets.token_hex(8))
+            self._shelf = Shelf(settings, run, self.device, flags, self._agreement(), emit)
+            weakref.finalize(self, self._shelf.close)
+        return partial(CachedStage, shelf=self._shelf)
+
+    def _agreement(self) -> Callable[[int], int]:
+        """The least of what the tensor-parallel ranks of a stage say: all of them run its layers, or none."""
+        if self.grid.model_parallel_size == 1:
+            return int
+        group, device, watch = self.grid.slice_proc_group, self.device, self._watch
+
+        def agree(mine: int) -> int:
+            said = torch.tensor([mine], device=device)
+            with watch.waiting("the tensor-parallel ranks to look into their caches"):
+                torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=group)
+                return int(said)
+
+        return agree
+
+    def _read(self, micro_batches: int) -> list[Any]:
+        pulled = super()._read(micro_batches)
+        if self._shelf is not None:
+            self._shelf.pulled = [item[0] for item in pulled if isinstance(item, (tuple, list)) and len(item)]
+        return pulled
+
+    def _enter_training(self) -> None:
+        super()._enter_training()
+        stage = self._assembly.stages.get(0)
+        if isinstance(stage, CachedStage):
+            prefix = names_in(self.module, range(len(stage.layers.functions)))
+            for name, layer in layers_here(self.module).items():
+                if name in prefix:
+                    layer.eval()
+
+    @property
+    def cache_counts(self) -> Counts:
+        """Samples whose frozen layers this rank has read, and those that it has computed, since more layers were frozen."""
+        cache = None if self._shelf is None else self._shelf.cache
+        return Counts() if cache is None else cache.counts
+
+    def _without_kept(self, forward: Sequence[float], frozen: int) -> list[float]:
+        """Seconds of the entries forward, where the outputs of the first ``frozen`` ones are read and not computed."""
+        kept = self.elastic_pipeline.cache.enabled and (self._shelf is None or self._shelf.wanted)
+        return [0.0 if kept and entry < frozen else seconds for entry, seconds in enumerate(forward)]
+
+    @contextmanager
+    def _no_way_back(self) -> Iterator[None]:
+        try:
+            with super()._no_way_back():
+                yield
+        except BaseException:
+            if self._shelf is not None:
+                self._shelf.keep = True
+            raise
+
+    def _release(self) -> None:
+        super()._release()
+        if self._shelf is not None:
+            self._shelf.close()
+
+    # ------------------------------------------------------------------------------------------------------- checkpoints
+
+    def _cache_state(self) -> dict[str, Any] | None:
+        return None if self._shelf is None else {"run": self._shelf.run, "levels": self._shelf.levels}
+
+    def _load_cache_state(self, state: dict[str, Any] | None) -> None:
+        shelf = self._shelf
+        if state is not None and shelf is not None and shelf.cache is None:
+            shelf.run, shelf.levels = str(state["run"]), [int(count) for count in state["levels"]]

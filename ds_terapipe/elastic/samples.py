@@ -1,0 +1,128 @@
+"""Micro-batches as samples: a name for the inputs of each, and what a stage makes of each, as bytes and back.
+
+A sample is known by what is in it. So no data loader has to number its samples, a sample that was augmented is another one, as is
+one that is padded to another length, and what was kept in a run serves the next one that begins with the same layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_terapipe.pipeline.slicing import as_tuple
+
+_COUNT = struct.Struct("<I")
+
+
+def rows_of(inputs: Any) -> int:
+    """Samples of a micro-batch: the first dimension of its first tensor."""
+    first = as_tuple(inputs)[0]
+    return int(first.shape[0]) if first.dim() else 1
+
+
+def has_rows(tensor: Tensor, rows: int) -> bool:
+    """Whether the first dimension counts samples; else the tensor is for all of them."""
+    return tensor.dim() > 0 and tensor.shape[0] == rows
+
+
+def names(inputs: Any) -> list[str]:
+    """A name for each sample of a micro-batch: a hash of all that the model gets of it."""
+    tensors, rows = as_tuple(inputs), rows_of(inputs)
+    views = [(tensor, _bytes(tensor)) for tensor in tensors]
+    common = hashlib.blake2b(digest_size=16)
+    for tensor, data in views:
+        of_sample = has_rows(tensor, rows)
+        common.update(repr((of_sample, str(tensor.dtype), tuple(tensor.shape[1:] if of_sample else tensor.shape))).encode())
+        if not of_sample:
+            common.update(data)
+    found = []
+    for row in range(rows):
+        one = common.copy()
+        for tensor, data in views:
+            if has_rows(tensor, rows):
+                size = len(data) // rows
+                one.update(data[row * size : (row + 1) * size])
+        found.append(one.hexdigest())
+    return found
+
+
+def some_rows(inputs: Any, rows: Sequence[int]) -> Any:
+    """The inputs of some samples of a micro-batch, in this order."""
+    count = rows_of(inputs)
+    taken = [tensor[list(rows)] if has_rows(tensor, count) else tensor for tensor in as_tuple(inputs)]
+    return taken[0] if isinstance(inputs, Tensor) else tuple(taken)
+
+
+def sample_dims(outputs: Any, others: Any, rows: int, other_rows: int) -> list[int | None] | None:
+    """Which dimension of each output counts samples; None for one that is for all of them.
+
+    Found by comparing the shapes for two numbers of samples, so sizes that happen to be equal do not matter.
+
+    Args:
+        outputs, others: of ``rows`` and of ``other_rows`` samples.
+
+    Returns:
+        None where that can't be told.
+    """
+    found: list[int | None] = []
+    for one, other in zip(as_tuple(outputs), as_tuple(others), strict=True):
+        if one.dim() != other.dim():
+            return None
+        changed = [d for d in range(one.dim()) if one.shape[d] != other.shape[d]]
+        if len(changed) > 1 or any((one.shape[d], other.shape[d]) != (rows, other_rows) for d in changed):
+            return None
+        found.append(changed[0] if changed else None)
+    return found
+
+
+def encode(outputs: Any, dims: Sequence[int | None], row: int, smaller: bool) -> list[Any]:
+    """The outputs of one sample as bytes, in parts.
+
+    Args:
+        outputs: of a micro-batch, on the host.
+        dims: of `sample_dims`.
+        row: which sample.
+        smaller: keep floating-point numbers as bf16.
+    """
+    about, parts = [], []
+    for tensor, dim in zip(as_tuple(outputs), dims, strict=True):
+        one = tensor if dim is None else tensor.narrow(dim, row, 1)
+        kept = one.to(torch.bfloat16) if smaller and one.is_floating_point() else one
+        about.append((list(one.shape), _name(one.dtype), _name(kept.dtype), dim))
+        parts.append(_bytes(kept))
+    head = json.dumps({"tuple": not isinstance(outputs, Tensor), "tensors": about}).encode()
+    return [_COUNT.pack(len(head)), head, *parts]
+
+
+def decode(entries: Sequence[memoryview]) -> Any:
+    """The outputs of the micro-batch that has these samples; None where they do not make one (padded to other lengths)."""
+    (size,) = _COUNT.unpack_from(entries[0])
+    head = bytes(entries[0][: _COUNT.size + size])
+    if any(bytes(entry[: len(head)]) != head for entry in entries):
+        return None
+    about, at, tensors = json.loads(head[_COUNT.size :]), len(head), []
+    for shape, dtype, kept, dim in about["tensors"]:
+        kind = getattr(torch, kept)
+        count = int(np.prod(shape)) * kind.itemsize
+        flats = [torch.frombuffer(bytearray(entry[at : at + count]), dtype=kind) for entry in entries] if count else []
+        ones = [flat.view(shape) for flat in flats] or [torch.empty(shape, dtype=kind)] * len(entries)
+        joined = ones[0] if dim is None else torch.cat(ones, dim)
+        tensors.append(joined.to(getattr(torch, dtype)))
+        at += count
+    return tuple(tensors) if about["tuple"] else tensors[0]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy())

@@ -1,0 +1,150 @@
+"""The cache of a process: opened when it is first used, and told which layers there are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_terapipe.elastic.cache import Compute, Level, OutputCache, level_of
+from ds_terapipe.elastic.samples import names
+from ds_terapipe.elastic.settings import CacheSettings
+from ds_terapipe.elastic.store import Tier
+from ds_terapipe.pipeline.layer_range import modules_of
+from ds_terapipe.plan.memory import GIGABYTE
+
+_MEMORY, _DISK = 0.5, 0.8  # of what is free, where the configuration does not say how much
+_NAME = "ds_terapipe"
+
+
+class Shelf:
+    """What a rank keeps of its first stage, over all reshapes.
+
+    Args:
+        settings: the block ``elastic_pipeline.cache``.
+        run: a name that all ranks of the job have, and a job that goes on from a checkpoint of it.
+        device: where the stage computes.
+        flags: what outputs depend on beside layers and inputs: precision, and which tensor-parallel rank this is.
+        agree: the least of what the stage's tensor-parallel ranks say; collective over them.
+        say: a line to the user.
+
+    Attributes:
+        run: may be set before anything is kept.
+        levels: numbers of layers of which outputs were kept, over the whole job.
+        keep: whether entries stay when the process ends, for a job that goes on.
+        pulled: the inputs of the micro-batches of the step that begins, on the host.
+    """
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        run: str,
+        device: torch.device,
+        flags: str,
+        agree: Callable[[int], int],
+        say: Callable[[str], None],
+    ) -> None:
+        self.run, self.levels, self.keep = run, list[int](), False
+        self.pulled: Sequence[Any] = ()
+        self._settings, self._device, self._agree, self._say = settings, device, agree, say
+        self._flags = f"{flags} {settings.dtype}"
+        self._cache: OutputCache | None = None
+        self._tiers: list[Tier] = []
+        self._closed = False
+        self._known: tuple[Any, ...] = ()
+
+    @property
+    def active(self) -> bool:
+        """Whether the step that runs reads and keeps outputs."""
+        return self._cache is not None and self._cache.active
+
+    @property
+    def wanted(self) -> bool:
+        """Whether frozen layers are expected to cost nothing."""
+        return self._cache is None or self._cache.worth
+
+    @property
+    def cache(self) -> OutputCache | None:
+        """None where nothing has been kept yet."""
+        return self._cache
+
+    def begin(self, layers: Sequence[Any]) -> None:
+        """A step begins, with these layers in the first stage, all frozen; collective over the tensor-parallel ranks."""
+        cache = self._open()
+        tensors = [t for f in layers for m in modules_of(f) for t in (*m.parameters(), *m.buffers())]
+        known = tuple((id(tensor), tensor._version) for tensor in tensors)
+        if known != self._known:  # other layers, or somebody has written to their weights
+            self._known = known
+            self._begin_level(cache, layers)
+        cache.see([names(inputs) for inputs in self.pulled])
+
+    def _begin_level(self, cache: OutputCache, layers: Sequence[Any]) -> None:
+        self.levels = [count for count in self.levels if count < len(layers)]
+        earlier = self._level(layers[: self.levels[-1]]) if self.levels else None
+        self.levels.append(len(layers))
+        cache.begin(self._level(layers), earlier)
+
+    def _level(self, layers: Sequence[Any]) -> Level:
+        return level_of(layers, _modules, self._flags)
+
+    def outputs(self, number: int, inputs: Any, compute: Compute) -> Any:
+        """As `OutputCache.outputs`."""
+        assert self._cache is not None
+        return self._cache.outputs(number, inputs, compute)
+
+    def end(self) -> None:
+        """The step is over, well or not."""
+        self.pulled = ()
+        if self._cache is not None:
+            self._cache.end()
+
+    def _open(self) -> OutputCache:
+        if self._cache is None:
+            self._tiers = [tier for tier in (self._memory(), self._disk()) if tier is not None]
+            self._cache = OutputCache(self._tiers, self._settings.dtype == "bf16", self._device, self._agree, self._say)
+        return self._cache
+
+    def _memory(self) -> Tier | None:
+        root, given = Path("/dev/shm") / f"{_NAME}-{os.getuid()}", self._settings.memory_gb
+        if not root.parent.is_dir():
+            self._say("elastic_pipeline.cache: this machine has no /dev/shm, outputs are kept in disk_path alone")
+            return None
+        return self._tier(root, _room(root, _MEMORY) if given is None else int(given * GIGABYTE), "/dev/shm")
+
+    def _disk(self) -> Tier | None:
+        path, given = self._settings.disk_path, self._settings.disk_gb
+        if path is None:
+            return None
+        # several machines may have the same folder
+        root = Path(path) / f"{_NAME}-{socket.gethostname()}"
+        return self._tier(root, _room(root, _DISK) if given is None else int(given * GIGABYTE), "disk_path")
+
+    def _tier(self, root: Path, limit: int, key: str) -> Tier | None:
+        try:
+            return Tier(root, self.run, limit)
+        except OSError as error:
+            self._say(f"elastic_pipeline.cache: {key} can't be used ({error})")
+            return None
+
+    def close(self) -> None:
+        """Let go of everything; idempotent."""
+        if self._cache is not None and not self._closed:
+            self._closed = True
+            self._cache.close(self.keep)
+
+
+def _modules(layer: Any) -> list[nn.Module]:
+    return list(modules_of(layer))
+
+
+def _room(path: Path, share: float) -> int:
+    """Bytes: a share of what is free where a folder is, or will be."""
+    while not path.exists():
+        path = path.parent
+    return int(share * shutil.disk_usage(path).free)
