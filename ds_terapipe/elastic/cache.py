@@ -24,7 +24,10 @@ from ds_terapipe.pipeline.trace import HostClock, new_clock
 _AHEAD = 2  # micro-batches that are read before their turn
 _WAITING = 4  # that may wait to be written; what comes then is not kept
 _TIMED = 4  # of each kind before reading and computing are compared
-_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}  # what the outputs of a sample in other company may differ by, relative
+_CLOSE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+}  # what the outputs of a sample in other company may differ by, relative
 _FLOAT16 = 5e-2  # and those of 16 bits, or kept in as many
 MISS, EARLIER, HIT = 0, 1, 2
 
@@ -345,7 +348,9 @@ class OutputCache:
 
     def _stop(self, why: str) -> None:
         self._sound = False
-        self._warn("unsound", f"not used for {self._layers} layers: got {why}; use layers without dropout or batch statistics")
+        self._warn(
+            "unsound", f"not used for {self._layers} layers: got {why}; use layers without dropout or batch statistics"
+        )
 
     @property
     def _layers(self) -> int:

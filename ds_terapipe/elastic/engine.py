@@ -188,7 +188,10 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         )
         if parts is None and (new != shape or (self.elastic_pipeline.moves and stages > 1)):
             forward, backward, _ = self.costs.now(self, self._control, self._layer_times)
-            present, first = list(map(int, self.module.parts)) if new == shape else None, max(frozen, self.untrained_layers)
+            present, first = (
+                list(map(int, self.module.parts)) if new == shape else None,
+                max(frozen, self.untrained_layers),
+            )
             parts = balanced(self._without_kept(forward, first), backward, first, stages, present)
         reshape = None
         if parts is not None and (new != shape or list(parts) != list(self.module.parts)):

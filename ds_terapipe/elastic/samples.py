@@ -39,7 +39,9 @@ def names(inputs: Any) -> list[str]:
     common = hashlib.blake2b(digest_size=16)
     for tensor, data in views:
         of_sample = has_rows(tensor, rows)
-        common.update(repr((of_sample, str(tensor.dtype), tuple(tensor.shape[1:] if of_sample else tensor.shape))).encode())
+        common.update(
+            repr((of_sample, str(tensor.dtype), tuple(tensor.shape[1:] if of_sample else tensor.shape))).encode()
+        )
         if not of_sample:
             common.update(data)
     found = []

@@ -238,7 +238,9 @@ class CacheSettings(Block):
     @model_validator(mode="after")
     def _check_disk_is_read(self) -> CacheSettings:
         if self.disk_gb is not None and self.disk_path is None:
-            raise bad_value(f"{self.PATH}.disk_gb", self.disk_gb, "absent without disk_path", 'e.g. "disk_path": "cache/"')
+            raise bad_value(
+                f"{self.PATH}.disk_gb", self.disk_gb, "absent without disk_path", 'e.g. "disk_path": "cache/"'
+            )
         return self
 
     @field_validator("disk_path", mode="before")

@@ -35,7 +35,7 @@ class Tier:
     Args:
         root: of all runs.
         run: name of this one.
-        limit: bytes that the entries of this run may take, of all processes of the machine together; None: what there is room for.
+        limit: bytes that the entries of this run may take, of all processes of the machine together; None: any number.
 
     Attributes:
         full: whether the last entry that was to be written did not fit.

@@ -67,7 +67,9 @@ class LayerTimes:
         layers = [stage.functions for stage in self._stages]
         for stage, start in zip(self._stages, self._starts, strict=False):
             if stage.timed:
-                stage.functions = [partial(self._run, index, layer) for index, layer in enumerate(stage.functions, start)]
+                stage.functions = [
+                    partial(self._run, index, layer) for index, layer in enumerate(stage.functions, start)
+                ]
         self._actions = []
         try:
             yield
