@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ds_terapipe.elastic.cache import Counts
-from ds_terapipe.elastic.cached_stage import CachedStage
+from ds_terapipe.elastic.cache.outputs import Counts
+from ds_terapipe.elastic.cache.shelf import Shelf
+from ds_terapipe.elastic.cache.stage import CachedStage
 from ds_terapipe.elastic.freezing import Freezing
 from ds_terapipe.elastic.layers import layers_here, names_in
-from ds_terapipe.elastic.shelf import Shelf
 from ds_terapipe.pipeline.report import emit
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.schedule import Placement
@@ -36,7 +36,9 @@ class Caching(Freezing):
             precision = f"{self._layer_dtype} {self.torch_autocast_enabled()}"
             flags = f"{precision} {tensor} of {self.grid.model_parallel_size}"
             run = self._control.decide(lambda: secrets.token_hex(8))
-            self._shelf = Shelf(settings, run, self.device, flags, self._agreement(), emit)
+            self._shelf = Shelf(
+                settings, run, self.device, flags, self._agreement(), emit if self.global_rank == 0 else _nobody_hears
+            )
             weakref.finalize(self, self._shelf.close)
         return partial(CachedStage, shelf=self._shelf)
 
@@ -104,3 +106,7 @@ class Caching(Freezing):
         shelf = self._shelf
         if state is not None and shelf is not None and shelf.cache is None:
             shelf.run, shelf.levels = str(state["run"]), [int(count) for count in state["levels"]]
+
+
+def _nobody_hears(line: str) -> None:
+    pass

@@ -29,7 +29,7 @@ def rows_of(inputs: Any) -> int:
 
 def has_rows(tensor: Tensor, rows: int) -> bool:
     """Whether the first dimension counts samples; else the tensor is for all of them."""
-    return tensor.dim() > 0 and tensor.shape[0] == rows
+    return tensor.dim() > 0 and len(tensor) == rows
 
 
 def names(inputs: Any) -> list[str]:

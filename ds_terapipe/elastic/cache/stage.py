@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ds_terapipe.elastic.cache import Compute
-from ds_terapipe.elastic.shelf import Shelf
+from ds_terapipe.elastic.cache.outputs import Compute
+from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.slicing import as_tuple, like

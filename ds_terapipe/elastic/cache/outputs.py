@@ -8,6 +8,7 @@ micro-batches of a step when it has read them, and threads read entries while th
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_terapipe.elastic.samples import decode, encode, rows_of, sample_dims, some_rows
-from ds_terapipe.elastic.store import Tier
+from ds_terapipe.elastic.cache.samples import decode, encode, rows_of, sample_dims, some_rows
+from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.pipeline.slicing import as_tuple, like
-from ds_terapipe.pipeline.trace import HostClock, new_clock
+from ds_terapipe.pipeline.trace import new_clock
+from ds_terapipe.plan.memory import GIGABYTE
 
 _AHEAD = 2  # micro-batches that are read before their turn
 _WAITING = 4  # that may wait to be written; what comes then is not kept
@@ -131,11 +133,22 @@ class OutputCache:
         """
         if level == self._level:
             return
+        self.tell()
         gone = {each.folder for each in (self._level, self._earlier) if each is not None}
         self._level, self._earlier = level, earlier
         for folder in gone - {level.folder, earlier.folder if earlier else ""}:
             self._writers.submit(self._drop, folder)
         self._begin_level()
+
+    def tell(self) -> None:
+        """Say what became of this level."""
+        counts = self.counts
+        if self._level is not None and counts != Counts():
+            self._say(
+                f"elastic_pipeline.cache: {self._layers} layers: {counts.read} samples read, {counts.continued} computed from "
+                f"fewer layers' outputs, {counts.computed} from the inputs; "
+                f"{', '.join(f'{tier.used_bytes / GIGABYTE:.3f} GB' for tier in self.tiers)} kept"
+            )
 
     def _begin_level(self) -> None:
         self.counts = Counts()
@@ -159,12 +172,12 @@ class OutputCache:
     @property
     def worth(self) -> bool:
         """Whether entries of this level are used, as far as is known."""
-        return self._sound and not self._slow
+        return bool(self.tiers) and self._sound and not self._slow
 
     def see(self, samples: Sequence[list[str]]) -> None:
         """The names of the samples of a step's micro-batches, before it begins; collective over the tensor-parallel ranks."""
         self.end()
-        self.active = self._agree(int(self.worth and bool(self.tiers))) == 1
+        self.active = self._agree(int(self.worth)) == 1
         if not self.active:
             return
         self._names = list(samples)
@@ -230,8 +243,7 @@ class OutputCache:
 
     def _read(self, samples: Sequence[str]) -> tuple[int, Any, float]:
         assert self._level is not None
-        clock = HostClock()
-        begin = clock.now()
+        begin = time.perf_counter()
         for state, level in ((HIT, self._level), (EARLIER, self._earlier)):
             if level is not None:
                 entries = self._entries(level.folder, samples)
@@ -239,7 +251,7 @@ class OutputCache:
                 if found is not None:
                     if self._stream is not None:
                         found = like(found, [tensor.pin_memory() for tensor in as_tuple(found)])
-                    return state, found, clock.seconds(clock.now(), begin)
+                    return state, found, time.perf_counter() - begin
         return MISS, None, 0.0
 
     def _entries(self, folder: str, samples: Sequence[str]) -> list[memoryview] | None:
@@ -264,17 +276,24 @@ class OutputCache:
             if job.done():
                 job.result()  # an error of ours is not to be lost
         self._writing = [job for job in self._writing if not job.done()]
-        if len(self._writing) >= _WAITING:
+        level, dims = self._level, self._dims
+        if len(self._writing) >= _WAITING or level is None or dims is None:
             return
         ready = None
         if self._stream is not None:
             ready = torch.cuda.Event()
             ready.record()
-        self._writing.append(self._writers.submit(self._write, samples, outputs, ready, self._level, self._earlier))
+        self._writing.append(self._writers.submit(self._write, samples, outputs, dims, ready, level, self._earlier))
 
-    def _write(self, samples: Sequence[str], outputs: Any, ready: Any, level: Level, earlier: Level | None) -> None:
-        dims = self._dims
-        assert dims is not None
+    def _write(
+        self,
+        samples: Sequence[str],
+        outputs: Any,
+        dims: Sequence[int | None],
+        ready: Any,
+        level: Level,
+        earlier: Level | None,
+    ) -> None:
         if ready is not None:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(ready)
@@ -326,6 +345,7 @@ class OutputCache:
 
     def _check(self, outputs: Any, inputs: Any, compute: Compute) -> Any:
         """The first that is read is computed, too: entries of other weights, whoever wrote them, end here."""
+        self.counts.computed += rows_of(inputs)
         computed = self._timed(compute, inputs, 0)
         pairs = zip(as_tuple(outputs), as_tuple(computed), strict=True)
         alike = all(one.shape == other.shape and _close(one, other, self._smaller) for one, other in pairs)
@@ -366,6 +386,7 @@ class OutputCache:
     def close(self, keep: bool) -> None:
         """Wait for what is being written, and let go of the folders."""
         self.end()
+        self.tell()
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)
         for tier in self.tiers:

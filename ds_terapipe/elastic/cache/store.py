@@ -26,6 +26,7 @@ from typing import Any
 _LOCK, _USED = "lock", "used"
 _HEADER = struct.Struct("<4sI16sQ")  # what it is, checksum, the name it was written under, bytes that follow
 _MAGIC = b"DTC1"
+_TOUCH_S = 60.0  # an entry that is read is marked as used when it was not for so long
 _AGE_S = 600.0  # of files that nobody finished, and of entries that may make room, where nothing else is known
 
 
@@ -62,7 +63,8 @@ class Tier:
         try:
             with open(self.path / name, "rb") as file:
                 data, age = memoryview(file.read()), time.time() - os.fstat(file.fileno()).st_mtime
-                os.utime(file.fileno())
+                if age > _TOUCH_S:
+                    os.utime(file.fileno())
         except OSError:
             return None
         if len(data) < _HEADER.size:

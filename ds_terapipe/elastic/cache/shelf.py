@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_terapipe.elastic.cache import Compute, Level, OutputCache, level_of
-from ds_terapipe.elastic.samples import names
+from ds_terapipe.elastic.cache.outputs import Compute, Level, OutputCache, level_of
+from ds_terapipe.elastic.cache.samples import names
+from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.elastic.settings import CacheSettings
-from ds_terapipe.elastic.store import Tier
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.plan.memory import GIGABYTE
+
+logger = logging.getLogger(__name__)
 
 _MEMORY, _DISK = 0.5, 0.8  # of what is free, where the configuration does not say how much
 _NAME = "ds_terapipe"
@@ -32,7 +35,7 @@ class Shelf:
         device: where the stage computes.
         flags: what outputs depend on beside layers and inputs: precision, and which tensor-parallel rank this is.
         agree: the least of what the stage's tensor-parallel ranks say; collective over them.
-        say: a line to the user.
+        say: a line to the user; what only this process knows is logged.
 
     Attributes:
         run: may be set before anything is kept.
@@ -113,7 +116,7 @@ class Shelf:
     def _memory(self) -> Tier | None:
         root, given = Path("/dev/shm") / f"{_NAME}-{os.getuid()}", self._settings.memory_gb
         if not root.parent.is_dir():
-            self._say("elastic_pipeline.cache: this machine has no /dev/shm, outputs are kept in disk_path alone")
+            logger.warning("elastic_pipeline.cache: this machine has no /dev/shm, outputs are kept in disk_path alone")
             return None
         return self._tier(root, _room(root, _MEMORY) if given is None else int(given * GIGABYTE), "/dev/shm")
 
@@ -129,7 +132,7 @@ class Shelf:
         try:
             return Tier(root, self.run, limit)
         except OSError as error:
-            self._say(f"elastic_pipeline.cache: {key} can't be used ({error})")
+            logger.warning("elastic_pipeline.cache: %s can't be used (%s)", key, error)
             return None
 
     def close(self) -> None:
