@@ -184,6 +184,7 @@ class ElasticCheckpoints(Caching):
         """With a checkpoint's decisions, norms, random numbers and order of samples; None: with the samples alone."""
         if state is not None:
             self._freezer.load(state["policy"])
+            self._load_cache_state(state.get("cache"))
             total, count = state.get("losses", (0.0, 0))
             self._losses = total, count
             self._seed = state["seed"]

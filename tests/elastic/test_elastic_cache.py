@@ -1,0 +1,181 @@
+"""Training that reads what frozen layers put out is training that computes it: losses, weights, reshapes, resumed runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_terapipe.elastic.cache import outputs as outputs_of_cache
+from tests.elastic.samples import Texts, micro_batch_of
+from tests.elastic.training import Case, data_of, engine_of, reference_on
+from tests.pipeline.training import difference
+from tests.spawn import run_ranks
+
+PERIOD = 3  # steps after which the samples come again
+EXACT, BF16 = {"enabled": True}, {"enabled": True, "dtype": "bf16"}
+CASES = {
+    "slices, two freezes": (Case("texts", "adamw", 2, ((3, 2), (9, 4)), ((6, 1),), steps=15), EXACT),
+    "tied, LAMB": (Case("tied texts", "lamb", 2, ((3, 2),), (), slices=None, steps=9), EXACT),
+    "images": (Case("classifier", "sgd", 2, ((3, 2),), ((5, 1),), slices=None, steps=10), EXACT),
+    "by hand": (Case("partly frozen", "adamw", 2, (), (), slices=None, steps=8), EXACT),
+    "bf16 entries": (Case("texts", "sgd", 2, ((3, 2),), ((6, 1),), steps=12), BF16),
+}
+LOSS, LOSS_BF16, WEIGHTS = 1e-5, 1e-2, 1e-4
+
+
+def steps_of(case: Case) -> list[list[Any]]:
+    """Its batches, of which the first few come again and again."""
+    return [data_of(case)[number % PERIOD] for number in range(case.steps)]
+
+
+def train(engine: Any, case: Case, steps: list[list[Any]]) -> tuple[list[float], list[Any]]:
+    """Losses, and after each step what became of the samples of this rank."""
+    losses, counts = [], []
+    replicas = torch.distributed.get_world_size() // case.stages
+    share = case.batch // case.size // replicas
+    mine = slice(engine.grid.data_parallel_id * share, None) if replicas > 1 else slice(None)
+    for step in steps:
+        losses.append(float(engine.train_batch(iter(step[mine][:share]))))
+        shelf = engine._shelf
+        if shelf is not None and shelf.cache is not None:
+            for job in shelf.cache._writing:
+                job.result()  # a step as short as these would be over before its outputs are written
+        torch.distributed.barrier()
+        counts.append(replace(engine.cache_counts))
+    return losses, counts
+
+
+def trainings(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
+    # these layers take less than a file: whether reading pays is another test's
+    outputs_of_cache.OutputCache._compare = lambda self: None
+    found = {}
+    for name in names:
+        case, cache = CASES[name]
+        engine = engine_of(case, config={"elastic_pipeline": case.elastic(cache=cache)})
+        losses, counts = train(engine, case, steps_of(case))
+        weights = {key: p.detach().clone() for key, p in engine.module.named_parameters()}
+        found[name] = losses, counts, weights
+        engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(trainings, 2, list(CASES), timeout=240)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_training_that_computes(ranks, name):
+    case, cache = CASES[name]
+    exact = reference_on(case, steps_of(case))
+    limit = LOSS if cache == EXACT else LOSS_BF16
+    for of_rank in ranks:
+        losses, _, weights = of_rank[name]
+        assert losses == pytest.approx(exact.losses, rel=limit)
+        if cache == EXACT:
+            assert max(difference(tensor, exact.weights[key]) for key, tensor in weights.items()) <= WEIGHTS
+    if cache == BF16:
+        assert ranks[0][name][0] != pytest.approx(exact.losses, rel=1e-7)  # rounded it was
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_samples_are_read_from_the_second_time_on(ranks, name):
+    case, _ = CASES[name]
+    counts = [of_rank[name][1] for of_rank in ranks]
+    begin = min((step for step, _ in case.freeze), default=0)
+    last, next_ = begin + PERIOD - 1, begin + PERIOD
+    assert all(each.read == 0 for of_rank in counts for each in of_rank[:next_])
+    assert sum(of_rank[last].computed for of_rank in counts) == PERIOD * case.batch
+    assert sum(of_rank[last].kept for of_rank in counts) == PERIOD * case.batch
+    # each rank that reads computes its first micro-batch, too, to see whether what it reads is right
+    assert sum(of_rank[next_].read for of_rank in counts) + 2 * case.size >= case.batch
+    assert sum(of_rank[next_].kept for of_rank in counts) == PERIOD * case.batch
+    if case.resize and case.resize[0][0] >= begin + PERIOD:
+        # this rank has had no frozen layer before, and reads what the other one has written
+        step = case.resize[0][0]
+        assert ranks[1][name][1][step - 1].read == 0 < ranks[1][name][1][step + 1].read
+
+
+def test_a_deeper_freeze_goes_on_from_what_was_kept(ranks):
+    case, _ = CASES["slices, two freezes"]
+    deeper = [of_rank["slices, two freezes"][1][9 + PERIOD - 1] for of_rank in ranks]
+    assert sum(each.continued for each in deeper) == PERIOD * case.batch
+    assert sum(each.computed for each in deeper) == 0 and all(each.kept == each.continued for each in deeper)
+    assert all(of_rank["slices, two freezes"][1][-1].read > 0 for of_rank in ranks)
+
+
+# --------------------------------------------------------------------------------------------- checkpoints, evaluation, data
+
+RESUMED = Case("texts", "adamw", 2, ((2, 2),), ((5, 1),), steps=12)
+
+
+def resumed(rank: int, world_size: int, folder: str) -> Any:
+    """A run that is stopped, and one that goes on from its checkpoint with what it had kept."""
+    outputs_of_cache.OutputCache._compare = lambda self: None
+    config = {"elastic_pipeline": RESUMED.elastic(cache=EXACT, data={"shuffle": True, "seed": 3})}
+    engine = engine_of(RESUMED, training_data=Texts(24), config=config)
+    for _ in range(8):
+        engine.train_batch()
+    before = engine.evaluate(Texts(5))
+    engine.save_checkpoint(folder)
+    losses = [float(engine.train_batch()) for _ in range(3)]
+    for job in engine._shelf.cache._writing:
+        job.result()
+    engine._shelf.keep = True
+    run = engine._shelf.run
+    torch.distributed.barrier()
+    engine.destroy()
+    engine = engine_of(RESUMED, training_data=Texts(24), config=config)
+    engine.load_checkpoint(folder)
+    assert engine.evaluate(Texts(5)) == pytest.approx(before, rel=1e-6)
+    again = [float(engine.train_batch()) for _ in range(3)]
+    counts = replace(engine.cache_counts)
+    same = engine._shelf.run == run
+    torch.distributed.barrier()
+    engine.destroy()
+    return losses, again, counts, same, run
+
+
+def test_a_run_that_goes_on_reads_what_the_last_one_kept(tmp_path):
+    for losses, again, counts, same, run in run_ranks(resumed, 2, str(tmp_path), timeout=200):
+        assert same and losses == pytest.approx(again, rel=1e-6)
+        assert counts.read > 0 and counts.kept == 0 and counts.computed == RESUMED.size  # the first, to check it
+        assert not any(path.name == run for root in Path("/dev/shm").glob("ds_terapipe-*") for path in root.iterdir())
+
+
+def test_a_loader_that_shuffles(tmp_path):
+    """Each sample once for each epoch, in other micro-batches every time."""
+    case = Case("texts", "adamw", 2, ((3, 2),), (), steps=12)
+    for losses, counts in run_ranks(shuffled, 2, timeout=100):
+        assert losses == pytest.approx(shuffled_reference(case), rel=LOSS)
+        assert counts[-1] is None or counts[-1][0] > 30
+
+
+def shuffled_order() -> list[list[int]]:
+    from ds_terapipe.elastic.sampler import SampleOrder
+
+    order = SampleOrder(24, True, 5)
+    return [order.between(step * 8, step * 8 + 8) for step in range(12)]
+
+
+def shuffled_reference(case: Case) -> list[float]:
+    data = Texts(24)
+    steps = [[micro_batch_of(data, step[n : n + 2]) for n in range(0, 8, 2)] for step in shuffled_order()]
+    return reference_on(case, steps).losses
+
+
+def shuffled(rank: int, world_size: int) -> Any:
+    outputs_of_cache.OutputCache._compare = lambda self: None
+    case = Case("texts", "adamw", 2, ((3, 2),), (), steps=12)
+    config = {"elastic_pipeline": case.elastic(cache=EXACT, data={"shuffle": True, "seed": 5})}
+    engine = engine_of(case, training_data=Texts(24), config=config)
+    losses, counts = [], []
+    for _ in range(case.steps):
+        losses.append(float(engine.train_batch()))
+        counts.append((engine.cache_counts.read, engine.cache_counts.computed) if rank == 0 else None)
+    engine.destroy()
+    return losses, counts
