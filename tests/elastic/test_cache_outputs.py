@@ -10,7 +10,9 @@ from torch import nn
 
 from ds_terapipe.elastic.cache.outputs import Compute, Counts, OutputCache, level_of
 from ds_terapipe.elastic.cache.samples import names
+from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.elastic.cache.store import Tier
+from ds_terapipe.elastic.settings import CacheSettings
 
 
 class Slow(nn.Module):
@@ -252,3 +254,12 @@ def test_all_tensor_parallel_ranks_read_or_none(tmp_path, said):
     one.see([names(batch(0))])
     assert not one.active
     one.close(keep=False)
+
+
+def test_entries_of_another_type_are_another_level():
+    """A run that goes on may keep its entries in another precision."""
+    layers, device = [Slow()], torch.device("cpu")
+    shelves = [
+        Shelf(CacheSettings(enabled=True, dtype=dtype), "one", device, "", int, print) for dtype in ("exact", "bf16")
+    ]
+    assert shelves[0]._level(layers) != shelves[1]._level(layers)

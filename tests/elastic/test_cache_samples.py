@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 def random_tensor(shape, dtype, seed=0):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 10
-    return values > 0 if dtype is torch.bool else values.to(dtype)
+    return values > 0 if dtype is torch.bool else (values * (1 if dtype.is_floating_point else 1000)).to(dtype)
 
 
 def test_a_name_is_of_all_that_the_model_gets_of_a_sample():

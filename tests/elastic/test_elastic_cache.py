@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
+from torch.nn import functional
 
 from ds_terapipe.elastic.cache import outputs as outputs_of_cache
 from tests.elastic.samples import Texts, micro_batch_of
-from tests.elastic.training import Case, data_of, engine_of, reference_on
+from tests.elastic.training import Case, data_of, engine_of, partly_frozen, reference_on
+from tests.pipeline.models import FrozenBlock
 from tests.pipeline.training import difference
 from tests.spawn import run_ranks
 
@@ -21,10 +24,24 @@ CASES = {
     "slices, two freezes": (Case("texts", "adamw", 2, ((3, 2), (9, 4)), ((6, 1),), steps=15), EXACT),
     "tied, LAMB": (Case("tied texts", "lamb", 2, ((3, 2),), (), slices=None, steps=9), EXACT),
     "images": (Case("classifier", "sgd", 2, ((3, 2),), ((5, 1),), slices=None, steps=10), EXACT),
+    "checkpointed": (Case("texts", "adamw", 2, ((3, 1), (7, 3)), ((7, 1),), slices=None, steps=12), EXACT),
     "by hand": (Case("partly frozen", "adamw", 2, (), (), slices=None, steps=8), EXACT),
     "bf16 entries": (Case("texts", "sgd", 2, ((3, 2),), ((6, 1),), steps=12), BF16),
 }
 LOSS, LOSS_BF16, WEIGHTS = 1e-5, 1e-2, 1e-4
+
+
+class DroppingBlock(FrozenBlock):
+    """That its user has frozen, and in which training would drop half."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(super().forward(hidden), 0.5, self.training)
+
+
+def by_hand() -> list[Any]:
+    """The case's model with dropout in a frozen layer, which runs in eval mode where its outputs are kept."""
+    specs = partly_frozen()
+    return [specs[0], LayerSpec(DroppingBlock), *specs[2:]]
 
 
 def steps_of(case: Case) -> list[list[Any]]:
@@ -55,7 +72,11 @@ def trainings(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
         case, cache = CASES[name]
-        engine = engine_of(case, config={"elastic_pipeline": case.elastic(cache=cache)})
+        more = {"specs": by_hand()} if name == "by hand" else {}
+        config = {"elastic_pipeline": case.elastic(cache=cache)}
+        if name == "checkpointed":
+            config["pipeline"] = {"activation_checkpoint_interval": 2, "use_reentrant": False}
+        engine = engine_of(case, config=config, **more)
         losses, counts = train(engine, case, steps_of(case))
         weights = {key: p.detach().clone() for key, p in engine.module.named_parameters()}
         found[name] = losses, counts, weights
@@ -94,10 +115,10 @@ def test_samples_are_read_from_the_second_time_on(ranks, name):
     # each rank that reads computes its first micro-batch, too, to see whether what it reads is right
     assert sum(of_rank[next_].read for of_rank in counts) + 2 * case.size >= case.batch
     assert sum(of_rank[next_].kept for of_rank in counts) == PERIOD * case.batch
-    if case.resize and case.resize[0][0] >= begin + PERIOD:
-        # this rank has had no frozen layer before, and reads what the other one has written
-        step = case.resize[0][0]
-        assert ranks[1][name][1][step - 1].read == 0 < ranks[1][name][1][step + 1].read
+    for step, _ in case.resize:
+        if step >= next_ and step not in dict(case.freeze):
+            # this rank has had no frozen layer before, and reads what the other one has written
+            assert ranks[1][name][1][step - 1].read == 0 < ranks[1][name][1][step + 1].read
 
 
 def test_a_deeper_freeze_goes_on_from_what_was_kept(ranks):

@@ -68,6 +68,8 @@ def restarting(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.Lam
 
 
 CASE = Case("gpt", "adamw", 2, ((5, 3),), (), slices=None, steps=10, batch=4, size=1)
+TWICE = {"policy": "schedule", "frozen_layers": [[4, 2], [8, 4]]}
+KEPT = Case("gpt", "adamw", 2, ((4, 2), (8, 4)), (), slices=None, steps=10, batch=4, size=1)
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # what is added to the block, and to the engine
     "taken": ({}, {}),
@@ -79,6 +81,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "too large": ({"resize": {"policy": "measured", "memory_gb": 1e-4}}, {}),
     "like the start": ({"resize": {"policy": "measured"}}, {"peak": 1.0}),
     "a list": ({"resize": {"policy": [[99, 1]]}}, {}),
+    "kept": ({"freeze": TWICE, "cache": {"enabled": True}}, {"case": KEPT}),
     "divided anew": (
         {"freeze": {"policy": "static"}, "resize": {"policy": "off"}, "partition": "measured"},
         {"kind": Lopsided},
@@ -96,9 +99,10 @@ def run(name: str) -> dict[str, Any]:
     with said[0], said[1], peak:
         config = {"elastic_pipeline": {"freeze": FREEZE, **block}}
         more = {key: options[key] for key in ("kind", "lr_scheduler") if key in options}
-        engine = engine_of(CASE, specs=sleeping(), config=config, **more)
+        case = options.get("case", CASE)
+        engine = engine_of(case, specs=sleeping(), config=config, **more)
         found: dict[str, Any] = {"losses": [], "seen": [], "parts": list(map(int, engine.module.parts))}
-        for step in data_of(CASE):
+        for step in data_of(case):
             found["losses"].append(float(engine.train_batch(iter(step))))
             found["seen"].append((engine.num_stages, list(map(int, engine.module.parts))))
         engine.destroy()
@@ -149,6 +153,15 @@ def test_what_trains_again_is_predicted_to_take_what_it_took(ranks):
         for n, line in enumerate(lines)
     )
     assert frozen < 0.8 * again and again == pytest.approx(first, rel=0.3), lines
+
+
+def test_what_is_kept_takes_nothing(ranks):
+    """Step 8 freezes three blocks of four: with what they put out kept, two replicas take 2 x 0.04 each, else 0.06 more."""
+    check_losses(ranks, "kept", KEPT)
+    lines = [line for line in ranks[0]["kept"]["lines"] if "is predicted to take" in line]
+    assert len(lines) == 3 and [seen[0] for seen in ranks[0]["kept"]["seen"]] == [2] * 3 + [1] * 7, lines
+    (seconds,) = map(float, re.findall(r"as it is, ([0-9.]+) s", lines[-1]))
+    assert 0.075 < seconds < 0.11, lines
 
 
 @pytest.mark.parametrize("name", ["too large", "like the start"])

@@ -56,7 +56,7 @@ class Stage:
     def __init__(self, *layers: Callable[[Clock, Any], Any], interval: int = 0, clock: Clock | None = None) -> None:
         self.clock = clock or Clock()
         functions = [lambda x, layer=layer: layer(self.clock, x) for layer in layers]
-        self.layers: Any = SimpleNamespace(functions=functions, checkpoint_interval=interval)
+        self.layers: Any = SimpleNamespace(functions=functions, checkpoint_interval=interval, timed=True)
         self.times = LayerTimes([self.layers], torch.device("cpu"))
         self.times._clock = self.clock
 
