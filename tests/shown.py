@@ -40,6 +40,14 @@ OUTPUTS = {
         " layers, {",
         " (taken)",
     ),
+    "[Rank 0] elastic_pipeline.cache: 5": (
+        " samples read, {",
+        " computed from ",
+        "fewer layers' outputs, {",
+        " from the inputs; ",
+        " GB",
+        " kept",
+    ),
     "16 of 24 layers frozen:": (
         " layers frozen:",
         "as launched, nothing frozen",

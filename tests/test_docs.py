@@ -191,7 +191,7 @@ def known_values() -> set[str]:
         | set(modes.MODES)
         | set(policy_names())
         | set(REASONS)
-        | {"bias_norm", "Lamb", "epoch", "off", "halve", "measured", "as_launched"}
+        | {"bias_norm", "Lamb", "epoch", "off", "halve", "measured", "as_launched", "exact", "bf16"}
     )
 
 

@@ -45,6 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--points", type=int, default=20, help="so many kills (default 20)")
     parser.add_argument("--seed", type=int, default=1, help="of the points (default 1)")
     parser.add_argument("--precision", choices=list(PRECISIONS), default="fp32", help="default fp32")
+    parser.add_argument("--cached", action="store_true", help="with the outputs of frozen layers kept in memory")
     parser.add_argument("--json", metavar="FILE", help="write every point there")
     options = parser.parse_args(arguments)
     if options.points < 1:
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     dice, rows, wrong, points, run = random.Random(options.seed), [], [], 0, 0
     with tempfile.TemporaryDirectory() as folder:
-        whole = run_whole(Path(folder) / "whole", options.precision)
+        whole = run_whole(Path(folder) / "whole", options.precision, options.cached)
         print("point  run  goes on at  rank  killed" + " " * 58 + "checkpoints  the other rank said", flush=True)
         while points < options.points:
             run += 1
@@ -72,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             wrong += different
             rows += [{"run": run, **asdict(row)} for row in found]
     verdict = "losses and weights equal to the bit, checkpoints whole" if not wrong else f"{len(wrong)} things WRONG"
-    print(f"{points} kills in {run} runs ({options.precision}): {verdict}")
+    kept = ", cached" if options.cached else ""
+    print(f"{points} kills in {run} runs ({options.precision}{kept}): {verdict}")
     if options.json:
         Path(options.json).write_text(json.dumps({"points": rows, "wrong": wrong}, indent=1), encoding="utf-8")
     return int(bool(wrong))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+from ds_terapipe.elastic.cache.outputs import OutputCache
 from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
 from tests.elastic.samples import Texts
 from tests.elastic.training import Case, engine_of
@@ -52,7 +53,14 @@ class Aim(NamedTuple):
 
 
 def train(
-    rank: int, world_size: int, folder: str, name: str, precision: str, aims: dict[str, Sequence[Any]], keeps: bool
+    rank: int,
+    world_size: int,
+    folder: str,
+    name: str,
+    precision: str,
+    aims: dict[str, Sequence[Any]],
+    keeps: bool,
+    cached: bool = False,
 ) -> None:
     """Train to the end, from the latest checkpoint on where there is one.
 
@@ -61,7 +69,10 @@ def train(
         name: of this attempt, for what it writes down.
         aims: by rank, where it has to die.
         keeps: a copy of each checkpoint, for comparisons.
+        cached: what frozen layers put out is kept, too, in memory, and used by the next attempt.
     """
+    if cached:
+        OutputCache._compare = lambda self: None  # type: ignore[method-assign]  # these layers take less than a file
     where, saves = Path(folder), Path(folder, "checkpoints")
     progress = Path(folder, f"{name}.{rank}.progress")
     note(progress, os.getpid())
@@ -71,6 +82,7 @@ def train(
         training_data=Texts(SAMPLES),
         token_pipeline={"slices": CASE.slices, "timeout_s": 60.0},
         module={"seed_layers": False},
+        config={"elastic_pipeline": CASE.elastic(cache={"enabled": cached})},
     )
     note(progress, "built")
     mark("loads")
@@ -95,6 +107,7 @@ def train(
             mark("trains")
     torch.save({n: p.detach().clone() for n, p in engine.module.named_parameters()}, where / f"{name}.{rank}.weights")
     note(progress, STEPS + 1)
+    Path(folder, f"{name}.{rank}.read").write_text(str(engine.cache_counts.read))
     engine.destroy()
 
 
@@ -124,6 +137,7 @@ class Undisturbed:
         weights: at the end, of every rank.
         seconds: from the time the engine was built to the first step's end, then each step with its save, at last the end.
         operations: of every rank and every step with a save, by name.
+        cached: as in `train`.
     """
 
     folder: Path
@@ -132,6 +146,7 @@ class Undisturbed:
     weights: list[dict[str, torch.Tensor]]
     seconds: list[float]
     operations: list[dict[int, list[str]]]
+    cached: bool = False
 
     @functools.cache  # noqa: B019
     def kept(self, step: int) -> dict[str, Any]:
@@ -139,11 +154,12 @@ class Undisturbed:
         return content_of(self.folder / "kept" / str(step))
 
 
-def run_whole(folder: Path, precision: str = "fp32") -> Undisturbed:
+def run_whole(folder: Path, precision: str = "fp32", cached: bool = False) -> Undisturbed:
     """Run the script to its end."""
     folder.mkdir(parents=True)
-    ends = run_to_exit(train, PROCESSES, str(folder), "whole", precision, {}, True, timeout=ENDS_WITHIN_S)
+    ends = run_to_exit(train, PROCESSES, str(folder), "whole", precision, {}, True, cached, timeout=ENDS_WITHIN_S)
     assert [end.code for end in ends] == [0] * PROCESSES, "\n".join(end.output for end in ends)
+    assert all((int((folder / f"whole.{rank}.read").read_text()) > 0) == cached for rank in range(PROCESSES))
     losses = losses_of(folder)
     times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()[1:]]
     saves = range(EVERY, STEPS + 1, EVERY)
@@ -153,7 +169,7 @@ def run_whole(folder: Path, precision: str = "fp32") -> Undisturbed:
     ]
     return Undisturbed(
         folder, precision, {step: losses[step].pop() for step in losses}, weights_of(folder, "whole"),
-        [after - before for before, after in itertools.pairwise(times)], found,
+        [after - before for before, after in itertools.pairwise(times)], found, cached,
     )  # fmt: skip
 
 
@@ -235,7 +251,8 @@ def run_killed(kills: Sequence[Kill], whole: Undisturbed, folder: Path) -> tuple
             return rows, []
         if not rows[-1].died:
             break
-    ends = run_to_exit(train, PROCESSES, str(folder), "end", whole.precision, {}, False, timeout=ENDS_WITHIN_S)
+    options = (whole.precision, {}, False, whole.cached)
+    ends = run_to_exit(train, PROCESSES, str(folder), "end", *options, timeout=ENDS_WITHIN_S)
     wrong = [f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}" for end in ends if end.code != 0]
     return rows, wrong or [*unlike(whole, folder), *broken(whole, folder)]
 
@@ -257,7 +274,8 @@ def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
         operation = whole.operations[kill.victim][aim.step][aim.operation]
         before = "halfway through" if aim.halfway and operation in DIVISIBLE else "before"
         where = f"save after step {aim.step}, {before} {operation}, its operation {aim.operation}"
-    ends = run_to_exit(train, PROCESSES, str(folder), name, whole.precision, aims, False, timeout=ENDS_WITHIN_S)
+    options = (whole.precision, aims, False, whole.cached)
+    ends = run_to_exit(train, PROCESSES, str(folder), name, *options, timeout=ENDS_WITHIN_S)
     if assassin is not None:
         assassin.join()
         where += f", {doing(ends[kill.victim])}"
@@ -336,6 +354,8 @@ def content_of(checkpoint: Path) -> dict[str, Any]:
         name = str(path.relative_to(checkpoint))
         if path.suffix == ".json":
             found[name] = json.loads(path.read_text())
+            if found[name].get("cache"):
+                found[name]["cache"].pop("run")  # a name that is drawn
         else:
             found[name] = torch.load(path, map_location="cpu", weights_only=False)
     return found
