@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -30,8 +31,10 @@ DECIDED = 6  # steps after which a shape has been measured, chosen and gone to
 Pairs = Sequence[tuple[int, int]]
 
 
-def elastic_engine(workload: Workload, slices: int | str, freeze: Pairs, resize: Pairs | str) -> Any:
-    """Ours, launched with two stages; ``freeze`` and ``resize`` as in the block ``elastic_pipeline``."""
+def elastic_engine(
+    workload: Workload, slices: int | str, freeze: Pairs, resize: Pairs | str, cached: bool = False
+) -> Any:
+    """Ours, launched with two stages; ``freeze`` and ``resize`` as in the block ``elastic_pipeline``, and its cache or not."""
     import ds_terapipe
 
     keys = {
@@ -39,6 +42,7 @@ def elastic_engine(workload: Workload, slices: int | str, freeze: Pairs, resize:
         "elastic_pipeline": {
             "freeze": {"policy": "schedule", "frozen_layers": [list(pair) for pair in freeze]},
             "resize": {"policy": resize if isinstance(resize, str) else [list(pair) for pair in resize]},
+            "cache": {"enabled": cached},
         },
     }
     return deepspeed_engine(ds_terapipe.initialize, PLACES, workload, keys)
@@ -51,10 +55,25 @@ class PrepareElastic:
     slices: int | str
     frozen: int
     stages: int | str | None
+    cached: bool = False
 
     def __call__(self, rank: int, world: int, workload: Workload) -> Step:
         resize = "off" if self.stages is None else self.stages if isinstance(self.stages, str) else [(0, self.stages)]
-        return training_step(elastic_engine(workload, self.slices, [(0, self.frozen)], resize), workload)
+        engine = elastic_engine(workload, self.slices, [(0, self.frozen)], resize, self.cached)
+        step = training_step(engine, workload)
+        return partial(_reading, engine, step) if self.cached else step
+
+
+def _reading(engine: Any, step: Step) -> float:
+    """A step in which nothing frozen is computed, or an error."""
+    before = replace(engine.cache_counts)
+    loss = step()
+    after = engine.cache_counts
+    # the first two times that a micro-batch is seen it is computed, to be kept and to be compared
+    first = before.read == 0 or engine.global_steps <= DECIDED
+    if not first and (after.read == before.read or after.computed > before.computed):
+        raise RuntimeError(f"the cache was not read: {after} after {before}")
+    return loss
 
 
 @dataclass(frozen=True)
@@ -104,12 +123,12 @@ def of_ours(frozen: int, slices: Sequence[int | str]) -> list[Column]:
                     f"{name}-{count}",
                     f"{name} {count}",
                     PLACES,
-                    PrepareElastic(count, frozen, stages),
+                    PrepareElastic(count, frozen, stages, name == "cached"),
                     _OURS,
-                    max(settling, DECIDED if stages == "measured" else 0),
+                    max(settling, DECIDED if name in ("measured", "cached") else 0),
                     trains=f"all but {frozen}",
                 )
-                for name, stages in (("kept", None), ("reshaped", 1), ("measured", "measured"))
+                for name, stages in (("kept", None), ("reshaped", 1), ("cached", 1), ("measured", "measured"))
             ),
         ]
     return found

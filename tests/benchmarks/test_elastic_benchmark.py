@@ -33,7 +33,8 @@ def test_deepspeed_runs_only_where_both_stages_train() -> None:
     assert [column.name for column in of_deepspeed(Shape(), 5)] == ["deepspeed6", "deepspeed7", "replicas"]
     assert [column.name for column in of_deepspeed(Shape(), 8)] == ["deepspeed9", "replicas"]
     ours = of_ours(5, [1, "auto"])
-    each = ["ours1", "kept-1", "reshaped-1", "measured-1", "auto", "kept-auto", "reshaped-auto", "measured-auto"]
+    each = ["ours1", "kept-1", "reshaped-1", "cached-1", "measured-1"]
+    each += ["auto", "kept-auto", "reshaped-auto", "cached-auto", "measured-auto"]
     assert [column.name for column in ours] == each
     assert {column.trains for column in ours} == {"everything", "all but 5"}
 
@@ -45,6 +46,8 @@ def test_the_fastest_of_each_kind_is_compared() -> None:
         kept_4=0.9,
         reshaped_1=0.69,
         reshaped_4=0.71,
+        cached_1=0.54,
+        cached_4=0.56,
         deepspeed6=0.9,
         deepspeed7=0.86,
         replicas=0.6,
@@ -53,6 +56,7 @@ def test_the_fastest_of_each_kind_is_compared() -> None:
     assert target_lines({HALF: result}) == [
         "B=2, embedding + 4: reshaped-1 takes 0.690 of ours4, at most 0.70: pass",
         "B=2, embedding + 4: reshaped-1 takes 0.802 of deepspeed7, at most 0.80: miss",
+        "B=2, embedding + 4: cached-1 takes 0.540 of ours4, at most 0.55: pass",
     ]
     assert target_lines({Case(2, 7, 0.75): ran(ours4=1.0, reshaped_1=0.56)})[0].endswith("at most 0.55: miss")
     assert target_lines({HALF: ran(2, ours4=1.0, reshaped_1=0.1, deepspeed6=1.0)})[0].endswith("inconclusive")
