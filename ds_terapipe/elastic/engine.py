@@ -146,7 +146,9 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         if self._streams is None:
             shard = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
             self._streams = RandomStreams(0, self.device, shard)
-        super()._settle()
+        # ranks come to their launch at any time, and to a change together
+        with nullcontext() if self._feed is None else self._watch.making_groups():
+            super()._settle()
         if self._chooser is not None:
             self._chooser.begin()
 
@@ -221,8 +223,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         old = shape_groups(self.module)
         reshape.run()
         close_groups(old)
-        # torch waits half an hour for a rank that dies before a new group is made; the watch has the limit of all waits
-        with self._watch.waiting("all ranks to make their groups", counts=False):
+        with self._watch.making_groups():
             build_anew(self, shape, self._arguments)
         self._control.set_pipelines(self.grid.pipe_groups)
         self._follow_data()

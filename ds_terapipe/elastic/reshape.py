@@ -134,7 +134,7 @@ class Reshape:
                 _set_up(prefix, layer, held)
         for name, of in owner.items():
             self._fill(name, layers, held[of].pieces[name], received=of != stage)
-        with quietly():
+        with quietly(), self._watch.making_groups():
             reassemble(self._module, self._topology, self._parts, layers)
         drop_copies(self._module)
         groups = {

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -199,6 +199,13 @@ class Watch:
             if counts and outer is None:
                 self.waited_s += time.monotonic() - mine.since
             self._waiting = outer
+
+    def making_groups(self) -> AbstractContextManager[None]:
+        """Around the making of groups by all ranks, none of which is still busy with something else.
+
+        Torch waits half an hour for a rank that has died before it came to its group.
+        """
+        return self.waiting("all ranks to make their groups", counts=False)
 
     @property
     def group_timeout_s(self) -> float:

@@ -6,7 +6,12 @@ At three points; tests/benchmarks/elastic_killed.py has any number.
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +27,8 @@ from tests.elastic.killed import (
     saves_after,
     tag_at,
 )
+from tests.elastic.training import Case, data_of, engine_of
+from tests.spawn import mark, run_to_exit
 
 
 def while_the_latest_has_no_name(whole: Undisturbed) -> Kill:
@@ -65,3 +72,37 @@ def test_a_moment_is_a_share_of_what_is_left() -> None:
 )
 def test_differences_are_told(found: object, text: str | None) -> None:
     assert differences(found, {"a": [torch.ones(2), 1.0]}) == ([] if text is None else [text])
+
+
+CHANGE = Case("texts", "adamw", 2, ((1, 2),), ((1, 1), (2, 2)), slices=1, steps=3)
+TIMEOUT_S = 3.0
+
+
+def dies_before_a_group(rank: int, world_size: int, victim: int, number: int) -> None:
+    """Changes to one stage and back, in which a rank dies before it makes its ``number``-th group; 0: none does."""
+    engine = engine_of(CHANGE, token_pipeline={"slices": 1, "timeout_s": TIMEOUT_S})
+    real, made = torch.distributed.new_group, 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal made
+        made += 1
+        if (rank, made) == (victim, number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+
+    for number_of_step, step in enumerate(data_of(CHANGE)):
+        torch.distributed.new_group = counted if number_of_step else real
+        engine.train_batch(iter(step))
+    mark(f"made_{made}")
+
+
+def test_a_rank_that_dies_before_a_group_of_a_change_is_waited_for_no_longer_than_for_a_message() -> None:
+    """Torch would wait for half an hour: for the first group, of DeepSpeed's grid, and for the last, of a channel of ours."""
+    whole = run_to_exit(dies_before_a_group, 2, 0, 0, timeout=60)
+    groups = int(re.findall(r"MARK made_(\d+)", whole[0].output)[0])
+    assert [end.code for end in whole] == [0, 0] and groups >= 4
+    for number in (1, groups):
+        begin = time.monotonic()
+        survivor = run_to_exit(dies_before_a_group, 2, 1, number, timeout=60)[0]
+        assert survivor.code in (1, 70) and "for all ranks to make their groups" in survivor.output, survivor.output
+        assert time.monotonic() - begin < 50
