@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ds_terapipe.config import Block, is_count, is_number, name_of, one_of, positive, switch, unknown_key
 from ds_terapipe.elastic.freeze import READABLE, policy_class, policy_names
@@ -216,19 +216,12 @@ class CacheSettings(Block):
     def _check_enabled(cls, value: object) -> bool:
         return switch(f"{cls.PATH}.enabled", value, False)
 
-    @field_validator("memory_gb", mode="before")
+    @field_validator("memory_gb", "disk_gb", mode="before")
     @classmethod
-    def _check_memory(cls, value: object) -> float | None:
+    def _check_room(cls, value: object, info: ValidationInfo) -> float | None:
         if value is None:
             return None
-        return positive(f"{cls.PATH}.memory_gb", value, "a positive number of 1e9 bytes", "e.g. 8")
-
-    @field_validator("disk_gb", mode="before")
-    @classmethod
-    def _check_disk(cls, value: object) -> float | None:
-        if value is None:
-            return None
-        return positive(f"{cls.PATH}.disk_gb", value, "a positive number of 1e9 bytes", "e.g. 100")
+        return positive(f"{cls.PATH}.{info.field_name}", value, "a positive number of 1e9 bytes", "e.g. 8")
 
     @field_validator("dtype", mode="before")
     @classmethod
