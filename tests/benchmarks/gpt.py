@@ -58,6 +58,8 @@ class Block(nn.Module):
     of whole heads: tensor parallelism replaces the four linear layers and changes nothing else.
     """
 
+    causal = True
+
     def __init__(self, shape: Shape, index: int):
         super().__init__()
         self.head_size = shape.hidden // shape.heads
@@ -75,7 +77,7 @@ class Block(nn.Module):
         batch, length, _ = hidden.shape
         qkv = self.qkv(self.norm1(hidden)).view(batch, length, -1, 3, self.head_size)
         query, key, value = (part.transpose(1, 2) for part in qkv.unbind(3))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         hidden = hidden + self.proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return hidden + self.fc2(F.gelu(self.fc1(self.norm2(hidden))))
 
