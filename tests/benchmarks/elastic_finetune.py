@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--columns", type=_columns, default=COLUMNS, help=f"of {','.join(COLUMNS)} (default all)")
     add("--limit", type=_count, help="samples of each part at most (default 4096 for gpt, else all)")
     add("--tokens", type=_count, help="of every sentence (default 32)")
-    add("--lr", type=float, help="the highest (default 5e-5; 1e-3 for vit and gpt)")
+    add("--lr", type=float, help="the highest (default 1e-4; 1e-3 for vit and gpt)")
     add("--batch", type=_count, help="samples of a step (default 32; 8 with --quick)")
     add("--micro-batches", type=_counts, help="that are probed (default 4,8,16; 4 with --quick)")
     add("--probe-steps", type=_count, help="of each probe (default 40; 2 with --quick)")

@@ -63,7 +63,7 @@ class Bert:
     """Where layers get their weights.
 
     Attributes:
-        folder: of a saved Hugging Face BERT; None: a tiny one with random weights.
+        folder: of a saved Hugging Face BERT; None: a tiny one with random weights and without dropout.
         seed: of what has no weights there.
         classes: of the head.
     """
@@ -77,8 +77,9 @@ class Bert:
         """Hugging Face's, with the attention that is fastest."""
         if self.folder is None:
             config = BertConfig(
-                vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64
-            )
+                vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64,
+                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            )  # fmt: skip
         else:
             config = BertConfig.from_pretrained(self.folder)
         config._attn_implementation = "sdpa"

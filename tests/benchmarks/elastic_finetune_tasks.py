@@ -263,7 +263,7 @@ TASKS = {
         "sentences",
         _sentences,
         _bert,
-        {"epochs": 5, "seeds": 3, "alphas": (1 / 4, 1 / 3, 2 / 5, 1 / 2), "tokens": 32, "lr": 5e-5, "limit": None},
+        {"epochs": 5, "seeds": 3, "alphas": (1 / 4, 1 / 3, 2 / 5, 1 / 2), "tokens": 32, "lr": 1e-4, "limit": None},
     ),
     "vit": Task(
         "vision Transformer of 6 layers x 128 on CIFAR-10, 10,000 images, from random weights",
