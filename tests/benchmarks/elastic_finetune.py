@@ -36,6 +36,7 @@ from tests.benchmarks.elastic_finetune_run import COLUMNS
 from tests.benchmarks.elastic_finetune_sweep import Crew, sweep
 from tests.benchmarks.elastic_finetune_tasks import TASKS, Settings, read
 from tests.benchmarks.measure import WrongResult
+from tests.benchmarks.rounds import PATIENCE
 from tests.benchmarks.workers import WorkerError
 
 FOLDER = "runs/elastic_finetune"
@@ -69,6 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--resize", choices=("measured", "halve"), help="policy of our columns (default measured; halve with --quick)")
     add("--cache-dtype", choices=("exact", "bf16"), default="exact", help="of what the cache keeps (default exact)")
     add("--cache-disk", metavar="FOLDER", help="of the cache, for what memory does not hold (default: none)")
+    add("--patience", type=int, default=PATIENCE, help=f"probes that wait for a quiet machine (default {PATIENCE})")
     add("--log", default=os.devnull, metavar="FILE", help="the processes' own output (default: nowhere)")
     add("--report", action="store_true", help="tables of what is finished, no training")
     add("--quick", action="store_true", help="tiny models, synthetic data: does the benchmark work?")
@@ -165,7 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(
             f"{TASKS[options.task].title}: {len(data.train)} samples to train on, {len(data.dev)} dev, {len(data.test)} test"
         )
-        crew = Crew(options.log, together=options.quick, probe_repeats=1 if options.quick else 4)
+        crew = Crew(options.log, patience=options.patience)
+        if options.quick:
+            crew = Crew(options.log, together=True, probe_repeats=1, patience=0)
         try:
             sweep(plan, settings, data, store, crew, say)
         except (WrongResult, WorkerError) as error:

@@ -173,7 +173,7 @@ class Patches(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         pixels = images.to(self.positions.dtype) / 127.5 - 1
-        return self.project(pixels).flatten(2).transpose(1, 2) + self.positions
+        return self.project(pixels).flatten(2).transpose(1, 2).contiguous() + self.positions
 
 
 class VisionBlock(gpt.Block):

@@ -24,6 +24,14 @@ _PANEL, _HIGH, _LEFT, _TOP, _AXIS, _LINE = 400, 220, 46, 46, 40, 18
 _FONT, _TICKS = 11, 5
 
 
+class Panel(NamedTuple):
+    """What is accurate by how many of what units."""
+
+    title: str
+    unit: str
+    curves: list[Curve]
+
+
 class Curve(NamedTuple):
     """Seconds and accuracy at the end of each epoch, means over seeds."""
 
@@ -50,17 +58,13 @@ def _mean(some: Sequence[Result], epoch: int) -> float:
     return mean([sum(one.seconds[: epoch + 1]) for one in some])
 
 
-def accuracy_svg(panels: Sequence[tuple[str, Sequence[Curve]]]) -> str:
-    """The picture, as the text of an SVG file.
-
-    Args:
-        panels: titles, and what is drawn there.
-    """
+def accuracy_svg(panels: Sequence[Panel]) -> str:
+    """The picture, as the text of an SVG file."""
     width, bottom = len(panels) * _PANEL, _TOP + _HIGH
     body = []
-    for number, (title, some) in enumerate(panels):
-        body += _panel(number * _PANEL, title, some)
-    drawn = [column for column in COLUMNS if any(curve.column == column for _, some in panels for curve in some)]
+    for number, panel in enumerate(panels):
+        body += _panel(number * _PANEL, panel)
+    drawn = [column for column in COLUMNS if any(curve.column == column for panel in panels for curve in panel.curves)]
     height = bottom + _AXIS + _LINE * len(drawn) + 8
     for place, column in enumerate(drawn):
         y = bottom + _AXIS + _LINE * (place + 1) - 6
@@ -69,10 +73,10 @@ def accuracy_svg(panels: Sequence[tuple[str, Sequence[Curve]]]) -> str:
     return document(width, height, body)
 
 
-def _panel(left: float, title: str, some: Sequence[Curve]) -> list[str]:
-    seconds = [x for curve in some for x, _ in curve.points] or [1.0]
-    shares = [y for curve in some for _, y in curve.points] or [0.0, 100.0]
-    step_x, step_y = _step(max(seconds)), _step(max(shares) - min(shares))
+def _panel(left: float, panel: Panel) -> list[str]:
+    seconds = [x for curve in panel.curves for x, _ in curve.points] or [1.0]
+    shares = [y for curve in panel.curves for _, y in curve.points] or [0.0, 100.0]
+    step_x, step_y = _step(max(seconds)), _step(max(max(shares) - min(shares), 1.0))
     right, low = max(seconds), math.floor(min(shares) / step_y) * step_y
     high = math.ceil(max(shares) / step_y) * step_y
     high += step_y * (high == low)
@@ -81,8 +85,9 @@ def _panel(left: float, title: str, some: Sequence[Curve]) -> list[str]:
     def at(x: float, y: float) -> tuple[float, float]:
         return left + _LEFT + wide * x / right, _TOP + _HIGH * (high - y) / (high - low)
 
-    out = [_text(left + _LEFT, 18, title, INK, weight="bold"), *_axes(at, step_x, right, step_y, low, high)]
-    for curve in some:
+    out = [_text(left + _LEFT, 18, panel.title, INK, weight="bold"), *_axes(at, step_x, right, step_y, low, high)]
+    out.append(_text(left + _LEFT, _TOP - 12, f"accuracy on dev, % of {panel.unit}", GREY))
+    for curve in panel.curves:
         places = [at(*point) for point in curve.points]
         colour, line = _colour(curve.column), "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         out.append(f'<path d="M{line}" stroke="{colour}" stroke-width="1.5" fill="none"/>')
@@ -98,7 +103,7 @@ def _axes(
     low: float,
     high: float,
 ) -> list[str]:
-    out = [_text(at(0, high)[0], _TOP - 12, "accuracy on dev, %", GREY)]
+    out = []
     for number in range(round((high - low) / step_y) + 1):
         (x, y), (end, _) = at(0, low + number * step_y), at(right, low)
         out.append(f'<path d="M{x:.1f} {y:.1f}H{end:.1f}" stroke="#e5e7eb"/>')
@@ -112,7 +117,7 @@ def _axes(
 
 def _step(span: float) -> float:
     """Between two lines: 1, 2 or 5 times a power of ten, about five of them in the span."""
-    rough = max(span, 1e-6) / _TICKS
+    rough = span / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
 
@@ -126,11 +131,12 @@ def _text(x: float, y: float, text: str, colour: str, anchor: str = "start", wei
     return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>'
 
 
-def panel_of(path: Path) -> tuple[str, list[Curve]]:
-    """A file's title and curves."""
+def panel_of(path: Path) -> Panel:
+    """Of a file."""
     store = Store(path, None)
     settings: dict[str, Any] = store.settings
-    return TASKS[settings["task"]].title, curves(store.read())
+    task = TASKS[settings["task"]]
+    return Panel(task.title, task.unit, curves(store.read()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

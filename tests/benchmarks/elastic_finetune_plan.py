@@ -77,24 +77,24 @@ class Result:
         frozen: entries of the layer list that it trained without, at its end.
         shapes: (stages, replicas) at its end.
         counts: of the cache, samples of all ranks.
-        test: accuracy at the end, in per cent.
         changes: of frozen layers and of the shape.
         slowdown: how many times longer the two processes took for a fixed computation at once than one alone, at worst: before
             the first epoch, and after each.
+        test: accuracy at the end, in per cent.
     """
 
     run: Run
     steps: int
-    seconds: list[float]
-    fastest: list[float]
-    losses: list[float]
-    dev: list[float]
-    frozen: list[int]
-    shapes: list[tuple[int, int]]
-    counts: list[dict[str, int]]
-    test: float
-    changes: list[Change]
-    slowdown: list[float]
+    seconds: list[float] = field(default_factory=list)
+    fastest: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    dev: list[float] = field(default_factory=list)
+    frozen: list[int] = field(default_factory=list)
+    shapes: list[tuple[int, int]] = field(default_factory=list)
+    counts: list[dict[str, int]] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    slowdown: list[float] = field(default_factory=list)
+    test: float = 0.0
 
     @property
     def total(self) -> float:

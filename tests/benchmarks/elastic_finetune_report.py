@@ -150,7 +150,8 @@ def target_lines(plan: Plan, finished: Finished, sensible: float | None = None) 
     lines += [
         f"{faster:.2f} times as fast as the pipeline, at least {SPEEDUP:.1f}: {_verdict(faster >= SPEEDUP)}; "
         f"{_undisturbed(pipeline, ours)}",
-        f"accuracy on test {lost:.2f} points below the pipeline's, at most {allowed:.2f}: {_verdict(lost <= allowed)}",
+        f"accuracy on test {abs(lost):.2f} points {'above' if lost < 0 else 'below'} the pipeline's, "
+        f"at most {allowed:.2f} below: {_verdict(lost <= allowed)}",
     ]
     faster = _faster(replicas, ours)
     lines.append(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.benchmarks.elastic_finetune_plan import Job, Plan, Probed, Result, Store, mean, needed, what_is_wrong
 from tests.benchmarks.elastic_finetune_run import PLACES, Part, Run, begin, evaluate, finish, steps_of_epoch, train
 from tests.benchmarks.elastic_finetune_tasks import Data, Settings, layers_of
 from tests.benchmarks.measure import WrongResult
-from tests.benchmarks.rounds import probe
+from tests.benchmarks.rounds import PATIENCE, SLOWDOWN_LIMIT, probe
 from tests.benchmarks.workers import Workers
 
 Say = Callable[[str], None]
@@ -26,12 +26,14 @@ class Crew:
         timeout: seconds that an epoch may take.
         together: all runs in the same two processes, which saves their start.
         probe_repeats: of the fixed computation between two epochs, see `rounds.probe`.
+        patience: at most so many probes wait for a quiet machine before a run.
     """
 
     log: str = os.devnull
     timeout: float = 7200.0
     together: bool = False
     probe_repeats: int = 4
+    patience: int = PATIENCE
     _pair: Workers | None = None
 
     @contextmanager
@@ -44,6 +46,20 @@ class Crew:
             return
         with pair:
             yield pair
+
+    def slowdown(self, pair: Workers) -> float:
+        """As `Result.slowdown`, now."""
+        found = probe(pair, self.probe_repeats)
+        return max(found.together) / min(found.alone)
+
+    def quiet(self, pair: Workers) -> float:
+        """As `slowdown`, once the machine is quiet or patience has run out."""
+        found = self.slowdown(pair)
+        for _ in range(self.patience):
+            if found <= SLOWDOWN_LIMIT:
+                break
+            found = self.slowdown(pair)
+        return found
 
     def close(self) -> None:
         """End the processes."""
@@ -73,30 +89,31 @@ def sweep(plan: Plan, settings: Settings, data: Data, store: Store, crew: Crew, 
 
 def _made(job: Job, plan: Plan, settings: Settings, data: Data, pair: Workers, crew: Crew, say: Say) -> Probed | Result:
     if job.probe:
-        found = probed(pair, settings, job.run, plan.probe_steps)
+        found = probed(pair, settings, job.run, plan.probe_steps, crew)
         say(f"  a step takes {found.median:.3f} s, the fastest {found.fastest:.3f} s")
         return found
-    result = finetuned(pair, settings, job.run, data, crew.probe_repeats, say)
+    result = finetuned(pair, settings, job.run, data, crew, say)
     wrong = what_is_wrong(result, len(layers_of(settings, job.run.seed)))
     if wrong:
         raise WrongResult(f"{job.run.name}: {'; '.join(wrong)}")
     return result
 
 
-def probed(pair: Workers, settings: Settings, run: Run, steps: int) -> Probed:
+def probed(pair: Workers, settings: Settings, run: Run, steps: int, crew: Crew) -> Probed:
     """A few steps; the first quarter of them is to settle in."""
     pair.call(begin, settings, run)
+    crew.quiet(pair)
     part = slowest(pair.call(train, steps))
     pair.call(finish)
     settled = sorted(part.steps[steps // 4 :])
     return Probed(run, settled[0], settled[len(settled) // 2])
 
 
-def finetuned(pair: Workers, settings: Settings, run: Run, data: Data, probe_repeats: int, say: Say) -> Result:
+def finetuned(pair: Workers, settings: Settings, run: Run, data: Data, crew: Crew, say: Say) -> Result:
     """All epochs of a training, with dev after each and test at the end."""
     steps = steps_of_epoch(settings, data)
     pair.call(begin, settings, run)
-    result = Result(run, steps, [], [], [], [], [], [], [], 0.0, [], [_slowdown(pair, probe_repeats)])
+    result = Result(run, steps, slowdown=[crew.quiet(pair)])
     totals: list[dict[str, int]] = []
     for epoch in range(settings.epochs):
         ranks = pair.call(train, steps)
@@ -109,7 +126,7 @@ def finetuned(pair: Workers, settings: Settings, run: Run, data: Data, probe_rep
         result.changes.extend(part.changes)
         totals.append({name: sum(rank.counts[name] for rank in ranks) for name in part.counts})
         result.counts.append(_of_epoch(totals, result.frozen))
-        result.slowdown.append(_slowdown(pair, probe_repeats))
+        result.slowdown.append(crew.slowdown(pair))
         result.dev.append(_accuracy(pair, "dev"))
         say(f"  {_epoch(result, epoch)}")
     test = _accuracy(pair, "test")
@@ -118,7 +135,7 @@ def finetuned(pair: Workers, settings: Settings, run: Run, data: Data, probe_rep
         raise WrongResult(
             f"{run.name}: got {sorted(counted)} samples trained, must be {settings.epochs} epochs of {len(data.train)}"
         )
-    return Result(**{**vars(result), "test": test})
+    return replace(result, test=test)
 
 
 def slowest(ranks: Sequence[Part]) -> Part:
@@ -132,11 +149,6 @@ def _of_epoch(totals: Sequence[dict[str, int]], frozen: Sequence[int]) -> dict[s
     if len(totals) < 2 or frozen[-1] != frozen[-2]:
         return now
     return {name: count - totals[-2][name] for name, count in now.items()}
-
-
-def _slowdown(pair: Workers, repeats: int) -> float:
-    found = probe(pair, repeats)
-    return max(found.together) / min(found.alone)
 
 
 def _accuracy(pair: Workers, part: str) -> float:

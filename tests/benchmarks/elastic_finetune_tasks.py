@@ -112,7 +112,7 @@ class Task:
     """How it is read, and what is trained on it.
 
     Attributes:
-        title: for the reader of a table.
+        title: in a few words.
         unit: what accuracy counts.
         read: the parts.
         layers: for a seed.
@@ -259,21 +259,21 @@ _SYNTHETIC = {"bert": _synthetic_sentences, "vit": _synthetic_images, "gpt": _sy
 _SMALLER = {"epochs": 5, "seeds": 1, "alphas": (1 / 3,), "tokens": 0, "lr": 1e-3}
 TASKS = {
     "bert": Task(
-        "BERT of 6 layers x 384 on SST-2's sentences",
+        "BERT on SST-2, 6 layers x 384",
         "sentences",
         _sentences,
         _bert,
         {"epochs": 5, "seeds": 3, "alphas": (1 / 4, 1 / 3, 2 / 5, 1 / 2), "tokens": 32, "lr": 1e-4, "limit": None},
     ),
     "vit": Task(
-        "vision Transformer of 6 layers x 128 on CIFAR-10, 10,000 images, from random weights",
+        "ViT on CIFAR-10, 6 layers x 128",
         "images",
         _images,
         _vision,
         {**_SMALLER, "limit": None},
     ),
     "gpt": Task(
-        "GPT of 6 layers x 128 on Python's standard library, next bytes, from random weights",
+        "GPT on Python's library, 6 layers x 128",
         "bytes",
         _texts,
         _text,
