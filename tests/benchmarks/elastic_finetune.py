@@ -41,10 +41,10 @@ from tests.benchmarks.workers import WorkerError
 
 FOLDER = "runs/elastic_finetune"
 WARMUP = 0.1
-USUAL: dict[str, Any] = {"batch": 32, "micro_batches": (4, 8, 16), "probe_steps": 40}
+USUAL: dict[str, Any] = {"batch": 32, "micro_batches": (4, 8, 16), "probe_steps": 40, "probe_rounds": 2}
 QUICK: dict[str, Any] = {
     **{"epochs": 4, "seeds": 1, "alphas": (1 / 4, 1 / 2), "limit": None, "lr": 3e-3},
-    **{"batch": 8, "micro_batches": (4,), "probe_steps": 2},
+    **{"batch": 8, "micro_batches": (4,), "probe_steps": 2, "probe_rounds": 1},
 }
 
 
@@ -67,6 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=_count, help="samples of a step (default 32; 8 with --quick)")
     add("--micro-batches", type=_counts, help="that are probed (default 4,8,16; 4 with --quick)")
     add("--probe-steps", type=_count, help="of each probe (default 40; 2 with --quick)")
+    add("--probe-rounds", type=_count, help="of all probes (default 2; 1 with --quick)")
     add("--resize", choices=("measured", "halve"), help="policy of our columns (default measured; halve with --quick)")
     add("--cache-dtype", choices=("exact", "bf16"), default="exact", help="of what the cache keeps (default exact)")
     add("--cache-disk", metavar="FOLDER", help="of the cache, for what memory does not hold (default: none)")
@@ -153,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = settings_of(options)
     plan = Plan(
         options.batch, tuple(range(options.seeds)), options.alphas, options.columns,
-        micro_batches=options.micro_batches, probe_steps=options.probe_steps,
+        micro_batches=options.micro_batches, probe_steps=options.probe_steps, probe_rounds=options.probe_rounds,
     )  # fmt: skip
     try:
         data = read(settings)

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -43,6 +44,7 @@ class Plan:
         columns: of `COLUMNS`.
         partitions, micro_batches: that are probed.
         probe_steps: of each probe.
+        probe_rounds: of all probes, lest a noisy minute decides.
     """
 
     batch: int
@@ -52,6 +54,7 @@ class Plan:
     partitions: tuple[str, ...] = ("uniform", "parameters")
     micro_batches: tuple[int, ...] = (4, 8, 16)
     probe_steps: int = 40
+    probe_rounds: int = 2
 
 
 @dataclass(frozen=True)
@@ -165,10 +168,12 @@ def trained(plan: Plan, column: str, seed: int, alpha: float | None, probed: Seq
 
 def needed(plan: Plan, finished: Finished) -> list[Job]:
     """What is missing, as far as that is known, in order; neighbours change from seed to seed."""
-    probed = {one.run for one in finished.probes}
-    missing = [Job(True, run) for run in probes(plan) if run not in probed]
-    if missing:
-        return missing
+    probed, runs = Counter(one.run for one in finished.probes), probes(plan)
+    for number in range(plan.probe_rounds):
+        missing = [run for run in runs if probed[run] <= number]
+        if missing:
+            more = (plan.probe_rounds - 1 - number) * runs
+            return [Job(True, run) for run in (*missing, *more)]
     done = {one.run for one in finished.results}
     kinds = [*((column, None) for column in (PIPELINE, REPLICAS)), *((CACHE, alpha) for alpha in plan.alphas)]
     wanted = _of_seeds(plan, kinds, finished.probes)

@@ -15,7 +15,7 @@ from tests.benchmarks.elastic_finetune_plan import (
     mean,
     spread,
 )
-from tests.benchmarks.elastic_finetune_run import CACHE, FREEZE, PIPELINE, REPLICAS, RESHAPE
+from tests.benchmarks.elastic_finetune_run import CACHE, FREEZE, PIPELINE, REPLICAS, RESHAPE, Run
 
 TITLES = {
     PIPELINE: "DeepSpeed, pipeline",
@@ -118,11 +118,13 @@ def launch_lines(finished: Finished) -> list[str]:
         (REPLICAS, TITLES[REPLICAS]),
         (RESHAPE, "ours, nothing frozen"),
     ):
-        best = fastest(column, finished.probes)
-        parts = []
+        seconds: dict[Run, float] = {}
         for one in (each for each in finished.probes if each.run.column == column):
-            text = f"{one.run.partition} {one.run.micro_batch}: {one.fastest:.3f} s"
-            parts.append(f"**{text}**" if one.run == best else text)
+            seconds[one.run] = min(one.fastest, seconds.get(one.run, one.fastest))
+        best, parts = fastest(column, finished.probes), []
+        for run, least in seconds.items():
+            text = f"{run.partition} {run.micro_batch}: {least:.3f} s"
+            parts.append(f"**{text}**" if run == best else text)
         if parts:
             lines.append(f"- {title}: {', '.join(parts)}")
     return lines

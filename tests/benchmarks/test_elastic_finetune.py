@@ -32,7 +32,7 @@ from tests.benchmarks.elastic_finetune_plan import (
     probes,
     what_is_wrong,
 )
-from tests.benchmarks.elastic_finetune_report import epochs_table, table, target_lines
+from tests.benchmarks.elastic_finetune_report import epochs_table, launch_lines, table, target_lines
 from tests.benchmarks.elastic_finetune_run import (
     CACHE,
     COLUMNS,
@@ -104,13 +104,23 @@ def test_probes_are_of_all_partitions_and_micro_batches() -> None:
 
 def test_seed_by_seed_and_alpha_is_chosen_before_the_rest() -> None:
     finished, jobs = made(PLAN, usual)
-    assert [job.probe for job in jobs] == [True] * 12 + [False] * (3 * 4 + 3 * 2)
-    kinds = [(job.run.column, job.run.alpha, job.run.seed) for job in jobs[12:]]
+    assert [job.probe for job in jobs] == [True] * 24 + [False] * (3 * 4 + 3 * 2)
+    assert [job.run for job in jobs[:24]] == probes(PLAN) * 2 and len(needed(PLAN, Finished())) == 24
+    kinds = [(job.run.column, job.run.alpha, job.run.seed) for job in jobs[24:]]
     first = [(PIPELINE, None), (REPLICAS, None), (CACHE, 1 / 4), (CACHE, 1 / 2)]
     assert kinds[:8] == [(*kind, 0) for kind in first] + [(*kind, 1) for kind in first[::-1]]
     assert {kind[:2] for kind in kinds[12:]} == {(FREEZE, 1 / 4), (RESHAPE, 1 / 4)}
-    assert len(set(jobs)) == len(jobs) and needed(PLAN, finished) == []
-    assert {(run.partition, run.micro_batch) for run in (job.run for job in jobs[12:])} == {("uniform", 8)}
+    assert len(set(jobs[24:])) == 18 and needed(PLAN, finished) == []
+    assert {(run.partition, run.micro_batch) for run in (job.run for job in jobs[24:])} == {("uniform", 8)}
+
+
+def test_the_fastest_of_all_rounds_is_trained() -> None:
+    finished, _ = made(PLAN, usual)
+    finished.results.clear()
+    finished.probes.append(Probed(Run(PIPELINE, 0, None, "parameters", 16), 0.6, 0.9))
+    assert needed(PLAN, finished)[0].run == Run(PIPELINE, 0, None, "parameters", 16)
+    said = launch_lines(finished)
+    assert len(said) == 3 and said[0].count("**") == 2 and said[0].endswith("**parameters 16: 0.600 s**")
 
 
 def test_alpha_is_the_fastest_that_does_no_harm_else_the_most_accurate() -> None:
