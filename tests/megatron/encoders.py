@@ -93,7 +93,7 @@ def build(model: Encoder, *, tensor: int = 1, stages: int = 1, **arguments: Any)
 
 
 def batches(model: Encoder) -> Iterator[Any]:
-    """Endless micro-batches of (inputs, labels); every text is padded, and each micro-batch has other numbers of masked tokens."""
+    """Endless micro-batches of (inputs, labels); texts are padded, micro-batches have other numbers of masked tokens."""
     random = torch.Generator().manual_seed(3)
     while True:
         labels = torch.randint(0, CLASSES, (MICRO_BATCH,), generator=random)
