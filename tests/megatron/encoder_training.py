@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from torch import distributed as dist
 
 import ds_terapipe
-from tests.megatron.common import allow_fp64, whole_tensors
+from tests.megatron.common import allow_fp64, relative, whole_tensors
 from tests.megatron.encoders import HEADS, MICRO_BATCH, MICRO_BATCHES, Encoder, batches, build, reference
+from tests.mutants import installed, neutral, verify_hits
+from tests.spawn import run_ranks
 
 STEPS = 3
 KINDS: dict[str, dict[str, Any]] = {
@@ -175,3 +178,49 @@ def together(rank: int, world: int, trainings: Sequence[Training]) -> list[Resul
 def without_key_bias(name: str, value: np.ndarray) -> np.ndarray:
     """Attention key biases have a true gradient of zero; what is there, and what AdamW makes of it, is rounding noise."""
     return value.reshape(HEADS, 3, -1)[:, [0, 2]] if name.endswith("linear_qkv.bias") else value
+
+
+# -------------------------------------------------------------------------------------------------------------- defects
+
+EXACT = 1e-10
+
+
+def off_by(mutant: str | None, kind: str) -> float:
+    """How far the layers of a BERT or ViT, one behind the other, are from the reference under a mutant, in tolerances.
+
+    Of the loss and of all gradients. One process measures it for all mutants.
+    """
+    return _measured(kind)[mutant]
+
+
+@cache
+def _measured(kind: str) -> dict[str | None, float]:
+    from tests.mutants.encoders import CHECKS
+
+    (names,) = [check.catches for check in CHECKS if check.args == (kind,)]
+    return run_ranks(_measure, 1, kind, [None, neutral(names), *names])[0]
+
+
+def _measure(rank: int, world: int, kind: str, names: Sequence[str | None]) -> dict[str | None, float]:
+    model = Encoder(kind, dtype=torch.float64)
+    wanted, pipeline = reference(model), build(model)
+    inputs, labels = next(batches(model))
+    wanted_loss = wanted.loss(inputs, labels)
+    wanted_loss.backward()
+    found = {}
+    for name in names:
+        with installed(name) as hits:
+            hidden = inputs
+            for layer in pipeline.forward_funcs:
+                hidden = layer(hidden)
+            loss = pipeline.loss_fn(hidden, labels)
+            loss.backward()
+        verify_hits(name, [hits])
+        differences = [abs(float(loss) / float(wanted_loss) - 1)]
+        for key, parameter in pipeline.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            pair = (without_key_bias(key, tensor.numpy()) for tensor in (gradient, wanted.parameters[key].grad))
+            differences.append(relative(*pair))
+            parameter.grad = None
+        found[name] = max(differences) / EXACT
+    return found
