@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 
 import ds_terapipe
+from ds_terapipe.errors import ConfigError
 from tests.megatron.common import allow_fp64, relative, whole_tensors
 from tests.megatron.encoders import HEADS, MICRO_BATCH, MICRO_BATCHES, Encoder, batches, build, reference
 from tests.mutants import installed, neutral, verify_hits
@@ -98,6 +99,27 @@ def alone(rank: int, world: int, trainings: Sequence[Training]) -> list[Result]:
             optimizer.step()
         results.append(Result(losses, gradients, _arrays(model.parameters)))
     return results
+
+
+def refused(model: Encoder) -> list[str]:
+    """What an engine says that is to cut its samples, in one process: before it is built, and after."""
+    said = []
+    for slices in (2, "auto"):
+        try:
+            engine_of(Training(model, "TokenPipelineEngine", stages=1), token_pipeline={"slices": slices})
+        except ConfigError as error:
+            said.append(str(error))
+    engine = engine_of(Training(model, "TokenPipelineEngine", stages=1))
+    try:
+        engine.set_slices(2)
+    except ConfigError as error:
+        said.append(str(error))
+    return said
+
+
+def alone_and_refused(rank: int, world: int, trainings: Sequence[Training], models: Sequence[Encoder]) -> Any:
+    """`alone` and `refused` in one process."""
+    return alone(rank, world, trainings), [refused(model) for model in models]
 
 
 def _arrays(tensors: Any) -> dict[str, np.ndarray]:
