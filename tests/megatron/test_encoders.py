@@ -49,8 +49,20 @@ def launched() -> tuple[list[Result], list[list[str]], list[Result]]:
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_it_trains_as_one_process_does(name: str) -> None:
-    training, number = TRAININGS[name], list(TRAININGS).index(name)
-    wanted, got = launched()[0][number], launched()[2][number]
+    number = list(TRAININGS).index(name)
+    check(TRAININGS[name], launched()[0][number], launched()[2][number])
+
+
+@pytest.mark.full
+def test_tensor_parallel_stages_freeze_and_become_replicas() -> None:
+    cases = [Training(Encoder(kind), ELASTIC, tensor=2, **MOVES) for kind in KINDS]
+    references, _ = run_ranks(alone_and_refused, 1, cases, [])[0]
+    for training, wanted, got in zip(cases, references, run_ranks(together, 4, cases)[0], strict=True):
+        check(training, wanted, got)
+
+
+def check(training: Training, wanted: Result, got: Result) -> None:
+    """Losses, gradients of the first step and weights at the end are those of one process, in the shapes that it was to have."""
     limit = LIMITS[training.model.dtype]
     assert got.losses == pytest.approx(wanted.losses, rel=limit)
     assert len(set(got.losses)) == training.steps and got.shapes == shapes(training)
