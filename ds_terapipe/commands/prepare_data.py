@@ -162,7 +162,7 @@ def write_dataset(files: Sequence[Path], prefix: str, sentences: bool = False) -
 
 def split_sentences(text: bytes) -> list[bytes]:
     """The lines that have a word, without the blanks around them, in pieces that BERT's dataset takes."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines()]
     return [line[start : start + LONGEST_SENTENCE] for line in lines for start in range(0, len(line), LONGEST_SENTENCE)]
 
 

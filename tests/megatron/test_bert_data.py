@@ -56,6 +56,7 @@ def test_samples_are_two_sentences_whose_masked_tokens_are_labels(tmp_path: Path
         40,
     )
     assert {tensor.dtype for tensor in (tokens, types, padding, labels, mask, order)} == {torch.int64}
+    assert order.tolist() == [train[index]["is_random"] for index in range(40)]
     assert set(order.tolist()) == set(types.flatten().tolist()) == set(padding.flatten().tolist()) == {0, 1}
     assert (tokens[padding == 0] == 0).all() and (types[padding == 0] == 0).all() and (mask[padding == 0] == 0).all()
     vocabulary = WordPieces.of_bytes()
