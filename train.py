@@ -1,4 +1,4 @@
-"""Trains a GPT with DeepSpeed and megatron-core; arguments are Megatron's, the optimizer and batch sizes are DeepSpeed's."""
+"""Trains a GPT, BERT or ViT with DeepSpeed and megatron-core: Megatron's arguments, DeepSpeed's optimizer and batch sizes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import argparse
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn import functional as F
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ds_terapipe.elastic import state as elastic_state
 from ds_terapipe.elastic.engine import ElasticPipelineEngine
 from ds_terapipe.errors import ConfigError, bad_value
-from ds_terapipe.megatron import gpt_pipeline
-from ds_terapipe.megatron.data import BatchIterator, gpt_datasets
+from ds_terapipe.megatron import tasks
+from ds_terapipe.megatron.data import SampleIterator
 from ds_terapipe.plan.stages import even_layers, read_layers
 
 logger = logging.getLogger("train")
@@ -32,42 +31,22 @@ STAGE_LAYERS_FILE = "stage_layers.json"  # in the folder of each checkpoint
 def parse_arguments() -> argparse.Namespace:
     """Megatron's names and, where it has them, Megatron's defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    _add_model_arguments(parser.add_argument_group("model"))
+    tasks.add_model_arguments(parser.add_argument_group("model"))
+    tasks.add_text_arguments(parser.add_argument_group("GPT and BERT"))
+    tasks.add_image_arguments(parser.add_argument_group("ViT"))
     _add_training_arguments(parser.add_argument_group("training"))
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
     if not args.deepspeed_config:
         parser.error("--deepspeed_config is required: batch sizes and optimizer are in it, e.g. configs/demo.json")
-    if args.stage_layers is not None:
-        try:
+    try:
+        if args.stage_layers is not None:
             args.stage_layers = read_layers(args.stage_layers, args.num_layers, args.pipeline_model_parallel_size)
-        except ConfigError as error:
-            parser.error(str(error))
+        args.task = tasks.TASKS[args.model](args)
+    except ConfigError as error:
+        parser.error(str(error))
     return args
-
-
-def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--num-layers", type=int, required=True)
-    add("--hidden-size", type=int, required=True)
-    add("--num-attention-heads", type=int, required=True)
-    add("--ffn-hidden-size", type=int, help="default: 4 x hidden size, 8/3 x with --swiglu")
-    add("--num-query-groups", type=int, help="key and value heads, default: one for each attention head")
-    add("--seq-length", type=int, required=True)
-    add("--max-position-embeddings", type=int, help="default: --seq-length")
-    add("--position-embedding-type", choices=["learned_absolute", "rope"], default="learned_absolute")
-    add("--rotary-percent", type=float, default=1.0)
-    add("--rotary-base", type=int, default=10000)
-    add("--vocab-size", type=int, required=True, help="token ids in the data, before padding")
-    add("--make-vocab-size-divisible-by", type=int, default=128, help="times the tensor parallel size")
-    add("--untie-embeddings-and-output-weights", action="store_true")
-    add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
-    add("--swiglu", action="store_true")
-    add("--disable-bias-linear", action="store_true")
-    add("--attention-dropout", type=float, default=0.0)
-    add("--hidden-dropout", type=float, default=0.0)
-    add("--init-method-std", type=float, default=0.02)
 
 
 def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
@@ -75,9 +54,7 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add("--tensor-model-parallel-size", type=int, default=1)
     add("--pipeline-model-parallel-size", type=int, default=1)
     add("--stage-layers", metavar="N,N", help="Transformer layers of each stage, default: even; see `ds_terapipe plan`")
-    add("--data-path", nargs="+", required=True, help="prefix of .bin and .idx, or weight prefix weight prefix ...")
-    add("--split", default="969,30,1", help="parts of the documents for training, validation, test")
-    add("--data-cache-path", help="where the order of samples is kept, default: beside the data")
+    add("--split", default="969,30,1", help="parts of documents, or of each class, for training, validation, test")
     add("--train-iters", type=int, required=True)
     add("--eval-interval", type=int, default=1000)
     add("--eval-iters", type=int, default=0, help="batches in an evaluation; 0: none")
@@ -88,39 +65,6 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add("--load", help="folder to continue from, if there is a checkpoint in it")
     add("--exit-interval", type=int, help="stop after an iteration that is a multiple of this")
     add("--seed", type=int, default=1234)
-
-
-def build_model(args: argparse.Namespace) -> torch.nn.Module:
-    """The pipeline of megatron-core layers that the arguments describe."""
-    activation = {"activation_func": F.silu, "gated_linear_unit": True} if args.swiglu else {}
-    config = TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        ffn_hidden_size=args.ffn_hidden_size or (int(args.hidden_size * 8 / 3 / 64) * 64 if args.swiglu else None),
-        normalization=args.normalization,
-        add_bias_linear=not args.disable_bias_linear,
-        attention_dropout=args.attention_dropout,
-        hidden_dropout=args.hidden_dropout,
-        init_method_std=args.init_method_std,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        **activation,
-    )
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return gpt_pipeline(
-        config,
-        vocab_size=-(-args.vocab_size // multiple) * multiple,
-        seq_length=args.seq_length,
-        num_stages=args.pipeline_model_parallel_size,
-        position_embedding="rope" if args.position_embedding_type == "rope" else "learned",
-        max_position_embeddings=args.max_position_embeddings,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        tied=not args.untie_embeddings_and_output_weights,
-        layers_per_stage=args.stage_layers,
-        seed=args.seed,
-    )
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -163,31 +107,26 @@ class Trainer:
     """The engine, where it is in the data, and what it tells about it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        model = build_model(args)
+        self.args, self.task = args, args.task
+        model = self.task.model()
         self.engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=parameter_groups(model))
         self.share = Share.of(self.engine)
         self.first = torch.distributed.get_rank() == 0
         # Dropout: another stream for each stage and replica, the same for the parts of a layer.
         torch.manual_seed(args.seed + 100 * self.engine.grid.get_stage_id() + 10 * self.share.replica)
         self.iteration = self._load()
-        self.train_data, self.valid_data, _ = gpt_datasets(
-            args.data_path,
-            vocab_size=args.vocab_size,
-            seq_length=args.seq_length,
-            samples=[self._samples(), args.eval_iters * self.engine.train_batch_size(), 0],
-            split=args.split,
-            seed=args.seed,
-            cache_path=args.data_cache_path,
-            needed=lambda: self.share.reads,
-        )
+        validation = args.eval_iters * self.engine.train_batch_size()
+        self.train_data, self.valid_data = self.task.datasets(self._samples(), validation, lambda: self.share.reads)
 
-    def _samples(self) -> int:
-        """Samples of the whole training; the schedule MixedBatch has its own batch for each phase."""
+    def _samples(self) -> dict[int, int]:
+        """Samples of the whole training by their length; the schedule MixedBatch has its own for each phase."""
         phases = getattr(self.engine.lr_scheduler, "phases", None)
         if phases is None:
-            return self.args.train_iters * self.engine.train_batch_size()
-        return sum(phase.steps * phase.batch_size for phase in phases)
+            return {self.task.seq_length: self.args.train_iters * self.engine.train_batch_size()}
+        samples: Counter[int] = Counter()
+        for phase in phases:
+            samples[phase.seq_length] += phase.steps * phase.batch_size
+        return dict(samples)
 
     def _load(self) -> int:
         if not self.args.load:
@@ -238,15 +177,12 @@ class Trainer:
             new.replace(folder / tag / STAGE_LAYERS_FILE)  # whole or not at all
         self.engine.save_checkpoint(self.args.save, tag=tag, client_state={"iteration": self.iteration})
 
-    def _batches(self, dataset: Any, consumed: int) -> BatchIterator | None:
+    def _batches(self, dataset: Any, consumed: int) -> SampleIterator | None:
         if not self.share.reads:
             return None
-        return BatchIterator(
-            dataset,
-            self.share.micro_batch,
-            replica=self.share.replica,
-            replicas=self.share.replicas,
-            consumed=consumed,
+        share = self.share
+        return self.task.batches(
+            dataset, share.micro_batch, replica=share.replica, replicas=share.replicas, consumed=consumed
         )
 
     def train(self) -> None:
@@ -273,7 +209,7 @@ class Trainer:
     def _tokens(self) -> int:
         """Tokens of the next step."""
         phase = getattr(self.engine.lr_scheduler, "phase", None)
-        return self.engine.train_batch_size() * (self.args.seq_length if phase is None else phase.seq_length)
+        return self.engine.train_batch_size() * (self.task.seq_length if phase is None else phase.seq_length)
 
     def _at(self, interval: int) -> bool:
         return self.iteration % interval == 0 or self.iteration == self.args.train_iters
@@ -298,7 +234,9 @@ class Trainer:
     def evaluate(self) -> None:
         """Mean loss over the first ``--eval-iters`` batches of the validation data."""
         batches = self._batches(self.valid_data, consumed=0)
+        self.engine.reset_activation_shape()  # DeepSpeed's own engine sends no shapes anew, and a phase may have other ones
         losses = [float(self.engine.eval_batch(batches)) for _ in range(self.args.eval_iters)]
+        self.engine.reset_activation_shape()
         if self.first:
             logger.info(f"iteration {self.iteration} | validation loss {sum(losses) / len(losses):.4f}")
 

@@ -306,6 +306,13 @@ NAMES: tuple[Name, ...] = (
         needed=False,
     ),
     Name("megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec", "0.16.1", "megatron: a layer's parts"),
+    Name("megatron.core.models.bert.bert_layer_specs:bert_layer_local_spec", "0.16.1", "megatron: a layer's parts"),
+    Name("megatron.core.datasets.bert_dataset:BERTMaskedWordPieceDataset", "0.16.1", "megatron: samples"),
+    Name(
+        "megatron.core.tensor_parallel.layers:set_tensor_model_parallel_attributes",
+        "0.16.1",
+        "megatron: a bias of which each rank has a part",
+    ),
     Name("megatron.core.parallel_state:create_group#_global_process_group_list", "0.16.1", "megatron: what to destroy"),
     Name("megatron.core.process_groups_config:ProcessGroupCollection", "0.16.1", "megatron: groups of a layer"),
     Name(

@@ -233,9 +233,20 @@ def check_model_class(model: Any) -> None:
         use = "deepspeed.pipe.PipelineModule or remove the key"
         raise bad_value(TOKEN_PIPELINE, name, "a model with one stage per rank (DualPipeV has two)", use)
     if not isinstance(model, PipelineModule):
-        use = "deepspeed.pipe.PipelineModule(layers=..., num_stages=2) or remove the key"
+        build = (
+            "ds_terapipe.megatron.bert_pipeline(config"
+            if _is_bert(model)
+            else "deepspeed.pipe.PipelineModule(layers=..."
+        )
+        use = f"{build}, num_stages=2) or remove the key"
         rule = "left uncompiled" if name == "OptimizedModule" else "a PipelineModule"
         raise bad_value(TOKEN_PIPELINE, name, rule, use)
+
+
+def _is_bert(model: Any) -> bool:
+    """Whether it is Megatron-LM's, megatron-core's or Hugging Face's model of that name, or has one in it."""
+    inside = model.modules() if hasattr(model, "modules") else ()
+    return any(type(module).__name__ == "BertModel" for module in inside)
 
 
 def check_model(model: Any, cut: bool = True) -> None:
@@ -281,6 +292,8 @@ def _findings(module: Any, cut: bool) -> Iterator[tuple[str, str, str]]:
 
     if cut and ("OptimizedModule" in names or _compiled(module)):
         yield "is compiled", *_UNCOMPILED
+    if cut and getattr(module, "is_bidirectional", False) is True:  # ours, see ds_terapipe/megatron/attention.py
+        yield "is attention that is not causal", "causal where sequences are cut", '"slices": 1'
     if (
         any(origin.startswith(("deepspeed.moe.", "megatron.core.transformer.moe.")) for origin in origins)
         or "SwitchMLP" in names

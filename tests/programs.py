@@ -21,7 +21,7 @@ from .documents import ROOT, Command
 
 LAUNCHER = ("deepspeed",)
 # Programs of other repositories, and so not here: of their arguments, those that DeepSpeed adds are checked.
-ELSEWHERE = ("pretrain_gpt.py",)
+ELSEWHERE = ("pretrain_gpt.py", "pretrain_bert.py")
 DEEPSPEEDS = ("--deepspeed", "--deepspeed_config")
 
 

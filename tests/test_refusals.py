@@ -139,6 +139,7 @@ LAYERS = {
         lambda: megatron_deepspeed_layer(enable_zbh1_pipeline=True),
         "keeps weight gradients back for a zero-bubble schedule",
     ),
+    "bidirectional attention": (lambda: Plain(is_bidirectional=True), "attention that is not causal"),
     "rotary by mark": (lambda: Plain(use_rotary_position_embeddings=True), "rotary positions"),
 }
 
@@ -188,6 +189,12 @@ def refused_layers(rank, world_size, names=tuple(LAYERS)):
     return {name: refused(pipeline(LAYERS[name][0]), {}) for name in names}
 
 
+def bert():
+    """Megatron-DeepSpeed's pretrain_bert.py hands over its model as it is, or in a wrapper."""
+    model = type("BertModel", (Plain,), {"__module__": "megatron.model.bert_model"})()
+    return type("Wrapper", (nn.Sequential,), {})(model)
+
+
 def refused_models(rank, world_size):
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
@@ -204,6 +211,7 @@ def refused_models(rank, world_size):
     found["additional losses"] = refused(pipeline(module_class=WithLosses), {})
     found["additional losses later"] = refused(pipeline(module_class=WithLossesLater), {})
     found["no PipelineModule"] = refused(Plain(), {})
+    found["Megatron's BERT"] = refused(bert(), {})
     found["compiled PipelineModule"] = refused(torch.compile(pipeline()), {})
     four = DualPipeVModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2, partition_method="uniform")
     found["DualPipeV"] = refused(four, {})
@@ -281,6 +289,11 @@ def test_models_are_refused_on_every_rank():
     assert "get_additional_losses" in messages["additional losses"]
     assert "get_additional_losses" in messages["additional losses later"]
     assert 'got "Plain", must be a PipelineModule' in messages["no PipelineModule"]
+    assert "use deepspeed.pipe.PipelineModule(layers=..., num_stages=2) or" in messages["no PipelineModule"]
+    assert messages["Megatron's BERT"] == (
+        'token_pipeline: got "Wrapper", must be a PipelineModule, '
+        "use ds_terapipe.megatron.bert_pipeline(config, num_stages=2) or remove the key"
+    )
     assert "uncompiled" in messages["compiled PipelineModule"]
     assert "DualPipeV" in messages["DualPipeV"]
 
@@ -323,6 +336,10 @@ def test_a_forward_of_the_modules_own_runs_uncut_only():
         ConfigError, match=r'^token_pipeline: Doubled has a forward of its own, must be .*, use "slices": 1'
     ):
         refusals.check_model(model)
+
+
+def test_bidirectional_attention_runs_uncut():
+    refusals.check_model(stage(Plain(is_bidirectional=True)), cut=False)
 
 
 def test_ordinary_configs_pass():

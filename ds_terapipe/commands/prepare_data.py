@@ -16,6 +16,8 @@ from ds_terapipe.commands.progress import progress
 
 END_OF_DOCUMENT = 256
 BYTE_VOCABULARY = 257
+SENTENCE_VOCABULARY = 259  # bytes and BERT's special tokens, as ds_terapipe/megatron/bert_data.py numbers them
+LONGEST_SENTENCE = 512  # megatron-core leaves out documents with a longer one
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 EXAMPLE = """\
@@ -23,6 +25,8 @@ example:
   ds_terapipe prepare-data --output-prefix data/python      the sources of Python's standard library
   ds_terapipe prepare-data --input book.txt notes/ --output-prefix data/books
   deepspeed train.py --data-path data/books --vocab-size 257 ...
+  ds_terapipe prepare-data --split-sentences --output-prefix data/sentences
+  deepspeed train.py --model bert --data-path data/sentences ...
 """
 
 
@@ -32,7 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "prepare-data",
         help="write Megatron .bin and .idx files from text files",
         description="Write a Megatron dataset from text files. A token is a byte of the file; a document is a file, "
-        f"ended by token {END_OF_DOCUMENT}, so --vocab-size is {BYTE_VOCABULARY}.",
+        f"ended by token {END_OF_DOCUMENT}, so --vocab-size is {BYTE_VOCABULARY}. For BERT it is the lines of a file.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -44,6 +48,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--pattern", default=None, help='names to take from folders, e.g. "*.txt" (default: all text files)'
+    )
+    parser.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="for BERT: a document is the lines of a file that are not empty, in pieces of at most "
+        f"{LONGEST_SENTENCE} bytes, without an end; files of one line are left out",
     )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument(
@@ -69,18 +79,20 @@ def prepare_data(options: argparse.Namespace) -> None:
         raise CommandError(f"--make-vocab-size-divisible-by: got {multiple}, must be a positive number, use e.g. 128")
     with progress("looking for files"):
         files = find_files(options.input, options.pattern)
-    documents, tokens = write_dataset(files, options.output_prefix)
-    padded = -(-BYTE_VOCABULARY // multiple) * multiple
+    documents, tokens = write_dataset(files, options.output_prefix, options.split_sentences)
+    vocabulary = SENTENCE_VOCABULARY if options.split_sentences else BYTE_VOCABULARY
+    padded = -(-vocabulary // multiple) * multiple
     data = {
         "data_path": options.output_prefix,
         "documents": documents,
         "tokens": tokens,
-        "vocab_size": BYTE_VOCABULARY,
+        "vocab_size": vocabulary,
         "padded_vocab_size": padded,
     }
+    model = "--model bert" if options.split_sentences else f"--vocab-size {vocabulary}"
     text = (
         f"wrote {options.output_prefix}.bin and .idx: {documents:,} documents, {tokens:,} tokens; "
-        f"train with --data-path {options.output_prefix} --vocab-size {BYTE_VOCABULARY} (padded: {padded})"
+        f"train with --data-path {options.output_prefix} {model} (padded: {padded})"
     )
     show(options, text, data)
 
@@ -109,11 +121,12 @@ def find_files(inputs: Sequence[str] | None, pattern: str | None) -> list[Path]:
     return sorted(set(files))
 
 
-def write_dataset(files: Sequence[Path], prefix: str) -> tuple[int, int]:
-    """Write the files' bytes with megatron-core's own builder.
+def write_dataset(files: Sequence[Path], prefix: str, sentences: bool = False) -> tuple[int, int]:
+    """Write the files' bytes with megatron-core's own builder, whole or, for BERT, as ``sentences``.
 
     Returns:
-        Numbers of documents and tokens, ends of documents included. Empty and binary files are left out.
+        Numbers of documents and tokens, ends of documents included. Empty and binary files are left out, those of one
+        sentence too where these count.
 
     Raises:
         CommandError: as :func:`prepare_data`.
@@ -130,8 +143,13 @@ def write_dataset(files: Sequence[Path], prefix: str) -> tuple[int, int]:
                 text = _read(path)
                 if not text or b"\0" in text:
                     continue
-                document = numpy.append(numpy.frombuffer(text, dtype=numpy.uint8).astype(numpy.uint16), END_OF_DOCUMENT)
-                builder.add_document(document, [len(document)])
+                parts = split_sentences(text) if sentences else [text]
+                if sentences and len(parts) < 2:
+                    continue
+                document = numpy.frombuffer(b"".join(parts), dtype=numpy.uint8).astype(numpy.uint16)
+                if not sentences:
+                    document = numpy.append(document, END_OF_DOCUMENT)
+                builder.add_document(document, [len(part) for part in parts] if sentences else [len(document)])
                 documents += 1
                 tokens += len(document)
             if not documents:
@@ -140,6 +158,12 @@ def write_dataset(files: Sequence[Path], prefix: str) -> tuple[int, int]:
         finally:
             builder.data_file.close()
     return documents, tokens
+
+
+def split_sentences(text: bytes) -> list[bytes]:
+    """The lines that have a word, without the blanks around them, in pieces that BERT's dataset takes."""
+    lines = [line.strip() for line in text.splitlines()]
+    return [line[start : start + LONGEST_SENTENCE] for line in lines for start in range(0, len(line), LONGEST_SENTENCE)]
 
 
 def _read(path: Path) -> bytes:

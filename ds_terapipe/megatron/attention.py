@@ -12,12 +12,14 @@ from torch.nn import functional as F
 from ds_terapipe.errors import ConfigError
 
 
-class CausalAttention(nn.Module):
-    """Causal attention with the interface of megatron-core's ``DotProductAttention``, which needs CUDA.
+class _Attention(nn.Module):
+    """What both kinds have in common: ``softmax(scale * q k^T) v``; grouped-query heads where there are fewer keys than queries.
 
-    ``softmax(scale * q k^T) v`` over the keys up to each query; grouped-query heads when there are fewer keys than
-    queries. ``apply_query_key_layer_scaling`` changes nothing: the softmax is computed in fp32 anyway.
+    ``apply_query_key_layer_scaling`` changes nothing: the softmax is computed in fp32 anyway.
     """
+
+    mask_types: tuple[AttnMaskType, ...]
+    kind: str  # of attention, for errors
 
     def __init__(
         self,
@@ -30,13 +32,37 @@ class CausalAttention(nn.Module):
         **unused: Any,
     ) -> None:
         super().__init__()
-        if attn_mask_type != AttnMaskType.causal or attention_type != "self":
+        if attn_mask_type not in self.mask_types or attention_type != "self":
             raise ConfigError(
-                f"core_attention: got a {attention_type} attention with mask {attn_mask_type.name}, must be causal self-attention"
+                f"core_attention: got a {attention_type} attention with mask {attn_mask_type.name}, must be {self.kind} "
+                "self-attention"
             )
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **which: Any) -> Tensor:
+        """Attend to the keys that ``which``, an argument of PyTorch's attention, lets a query see; shapes as below."""
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        context = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            **which,
+        )
+        return context.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout}, scale={self.softmax_scale}"
+
+
+class CausalAttention(_Attention):
+    """Causal attention with the interface of megatron-core's ``DotProductAttention``, which needs CUDA."""
+
+    mask_types, kind = (AttnMaskType.causal,), "causal"
 
     def forward(
         self,
@@ -48,7 +74,7 @@ class CausalAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attend.
+        """Attend to the keys up to each query.
 
         Args:
             query: [s, b, heads, d].
@@ -60,20 +86,32 @@ class CausalAttention(nn.Module):
         """
         if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
             raise ConfigError("core_attention: got a mask, a bias or packed sequences, must be plain causal attention")
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        context = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.softmax_scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return context.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        return self.attend(query, key, value, is_causal=True)
 
-    def extra_repr(self) -> str:
-        return f"dropout={self.dropout}, scale={self.softmax_scale}"
+
+class BidirectionalAttention(_Attention):
+    """Attention over all keys, or all that are no padding, with the interface of megatron-core's ``DotProductAttention``."""
+
+    mask_types, kind = (AttnMaskType.padding, AttnMaskType.no_mask), "bidirectional"
+    is_bidirectional = True  # which refusals.py refuses where sequences are cut
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend to all keys that ``attention_mask``, bool and broadcast to [b, heads, s, s], does not hide (True: hidden).
+
+        The rest as in :class:`CausalAttention`.
+        """
+        if attention_bias is not None or packed_seq_params is not None:
+            raise ConfigError("core_attention: got a bias or packed sequences, must be attention over whole sequences")
+        return self.attend(query, key, value, attn_mask=None if attention_mask is None else ~attention_mask)
 
 
 class LayerNorm(nn.LayerNorm):

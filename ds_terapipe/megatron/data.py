@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
-from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 
-Batch = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+Batch = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,28 @@ def gpt_datasets(
     Raises:
         ConfigError: there is no dataset at a prefix, or it has no documents for a split that is wanted.
     """
+    blend = blend_of(data_path)
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        blend=blend,
+        split=split,
+        tokenizer=Vocabulary(vocab_size),
+        path_to_cache=cache_path or cache_path_of(blend[0]),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    return build(GPTDataset, config, samples, needed, _has_tokens)
+
+
+def blend_of(data_path: Sequence[str]) -> Any:
+    """Prefixes and weights as megatron-core wants them.
+
+    Raises:
+        ConfigError: there is no dataset at a prefix.
+    """
     blend = get_blend_from_list(list(data_path))
     for prefix in blend[0]:
         missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
@@ -75,38 +98,48 @@ def gpt_datasets(
                 f"--data-path: got {prefix}, but there is no {' and no '.join(missing)}, "
                 f"write them with e.g. ds_terapipe prepare-data --output-prefix {prefix}"
             )
-    config = GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=seq_length,
-        blend=blend,
-        split=split,
-        tokenizer=Vocabulary(vocab_size),
-        path_to_cache=cache_path or _cache_path(blend[0]),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
+    return blend
+
+
+def build(
+    kind: type,
+    config: Any,
+    samples: Sequence[int],
+    needed: Callable[[], bool],
+    usable: Callable[[IndexedDataset], np.ndarray],
+    having: str = "",
+) -> list[Any]:
+    """megatron-core's datasets of a kind for training, validation and test, None where no samples are wanted.
+
+    Args:
+        kind: of megatron-core's classes.
+        config: of that class; of its split those parts go of which no samples are wanted.
+        samples: wanted numbers.
+        needed: whether this process reads data.
+        usable: which documents of a dataset samples can be drawn from, for megatron-core never ends drawing from none.
+        having: what they have, for errors.
+
+    Raises:
+        ConfigError: a split that is wanted has no such document.
+    """
     config.split_matrix = [part if wanted else None for part, wanted in zip(config.split_matrix, samples, strict=True)]
-    for prefix in blend[0]:
-        _check_split(prefix, config, samples)
-    return list(BlendedMegatronDatasetBuilder(GPTDataset, list(samples), needed, config).build())
+    for prefix in config.blend[0]:
+        found = usable(IndexedDataset(prefix))
+        for name, part, wanted in zip(("training", "validation", "test"), config.split_matrix, samples, strict=True):
+            bounds = [round(edge * len(found)) for edge in part or (0, 0)]
+            if wanted and not found[bounds[0] : bounds[1]].any():
+                raise ConfigError(
+                    f"--split: got {config.split}, which leaves none of the {len(found)} documents of {prefix} {having}"
+                    f"for {name}, use e.g. 90,10,0"
+                )
+    return list(BlendedMegatronDatasetBuilder(kind, list(samples), needed, config).build())
 
 
-def _check_split(prefix: str, config: GPTDatasetConfig, samples: Sequence[int]) -> None:
-    """megatron-core never ends drawing samples from a split without tokens."""
-    dataset = IndexedDataset(prefix)
-    lengths = dataset.sequence_lengths.copy()  # a view of a file that is closed with the dataset
-    for name, part, wanted in zip(("training", "validation", "test"), config.split_matrix, samples, strict=True):
-        bounds = [round(edge * len(lengths)) for edge in part or (0, 0)]
-        if wanted and not lengths[bounds[0] : bounds[1]].sum():
-            raise ConfigError(
-                f"--split: got {config.split}, which leaves none of the {len(lengths)} documents of {prefix} for {name}, "
-                "use e.g. 90,10,0"
-            )
+def _has_tokens(dataset: IndexedDataset) -> np.ndarray:
+    return np.asarray(dataset.sequence_lengths) > 0
 
 
-def _cache_path(prefixes: Sequence[str]) -> str:
+def cache_path_of(prefixes: Sequence[str]) -> str:
     """A folder beside the data whose name changes with it, so that no index outlives the data it was made for."""
     index = Path(prefixes[0] + ".idx")
     written = [os.stat(prefix + ".idx") for prefix in prefixes]
@@ -114,14 +147,14 @@ def _cache_path(prefixes: Sequence[str]) -> str:
     return str(index.parent / "cache" / f"{index.stem}-{version}"[:200])
 
 
-class BatchIterator(Iterator[Batch]):
+class SampleIterator(Iterator[Batch]):
     """Micro-batches for one data parallel replica.
 
     A global batch is a run of consecutive samples, whatever the layout: its k-th micro-batch of replica r is the
     (k * replicas + r)-th piece of ``micro_batch_size`` samples. Past the last sample it starts again at the first.
 
     Args:
-        dataset: samples by index, as megatron-core's ``GPTDataset``.
+        dataset: samples by index.
         micro_batch_size: samples of a micro-batch, or a function that says how many the next one has.
         replica, replicas: of this process, and in all.
         consumed: samples of all replicas that have been used before.
@@ -139,7 +172,24 @@ class BatchIterator(Iterator[Batch]):
         self.dataset = dataset
         self._size = micro_batch_size if callable(micro_batch_size) else lambda: micro_batch_size
         self.replica, self.replicas, self.consumed = replica, replicas, consumed
-        self._seq_length: int | None = None
+
+    def __next__(self) -> Batch:
+        """(inputs, labels) of a micro-batch."""
+        size = self._size()
+        start = self.consumed + self.replica * size
+        picked = [self.dataset[index % len(self.dataset)] for index in range(start, start + size)]
+        self.consumed += self.replicas * size
+        return self.batch(picked)
+
+    @abstractmethod
+    def batch(self, samples: Sequence[Any]) -> Batch:
+        """What the model gets of these samples: (inputs, labels), each a tensor or a tuple of them."""
+
+
+class BatchIterator(SampleIterator):
+    """Micro-batches of megatron-core's ``GPTDataset``, ((tokens, position ids), (labels, loss mask)), each [b, seq_length]."""
+
+    _seq_length: int | None = None
 
     def set_seq_length(self, seq_length: int) -> None:
         """From now on only the first ``seq_length`` tokens of each sample, as the schedule ``MixedBatch`` asks for.
@@ -154,14 +204,9 @@ class BatchIterator(Iterator[Batch]):
             )
         self._seq_length = seq_length
 
-    def __next__(self) -> Batch:
-        """((tokens, position ids), (labels, loss mask)), each [micro_batch_size, seq_length]."""
-        size = self._size()
-        start = self.consumed + self.replica * size
-        picked = [self.dataset[index % len(self.dataset)] for index in range(start, start + size)]
-        self.consumed += self.replicas * size
+    def batch(self, samples: Sequence[Any]) -> Batch:
         tokens, positions, labels, mask = (
-            torch.stack([sample[name][: self._seq_length] for sample in picked])
+            torch.stack([sample[name][: self._seq_length] for sample in samples])
             for name in ("tokens", "position_ids", "labels", "loss_mask")
         )
         return (tokens, positions), (labels, mask)

@@ -1,4 +1,4 @@
-"""The layers of a GPT pipeline: embedding, Transformer layer, final norm, output head."""
+"""The layers of a GPT pipeline, embedding, Transformer layer, final norm, output head, and what other pipelines take of them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,20 @@ def random_stream(seed: int) -> Iterator[None]:
         yield
 
 
-class Embedding(nn.Module):
-    """Word embedding over the tensor parallel group, plus learned positions."""
+def table(config: TransformerConfig, rows: int) -> nn.Embedding:
+    """An embedding of so many rows that every tensor parallel rank has whole."""
+    made = nn.Embedding(rows, config.hidden_size, dtype=config.params_dtype)
+    if config.perform_initialization:
+        config.embedding_init_method(made.weight)
+    return made
 
-    def __init__(self, config: TransformerConfig, vocab_size: int, positions: int | None, seed: int) -> None:
+
+class Embedding(nn.Module):
+    """Word embedding over the tensor parallel group, plus learned positions, plus token types where there are any."""
+
+    def __init__(
+        self, config: TransformerConfig, vocab_size: int, positions: int | None, seed: int, token_types: int = 0
+    ) -> None:
         super().__init__()
         self.group = process_groups().tp
         with random_stream(seed):
@@ -52,19 +62,21 @@ class Embedding(nn.Module):
                 config=config,
                 tp_group=self.group,
             )
-            self.position_embeddings = None
-            if positions is not None:
-                self.position_embeddings = nn.Embedding(positions, config.hidden_size, dtype=config.params_dtype)
-                if config.perform_initialization:
-                    config.embedding_init_method(self.position_embeddings.weight)
+            self.position_embeddings = table(config, positions) if positions is not None else None
+            self.tokentype_embeddings = table(config, token_types) if token_types else None
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         """(tokens [b, s], position ids [b, s]) to [s, b, hidden]."""
-        tokens, position_ids = inputs
+        return self.embed(*inputs)
+
+    def embed(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None = None) -> Tensor:
+        """Tokens, their positions and types, [b, s] each or what is broadcast to it, to [s, b, hidden]."""
         hidden = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             hidden = hidden + self.position_embeddings(position_ids)
+        if self.tokentype_embeddings is not None:
+            hidden = hidden + self.tokentype_embeddings(token_types)
         return self.dropout(hidden.transpose(0, 1).contiguous())
 
 
@@ -75,13 +87,23 @@ def tied_logits(embedding: Embedding, hidden: Tensor) -> Tensor:
     return deferred_linear(hidden, embedding.word_embeddings.weight)
 
 
-class GPTLayer(TransformerLayer):
-    """megatron-core's local Transformer layer, with attention that can be run slice by slice."""
+class CoreLayer(TransformerLayer):
+    """megatron-core's Transformer layer, with modules that need neither CUDA nor fused kernels.
 
-    def __init__(self, config: TransformerConfig, number: int, rotary: Rotary | None, seed: int) -> None:
+    Args:
+        config: as :func:`~ds_terapipe.megatron.common.core_config` gives it.
+        spec: what the layer consists of.
+        number: of the layer, from 1.
+        rotary: rotary positions; None: none.
+        seed: of the initial weights.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, spec: ModuleSpec, number: int, rotary: Rotary | None, seed: int
+    ) -> None:
         groups = process_groups()
         with random_stream(seed):
-            super().__init__(config, layer_spec(config).submodules, layer_number=number, pg_collection=groups)
+            super().__init__(config, spec.submodules, layer_number=number, pg_collection=groups)
         self.rotary = None
         if rotary is not None:
             self.rotary = RotaryEmbedding(
@@ -93,24 +115,39 @@ class GPTLayer(TransformerLayer):
                 cp_group=groups.cp,
             )
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[s, b, hidden] to the same; ``s`` tokens of a slice or of a whole sequence."""
+    def run(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[s, b, hidden] to the same; ``mask`` is the attention's, see there."""
         angles = None
         if self.rotary is not None:
             span = current_span()
             angles = rotary_embedding(self.rotary, span.start if span else 0, hidden.shape[0], hidden.device)
-        return super().forward(hidden, attention_mask=None, rotary_pos_emb=angles)[0]
+        return super().forward(hidden, attention_mask=mask, rotary_pos_emb=angles)[0]
+
+
+class GPTLayer(CoreLayer):
+    """A causal Transformer layer, with attention that can be run slice by slice."""
+
+    def __init__(self, config: TransformerConfig, number: int, rotary: Rotary | None, seed: int) -> None:
+        super().__init__(config, layer_spec(config), number, rotary, seed)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s, b, hidden] to the same; ``s`` tokens of a slice or of a whole sequence."""
+        return self.run(hidden)
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
     """megatron-core's local GPT layer, with the modules replaced that need CUDA or fused kernels."""
-    spec = get_gpt_layer_local_spec()
+    return without_kernels(get_gpt_layer_local_spec(), config, CausalAttention)
+
+
+def without_kernels(spec: ModuleSpec, config: TransformerConfig, attention: type[nn.Module]) -> ModuleSpec:
+    """The spec of a local layer, changed in place: norms of PyTorch, and ``attention`` between queries, keys and values."""
     norm = norm_class(config)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = CausalAttention
+    parts = spec.submodules.self_attention.submodules
+    parts.core_attention = attention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = norm
+        parts.q_layernorm = parts.k_layernorm = norm
     return spec
 
 

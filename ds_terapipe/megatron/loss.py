@@ -1,4 +1,4 @@
-"""The language model's loss as a sum over tokens, so that it can be computed slice by slice."""
+"""Losses: of a language model, as a sum over tokens, so that it can be computed slice by slice; of BERT; of classes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 Labels = tuple[Tensor, Tensor]
+PretrainingLabels = tuple[Tensor, Tensor, Tensor]
 
 
 class TokenLoss:
@@ -40,6 +41,38 @@ class TokenLoss:
         targets, mask = labels
         losses = vocab_parallel_cross_entropy(outputs, targets.transpose(0, 1))
         return (losses * mask.transpose(0, 1)).sum()
+
+
+class PretrainingLoss:
+    """BERT's: mean cross entropy over the masked tokens, plus that of whether the second sentence follows the first.
+
+    As Megatron-LM's ``pretrain_bert.py`` adds them up. Under tensor parallelism logits are those of this process's part of the
+    vocabulary.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = TokenLoss()
+
+    def __call__(self, outputs: tuple[Tensor, Tensor], labels: PretrainingLabels) -> Tensor:
+        """The loss of one micro-batch.
+
+        Args:
+            outputs: (logits [s, b, vocabulary / tensor parallel size], logits of the order [b, 2]).
+            labels: (labels [b, s] int64, of any value where the mask is 0; loss mask [b, s]; order [b] int64, 1 where the second
+                sentence is not the next one).
+
+        Returns:
+            A scalar, in fp32 or, for fp64 logits, fp64.
+        """
+        logits, order_logits = outputs
+        targets, mask, order = labels
+        masked = self.tokens(logits, (targets.where(mask > 0, 0), mask))
+        return masked + classification_loss(order_logits, order)
+
+
+def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of samples: logits [b, classes], labels [b] int64; in fp32 or, for fp64 logits, fp64."""
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels)
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron import TokenLoss, destroy_parallel, gpt_pipeline, initialize_parallel, layers
 from ds_terapipe.megatron.attention import CausalAttention
-from ds_terapipe.megatron.gpt import _boundaries
+from ds_terapipe.megatron.common import stage_boundaries
 from ds_terapipe.pipeline.context import SliceContext
 from ds_terapipe.pipeline.interception import Interception
 from ds_terapipe.pipeline.spans import Span, spans
@@ -182,14 +182,14 @@ def test_loss_of_a_mask_without_tokens_is_zero(alone: None) -> None:
 
 
 def test_stages_get_the_layers_they_are_given() -> None:
-    assert _boundaries(4, 2, None) == [0, 3, 7]
-    assert _boundaries(5, 2, None) == [0, 4, 8]
-    assert _boundaries(5, 3, [1, 3, 1]) == [0, 2, 5, 8]
+    assert stage_boundaries(4, 2, None, (1, 2)) == [0, 3, 7]
+    assert stage_boundaries(5, 2, None, (1, 2)) == [0, 4, 8]
+    assert stage_boundaries(5, 3, [1, 3, 1], (1, 2)) == [0, 2, 5, 8]
     for counts, stages in (([5], 2), ([0, 5], 2), ([2, 2], 2)):
         with pytest.raises(ConfigError, match="layers per stage: got"):
-            _boundaries(5, stages, counts)
+            stage_boundaries(5, stages, counts, (1, 2))
     with pytest.raises(ConfigError, match="use at most 2 stages"):
-        _boundaries(2, 3, None)
+        stage_boundaries(2, 3, None, (1, 2))
 
 
 @pytest.mark.parametrize(

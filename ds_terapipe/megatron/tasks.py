@@ -1,0 +1,263 @@
+"""What ``train.py`` trains: models by Megatron's argument names, their data, and the batches of a process."""
+
+from __future__ import annotations
+
+import argparse
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+from torch.nn import functional as F
+
+from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.megatron.bert import bert_pipeline
+from ds_terapipe.megatron.bert_data import BertBatches, WordPieces, bert_datasets
+from ds_terapipe.megatron.data import BatchIterator, SampleIterator, gpt_datasets
+from ds_terapipe.megatron.gpt import gpt_pipeline
+from ds_terapipe.megatron.images import ImageBatches, ImageFolder, image_datasets
+from ds_terapipe.megatron.vit import vit_pipeline
+
+
+def add_model_arguments(group: argparse._ArgumentGroup) -> None:
+    """Arguments of all models; which ones a model needs besides, its task says."""
+    add = group.add_argument
+    add("--model", choices=list(TASKS), default="gpt")
+    add("--num-layers", type=int, required=True)
+    add("--hidden-size", type=int, required=True)
+    add("--num-attention-heads", type=int, required=True)
+    add("--ffn-hidden-size", type=int, help="default: 4 x hidden size, 8/3 x with --swiglu")
+    add("--num-query-groups", type=int, help="key and value heads, default: one for each attention head")
+    add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
+    add("--swiglu", action="store_true")
+    add("--disable-bias-linear", action="store_true")
+    add("--attention-dropout", type=float, default=0.0)
+    add("--hidden-dropout", type=float, default=0.0)
+    add("--init-method-std", type=float, default=0.02)
+
+
+def add_text_arguments(group: argparse._ArgumentGroup) -> None:
+    """Arguments of GPT and BERT."""
+    add = group.add_argument
+    add("--seq-length", type=int)
+    add("--max-position-embeddings", type=int, help="default: --seq-length")
+    add("--position-embedding-type", choices=["learned_absolute", "rope"], default="learned_absolute")
+    add("--rotary-percent", type=float, default=1.0)
+    add("--rotary-base", type=int, default=10000)
+    add("--vocab-size", type=int, help="GPT: token ids in the data, before padding")
+    add("--make-vocab-size-divisible-by", type=int, default=128, help="times the tensor parallel size")
+    add("--untie-embeddings-and-output-weights", action="store_true")
+    add("--data-path", nargs="+", help="prefix of .bin and .idx, or weight prefix weight prefix ...")
+    add("--data-cache-path", help="where the order of samples is kept, default: beside the data")
+    add(
+        "--vocab-file",
+        help="BERT: its tokens, one a line; default: bytes, as prepare-data --split-sentences writes them",
+    )
+    add("--mask-prob", type=float, default=0.15, help="BERT: share of tokens to predict")
+    add("--short-seq-prob", type=float, default=0.1, help="BERT: share of samples that are shorter than --seq-length")
+
+
+def add_image_arguments(group: argparse._ArgumentGroup) -> None:
+    """Arguments of ViT."""
+    add = group.add_argument
+    add("--data", metavar="DIR", help="ViT: a folder with a folder of images for each class")
+    add("--img-h", type=int, default=224)
+    add("--img-w", type=int, default=224)
+    add("--patch-dim", type=int, default=16)
+    add("--num-channels", type=int, choices=[1, 3], default=3)
+
+
+class Task(ABC):
+    """A model and its data, as the arguments of ``train.py`` describe them.
+
+    Args:
+        args: parsed arguments.
+
+    Attributes:
+        needs: arguments that this model has to have.
+        seq_length: tokens or patches of a sample.
+
+    Raises:
+        ConfigError: an argument is missing or wrong.
+    """
+
+    needs: tuple[str, ...] = ()
+    seq_length: int
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        missing = [name for name in self.needs if getattr(args, name.removeprefix("--").replace("-", "_")) is None]
+        if missing:
+            raise ConfigError(f"the following arguments are required: {', '.join(missing)}")
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The pipeline; collective."""
+
+    @abstractmethod
+    def datasets(self, steps: Mapping[int, int], validation: int, needed: Callable[[], bool]) -> tuple[Any, Any]:
+        """Samples to train and to validate with; collective.
+
+        Args:
+            steps: how many samples of each length the training takes.
+            validation: how many there are to validate with.
+            needed: whether this process reads data.
+        """
+
+    @abstractmethod
+    def batches(self, dataset: Any, micro_batch: int | Callable[[], int], **share: int) -> SampleIterator:
+        """Micro-batches of what `datasets` returned; ``share``: as :class:`~ds_terapipe.megatron.data.SampleIterator` has it."""
+
+    def _config(self) -> TransformerConfig:
+        args = self.args
+        activation = {"activation_func": F.silu, "gated_linear_unit": True} if args.swiglu else {}
+        return TransformerConfig(
+            num_layers=args.num_layers,
+            hidden_size=args.hidden_size,
+            num_attention_heads=args.num_attention_heads,
+            num_query_groups=args.num_query_groups,
+            ffn_hidden_size=args.ffn_hidden_size or (int(args.hidden_size * 8 / 3 / 64) * 64 if args.swiglu else None),
+            normalization=args.normalization,
+            add_bias_linear=not args.disable_bias_linear,
+            attention_dropout=args.attention_dropout,
+            hidden_dropout=args.hidden_dropout,
+            init_method_std=args.init_method_std,
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            **activation,
+        )
+
+    def _stages(self) -> dict[str, Any]:
+        args = self.args
+        return {
+            "num_stages": args.pipeline_model_parallel_size,
+            "layers_per_stage": args.stage_layers,
+            "seed": args.seed,
+        }
+
+    def _text(self, vocab_size: int) -> dict[str, Any]:
+        """What GPT and BERT are built with."""
+        args = self.args
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        return {
+            "vocab_size": -(-vocab_size // multiple) * multiple,
+            "seq_length": args.seq_length,
+            "position_embedding": "rope" if args.position_embedding_type == "rope" else "learned",
+            "max_position_embeddings": args.max_position_embeddings,
+            "rotary_percent": args.rotary_percent,
+            "rotary_base": args.rotary_base,
+            "tied": not args.untie_embeddings_and_output_weights,
+            **self._stages(),
+        }
+
+    def _text_data(self) -> dict[str, Any]:
+        args = self.args
+        return {"split": args.split, "seed": args.seed, "cache_path": args.data_cache_path}
+
+
+class GPTTask(Task):
+    """``--model gpt``."""
+
+    needs = ("--seq-length", "--vocab-size", "--data-path")
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        self.seq_length = args.seq_length
+
+    def model(self) -> nn.Module:
+        return gpt_pipeline(self._config(), **self._text(self.args.vocab_size))
+
+    def datasets(self, steps: Mapping[int, int], validation: int, needed: Callable[[], bool]) -> tuple[Any, Any]:
+        train, valid, _ = gpt_datasets(
+            self.args.data_path,
+            vocab_size=self.args.vocab_size,
+            seq_length=self.seq_length,
+            samples=[sum(steps.values()), validation, 0],
+            needed=needed,
+            **self._text_data(),
+        )
+        return train, valid
+
+    def batches(self, dataset: Any, micro_batch: int | Callable[[], int], **share: int) -> SampleIterator:
+        return BatchIterator(dataset, micro_batch, **share)
+
+
+class BertTask(Task):
+    """``--model bert``: masked tokens and the order of two sentences."""
+
+    needs = ("--seq-length", "--data-path")
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        self.seq_length = args.seq_length
+        self.vocabulary = WordPieces.read(args.vocab_file) if args.vocab_file else WordPieces.of_bytes()
+
+    def model(self) -> nn.Module:
+        return bert_pipeline(self._config(), **self._text(self.vocabulary.vocab_size))
+
+    def datasets(self, steps: Mapping[int, int], validation: int, needed: Callable[[], bool]) -> tuple[Any, Any]:
+        def made(seq_length: int, samples: Sequence[int]) -> list[Any]:
+            return bert_datasets(
+                self.args.data_path,
+                vocabulary=self.vocabulary,
+                seq_length=seq_length,
+                samples=samples,
+                mask_prob=self.args.mask_prob,
+                short_seq_prob=self.args.short_seq_prob,
+                needed=needed,
+                **self._text_data(),
+            )
+
+        longest = max(steps)
+        if longest > self.seq_length:
+            raise bad_value(
+                "--seq-length", self.seq_length, f"that of the longest phase ({longest}) or more", str(longest)
+            )
+        train = {length: made(length, [samples, 0, 0])[0] for length, samples in steps.items()}
+        valid = made(self.seq_length, [0, validation, 0])[1] if validation else None
+        return train, {self.seq_length: valid}
+
+    def batches(self, dataset: Any, micro_batch: int | Callable[[], int], **share: int) -> SampleIterator:
+        return BertBatches(dataset, micro_batch, **share)
+
+
+class ViTTask(Task):
+    """``--model vit``: classes of images."""
+
+    needs = ("--data",)
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        if args.patch_dim < 1:
+            raise bad_value("--patch-dim", args.patch_dim, "a positive number", "e.g. 16")
+        self.seq_length = (args.img_h // args.patch_dim) * (args.img_w // args.patch_dim) + 1
+        self.folder = ImageFolder(args.data)
+
+    def model(self) -> nn.Module:
+        args = self.args
+        return vit_pipeline(
+            self._config(),
+            image=(args.img_h, args.img_w),
+            patch=args.patch_dim,
+            channels=args.num_channels,
+            classes=len(self.folder.classes),
+            **self._stages(),
+        )
+
+    def datasets(self, steps: Mapping[int, int], validation: int, needed: Callable[[], bool]) -> tuple[Any, Any]:
+        args = self.args
+        train, valid, _ = image_datasets(
+            self.folder,
+            samples=[sum(steps.values()), validation, 0],
+            size=(args.img_h, args.img_w),
+            channels=args.num_channels,
+            split=args.split,
+            seed=args.seed,
+        )
+        return train, valid
+
+    def batches(self, dataset: Any, micro_batch: int | Callable[[], int], **share: int) -> SampleIterator:
+        return ImageBatches(dataset, micro_batch, **share)
+
+
+TASKS: dict[str, type[Task]] = {"gpt": GPTTask, "bert": BertTask, "vit": ViTTask}
