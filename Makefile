@@ -27,7 +27,7 @@ demo: venv ## train a Megatron GPT on two processes with token slices, then comp
 	@$(RUN) bash configs/demo.sh
 
 test: venv ## what CI runs
-	$(RUN) python -m pytest -q -m "not full and not mutants" $(ARGS)
+	$(RUN) python -m pytest -q -m "not full and not mutants" --durations 15 --durations-min 5 $(ARGS)
 
 test-full: venv ## every combination of settings, some tens of minutes
 	$(RUN) python -m pytest -q $(ARGS)

@@ -99,6 +99,7 @@ def test_whatever_grows_is_a_miss(name: str, more: int) -> None:
     assert [line.rsplit(": ", 1)[1] for line in lines] == ["pass", "miss"]
 
 
+@pytest.mark.full
 def test_all_of_it_runs_and_reshapes_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "all.json"
     assert main(["--quick", "--reshapes", "16", "--json", str(file)]) == 0

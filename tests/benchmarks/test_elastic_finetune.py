@@ -340,6 +340,7 @@ def test_arguments_that_make_no_sense_are_refused(arguments: Sequence[str]) -> N
 # ------------------------------------------------------------------------------------------------------------- all of it
 
 
+@pytest.mark.full
 def test_all_of_it_runs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every column trains the same samples from the same weights, freezes and moves what it should, and uses its cache."""
     arguments = ["--quick", "--folder", str(tmp_path)]

@@ -28,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
                 made.append(rows[-1])
             return rows, [end_wrong] if end_wrong else []
 
-        monkeypatch.setattr(elastic_killed, "run_whole", lambda folder, precision: None)
+        monkeypatch.setattr(elastic_killed, "run_whole", lambda folder, precision, cached: None)
         monkeypatch.setattr(elastic_killed, "run_killed", run_killed)
         status = elastic_killed.main([*arguments, "--json", str(tmp_path / "points.json")])
         return status, json.loads((tmp_path / "points.json").read_text())
