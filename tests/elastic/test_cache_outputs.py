@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ds_terapipe.elastic.cache.outputs import Compute, Counts, OutputCache, level_of
-from ds_terapipe.elastic.cache.samples import names
 from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.elastic.settings import CacheSettings
@@ -66,7 +65,7 @@ def cache(tmp_path, said):
 
 def step(cache, stage, *micro_batches):
     """Outputs of a step; what it keeps has been written when it returns."""
-    cache.see([names(each) for each in micro_batches])
+    cache.see(micro_batches)
     found = [
         cache.outputs(n, each, stage.compute) if cache.active else stage.run(each, 0)
         for n, each in enumerate(micro_batches)
@@ -235,23 +234,28 @@ def test_the_disk_has_what_memory_does_not_hold(tmp_path, said):
     both.close(keep=False)
 
 
-def test_all_tensor_parallel_ranks_read_or_none(tmp_path, said):
-    """The least of what two say, by hand: what one of them lacks both compute."""
-    stage, least = Stage(Slow()), [2]
+def test_all_tensor_parallel_ranks_read_of_one_level_or_none(tmp_path, said):
+    """What another one says, by hand: what it lacks both compute, from the inputs where it has it of an earlier level."""
+    stage, others = Stage(Slow(), Slow()), []
     one = OutputCache(
-        [Tier(tmp_path, "one", None)], False, torch.device("cpu"), lambda mine: min(mine, least[0]), said.append
+        [Tier(tmp_path, "one", None)],
+        False,
+        torch.device("cpu"),
+        lambda mine: min(mine, others.pop(0)) if others else mine,
+        said.append,
     )
-    one.begin(stage.level(), None)
-    step(one, stage, batch(0))
-    step(one, stage, batch(0))
-    step(one, stage, batch(0))
+    one.begin(stage.level(), stage.level(1))
+    for _ in range(3):
+        (read,) = step(one, stage, batch(0))
     assert one.counts.read == 3
-    one.see([names(batch(0))])
+    one.see([batch(0)])
     assert one.active
-    least[0] = 0
-    one.outputs(0, batch(0), stage.compute)
-    assert one.counts.read == 3 and one.counts.computed == 9
-    one.see([names(batch(0))])
+    stage.starts.clear()
+    others[:] = [0, 1]  # the other one has not this level, and has the earlier one
+    assert torch.equal(one.outputs(0, batch(0), stage.compute), read)
+    assert one.counts == Counts(read=3, computed=9, kept=one.counts.kept) and stage.starts == [(0, 3)]
+    others[:] = [0]
+    one.see([batch(0)])
     assert not one.active
     one.close(keep=False)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_terapipe.elastic.cache.samples import decode, encode, rows_of, sample_dims, some_rows
+from ds_terapipe.elastic.cache.samples import decode, encode, names, rows_of, sample_dims, some_rows
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.pipeline.slicing import as_tuple, like
 from ds_terapipe.pipeline.trace import new_clock
@@ -31,7 +31,6 @@ _CLOSE = {
     torch.float32: 1e-4,
 }  # what the outputs of a sample in other company may differ by, relative
 _FLOAT16 = 5e-2  # and those of 16 bits, or kept in as many
-MISS, EARLIER, HIT = 0, 1, 2
 
 
 class Level(NamedTuple):
@@ -47,6 +46,15 @@ class Compute(NamedTuple):
     run: Callable[[Any, int], Any]
     layers: Sequence[Callable[[Any], Any]]
     can_start_inside: bool
+
+
+class _Asked(NamedTuple):
+    """The names of a micro-batch's samples, and their outputs at a level; None where nobody has them."""
+
+    samples: Sequence[str]
+    level: Level | None
+    outputs: Any
+    seconds: float
 
 
 @dataclass
@@ -152,8 +160,8 @@ class OutputCache:
 
     def _begin_level(self) -> None:
         self.counts = Counts()
-        self._names: list[list[str]] = []
-        self._jobs: dict[int, Future[Any]] = {}
+        self._given: list[Any] = []  # inputs of the step's micro-batches
+        self._jobs: dict[int, Future[_Asked]] = {}
         self._writing: list[Future[None]] = []
         self._dims: list[int | None] | None = None
         self._reading: list[float] = []  # seconds of micro-batches
@@ -174,14 +182,14 @@ class OutputCache:
         """Whether entries of this level are used, as far as is known."""
         return bool(self.tiers) and self._sound and not self._slow
 
-    def see(self, samples: Sequence[list[str]]) -> None:
-        """The names of the samples of a step's micro-batches, before it begins; collective over the tensor-parallel ranks."""
+    def see(self, micro_batches: Sequence[Any]) -> None:
+        """The inputs of a step, on the host, before it begins; collective over the tensor-parallel ranks."""
         self.end()
         self.active = self._agree(int(self.worth)) == 1
         if not self.active:
             return
-        self._names = list(samples)
-        for number in range(min(_AHEAD, len(self._names))):
+        self._given = list(micro_batches)
+        for number in range(min(_AHEAD, len(self._given))):
             self._ask(number)
 
     def end(self) -> None:
@@ -189,7 +197,7 @@ class OutputCache:
         for job in self._jobs.values():
             job.cancel()
         self._jobs.clear()
-        self._names = []
+        self._given = []
 
     def outputs(self, number: int, inputs: Any, compute: Compute) -> Any:
         """What the stage puts out for a micro-batch: read, or computed and kept.
@@ -199,34 +207,32 @@ class OutputCache:
             inputs: of the stage, all of it.
             compute: runs layers.
         """
-        state, found, seconds = self._jobs.pop(number).result()
-        if number + _AHEAD < len(self._names):
+        asked = self._jobs.pop(number).result()
+        if number + _AHEAD < len(self._given):
             self._ask(number + _AHEAD)
-        if state == EARLIER and not compute.can_start_inside:
-            state = MISS
-        state = self._agree(state)
-        samples = len(self._names[number])
-        if state == HIT:
-            outputs = self._to_device(found)
-            self._reading.append(seconds)
+        samples = len(asked.samples)
+        # all of a stage's ranks have what they need, of one level, or all of them compute
+        if self._agree(int(asked.level is not None and asked.level == self._level)):
+            outputs = self._to_device(asked.outputs)
+            self._reading.append(asked.seconds)
             if not self._checked and self._sound:
                 return self._check(outputs, inputs, compute)
             self._compare()
             self.counts.read += samples
             return outputs
-        start = 0
-        if state == EARLIER:
-            assert self._earlier is not None
-            start, given = self._earlier.layers, self._to_device(found)
+        earlier = self._earlier
+        continues = earlier is not None and asked.level == earlier and compute.can_start_inside
+        if self._agree(int(continues)) and earlier is not None:
+            start, given = earlier.layers, self._to_device(asked.outputs)
             self.counts.continued += samples
         else:
-            given = inputs
+            start, given = 0, inputs
             self.counts.computed += samples
         outputs = self._timed(compute, given, start)
         if self._dims is None and self._sound:
             self._learn(inputs, outputs, start, compute)
         if self._sound:
-            self._keep(self._names[number], outputs)
+            self._keep(asked.samples, outputs)
         return outputs
 
     def _timed(self, compute: Compute, given: Any, start: int) -> Any:
@@ -239,20 +245,18 @@ class OutputCache:
     # ----------------------------------------------------------------------------------------------------------- reading
 
     def _ask(self, number: int) -> None:
-        self._jobs[number] = self._readers.submit(self._read, self._names[number])
+        self._jobs[number] = self._readers.submit(self._read, self._given[number])
 
-    def _read(self, samples: Sequence[str]) -> tuple[int, Any, float]:
-        assert self._level is not None
-        begin = time.perf_counter()
-        for state, level in ((HIT, self._level), (EARLIER, self._earlier)):
-            if level is not None:
-                entries = self._entries(level.folder, samples)
-                found = None if entries is None else decode(entries)
-                if found is not None:
-                    if self._stream is not None:
-                        found = like(found, [tensor.pin_memory() for tensor in as_tuple(found)])
-                    return state, found, time.perf_counter() - begin
-        return MISS, None, 0.0
+    def _read(self, inputs: Any) -> _Asked:
+        begin, samples = time.perf_counter(), names(inputs)
+        for level in (self._level, self._earlier):
+            entries = None if level is None else self._entries(level.folder, samples)
+            found = None if entries is None else decode(entries)
+            if found is not None:
+                if self._stream is not None:
+                    found = like(found, [tensor.pin_memory() for tensor in as_tuple(found)])
+                return _Asked(samples, level, found, time.perf_counter() - begin)
+        return _Asked(samples, None, None, 0.0)
 
     def _entries(self, folder: str, samples: Sequence[str]) -> list[memoryview] | None:
         found = []

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ds_terapipe.elastic.cache.outputs import Compute, Level, OutputCache, level_of
-from ds_terapipe.elastic.cache.samples import names
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.elastic.settings import CacheSettings
 from ds_terapipe.pipeline.layer_range import modules_of
@@ -85,7 +84,7 @@ class Shelf:
         if known != self._known:  # other layers, or somebody has written to their weights
             self._known = known
             self._begin_level(cache, layers)
-        cache.see([names(inputs) for inputs in self.pulled])
+        cache.see(self.pulled)
 
     def _begin_level(self, cache: OutputCache, layers: Sequence[Any]) -> None:
         self.levels = [count for count in self.levels if count < len(layers)]
