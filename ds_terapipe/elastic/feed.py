@@ -164,7 +164,7 @@ def _check(micro_batches: Sequence[Any], size: int | None) -> None:
     for item in micro_batches:
         check_item(item)
         for value in item[:2] if size is not None else ():
-            if (got := _samples(value)) not in (0, size):
+            if (got := samples_of(value)) not in (0, size):
                 raise ConfigError(
                     f"the data iterator: got a micro-batch of {got} samples, must be of {size} where a reshape divides it, use "
                     "drop_last=True in the DataLoader"
@@ -177,7 +177,9 @@ def _cut(values: Sequence[Any], size: int, first: int, stop: int) -> Iterator[An
         begin, end = max(first - number * size, 0), min(stop - number * size, size)
         if begin < end:
             yield (
-                value if end - begin == size else _map(value, lambda t, a=begin, b=end: t[a:b] if _has(t, size) else t)
+                value
+                if end - begin == size
+                else _map(value, lambda t, a=begin, b=end: t[a:b] if has_samples(t, size) else t)
             )
 
 
@@ -185,8 +187,10 @@ def _regrouped(values: Sequence[Any], size: int) -> Iterator[Any]:
     """The same samples in micro-batches of ``size``."""
     rows: list[Any] = []
     for value in values:
-        count = _samples(value)
-        rows += [_map(value, lambda t, n=n, c=count: t[n : n + 1] if _has(t, c) else _OfAll(t)) for n in range(count)]
+        count = samples_of(value)
+        rows += [
+            _map(value, lambda t, n=n, c=count: t[n : n + 1] if has_samples(t, c) else _OfAll(t)) for n in range(count)
+        ]
     for first in range(0, len(rows), size):
         yield _joined(rows[first : first + size])
 
@@ -214,14 +218,14 @@ def _joined(rows: Sequence[Any]) -> Any:
     return rows[0]
 
 
-def _samples(value: Any) -> int:
-    """The size of the first dimension, which counts samples; the first tensor's."""
+def samples_of(value: Any) -> int:
+    """Of a tensor or several: the size of the first dimension, which counts samples; the first tensor's."""
     if isinstance(value, Tensor):
-        return int(value.shape[0])
-    return next((_samples(item) for item in value if isinstance(item, (Tensor, tuple, list))), 0)
+        return int(value.shape[0]) if value.dim() else 0
+    return next((samples_of(item) for item in value if isinstance(item, (Tensor, tuple, list))), 0)
 
 
-def _has(tensor: Tensor, samples: int) -> bool:
+def has_samples(tensor: Tensor, samples: int) -> bool:
     """Whether the first dimension counts samples; a mask for all of them is handed on whole."""
     return tensor.dim() > 0 and tensor.shape[0] == samples
 

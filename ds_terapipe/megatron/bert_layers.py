@@ -10,7 +10,7 @@ import copy
 
 import torch
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,6 +23,7 @@ from ds_terapipe.megatron.layers import (
     Embedding,
     FinalNorm,
     Rotary,
+    output_layer,
     random_stream,
     tied_logits,
     without_kernels,
@@ -99,15 +100,7 @@ class Vocabulary(nn.Module):
 
     def __init__(self, config: TransformerConfig, vocab_size: int, seed: int) -> None:
         super().__init__()
-        with random_stream(seed):
-            self.output_layer = ColumnParallelLinear(
-                config.hidden_size,
-                vocab_size,
-                config=config,
-                init_method=config.init_method,
-                bias=True,
-                tp_group=process_groups().tp,
-            )
+        self.output_layer = output_layer(config, vocab_size, seed, config.init_method, bias=True)
 
     def forward(self, inputs: Logits) -> Logits:
         return self.output_layer(inputs[0])[0], inputs[1]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -162,20 +162,22 @@ class FinalNorm(nn.Module):
         return self.norm(hidden)
 
 
+def output_layer(
+    config: TransformerConfig, vocab_size: int, seed: int, init: Callable[..., Any], bias: bool
+) -> ColumnParallelLinear:
+    """A table of its own for the logits, of which each tensor parallel rank has a part."""
+    with random_stream(seed):
+        return ColumnParallelLinear(
+            config.hidden_size, vocab_size, config=config, init_method=init, bias=bias, tp_group=process_groups().tp
+        )
+
+
 class OutputHead(nn.Module):
     """An output head with its own weights: [s, b, hidden] to [s, b, vocabulary / tensor parallel size]."""
 
     def __init__(self, config: TransformerConfig, vocab_size: int, seed: int) -> None:
         super().__init__()
-        with random_stream(seed):
-            self.output_layer = ColumnParallelLinear(
-                config.hidden_size,
-                vocab_size,
-                config=config,
-                init_method=config.embedding_init_method,
-                bias=False,
-                tp_group=process_groups().tp,
-            )
+        self.output_layer = output_layer(config, vocab_size, seed, config.embedding_init_method, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.output_layer(hidden)[0]

@@ -38,7 +38,7 @@ class Stage:
 
     def __init__(self, *layers):
         self.layers, self.starts = layers, []
-        self.compute = Compute(self.run, layers, True)
+        self.compute = Compute(self.run, True)
 
     def run(self, inputs, start):
         self.starts.append((start, len(inputs)))
@@ -48,7 +48,7 @@ class Stage:
         return inputs
 
     def level(self, count=None):
-        return level_of(self.layers[:count], lambda layer: [layer], "")
+        return level_of(self.layers[:count], "")
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_other_weights_are_another_level():
         weight = stage.layers[0].linear.weight
         weight.copy_(weight.flip(0))
     assert stage.level() != before
-    assert level_of(stage.layers, lambda layer: [layer], "bf16").folder != stage.level().folder
+    assert level_of(stage.layers, "bf16").folder != stage.level().folder
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Flatten(0, 1)])

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_terapipe.elastic.cache.samples import decode, encode, names, rows_of, sample_dims, some_rows
 from ds_terapipe.elastic.cache.store import Tier
+from ds_terapipe.pipeline.layer_range import Layer, modules_of
 from ds_terapipe.pipeline.slicing import as_tuple, like
 from ds_terapipe.pipeline.trace import new_clock
 from ds_terapipe.plan.memory import GIGABYTE
@@ -26,11 +27,8 @@ from ds_terapipe.plan.memory import GIGABYTE
 _AHEAD = 2  # micro-batches that are read before their turn
 _WAITING = 4  # that may wait to be written; what comes then is not kept
 _TIMED = 4  # of each kind before reading and computing are compared
-_CLOSE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-}  # what the outputs of a sample in other company may differ by, relative
-_FLOAT16 = 5e-2  # and those of 16 bits, or kept in as many
+# What the outputs of a sample in other company may differ by, relative; last those of 16 bits, or kept in as many.
+_CLOSE, _CLOSE_16 = {torch.float64: 1e-9, torch.float32: 1e-4}, 5e-2
 
 
 class Level(NamedTuple):
@@ -44,7 +42,6 @@ class Compute(NamedTuple):
     """What a stage offers: run its layers from one on, forward, on whole micro-batches."""
 
     run: Callable[[Any, int], Any]
-    layers: Sequence[Callable[[Any], Any]]
     can_start_inside: bool
 
 
@@ -67,18 +64,17 @@ class Counts:
     kept: int = 0
 
 
-def level_of(layers: Sequence[Any], modules: Callable[[Any], Sequence[nn.Module]], flags: str) -> Level:
+def level_of(layers: Sequence[Layer], flags: str) -> Level:
     """The level of layers as they are now: a hash of what they are, and of every weight and buffer.
 
     Args:
         layers: in order.
-        modules: of a layer.
         flags: what else outputs depend on.
     """
     found = hashlib.blake2b(flags.encode(), digest_size=16)
     for layer in layers:
         found.update(f"{type(layer).__qualname__} {getattr(layer, '__qualname__', '')}".encode())
-        for module in modules(layer):
+        for module in modules_of(layer):
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sum(tensor)}".encode())
     return Level(len(layers), found.hexdigest())
@@ -315,14 +311,9 @@ class OutputCache:
                     tier.remove(_path(earlier.folder, sample))
 
     def _put(self, name: str, parts: Sequence[Any]) -> bool:
-        for again in (False, True):
-            for tier in self.tiers:
-                if tier.write(name, parts):
-                    return True
-                if again:
-                    continue
-                tier.make_room()
-        return False
+        if any(tier.write(name, parts) for tier in self.tiers):
+            return True
+        return any(tier.make_room() and tier.write(name, parts) for tier in self.tiers)
 
     # ---------------------------------------------------------------------------------------------------- whether to use it
 
@@ -372,9 +363,8 @@ class OutputCache:
 
     def _stop(self, why: str) -> None:
         self._sound = False
-        self._warn(
-            "unsound", f"not used for {self._layers} layers: got {why}; use layers without dropout or batch statistics"
-        )
+        use = "use layers without dropout or batch statistics"
+        self._warn(f"unsound {self._level}", f"not used for {self._layers} layers: got {why}; {use}")
 
     @property
     def _layers(self) -> int:
@@ -404,6 +394,6 @@ def _path(folder: str, sample: str) -> str:
 def _close(one: Tensor, other: Tensor, smaller: bool) -> bool:
     if not one.is_floating_point():
         return bool(torch.equal(one, other))
-    limit = _FLOAT16 if smaller else _CLOSE.get(one.dtype, _FLOAT16)
+    limit = _CLOSE_16 if smaller else _CLOSE.get(one.dtype, _CLOSE_16)
     scale = float(one.abs().max()) if one.numel() else 0.0
     return scale == 0.0 or bool((one - other).abs().max() <= limit * scale)

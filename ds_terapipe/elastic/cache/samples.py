@@ -16,20 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_terapipe.elastic.feed import has_samples, samples_of
 from ds_terapipe.pipeline.slicing import as_tuple
 
 _COUNT = struct.Struct("<I")
 
 
 def rows_of(inputs: Any) -> int:
-    """Samples of a micro-batch: the first dimension of its first tensor."""
-    first = as_tuple(inputs)[0]
-    return int(first.shape[0]) if first.dim() else 1
-
-
-def has_rows(tensor: Tensor, rows: int) -> bool:
-    """Whether the first dimension counts samples; else the tensor is for all of them."""
-    return tensor.dim() > 0 and len(tensor) == rows
+    """Samples of a micro-batch; inputs that are for all samples are one."""
+    return max(samples_of(inputs), 1)
 
 
 def names(inputs: Any) -> list[str]:
@@ -38,7 +33,7 @@ def names(inputs: Any) -> list[str]:
     views = [(tensor, _bytes(tensor)) for tensor in tensors]
     common = hashlib.blake2b(digest_size=16)
     for tensor, data in views:
-        of_sample = has_rows(tensor, rows)
+        of_sample = has_samples(tensor, rows)
         common.update(
             repr((of_sample, str(tensor.dtype), tuple(tensor.shape[1:] if of_sample else tensor.shape))).encode()
         )
@@ -48,7 +43,7 @@ def names(inputs: Any) -> list[str]:
     for row in range(rows):
         one = common.copy()
         for tensor, data in views:
-            if has_rows(tensor, rows):
+            if has_samples(tensor, rows):
                 size = len(data) // rows
                 one.update(data[row * size : (row + 1) * size])
         found.append(one.hexdigest())
@@ -58,7 +53,7 @@ def names(inputs: Any) -> list[str]:
 def some_rows(inputs: Any, rows: Sequence[int]) -> Any:
     """The inputs of some samples of a micro-batch, in this order."""
     count = rows_of(inputs)
-    taken = [tensor[list(rows)] if has_rows(tensor, count) else tensor for tensor in as_tuple(inputs)]
+    taken = [tensor[list(rows)] if has_samples(tensor, count) else tensor for tensor in as_tuple(inputs)]
     return taken[0] if isinstance(inputs, Tensor) else tuple(taken)
 
 

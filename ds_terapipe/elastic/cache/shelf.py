@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ds_terapipe.elastic.cache.outputs import Compute, Level, OutputCache, level_of
 from ds_terapipe.elastic.cache.store import Tier
@@ -57,7 +56,6 @@ class Shelf:
         self._settings, self._device, self._agree, self._say = settings, device, agree, say
         self._flags = f"{flags} {settings.dtype}"
         self._cache: OutputCache | None = None
-        self._tiers: list[Tier] = []
         self._closed = False
         self._known: tuple[Any, ...] = ()
 
@@ -93,7 +91,7 @@ class Shelf:
         cache.begin(self._level(layers), earlier)
 
     def _level(self, layers: Sequence[Any]) -> Level:
-        return level_of(layers, _modules, self._flags)
+        return level_of(layers, self._flags)
 
     def outputs(self, number: int, inputs: Any, compute: Compute) -> Any:
         """As `OutputCache.outputs`."""
@@ -108,8 +106,8 @@ class Shelf:
 
     def _open(self) -> OutputCache:
         if self._cache is None:
-            self._tiers = [tier for tier in (self._memory(), self._disk()) if tier is not None]
-            self._cache = OutputCache(self._tiers, self._settings.dtype == "bf16", self._device, self._agree, self._say)
+            tiers = [tier for tier in (self._memory(), self._disk()) if tier is not None]
+            self._cache = OutputCache(tiers, self._settings.dtype == "bf16", self._device, self._agree, self._say)
         return self._cache
 
     def _memory(self) -> Tier | None:
@@ -139,10 +137,6 @@ class Shelf:
         if self._cache is not None and not self._closed:
             self._closed = True
             self._cache.close(self.keep)
-
-
-def _modules(layer: Any) -> list[nn.Module]:
-    return list(modules_of(layer))
 
 
 def _room(path: Path, share: float) -> int:

@@ -33,13 +33,14 @@ class CachedStage(Stage):
         self._shelf = shelf
         self._whole: dict[int, Any] = {}  # outputs of micro-batches of which slices are still to come
         self.layers.timed = not shelf.wanted  # its outputs are read: what it costs is nothing
-        self._compute = Compute(self._run_whole, self.layers.functions, not has_own_forward(self.root))
+        self._compute = Compute(self._run_whole, not has_own_forward(self.root))
+        self._functions = self.layers.functions  # a step that times layers wraps them
 
     def begin(self, batch: StepBatch, losses: StepLosses | None, weights_apart: bool) -> None:
         """As `Stage.begin`; begins to read."""
         super().begin(batch, losses, weights_apart)
         if torch.is_grad_enabled():
-            self._shelf.begin(self._compute.layers)
+            self._shelf.begin(self._functions)
 
     def forward(self, unit: Unit, inputs: Any) -> Any:
         """As `Stage.forward`."""

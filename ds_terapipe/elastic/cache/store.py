@@ -48,7 +48,7 @@ class Tier:
         self.full, self.longest_reuse_s = False, 0.0
         self._mutex = threading.Lock()
         self._swept = -float("inf")
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # of what a model makes of its user's data
         with _locked(root / _LOCK):  # lest a run that begins takes this one for a dead one
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
@@ -121,20 +121,25 @@ class Tier:
             self._unlink(path)
         shutil.rmtree(self.path / folder, ignore_errors=True)
 
-    def make_room(self) -> None:
+    def make_room(self) -> bool:
         """Remove what will not be read again: what nobody has asked for in twice the time that any entry has waited so far.
+
+        False where there is no such entry, or the folder has just been looked through.
 
         Entries that are read in turn stay: where there is no room for all of them, those that are there serve their share, and
         taking one out for another would have none of them there when its turn comes.
         """
         now = time.monotonic()
         if now - self._swept < max(self.longest_reuse_s, 1.0):
-            return
+            return False
         self._swept, oldest = now, time.time() - max(2 * self.longest_reuse_s, _AGE_S)
+        found = False
         for path in _files(self.path):
             with suppress(OSError):
                 if path.stat().st_mtime < oldest:
                     self._unlink(path)
+                    found = True
+        return found
 
     def close(self, keep: bool) -> None:
         """Let go of the folder. The last process of the run removes it, unless it is to be kept for one that goes on."""
