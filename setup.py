@@ -72,7 +72,7 @@ setup(
     ],
     extras_require={
         "megatron": ["megatron-core>=0.16,<0.17"],
-        "hf": ["transformers>=5.0,<6"],
+        "hf": ["transformers>=5.0,<6", "safetensors"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "tensorboard"],
     },
     entry_points={

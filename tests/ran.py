@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,10 +80,13 @@ def watched(engine: Any) -> Iterator[Ran]:
         ran.begin()
         return run(*args, **kwargs)
 
-    sdpa.slice_attention = core_attention.slice_attention = noted
+    ways = [sdpa, core_attention, *filter(None, [sys.modules.get("ds_terapipe.hf.attention")])]
+    for way in ways:
+        way.slice_attention = noted
     engine._run = begun
     try:
         yield ran
     finally:
-        sdpa.slice_attention = core_attention.slice_attention = attention
+        for way in ways:
+            way.slice_attention = attention
         del engine._run

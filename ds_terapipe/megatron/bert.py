@@ -21,7 +21,6 @@ from ds_terapipe.megatron.bert_layers import (
     tied_vocabulary,
 )
 from ds_terapipe.megatron.common import (
-    CorePipeline,
     PositionEmbedding,
     check_config,
     core_config,
@@ -30,11 +29,12 @@ from ds_terapipe.megatron.common import (
 )
 from ds_terapipe.megatron.layers import Rotary
 from ds_terapipe.megatron.loss import PretrainingLoss, classification_loss
+from ds_terapipe.staged_pipeline import StagedPipeline
 
 Head = Literal["pretraining", "classification"]
 
 
-class BertPipeline(CorePipeline):
+class BertPipeline(StagedPipeline):
     """A BERT, which sees whole sequences: ``"slices": 1``.
 
     Layers: embedding, ``num_layers`` Transformer layers, final norm, and a head. Input: (tokens, token types, padding mask (1: a

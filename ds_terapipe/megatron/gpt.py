@@ -10,7 +10,6 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ds_terapipe.megatron.common import (
-    CorePipeline,
     PositionEmbedding,
     check_config,
     core_config,
@@ -19,9 +18,10 @@ from ds_terapipe.megatron.common import (
 )
 from ds_terapipe.megatron.layers import Embedding, FinalNorm, GPTLayer, OutputHead, Rotary, tied_logits
 from ds_terapipe.megatron.loss import TokenLoss
+from ds_terapipe.staged_pipeline import StagedPipeline
 
 
-class GPTPipeline(CorePipeline):
+class GPTPipeline(StagedPipeline):
     """A GPT.
 
     Layers: embedding, ``num_layers`` Transformer layers, final norm, output head. Input: (tokens, position ids), both

@@ -10,15 +10,16 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ds_terapipe.errors import bad_value
-from ds_terapipe.megatron.common import CorePipeline, check_config, core_config, layout_of
+from ds_terapipe.megatron.common import check_config, core_config, layout_of
 from ds_terapipe.megatron.layers import FinalNorm
 from ds_terapipe.megatron.loss import classification_loss
 from ds_terapipe.megatron.vit_layers import Classes, Patches, ViTLayer
+from ds_terapipe.staged_pipeline import StagedPipeline
 
 Pool = Literal["class", "mean"]
 
 
-class ViTPipeline(CorePipeline):
+class ViTPipeline(StagedPipeline):
     """A vision Transformer, which sees whole images: ``"slices": 1``.
 
     Layers: patches, ``num_layers`` Transformer layers, final norm, classes. Input: images [b, channels, height, width]. Between

@@ -33,25 +33,26 @@ class SliceAttention(torch.autograd.Function):
         mask: Tensor | None,
         state: AttentionState,
         span: Span,
+        first: int,
         call: kernels.Call,
     ) -> Tensor:
         state.write(k, v, span)
-        keys, values = state.k[:, :, : span.stop], state.v[:, :, : span.stop]
-        ctx.kernel = kernels.choose(q, keys, values, mask, call.dropout_p)
+        keys, values = state.k[:, :, first : span.stop], state.v[:, :, first : span.stop]
+        ctx.kernel = kernels.choose(q, keys, values, mask, call)
         out, saved, ctx.kept = ctx.kernel.forward(q, keys, values, mask, call)
         ctx.save_for_backward(mask, *saved)
-        ctx.state, ctx.span, ctx.call = state, span, call
+        ctx.state, ctx.span, ctx.first, ctx.call = state, span, first, call
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask, *saved = ctx.saved_tensors
-        state, span = ctx.state, ctx.span
-        keys, values = state.k[:, :, : span.stop], state.v[:, :, : span.stop]
+        state, span, first = ctx.state, ctx.span, ctx.first
+        keys, values = state.k[:, :, first : span.stop], state.v[:, :, first : span.stop]
         gradients = ctx.kernel.backward(grad, tuple(saved), ctx.kept, keys, values, mask, ctx.call)
-        dk, dv = state.add_gradients(gradients.k, gradients.v, span)
-        return gradients.q, dk, dv, gradients.mask, None, None, None
+        dk, dv = state.add_gradients(gradients.k, gradients.v, span, first)
+        return gradients.q, dk, dv, gradients.mask, None, None, None, None
 
 
 def cut_mask(mask: Tensor, span: Span, dtype: torch.dtype, where: str = "") -> Tensor:
@@ -84,10 +85,13 @@ def slice_attention(
     scale: float | None = None,
     *,
     is_causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of the slice that ``context`` is at, over all keys so far; without a mask it is causal.
 
-    With ``is_causal`` it is causal beside the mask (torch since 2.13; before, it takes only one of the two).
+    With ``is_causal`` it is causal beside the mask (torch since 2.13; before, it takes only one of the two). ``window``: a token
+    sees so many, itself and those right before it; no other key is read. ``softcap``: as :class:`kernels.Call` has it.
 
     q [..., heads, slice, d], k and v [..., kv heads, slice, d] (a leading batch dimension may be absent); returns
     [..., heads, slice, d of v]. Raises :class:`PlacementError` for a call that the context can't place.
@@ -98,12 +102,16 @@ def slice_attention(
         raise PlacementError(f"attention over tensors of {q.dim()} dimensions ({context.describe()}): must be 3 or 4")
     batched = q.dim() == 4
     q, k, v = (t if batched else t.unsqueeze(0) for t in (q, k, v))
+    first = 0 if window is None else max(0, span.start - window + 1)
+    columns = span.stop - first
+    hides = window is not None and columns > window
     if mask is not None:
-        mask = cut_mask(mask, span, q.dtype, context.describe())
+        mask = cut_mask(mask, span, q.dtype, context.describe())[..., first:]
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
-        if is_causal:
-            mask = mask + kernels.causal_mask(span.length, span.stop, 1, mask.dtype, mask.device)
+    if hides or (mask is not None and is_causal):
+        causal = kernels.causal_mask(span.length, columns, 1, q.dtype, q.device, window if hides else None)
+        mask = causal[None, None] if mask is None else mask + causal
     state = context.place(k.detach(), v.detach())
-    call = kernels.Call(dropout_p if context.dropout else 0.0, scale)
-    out = SliceAttention.apply(q, k, v, mask, state, span, call)
+    call = kernels.Call(dropout_p if context.dropout else 0.0, scale, softcap)
+    out = SliceAttention.apply(q, k, v, mask, state, span, first, call)
     return out if batched else out.squeeze(0)

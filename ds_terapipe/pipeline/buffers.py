@@ -40,18 +40,19 @@ class AttentionState:
         self.v[:, :, span.start : span.stop].copy_(v)
         self.filled = max(self.filled, span.stop)
 
-    def add_gradients(self, dk: Tensor, dv: Tensor, span: Span) -> tuple[Tensor, Tensor]:
-        """Add a slice's share [b, kv heads, stop, d] and hand out what is complete: the slice's own rows.
+    def add_gradients(self, dk: Tensor, dv: Tensor, span: Span, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Add a slice's share [b, kv heads, stop - first, d], of the keys from ``first`` on, and hand out what is complete: the
+        slice's own rows.
 
         The first share of a sequence becomes the buffers, so ``dk`` and ``dv`` belong to nobody else from here on.
         """
         if self._dk is None or self._dv is None:
             wide = torch.float64 if self.k.dtype == torch.float64 else torch.float32
-            missing = (0, 0, 0, self.k.shape[2] - span.stop)
-            self._dk, self._dv = (t.to(wide) if not missing[-1] else F.pad(t.to(wide), missing) for t in (dk, dv))
+            missing = (0, 0, first, self.k.shape[2] - span.stop)
+            self._dk, self._dv = (F.pad(t.to(wide), missing) if any(missing) else t.to(wide) for t in (dk, dv))
         else:
-            self._dk[:, :, : span.stop] += dk
-            self._dv[:, :, : span.stop] += dv
+            self._dk[:, :, first : span.stop] += dk
+            self._dv[:, :, first : span.stop] += dv
         self.differentiated_from = span.start
         rows = slice(span.start, span.stop)
         complete = self._dk[:, :, rows].to(self.k.dtype, copy=True), self._dv[:, :, rows].to(self.v.dtype, copy=True)

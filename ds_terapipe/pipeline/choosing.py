@@ -169,7 +169,7 @@ def _layer_seconds(engine: Any, control: Control, times: LayerTimes) -> LayerSec
         if seconds is None:
             return None
         stages[stage] = max(stages.get(stage, ()), seconds, key=sum)
-    ends = engine.module.layers_around if hasattr(engine.module, "layers_per_stage") else (0, 0)  # a CorePipeline
+    ends = engine.module.layers_around if hasattr(engine.module, "layers_per_stage") else (0, 0)  # a StagedPipeline
     return LayerSeconds(tuple(stages[stage] for stage in sorted(stages)), ends)
 
 

@@ -329,7 +329,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
     def _next_step(self, micro_batches: int) -> StepBatch:
         """Fetch all micro-batches of a step and agree with all ranks that it can start."""
         error: BaseException | None = None
-        batch, seat = StepBatch(), self._assembly.seat
+        batch, seat, weight = StepBatch(), self._assembly.seat, None
         self._watch.begin(self.global_steps, (), seat)
         try:
             check_checkpointing(self.token_pipeline.slices)
@@ -343,10 +343,16 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
                     labels=seat.has_last,
                     cut_labels=self._compute_loss and runs_per_slice(self.module.loss_fn),
                 )
+                if seat.has_last and self._compute_loss and hasattr(self.module.loss_fn, "step_weight"):
+                    weight = self.module.loss_fn.step_weight(batch.labels)
         except Exception as problem:  # whatever the user's data raises is raised on every rank
             error = problem
         header = Header(tuple(batch.lengths), tuple(batch.signatures)) if batch.lengths else None
         batch.adopt(self._control.announce(seat.placement, header, micro_batches, error))
+        if weight is not None:
+            with self._watch.waiting("the number of labels of the other replicas", counts=False):
+                torch.distributed.all_reduce(weight, group=self.grid.get_data_parallel_group())
+            self.module.loss_fn.begin_step(weight / self.dp_world_size)
         return batch
 
     def _read(self, micro_batches: int) -> list[Any]:

@@ -25,10 +25,17 @@ _BIAS_ALIGNMENT = 16  # columns; the efficient kernel loads its bias in aligned 
 
 
 class Call(NamedTuple):
-    """What stays the same between forward and backward of one call."""
+    """What stays the same between forward and backward of one call.
+
+    Attributes:
+        dropout_p: of the weights.
+        scale: of the scores; None: 1 / sqrt(d).
+        softcap: scores become ``softcap * tanh(score / softcap)`` before any mask (Gemma 2); None: they stay.
+    """
 
     dropout_p: float
     scale: float | None
+    softcap: float | None = None
 
 
 class Gradients(NamedTuple):
@@ -40,9 +47,10 @@ class Gradients(NamedTuple):
     mask: Tensor | None = None
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> type[Formula]:
+def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> type[Formula]:
     """The fastest kernel that can run these tensors."""
-    if mask is not None and mask.requires_grad:
+    dropout_p = call.dropout_p
+    if call.softcap is not None or (mask is not None and mask.requires_grad):
         return Formula
     if q.device.type == "cpu":
         fits = q.shape[-1] == v.shape[-1] and dropout_p == 0.0
@@ -67,10 +75,14 @@ def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def causal_mask(rows: int, columns: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive lower-right causal mask [groups * rows, columns], the same for every group."""
+def causal_mask(
+    rows: int, columns: int, groups: int, dtype: torch.dtype, device: torch.device, window: int | None = None
+) -> Tensor:
+    """Additive lower-right causal mask [groups * rows, columns], the same for every group; ``window``: keys that a row sees."""
     padded = -(-columns // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
     hidden = torch.ones(rows, padded, dtype=torch.bool, device=device).triu_(columns - rows + 1)
+    if window is not None:
+        hidden |= torch.ones_like(hidden).tril_(columns - rows - window)
     mask = torch.zeros(rows, padded, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
     return mask.repeat(groups, 1)[:, :columns]
 
@@ -118,7 +130,10 @@ class Formula:
     def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> Tensor:
         scale = call.scale if call.scale is not None else q.shape[-1] ** -0.5
         folded = fold_groups(q, k.shape[1])
-        scores = torch.matmul(folded, k.transpose(-2, -1)) * scale + _fold_mask(mask, q, k)
+        scores = torch.matmul(folded, k.transpose(-2, -1)) * scale
+        if call.softcap is not None:
+            scores = torch.tanh(scores / call.softcap) * call.softcap
+        scores = scores + _fold_mask(mask, q, k)
         if mask is None:
             weights = torch.softmax(scores, dim=-1)
         else:  # a row that its mask hides completely attends to nothing (torch's "safe softmax")

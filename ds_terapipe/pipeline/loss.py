@@ -21,7 +21,12 @@ from ds_terapipe.schedule import Unit
 
 @runtime_checkable
 class TokenLoss(Protocol):
-    """A ``loss_fn`` equal to ``token_sum(outputs, labels) / token_weight(labels)``, a sum over tokens above one below."""
+    """A ``loss_fn`` equal to ``token_sum(outputs, labels) / token_weight(labels)``, a sum over tokens above one below.
+
+    It may have more methods: ``aligned(labels)``, the labels that the other two get, token by token (a language model's are those
+    of the next token), and for a denominator that is the step's, ``step_weight(labels)``, a scalar or None from the labels of all
+    micro-batches of this replica, and ``begin_step(weight)``, which is given its mean over the replicas.
+    """
 
     def __call__(self, outputs: Any, labels: Any) -> Tensor:
         """The loss of a whole micro-batch, a scalar."""
@@ -55,7 +60,9 @@ class MicroBatchLoss:
         self._loss_fn, self._labels, self._label_cuts = loss_fn, labels, label_cuts
         self._output_cuts, self._spans = output_cuts, spans
         self._per_slice = len(spans) > 1 and runs_per_slice(loss_fn)
-        self._weight = loss_fn.token_weight(labels) if self._per_slice else None
+        if self._per_slice and hasattr(loss_fn, "aligned"):
+            self._labels = loss_fn.aligned(labels)
+        self._weight = loss_fn.token_weight(self._labels) if self._per_slice else None
         self._outputs: list[Any] = []
         self._terms: list[Tensor | None] = []
         self._joined: Any = None

@@ -36,7 +36,7 @@ def tensors(heads=4, kv_heads=4, total=13, d=8, dv=None, batch=2, dtype=torch.fl
     return [torch.randn(*lead, *shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def sliced(q, k, v, grad, lengths, mask=None, scale=None, dropout_p=0.0):
+def sliced(q, k, v, grad, lengths, mask=None, scale=None, dropout_p=0.0, **options):
     """Forward slice by slice, backward in reverse order; returns output, dq, dk, dv as whole sequences."""
     context, units = SliceContext(), []
     for span in spans(tuple(lengths)):
@@ -44,7 +44,7 @@ def sliced(q, k, v, grad, lengths, mask=None, scale=None, dropout_p=0.0):
         with context.forward(Unit(0, 0), span):
             context.enter_layer(0)
             given_mask = mask(span) if callable(mask) else mask
-            units.append((span, leaves, slice_attention(context, *leaves, given_mask, dropout_p, scale)))
+            units.append((span, leaves, slice_attention(context, *leaves, given_mask, dropout_p, scale, **options)))
     for span, _, out in reversed(units):
         with context.backward(Unit(0, 0), span):
             out.backward(grad[..., span.start : span.stop, :])
@@ -52,11 +52,12 @@ def sliced(q, k, v, grad, lengths, mask=None, scale=None, dropout_p=0.0):
     return torch.cat([out.detach() for *_, out in units], dim=-2), *gradients
 
 
-def formula(q, k, v, visible=None, bias=None, scale=None, keep=None, dropout_p=0.0):
+def formula(q, k, v, visible=None, bias=None, scale=None, keep=None, dropout_p=0.0, softcap=None):
     """The whole sequence by the textbook formula; ``keep`` is the mask that dropout drew."""
     groups, total = q.shape[-3] // k.shape[-3], q.shape[-2]
     k, v = (t.repeat_interleave(groups, dim=-3) for t in (k, v))
     scores = q @ k.transpose(-2, -1) * (scale if scale is not None else q.shape[-1] ** -0.5)
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     hidden = torch.ones(total, total, dtype=torch.bool).triu(1) if visible is None and bias is None else None
     hidden = ~visible if visible is not None else hidden
     scores = scores if bias is None else scores + bias
@@ -102,6 +103,35 @@ def test_any_shape_in_any_slicing_equals_the_whole_sequence(case):
     q, k, v, grad = tensors(**shape)
     expected = whole(*(t.double() for t in (q, k, v, grad)), scale=scale)
     assert_same(sliced(q, k, v, grad, lengths, scale=scale), expected, TOLERANCE[q.dtype])
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases(), st.integers(1, 12) | st.none(), st.sampled_from([None, 0.7]), st.booleans())
+def test_windows_and_soft_caps_equal_the_whole_sequence(case, window, softcap, masked):
+    shape, lengths, scale = case
+    total = sum(lengths)
+    q, k, v, grad = tensors(**shape)
+    visible = torch.ones(total, total, dtype=torch.bool).tril()
+    mask = document_mask(total) | torch.eye(total, dtype=torch.bool) if masked else None
+    expected = visible if mask is None else visible & mask
+    expected = expected if window is None else expected.triu(1 - window)
+    got = sliced(q, k, v, grad, lengths, mask=mask, scale=scale, is_causal=True, window=window, softcap=softcap)
+    wide = whole(*(t.double() for t in (q, k, v, grad)), scale=scale, visible=expected, softcap=softcap)
+    assert_same(got, wide, TOLERANCE[q.dtype])
+
+
+def test_a_window_reads_no_key_before_it(monkeypatch):
+    from ds_terapipe.pipeline import kernels
+
+    seen, choose = [], kernels.choose
+
+    def spy(q, k, v, mask, call):
+        seen.append((q.shape[2], k.shape[2]))
+        return choose(q, k, v, mask, call)
+
+    monkeypatch.setattr(kernels, "choose", spy)
+    sliced(*tensors(), [4, 1, 8], window=3, is_causal=True)
+    assert seen == [(4, 4), (1, 3), (8, 10)]
 
 
 def document_mask(total: int) -> Tensor:
@@ -292,9 +322,9 @@ def test_the_kernels_read_views_of_the_buffers(monkeypatch):
 
     seen, choose = [], kernels.choose
 
-    def spy(q, k, v, mask, dropout_p):
+    def spy(q, k, v, mask, call):
         seen.append((k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr(), k.shape[2]))
-        return choose(q, k, v, mask, dropout_p)
+        return choose(q, k, v, mask, call)
 
     monkeypatch.setattr(kernels, "choose", spy)
     q, k, v, grad = tensors()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ds_terapipe.pipeline.attention import slice_attention
 from ds_terapipe.pipeline.context import SliceContext
 from ds_terapipe.pipeline.interception import Overrides
-from ds_terapipe.pipeline.kernels import CudaEfficient, CudaFlash, Formula, choose
+from ds_terapipe.pipeline.kernels import Call, CudaEfficient, CudaFlash, Formula, choose
 from ds_terapipe.pipeline.spans import Span, spans
 from ds_terapipe.schedule import Unit
 from tests.pipeline.test_attention import document_mask, relative, sliced, tensors, whole
@@ -70,7 +70,7 @@ def test_values_of_another_size_and_a_learned_bias_run_the_formula():
 def test_the_fused_kernels_are_chosen():
     def chosen(dtype, kv_heads=4, d=64, mask=None, dropout_p=0.0):
         q, k = (torch.rand(2, heads, 8, d, device="cuda", dtype=dtype) for heads in (4, kv_heads))
-        return choose(q, k, k, None if mask is None else mask.to(dtype), dropout_p)
+        return choose(q, k, k, None if mask is None else mask.to(dtype), Call(dropout_p, None))
 
     mask = torch.zeros(1, 1, 8, 8, device="cuda")
     for dtype in (torch.bfloat16, torch.float16):

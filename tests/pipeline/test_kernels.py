@@ -108,11 +108,11 @@ def test_the_fused_kernel_is_chosen_wherever_it_can_run():
     q, k = torch.rand(1, 4, 3, 8), torch.rand(1, 2, 9, 8)
     mask = torch.zeros(3, 9)
     for dtype in TOLERANCE:
-        assert choose(q.to(dtype), k.to(dtype), k.to(dtype), None, 0.0) is CpuFlash
-    assert choose(q, k, k, mask, 0.0) is CpuFlash
-    assert choose(q, k, k, None, 0.1) is Formula, "it has no dropout"
-    assert choose(q, k, k[..., :6], None, 0.0) is Formula, "it wants values as wide as keys"
-    assert choose(q, k, k, mask.requires_grad_(), 0.0) is Formula, "it gives its mask no gradient"
+        assert choose(q.to(dtype), k.to(dtype), k.to(dtype), None, Call(0.0, None)) is CpuFlash
+    assert choose(q, k, k, mask, Call(0.0, None)) is CpuFlash
+    assert choose(q, k, k, None, Call(0.1, None)) is Formula, "it has no dropout"
+    assert choose(q, k, k[..., :6], None, Call(0.0, None)) is Formula, "it wants values as wide as keys"
+    assert choose(q, k, k, mask.requires_grad_(), Call(0.0, None)) is Formula, "it gives its mask no gradient"
 
 
 def test_no_kernel_touches_its_inputs():
@@ -122,4 +122,4 @@ def test_no_kernel_touches_its_inputs():
         _, saved, kept = kernel.forward(q, k, v, None, Call(0.0, None))
         kernel.backward(grad, saved, kept, k, v, None, Call(0.0, None))
         assert all(torch.equal(a, b) for a, b in zip((q, k, v, grad), before, strict=True))
-    assert kernels.choose(q, k, v, None, 0.0) is CpuFlash
+    assert kernels.choose(q, k, v, None, Call(0.0, None)) is CpuFlash

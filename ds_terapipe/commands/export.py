@@ -1,0 +1,54 @@
+"""``ds_terapipe export``: a pipeline's checkpoint as a folder of a Hugging Face model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ds_terapipe.commands.errors import CommandError
+
+_TYPES = ("fp32", "bf16", "fp16")
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the parser of ``ds_terapipe``."""
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint of a Hugging Face decoder's pipeline as a folder for from_pretrained",
+        description="Write a checkpoint of a pipeline that ds_terapipe.hf.pipeline has built as a folder for "
+        "AutoModelForCausalLM.from_pretrained: any number of stages and replicas, with ZeRO-1 or without.",
+    )
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="folder of one step, or of several: the latest"
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to be made")
+    parser.add_argument(
+        "--dtype", choices=_TYPES, help="of the weights; default fp32 where there are masters, else as they are"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the subcommand.
+
+    Raises:
+        CommandError: transformers is not installed.
+        ConfigError: as :func:`ds_terapipe.hf.export.export`.
+    """
+    try:
+        import torch
+        import transformers  # noqa: F401
+    except ImportError as problem:
+        raise CommandError(f"got no {problem.name}, must be installed, use pip install 'ds_terapipe[hf]'") from problem
+    from ds_terapipe.hf.export import export
+
+    checkpoint: Path = options.checkpoint
+    latest = checkpoint / "latest"
+    if latest.is_file():
+        checkpoint = checkpoint / latest.read_text(encoding="utf-8").strip()
+    if not checkpoint.is_dir():
+        raise CommandError(f"got {checkpoint}, must be the folder of a checkpoint, use e.g. CHECKPOINTS/global_step100")
+    dtypes = dict(zip(_TYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+    out = export(checkpoint, options.out, dtypes.get(options.dtype))
+    size = sum(file.stat().st_size for file in out.iterdir())
+    print(f"{out}: {size / 1e6:.1f} MB")

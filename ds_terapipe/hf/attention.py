@@ -1,0 +1,115 @@
+"""Attention of Hugging Face's models, in slices and whole: an entry of transformers' ``AttentionInterface``.
+
+A model whose ``config._attn_implementation`` is :data:`NAME` calls :func:`attention` in place of its own. Within a slice that is
+the attention over the keys so far; anywhere else it is PyTorch's, so that such a model evaluates and generates as before. Windows
+and soft caps (Gemma 2) come as arguments of the call, as they do for transformers' flash attention, and need no mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline import kernels
+from ds_terapipe.pipeline.attention import slice_attention
+from ds_terapipe.pipeline.context import PlacementError, SliceContext, refuse_model
+
+NAME = "ds_terapipe"
+# Implementations of transformers that this one stands in for; others have kernels of their own.
+SERVED = (None, "eager", "sdpa", NAME)
+# Arguments that change what attention computes, and are not followed.
+_UNKNOWN = ("position_bias", "s_aux", "cache", "block_table")
+
+
+def register() -> None:
+    """Make :data:`NAME` known to transformers; as often as one likes."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' layers call it.
+
+    Args:
+        module: that calls; has ``is_causal`` where the argument is None.
+        query: [b, heads, rows, d].
+        key, value: [b, kv heads, columns, d].
+        attention_mask: bool (True: may attend) or additive, [1 | b, 1 | heads, rows, columns]; a causal module is causal, too.
+        dropout: probability.
+        scaling: of the scores; None: 1 / sqrt(d).
+        is_causal: whether a token sees none after it.
+        sliding_window: tokens that one sees, itself and those right before it.
+        softcap: as for :func:`ds_terapipe.pipeline.attention.slice_attention`.
+        others: of other implementations.
+
+    Returns:
+        [b, rows, heads, d], and no weights.
+
+    Raises:
+        ConfigError: an argument that is not followed, or attention within a slice that is not causal.
+    """
+    given = [name for name in _UNKNOWN if others.get(name) is not None]
+    if given:
+        raise ConfigError(
+            f'attn_implementation: got "{NAME}" for a layer that calls it with {given[0]}, must do without, use "eager"'
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    context = SliceContext.current
+    if context is None or context.span is None or context.span.is_whole:
+        dropout = dropout if context is None or context.dropout else 0.0
+        out = _whole(query, key, value, attention_mask, kernels.Call(dropout, scaling, softcap), causal, sliding_window)
+        return out.transpose(1, 2).contiguous(), None
+    if torch.compiler.is_compiling():
+        raise PlacementError(
+            f"attention is compiled by torch.compile ({context.describe()}): a slice's position would be baked in, "
+            "don't compile the layers of a model that runs with token_pipeline"
+        )
+    if not causal:
+        raise refuse_model(f"attention that is not causal ({context.describe()})")
+    out = slice_attention(
+        context, query, key, value, attention_mask, dropout, scaling,
+        is_causal=True, window=sliding_window, softcap=softcap,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _whole(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: kernels.Call, causal: bool, window: int | None
+) -> Tensor:
+    """Of a sequence that is not cut, or of generated tokens over those before them: causal to the lower right."""
+    rows, columns = q.shape[2], k.shape[2]
+    hides = window is not None and columns > window
+    square = rows == columns and not hides
+    if causal and mask is None and square and call.softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, None, call.dropout_p, rows > 1, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+    if causal and (rows > 1 or hides):
+        hidden = kernels.causal_mask(rows, columns, 1, q.dtype, q.device, window if hides else None)[None, None]
+        mask = hidden if mask is None else mask.to(q.dtype) + hidden
+    if call.softcap is not None:
+        nothing = q.new_zeros(1, 1, rows, columns)
+        return kernels.Formula._attend(q, k, v, nothing if mask is None else mask, call)
+    if q.shape[1] != k.shape[1]:  # with a mask CUDA's fused kernels take no grouped heads
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, call.dropout_p, scale=call.scale)

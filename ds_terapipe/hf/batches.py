@@ -1,0 +1,84 @@
+"""A batch as Hugging Face's collators make it, as inputs and labels of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.hf.loss import IGNORED
+from ds_terapipe.hf.positions import travelling
+
+_KNOWN = ("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids")
+
+
+def batch(features: Mapping[str, Tensor]) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+    """Inputs and labels of a micro-batch; for ``engine.set_batch_fn`` or around a collator.
+
+    Args:
+        features: ``input_ids`` and ``labels`` [b, S] (those of the tokens themselves, -100 where none counts), and perhaps
+            ``attention_mask`` [b, S] (0: padding) and ``position_ids`` [b | 1, S]. Positions that begin anew, with no attention
+            mask, are packed documents, which do not see each other, as for transformers.
+
+    Returns:
+        (input_ids, labels), or ((input_ids, places), labels) where causal attention over positions 0, 1, 2, ... is not all:
+        padding that comes first, or has labels that count, positions of one's own, packed documents.
+
+    Raises:
+        ConfigError: no labels, shapes that don't fit, or what is not followed.
+    """
+    unknown = [name for name in features if name not in _KNOWN]
+    if unknown:
+        raise ConfigError(
+            f"hf.batch: got {unknown[0]}, must be among {', '.join(_KNOWN)}, leave it out where the model does not need it"
+        )
+    tokens, labels = (_tensor(features, name) for name in ("input_ids", "labels"))
+    types = features.get("token_type_ids")
+    if types is not None and bool(torch.as_tensor(types).any()):
+        raise ConfigError("hf.batch: got token_type_ids other than 0, must be 0 or absent, use a model without them")
+    for name in ("labels", "attention_mask", "position_ids"):
+        given = features.get(name)
+        if given is not None and (given.dim() != 2 or given.shape[1] != tokens.shape[1]):
+            raise ConfigError(
+                f"hf.batch: got {name} of shape {list(given.shape)}, must be that of input_ids, use {list(tokens.shape)}"
+            )
+    mask, positions = features.get("attention_mask"), features.get("position_ids")
+    if not _travels(labels, mask, positions):
+        return tokens, labels
+    positions = _plain(tokens) if positions is None else positions.expand(tokens.shape).long()
+    documents = _documents(positions) if mask is None else (mask != 0).long()
+    return (tokens, travelling(positions, documents)), labels
+
+
+def _tensor(features: Mapping[str, Any], name: str) -> Tensor:
+    found = features.get(name)
+    if not isinstance(found, Tensor) or found.dim() != 2:
+        what = "none" if found is None else f"{type(found).__name__} {list(getattr(found, 'shape', []))}"
+        raise ConfigError(
+            f"hf.batch: got {what} for {name}, must be a tensor [batch, sequence], use e.g. "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        )
+    return found
+
+
+def _travels(labels: Tensor, mask: Tensor | None, positions: Tensor | None) -> bool:
+    if positions is not None and not torch.equal(positions, _plain(positions)):
+        return True
+    if mask is None or bool(mask.all()):
+        return False
+    real = mask != 0
+    behind = bool((real[:, :-1] >= real[:, 1:]).all())
+    # padding behind all tokens is seen by none of them; of its own outputs nothing is asked where its labels don't count
+    return not behind or bool((labels[:, 1:].where(~real[:, :-1], IGNORED) != IGNORED).any())
+
+
+def _plain(like: Tensor) -> Tensor:
+    return torch.arange(like.shape[1], device=like.device)[None].expand(like.shape)
+
+
+def _documents(positions: Tensor) -> Tensor:
+    """Numbers from 1 on, a new one wherever a position does not follow the one before; transformers' rule."""
+    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=1) != 1).cumsum(1) + 1

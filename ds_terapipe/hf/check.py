@@ -1,0 +1,138 @@
+"""Is a model the chain that a pipeline makes of it? A tiny one of its kind is run both ways and compared.
+
+What a model does outside its layers (scaled embeddings or logits, keys that layers share, a second embedding) does not show in
+its modules; its own ``forward`` does it. So before any weights are read, a model of the same configuration with a few narrow
+layers runs in fp64 as transformers runs it and layer after layer: logits, loss and all gradients, with padding and with packed
+documents.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ds_terapipe.hf import attention
+from ds_terapipe.hf.batches import batch
+from ds_terapipe.hf.loss import CausalLMLoss
+from ds_terapipe.hf.parts import refusal
+from ds_terapipe.hf.source import Source
+
+_LENGTH, _WINDOW, _VOCABULARY, _HEADS = 16, 5, 96, 4
+_GRADIENT = "the gradient of "
+_TOLERANCE = 1e-6  # in fp64, where models that cast to fp32 inside do the same both ways
+
+Chain = Callable[[Source], Sequence[Callable[[Any], Any]]]
+
+
+def check_chain(config: PreTrainedConfig, chain: Chain) -> None:
+    """Compare a tiny model of this kind with the chain that ``chain`` makes of it.
+
+    Raises:
+        ConfigError: they differ, or there is no tiny model of this kind.
+    """
+    kind = config.model_type
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            model = AutoModelForCausalLM.from_config(shrunk(config), attn_implementation="eager").double().eval()
+        except Exception as problem:
+            what = f"of which no small model could be made to be compared ({type(problem).__name__}: {problem})"
+            raise refusal(kind, " ".join(what.split())[:300], "another model") from problem
+        for parameter in model.parameters():
+            if parameter.dim() < 2:  # norms and biases are all alike at first
+                parameter.data.add_(torch.randn_like(parameter) / 10)
+        for features in _batches():
+            expected = _own(model, features)
+            model.set_attn_implementation(attention.NAME)
+            got = _chained(chain(Source(model, given=True)), model, features)
+            model.set_attn_implementation("eager")
+            for name, error in _differences(expected, got):
+                if not error <= _TOLERANCE:
+                    what = f"whose own forward does more than its layers do ({name} differs by {error:.1e})"
+                    raise refusal(kind, what, "another model, or write its layers into a PipelineModule")
+
+
+def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
+    """Largest ones, relative to the largest element; of small gradients to the largest of all, whose rounding is in them."""
+    most = max(float(value.abs().max()) for name, value in expected.items() if name.startswith(_GRADIENT))
+    for name, a in expected.items():
+        b = got.get(name)
+        scale = max(float(a.abs().max()), most / 100 if name.startswith(_GRADIENT) else 0.0)
+        yield name, 1.0 if b is None else float((a - b).abs().max()) / scale
+
+
+def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same kind with few and narrow layers; heads keep their size, which rotary frequencies may list."""
+    tiny = copy.deepcopy(config)
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    grouped = getattr(config, "num_key_value_heads", heads) or heads
+    types = getattr(config, "layer_types", None)
+    layers = (
+        2 if types is None else max(2, min(len(types), 1 + next((i for i, t in enumerate(types) if t != types[0]), 1)))
+    )
+    wanted = {
+        "num_hidden_layers": min(layers, config.num_hidden_layers),
+        "hidden_size": _HEADS * size,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS if grouped == heads else _HEADS // 2,
+        "intermediate_size": 2 * size,
+        "vocab_size": _VOCABULARY,
+        "sliding_window": _WINDOW,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    for name, value in wanted.items():
+        if getattr(tiny, name, None) is not None:
+            setattr(tiny, name, value)
+    if types is not None:
+        tiny.layer_types = types[: tiny.num_hidden_layers]
+    for name in vars(tiny):
+        if name.endswith(("_dropout", "_pdrop", "dropout_prob", "dropout_rate")) and isinstance(
+            vars(tiny)[name], float
+        ):
+            setattr(tiny, name, 0.0)
+    return tiny
+
+
+def _batches() -> list[dict[str, Tensor]]:
+    tokens = torch.randint(1, _VOCABULARY, (2, _LENGTH))
+    padded = torch.ones_like(tokens)
+    padded[1, 3:6] = 0  # not in front: implementations differ in what a token says that sees nothing
+    packed = torch.cat([torch.arange(_LENGTH - 6), torch.arange(6)])[None].expand(2, -1)
+    return [
+        {"input_ids": tokens, "attention_mask": padded, "labels": tokens.where(padded > 0, -100)},
+        {"input_ids": tokens, "position_ids": packed, "labels": tokens},
+    ]
+
+
+def _own(model: Any, features: dict[str, Tensor]) -> dict[str, Tensor]:
+    given = {name: value for name, value in features.items() if name != "labels"}
+    logits = model(**given, use_cache=False).logits
+    return _result(model, logits, features)
+
+
+def _chained(chain: Sequence[Callable[[Any], Any]], model: Any, features: dict[str, Tensor]) -> dict[str, Tensor]:
+    value, _ = batch(features)
+    for layer in chain:
+        value = layer(value)
+    return _result(model, value, features)
+
+
+def _result(model: nn.Module, logits: Tensor, features: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Logits of the tokens that are none of padding, loss, gradients."""
+    loss = CausalLMLoss()(logits, features["labels"])
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    real = features.get("attention_mask", torch.ones_like(features["labels"])) > 0
+    found = {"the logits": logits.detach()[real], "the loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[f"{_GRADIENT}{name}"] = parameter.grad
+    return found

@@ -1,0 +1,198 @@
+"""A pipeline's weights as a folder that ``from_pretrained`` reads: of a checkpoint, or of an engine that is there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.hf.masters import Masters
+from ds_terapipe.hf.record import FOLDER, NAMES, names_of, read_record, write_model
+from ds_terapipe.hf.together import together
+from ds_terapipe.hf.weights import INDEX, SINGLE
+
+LARGEST = 5 * 10**9  # bytes of a shard, as transformers has it
+
+Tensors = dict[str, Tensor]
+
+
+class Folder:
+    """A folder that is written beside its name, and given it when it is whole.
+
+    Args:
+        path: the name. There must be nothing under it.
+
+    Raises:
+        ConfigError: there is something.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"export: got {path}, must be a new folder or an empty one, use e.g. {path}-2")
+        self.path, self.unfinished = path, path.parent / f".{path.name}.unfinished"
+
+    def begin(self) -> None:
+        """Have an empty folder to write to."""
+        shutil.rmtree(self.unfinished, ignore_errors=True)
+        self.unfinished.mkdir(parents=True)
+
+    def write(self, name: str, tensors: Tensors) -> list[str]:
+        """A file of tensors; their names."""
+        save_file({key: value.contiguous() for key, value in tensors.items()}, self.unfinished / name, {"format": "pt"})
+        return list(tensors)
+
+    def finish(self, files: Sequence[tuple[str, Sequence[str]]]) -> None:
+        """All files with the tensors in each, in order: give them their names, write the index, and the folder its name."""
+        total, where = 0, {}
+        for number, (file, names) in enumerate(files, start=1):
+            final = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+            total += (self.unfinished / file).stat().st_size
+            (self.unfinished / file).rename(self.unfinished / final)
+            where |= dict.fromkeys(names, final)
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            (self.unfinished / INDEX).write_text(json.dumps(index, indent=2))
+        if self.path.exists():
+            self.path.rmdir()
+        self.unfinished.rename(self.path)
+
+
+def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = None, largest: int = LARGEST) -> Path:
+    """Write the weights of a checkpoint as a folder for ``AutoModelForCausalLM.from_pretrained``; layer after layer.
+
+    Args:
+        checkpoint: folder of one step, of any stages, replicas and ZeRO-1, written by our engine or DeepSpeed's own.
+        out: folder to be made.
+        dtype: of the weights; default: fp32 where the checkpoint has masters, else as they are.
+        largest: bytes of a shard.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ConfigError: the checkpoint is of another model, lacks a layer, or there is something at ``out``.
+    """
+    checkpoint, folder = Path(checkpoint), Folder(Path(out))
+    record = read_record(checkpoint)
+    masters = Masters(checkpoint)
+    folder.begin()
+    for file in (checkpoint / FOLDER).iterdir():
+        if file.name != NAMES:
+            shutil.copyfile(file, folder.unfinished / file.name)
+    layers = (_of_layer(checkpoint, record, masters, entry, dtype) for entry in range(len(record["entries"])))
+    folder.finish(
+        [(f"{number}", folder.write(f"{number}", tensors)) for number, tensors in enumerate(_shards(layers, largest))]
+    )
+    return folder.path
+
+
+def _of_layer(
+    checkpoint: Path, record: Mapping[str, Any], masters: Masters, entry: int, dtype: torch.dtype | None
+) -> Tensors:
+    names = record["entries"][entry]
+    if not names:
+        return {}
+    files = sorted(checkpoint.glob(f"layer_{entry:02d}-*model_states.pt"))
+    if len(files) != 1:
+        raise ConfigError(
+            f"export: got {len(files)} files of layer {entry} in {checkpoint}, must be one, use a checkpoint that was written to "
+            "its end"
+        )
+    prefix = "tied_modules.embed." if entry == 0 and record["tied"] else f"{entry}."
+    found = {}
+    for own, weight in torch.load(files[0], map_location="cpu", mmap=True, weights_only=False).items():
+        master = masters.find(prefix + own, weight)
+        value = weight if master is None else master
+        found[_renamed(own, names)] = (
+            value.to(dtype) if dtype is not None and value.is_floating_point() else value.clone()
+        )
+    return found
+
+
+def _renamed(own: str, names: Mapping[str, str]) -> str:
+    beginning = next(one for one in names if own.startswith(one))
+    return names[beginning] + own.removeprefix(beginning)
+
+
+def _shards(layers: Iterator[Tensors], largest: int) -> Iterator[Tensors]:
+    """Layers put together into shards of at most so many bytes."""
+    shard: Tensors = {}
+    size = 0
+    for tensors in layers:
+        for name, tensor in tensors.items():
+            more = tensor.numel() * tensor.element_size()
+            if shard and size + more > largest:
+                yield shard
+                shard, size = {}, 0
+            shard[name], size = tensor, size + more
+    yield shard
+
+
+def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = None, largest: int = LARGEST) -> Path:
+    """Write the weights that an engine trains as a folder for ``AutoModelForCausalLM.from_pretrained``; every process calls it.
+
+    Args:
+        engine: of DeepSpeed or ours, with a :class:`DecoderPipeline`.
+        out: folder to be made, which all processes see.
+        dtype, largest: as for :func:`export`.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ConfigError: on every process, where one can't write.
+    """
+    module, rank = engine.module, torch.distributed.get_rank()
+    folder = together(lambda: Folder(Path(out)))
+    together(lambda: folder.begin() if rank == 0 else None)
+    writes, stage = engine.grid.data_parallel_id == 0, engine.grid.get_stage_id()
+    layers = _live(module, dtype)
+
+    def write() -> list[tuple[str, list[str]]]:
+        found = []
+        try:
+            for number, tensors in enumerate(_shards(layers, largest)):
+                if writes and tensors:
+                    name = f"{stage:04}-{number:05}"
+                    found.append((name, folder.write(name, tensors)))
+        finally:
+            for _ in layers:  # what is left of masters that replicas share, and put together all at once
+                pass
+        return found
+
+    mine = together(write)
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, mine)
+    files = sorted(file for of_rank in everywhere for file in of_rank)
+
+    def finish() -> None:
+        if rank == 0:
+            write_model(module.source.config, module.source.model, folder.unfinished)
+            folder.finish(files)
+
+    together(finish)
+    return folder.path
+
+
+def _live(module: Any, dtype: torch.dtype | None) -> Iterator[Tensors]:
+    """Of the layers of this stage, in order; a tied head has no weights of its own."""
+    names = names_of(module.source)
+    for index, layer in enumerate(module.forward_funcs, start=module._local_start):
+        if not names[index] or not hasattr(layer, "state_dict"):
+            continue
+        parameters, found = dict(layer.named_parameters()), {}
+        for own, value in layer.state_dict().items():
+            master = safe_get_full_fp32_param(parameters[own]) if own in parameters else None
+            value = (value if master is None else master.view(value.shape)).detach().cpu()
+            found[_renamed(own, names[index])] = (
+                value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            )
+        yield found

@@ -1,0 +1,77 @@
+"""The fp32 masters in a checkpoint of a DeepSpeed pipeline, by parameter name.
+
+ZeRO-1 and the bf16 optimizer write a file for each stage and replica: flat tensors, and which parameters are where in them.
+DeepSpeed's ``zero_to_fp32.py`` does not put those of a pipeline together (0.19.8). The fp16 optimizers without ZeRO write masters
+in the order of the parameters; a master is known there by its 16-bit value, which is the weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PARTS = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+_STAGE = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
+
+
+class Masters:
+    """Looks up masters.
+
+    Args:
+        checkpoint: folder of one step.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._parts: dict[str, dict[int, list[tuple[int, Tensor]]]] = {}  # by name and stage: replica, elements
+        self._flat: list[Tensor] = []
+        for file in sorted(checkpoint.iterdir()):
+            if found := _PARTS.search(file.name):
+                replica, stage = map(int, found.groups())
+                self._add_parts(_load(file)["optimizer_state_dict"], stage, replica)
+            elif _STAGE.match(file.name):
+                self._flat += _groups(_load(file).get("optimizer"))
+
+    def _add_parts(self, state: Mapping[str, Any], stage: int, replica: int) -> None:
+        groups = zip(state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True)
+        for flat, where in groups:
+            for name, at in where.items():
+                of_stage = self._parts.setdefault(name, {}).setdefault(stage, [])
+                of_stage.append((replica, flat.view(-1)[at.start : at.start + at.numel]))
+
+    def find(self, name: str, weight: Tensor) -> Tensor | None:
+        """The master of a parameter, by its name in the ``PipelineModule``; None: there is none."""
+        for of_stage in self._parts.get(name, {}).values():
+            whole = torch.cat([part for _, part in sorted(of_stage, key=lambda one: one[0])])
+            if whole.numel() == weight.numel():
+                return whole.view(weight.shape)
+        if not self._flat or weight.dtype != torch.float16:
+            return None
+        return self._next(weight, copies=name.startswith("tied_modules."))
+
+    def _next(self, weight: Tensor, copies: bool) -> Tensor | None:
+        """Of the groups' next masters the one that is rounded to this weight; ``copies``: another stage may have it, too."""
+        count, found = weight.numel(), None
+        for index, flat in enumerate(self._flat):
+            if flat.numel() >= count and torch.equal(flat[:count].half(), weight.flatten()):
+                self._flat[index] = flat[count:]
+                found = flat[:count].view(weight.shape) if found is None else found
+                if not copies:
+                    break
+        return found
+
+
+def _load(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+
+
+def _groups(optimizer: Any) -> Iterator[Tensor]:
+    """Of the fp16 optimizers, fused and not."""
+    if isinstance(optimizer, Mapping):
+        yield from optimizer.get("fp32_groups_flat", ())
+        for group in optimizer.get("fp32_groups", ()):
+            yield torch.cat([tensor.flatten() for tensor in group])

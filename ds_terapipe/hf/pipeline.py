@@ -1,0 +1,161 @@
+"""A Hugging Face decoder as a DeepSpeed ``PipelineModule``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.hf.check import check_chain
+from ds_terapipe.hf.layers import Decoder, Embed, Head, Norm, tied_head
+from ds_terapipe.hf.loss import CausalLMLoss
+from ds_terapipe.hf.record import write_record
+from ds_terapipe.hf.source import Source, source_of
+from ds_terapipe.hf.together import together
+from ds_terapipe.staged_pipeline import StagedPipeline, stage_boundaries
+
+CAUSAL_LM = "causal_lm"
+
+
+class DecoderPipeline(StagedPipeline):
+    """A decoder with a language modelling head.
+
+    Layers: word embedding, ``num_hidden_layers`` decoder layers, norm where there is one, head. Input: token ids [b, S] int64, or
+    with them what :func:`ds_terapipe.hf.batch` adds. Between layers: [b, s, hidden]. Output: logits [b, s, vocabulary]. A
+    checkpoint has beside the layers what :func:`ds_terapipe.hf.export` needs.
+    """
+
+    layer_class = Decoder
+
+    def __init__(
+        self, source: Source, layers_per_stage: Sequence[int], topology: ProcessTopology, **arguments: Any
+    ) -> None:
+        self.__dict__["source"] = source  # before Module's constructor, and not one of its modules
+        super().__init__(_specs(source), layers_per_stage, topology, **arguments)
+
+    def save_state_dict(self, save_dir: Any, checkpoint_engine: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``PipelineModule.save_state_dict``, with the model's configuration and the names of its weights."""
+        super().save_state_dict(save_dir, checkpoint_engine, *args, **kwargs)
+        if self.global_rank == 0:
+            write_record(self.source, Path(save_dir))
+
+
+def pipeline(
+    model: Any,
+    *,
+    num_stages: int | None = None,
+    topology: ProcessTopology | None = None,
+    layers_per_stage: Sequence[int] | None = None,
+    loss: str | Callable[..., Any] = CAUSAL_LM,
+    mean_over: str = "micro_batch",
+    activation_checkpointing: bool = False,
+    dtype: torch.dtype | None = None,
+    seed: int = 1234,
+    revision: str | None = None,
+    **arguments: Any,
+) -> DecoderPipeline:
+    """Build a pipeline of a Hugging Face decoder's own layers. Every process calls it.
+
+    Args:
+        model: a causal language model, whose modules and weights are used as they are; its configuration, for new weights; or a
+            folder or name on the Hub, of which each stage reads the weights of its own layers.
+        num_stages: pipeline stages; or
+        topology: the layout.
+        layers_per_stage: decoder layers of each stage; default: as even as can be, the head counted as what it costs.
+        loss: ``"causal_lm"``, or a function of logits [b, S, vocabulary] and labels.
+        mean_over: of ``"causal_lm"``, see :class:`CausalLMLoss`.
+        activation_checkpointing: whether decoder layers are recomputed in backward.
+        dtype: of the weights; default: a given model's own, else fp32.
+        seed: of new weights, which are the same for any number of stages.
+        revision: on the Hub.
+        arguments: further ones of ``PipelineModule``.
+
+    Raises:
+        ConfigError: on every process, where one can't have its layers: no decoder, a model that is more than its layers, a
+            missing or damaged file, more stages than layers.
+    """
+    if not torch.distributed.is_initialized():
+        deepspeed.init_distributed()
+    if not callable(loss) and loss != CAUSAL_LM:
+        raise ConfigError(f'loss: got "{loss}", must be "{CAUSAL_LM}" or a function, use "{CAUSAL_LM}"')
+    topology = _topology(num_stages, topology)
+    source = together(lambda: source_of(model, dtype, seed, revision), one_first=isinstance(model, (str, Path)))
+    counts = list(layers_per_stage or balanced(source, topology.get_dim("pipe")))
+    specs = _specs(source)
+    norm = source.parts.norm is not None
+    bounds = stage_boundaries(source.config.num_hidden_layers, topology.get_dim("pipe"), counts, (1, 1 + norm))
+    stage = topology.get_coord(torch.distributed.get_rank()).pipe
+
+    def check() -> None:
+        check_chain(source.config, lambda tiny: [_built(spec) for spec in _specs(tiny)])
+        source.check([part for spec in specs[bounds[stage] : bounds[stage + 1]] for part in _parts(source, spec)])
+
+    together(check)
+    if activation_checkpointing:
+        arguments.setdefault("activation_checkpoint_interval", 1)
+    return DecoderPipeline(
+        source, counts, topology, loss_fn=loss if callable(loss) else CausalLMLoss(mean_over), **arguments
+    )
+
+
+def _specs(source: Source) -> list[LayerSpec]:
+    layers = [LayerSpec(Decoder, source, index) for index in range(source.config.num_hidden_layers)]
+    norm = [LayerSpec(Norm, source)] if source.parts.norm is not None else []
+    if not source.parts.tied:
+        return [LayerSpec(Embed, source), *layers, *norm, LayerSpec(Head, source)]
+    weight = "tokens.weight"
+    first = TiedLayerSpec("embed", Embed, source, tied_weight_attr=weight)
+    head = TiedLayerSpec("embed", Embed, source, True, tied_weight_attr=weight, forward_fn=tied_head(source.softcap))
+    return [first, *layers, *norm, head]
+
+
+def _built(spec: LayerSpec) -> Callable[[Any], Any]:
+    layer = spec.build()
+    forward = getattr(spec, "forward_fn", None)
+    return layer if forward is None else lambda inputs: forward(layer, inputs)
+
+
+def _parts(source: Source, spec: LayerSpec) -> list[str]:
+    """Names of the modules that an entry of the layer list takes."""
+    parts = source.parts
+    if spec.typename is Decoder:
+        return [f"{parts.layers}.{spec.module_args[1]}"]
+    words_only = len(spec.module_args) > 1
+    of_embed = (parts.tokens, None if words_only else parts.positions)
+    names = {Embed: of_embed, Norm: (parts.norm,), Head: (parts.head,)}[spec.typename]
+    return [name for name in names if name is not None]
+
+
+def balanced(source: Source, stages: int) -> list[int]:
+    """Decoder layers of each stage: of those that make the slowest stage fastest, where a head costs as many layers as it has
+    times their weights."""
+    parts, layers = source.parts, source.config.num_hidden_layers
+    if stages < 2 or layers < stages:
+        return [layers] if stages < 2 else []
+    head = source.numel(parts.tokens if parts.tied else parts.head) / source.numel(f"{parts.layers}.0")
+    costs = {last: max(-(-(layers - last) // (stages - 1)), last + head) for last in range(1, layers - stages + 2)}
+    last = max(count for count in costs if costs[count] == min(costs.values()))
+    each, more = divmod(layers - last, stages - 1)
+    return [each + (stage < more) for stage in range(stages - 1)] + [last]
+
+
+def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+    world = torch.distributed.get_world_size()
+    if topology is not None:
+        if topology.world_size() != world or ("model" in topology.get_axis_names() and topology.get_dim("model") > 1):
+            raise ConfigError(
+                f"topology: got {topology} for {world} processes, must have all of them and no tensor parallelism, use num_stages"
+            )
+        return topology
+    stages = 1 if num_stages is None else num_stages
+    if stages < 1 or world % stages:
+        raise ConfigError(
+            f"num_stages: got {num_stages} for {world} processes, must divide their number, use e.g. {world}"
+        )
+    return PipeDataParallelTopology(num_pp=stages, num_dp=world // stages)

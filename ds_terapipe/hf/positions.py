@@ -1,0 +1,114 @@
+"""Where the tokens of a batch are: their positions, and which of them belong together.
+
+Between stages there is no mask. What plain causal attention over positions 0, 1, 2, ... does not say travels as whole numbers
+[b, 1, 2 S], whole with every slice: the position of every token of the micro-batch, and the number of its document (0: padding).
+Rotary frequencies that depend on the longest sequence (longrope, dynamic) see all of them that way.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_terapipe.pipeline.context import current_span
+from ds_terapipe.pipeline.spans import Span
+
+_KEPT = 8  # lengths of which cosines and sines are kept
+PADDING = 0
+
+
+def travelling(positions: Tensor, documents: Tensor) -> Tensor:
+    """What travels [b, 1, 2 S] of positions and numbers of documents, both [b, S]; see :class:`Places`."""
+    return torch.cat([positions, documents], dim=1)[:, None]
+
+
+class Places:
+    """Of the tokens of a slice, or of a whole sequence.
+
+    Args:
+        given: as :func:`travelling` makes it; None: positions 0, 1, 2, ..., one document.
+        tokens: [b, s, ...] of the slice.
+
+    Attributes:
+        span: of the slice.
+        positions: of all tokens of the micro-batch, [b | 1, S].
+    """
+
+    def __init__(self, given: Tensor | None, tokens: Tensor) -> None:
+        length = tokens.shape[1]
+        self.span = current_span() or Span(0, length, length)
+        self._documents: Tensor | None = None
+        if given is None:
+            self.positions = torch.arange(self.span.total, device=tokens.device)[None]
+        else:
+            self.positions, self._documents = given[:, 0].chunk(2, dim=1)
+        self._mask: Tensor | None = None
+        self._rotary: dict[Any, Any] = {}
+
+    @classmethod
+    def of(cls, given: Tensor | None, tokens: Tensor) -> Places:
+        """Of the slice that is being run; made once for all layers that are handed the same tensor."""
+        if given is None:
+            return cls(given, tokens)
+        known: Places | None = getattr(given, "_ds_terapipe_places", None)
+        span = current_span()
+        if known is None or (span is not None and known.span != span) or known.positions.device != tokens.device:
+            known = cls(given, tokens)
+            given._ds_terapipe_places = known  # type: ignore[attr-defined]
+        return known
+
+    @property
+    def here(self) -> Tensor:
+        """Positions of the slice's tokens, [b | 1, s]."""
+        return self.positions[:, self.span.start : self.span.stop]
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Which keys a token may see besides being causal, bool [b, 1, s, stop]; None: all."""
+        if self._documents is not None and self._mask is None:
+            keys, start = self._documents[:, None, : self.span.stop], self.span.start
+            rows = self._documents[:, start : self.span.stop, None]
+            visible = (keys != PADDING) & ((keys == rows) | (rows == PADDING))
+            self._mask = visible[:, None]
+        return self._mask
+
+
+class Rotary:
+    """A model's rotary embedding, for slices: cosines and sines of the whole micro-batch, of which a slice has its part.
+
+    A module of its own for every new micro-batch, as those of the dynamic kind remember the longest sequence that they have
+    seen. Nothing of it is among a layer's weights and buffers: these would be cast to 16 bits.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._by_type = "layer_type" in inspect.signature(module.forward).parameters
+        self._plain: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, hidden: Tensor, places: Places, layer_type: str | None) -> tuple[Tensor, Tensor]:
+        """(cosines, sines) of a slice's tokens, [b | 1, s, d] each, of the type of ``hidden`` [b, s, hidden]."""
+        key = (layer_type if self._by_type else None, hidden.dtype, hidden.device)
+        if places._documents is None:
+            cos, sin = self._known(self._plain, (places.span.total, *key), lambda: self._whole(hidden, places, *key))
+        else:
+            cos, sin = self._known(places._rotary, key, lambda: self._whole(hidden, places, *key))
+        span = places.span
+        return cos[:, span.start : span.stop], sin[:, span.start : span.stop]
+
+    @staticmethod
+    def _known(kept: dict[Any, tuple[Tensor, Tensor]], key: Any, make: Callable[[], Any]) -> tuple[Tensor, Tensor]:
+        if key not in kept:
+            if len(kept) >= _KEPT:
+                del kept[next(iter(kept))]
+            kept[key] = make()
+        return kept[key]
+
+    def _whole(self, hidden: Tensor, places: Places, layer_type: str | None, *_: Any) -> tuple[Tensor, Tensor]:
+        module = copy.deepcopy(self._module).to(hidden.device)
+        with torch.no_grad():
+            return module(hidden, places.positions, *([layer_type] if self._by_type else []))

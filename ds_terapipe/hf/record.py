@@ -1,0 +1,75 @@
+"""What a pipeline's checkpoint says of the Hugging Face model that it is of: configuration, names of the weights, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.hf.source import Source
+from ds_terapipe.hf.weights import INDEX
+
+FOLDER, NAMES = "hf", "names.json"
+_VERSION = 1
+_COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a tokenizer consists of
+_LARGEST = 64 * 2**20
+
+
+def names_of(source: Source) -> list[dict[str, str]]:
+    """For each entry of the layer list: beginnings of its weights' names, and what they are in the model."""
+    parts = source.parts
+    embed = {"tokens.": parts.tokens, "positions.": parts.positions, "dropout.": parts.dropout}
+    layers = [{"layer.": f"{parts.layers}.{index}"} for index in range(source.config.num_hidden_layers)]
+    norm = [{"norm.": parts.norm}] if parts.norm is not None else []
+    head = [{}] if parts.tied else [{"head.": parts.head}]
+    entries: list[dict[str, str | None]] = [embed, *layers, *norm, *head]  # type: ignore[list-item]
+    return [{own: f"{name}." for own, name in entry.items() if name is not None} for entry in entries]
+
+
+def write_record(source: Source, checkpoint: Path) -> None:
+    """Into a folder ``hf`` of a checkpoint."""
+    folder = checkpoint / FOLDER
+    write_model(source.config, source.model, folder)
+    record = {
+        "version": _VERSION,
+        "architecture": type(source.model).__name__,
+        "tied": source.parts.tied,
+        "entries": names_of(source),
+    }
+    (folder / NAMES).write_text(json.dumps(record, indent=1))
+
+
+def write_model(config: Any, model: Any, folder: Path) -> None:
+    """Configuration, generation settings, and the tokenizer's files where the model is from a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    origin = Path(str(getattr(config, "_name_or_path", "") or "."))
+    if str(origin) != "." and origin.is_dir():
+        for file in (file for pattern in _COMPANIONS for file in origin.glob(pattern)):
+            if file.name != INDEX and file.stat().st_size <= _LARGEST:
+                shutil.copyfile(file, folder / file.name)
+    config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """What :func:`write_record` has written.
+
+    Raises:
+        ConfigError: there is none, or another version's.
+    """
+    file = checkpoint / FOLDER / NAMES
+    if not file.is_file():
+        raise ConfigError(
+            f"export: got {checkpoint}, must be the folder of one step of a pipeline that ds_terapipe.hf.pipeline has built, use "
+            "e.g. CHECKPOINTS/global_step100"
+        )
+    record: dict[str, Any] = json.loads(file.read_text())
+    if record.get("version") != _VERSION:
+        raise ConfigError(
+            f"export: got version {record.get('version')} in {file}, must be {_VERSION}, use the ds_terapipe it is of"
+        )
+    return record

@@ -1,0 +1,181 @@
+"""Where the layers of a pipeline come from: a model that is there, or its configuration and, where there are some, weights."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.hf import attention
+from ds_terapipe.hf.parts import Parts, parts_of, refusal
+from ds_terapipe.hf.positions import Rotary
+from ds_terapipe.hf.weights import Weights, folder_of
+
+
+class Source:
+    """Gives out the modules of a model one by one, so that a process holds its own layers only.
+
+    Args:
+        model: on the meta device unless it is ``given``.
+        given: whether it is a model of the user's, whose modules are handed out as they are.
+        weights: values of the modules; None: new ones, drawn from ``seed`` and the module's name.
+        dtype: of the parameters; None: the model's.
+        seed: see ``weights``.
+
+    Attributes:
+        parts: of the model.
+        rotary: of all layers; None: there is none.
+        softcap: of the logits.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        given: bool,
+        weights: Weights | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model, self._given, self._weights, self._dtype, self._seed = model, given, weights, dtype, seed
+        self.config: PreTrainedConfig = model.config
+        self.parts: Parts = parts_of(model)
+        self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.rotary = None if self.parts.rotary is None else Rotary(self.take(self.parts.rotary))
+
+    def __repr__(self) -> str:
+        return type(self.model).__name__
+
+    def __deepcopy__(self, memo: Any) -> Source:
+        return self  # layers that are copied are of the same model
+
+    def layer_type(self, index: int) -> str | None:
+        """As the configuration calls it; None: all are alike."""
+        types = getattr(self.config, "layer_types", None)
+        return None if types is None else types[index]
+
+    def numel(self, part: str) -> int:
+        """Parameters of a module."""
+        return sum(parameter.numel() for parameter in self.model.get_submodule(part).parameters())
+
+    def take(self, part: str) -> nn.Module:
+        """A module with its weights, on the CPU; of a given model the very module."""
+        module: nn.Module = self.model.get_submodule(part)
+        if self._given:
+            return module
+        module = copy.deepcopy(module, {id(self.config): self.config}).to_empty(device="cpu")
+        loaded = {name: self._weights.read(f"{part}.{name}") for name in module.state_dict()} if self._weights else {}
+        for name, tensor in _tensors(module):
+            tensor._is_hf_initialized = name in loaded  # transformers draws no values for these
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(zlib.crc32(f"{self._seed} {part}".encode()))
+            for inside in module.modules():
+                self.model._init_weights(inside)
+            for name, tensor in _tensors(module):
+                if name in loaded:
+                    tensor.copy_(loaded[name])
+        if self._dtype is not None:
+            module = module.to(self._dtype)
+        return module
+
+    def check(self, parts: list[str]) -> None:
+        """See that the weights of these modules are there.
+
+        Raises:
+            ConfigError: a tensor is missing, has another shape, or is in a damaged file.
+        """
+        if self._weights is not None:
+            for part in parts:
+                module = self.model.get_submodule(part)
+                self._weights.check((f"{part}.{name}", tensor) for name, tensor in module.state_dict().items())
+
+
+def source_of(what: Any, dtype: torch.dtype | None, seed: int, revision: str | None = None) -> Source:
+    """Of a model, a configuration, or the name of a folder or of a model on the Hub.
+
+    Raises:
+        ConfigError: it is nothing of that, no decoder, or its attention can't be served.
+    """
+    attention.register()
+    if isinstance(what, PreTrainedModel):
+        check_attention(what.config)
+        if not what._can_set_attn_implementation():
+            raise _without_interface(what.config)
+        what.set_attn_implementation(attention.NAME)
+        return Source(what if dtype is None else what.to(dtype), given=True)
+    folder: Path | None = None
+    if isinstance(what, (str, Path)):
+        folder = folder_of(str(what), revision)
+        what = _config_of(folder)
+    if not isinstance(what, PreTrainedConfig):
+        raise ConfigError(
+            f"hf.pipeline: got {type(what).__name__}, must be a model, its configuration, its folder or its name on the Hub, use "
+            "e.g. AutoConfig.from_pretrained(...)"
+        )
+    check_attention(what)
+    model = on_meta(what)
+    weights = None if folder is None else Weights(folder, model.base_model_prefix)
+    return Source(model, given=False, weights=weights, dtype=dtype or torch.float32, seed=seed)
+
+
+def on_meta(config: PreTrainedConfig) -> Any:
+    """A model without values, whose attention is ours.
+
+    Raises:
+        ConfigError: transformers has no causal language model of this configuration.
+    """
+    config = copy.deepcopy(config)
+    if getattr(config, "is_encoder_decoder", False):
+        raise refusal(config.model_type, "an encoder with a decoder", "a decoder alone, e.g. Llama")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    except KeyError as problem:
+        raise _without_interface(config) from problem
+    except ValueError as problem:
+        raise refusal(
+            config.model_type, f"which is none of AutoModelForCausalLM's ({_short(problem)})", "e.g. Llama"
+        ) from problem
+    if not model._can_set_attn_implementation():
+        raise _without_interface(config)
+    return model
+
+
+def _without_interface(config: Any) -> ConfigError:
+    return refusal(config.model_type, "whose attention is not transformers' AttentionInterface", "another model")
+
+
+def check_attention(config: Any) -> None:
+    """Raise ConfigError where an implementation is asked for that has kernels of its own."""
+    asked = getattr(config, "_attn_implementation", None)
+    if asked not in attention.SERVED:
+        raise ConfigError(
+            f'attn_implementation: got "{asked}", must be "eager" or "sdpa", for which attention of slices stands in, use '
+            'attn_implementation="sdpa"'
+        )
+
+
+def _config_of(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(
+            f"hf.pipeline: got {folder}, must have a config.json of a model that transformers knows, use one that "
+            f"save_pretrained has written ({_short(problem)})"
+        ) from problem
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _short(problem: BaseException) -> str:
+    return " ".join(str(problem).split())[:160]

@@ -1,0 +1,109 @@
+"""Weights of a Hugging Face folder, read by name: a process opens the shards that have its own layers, and copies only these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ds_terapipe.errors import ConfigError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_WANTED = ("*.safetensors", INDEX, "*.json", "*.txt", "*.model", "*.jinja")
+
+
+def folder_of(name: str, revision: str | None) -> Path:
+    """The folder itself, or of a model on the Hub its copy here, which is fetched where it is missing.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED)))
+    except Exception as problem:
+        raise ConfigError(
+            f'hf.pipeline: got "{name}", must be a folder or a model on the Hub, use e.g. an absolute path ({_line(problem)})'
+        ) from problem
+
+
+class Weights:
+    """The tensors of a folder.
+
+    Args:
+        folder: with one file or several and their index.
+        prefix: of the base model's names (``model``), which some folders leave out.
+
+    Raises:
+        ConfigError: there is no such file, or the index can't be read.
+    """
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self.folder, self._prefix = folder, f"{prefix}."
+        self._opened: dict[str, Any] = {}
+        if (folder / INDEX).is_file():
+            try:
+                self._files: dict[str, str] = dict(json.loads((folder / INDEX).read_text())["weight_map"])
+            except (ValueError, KeyError, OSError) as problem:
+                raise self._bad(INDEX, problem) from problem
+        elif (folder / SINGLE).is_file():
+            self._files = {}
+            self._files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        else:
+            raise ConfigError(
+                f"hf.pipeline: got {folder} without {SINGLE} or {INDEX}, must be weights in safetensors, use "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
+            )
+
+    def check(self, wanted: Iterable[tuple[str, Tensor]]) -> None:
+        """See that tensors of these names and shapes are there, without reading them.
+
+        Raises:
+            ConfigError: one is not, or its file is damaged.
+        """
+        for name, like in wanted:
+            file, known = self._find(name)
+            shape = self._open(file).get_slice(known).get_shape()
+            if tuple(shape) != tuple(like.shape):
+                raise ConfigError(
+                    f"hf.pipeline: got {known} of shape {list(shape)} in {self.folder / file}, must be {list(like.shape)}, use "
+                    "the configuration that the weights are of"
+                )
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, by the name that the model has for it."""
+        file, known = self._find(name)
+        return self._open(file).get_tensor(known)
+
+    def _find(self, name: str) -> tuple[str, str]:
+        for known in (name, name.removeprefix(self._prefix), self._prefix + name):
+            if known in self._files:
+                return self._files[known], known
+        raise ConfigError(
+            f"hf.pipeline: got no {name} in {self.folder}, must have all weights of the model, use the configuration that they "
+            "are of"
+        )
+
+    def _open(self, file: str) -> Any:
+        if file not in self._opened:
+            from safetensors import safe_open
+
+            try:
+                self._opened[file] = safe_open(self.folder / file, framework="pt")
+            except Exception as problem:
+                raise self._bad(file, problem) from problem
+        return self._opened[file]
+
+    def _bad(self, file: str, problem: BaseException) -> ConfigError:
+        what = "missing" if not (self.folder / file).exists() else f"damaged ({_line(problem)})"
+        return ConfigError(f"hf.pipeline: got {self.folder / file} that is {what}, must be whole, use a new copy of it")
+
+
+def _line(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"

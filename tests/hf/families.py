@@ -1,0 +1,133 @@
+"""Tiny models of the families that ``ds_terapipe.hf`` is tested on, with their odd features on, and batches for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+LENGTH, BATCH, VOCABULARY, WINDOW, ORIGINAL = 24, 2, 61, 5, 16
+_SIZES = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+}
+_GROUPED = {"num_key_value_heads": 2}
+_HEAD = {"head_dim": 8}
+# Rotary scalings that look at the longest sequence, which is longer here than what the model was trained on first.
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": ORIGINAL,
+    "long_factor": [1.5, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.0, 1.1, 1.2],
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": ORIGINAL,
+}  # fmt: skip
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}  # fmt: skip
+
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, _GROUPED | {"rope_parameters": _LLAMA3, "attention_bias": True}),
+    "llama, tied, dynamic": (
+        LlamaConfig,
+        _GROUPED | {"rope_parameters": _DYNAMIC, "max_position_embeddings": ORIGINAL, "tie_word_embeddings": True},
+    ),
+    "mistral": (MistralConfig, _GROUPED | {"sliding_window": WINDOW}),
+    "qwen2": (Qwen2Config, _GROUPED | {"rope_parameters": _YARN}),
+    "qwen3": (
+        Qwen3Config,
+        _GROUPED
+        | {"head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+        | {"tie_word_embeddings": True},
+    ),
+    "gemma2": (Gemma2Config, _GROUPED | _HEAD | {"sliding_window": WINDOW, "query_pre_attn_scalar": 10}),
+    "gemma3": (Gemma3TextConfig, _GROUPED | _HEAD | {"sliding_window": WINDOW, "final_logit_softcapping": 20.0}),
+    "phi3": (
+        Phi3Config,
+        _GROUPED | {"rope_parameters": _LONGROPE, "original_max_position_embeddings": ORIGINAL, "pad_token_id": 0},
+    ),
+    "olmo2": (Olmo2Config, _GROUPED),
+    "gpt2": (GPT2Config, {"n_inner": 48, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "gpt_neox": (
+        GPTNeoXConfig,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+}  # fmt: skip
+
+
+def config_of(family: str, **options: Any) -> PreTrainedConfig:
+    """The tiny configuration of a family."""
+    kind, own = FAMILIES[family]
+    return kind(**_SIZES | own | options)
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32, seed: int = 7, **options: Any) -> Any:
+    """A model whose norms and biases are not all alike, and whose weights are large enough for every layer to matter."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config_of(family, **options))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05 if parameter.dim() < 2 else 0.02)
+    return model.to(dtype)
+
+
+def features(kind: str, seed: int) -> dict[str, Tensor]:
+    """A batch as a collator makes it: "plain"; "behind", "front": padding there; "counted": behind, and its labels count;
+    "packed": two documents; "shifted": positions that begin at 3."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=generator)
+    made = {"input_ids": tokens, "labels": tokens.clone()}
+    made["labels"][:, 3 : 5 + seed % 3] = -100  # a prompt
+    padding = (
+        3 if kind == "counted" else 3 + seed % 4
+    )  # counted: within a window, else what a token says that sees nothing counts
+    if kind in ("behind", "front", "counted"):
+        mask = torch.ones_like(tokens)
+        mask[1, -padding:] = 0
+        mask = mask.flip(1) if kind == "front" else mask
+        made["attention_mask"] = mask
+        if kind != "counted":
+            made["labels"] = made["labels"].where(mask > 0, -100)
+        if kind == "front":  # of a token that sees nothing implementations say different things
+            made["labels"][1, padding] = -100
+    elif kind == "packed":
+        made["position_ids"] = torch.cat([torch.arange(LENGTH - 5 - padding), torch.arange(5 + padding)]).expand(
+            BATCH, -1
+        )
+    elif kind == "shifted":
+        made["position_ids"] = torch.arange(3, LENGTH + 3)[None]
+    return made
+
+
+def without_key_biases(config: Any, name: str, tensor: Tensor) -> Tensor:
+    """A weight or gradient without the attention key biases that positions do not enter: their true gradient is zero."""
+    if config.model_type == "gpt2" and name.endswith("c_attn.bias"):
+        q, _, v = tensor.chunk(3)
+        return torch.cat([q, v])
+    if config.model_type == "gpt_neox" and name.endswith("query_key_value.bias"):
+        size = config.hidden_size // config.num_attention_heads
+        rotated = int(size * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        q, k, v = tensor.view(config.num_attention_heads, 3, size).unbind(1)
+        return torch.cat([q, k[:, :rotated], v], dim=1)
+    return tensor

@@ -1,0 +1,129 @@
+"""Training of a Hugging Face model in one process, as transformers runs it, and in a pipeline of its layers."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_terapipe import hf
+from ds_terapipe.hf.record import names_of
+from tests.hf.families import without_key_biases
+from tests.pipeline.training import Trace, build_engine, train, worst
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+Steps = Sequence[Sequence[dict[str, Tensor]]]
+
+
+def train_alone(model: Any, steps: Steps, *, mean_over_step: bool = False) -> Trace:
+    """The unmodified model, loss of its own; a step is the mean over micro-batches, or over all labels of the step."""
+    model, trace = copy.deepcopy(model).train(), Trace()
+    stepper = torch.optim.SGD(model.parameters(), lr=SGD["params"]["lr"])
+    for step in steps:
+        stepper.zero_grad()
+        count = sum(int((one["labels"][:, 1:] != -100).sum()) for one in step)
+        total = 0.0
+        for features in step:
+            more = {"num_items_in_batch": torch.tensor(count)} if mean_over_step else {}
+            loss = model(**features, use_cache=False, **more).loss / (1 if mean_over_step else len(step))
+            loss.backward()
+            total += float(loss)
+        trace.losses.append(total)
+        trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        stepper.step()
+    trace.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return trace
+
+
+def train_in_pipeline(
+    model: Any,
+    steps: Steps,
+    block: dict[str, Any] | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    stages: int = 2,
+    config: dict[str, Any] | None = None,
+    optimizer: Any = SGD,
+    made: Any = None,
+    **options: Any,
+) -> Trace:
+    """The same steps in a pipeline of a copy of the model, under the names that it has there."""
+    made = made or hf.pipeline(copy.deepcopy(model), num_stages=stages, **{"dynamic_shape": True, **options})
+    replicas = torch.distributed.get_world_size() // stages
+    engine = build_engine(
+        (), None, token_pipeline=block, micro_batches=len(steps[0]) // replicas, optimizer=optimizer, dtype=dtype,
+        config=config, made=made,
+    )  # fmt: skip
+    trace = train(engine, [[hf.batch(one) for one in step] for step in steps])
+    engine.destroy()
+    return renamed(trace, made)
+
+
+def renamed(trace: Trace, made: Any) -> Trace:
+    """A trace of a pipeline under the names of the model's weights."""
+    known = {}
+    for entry, names in enumerate(names_of(made.source)):
+        for own, name in names.items():
+            known |= (
+                {f"{entry}.{own}": name, f"tied_modules.embed.{own}": name} if entry == 0 else {f"{entry}.{own}": name}
+            )
+
+    def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            own = next(own for own in known if name.startswith(own))
+            found[known[own] + name.removeprefix(own)] = tensor
+        return found
+
+    return Trace(trace.losses, [rename(one) for one in trace.gradients], trace.norms, rename(trace.weights))
+
+
+def compared(got: Trace, expected: Trace, config: Any) -> dict[str, float]:
+    """Largest relative differences of a loss, a gradient and a weight; this rank's part."""
+    assert got.weights and all(step.keys() == got.weights.keys() for step in got.gradients), (
+        "weights without a gradient"
+    )
+
+    def known(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: without_key_biases(config, name, tensors[name]) for name in got.weights}
+
+    return {
+        "losses": max(abs(a / b - 1) for a, b in zip(got.losses, expected.losses, strict=True)),
+        "gradients": max(worst(known(a), known(b)) for a, b in zip(got.gradients, expected.gradients, strict=True)),
+        "weights": worst(known(got.weights), known(expected.weights)),
+    }
+
+
+@contextmanager
+def no_casts() -> Iterator[None]:
+    """Within it nothing of fp64 is cast to fp32 on the way, as transformers does in norms, softmax and loss, ours in the loss."""
+    to, as_float, softmax = Tensor.to, Tensor.float, F.softmax
+
+    def in_question(tensor: Tensor) -> bool:
+        return tensor.dtype == torch.float64 and sys._getframe(2).f_globals["__name__"].startswith(
+            ("transformers.", "ds_terapipe.hf.loss")
+        )
+
+    def kept(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        wanted = (*args, *kwargs.values())
+        return self if torch.float32 in wanted and in_question(self) else to(self, *args, **kwargs)
+
+    def as_it_is(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self if in_question(self) else as_float(self, *args, **kwargs)
+
+    def in_its_type(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if in_question(x):
+            kwargs.pop("dtype", None)
+        return softmax(x, *args, **kwargs)
+
+    Tensor.to, Tensor.float, F.softmax = kept, as_it_is, in_its_type
+    try:
+        yield
+    finally:
+        Tensor.to, Tensor.float, F.softmax = to, as_float, softmax

@@ -1,0 +1,140 @@
+"""Models of Hugging Face's families in a pipeline of their own layers, in slices, against the unmodified model in one process."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from tests.spawn import run_ranks
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
+
+STEPS, MICRO_BATCHES = 5, 2
+FAMILIES = (
+    "llama", "llama, tied, dynamic", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "gpt2", "gpt_neox",
+)  # fmt: skip
+KINDS = ("plain", "behind", "front", "packed", "shifted", "counted")
+CUTS: dict[str, Any] = {"one": 1, "four": 4, "one-token slices": [1, 8, 1, 13, 1], "uneven": [11, 7, 5, 1]}
+SCHEDULES = ("1f1b", "terapipe")
+# Of this one transformers has "eager" attention only: its softmax is in fp32, and in fp64 a token that sees nothing is NaN.
+EAGER = "gemma2"
+TOLERANCE = {"fp32": 1e-5, "fp64": 1e-6, "fp64, no casts": 1e-10}
+
+
+def pairwise() -> list[tuple[str, ...]]:
+    """For each family every kind of batch once, in turn with cuts, schedules and types; and each type once for it."""
+    found = []
+    for index, family in enumerate(FAMILIES):
+        for number, kind in enumerate(KINDS):
+            turn = index + number
+            cut = list(CUTS)[2 if number == 0 else turn % len(CUTS)]
+            numbers = list(TOLERANCE)[turn % 3]
+            if family == EAGER and numbers != "fp32":
+                numbers = "fp32" if kind == "front" else "fp64, no casts"
+            found.append((family, kind, cut, SCHEDULES[turn % 2], numbers))
+    return found
+
+
+def trained(rank: int, world: int, cases: list[tuple[str, ...]], stages: int) -> dict[Any, dict[str, float]]:
+    """Differences from one process, of each case."""
+    return {case: one_case(case, stages, 5 if world > 2 else 3) for case in cases}
+
+
+def one_case(case: tuple[str, ...], stages: int, steps: int = STEPS) -> dict[str, float]:
+    """Of one case, on this rank."""
+    from contextlib import nullcontext
+
+    from tests.hf import families, pipelines
+
+    family, kind, cut, schedule, numbers = case
+    dtype = torch.float32 if numbers == "fp32" else torch.float64
+    micro_batches = MICRO_BATCHES * torch.distributed.get_world_size() // stages
+    batches = [[families.features(kind, 10 * step + m) for m in range(micro_batches)] for step in range(steps)]
+    model = families.model_of(family, dtype)
+    with pipelines.no_casts() if numbers == "fp64, no casts" else nullcontext():
+        expected = pipelines.train_alone(model, batches)
+        got = pipelines.train_in_pipeline(
+            model, batches, {"slices": CUTS[cut], "schedule": schedule}, dtype=dtype, stages=stages
+        )
+    differences = pipelines.compared(got, expected, model.config)
+    if dtype == torch.float64 and not is_last(stages):
+        assert differences.pop("losses") <= TOLERANCE["fp32"], "DeepSpeed hands the mean loss round in fp32"
+    return differences
+
+
+def is_last(stages: int) -> bool:
+    """Whether this rank's losses are the stage's own, not what DeepSpeed makes of them."""
+    world = torch.distributed.get_world_size()
+    return torch.distributed.get_rank() == world - 1 and world == stages
+
+
+def check(results: list[dict[Any, dict[str, float]]]) -> None:
+    """Every rank's differences are within tolerance."""
+    wrong = [
+        (case, rank, differences)
+        for rank, of_rank in enumerate(results)
+        for case, differences in of_rank.items()
+        if not all(value <= TOLERANCE[case[-1]] for value in differences.values())
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_every_family_trains_as_in_one_process() -> None:
+    """Two stages; each family with each kind of batch."""
+    cases = pairwise()
+    assert {(f, n) for f, *_, n in cases} == set(product(FAMILIES, TOLERANCE)) - {(EAGER, "fp64")}
+    check(run_ranks(trained, 2, cases, 2, timeout=240))
+
+
+FOUR = [
+    ("llama", "front", "one-token slices", "1f1b", "fp32"),
+    ("gpt2", "plain", "four", "terapipe", "fp32"),
+    ("gemma2", "behind", "uneven", "terapipe", "fp32"),
+    ("qwen3", "packed", "one-token slices", "1f1b", "fp32"),
+]
+
+
+def four(rank: int, world: int) -> list[dict[Any, dict[str, float]]]:
+    """Four stages, then two stages of two replicas."""
+    return [trained(rank, world, FOUR, stages) for stages in (4, 2)]
+
+
+def test_four_stages_and_two_stages_of_two_replicas() -> None:
+    for results in zip(*run_ranks(four, 4, timeout=240), strict=True):
+        check(list(results))
+
+
+def without_the_key(rank: int, world: int) -> dict[str, Any]:
+    """DeepSpeed's own engine and ours on the same pipelines; the loss that is a mean over the step."""
+    from tests.hf import families, pipelines
+
+    found: dict[str, Any] = {}
+    for family, kind in (("llama", "plain"), ("gpt2", "front"), ("gemma2", "packed"), ("gpt_neox", "behind")):
+        batches = [[families.features(kind, 10 * step + m) for m in range(MICRO_BATCHES)] for step in range(2)]
+        model = families.model_of(family)
+        theirs = pipelines.train_in_pipeline(model, batches, None)
+        ours = pipelines.train_in_pipeline(model, batches, {"slices": [1, 22, 1]})
+        found[family] = pipelines.compared(ours, theirs, model.config)
+        found[f"{family} alone"] = pipelines.compared(theirs, pipelines.train_alone(model, batches), model.config)
+    batches = [[families.features(kind, 7 * step) for kind in ("plain", "front")] for step in range(2)]
+    for step in batches:
+        step[1]["labels"][:, 4:] = -100
+    model = families.model_of("llama")
+    expected = pipelines.train_alone(model, batches, mean_over_step=True)
+    for slices in (1, 4):
+        got = pipelines.train_in_pipeline(model, batches, {"slices": slices}, mean_over="step")
+        found[f"mean over the step, {slices}"] = pipelines.compared(got, expected, model.config)
+    plain = pipelines.train_alone(model, batches)
+    found["the means differ"] = {"losses": abs(plain.losses[0] / expected.losses[0] - 1)}
+    return found
+
+
+def test_the_same_script_without_the_key_and_means_over_a_step() -> None:
+    """Under DeepSpeed's engine a pipeline has the same losses; ours also knows the labels of a whole step."""
+    ranks = run_ranks(without_the_key, 2, timeout=240)
+    assert all(rank.pop("the means differ")["losses"] > 1e-3 for rank in ranks)
+    check([{(name, "fp32"): differences for name, differences in rank.items()} for rank in ranks])
