@@ -233,11 +233,11 @@ def check_model_class(model: Any) -> None:
         use = "deepspeed.pipe.PipelineModule or remove the key"
         raise bad_value(TOKEN_PIPELINE, name, "a model with one stage per rank (DualPipeV has two)", use)
     if not isinstance(model, PipelineModule):
-        build = (
-            "ds_terapipe.megatron.bert_pipeline(config"
-            if _is_bert(model)
-            else "deepspeed.pipe.PipelineModule(layers=..."
-        )
+        build = "deepspeed.pipe.PipelineModule(layers=..."
+        if _is_bert(model):
+            build = "ds_terapipe.megatron.bert_pipeline(config"
+        elif _is_decoder(model):
+            build = "ds_terapipe.hf.pipeline(model"
         use = f"{build}, num_stages=2) or remove the key"
         rule = "left uncompiled" if name == "OptimizedModule" else "a PipelineModule"
         raise bad_value(TOKEN_PIPELINE, name, rule, use)
@@ -247,6 +247,12 @@ def _is_bert(model: Any) -> bool:
     """Whether it is Megatron-LM's, megatron-core's or Hugging Face's model of that name, or has one in it."""
     inside = model.modules() if hasattr(model, "modules") else ()
     return any(type(module).__name__ == "BertModel" for module in inside)
+
+
+def _is_decoder(model: Any) -> bool:
+    """Whether it is a model of Hugging Face's with a language modelling head."""
+    names = [base.__name__ for base in type(model).__mro__]
+    return "PreTrainedModel" in names and names[0].endswith("ForCausalLM")
 
 
 def check_model(model: Any, cut: bool = True) -> None:

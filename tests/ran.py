@@ -68,25 +68,29 @@ class Ran:
 @contextmanager
 def watched(engine: Any) -> Iterator[Ran]:
     """Watch what this engine runs, the only one that runs meanwhile."""
-    ran, attention, run = Ran(engine), sdpa.slice_attention, engine._run
+    ran, run = Ran(engine), engine._run
     trained = any(parameter.requires_grad for parameter in engine.module.parameters())
     ran.goes_backward = trained or any(stage.trains for stage in engine._assembly.stages.values())
 
-    def noted(context: SliceContext, *args: Any, **kwargs: Any) -> Any:
-        ran.note(context)
-        return attention(context, *args, **kwargs)
+    def noting(attention: Any) -> Any:
+        def noted(context: SliceContext, *args: Any, **kwargs: Any) -> Any:
+            ran.note(context)
+            return attention(context, *args, **kwargs)
+
+        return noted
 
     def begun(*args: Any, **kwargs: Any) -> Any:
         ran.begin()
         return run(*args, **kwargs)
 
     ways = [sdpa, core_attention, *filter(None, [sys.modules.get("ds_terapipe.hf.attention")])]
-    for way in ways:
-        way.slice_attention = noted
+    originals = [way.slice_attention for way in ways]
+    for way, attention in zip(ways, originals, strict=True):
+        way.slice_attention = noting(attention)
     engine._run = begun
     try:
         yield ran
     finally:
-        for way in ways:
+        for way, attention in zip(ways, originals, strict=True):
             way.slice_attention = attention
         del engine._run

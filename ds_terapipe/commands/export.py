@@ -33,14 +33,14 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         CommandError: transformers is not installed.
-        ConfigError: as :func:`ds_terapipe.hf.export.export`.
+        ConfigError: as :func:`ds_terapipe.hf.export`.
     """
     try:
         import torch
         import transformers  # noqa: F401
     except ImportError as problem:
         raise CommandError(f"got no {problem.name}, must be installed, use pip install 'ds_terapipe[hf]'") from problem
-    from ds_terapipe.hf.export import export
+    from ds_terapipe.hf.folder import export
 
     checkpoint: Path = options.checkpoint
     latest = checkpoint / "latest"

@@ -39,7 +39,8 @@ def check_chain(config: PreTrainedConfig, chain: Chain) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            model = AutoModelForCausalLM.from_config(shrunk(config), attn_implementation="eager").double().eval()
+            made: Any = AutoModelForCausalLM.from_config(shrunk(config), attn_implementation="eager")  # type: ignore[no-untyped-call]
+            model = made.double().eval()
         except Exception as problem:
             what = f"of which no small model could be made to be compared ({type(problem).__name__}: {problem})"
             raise refusal(kind, " ".join(what.split())[:300], "another model") from problem

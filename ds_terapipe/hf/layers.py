@@ -5,7 +5,7 @@ Between them travel hidden states [b, s, hidden], alone or with what :mod:`ds_te
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ds_terapipe.hf.source import Source
 from ds_terapipe.pipeline.deferred import deferred_linear
 from ds_terapipe.pipeline.interception import defers
 
-Hidden = Tensor | tuple[Tensor, Tensor]
+Hidden: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 
 def _parted(inputs: Any) -> tuple[Tensor, Tensor | None]:
@@ -102,7 +102,7 @@ class Head(nn.Module):
 def tied_head(softcap: float | None) -> Any:
     """A head that is the word embedding's table: the ``forward_fn`` of a ``TiedLayerSpec``."""
 
-    @defers
+    @defers  # type: ignore[untyped-decorator]
     def tied_logits(embed: Embed, inputs: Any) -> Tensor:
         return _capped(deferred_linear(_parted(inputs)[0], embed.tokens.weight), softcap)
 

@@ -59,7 +59,7 @@ class Places:
         span = current_span()
         if known is None or (span is not None and known.span != span) or known.positions.device != tokens.device:
             known = cls(given, tokens)
-            given._ds_terapipe_places = known  # type: ignore[attr-defined]
+            given._ds_terapipe_places = known
         return known
 
     @property
@@ -111,4 +111,5 @@ class Rotary:
     def _whole(self, hidden: Tensor, places: Places, layer_type: str | None, *_: Any) -> tuple[Tensor, Tensor]:
         module = copy.deepcopy(self._module).to(hidden.device)
         with torch.no_grad():
-            return module(hidden, places.positions, *([layer_type] if self._by_type else []))
+            cos, sin = module(hidden, places.positions, *([layer_type] if self._by_type else []))
+        return cos, sin

@@ -136,7 +136,7 @@ def on_meta(config: PreTrainedConfig) -> Any:
         raise refusal(config.model_type, "an encoder with a decoder", "a decoder alone, e.g. Llama")
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+            model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
     except KeyError as problem:
         raise _without_interface(config) from problem
     except ValueError as problem:

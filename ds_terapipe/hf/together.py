@@ -18,13 +18,13 @@ def together(make: Callable[[], _Made], one_first: bool = False) -> _Made:
 
     ``one_first``: on each node one process before the others, which find what it has fetched.
     """
-    made: Any = None
+    made: list[_Made] = []
     turns = ("0", None) if one_first else (None,)
     for turn in turns:
         error: str | None = None
         try:
             if turn is None or os.environ.get("LOCAL_RANK", "0") == turn:
-                made = make()
+                made = [make()]
         except ConfigError as problem:
             error = str(problem)
         except Exception as problem:
@@ -35,4 +35,4 @@ def together(make: Callable[[], _Made], one_first: bool = False) -> _Made:
         said = next((one for one in errors if one is not None), None)
         if said is not None:
             raise ConfigError(said)
-    return made
+    return made[0]

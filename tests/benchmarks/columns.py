@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ds_terapipe.pipeline.choice import RIVALS, ROUNDS, TRIALS
 from ds_terapipe.pipeline.runoff import runoff_steps
-from tests.benchmarks import gpt
+from tests.benchmarks import gpt, llama
 from tests.benchmarks.workers import Seat
 
 LEARNING_RATE = 0.1
@@ -33,17 +33,20 @@ class Workload:
     shape: gpt.Shape
     sequences: int
 
-    def micro_batches(self) -> list[tuple[tuple[Tensor, Tensor], Tensor]]:
-        """((tokens, positions), labels), each tensor [1, sequence], once for every sequence."""
+    def micro_batches(self) -> list[tuple[Any, Tensor]]:
+        """((tokens, positions), labels), each tensor [1, sequence], once for every sequence; of a Llama (tokens, labels)."""
+        if self.shape.family == "llama":
+            tokens, labels = llama.batch(self.shape, self.sequences)
+            return list(zip(tokens.split(1), labels.split(1), strict=True))
         whole = gpt.batch(self.shape, self.sequences)
         parts = zip(*(tensor.split(1) for tensor in whole), strict=True)
         return [((tokens, positions), labels) for tokens, positions, labels in parts]
 
-    def endlessly(self) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
+    def endlessly(self) -> Iterator[tuple[Any, Tensor]]:
         """The micro-batches over and over, as a training loop's iterator."""
         return itertools.cycle(self.micro_batches())
 
-    def of_replica(self, replica: int, replicas: int) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
+    def of_replica(self, replica: int, replicas: int) -> Iterator[tuple[Any, Tensor]]:
         """As ``endlessly``, a replica's share of them."""
         return itertools.cycle(self.micro_batches()[replica::replicas])
 
@@ -84,7 +87,9 @@ def _accumulating_step(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Ten
 
 
 def prepare_one_process(rank: int, world: int, workload: Workload) -> Step:
-    """Plain PyTorch, gradients accumulated over the micro-batches."""
+    """Plain PyTorch, gradients accumulated over the micro-batches; transformers' own model where it is a Llama."""
+    if workload.shape.family == "llama":
+        return _accumulating_step(llama.Whole(workload.shape), llama.loss(), workload)
     return _accumulating_step(gpt.stage(workload.shape, 0, 1), gpt.TokenLoss(), workload)
 
 
@@ -113,8 +118,11 @@ def deepspeed_engine(
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     shape = workload.shape
-    layers = [LayerSpec(gpt.layer_class(shape, index), shape, index) for index in range(shape.modules)]
-    model = Placed(layers, num_stages=stages, loss_fn=gpt.TokenLoss(), partition_method="uniform")
+    if shape.family == "llama":
+        model = llama.pipeline(shape, stages)
+    else:
+        layers = [LayerSpec(gpt.layer_class(shape, index), shape, index) for index in range(shape.modules)]
+        model = Placed(layers, num_stages=stages, loss_fn=gpt.TokenLoss(), partition_method="uniform")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(int(name.partition(".")[0]) >= frozen)
     config = {
@@ -283,6 +291,7 @@ def untimed_step(seat: Seat) -> None:
 
 
 SLICES = (1, 2, 4, 8, 16)
+ONLY_GPT = ("torch", "megatron")
 # The planner measures in the first steps, plans, and compares the plan with the best trials in the next ones.
 SETTLING = 1 + ROUNDS * len(TRIALS) + runoff_steps(1 + RIVALS)
 _DEEPSPEED = ("deepspeed",)

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model; ``sequence`` in tokens."""
+    """Sizes of the model; ``sequence`` in tokens; ``family``: ``"gpt"``, this one, or ``"llama"``, that of llama.py."""
 
     layers: int = 8
     hidden: int = 512
     heads: int = 8
     vocabulary: int = 1024
     sequence: int = 1024
+    family: str = "gpt"
 
     @property
     def modules(self) -> int:

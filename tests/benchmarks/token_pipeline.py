@@ -6,6 +6,9 @@ then the bound, an account of what is missing to it, and whether the targets are
 how the figures are taken. DeepSpeed's engine is run twice: what the two differ by is the noise. ``--quick`` runs a
 tiny model through all of it and shows that the benchmark works, not how fast anything is.
 
+``--model llama`` has Hugging Face's Llama of the same sizes, with two key heads, in place of the GPT; its targets are those at
+one sequence.
+
 ``--before PATH`` runs our own columns of another checkout in the same rounds: whether a change has cost anything is a
 ratio of two columns, e.g. ``--batches 1 --columns ours1,ours4 --before ../main``.
 """
@@ -27,7 +30,7 @@ import torch
 
 from tests.benchmarks import gpt
 from tests.benchmarks.account import Account, account, measure_costs
-from tests.benchmarks.columns import COLUMNS, SLICES, Column, Workload, in_one_process, of_checkout
+from tests.benchmarks.columns import COLUMNS, ONLY_GPT, SLICES, Column, Workload, in_one_process, of_checkout
 from tests.benchmarks.measure import Result, Settings, WrongResult, measure
 from tests.benchmarks.rounds import CLEAN_ROUNDS_NEEDED, verdict
 
@@ -198,7 +201,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, help="steps of a column in a round, the fastest counts (default 2; 1 from B=4)"
     )
-    parser.add_argument("--columns", type=names, default=list(COLUMNS), help=f"default {','.join(COLUMNS)}")
+    parser.add_argument("--columns", type=names, help=f"of {','.join(COLUMNS)} (default all that have the model)")
+    parser.add_argument("--model", choices=("gpt", "llama"), default="gpt", help="llama: Hugging Face's (default gpt)")
+    parser.add_argument("--sequence", type=int, help="tokens (default 1024; 128 with --quick)")
     parser.add_argument("--before", metavar="PATH", help="another checkout, whose own columns are run beside these")
     parser.add_argument("--json", metavar="FILE", help="write everything measured there")
     parser.add_argument("--log", metavar="FILE", default=os.devnull, help="the workers' own output (default: nowhere)")
@@ -207,6 +212,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (1 if options.quick else 5)
     options.attempts = options.attempts or (options.rounds if options.quick else 3 * options.rounds)
+    available = [name for name in COLUMNS if options.model == "gpt" or name not in ONLY_GPT]
+    options.columns = options.columns or available
+    if missing := [name for name in options.columns if name not in available]:
+        parser.error(f"--columns: got {missing[0]}, which has no {options.model}")
     options.batches = options.batches or ([1, 2] if options.quick else [1, 2, 4, 8])
     return options
 
@@ -216,7 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     say = logging.getLogger(__name__).info
-    shape = gpt.QUICK if options.quick else gpt.Shape()
+    shape = replace(gpt.QUICK if options.quick else gpt.Shape(), family=options.model)
+    shape = replace(shape, sequence=options.sequence or shape.sequence)
     settings = Settings(options.rounds, options.attempts, 1, 16, options.timeout, options.log)
     if options.quick:
         settings = replace(settings, probe_repeats=2, patience=0)

@@ -32,6 +32,7 @@ _SIZES = {
 }
 _GROUPED = {"num_key_value_heads": 2}
 _HEAD = {"head_dim": 8}
+_CAPS = {"attn_logit_softcapping": 0.05, "final_logit_softcapping": 0.3}  # low enough to matter here
 # Rotary scalings that look at the longest sequence, which is longer here than what the model was trained on first.
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 _LONGROPE = {
@@ -60,8 +61,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         | {"head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
         | {"tie_word_embeddings": True},
     ),
-    "gemma2": (Gemma2Config, _GROUPED | _HEAD | {"sliding_window": WINDOW, "query_pre_attn_scalar": 10}),
-    "gemma3": (Gemma3TextConfig, _GROUPED | _HEAD | {"sliding_window": WINDOW, "final_logit_softcapping": 20.0}),
+    "gemma2": (Gemma2Config, _GROUPED | _HEAD | {"sliding_window": WINDOW, "query_pre_attn_scalar": 10} | _CAPS),
+    "gemma3": (Gemma3TextConfig, _GROUPED | _HEAD | {"sliding_window": WINDOW, "final_logit_softcapping": 0.3}),
     "phi3": (
         Phi3Config,
         _GROUPED | {"rope_parameters": _LONGROPE, "original_max_position_embeddings": ORIGINAL, "pad_token_id": 0},

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
 from tests.spawn import launch, run_ranks
 
@@ -124,7 +125,8 @@ def test_a_pipeline_from_a_folder_to_a_folder(block: dict[str, Any] | None, tmp_
         moved = difference(ours(tokens).logits, families.model_of(family).eval()(tokens).logits)
         assert moved > 5e-2, f"{name}: it has learned nothing, {moved}"
         if dtype is torch.bfloat16:
-            narrow = export(tmp_path / "checkpoints" / name / "step", tmp_path / "narrow" / name, torch.bfloat16)
+            narrow = tmp_path / "narrow" / name  # by the command, of the latest
+            assert cli.main(["export", str(tmp_path / "checkpoints" / name), str(narrow), "--dtype", "bf16"]) == 0
             again = AutoModelForCausalLM.from_pretrained(narrow, dtype="auto")
             for own, parameter in again.named_parameters():
                 assert torch.equal(parameter, ours.get_parameter(own).bfloat16()), own
@@ -254,7 +256,7 @@ def test_an_export_that_is_killed_leaves_nothing_under_the_name(at: int, tmp_pat
     from tests.hf import families
 
     monkeypatch.undo()
-    module = __import__("ds_terapipe.hf.export", fromlist=["Folder"])
+    module = __import__("ds_terapipe.hf.folder", fromlist=["Folder"])
     checkpoint = checkpoint_of(families.model_of("llama"), tmp_path / "checkpoint")
     calls = {"n": 0}
 
@@ -283,7 +285,7 @@ def test_an_export_that_is_killed_leaves_nothing_under_the_name(at: int, tmp_pat
 
 def checkpoint_of(model: Any, folder: Path) -> Path:
     """The layer files of a checkpoint, written without an engine."""
-    from ds_terapipe.hf.pipeline import _built, _specs
+    from ds_terapipe.hf.decoder_pipeline import _built, _specs
     from ds_terapipe.hf.record import write_record
     from ds_terapipe.hf.source import source_of
 
@@ -296,7 +298,7 @@ def checkpoint_of(model: Any, folder: Path) -> Path:
     return folder
 
 
-def test_an_export_says_what_is_wrong(tmp_path: Path) -> None:
+def test_an_export_says_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
     from ds_terapipe.hf import export
     from tests.hf import families
 
@@ -311,4 +313,6 @@ def test_an_export_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"export: got 0 files of layer 2 in"):
         export(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    assert cli.main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
+    assert "error: got " in capsys.readouterr().err
     assert (tmp_path / "there" / "thesis.tex").read_text() == "mine"

@@ -51,7 +51,8 @@ class Folder:
 
     def finish(self, files: Sequence[tuple[str, Sequence[str]]]) -> None:
         """All files with the tensors in each, in order: give them their names, write the index, and the folder its name."""
-        total, where = 0, {}
+        total = 0
+        where: dict[str, str] = {}
         for number, (file, names) in enumerate(files, start=1):
             final = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
             total += (self.unfinished / file).stat().st_size

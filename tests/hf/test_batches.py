@@ -1,0 +1,190 @@
+"""What of a collator's batch travels, what tokens see, and that a model that was handed over goes on as before."""
+
+from __future__ import annotations
+
+import copy
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_terapipe.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
+
+
+@st.composite
+def batches(draw: Any) -> dict[str, Tensor]:
+    """Batches with padding anywhere, documents of any lengths, or neither; labels that count, or not, anywhere."""
+    rows, length = draw(st.integers(1, 3)), draw(st.integers(2, 9))
+    tokens = torch.randint(1, 50, (rows, length), generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    made = {"input_ids": tokens, "labels": tokens.clone()}
+    bits = st.lists(st.booleans(), min_size=rows * length, max_size=rows * length)
+    made["labels"][torch.tensor(draw(bits)).view(rows, length)] = -100
+    kind = draw(st.sampled_from(["plain", "mask", "documents", "positions"]))
+    if kind == "mask":
+        made["attention_mask"] = torch.tensor(draw(bits)).view(rows, length).long()
+    elif kind == "documents":
+        begins = torch.tensor(draw(bits)).view(rows, length)
+        begins[:, 0] = True
+        index = torch.arange(length).expand(rows, -1)
+        made["position_ids"] = index - index.where(begins, 0).cummax(1).values
+    elif kind == "positions":
+        made["position_ids"] = torch.arange(length)[None] + draw(st.integers(0, 3))
+    return made
+
+
+def visible(made: dict[str, Tensor]) -> Tensor:
+    """What transformers' own mask for ``sdpa`` hides, [b, S, S]; True: may attend."""
+    from transformers import LlamaConfig
+    from transformers.masking_utils import create_causal_mask
+
+    tokens = made["input_ids"]
+    config = LlamaConfig(num_hidden_layers=1)
+    config._attn_implementation = "sdpa"
+    given = {name: made.get(name) for name in ("attention_mask", "position_ids")}
+    mask = create_causal_mask(config, torch.zeros(*tokens.shape, 4), past_key_values=None, **given)
+    causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+    return causal.expand(len(tokens), -1, -1) if mask is None else mask[:, 0].expand(len(tokens), -1, -1)
+
+
+def places_of(given: Tensor, tokens: Tensor, span: Any) -> Any:
+    """What a layer knows in a slice."""
+    from ds_terapipe.hf.positions import Places
+    from ds_terapipe.pipeline.context import SliceContext
+
+    context = SliceContext()
+    SliceContext.current, context.span = context, span
+    try:
+        return Places(given, tokens[:, span.start : span.stop])
+    finally:
+        SliceContext.current = None
+
+
+@settings(deadline=None, max_examples=150)
+@given(batches())
+def test_tokens_see_what_transformers_lets_them_see(made: dict[str, Tensor]) -> None:
+    from ds_terapipe import hf
+    from ds_terapipe.pipeline.spans import spans
+
+    inputs, labels = hf.batch(made)
+    tokens = made["input_ids"]
+    assert labels is made["labels"]
+    length, expected = tokens.shape[1], visible(made)
+    if isinstance(inputs, Tensor):  # nothing travels: what is seen otherwise asks for nothing
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        rows = (expected != causal).any(-1)
+        counts = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) != -100
+        assert not (rows & counts).any(), "a token whose label counts sees something else"
+        assert "position_ids" not in made or torch.equal(
+            made["position_ids"], torch.arange(length).expand_as(made["position_ids"])
+        )
+        real = made.get("attention_mask", torch.ones_like(tokens)) != 0
+        assert not (expected.sum(-1)[real] != torch.arange(1, length + 1).expand_as(tokens)[real]).any()
+        return
+    assert inputs[0] is tokens and inputs[1].shape == (len(tokens), 1, 2 * length)
+    seen, at = [], []
+    for span in spans((1, length - 1)):
+        places, causal = places_of(inputs[1], tokens, span), torch.ones(span.length, span.stop, dtype=torch.bool)
+        full = torch.zeros(len(tokens), span.length, length, dtype=torch.bool)
+        full[..., : span.stop] = places.mask[:, 0] & causal.tril(span.start)
+        seen.append(full)
+        at.append(places.here)
+    assert torch.equal(torch.cat(seen, 1), expected)
+    positions = made.get("position_ids", torch.arange(length)[None]).expand_as(tokens)
+    assert torch.equal(torch.cat(at, 1), positions)
+
+
+GOOD = {"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": torch.ones(2, 4, dtype=torch.long)}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no labels": ({"labels": None}, "got none for labels, must be a tensor"),
+    "a list": ({"input_ids": [[1, 2]]}, "got list"),
+    "another length": (
+        {"labels": torch.ones(2, 5)},
+        r"got labels of shape \[2, 5\], must be that of input_ids, use \[2, 4\]",
+    ),
+    "a mask of four dimensions": (
+        {"attention_mask": torch.ones(2, 1, 4, 4)},
+        r"got attention_mask of shape \[2, 1, 4, 4\]",
+    ),
+    "images": ({"pixel_values": torch.ones(2, 3)}, "got pixel_values, must be among input_ids"),
+    "types": ({"token_type_ids": torch.ones(2, 4)}, "got token_type_ids other than 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_batch_is_said(name: str) -> None:
+    from ds_terapipe import hf
+
+    changed, said = BAD[name]
+    with pytest.raises(ConfigError, match=f"hf.batch: {said}"):
+        hf.batch({**GOOD, **changed})
+
+
+def test_types_of_zeros_are_left_out() -> None:
+    from ds_terapipe import hf
+
+    inputs, _ = hf.batch({**GOOD, "token_type_ids": torch.zeros(2, 4), "attention_mask": torch.ones(2, 4)})
+    assert inputs is GOOD["input_ids"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_a_model_that_was_handed_over_evaluates_and_generates_as_before(family: str) -> None:
+    """Padded in front, with a cache, one token after the other: windows and soft caps among them."""
+    from ds_terapipe.hf.source import source_of
+    from tests.hf import families
+
+    model = families.model_of(family).eval()
+    other = source_of(copy.deepcopy(model), None, 0).model
+    assert other.config._attn_implementation == "ds_terapipe"
+    made = families.features("front", 3)
+    given = {"input_ids": made["input_ids"], "attention_mask": made["attention_mask"]}
+    real = made["attention_mask"] > 0
+    a, b = (one(**given).logits[real] for one in (model, other))
+    assert torch.allclose(a, b, atol=1e-5)
+    said = [one.generate(**given, max_new_tokens=8, do_sample=False, pad_token_id=0) for one in (model, other)]
+    assert torch.equal(*said)
+
+
+def test_bidirectional_attention_and_what_is_not_followed_are_refused() -> None:
+    from torch import nn
+
+    from ds_terapipe.hf.attention import attention
+
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ConfigError, match="for a layer that calls it with s_aux"):
+        attention(nn.Module(), q, q, q, None, s_aux=q)
+    whole, _ = attention(nn.Module(), q, q, q, None, is_causal=False)
+    assert torch.allclose(whole, torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2), atol=1e-6)
+
+
+def test_new_weights_are_the_same_whatever_is_taken_first() -> None:
+    from ds_terapipe.hf.source import source_of
+    from tests.hf import families
+
+    config = families.config_of("gemma3")
+    one, other, seeded = (source_of(config, None, seed) for seed in (5, 5, 6))
+    part = f"{one.parts.layers}.1"
+    other.take(one.parts.tokens)
+    first, second, third = (source.take(part) for source in (one, other, seeded))
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, second.get_parameter(name))
+    assert not torch.equal(first.mlp.up_proj.weight, third.mlp.up_proj.weight)
+    assert float(first.mlp.up_proj.weight.std()) == pytest.approx(config.initializer_range, rel=0.2)
+    assert torch.equal(one.take(one.parts.tokens).embed_scale, torch.tensor(config.hidden_size**0.5))
+
+
+def test_a_head_counts_where_layers_are_shared_out() -> None:
+    from ds_terapipe.hf.decoder_pipeline import balanced
+    from ds_terapipe.hf.source import source_of
+    from tests.hf import families
+
+    small = source_of(families.config_of("llama", num_hidden_layers=8), None, 0)
+    large = source_of(families.config_of("llama", num_hidden_layers=8, vocab_size=900), None, 0)
+    assert balanced(small, 2) == [4, 4] and balanced(small, 1) == [8]
+    ratio = large.numel("lm_head") / large.numel("model.layers.0")
+    assert 3 < ratio < 5 and balanced(large, 2) == [6, 2] and balanced(large, 4) == [3, 2, 2, 1]
