@@ -39,11 +39,10 @@ def main() -> None:
     samples = [tokens[start : start + options.seq_length] for start in range(0, len(tokens) - 1, options.seq_length)]
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
 
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(
         args=options,
         model=model,
-        optimizer=torch.optim.AdamW(parameters, lr=options.learning_rate),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=options.learning_rate),
         training_data=samples,
         collate_fn=lambda rows: hf.batch(collate(rows)),
     )

@@ -30,7 +30,7 @@ def close_groups(groups: Iterable[Any], *holders: Any) -> None:
 
 
 def _forget(groups: Collection[ProcessGroup], holder: Any) -> None:
-    for name, value in list(vars(holder).items()):
+    for name, value in list(getattr(holder, "__dict__", {}).items()):
         each = value if isinstance(value, list) else [value]
         if any(isinstance(item, ProcessGroup) and item in groups for item in each):
             del vars(holder)[name]

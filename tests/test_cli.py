@@ -106,6 +106,7 @@ def test_without_megatron_core_the_extra_is_named(
         ("reproduce-paper", "reproduce-paper --json paper.json"),
         ("trace", "trace "),
         ("shapes", "shapes history.jsonl --output shapes.svg"),
+        ("export", "export checkpoints/global_step100 model --dtype bf16"),
     ],
 )
 def test_help_has_an_example_and_figures_can_be_had_as_json(
@@ -121,4 +122,13 @@ def test_help_has_an_example_and_figures_can_be_had_as_json(
 def test_every_command_is_known_to_the_test_above() -> None:
     parser = cli.build_parser()
     (commands,) = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
-    assert set(commands) == {"plan", "simulate", "prepare-data", "report", "reproduce-paper", "trace", "shapes"}
+    assert set(commands) == {
+        "plan",
+        "simulate",
+        "prepare-data",
+        "report",
+        "reproduce-paper",
+        "trace",
+        "shapes",
+        "export",
+    }

@@ -6,7 +6,13 @@ import argparse
 from pathlib import Path
 
 from ds_terapipe.commands.errors import CommandError
+from ds_terapipe.commands.output import add_json, show
 
+EXAMPLE = """\
+example:
+  ds_terapipe export checkpoints/global_step100 model --dtype bf16
+  ds_terapipe export checkpoints model                                 the latest
+"""
 _TYPES = ("fp32", "bf16", "fp16")
 
 
@@ -17,30 +23,33 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="write a checkpoint of a Hugging Face decoder's pipeline as a folder for from_pretrained",
         description="Write a checkpoint of a pipeline that ds_terapipe.hf.pipeline has built as a folder for "
         "AutoModelForCausalLM.from_pretrained: any number of stages and replicas, with ZeRO-1 or without.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="folder of one step, or of several: the latest"
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to be made")
     parser.add_argument(
-        "--dtype", choices=_TYPES, help="of the weights; default fp32 where there are masters, else as they are"
+        "--dtype", choices=_TYPES, help="of the weights; default fp32 where it has masters, else as they are"
     )
-    parser.set_defaults(run=run)
+    add_json(parser)
+    parser.set_defaults(run=export)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run the subcommand.
+def export(options: argparse.Namespace) -> None:
+    """Write the folder, and say how large it is.
 
     Raises:
-        CommandError: transformers is not installed.
-        ConfigError: as :func:`ds_terapipe.hf.export`.
+        CommandError: transformers is not installed, or there is no such checkpoint. ConfigError: as
+            :func:`ds_terapipe.hf.folder.export`.
     """
     try:
         import torch
         import transformers  # noqa: F401
     except ImportError as problem:
-        raise CommandError(f"got no {problem.name}, must be installed, use pip install 'ds_terapipe[hf]'") from problem
-    from ds_terapipe.hf.folder import export
+        raise CommandError(f"got no {problem.name}, must be installed, use pip install ds_terapipe[hf]") from problem
+    from ds_terapipe.hf import folder
 
     checkpoint: Path = options.checkpoint
     latest = checkpoint / "latest"
@@ -49,6 +58,8 @@ def run(options: argparse.Namespace) -> None:
     if not checkpoint.is_dir():
         raise CommandError(f"got {checkpoint}, must be the folder of a checkpoint, use e.g. CHECKPOINTS/global_step100")
     dtypes = dict(zip(_TYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
-    out = export(checkpoint, options.out, dtypes.get(options.dtype))
-    size = sum(file.stat().st_size for file in out.iterdir())
-    print(f"{out}: {size / 1e6:.1f} MB")
+    out = folder.export(checkpoint, options.out, dtypes.get(options.dtype))
+    sizes = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
+    show(
+        options, f"{out}: {len(sizes)} files, {sum(sizes.values()) / 1e6:.1f} MB", {"folder": str(out), "bytes": sizes}
+    )

@@ -97,6 +97,9 @@ def pipeline(
         source.check([part for spec in specs[bounds[stage] : bounds[stage + 1]] for part in _parts(source, spec)])
 
     together(check)
+    arguments.setdefault(
+        "dynamic_shape", True
+    )  # DeepSpeed's own engine then takes batches of other lengths, as ours does
     if activation_checkpointing:
         arguments.setdefault("activation_checkpoint_interval", 1)
     return DecoderPipeline(

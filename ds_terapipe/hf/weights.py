@@ -29,7 +29,8 @@ def folder_of(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED)))
     except Exception as problem:
         raise ConfigError(
-            f'hf.pipeline: got "{name}", must be a folder or a model on the Hub, use e.g. an absolute path ({_line(problem)})'
+            f'hf.pipeline: got "{name}", must be a folder that is there or a model on the Hub, use e.g. "Qwen/Qwen3-0.6B" '
+            f"({_line(problem)})"
         ) from problem
 
 

@@ -333,6 +333,11 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         self._watch.begin(self.global_steps, (), seat)
         try:
             check_checkpointing(self.token_pipeline.slices)
+            if torch.is_grad_enabled() and self.optimizer is None:
+                raise ConfigError(
+                    "optimizer: got none on a rank that trains, must be one on every rank, also where a stage has nothing to "
+                    "train, use torch.optim.AdamW(model.parameters()) or an optimizer in the configuration"
+                )
             pulled = self._read(micro_batches)
             if seat.has_first or seat.has_last:
                 batch = read_step(

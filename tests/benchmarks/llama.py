@@ -32,7 +32,9 @@ def pipeline(shape: Shape, stages: int) -> Any:
     from ds_terapipe import hf
 
     each = shape.layers // stages
-    return hf.pipeline(_config(shape), num_stages=stages, layers_per_stage=[each] * stages, seed=_SEED)
+    return hf.pipeline(
+        _config(shape), num_stages=stages, layers_per_stage=[each] * stages, seed=_SEED, dynamic_shape=False
+    )
 
 
 class Whole(nn.Module):

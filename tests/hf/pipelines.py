@@ -54,7 +54,7 @@ def train_in_pipeline(
     **options: Any,
 ) -> Trace:
     """The same steps in a pipeline of a copy of the model, under the names that it has there."""
-    made = made or hf.pipeline(copy.deepcopy(model), num_stages=stages, **{"dynamic_shape": True, **options})
+    made = made or hf.pipeline(copy.deepcopy(model), num_stages=stages, **options)
     replicas = torch.distributed.get_world_size() // stages
     engine = build_engine(
         (), None, token_pipeline=block, micro_batches=len(steps[0]) // replicas, optimizer=optimizer, dtype=dtype,

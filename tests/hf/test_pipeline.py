@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_terapipe.errors import ConfigError
 from tests.spawn import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
@@ -119,6 +121,30 @@ def test_four_stages_and_two_stages_of_two_replicas() -> None:
         check(list(results))
 
 
+CHECKPOINTED = {"pipeline": {"use_reentrant": False}}
+
+
+def own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As a user writes it, of whole sequences."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def without_an_optimizer(model: Any, rank: int) -> str:
+    """What is said where the second stage has none."""
+    import ds_terapipe
+    from ds_terapipe import hf
+    from tests.hf.families import features
+
+    made = hf.pipeline(copy.deepcopy(model), num_stages=2)
+    given = {} if rank else {"optimizer": torch.optim.SGD(made.parameters(), lr=0.1)}
+    config = {"train_micro_batch_size_per_gpu": 2, "token_pipeline": {"slices": 2}}
+    engine, *_ = ds_terapipe.initialize(model=made, config=config, **given)
+    with pytest.raises(ConfigError) as said:
+        engine.train_batch(iter([hf.batch(features("plain", 1))]))
+    engine.destroy()
+    return str(said.value)
+
+
 def without_the_key(rank: int, world: int) -> dict[str, Any]:
     """DeepSpeed's own engine and ours on the same pipelines; the loss that is a mean over the step."""
     from tests.hf import families, pipelines
@@ -131,6 +157,20 @@ def without_the_key(rank: int, world: int) -> dict[str, Any]:
         ours = pipelines.train_in_pipeline(model, batches, {"slices": [1, 22, 1]})
         found[family] = pipelines.compared(ours, theirs, model.config)
         found[f"{family} alone"] = pipelines.compared(theirs, pipelines.train_alone(model, batches), model.config)
+        if family in ("llama", "gemma2"):  # recomputed layer by layer; a loss of one's own, which sees whole sequences
+            again = {"loss": own_loss, "activation_checkpointing": True}
+            for name, block in (("ours", {"slices": [1, 22, 1]}), ("theirs", None)):
+                got = pipelines.train_in_pipeline(model, batches, block, config=CHECKPOINTED, **again)
+                found[f"{family} recomputed, {name}"] = pipelines.compared(got, theirs, model.config)
+    shorter = [
+        {name: value[:, :17] for name, value in families.features("plain", 5).items()},
+        families.features("plain", 6),
+    ]
+    alone = pipelines.train_alone(model, [shorter, shorter[::-1]])
+    for name, block in (("ours", {"slices": 3}), ("theirs", None)):
+        got = pipelines.train_in_pipeline(model, [shorter, shorter[::-1]], block)
+        found[f"lengths that differ, {name}"] = pipelines.compared(got, alone, model.config)
+    found["said"] = without_an_optimizer(model, rank)
     batches = [[families.features(kind, 7 * step) for kind in ("plain", "front")] for step in range(2)]
     for step in batches:
         step[1]["labels"][:, 4:] = -100
@@ -147,6 +187,8 @@ def without_the_key(rank: int, world: int) -> dict[str, Any]:
 def test_the_same_script_without_the_key_and_means_over_a_step() -> None:
     """Under DeepSpeed's engine a pipeline has the same losses; ours also knows the labels of a whole step."""
     ranks = run_ranks(without_the_key, 2, timeout=240)
+    for rank in ranks:
+        assert rank.pop("said").startswith("optimizer: got none on a rank that trains, must be one on every rank")
     assert all(rank.pop("the means differ")["losses"] > 1e-3 for rank in ranks)
     check([{(name, "fp32"): differences for name, differences in rank.items()} for rank in ranks])
 

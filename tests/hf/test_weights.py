@@ -47,7 +47,7 @@ def trained(rank: int, world: int, folder: Path, block: dict[str, Any] | None) -
     found: dict[str, Any] = {}
     for index, (name, config) in enumerate(NUMBERS.items()):
         family = (TIED, UNTIED)[index % 2]
-        made = hf.pipeline(str(folder / family), num_stages=2, layers_per_stage=[3, 1], dynamic_shape=True)
+        made = hf.pipeline(str(folder / family), num_stages=2, layers_per_stage=[3, 1])
         model = families.model_of(family)
         given = {
             f"{entry}.{own}" if entry or not made.source.parts.tied else f"tied_modules.embed.{own}": hf_name
