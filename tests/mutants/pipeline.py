@@ -14,19 +14,19 @@ from tests.mutants.harness import Check, Hit, Mutant
 
 
 def _attends_to_itself(original: Any, hit: Hit) -> Any:
-    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, state: Any, span: Span, call: Any) -> Any:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, state: Any, span: Span, first: int, call: Any) -> Any:
         if span.start == 0:
-            return original(ctx, q, k, v, mask, state, span, call)
+            return original(ctx, q, k, v, mask, state, span, first, call)
         hit()
         state.write(k, v, span)
         alone = Span(0, span.length, span.length)
-        return original(ctx, q, k, v, mask, AttentionState(k, v, span.length), alone, call)
+        return original(ctx, q, k, v, mask, AttentionState(k, v, span.length), alone, 0, call)
 
     return forward
 
 
 def _own_share(original: Any, hit: Hit) -> Any:
-    def add_gradients(state: AttentionState, dk: Any, dv: Any, span: Span) -> Any:
+    def add_gradients(state: AttentionState, dk: Any, dv: Any, span: Span, first: int = 0) -> Any:
         own = tuple(t[:, :, span.start : span.stop].to(state.k.dtype, copy=True) for t in (dk, dv))
         complete = original(state, dk, dv, span)
         if span.stop == state.k.shape[2]:  # no slice is later
