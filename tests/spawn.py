@@ -147,6 +147,10 @@ def launch(
             process.join()
 
 
+# What every model of Hugging Face imports first; where transformers is not installed the server goes without.
+_HUGGING_FACE = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2")]
+
+
 def _context(settings: Mapping[str, str]) -> Any:
     """Where new processes come from: a server that has imported torch and DeepSpeed, which takes seconds, and forks.
 
@@ -156,7 +160,7 @@ def _context(settings: Mapping[str, str]) -> Any:
     if settings["DS_ACCELERATOR"] != "cpu" or settings["OMP_NUM_THREADS"] != "1":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "deepspeed"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "deepspeed", *_HUGGING_FACE])
     return context
 
 

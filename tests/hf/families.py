@@ -32,7 +32,7 @@ _SIZES = {
 }
 _GROUPED = {"num_key_value_heads": 2}
 _HEAD = {"head_dim": 8}
-_CAPS = {"attn_logit_softcapping": 0.05, "final_logit_softcapping": 0.3}  # low enough to matter here
+_CAPS = {"attn_logit_softcapping": 0.3, "final_logit_softcapping": 3.0}  # low enough to matter here
 # Rotary scalings that look at the longest sequence, which is longer here than what the model was trained on first.
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 _LONGROPE = {
@@ -62,7 +62,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         | {"tie_word_embeddings": True},
     ),
     "gemma2": (Gemma2Config, _GROUPED | _HEAD | {"sliding_window": WINDOW, "query_pre_attn_scalar": 10} | _CAPS),
-    "gemma3": (Gemma3TextConfig, _GROUPED | _HEAD | {"sliding_window": WINDOW, "final_logit_softcapping": 0.3}),
+    "gemma3": (Gemma3TextConfig, _GROUPED | _HEAD | {"sliding_window": WINDOW, "final_logit_softcapping": 3.0}),
     "phi3": (
         Phi3Config,
         _GROUPED | {"rope_parameters": _LONGROPE, "original_max_position_embeddings": ORIGINAL, "pad_token_id": 0},

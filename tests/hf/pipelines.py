@@ -17,7 +17,7 @@ from ds_terapipe.hf.record import names_of
 from tests.hf.families import without_key_biases
 from tests.pipeline.training import Trace, build_engine, train, worst
 
-SGD = {"type": "SGD", "params": {"lr": 0.1}}
+SGD = {"type": "SGD", "params": {"lr": 0.03}}
 Steps = Sequence[Sequence[dict[str, Tensor]]]
 
 

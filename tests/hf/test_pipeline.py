@@ -42,9 +42,9 @@ def pairwise(each: int) -> list[tuple[str, ...]]:
     return found
 
 
-def trained(rank: int, world: int, cases: list[tuple[str, ...]], stages: int) -> dict[Any, dict[str, float]]:
-    """Differences from one process, of each case."""
-    return {case: one_case(case, stages, 5 if world > 2 else 3) for case in cases}
+def trained(rank: int, world: int, cases: list[tuple[str, ...]], steps: int) -> dict[Any, dict[str, float]]:
+    """Differences from one process, of each case, on two stages."""
+    return {case: one_case(case, 2, steps) for case in cases}
 
 
 def trained_unseen(rank: int, world: int, cases: list[tuple[str, ...]]) -> dict[Any, dict[str, float]]:
@@ -100,7 +100,7 @@ def test_every_family_trains_as_in_one_process(each: int) -> None:
     cases = pairwise(each)
     assert {(f, n) for f, *_, n in cases} == set(product(FAMILIES, TOLERANCE)) - {(EAGER, "fp64")}
     assert {kind for _, kind, *_ in cases} == set(KINDS) and {cut for *_, cut, _, _ in cases} == set(CUTS)
-    check(run_ranks(trained, 2, cases, 2, timeout=240))
+    check(run_ranks(trained, 2, cases, STEPS if each > 3 else 2, timeout=240))
 
 
 FOUR = [
@@ -111,13 +111,15 @@ FOUR = [
 ]
 
 
-def four(rank: int, world: int) -> list[dict[Any, dict[str, float]]]:
-    """Four stages, then two stages of two replicas."""
-    return [trained(rank, world, FOUR, stages) for stages in (4, 2)]
+def four(rank: int, world: int, whole: bool) -> list[dict[Any, dict[str, float]]]:
+    """Four stages, then two stages of two replicas; ``whole``: all cases on both."""
+    cases = (FOUR, FOUR) if whole else (FOUR[:2], FOUR[2:])
+    return [{case: one_case(case, stages, STEPS) for case in some} for stages, some in zip((4, 2), cases, strict=True)]
 
 
-def test_four_stages_and_two_stages_of_two_replicas() -> None:
-    for results in zip(*run_ranks(four, 4, timeout=240), strict=True):
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_four_stages_and_two_stages_of_two_replicas(whole: bool) -> None:
+    for results in zip(*run_ranks(four, 4, whole, timeout=240), strict=True):
         check(list(results))
 
 
