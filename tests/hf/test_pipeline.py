@@ -112,8 +112,9 @@ FOUR = [
 
 
 def four(rank: int, world: int, whole: bool) -> list[dict[Any, dict[str, float]]]:
-    """Four stages, then two stages of two replicas; ``whole``: all cases on both."""
-    cases = (FOUR, FOUR) if whole else (FOUR[:2], FOUR[2:])
+    """Four stages, then two stages of two replicas; ``whole``: all families on both."""
+    every = [case for case in pairwise(3) if case[-1] == "fp32"]
+    cases = (every, every) if whole else (FOUR[:2], FOUR[2:])
     return [{case: one_case(case, stages, STEPS) for case in some} for stages, some in zip((4, 2), cases, strict=True)]
 
 
