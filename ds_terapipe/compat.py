@@ -1,4 +1,4 @@
-"""Every private name of DeepSpeed, Megatron and PyTorch that the package uses, and whether it is there.
+"""Every private name of DeepSpeed, Megatron, PyTorch and transformers that the package uses, and whether it is there.
 
 A name is written ``module:attribute.path``; ``module:function#name`` stands for a name that the function's code uses,
 an attribute that ``__init__`` sets among them. To use another private name, add a line to ``NAMES``; a test asserts
@@ -259,7 +259,7 @@ NAMES: tuple[Name, ...] = (
     Name("torch:ops.aten._efficient_attention_forward", "2.13.0", "kernels: CUDA"),
     Name("torch:ops.aten._efficient_attention_backward", "2.13.0", "kernels: CUDA"),
     Name("torch:ops.aten._unsafe_view", "2.13.0", "deferred: results that are no views"),
-    Name("torch._subclasses.fake_tensor:FakeTensor", "2.13.0", "sdpa: torch.compile is at work"),
+    Name("torch._subclasses.fake_tensor:FakeTensor", "2.13.0", "attention: torch.compile is at work"),
     Name("torch.distributed.distributed_c10d:_set_pg_timeout", "2.13.0", "watch: groups that end their waits in time"),
     Name("torch.distributed.distributed_c10d:_get_default_store", "2.13.0", "watch: who is where, for a hang report"),
     Name("torch._dynamo.eval_frame:OptimizedModule", "2.13.0", "refusals: refused by its class name"),
@@ -320,6 +320,10 @@ NAMES: tuple[Name, ...] = (
         "0.16.1",
         "megatron: output layer on the tied embedding",
     ),
+    Name("transformers:PreTrainedModel._init_weights", "5.23.0", "hf: values of new weights and of buffers"),
+    Name("transformers:PreTrainedModel._can_set_attn_implementation", "5.23.0", "hf: attention by AttentionInterface"),
+    Name("transformers.initialization:normal_#_is_hf_initialized", "5.23.0", "hf: weights that are read are not drawn"),
+    Name("transformers:PreTrainedConfig._attn_implementation", "5.23.0", "hf: which attention a model calls"),
     Name(
         "megatron.core.transformer.moe.moe_layer:MoELayer",
         "0.16.1",

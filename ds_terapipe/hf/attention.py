@@ -17,8 +17,8 @@ from transformers.masking_utils import sdpa_mask
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline import kernels
-from ds_terapipe.pipeline.attention import slice_attention
-from ds_terapipe.pipeline.context import PlacementError, SliceContext, refuse_model
+from ds_terapipe.pipeline.attention import refuse_compiled, slice_attention
+from ds_terapipe.pipeline.context import SliceContext, refuse_model
 
 NAME = "ds_terapipe"
 # Implementations of transformers that this one stands in for; others have kernels of their own.
@@ -65,6 +65,7 @@ def attention(
 
     Raises:
         ConfigError: an argument that is not followed, or attention within a slice that is not causal.
+        PlacementError: attention of a slice that is compiled.
     """
     given = [name for name in _UNKNOWN if others.get(name) is not None]
     if given:
@@ -77,11 +78,7 @@ def attention(
         dropout = dropout if context is None or context.dropout else 0.0
         out = _whole(query, key, value, attention_mask, kernels.Call(dropout, scaling, softcap), causal, sliding_window)
         return out.transpose(1, 2).contiguous(), None
-    if torch.compiler.is_compiling():
-        raise PlacementError(
-            f"attention is compiled by torch.compile ({context.describe()}): a slice's position would be baked in, "
-            "don't compile the layers of a model that runs with token_pipeline"
-        )
+    refuse_compiled(context, query)
     if not causal:
         raise refuse_model(f"attention that is not causal ({context.describe()})")
     out = slice_attention(
@@ -109,7 +106,7 @@ def _whole(
         mask = hidden if mask is None else mask.to(q.dtype) + hidden
     if call.softcap is not None:
         nothing = q.new_zeros(1, 1, rows, columns)
-        return kernels.Formula._attend(q, k, v, nothing if mask is None else mask, call)
+        return kernels.Formula.attend(q, k, v, nothing if mask is None else mask, call)
     if q.shape[1] != k.shape[1]:  # with a mask CUDA's fused kernels take no grouped heads
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, call.dropout_p, scale=call.scale)

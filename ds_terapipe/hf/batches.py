@@ -36,16 +36,17 @@ def batch(features: Mapping[str, Tensor]) -> tuple[Tensor | tuple[Tensor, Tensor
             f"hf.batch: got {unknown[0]}, must be among {', '.join(_KNOWN)}, leave it out where the model does not need it"
         )
     tokens, labels = (_tensor(features, name) for name in ("input_ids", "labels"))
+    mask, positions = (
+        None if features.get(name) is None else _tensor(features, name) for name in ("attention_mask", "position_ids")
+    )
     types = features.get("token_type_ids")
     if types is not None and bool(torch.as_tensor(types).any()):
         raise ConfigError("hf.batch: got token_type_ids other than 0, must be 0 or absent, use a model without them")
-    for name in ("labels", "attention_mask", "position_ids"):
-        given = features.get(name)
-        if given is not None and (given.dim() != 2 or given.shape[1] != tokens.shape[1]):
+    for name, given in (("labels", labels), ("attention_mask", mask), ("position_ids", positions)):
+        if given is not None and given.shape[1] != tokens.shape[1]:
             raise ConfigError(
                 f"hf.batch: got {name} of shape {list(given.shape)}, must be that of input_ids, use {list(tokens.shape)}"
             )
-    mask, positions = features.get("attention_mask"), features.get("position_ids")
     if not _travels(labels, mask, positions):
         return tokens, labels
     positions = _plain(tokens) if positions is None else positions.expand(tokens.shape).long()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ds_terapipe.hf import attention
 from ds_terapipe.hf.batches import batch
@@ -29,21 +29,20 @@ _TOLERANCE = 1e-6  # in fp64, where models that cast to fp32 inside do the same 
 Chain = Callable[[Source], Sequence[Callable[[Any], Any]]]
 
 
-def check_chain(config: PreTrainedConfig, chain: Chain) -> None:
-    """Compare a tiny model of this kind with the chain that ``chain`` makes of it.
+def check_chain(source: Source, chain: Chain) -> None:
+    """Compare a tiny model of this class, transformers' or the user's, with the chain that ``chain`` makes of it.
 
     Raises:
         ConfigError: they differ, or there is no tiny model of this kind.
     """
-    kind = config.model_type
+    kind, name = type(source.model), source.config.model_type
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            made: Any = AutoModelForCausalLM.from_config(shrunk(config), attn_implementation="eager")  # type: ignore[no-untyped-call]
-            model = made.double().eval()
+            model = kind(shrunk(source.config)).double().eval()
         except Exception as problem:
             what = f"of which no small model could be made to be compared ({type(problem).__name__}: {problem})"
-            raise refusal(kind, " ".join(what.split())[:300], "another model") from problem
+            raise refusal(name, " ".join(what.split())[:300], "another model") from problem
         for parameter in model.parameters():
             if parameter.dim() < 2:  # norms and biases are all alike at first
                 parameter.data.add_(torch.randn_like(parameter) / 10)
@@ -52,10 +51,10 @@ def check_chain(config: PreTrainedConfig, chain: Chain) -> None:
             model.set_attn_implementation(attention.NAME)
             got = _chained(chain(Source(model, given=True)), model, features)
             model.set_attn_implementation("eager")
-            for name, error in _differences(expected, got):
+            for what, error in _differences(expected, got):
                 if not error <= _TOLERANCE:
-                    what = f"whose own forward does more than its layers do ({name} differs by {error:.1e})"
-                    raise refusal(kind, what, "another model, or write its layers into a PipelineModule")
+                    said = f"whose own forward does more than its layers do ({what} differs by {error:.1e})"
+                    raise refusal(name, said, "another model, or write its layers into a PipelineModule")
 
 
 def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
@@ -70,6 +69,7 @@ def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> Iterato
 def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     """The same kind with few and narrow layers; heads keep their size, which rotary frequencies may list."""
     tiny = copy.deepcopy(config)
+    tiny._attn_implementation = "eager"
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     grouped = getattr(config, "num_key_value_heads", heads) or heads

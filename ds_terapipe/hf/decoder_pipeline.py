@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
 
@@ -82,6 +84,8 @@ def pipeline(
     """
     if not torch.distributed.is_initialized():
         deepspeed.init_distributed()
+    # as deepspeed.initialize does, but before NCCL is asked for anything: else all processes of a node would use its first device
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not callable(loss) and loss != CAUSAL_LM:
         raise ConfigError(f'loss: got "{loss}", must be "{CAUSAL_LM}" or a function, use "{CAUSAL_LM}"')
     topology = _topology(num_stages, topology)
@@ -93,7 +97,7 @@ def pipeline(
     stage = topology.get_coord(torch.distributed.get_rank()).pipe
 
     def check() -> None:
-        check_chain(source.config, lambda tiny: [_built(spec) for spec in _specs(tiny)])
+        check_chain(source, lambda tiny: [_built(spec) for spec in _specs(tiny)])
         source.check([part for spec in specs[bounds[stage] : bounds[stage + 1]] for part in _parts(source, spec)])
 
     together(check)

@@ -38,6 +38,7 @@ class Folder:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"export: got {path}, must be a new folder or an empty one, use e.g. {path}-2")
         self.path, self.unfinished = path, path.parent / f".{path.name}.unfinished"
+        self._dtype: torch.dtype | None = None
 
     def begin(self) -> None:
         """Have an empty folder to write to."""
@@ -46,11 +47,15 @@ class Folder:
 
     def write(self, name: str, tensors: Tensors) -> list[str]:
         """A file of tensors; their names."""
+        self._dtype = next((value.dtype for value in tensors.values() if value.is_floating_point()), self._dtype)
         save_file({key: value.contiguous() for key, value in tensors.items()}, self.unfinished / name, {"format": "pt"})
         return list(tensors)
 
     def finish(self, files: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """All files with the tensors in each, in order: give them their names, write the index, and the folder its name."""
+        """All files with the tensors in each, in order: give them their names, write the index, and the folder its name.
+
+        The configuration gets the type that the weights have: ``from_pretrained`` loads them in the one that stands there.
+        """
         total = 0
         where: dict[str, str] = {}
         for number, (file, names) in enumerate(files, start=1):
@@ -61,6 +66,9 @@ class Folder:
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (self.unfinished / INDEX).write_text(json.dumps(index, indent=2))
+        file_of_config = self.unfinished / "config.json"
+        config = json.loads(file_of_config.read_text()) | {"dtype": str(self._dtype).removeprefix("torch.")}
+        file_of_config.write_text(json.dumps(config, indent=2) + "\n")
         if self.path.exists():
             self.path.rmdir()
         self.unfinished.rename(self.path)

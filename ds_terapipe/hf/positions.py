@@ -37,18 +37,19 @@ class Places:
     Attributes:
         span: of the slice.
         positions: of all tokens of the micro-batch, [b | 1, S].
+        documents: their numbers likewise, 0: padding; None: all are of one.
+        rotary: cosines and sines of these positions, as :class:`Rotary` keeps them.
     """
 
     def __init__(self, given: Tensor | None, tokens: Tensor) -> None:
-        length = tokens.shape[1]
-        self.span = current_span() or Span(0, length, length)
-        self._documents: Tensor | None = None
+        self.span = _span(tokens)
+        self.documents: Tensor | None = None
         if given is None:
             self.positions = torch.arange(self.span.total, device=tokens.device)[None]
         else:
-            self.positions, self._documents = given[:, 0].chunk(2, dim=1)
+            self.positions, self.documents = given[:, 0].chunk(2, dim=1)
         self._mask: Tensor | None = None
-        self._rotary: dict[Any, Any] = {}
+        self.rotary: dict[Any, tuple[Tensor, Tensor]] = {}
 
     @classmethod
     def of(cls, given: Tensor | None, tokens: Tensor) -> Places:
@@ -56,8 +57,7 @@ class Places:
         if given is None:
             return cls(given, tokens)
         known: Places | None = getattr(given, "_ds_terapipe_places", None)
-        span = current_span()
-        if known is None or (span is not None and known.span != span) or known.positions.device != tokens.device:
+        if known is None or known.span != _span(tokens):
             known = cls(given, tokens)
             given._ds_terapipe_places = known
         return known
@@ -70,12 +70,17 @@ class Places:
     @property
     def mask(self) -> Tensor | None:
         """Which keys a token may see besides being causal, bool [b, 1, s, stop]; None: all."""
-        if self._documents is not None and self._mask is None:
-            keys, start = self._documents[:, None, : self.span.stop], self.span.start
-            rows = self._documents[:, start : self.span.stop, None]
+        if self.documents is not None and self._mask is None:
+            keys, start = self.documents[:, None, : self.span.stop], self.span.start
+            rows = self.documents[:, start : self.span.stop, None]
             visible = (keys != PADDING) & ((keys == rows) | (rows == PADDING))
             self._mask = visible[:, None]
         return self._mask
+
+
+def _span(tokens: Tensor) -> Span:
+    """Of tokens [b, s, ...]: of the slice that is being run, or all."""
+    return current_span() or Span(0, tokens.shape[1], tokens.shape[1])
 
 
 class Rotary:
@@ -93,10 +98,10 @@ class Rotary:
     def __call__(self, hidden: Tensor, places: Places, layer_type: str | None) -> tuple[Tensor, Tensor]:
         """(cosines, sines) of a slice's tokens, [b | 1, s, d] each, of the type of ``hidden`` [b, s, hidden]."""
         key = (layer_type if self._by_type else None, hidden.dtype, hidden.device)
-        if places._documents is None:
+        if places.documents is None:
             cos, sin = self._known(self._plain, (places.span.total, *key), lambda: self._whole(hidden, places, *key))
         else:
-            cos, sin = self._known(places._rotary, key, lambda: self._whole(hidden, places, *key))
+            cos, sin = self._known(places.rotary, key, lambda: self._whole(hidden, places, *key))
         span = places.span
         return cos[:, span.start : span.stop], sin[:, span.start : span.stop]
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.source import Source
-from ds_terapipe.hf.weights import INDEX
 
 FOLDER, NAMES = "hf", "names.json"
 _VERSION = 1
@@ -47,7 +46,7 @@ def write_model(config: Any, model: Any, folder: Path) -> None:
     origin = Path(str(getattr(config, "_name_or_path", "") or "."))
     if str(origin) != "." and origin.is_dir():
         for file in (file for pattern in _COMPANIONS for file in origin.glob(pattern)):
-            if file.name != INDEX and file.stat().st_size <= _LARGEST:
+            if not file.name.endswith(".index.json") and file.stat().st_size <= _LARGEST:
                 shutil.copyfile(file, folder / file.name)
     config.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)

@@ -23,7 +23,7 @@ def together(make: Callable[[], _Made], one_first: bool = False) -> _Made:
     for turn in turns:
         error: str | None = None
         try:
-            if turn is None or os.environ.get("LOCAL_RANK", "0") == turn:
+            if not made and turn in (None, os.environ.get("LOCAL_RANK", "0")):
                 made = [make()]
         except ConfigError as problem:
             error = str(problem)

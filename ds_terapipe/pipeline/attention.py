@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from ds_terapipe.pipeline import kernels
@@ -73,6 +74,15 @@ def cut_mask(mask: Tensor, span: Span, dtype: torch.dtype, where: str = "") -> T
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
     return mask.to(dtype).expand(*mask.shape[:-2], span.length, span.stop)
+
+
+def refuse_compiled(context: SliceContext, query: Tensor) -> None:
+    """Raise :class:`PlacementError` where attention of a slice is traced, not run."""
+    if isinstance(query, FakeTensor) or torch.compiler.is_compiling():
+        raise PlacementError(
+            f"attention is compiled by torch.compile ({context.describe()}): a slice's position would be baked in, "
+            "don't compile the layers of a model that runs with token_pipeline"
+        )
 
 
 def slice_attention(

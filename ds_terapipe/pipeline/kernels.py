@@ -107,7 +107,7 @@ class Formula:
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
         """Output [b, heads, rows, d], tensors to save, other things to keep."""
         state = _random_state(q.device) if call.dropout_p > 0.0 else None
-        return Formula._attend(q, k, v, mask, call), (q,), state
+        return Formula.attend(q, k, v, mask, call), (q,), state
 
     @staticmethod
     def backward(
@@ -123,11 +123,12 @@ class Formula:
         with torch.enable_grad(), torch.random.fork_rng(_devices(grad.device), enabled=kept is not None):
             if kept is not None:
                 _set_random_state(grad.device, kept)
-            out = Formula._attend(*leaves[:3], mask, call)
+            out = Formula.attend(*leaves[:3], mask, call)
         return Gradients(*torch.autograd.grad(out, leaves, grad))
 
     @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> Tensor:
+        """The formula: [b, heads, rows, d of v]."""
         scale = call.scale if call.scale is not None else q.shape[-1] ** -0.5
         folded = fold_groups(q, k.shape[1])
         scores = torch.matmul(folded, k.transpose(-2, -1)) * scale

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_terapipe.pipeline.attention import slice_attention
+from ds_terapipe.pipeline.attention import refuse_compiled, slice_attention
 from ds_terapipe.pipeline.context import CallForm, PlacementError, SliceContext, refuse_model
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -70,11 +69,7 @@ def _mixes_tokens(
     span = context.span
     if span is None or span.is_whole:
         return False
-    if isinstance(query, FakeTensor) or torch.compiler.is_compiling():
-        raise PlacementError(
-            f"attention is compiled by torch.compile ({context.describe()}): a slice's position would be baked in, "
-            "don't compile the layers of a model that runs with token_pipeline"
-        )
+    refuse_compiled(context, query)
     over_itself = query.shape[-2] == span.length and key.shape[-2] == span.length
     if over_itself and span.length > 1 and (is_causal or mask is not None):
         context.note_call(CallForm.of(query, key, value, causal=is_causal and mask is None))

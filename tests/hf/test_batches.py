@@ -25,9 +25,12 @@ def batches(draw: Any) -> dict[str, Tensor]:
     made = {"input_ids": tokens, "labels": tokens.clone()}
     bits = st.lists(st.booleans(), min_size=rows * length, max_size=rows * length)
     made["labels"][torch.tensor(draw(bits)).view(rows, length)] = -100
-    kind = draw(st.sampled_from(["plain", "mask", "documents", "positions"]))
+    kind = draw(st.sampled_from(["plain", "mask", "behind", "documents", "positions"]))
     if kind == "mask":
         made["attention_mask"] = torch.tensor(draw(bits)).view(rows, length).long()
+    elif kind == "behind":
+        real = torch.tensor(draw(st.lists(st.integers(1, length), min_size=rows, max_size=rows)))
+        made["attention_mask"] = (torch.arange(length) < real[:, None]).long()
     elif kind == "documents":
         begins = torch.tensor(draw(bits)).view(rows, length)
         begins[:, 0] = True
@@ -109,8 +112,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a mask of four dimensions": (
         {"attention_mask": torch.ones(2, 1, 4, 4)},
-        r"got attention_mask of shape \[2, 1, 4, 4\]",
+        r"got Tensor \[2, 1, 4, 4\] for attention_mask, must be a tensor \[batch, sequence\]",
     ),
+    "a list for a mask": ({"attention_mask": [[1, 1, 1, 1]] * 2}, "got list"),
     "images": ({"pixel_values": torch.ones(2, 3)}, "got pixel_values, must be among input_ids"),
     "types": ({"token_type_ids": torch.ones(2, 4)}, "got token_type_ids other than 0"),
 }

@@ -27,6 +27,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "fp16, ZeRO-1": {"fp16": {"enabled": True, "initial_scale_power": 8}, "zero_optimization": {"stage": 1}},
 }
 SGD = {"type": "SGD", "params": {"lr": 0.3}}
+NOT_COPIED = ("vocab.bin", "pytorch_model.bin.index.json")
 TIED, UNTIED = "llama, tied, dynamic", "qwen2"
 
 
@@ -92,7 +93,8 @@ def test_a_pipeline_from_a_folder_to_a_folder(block: dict[str, Any] | None, tmp_
         model = families.model_of(family)
         model.save_pretrained(tmp_path / family, max_shard_size="10KB")
         (tmp_path / family / "tokenizer.json").write_text("{}")
-        (tmp_path / family / "vocab.bin").write_text("not copied")
+        for name in NOT_COPIED:
+            (tmp_path / family / name).write_text("{}")
     ranks = run_ranks(trained, 4, tmp_path, block, timeout=240)
     for name, config in NUMBERS.items():
         read = [set(rank.pop(f"{name}, shards read")) for rank in ranks]
@@ -102,7 +104,7 @@ def test_a_pipeline_from_a_folder_to_a_folder(block: dict[str, Any] | None, tmp_
         dtype = next((t for key, t in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if key in config), None)
         out = export(tmp_path / "checkpoints" / name / "step", tmp_path / "out" / name, largest=15_000)
         assert len(list(out.glob("model-*-of-*.safetensors"))) > 2 and (out / "tokenizer.json").exists()
-        assert not (out / "vocab.bin").exists()
+        assert not any((out / name).exists() for name in NOT_COPIED)
         ours, live = (
             AutoModelForCausalLM.from_pretrained(one, dtype="auto") for one in (out, tmp_path / "live" / name)
         )
@@ -250,37 +252,44 @@ class Killed(BaseException):
     """Stands for a kill: nothing that cleans up runs afterwards, but for what Python itself does."""
 
 
-@pytest.mark.parametrize("at", range(6))
-def test_an_export_that_is_killed_leaves_nothing_under_the_name(at: int, tmp_path: Path, monkeypatch: Any) -> None:
-    from ds_terapipe.hf import export as made
+def test_an_export_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, monkeypatch: Any) -> None:
+    from ds_terapipe.hf import export, folder
     from tests.hf import families
 
-    monkeypatch.undo()
-    module = __import__("ds_terapipe.hf.folder", fromlist=["Folder"])
     checkpoint = checkpoint_of(families.model_of("llama"), tmp_path / "checkpoint")
-    calls = {"n": 0}
+    calls: list[str] = []
 
-    def dies(original: Any) -> Any:
+    def dies(original: Any, at: int) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if calls["n"] == at:
+            if len(calls) == at:
                 raise Killed
-            calls["n"] += 1
+            calls.append(original.__name__)
             return original(*args, **kwargs)
 
         return call
 
-    out = tmp_path / "out"
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "save_file", dies(module.save_file))
-        patched.setattr(module.shutil, "copyfile", dies(module.shutil.copyfile))
-        patched.setattr(Path, "rename", dies(Path.rename))
-        with contextlib.suppress(Killed):
-            made(checkpoint, out, largest=30_000)
-    assert not out.exists() or (out / "model.safetensors.index.json").exists()
-    if out.exists():
-        assert calls["n"] < at, "nothing was killed"
-        return
-    assert made(checkpoint, out, largest=30_000) == out and (out / "config.json").exists()
+    kills = 0
+    while True:
+        out = tmp_path / f"out {kills}"
+        calls.clear()
+        try:
+            with monkeypatch.context() as patched:
+                for owner, name in (
+                    (folder, "save_file"),
+                    (folder.shutil, "copyfile"),
+                    (Path, "write_text"),
+                    (Path, "rename"),
+                ):
+                    patched.setattr(owner, name, dies(getattr(owner, name), kills))
+                export(checkpoint, out, largest=30_000)
+            break
+        except Killed:
+            kills += 1
+            assert not out.exists()
+    assert kills > 5 and calls[-1] == "rename" and calls.count("save_file") > 1, calls
+    assert (out / "model.safetensors.index.json").exists()
+    export(checkpoint, tmp_path / "out 0", largest=30_000)  # what a kill left is no hindrance
+    assert (tmp_path / "out 0" / "config.json").exists()
 
 
 def checkpoint_of(model: Any, folder: Path) -> Path:
@@ -296,6 +305,24 @@ def checkpoint_of(model: Any, folder: Path) -> Path:
         torch.save(dict(layer.state_dict()), folder / f"layer_{entry:02d}-model_states.pt")
     write_record(source, folder)
     return folder
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_an_export_is_loaded_in_the_type_that_it_has(narrow: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from ds_terapipe.hf import export
+    from tests.hf import families
+
+    model = families.model_of("llama")
+    model.config.dtype = torch.float32 if narrow else torch.bfloat16  # what a published folder says
+    checkpoint = checkpoint_of(model, tmp_path / "checkpoint")
+    made = torch.bfloat16 if narrow else torch.float32
+    out = export(checkpoint, tmp_path / "out", dtype=made if narrow else None)
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name).to(made)), name
+        assert parameter.dtype == made, name
 
 
 def test_an_export_says_what_is_wrong(tmp_path: Path, capsys: Any) -> None:

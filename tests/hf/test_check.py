@@ -1,0 +1,102 @@
+"""Which models a pipeline takes: each kind is compared with itself before weights are read, and what differs is said."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from ds_terapipe.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
+
+SIZES = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48,
+    "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+HEAD = {"head_dim": 8}
+# docs/huggingface.md's list, by the name of the configuration's class
+PASS: dict[str, dict[str, Any]] = {
+    "GemmaConfig": SIZES | HEAD,
+    "StableLmConfig": SIZES,
+    "Starcoder2Config": SIZES,
+    "SmolLM3Config": SIZES,
+    "PhiConfig": SIZES,
+    "Olmo3Config": SIZES,
+    "HeliumConfig": SIZES | HEAD,
+    "NemotronConfig": SIZES,
+}
+DIFFERS = "whose own forward does more than its layers do"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "GraniteConfig": (SIZES | {"logits_scaling": 4.0}, DIFFERS),
+    "CohereConfig": (SIZES | {"logit_scale": 0.1}, DIFFERS),
+    "Cohere2Config": (SIZES, DIFFERS),
+    "Gemma3nTextConfig": ({}, "with Gemma3nRMSNorm and"),
+    "OPTConfig": (
+        {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "ffn_dim": 48},
+        "without a list of layers",
+    ),
+    "MixtralConfig": (SIZES, "mixture"),
+    "FalconConfig": ({"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}, "AttentionInterface"),
+    "GPTJConfig": ({"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}, "AttentionInterface"),
+    "BloomConfig": ({"hidden_size": 32, "n_head": 4, "n_layer": 2}, "AttentionInterface"),
+    "BertConfig": (
+        {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2},
+        "with BertEmbeddings and BertEncoder",
+    ),
+}
+
+
+def check(model: Any) -> None:
+    """What :func:`ds_terapipe.hf.pipeline` does before it reads weights."""
+    import torch
+
+    from ds_terapipe.hf.check import check_chain
+    from ds_terapipe.hf.decoder_pipeline import _built, _specs
+    from ds_terapipe.hf.source import source_of
+
+    source = source_of(model, torch.float64, 0)
+    check_chain(source, lambda tiny: [_built(spec) for spec in _specs(tiny)])
+
+
+@pytest.mark.parametrize("name", PASS)
+def test_a_model_that_is_its_layers_passes(name: str) -> None:
+    import transformers
+
+    check(getattr(transformers, name)(**PASS[name]))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_does_more_is_refused_with_what(name: str) -> None:
+    import transformers
+
+    sizes, said = REFUSED[name]
+    with pytest.raises(ConfigError) as refused:
+        check(getattr(transformers, name)(**sizes))
+    assert said in str(refused.value) and "\n" not in str(refused.value), str(refused.value)
+
+
+def test_a_forward_of_the_users_own_is_refused() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Cooler(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits / 2
+            return out
+
+    config = LlamaConfig(**SIZES)
+    check(LlamaForCausalLM(config))
+    with pytest.raises(ConfigError, match=f"{DIFFERS}.*logits differs by"):
+        check(Cooler(config))
+
+
+@pytest.mark.parametrize("kernels", ["flash_attention_2", "flex_attention"])
+def test_kernels_that_know_no_slices_are_refused(kernels: str) -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**SIZES)
+    config._attn_implementation = kernels
+    with pytest.raises(ConfigError, match=kernels):
+        check(config)
