@@ -9,7 +9,7 @@ ARGS ?=
 RUN := $(if $(VENV),PATH="$(abspath $(VENV))/bin:$$PATH") OMP_NUM_THREADS=1
 MYPY_CACHE ?= .mypy_cache
 
-.PHONY: help venv demo test test-full test-mutants lint format clean
+.PHONY: help venv demo test test-full test-mutants lint format clean gpu-attention gpu-lamb gpu-one gpu-memory gpu-two gpu-four
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/'
@@ -34,6 +34,25 @@ test-full: venv ## every combination of settings, some tens of minutes
 
 test-mutants: venv ## every known defect put into the package, and which tests find it
 	$(RUN) python -m pytest -q tests/test_mutants.py $(ARGS)
+
+gpu-attention: venv ## on a GPU: the attention of slices (docs/gpu.md says what these are for)
+	$(RUN) python -m pytest -q -m gpu tests/pipeline $(ARGS)
+
+gpu-lamb: venv ## on a GPU: FusedLamb's op, once under compute-sanitizer
+	$(RUN) python -m pytest -q -m gpu tests/optim $(ARGS)
+	$(RUN) compute-sanitizer --tool memcheck --error-exitcode 1 python -m pytest -q -m gpu tests/optim/test_cuda_op.py
+
+gpu-one: venv ## on a GPU: a GPT on one stage, with slices and without
+	@$(RUN) bash configs/gpu.sh 1
+
+gpu-memory: venv ## on a GPU: what the memory model says, and the allocator's counters
+	$(RUN) python -m pytest -q -s -m gpu tests/pipeline/test_memory_of_steps.py $(ARGS)
+
+gpu-two: venv ## on two GPUs: a GPT on two stages, with slices and without
+	@$(RUN) bash configs/gpu.sh 2
+
+gpu-four: venv ## on four GPUs: a GPT on four stages, with slices and without
+	@$(RUN) bash configs/gpu.sh 4
 
 lint: venv ## format, style, types of the parts that need no torch
 	$(RUN) ruff format --check .

@@ -217,7 +217,7 @@ def test_json_in_the_text() -> None:
     assert pairs >= 3
 
 
-def table(first_key: str, document: str = "README.md") -> list[tuple[list[str], str]]:
+def table(first_key: str, document: str) -> list[tuple[list[str], str]]:
     """Rows of the table that begins with this key: the keys of a row, and its cell of defaults."""
     text = (ROOT / document).read_text(encoding="utf-8")
     (found,) = [
@@ -235,7 +235,7 @@ def default_of(cell: str, number: int) -> Any:
 
 
 def test_the_table_of_token_pipeline_has_every_key_and_its_default() -> None:
-    rows = table("enabled")
+    rows = table("enabled", "docs/token_slices.md")
     assert sorted(key for keys, _ in rows for key in keys) == sorted(config.TokenPipelineConfig.model_fields)
     for keys, cell in rows:
         for number, key in enumerate(keys):
@@ -253,7 +253,7 @@ def test_the_table_of_elastic_pipeline_has_every_key_and_its_default() -> None:
 
 
 def test_the_table_of_fused_lamb_has_keys_of_its_own_and_their_defaults() -> None:
-    rows = table("lr")
+    rows = table("lr", "docs/lamb.md")
     assert {"lr", "betas", "mode", "exclude", "max_grad_norm"} <= {key for keys, _ in rows for key in keys}
     for keys, cell in rows:
         for number, key in enumerate(keys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,23 +65,79 @@ class LiveUnits:
         return tuple(tuple(lengths[micro_batch]) for micro_batch in sorted(lengths))
 
 
+class Peak(Protocol):
+    """Knows how much memory this place has taken at once."""
+
+    def begin(self) -> None:
+        """Count from here."""
+
+    def taken(self) -> float:
+        """Most bytes that there were since, beside those that were there already."""
+
+
+class DevicePeak:
+    """The :class:`Peak` of a CUDA device, by the counters of PyTorch's allocator, of which it resets that of the peak."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, 0
+
+    def begin(self) -> None:
+        """Count from here."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+
+    def taken(self) -> float:
+        """As :meth:`Peak.taken`."""
+        return float(torch.cuda.max_memory_allocated(self._device) - self._before)
+
+
+def gradients_to_come(parameters: Iterable[Tensor]) -> int:
+    """Bytes that the parameters' gradients will take, of those that have none now."""
+    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.grad is None)
+
+
 class StepMemory:
     """Measures what the tokens of a micro-batch take on each stage of this place, during one step.
 
     Activations are what autograd saves in a unit's forward, parameters and attention buffers aside, every storage counted
     once. Off, it costs nothing.
+
+    Args:
+        peak: of this place, where it can be known.
+
+    Attributes:
+        taken: bytes at the peak of the last step that was watched, gradients of weights aside; None where that is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peak: Peak | None = None) -> None:
         self.on = False
+        self.taken: float | None = None
+        self._peak = peak
+        self._gradients = self._largest_gradient = 0
+        self._watching = False
         self._tokens: dict[int, int] = {}  # by stage
         self._bytes: dict[int, dict[str, float]] = {}
         self._known: set[int] = set()
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Measure the step that begins; ``parameters`` are not counted."""
+        """Measure the step that begins; ``parameters`` and their gradients are not counted."""
         self.on, self._tokens, self._bytes = True, {}, {}
-        self._known = {p.untyped_storage().data_ptr() for p in parameters}
+        known = list(parameters)
+        self._known = {p.untyped_storage().data_ptr() for p in known}
+        self._largest_gradient = max((p.numel() * p.element_size() for p in known if p.requires_grad), default=0)
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Know the peak of the step that begins, where it can be known, but for the gradients of these parameters."""
+        self.taken = None
+        if self._peak is not None:
+            self._gradients, self._watching = gradients_to_come(parameters), True
+            self._peak.begin()
+
+    def ran(self) -> None:
+        """The step's units have run; the optimiser has not."""
+        if self._watching and self._peak is not None:
+            self.taken = max(self._peak.taken() - self._gradients, 0.0)
+        self._watching = False
 
     def forward(self, stage: int, span: Span, buffers: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
         """Around the forward of a unit on a stage; ``buffers`` are those of its micro-batch's attention, afterwards."""
@@ -124,7 +180,10 @@ class StepMemory:
         """Bytes per token of a micro-batch, by stage."""
         self.on = False
         return {
-            stage: StageMemory(**{name: total / tokens for name, total in self._bytes.get(stage, {}).items()})
+            stage: StageMemory(
+                **{name: total / tokens for name, total in self._bytes.get(stage, {}).items()},
+                largest_gradient=float(self._largest_gradient),
+            )
             for stage, tokens in self._tokens.items()
         }
 

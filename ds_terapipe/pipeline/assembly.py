@@ -169,6 +169,7 @@ class Assembly:
                 run(action)
             self._watch.at(len(row))
             self.links.finish()
+            self.memory.ran()
         finally:
             self.end()
 

@@ -114,14 +114,13 @@ def slice_attention(
     q, k, v = (t if batched else t.unsqueeze(0) for t in (q, k, v))
     first = 0 if window is None else max(0, span.start - window + 1)
     columns = span.stop - first
-    hides = window is not None and columns > window
+    window = window if window is not None and columns > window else None  # else it hides nothing
     if mask is not None:
         mask = cut_mask(mask, span, q.dtype, context.describe())[..., first:]
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
-    if hides or (mask is not None and is_causal):
-        causal = kernels.causal_mask(span.length, columns, 1, q.dtype, q.device, window if hides else None)
-        mask = causal[None, None] if mask is None else mask + causal
+        if is_causal or window is not None:
+            mask = mask + kernels.causal_mask(span.length, columns, 1, q.dtype, q.device, window)
     state = context.place(k.detach(), v.detach())
-    call = kernels.Call(dropout_p if context.dropout else 0.0, scale, softcap)
+    call = kernels.Call(dropout_p if context.dropout else 0.0, scale, softcap, window if mask is None else None)
     out = SliceAttention.apply(q, k, v, mask, state, span, first, call)
     return out if batched else out.squeeze(0)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ds_terapipe.config import AUTO, TokenPipelineConfig
@@ -18,9 +17,17 @@ from ds_terapipe.pipeline.spans import Span, spans
 from ds_terapipe.schedule import Unit
 
 
+def _there(value: Any) -> Any:
+    return value
+
+
 @dataclass
 class StepBatch:
-    """All micro-batches of a step. Inputs are there on the first stage, labels on the last, ``spans`` everywhere."""
+    """All micro-batches of a step. Inputs are there on the first stage, labels on the last, ``spans`` everywhere.
+
+    They are where they were read, which for a device is the host: ``load`` brings a micro-batch's to the stage when its first
+    slice runs, so that of all inputs one micro-batch's are on the device.
+    """
 
     inputs: list[Any] = field(default_factory=list)
     input_cuts: list[tuple[TensorCut, ...]] = field(default_factory=list)
@@ -30,6 +37,8 @@ class StepBatch:
     everywhere: tuple[int, ...] = ()
     signatures: list[int] = field(default_factory=list)
     spans: list[tuple[Span, ...]] = field(default_factory=list)
+    load: Callable[[Any], Any] = _there
+    _loaded: tuple[int, Any] | None = None  # a micro-batch and its inputs, as long as slices of it are to come
 
     def adopt(self, header: Header) -> None:
         """Take what the first stage announced."""
@@ -54,14 +63,22 @@ class StepBatch:
 
     def cut_inputs(self, micro_batch: int, span: Span) -> Any:
         """Inputs of the first stage for a slice."""
-        value, cuts = self.inputs[micro_batch], self.input_cuts[micro_batch]
+        if self._loaded is None or self._loaded[0] != micro_batch:
+            self._loaded = micro_batch, self.load(self.inputs[micro_batch])
+        value, cuts = self._loaded[1], self.input_cuts[micro_batch]
+        if span.stop == span.total:
+            self._loaded = None
         return like(value, [cut.apply(t, span).detach() for t, cut in zip(as_tuple(value), cuts, strict=True)])
+
+    def labels_of(self, micro_batch: int) -> Any:
+        """Labels of the last stage for a whole micro-batch."""
+        return self.load(self.labels[micro_batch])
 
 
 def read_step(
     pulled: Sequence[Any],
     config: TokenPipelineConfig,
-    device: torch.device,
+    load: Callable[[Any], Any],
     *,
     inputs: bool,
     labels: bool,
@@ -69,14 +86,14 @@ def read_step(
 ) -> StepBatch:
     """Check and cut what the data iterator gave: one (inputs, labels) per micro-batch, each a tensor or several.
 
-    ``inputs``, ``labels``: whether this stage needs them; ``cut_labels``: whether its loss runs per slice. Raises ConfigError
-    for tensors that can't be cut.
+    ``load``: as `StepBatch` has it. ``inputs``, ``labels``: whether this stage needs them; ``cut_labels``: whether its loss runs
+    per slice. Raises ConfigError for tensors that can't be cut.
     """
-    batch, cut, slices = StepBatch(), config.cut or {}, config.slices
+    batch, cut, slices = StepBatch(load=load), config.cut or {}, config.slices
     for item in pulled:
         check_item(item)
         if inputs:
-            value = _tensors(item[0], "inputs", device)
+            value = _tensors(item[0], "inputs")
             total, cuts = _plan(value, slices, cut.get("inputs"), "inputs")
             batch.inputs.append(value)
             batch.input_cuts.append(cuts)
@@ -85,7 +102,7 @@ def read_step(
             if slices != AUTO:
                 slice_lengths(total, slices)  # the error for lengths that don't fit comes before any rank has started
         if labels:
-            value = _tensors(item[1], "labels", device) if cut_labels else _moved(item[1], device)
+            value = _tensors(item[1], "labels") if cut_labels else item[1]
             batch.labels.append(value)
             if cut_labels:
                 total, cuts = _plan(value, slices, cut.get("labels"), "labels")
@@ -121,22 +138,14 @@ def check_item(item: Any) -> None:
         )
 
 
-def _tensors(value: Any, key: str, device: torch.device) -> Any:
+def _tensors(value: Any, key: str) -> Any:
     items = (value,) if isinstance(value, Tensor) else value
     if not isinstance(items, (tuple, list)) or not items or not all(isinstance(item, Tensor) for item in items):
         raise ConfigError(
             f"the data iterator: got {type(value).__name__} as {key}, must yield (inputs, labels), each a tensor or a tuple of "
             "tensors, use e.g. (tokens, labels) or ((tokens, mask), labels)"
         )
-    return _moved(value, device)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device).detach()
-    if isinstance(value, (tuple, list)):
-        return tuple(_moved(item, device) for item in value)
-    return value
+    return value if isinstance(value, Tensor) else tuple(items)
 
 
 def _signature(tensors: Sequence[Tensor]) -> int:

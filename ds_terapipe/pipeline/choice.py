@@ -9,13 +9,20 @@ from typing import Any
 from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.runoff import Cutting, Runoff
-from ds_terapipe.pipeline.situation import Agreement, MemoryMeter, Situation, check_plan, differences, mismatch
+from ds_terapipe.pipeline.situation import (
+    Agreement,
+    MemoryMeter,
+    Situation,
+    check_plan,
+    differences,
+    mismatch,
+)
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
 from ds_terapipe.plan.cost import MeasuredCost
 from ds_terapipe.plan.layers import LayerSeconds
 from ds_terapipe.plan.measure import RecordedStep, measured_cost, overhead
-from ds_terapipe.plan.memory import GIGABYTE, MemoryModel, memory_use
+from ds_terapipe.plan.memory import GIGABYTE, MemoryModel, Peaks, calibrated, memory_use
 from ds_terapipe.plan.result import Plan, compact, seconds_text
 from ds_terapipe.tracing.chrome import Event
 
@@ -101,6 +108,8 @@ class AutoCutting:
         self._cost: MeasuredCost | None = None
         self._overhead_s = 0.0
         self._trials: list[int] = []
+        self._bare: MemoryModel | None = None  # as it was counted, without what peaks have taught
+        self._peaks: list[Peaks] = []
         self._trials_of: _Shape | None = None  # what is being measured
         self._steps: list[RecordedStep] = []
         self._model: MemoryModel | None = None
@@ -157,6 +166,7 @@ class AutoCutting:
             self._memory.begin()
         self._missed = 0
         self._trial = Cutting(self._trials[0], self._schedule)
+        self._memory.watch()
         return self._trial
 
     def now(self, lengths: Sequence[int]) -> Cutting:
@@ -189,17 +199,20 @@ class AutoCutting:
             self._settle(self._turn, self._runoffs.pop(self._turn))
 
     def _took_trial(self, events: Sequence[Event], seconds: float) -> None:
-        assert self._trials_of is not None
+        assert self._trials_of is not None and self._trial is not None
         if not self._warm:
             self._warm = True
-            self._model, self._limit = self._memory.end()
-            self._limit_from = None
+            self._bare, self._limit = self._memory.end()
+            self._model, self._limit_from, self._peaks = self._bare, None, []
+            self._learn_memory(self._trial.slices)
             cuts = {n: slice_lengths(self._trials_of[0], n) for n in self._trials}
-            fitting = [n for n in self._trials if self._fits(cuts[n])]
-            # where none fits, the thriftiest: planning refuses it and says what it takes
-            self._trials = fitting or [min(cuts, key=lambda n: self._bytes(cuts[n]))]
+            self._leave_out()
+            if not self._trials:  # the thriftiest: planning refuses it and says what it takes
+                self._trials = [min(cuts, key=lambda n: self._bytes(cuts[n]))]
             return
         count = self._trials.pop(0)
+        self._learn_memory(count)
+        self._leave_out()
         self._steps.append(RecordedStep(slice_lengths(self._trials_of[0], count), events, seconds))
         if self._trials:
             return
@@ -324,6 +337,23 @@ class AutoCutting:
             overhead_s=self._overhead_s,
             about=dict(situation.measured_on),
         )
+
+    def _learn_memory(self, slices: int | Sequence[int]) -> None:
+        """Of a trial in so many slices; what longer ones take is known the better for it."""
+        assert self._trials_of is not None
+        longest, micro_batches = self._trials_of
+        taken = self._memory.peaks()
+        if taken is None or self._bare is None:
+            return
+        self._peaks.append(Peaks(slice_lengths(longest, slices), taken))
+        once, placement = self._situation.weights_once, self._situation.placement
+        self._model = calibrated(self._bare, self._peaks, self._schedule, micro_batches, once, placement)
+
+    def _leave_out(self) -> None:
+        """The trials that come next and would take more memory than there is."""
+        assert self._trials_of is not None
+        while self._trials and not self._fits(slice_lengths(self._trials_of[0], self._trials[0])):
+            self._trials.pop(0)
 
     def _fits(self, lengths: Sequence[int]) -> bool:
         """Whether a trial may be run: an uncut step can take more memory than there is."""

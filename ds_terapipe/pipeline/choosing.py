@@ -12,7 +12,7 @@ import torch
 
 from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.pipeline.accounting import StepMemory
+from ds_terapipe.pipeline.accounting import StepMemory, gradients_to_come
 from ds_terapipe.pipeline.choice import DEFAULT_SCHEDULE, AutoCutting, FixedCutting
 from ds_terapipe.pipeline.control import Control
 from ds_terapipe.pipeline.layer_times import LayerTimes
@@ -194,9 +194,22 @@ class _Meter:
         model = MemoryModel(tuple(stages[stage] for stage in sorted(stages)))
         return model, min(limits) if limits else None
 
+    def watch(self) -> None:
+        """Know the peak of the step that begins."""
+        self._memory.watch(self._engine.module.parameters())
+
+    def peaks(self) -> tuple[float, ...] | None:
+        """Of the step that was watched; the fullest replica and tensor-parallel rank of a place stands for it."""
+        if self._engine.device.type == "cpu":  # of all ranks
+            return None
+        peaks: dict[int, float] = {}
+        for place, taken in self._control.gather((self._engine.stage_id, self._memory.taken)):
+            peaks[place] = max(peaks.get(place, 0.0), taken or 0.0)
+        return tuple(peaks[place] for place in sorted(peaks))
+
     def _free(self) -> float | None:
         """Bytes for activations and buffers: what the configuration says, or what is free now that weights and optimiser are
-        there, what PyTorch keeps for later included."""
+        there, what PyTorch keeps for later included, and room left for gradients."""
         given = self._engine.token_pipeline.memory_gb
         if given is not None:
             return float(given * GIGABYTE)
@@ -204,4 +217,5 @@ class _Meter:
         if device.type != "cuda":
             return None
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + kept)
+        to_come = gradients_to_come(self._engine.module.parameters())
+        return float(torch.cuda.mem_get_info(device)[0] + kept - to_come)

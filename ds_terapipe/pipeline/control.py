@@ -1,7 +1,8 @@
 """What all ranks agree on before a step: that nobody has failed, and how long the sequences are.
 
-The first stage announces one header per step; an error on any rank is raised on every rank, so nobody is left waiting. Runs
-over a gloo group of its own (host memory, own timeout), whatever the backend of the job.
+The first stage announces one header per step; an error on any rank is raised on every rank, so nobody is left waiting. What a
+step costs is one reduction of a few words, whatever the number of ranks: only where ranks differ do they say what they have.
+Runs over a gloo group of its own (host memory, own timeout), whatever the backend of the job.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch.distributed
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.watch import Watch, bounded_group
 from ds_terapipe.schedule import Placement
+
+_MOST = 2**62  # words that nobody has said are this, at the lowest
 
 
 class Header(NamedTuple):
@@ -68,18 +71,27 @@ class Control:
             lengths of inputs and labels.
         """
         header = header or Header((0,) * micro_batches, (0,) * micro_batches)
+        is_first = torch.distributed.get_rank() == self._mine[placement.first_place]
         uniform = len(set(zip(header.lengths, header.signatures, strict=True))) <= 1
-        mine = [int(error is not None), self.config_hash, micro_batches, int(uniform)]
-        mine += [header.lengths[0], header.signatures[0]] if micro_batches else [0, 0]
-        table = [_Row(*row) for row in self._gather(mine, torch.int64, "all ranks to start the step")]
-        if any(row.failed for row in table):
+        # of what others than first stages know nothing, or no more than the length, they say nothing
+        lengths = set(header.lengths) - {0}
+        signatures = set(header.signatures) if is_first else set()
+        said = (int(error is not None), self.config_hash, micro_batches, int(not uniform))
+        lows, highs = self._extremes(
+            [(word, word) for word in said]
+            + [(min(x, default=_MOST), max(x, default=0)) for x in (lengths, signatures)],
+            "all ranks to start the step",
+        )
+        if highs[0]:
             self._raise_everywhere(error)
-        _check_same(table)
-        headers = [Header((row.length,) * micro_batches, (row.signature,) * micro_batches) for row in table]
-        if not all(row.uniform for row in table):
-            words = [*header.lengths, *header.signatures]
-            rows = self._gather(words, torch.int64, "all ranks to announce their sequence lengths")
-            headers = [Header(tuple(row[:micro_batches]), tuple(row[micro_batches:])) for row in rows]
+        if lows[1:3] != highs[1:3]:
+            self._raise_different(micro_batches)
+        if lows[3:] == highs[3:] and uniform:
+            return Header((highs[4],) * micro_batches, (highs[5],) * micro_batches, (highs[4],))
+        rows = self._gather(
+            [*header.lengths, *header.signatures], torch.int64, "all ranks to announce their sequence lengths"
+        )
+        headers = [Header(tuple(row[:micro_batches]), tuple(row[micro_batches:])) for row in rows]
         for ranks in self._pipelines:  # every rank looks at every pipeline: all raise, or none
             _check_labels(headers[ranks[placement.first_place]], headers[ranks[placement.last_place]])
         firsts = [ranks[placement.first_place] for ranks in self._pipelines]
@@ -88,8 +100,9 @@ class Control:
 
     def agree(self, error: BaseException | None) -> None:
         """Raise, on every rank, the error that any rank has; collective."""
-        failed = self._gather([int(error is not None)], torch.int64, "all ranks to look at the model")
-        if any(row[0] for row in failed):
+        failed = int(error is not None)
+        _, (any_failed,) = self._extremes([(failed, failed)], "all ranks to look at the model")
+        if any_failed:
             self._raise_everywhere(error)
 
     def decide(self, decision: Callable[[], Any]) -> Any:
@@ -116,6 +129,26 @@ class Control:
         """The value of every rank, by global rank; collective."""
         return [row[0] for row in self._gather([value], torch.float64, "the figures of all ranks")]
 
+    def _raise_different(self, micro_batches: int) -> NoReturn:
+        """Ranks have other settings, or numbers of micro-batches: say which."""
+        rows = self._gather([self.config_hash, micro_batches], torch.int64, "all ranks to say how they are configured")
+        rank, row = next((rank, row) for rank, row in enumerate(rows) if row != rows[0])
+        if row[0] != rows[0][0]:
+            raise ConfigError(
+                f"token_pipeline: got other settings on rank {rank} than on rank 0, must be the same on all, use one file"
+            )
+        raise ConfigError(
+            f"gradient_accumulation_steps: got {row[1]} micro-batches on rank {rank} and {rows[0][1]} on rank 0, must be the "
+            "same on all, use one file"
+        )
+
+    def _extremes(self, words: Sequence[tuple[int, int]], what: str) -> tuple[list[int], list[int]]:
+        """Of all ranks' words, (lowest, highest) each, the lowest and the highest."""
+        both = torch.tensor([*(-low for low, _ in words), *(high for _, high in words)], dtype=torch.int64)
+        with self._watch.waiting(what):
+            torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=self.group)
+        return (-both[: len(words)]).tolist(), both[len(words) :].tolist()
+
     def _gather(self, words: Sequence[Any], dtype: torch.dtype, what: str) -> list[list[Any]]:
         mine = torch.tensor(words, dtype=dtype)
         table = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
@@ -129,30 +162,6 @@ class Control:
         with self._watch.waiting("the errors of the other ranks"):
             torch.distributed.all_gather_object(messages, mine, group=self.group)
         raise _restore(messages) if error is None else error
-
-
-class _Row(NamedTuple):
-    """What one rank says before a step; ``uniform``: length and signature hold for all its micro-batches."""
-
-    failed: int
-    config_hash: int
-    micro_batches: int
-    uniform: int
-    length: int
-    signature: int
-
-
-def _check_same(table: Sequence[_Row]) -> None:
-    for rank, row in enumerate(table):
-        if row.config_hash != table[0].config_hash:
-            raise ConfigError(
-                f"token_pipeline: got other settings on rank {rank} than on rank 0, must be the same on all, use one file"
-            )
-        if row.micro_batches != table[0].micro_batches:
-            raise ConfigError(
-                f"gradient_accumulation_steps: got {row.micro_batches} micro-batches on rank {rank} and "
-                f"{table[0].micro_batches} on rank 0, must be the same on all, use one file"
-            )
 
 
 def _check_labels(inputs: Header, labels: Header) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ds_terapipe.clipping import TrueNormClipping, counting_nothing
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.pipeline.accounting import StepMemory
+from ds_terapipe.pipeline.accounting import DevicePeak, StepMemory
 from ds_terapipe.pipeline.assembly import Assembly, Step
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.checkpoints import Checkpoints
@@ -44,7 +44,7 @@ from ds_terapipe.pipeline.random_streams import RandomStreams
 from ds_terapipe.pipeline.report import StepReport, emit
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.stage import Stage
-from ds_terapipe.pipeline.stream import StreamMark
+from ds_terapipe.pipeline.stream import Loader, StreamMark
 from ds_terapipe.pipeline.trace import Recorder, TraceFile
 from ds_terapipe.pipeline.watch import Watch
 from ds_terapipe.plan.files import check_writable
@@ -81,7 +81,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         self._watch = Watch(seat, token_pipeline.timeout_s, StreamMark if self.device.type == "cuda" else None)
         weakref.finalize(self, self._watch.close)
         self._control = Control(self._watch, pipelines, _hash_of(token_pipeline))
-        self._trace, self._memory = self._new_trace(), StepMemory()
+        self._trace, self._memory, self._load = self._new_trace(), self._new_memory(), Loader(self.device)
         self._recorder = Recorder(self.stage_id, self._watch, self._control.group, self.device)
         self._settle()
 
@@ -133,6 +133,9 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         super()._configure_optimizer(client_optimizer, [unused])
         if isinstance(self.optimizer, BF16_Optimizer):
             counting_nothing(self.optimizer)
+
+    def _new_memory(self) -> StepMemory:
+        return StepMemory(DevicePeak(self.device) if self.device.type == "cuda" else None)
 
     def _new_trace(self) -> TraceFile:
         settings = self.token_pipeline
@@ -343,13 +346,14 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
                 batch = read_step(
                     pulled,
                     self.token_pipeline,
-                    self.device,
+                    self._load,
                     inputs=seat.has_first,
                     labels=seat.has_last,
                     cut_labels=self._compute_loss and runs_per_slice(self.module.loss_fn),
                 )
                 if seat.has_last and self._compute_loss and hasattr(self.module.loss_fn, "step_weight"):
                     weight = self.module.loss_fn.step_weight(batch.labels)
+                    weight = None if weight is None else weight.to(self.device)
         except Exception as problem:  # whatever the user's data raises is raised on every rank
             error = problem
         header = Header(tuple(batch.lengths), tuple(batch.signatures)) if batch.lengths else None
@@ -436,10 +440,11 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
             logger.warning("engine.compile(): compiled_autograd_enabled does nothing with token_pipeline, leave it out")
 
     def _log_step(self, batch: StepBatch, schedule: str, seconds: float) -> None:
-        waited, clock = self._watch.waited_s, self._assembly.links.clock
+        waited: float | None = self._watch.waited_s
+        clock = self._assembly.links.clock
         # where there are streams no message holds the host, and reading what the stream waited makes it wait for the stream
         if clock is not None:
-            waited = clock.take_s() if self._printing() else 0.0
+            waited = clock.take_s() if self._printing() else None
         self._report.add(sum(batch.lengths) * self.micro_batch_size * self.dp_world_size, seconds, waited)
         if self._printing():
             shares = self._control.collect(self._report.waited_share)

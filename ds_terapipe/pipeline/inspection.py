@@ -77,7 +77,7 @@ class Inspection:
         )
         if self.loss_fn is not None and self._is_last(stage):
             try:
-                self.loss_fn(outputs, batch.labels[0])
+                self.loss_fn(outputs, batch.labels_of(0))
             except Exception as problem:
                 raise ConfigError(
                     f"the data iterator: got labels that the loss_fn fails with, {describe(problem)}; must fit the model's "

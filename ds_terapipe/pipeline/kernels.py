@@ -6,12 +6,13 @@ CUDA flash and memory-efficient, as ``torch.nn.attention.bias.CausalBias`` calls
 in the backward pass.
 
 Shapes: q [b, heads, rows, d], k and v [b, kv heads, columns, d], heads a multiple of kv heads. ``mask`` is None for causal
-attention aligned to the lower right (row r sees columns up to columns - rows + r), or additive and of the dtype of q,
-[1 | b, 1 | heads, rows, columns].
+attention aligned to the lower right (row r sees columns up to columns - rows + r, with a window no more than so many), or
+additive and of the dtype of q, [1 | b, 1 | heads, rows, columns].
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 _ATEN = torch.ops.aten
 _LOWER_RIGHT = 2  # custom_mask_type of the efficient kernel: torch.nn.attention.bias.CausalVariant.LOWER_RIGHT
 _BIAS_ALIGNMENT = 16  # columns; the efficient kernel loads its bias in aligned vectors
+_HEAD_ALIGNMENT = 8  # size of a head, for both of CUDA's
 
 
 class Call(NamedTuple):
@@ -31,11 +33,13 @@ class Call(NamedTuple):
         dropout_p: of the weights.
         scale: of the scores; None: 1 / sqrt(d).
         softcap: scores become ``softcap * tanh(score / softcap)`` before any mask (Gemma 2); None: they stay.
+        window: without a mask a row sees so many columns, its own and those right before it; None: all before it.
     """
 
     dropout_p: float
     scale: float | None
     softcap: float | None = None
+    window: int | None = None
 
 
 class Gradients(NamedTuple):
@@ -49,23 +53,37 @@ class Gradients(NamedTuple):
 
 def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> type[Formula]:
     """The fastest kernel that can run these tensors."""
-    dropout_p = call.dropout_p
     if call.softcap is not None or (mask is not None and mask.requires_grad):
         return Formula
     if q.device.type == "cpu":
-        fits = q.shape[-1] == v.shape[-1] and dropout_p == 0.0
+        fits = q.shape[-1] == v.shape[-1] and call.dropout_p == 0.0
         return (
             CpuFlash if fits and q.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16) else Formula
         )
-    if q.device.type == "cuda":
-        params = SDPAParams(q, k, v, None, dropout_p, True, q.shape[1] != k.shape[1])
-        aligned = q.shape[-1] % 8 == 0 and q.shape[-1] == v.shape[-1]
-        if mask is None and aligned and can_use_flash_attention(params):
-            return CudaFlash
-        folded = fold_groups(q, k.shape[1])
-        if aligned and can_use_efficient_attention(SDPAParams(folded, k, v, None, dropout_p, True, False)):
-            return CudaEfficient
-    return Formula
+    return choose_on_cuda(q, k, v, mask, call) if q.device.type == "cuda" else Formula
+
+
+def choose_on_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    call: Call,
+    can_flash: Callable[[Any], bool] = can_use_flash_attention,
+    can_efficient: Callable[[Any], bool] = can_use_efficient_attention,
+) -> type[Formula]:
+    """The fastest of CUDA's kernels, of those that PyTorch says can run these tensors.
+
+    It is asked without ``is_causal``, as ``torch.nn.attention.bias.CausalBias`` asks: causal means upper left to PyTorch, which
+    flash does not do for rectangles, and lower right to the kernel.
+    """
+    if q.shape[-1] % _HEAD_ALIGNMENT or q.shape[-1] != v.shape[-1]:
+        return Formula
+    grouped = q.shape[1] != k.shape[1]
+    if mask is None and can_flash(SDPAParams(q, k, v, None, call.dropout_p, False, grouped)):
+        return CudaFlash
+    folded = fold_groups(q, k.shape[1])
+    return CudaEfficient if can_efficient(SDPAParams(folded, k, v, None, call.dropout_p, False, False)) else Formula
 
 
 def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
@@ -74,23 +92,36 @@ def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
     return x if heads == kv_heads else x.reshape(b, kv_heads, heads // kv_heads * rows, d)
 
 
-@lru_cache(maxsize=64)
 def causal_mask(
     rows: int, columns: int, groups: int, dtype: torch.dtype, device: torch.device, window: int | None = None
 ) -> Tensor:
-    """Additive lower-right causal mask [groups * rows, columns], the same for every group; ``window``: keys that a row sees."""
+    """Additive lower-right causal mask [groups * rows, columns], the same for every group; ``window``: keys that a row sees.
+
+    On a CPU it is kept for the next call. On a device, whose memory is short, it lives as long as the call that wants it.
+    """
+    make = _kept_mask if device.type == "cpu" else _new_mask
+    return make(rows, columns, groups, dtype, device, window)
+
+
+def _new_mask(
+    rows: int, columns: int, groups: int, dtype: torch.dtype, device: torch.device, window: int | None
+) -> Tensor:
     padded = -(-columns // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
     hidden = torch.ones(rows, padded, dtype=torch.bool, device=device).triu_(columns - rows + 1)
     if window is not None:
         hidden |= torch.ones_like(hidden).tril_(columns - rows - window)
     mask = torch.zeros(rows, padded, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+    del hidden
     return mask.repeat(groups, 1)[:, :columns]
 
 
-def _fold_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
+_kept_mask = lru_cache(maxsize=64)(_new_mask)
+
+
+def _fold_mask(mask: Tensor | None, q: Tensor, k: Tensor, window: int | None) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     if mask is None:
-        return causal_mask(q.shape[2], k.shape[2], groups, q.dtype, q.device)
+        return causal_mask(q.shape[2], k.shape[2], groups, q.dtype, q.device, window)
     if groups == 1:
         return mask
     if mask.shape[1] == 1:
@@ -134,7 +165,7 @@ class Formula:
         scores = torch.matmul(folded, k.transpose(-2, -1)) * scale
         if call.softcap is not None:
             scores = torch.tanh(scores / call.softcap) * call.softcap
-        scores = scores + _fold_mask(mask, q, k)
+        scores = scores + _fold_mask(mask, q, k, call.window)
         if mask is None:
             weights = torch.softmax(scores, dim=-1)
         else:  # a row that its mask hides completely attends to nothing (torch's "safe softmax")
@@ -152,8 +183,8 @@ class CpuFlash(Formula):
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
         """As :meth:`Formula.forward`; saves q, output and log-sum-exp, groups folded."""
-        folded, square = fold_groups(q, k.shape[1]), CpuFlash._square(q, k, mask)
-        bias = None if square else _fold_mask(mask, q, k)
+        folded, square = fold_groups(q, k.shape[1]), CpuFlash._square(q, k, mask, call)
+        bias = None if square else _fold_mask(mask, q, k, call.window)
         out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
             folded, k, v, 0.0, square, attn_mask=bias, scale=call.scale
         )
@@ -166,31 +197,33 @@ class CpuFlash(Formula):
         """As :meth:`Formula.backward`."""
         folded, out, lse = saved
         q = folded.reshape(kept)
-        square = CpuFlash._square(q, k, mask)
+        square = CpuFlash._square(q, k, mask, call)
         dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
             fold_groups(grad, k.shape[1]).contiguous(), folded, k, v, out, lse, 0.0, square,
-            attn_mask=None if square else _fold_mask(mask, q, k), scale=call.scale,
+            attn_mask=None if square else _fold_mask(mask, q, k, call.window), scale=call.scale,
         )  # fmt: skip
         return Gradients(dq.reshape(kept), dk, dv)
 
     @staticmethod
-    def _square(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    def _square(q: Tensor, k: Tensor, mask: Tensor | None, call: Call) -> bool:
         # the first slice: no mask to read, and the kernel skips what lies above the diagonal
-        return mask is None and q.shape[1:3] == k.shape[1:3]
+        return mask is None and call.window is None and q.shape[1:3] == k.shape[1:3]
 
 
 class CudaFlash(Formula):
-    """FlashAttention-2 in ATen: causal means lower right for rectangles, grouped heads are native."""
+    """FlashAttention-2 in ATen, [b, rows, heads, d]: causal is lower right, grouped heads and windows are its own."""
 
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
         """As :meth:`Formula.forward`."""
-        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _ATEN._scaled_dot_product_flash_attention(
-            q, k, v, call.dropout_p, True, False, scale=call.scale
-        )
-        return out, (q, out, lse, seed, offset), (cum_q, cum_k, max_q, max_k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse, seed, offset, _ = _ATEN._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], call.dropout_p, True, False,
+            scale=call.scale, window_size_left=CudaFlash._left(call),
+        )  # fmt: skip
+        return out.transpose(1, 2), (q, out, lse, seed, offset), None
 
     @staticmethod
     def backward(
@@ -198,47 +231,71 @@ class CudaFlash(Formula):
     ) -> Gradients:
         """As :meth:`Formula.backward`."""
         q, out, lse, seed, offset = saved
-        return Gradients(
-            *_ATEN._scaled_dot_product_flash_attention_backward(
-                grad, q, k, v, out, lse, *kept, call.dropout_p, True, seed, offset, scale=call.scale
-            )
-        )
+        grad, k, v = (t.transpose(1, 2) for t in (grad, k, v))
+        gradients = _ATEN._flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], call.dropout_p, True, seed, offset,
+            scale=call.scale, window_size_left=CudaFlash._left(call),
+        )  # fmt: skip
+        return Gradients(*(t.transpose(1, 2) for t in gradients))
+
+    @staticmethod
+    def _left(call: Call) -> int | None:
+        """Columns before its own that a row sees."""
+        return None if call.window is None else call.window - 1
 
 
 class CudaEfficient(Formula):
-    """Memory-efficient attention (also fp32, and explicit masks); it wants [b, rows, heads, d]."""
+    """Memory-efficient attention (also fp32, and explicit masks), [b, rows, heads, d].
+
+    It has no grouped heads. Without a mask each query head gets its copy of keys and values; with one, which would have to be
+    repeated for every group anyway, groups are rows.
+    """
 
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
         """As :meth:`Formula.forward`."""
-        folded, (bias, kind) = fold_groups(q, k.shape[1]), CudaEfficient._bias(q, k, mask)
+        shape, bias, kind = q.shape, *CudaEfficient._bias(q, k, mask, call)
+        q, k, v = CudaEfficient._alike(q, k, v, bias)
         out, lse, seed, offset, max_q, max_k = _ATEN._efficient_attention_forward(
-            folded.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, None, None, None, None,
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, None, None, None, None,
             call.dropout_p, kind, True, scale=call.scale,
         )  # fmt: skip
-        return out.transpose(1, 2).reshape(q.shape), (folded, out, lse, seed, offset), (q.shape, max_q, max_k)
+        return out.transpose(1, 2).reshape(shape), (q, out, lse, seed, offset), (shape, max_q, max_k)
 
     @staticmethod
     def backward(
         grad: Tensor, saved: tuple[Tensor, ...], kept: Any, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> Gradients:
         """As :meth:`Formula.backward`."""
-        folded, out, lse, seed, offset = saved
+        q, out, lse, seed, offset = saved
         shape, max_q, max_k = kept
-        bias, kind = CudaEfficient._bias(folded.reshape(shape), k, mask)
+        kv_heads = k.shape[1]
+        bias, kind = CudaEfficient._bias(q.reshape(shape), k, mask, call)
+        grad, k, v = CudaEfficient._alike(grad, k, v, bias)
         dq, dk, dv, _ = _ATEN._efficient_attention_backward(
-            fold_groups(grad, k.shape[1]).transpose(1, 2), folded.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias,
+            grad.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias,
             out, None, None, max_q, max_k, lse, call.dropout_p, seed, offset, kind, False, scale=call.scale,
         )  # fmt: skip
-        return Gradients(dq.transpose(1, 2).reshape(shape), dk.transpose(1, 2), dv.transpose(1, 2))
+        dk, dv = (t.transpose(1, 2) for t in (dk, dv))
+        if dk.shape[1] != kv_heads:
+            dk, dv = (t.unflatten(1, (kv_heads, -1)).sum(2) for t in (dk, dv))
+        return Gradients(dq.transpose(1, 2).reshape(shape), dk, dv)
 
     @staticmethod
-    def _bias(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor | None, int]:
-        if mask is None and q.shape[1] == k.shape[1]:
+    def _alike(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """As many heads of each."""
+        if bias is not None or q.shape[1] == k.shape[1]:
+            return fold_groups(q, k.shape[1]), k, v
+        groups = q.shape[1] // k.shape[1]
+        return q, k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+
+    @staticmethod
+    def _bias(q: Tensor, k: Tensor, mask: Tensor | None, call: Call) -> tuple[Tensor | None, int]:
+        if mask is None and call.window is None:
             return None, _LOWER_RIGHT
-        bias = _fold_mask(mask, q, k)
+        bias = _fold_mask(mask, q, k, call.window)
         padding = -bias.shape[-1] % _BIAS_ALIGNMENT
         if padding and bias.stride(-2) % _BIAS_ALIGNMENT:
             bias = torch.nn.functional.pad(bias, (0, padding))[..., : bias.shape[-1]]

@@ -28,6 +28,7 @@ _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
+_AS_BYTES = (torch.bool, torch.int16)  # NCCL has no such types
 
 
 class TensorSpec(NamedTuple):
@@ -87,7 +88,7 @@ class BoundarySpec(NamedTuple):
 def raw(tensor: Tensor) -> Tensor:
     """What a message carries of a tensor: the same memory, where that is contiguous."""
     tensor = tensor.detach().contiguous()
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor  # NCCL has no bool
+    return tensor.view(-1).view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor
 
 
 class _Sent(NamedTuple):

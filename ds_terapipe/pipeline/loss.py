@@ -201,7 +201,7 @@ class StepLosses:
     def _new(self, m: int) -> MicroBatchLoss:
         batch = self._batch
         label_cuts = batch.label_cuts[m] if batch.label_cuts else None
-        return MicroBatchLoss(self._loss_fn, batch.labels[m], label_cuts, self._output_cuts, batch.spans[m])
+        return MicroBatchLoss(self._loss_fn, batch.labels_of(m), label_cuts, self._output_cuts, batch.spans[m])
 
     def _add_to_total(self, value: Any) -> None:
         if isinstance(value, Tensor):

@@ -19,19 +19,25 @@ class StepReport:
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
-        self._steps, self._tokens, self._seconds, self._waited = 0, 0, 0.0, 0.0
+        self._begin()
 
-    def add(self, tokens: int, seconds: float, waited_s: float) -> None:
-        """Count one step: tokens of all micro-batches and replicas, wall and waiting time of this rank."""
+    def _begin(self) -> None:
+        self._steps, self._tokens, self._seconds = 0, 0, 0.0
+        self._waited, self._seconds_watched = 0.0, 0.0
+
+    def add(self, tokens: int, seconds: float, waited_s: float | None) -> None:
+        """Count one step: tokens of all micro-batches and replicas, wall and waiting time of this rank; None: not measured."""
         self._steps += 1
         self._tokens += tokens
         self._seconds += seconds
-        self._waited += waited_s
+        if waited_s is not None:
+            self._waited += waited_s
+            self._seconds_watched += seconds
 
     @property
     def waited_share(self) -> float:
-        """Share of the time since the last line that this stage waited for others, 0 to 1."""
-        return self._waited / self._seconds if self._seconds else 0.0
+        """Share of the time that this stage waited for others, 0 to 1, in the steps since the last line that were measured."""
+        return self._waited / self._seconds_watched if self._seconds_watched else 0.0
 
     def line(self, step: int, loss: Tensor, batch: StepBatch, schedule: str, waited: Sequence[float]) -> str:
         """The line, and a new start. ``schedule``: of the step; ``waited``: the share of each stage, in order."""
@@ -43,7 +49,7 @@ class StepReport:
             + " ".join(f"{share:.0%}" for share in waited)
             + f" (stages 0 to {self._stages - 1}), {slices}, {schedule}"
         )
-        self._steps, self._tokens, self._seconds, self._waited = 0, 0, 0.0, 0.0
+        self._begin()
         note = does_not_pay(self._stages, [len(spans) for spans in batch.spans])
         return f"{text}; {note}" if note else text
 

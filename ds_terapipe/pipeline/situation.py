@@ -53,6 +53,12 @@ class MemoryMeter(Protocol):
     def end(self) -> tuple[MemoryModel | None, float | None]:
         """What it took on every stage, and the bytes that a stage may take, None without limit; collective."""
 
+    def watch(self) -> None:
+        """The peak of the step that begins is to be known."""
+
+    def peaks(self) -> tuple[float, ...] | None:
+        """Bytes that every place took at once in the step that was watched, None where that can't be known; collective."""
+
 
 class Mismatch(NamedTuple):
     """Why a plan is not for a run: what it is for, what it must be for, and what to use instead."""

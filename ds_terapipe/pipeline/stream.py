@@ -1,12 +1,13 @@
-"""What a device's stream has come to, and how long it waits: there a wait holds the stream and not the host."""
+"""A device's streams: what has the step's come to, how long does it wait, and one of its own for what comes from the host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 
 class Mark(Protocol):
@@ -29,6 +30,46 @@ class StreamMark:
             return bool(self._event.query())
         except RuntimeError:
             return True
+
+
+class Loader:
+    """Brings tensors, alone or in tuples, to a device.
+
+    On CUDA by a stream of its own. A copy from ordinary host memory holds the host until its stream has come to it, and on the
+    step's stream that would be after everything that the host has issued so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, value: Any) -> Any:
+        """The same on the device, which the current stream may use; anything but tensors stays as it is."""
+        if self._stream is None:
+            return _moved(value, self._device)
+        with torch.cuda.stream(self._stream):
+            moved = _moved(value, self._device)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        for tensor in _flat(moved):
+            tensor.record_stream(current)
+        return moved
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device).detach()
+    if isinstance(value, (tuple, list)):
+        return tuple(_moved(item, device) for item in value)
+    return value
+
+
+def _flat(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _flat(item)
 
 
 class StreamClock:

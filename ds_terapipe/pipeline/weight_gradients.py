@@ -3,7 +3,8 @@
 A slice's weight gradient is a small matrix product, or a few rows of an embedding's table, whose result is as large as the weight
 and has to be added to it: for short slices that traffic is most of what cutting costs. Here a slice's backward makes the
 gradient of a layer's input alone and keeps what the weight's is made of, the tensors themselves; when the micro-batch is through,
-a layer's products are made one after the other, and its weight gradient stays in the cache meanwhile. In 16 bits, where each
+a layer's products are made one after the other, and its weight gradient stays in the cache meanwhile. Layer after layer is
+accumulated and let go, as in a backward pass: no two layers' gradients are there beside those of the step. In 16 bits, where each
 addition would round, and on GPUs, which want large products, it is one product over all tokens. The price is memory: inputs and
 output gradients of a micro-batch's layers live until then. (Deferred weight gradients as in zero-bubble schedules and MEPipe; the
 gain is TeraPipe's floor per slice.)
@@ -11,7 +12,7 @@ gain is TeraPipe's floor per slice.)
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,23 +120,21 @@ class WeightGradients:
         layers[key].add(self._unit.slice, operands)
 
     def make(self, micro_batch: int, first_slice: int = 0) -> None:
-        """Make the gradients of a micro-batch and accumulate them as a backward pass would, hooks included.
+        """Make the gradients of a micro-batch and accumulate them as a backward pass would: hooks of a parameter run once.
 
         Args:
             micro_batch: whose.
             first_slice: of what this slice and later ones have left, which have gone backward; the rest is left for later.
         """
-        roots: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for kept in self._layers.get(micro_batch, {}).values():
-            for parameter, gradient in kept.take(first_slice):
-                with torch.enable_grad():
-                    roots.append(parameter.view_as(parameter))
-                gradients.append(gradient)
+        layers = list(self._layers.get(micro_batch, {}).values())
+        to_come = Counter(id(parameter) for kept in layers for parameter in kept.parameters)
+        sums: dict[int, Tensor] = {}  # of tied weights, until all of their layers have added to them
+        for kept in layers:
+            _add(sums, kept.take(first_slice))
+            to_come.subtract(map(id, kept.parameters))
+            _accumulate([(p, sums.pop(id(p))) for p in kept.parameters if id(p) in sums and not to_come[id(p)]])
         if first_slice == 0:
             self._layers.pop(micro_batch, None)
-        if roots:
-            torch.autograd.backward(roots, gradients)
 
     @property
     def kept_bytes(self) -> int:
@@ -161,7 +160,7 @@ class _Kept:
     """What the slices of a micro-batch leave in one layer."""
 
     def __init__(self, rule: Rule, parameters: tuple[Tensor, ...]) -> None:
-        self._rule, self._parameters = rule, parameters
+        self._rule, self.parameters = rule, parameters
         self._left: list[_Left] = []
 
     def tensors(self) -> Iterator[Tensor]:
@@ -194,7 +193,23 @@ class _Kept:
             )
         operands = [left.operands for left in taken]
         taken.clear()
-        return list(zip(self._parameters, self._rule(self._parameters, operands), strict=True))
+        return list(zip(self.parameters, self._rule(self.parameters, operands), strict=True))
+
+
+def _add(sums: dict[int, Tensor], gradients: list[tuple[Tensor, Tensor]]) -> None:
+    for parameter, gradient in gradients:
+        known = sums.get(id(parameter))
+        sums[id(parameter)] = gradient if known is None else known.add_(gradient)
+
+
+def _accumulate(gradients: list[tuple[Tensor, Tensor]]) -> None:
+    """Into ``grad``, as autograd does it. Empties the list."""
+    if gradients:
+        with torch.enable_grad():
+            roots = [parameter.view_as(parameter) for parameter, _ in gradients]
+        made = [gradient for _, gradient in gradients]
+        gradients.clear()
+        torch.autograd.backward(roots, made)
 
 
 def _versions(tensors: Operands) -> tuple[int, ...]:

@@ -339,6 +339,8 @@ def _scaled(model: MemoryModel, sequences: int) -> MemoryModel:
             weight_gradients=stage.weight_gradients * sequences,
             received=stage.received * sequences,
             sent=stage.sent * sequences,
+            working=stage.working * sequences,
+            joined=stage.joined * sequences,
         )
         for stage in model.stages
     )

@@ -2,13 +2,15 @@
 
 The lines follow what the engine keeps:
 
-- ``activations``: of live units, from a unit's forward to its backward;
+- ``activations``: of live units, from a unit's forward to its backward, which lets them go layer by layer;
 - ``keys_values``: K and V of a micro-batch that is cut, allocated whole at its first forward, freed after its last backward;
 - ``key_value_gradients``: dK and dV (fp32), from its first backward to its last;
 - ``weight_gradients``: inputs and output gradients of the linear layers, of a micro-batch's slices from their backward on,
   kept until its weight gradients are made, where those are made once per micro-batch;
 - ``messages``: memory for the next ones, posted ahead; sent activations until the gradient of their unit comes back, or of a
-  later one; the last few gradients sent.
+  later one; the last few gradients sent;
+- ``working``: what layers take and give back while a unit is computed, known where a step's peak was measured (`calibrated`); the
+  gradient of one weight, which is made before it is added to the others.
 
 A forward-only stage holds a unit's activations only while it computes, K and V until the last slice of a micro-batch went
 forward, and the last few activations sent. Stages on one place add up.
@@ -17,10 +19,12 @@ forward, and the last few activations sent. Stages on one place add up.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from itertools import accumulate
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.schedule import (
@@ -37,8 +41,10 @@ from ds_terapipe.schedule import (
 )
 
 from .files import Fields
+from .fit import nonnegative_least_squares
 
 GIGABYTE = 1e9
+_SINCE = {"working": 0.0, "joined": 0.0, "largest_gradient": 0.0}  # files that were written before have no such lines
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,9 @@ class StageMemory:
         received, sent: what the boundary before hands over, and the boundary after; 0 at the ends.
         fixed: bytes that are there whatever the plan: weights, gradients, optimiser; 0 where ``memory_gb`` is what is free
             beside them.
+        working: what is taken and given back while a unit is computed, per token of this unit.
+        joined: what there is of a cut micro-batch as a whole, e.g. outputs that a loss wants joined, whatever its slices.
+        largest_gradient: bytes of the largest gradient of a weight.
     """
 
     activations: float = 0.0
@@ -62,6 +71,9 @@ class StageMemory:
     received: float = 0.0
     sent: float = 0.0
     fixed: float = 0.0
+    working: float = 0.0
+    joined: float = 0.0
+    largest_gradient: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,13 @@ class MemoryModel:
     sent_kept: int = SENT_KEPT
 
 
+class Peaks(NamedTuple):
+    """A step that was measured: tokens of the slices of its micro-batches, and the bytes that each place took at once."""
+
+    lengths: tuple[int, ...]
+    peaks: tuple[float, ...]
+
+
 class MemoryUse(NamedTuple):
     """Bytes of one place at its peak, by line; they add up to the peak."""
 
@@ -88,6 +107,7 @@ class MemoryUse(NamedTuple):
     key_value_gradients: float = 0.0
     weight_gradients: float = 0.0
     messages: float = 0.0
+    working: float = 0.0
 
     @property
     def total(self) -> float:
@@ -124,6 +144,48 @@ def memory_use(
     return tuple(_peak(model, where, row, lengths) for row in grid)
 
 
+def calibrated(
+    model: MemoryModel,
+    measured: Sequence[Peaks],
+    schedule: str,
+    micro_batches: int,
+    weights_once: bool = False,
+    placement: Placement | None = None,
+) -> MemoryModel:
+    """The model with what steps took more than it says: ``working`` and ``joined`` of the stages.
+
+    One step says nothing of how the rest grows with slices; it is then all taken for ``working``, which is the careful guess
+    where longer slices come next.
+
+    Args:
+        model: without either.
+        measured: of one or several steps.
+        schedule, micro_batches, weights_once, placement: of all these steps, as in `memory_use`.
+    """
+    places = [place for place, _, _ in (placement or Placement.plain(len(model.stages))).stages]
+    uses = [memory_use(model, schedule, step.lengths, micro_batches, weights_once, placement) for step in measured]
+    more = {
+        place: _line(
+            [float(max(step.lengths)) for step in measured],
+            [float(sum(step.lengths)) if len(step.lengths) > 1 else 0.0 for step in measured],
+            [max(step.peaks[place] - use[place].total, 0.0) for step, use in zip(measured, uses, strict=True)],
+        )
+        for place in set(places)
+    }
+    stages = (
+        replace(stage, working=more[place][0], joined=more[place][1])
+        for stage, place in zip(model.stages, places, strict=True)
+    )
+    return replace(model, stages=tuple(stages))
+
+
+def _line(x: Sequence[float], y: Sequence[float], z: Sequence[float]) -> tuple[float, float]:
+    """Least squares of a x + b y = z, neither below 0; one measurement is all x."""
+    both = np.array([x, y if len(z) > 1 else [0.0]]).T
+    a, b = nonnegative_least_squares(both, np.array(z))
+    return float(a), float(b)
+
+
 def check_stages(model: MemoryModel, stages: int) -> None:
     """Raises ConfigError when the model is not one of so many stages."""
     if len(model.stages) != stages:
@@ -142,6 +204,11 @@ def as_dict(use: MemoryUse) -> dict[str, float]:
     return {**use._asdict(), "total": use.total}
 
 
+def memory_use_from(fields: Fields) -> MemoryUse:
+    """The inverse of `as_dict`. Raises ConfigError, one line with file, field and expectation."""
+    return MemoryUse(*(fields.number(line, default=_SINCE.get(line)) for line in MemoryUse._fields))
+
+
 def model_dict(model: MemoryModel) -> dict[str, Any]:
     """The model as a file holds it."""
     return {
@@ -155,7 +222,8 @@ def model_from(fields: Fields) -> MemoryModel:
     """The inverse of `model_dict`. Raises ConfigError, one line with file, field and expectation."""
     names = [each.name for each in dataclass_fields(StageMemory)]
     stages = tuple(
-        StageMemory(*(block.number(name, "bytes per token") for name in names)) for block in fields.blocks("stages")
+        StageMemory(*(block.number(name, "bytes per token", _SINCE.get(name)) for name in names))
+        for block in fields.blocks("stages")
     )
     return MemoryModel(stages, int(fields.number("posted_ahead", "e.g. 2")), int(fields.number("sent_kept", "e.g. 8")))
 
@@ -190,6 +258,7 @@ class _Held:
         self._whole = sum(lengths) if len(lengths) > 1 else 0  # nothing is kept from slice to slice where there is one
         self._apart = any(op is Op.WEIGHT_GRADIENTS and own == stage for op, own, _ in row)
         self._live = self._cached = self._returning = self._kept = 0
+        self._working = 0.0
         self._in_hand = 0  # the gradient that a backward starts from is there besides those to come
         forward = [unit for op, own, unit in row if own == stage and op is Op.FORWARD]
         backward = [unit for op, own, unit in row if own == stage and op is Op.BACKWARD]
@@ -202,21 +271,31 @@ class _Held:
     def during(self, op: Op, unit: Unit) -> MemoryUse:
         """Bytes while a unit is computed."""
         length = self._lengths[unit.slice]
+        self._working = (
+            0.0 if op is Op.WEIGHT_GRADIENTS else self._own.working * length + self._own.joined * self._whole
+        )
+        if op is Op.WEIGHT_GRADIENTS or (op is Op.BACKWARD and not self._apart):
+            self._working += self._own.largest_gradient
         if op is Op.FORWARD:
             self._live += length
             self._cached += self._whole if unit.slice == 0 else 0
             self._inputs.go_on()
         elif op is Op.BACKWARD:
-            self._returning += self._whole if unit.slice == len(self._lengths) - 1 else 0
-            self._kept += length
             self._gradients.go_on()
             self._outputs.let_go(unit)
             self._in_hand = length if self._followed else 0
+            before = self.held()
+            # layer after layer lets its activations go, and leaves what is kept of it: most is there at one of the ends
+            self._live -= length
+            self._returning += self._whole if unit.slice == len(self._lengths) - 1 else 0
+            self._kept += length
+            return max(before, self.held(), key=sum)
         return self.held()
 
     def after(self, op: Op, unit: Unit) -> None:
         """The unit is done, and what it left is sent."""
         length, last = self._lengths[unit.slice], unit.slice == len(self._lengths) - 1
+        self._working = 0.0
         if op is Op.FORWARD:
             self._outputs.go_on()
             if not self._trained:
@@ -224,7 +303,6 @@ class _Held:
                 self._cached -= self._whole if last else 0
         elif op is Op.BACKWARD:
             self._returned.go_on()
-            self._live -= length
             self._cached -= self._whole if unit.slice == 0 else 0
             self._returning -= self._whole if unit.slice == 0 else 0
             self._in_hand = 0
@@ -243,6 +321,7 @@ class _Held:
             own.key_value_gradients * self._returning,
             own.weight_gradients * self._kept if self._apart else 0.0,
             own.received * received + own.sent * (self._gradients.ahead(ahead) + self._in_hand + sent),
+            self._working,
         )
 
 

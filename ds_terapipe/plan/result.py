@@ -12,7 +12,7 @@ from ds_terapipe.schedule import NAMES, Placement
 from ds_terapipe.schedule.placement import row_word
 
 from .files import Fields, read_json, write_json
-from .memory import MemoryUse, as_dict, gigabytes
+from .memory import MemoryUse, as_dict, gigabytes, memory_use_from
 from .placed import placement_dict, placement_from
 
 FORMAT = "ds_terapipe plan 1"
@@ -170,7 +170,7 @@ class Plan:
             step_s=fields.number("predicted_step_s"),
             overhead_s=fields.number("overhead_s", default=0.0),
             bubble=_bubble(fields),
-            memory=tuple(MemoryUse(*(use.number(line) for line in MemoryUse._fields)) for use in uses),
+            memory=tuple(memory_use_from(use) for use in uses),
             memory_limit=None if limit is None else fields.number("memory_limit_bytes"),
             options=tuple(_option(block, seq_length) for block in fields.blocks("options", least=0)),
             about=fields.block("about"),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +20,7 @@ from ds_terapipe.elastic.groups import in_order, make_alike, refill, release
 from ds_terapipe.elastic.reshape import check_movable
 from ds_terapipe.elastic.transfer import Holding, Kind, Piece, authority, check_structure, holding, plan, sent_of
 from ds_terapipe.optim.step_rules import DeviceSteps
+from tests.threads import Threads
 
 RANKS = st.integers(1, 6)
 KIND = Kind((2,), torch.float32)
@@ -201,32 +199,6 @@ def test_ranks_keep_their_tensor_parallel_parts():
 # -------------------------------------------------------------------------------------------------- groups of parameters
 
 
-class Ranks:
-    """Threads in place of processes, and what they gather."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self._barrier, self._said = count, threading.Barrier(count, timeout=60), [None] * count
-
-    def run(self, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
-        """``function(rank, gather)`` of every rank: what it returned, or its error."""
-
-        def one(rank: int) -> Any:
-            try:
-                return function(rank, lambda value: self._gather(rank, value))
-            except ConfigError as error:
-                return error
-
-        with ThreadPoolExecutor(self._count) as pool:
-            return list(pool.map(one, range(self._count)))
-
-    def _gather(self, rank: int, value: Any) -> list[Any]:
-        self._said[rank] = value
-        self._barrier.wait()
-        everybodys = list(self._said)
-        self._barrier.wait()
-        return everybodys
-
-
 def optimizer_with(*settings: tuple[float, float]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         [{"params": [nn.Parameter(torch.ones(2))], "lr": lr, "weight_decay": decay} for lr, decay in settings]
@@ -240,7 +212,7 @@ def test_all_ranks_have_the_same_groups_in_one_order():
         optimizer_with((2.0, 0.1)),
     ]
     before = [list(optimizer.param_groups) for optimizer in optimizers]
-    Ranks(3).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
+    Threads(3).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
     wanted = [(1.0, 0.1), (1.0, 0.0), (1.0, 0.0), (2.0, 0.1)]
     for optimizer in optimizers:
         assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == wanted
@@ -257,7 +229,7 @@ def test_lamb_gets_groups_that_it_can_step_with():
         [{"params": [nn.Parameter(torch.ones(2))], "lr": lr} for lr in lrs] for lrs in ([1.0, 2.0], [2.0])
     )
     optimizers = [FusedLamb(with_all), FusedLamb(with_one)]
-    Ranks(2).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
+    Threads(2).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
     assert [[group["lr"] for group in each.param_groups] for each in optimizers] == [[1.0, 2.0]] * 2
     module = nn.Linear(2, 2)
     refill(optimizers[1], module, {"weight": 0, "bias": 1}, {})
@@ -274,7 +246,7 @@ def test_what_an_optimizer_is_given_where_nothing_is_trained_makes_no_group():
     optimizers = [torch.optim.SGD([unused], lr=9.0), torch.optim.SGD(weights, lr=9.0)]
     for optimizer in optimizers:
         in_order(optimizer, module)
-    Ranks(2).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
+    Threads(2).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
     assert [[(len(g["params"]), g["lr"]) for g in each.param_groups] for each in optimizers] == [
         [(0, 1.0), (0, 2.0)],
         [(1, 1.0), (0, 2.0)],
@@ -284,7 +256,7 @@ def test_what_an_optimizer_is_given_where_nothing_is_trained_makes_no_group():
 def test_a_scheduler_for_other_groups_is_refused_on_every_rank():
     optimizers = [optimizer_with((1.0, 0.1), (1.0, 0.0)), optimizer_with((1.0, 0.0))]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1.0) for each in optimizers]
-    errors = Ranks(2).run(lambda rank, gather: make_alike(optimizers[rank], schedulers[rank], gather))
+    errors = Threads(2).run(lambda rank, gather: make_alike(optimizers[rank], schedulers[rank], gather))
     assert len({str(error) for error in errors}) == 1 and isinstance(errors[0], ConfigError)
     text = str(errors[0])
     assert text.startswith(

@@ -17,7 +17,7 @@ from ds_terapipe.pipeline.runoff import Cutting, Runoff, runoff_steps
 from ds_terapipe.pipeline.situation import Situation, differences
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.evaluate import StepTimes
-from ds_terapipe.plan.memory import MemoryModel, StageMemory
+from ds_terapipe.plan.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.result import Plan, compact
 from ds_terapipe.tracing.chrome import MEASURED, events_of
 
@@ -43,17 +43,26 @@ class Truth:
         return 0.0 * np.asarray(length, float)
 
 
+MODEL = MemoryModel((StageMemory(activations=1.0),) * STAGES), "1f1b"
+
+
 class Meter:
     """Counts how often memory is measured."""
 
     def __init__(self, limit: float | None = None) -> None:
-        self.begun, self._limit = 0, limit
+        self.begun, self.watched, self._limit = 0, 0, limit
 
     def begin(self) -> None:
         self.begun += 1
 
     def end(self) -> tuple[MemoryModel | None, float | None]:
-        return MemoryModel((StageMemory(activations=1.0),) * STAGES), self._limit
+        return MODEL[0], self._limit
+
+    def watch(self) -> None:
+        self.watched += 1
+
+    def peaks(self) -> tuple[float, ...] | None:
+        return None
 
 
 class Run:
@@ -150,6 +159,30 @@ def test_a_trial_that_needs_more_memory_than_there_is_is_left_out() -> None:
     tried = [len(run.step([1024] * 8)) for _ in range(1 + ROUNDS * (len(TRIALS) - 1))]
     assert set(tried) == set(TRIALS) - {1} and run.planned == [1024]
     assert len(run.step([1024] * 8)) > 1
+
+
+@pytest.mark.parametrize(("limit", "runs"), [(5000.0, {16}), (7000.0, {16, 8, 4}), (50000.0, set(TRIALS))])
+def test_what_trials_really_took_says_which_are_left_out(limit: float, runs: set[int]) -> None:
+    """A token takes one byte as the engine counts, in truth ten more while its slice is computed, and two of a cut sequence."""
+
+    class Watching(Meter):
+        def peaks(self) -> tuple[float, ...] | None:
+            return tuple(use.total for use in memory_use(truth, "1f1b", slice_lengths(1024, self.run.tried[-1]), 1))
+
+        run: Any = None
+
+    truth = MemoryModel((StageMemory(activations=1.0, working=10.0, joined=2.0),) * STAGES)
+    meter = Watching(limit)
+    run = meter.run = Run(meter)
+    run.tried = []
+    cutting = run.choice.cutting
+    run.choice.cutting = lambda *given: (found := cutting(*given), run.tried.append(found.slices))[0]
+    while not run.planned:
+        run.step([1024])
+    takes = {n: max(use.total for use in memory_use(truth, "1f1b", slice_lengths(1024, n), 1)) for n in TRIALS}
+    assert set(run.tried) == runs and all(takes[n] <= limit for n in runs)
+    assert all(takes[n] > limit for n in TRIALS if n < min(runs)) or limit == 5000.0, "one measurement makes careful"
+    assert meter.watched == len(run.tried)
 
 
 def compared(run: Run, slow: Callable[[tuple[int, ...]], float]) -> list[tuple[int, ...]]:

@@ -166,3 +166,19 @@ def change_shape(rank: int, world_size: int) -> str:
 def test_another_shape_than_announced_is_an_error_of_the_sender():
     message, _ = run_ranks(change_shape, 2)
     assert message.startswith("outputs of 0.0 are ") and "shape=(2, 4)" in message and "they were " in message
+
+
+# getNcclDataType in PyTorch's NCCLUtils.hpp
+NCCL = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", links_module._DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (2, 0)])
+def test_a_message_is_of_a_type_that_nccl_has(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(10)[: torch.Size(shape).numel()].view(shape).to(dtype)
+    message, landing = links_module.raw(tensor), torch.zeros(shape, dtype=dtype)
+    assert message.dtype in NCCL and message.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    links_module.raw(landing).copy_(message)
+    assert torch.equal(landing, tensor)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from ds_terapipe.config import parse
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.context import SliceContext
 from ds_terapipe.pipeline.report import StepReport, emit
+from ds_terapipe.pipeline.slicing import as_tuple
 from ds_terapipe.pipeline.spans import spans
+from ds_terapipe.pipeline.stream import Loader
 from ds_terapipe.pipeline.verify import undisturbed
 
 
@@ -40,7 +44,7 @@ def test_line_counts_tokens_whatever_the_slices(slices: int | list[int], text: s
     config = parse({"token_pipeline": {"slices": slices}})
     assert config is not None
     pulled = [(torch.zeros(2, 24, dtype=torch.long), torch.zeros(2, 24, dtype=torch.long))]
-    batch = read_step(pulled, config, torch.device("cpu"), inputs=True, labels=False, cut_labels=False)
+    batch = read_step(pulled, config, Loader(torch.device("cpu")), inputs=True, labels=False, cut_labels=False)
     assert batch.lengths == [24]
     batch.spans = [spans((24,) if slices == 1 else (8, 8, 8) if slices == 3 else (20, 4))]
     report = StepReport(2)
@@ -49,13 +53,46 @@ def test_line_counts_tokens_whatever_the_slices(slices: int | list[int], text: s
     assert line == f"step 7: loss 2.5000, 96 tokens/s, 0.500 s per step, waited 20% 40% (stages 0 to 1), {text}"
 
 
+def test_waiting_that_is_not_measured_in_every_step_is_no_smaller() -> None:
+    report = StepReport(2)
+    for waited in (None, None, None, 0.1):  # a device's streams are asked in the steps that print
+        report.add(48, 0.5, waited)
+    assert report.waited_share == pytest.approx(0.2)
+
+
+def test_one_micro_batch_is_loaded_at_a_time() -> None:
+    config = parse({"token_pipeline": {"slices": 3}})
+    assert config is not None
+    loaded: list[weakref.ref[Tensor]] = []
+
+    def load(value: Any) -> Any:
+        alive = [ref for ref in loaded if ref() is not None]
+        assert not alive, "the inputs of another micro-batch are still there"
+        copies = tuple(tensor.clone() for tensor in as_tuple(value))
+        loaded.extend(weakref.ref(copy.untyped_storage()) for copy in copies)
+        return copies
+
+    tokens, mask = torch.arange(24).expand(2, -1), torch.ones(2, 1, 24, 24)
+    batch = read_step(
+        [((tokens + m, mask), tokens) for m in range(4)], config, load, inputs=True, labels=False, cut_labels=False
+    )
+    batch.cut(3)
+    for micro_batch in range(4):
+        for span in batch.spans[micro_batch]:
+            cut, rows = batch.cut_inputs(micro_batch, span)
+            assert torch.equal(cut, tokens[:, span.start : span.stop] + micro_batch)
+            assert rows.shape == (2, 1, span.length, span.stop)
+            del cut, rows
+        assert len(loaded) == 2 * (micro_batch + 1), "once for all slices"
+
+
 def test_one_slice_takes_inputs_of_any_form() -> None:
     config = parse({"token_pipeline": {"slices": 1}})
     assert config is not None
     batch: StepBatch = read_step(
         [(torch.zeros(2, 3, 24, 24), torch.zeros(2))],
         config,
-        torch.device("cpu"),
+        Loader(torch.device("cpu")),
         inputs=True,
         labels=True,
         cut_labels=True,

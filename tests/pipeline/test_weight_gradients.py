@@ -248,6 +248,55 @@ def test_hooks_on_gradients_run_once_per_micro_batch():
     assert len(calls) == 1
 
 
+def test_one_layers_gradients_are_there_at_a_time(monkeypatch):
+    made, make = [], OfLinear.__call__
+
+    def spy(rule, parameters, operands):
+        gradients = make(rule, parameters, operands)
+        assert not [ref for ref in made if ref() is not None], "the gradients of another layer are still there"
+        made.extend(weakref.ref(gradient.untyped_storage()) for gradient in gradients)
+        return gradients
+
+    net, keeper = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(4))), WeightGradients()
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # else the first gradient is taken as it is
+    run_sliced(net, torch.randn(1, TOKENS, FEATURES), [6] * 4, keeper)
+    monkeypatch.setattr(OfLinear, "__call__", spy)
+    keeper.make(0)
+    assert len(made) == 8 and all(parameter.grad.any() for parameter in net.parameters())
+
+
+@pytest.mark.parametrize("uses", [2, 3])
+def test_a_tied_weights_gradient_is_the_sum_of_its_uses(uses):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES, bias=bool(i % 2)) for i in range(uses))
+            for layer in self.layers[1:]:
+                layer.weight = self.layers[0].weight
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    net, keeper, calls, x = (
+        Tied().double(),
+        WeightGradients(),
+        [],
+        torch.randn(1, TOKENS, FEATURES, dtype=torch.float64),
+    )
+    weight = net.layers[0].weight
+    weight.register_post_accumulate_grad_hook(lambda p: calls.append(None))
+    run_sliced(net, x, [6] * 4, keeper)
+    keeper.make(0)
+    assert len(calls) == 1
+    taken = weight.grad
+    net.zero_grad()
+    net(x).square().sum().backward()
+    assert (taken - weight.grad).norm() <= 1e-12 * weight.grad.norm()
+
+
 def test_frozen_weights_and_whole_sequences_take_no_part():
     net, keeper = Net(), WeightGradients()
     net.second.weight.requires_grad_(False)

@@ -30,6 +30,7 @@ from ds_terapipe.plan import (
     sample_points,
     slice_times,
 )
+from ds_terapipe.plan.choose import _scaled
 from ds_terapipe.schedule import NAMES, Op, Placement, validate
 from tests.mutants import applied
 from tests.schedule import strategies
@@ -383,3 +384,12 @@ def test_a_plan_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         example().save(tmp_path / "file" / "plan.json")
+
+
+def test_more_sequences_take_more_of_what_tokens_take():
+    names = [field.name for field in dataclasses.fields(StageMemory)]
+    one = MemoryModel((StageMemory(*range(1, len(names) + 1)),))
+    (three,) = _scaled(one, 3).stages
+    grown = {name for name in names if getattr(three, name) == 3 * getattr(one.stages[0], name)}
+    assert grown == set(names) - {"fixed", "largest_gradient"}
+    assert all(getattr(three, name) == getattr(one.stages[0], name) for name in ("fixed", "largest_gradient"))
