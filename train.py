@@ -257,4 +257,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigError as problem:  # the same one on every process
+        raise SystemExit(f"train.py: error: {problem}") from None

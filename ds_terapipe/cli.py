@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ds_terapipe.commands import export, plan, prepare_data, report, reproduce_paper, shapes, simulate, trace
 from ds_terapipe.commands.errors import CommandError
+from ds_terapipe.commands.output import check_json
 from ds_terapipe.errors import ConfigError
 
 
@@ -16,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; the exit status is 0, 1 after an error, 2 after a wrong argument."""
     options = build_parser().parse_args(arguments)
     try:
+        check_json(options)
         options.run(options)
     except (CommandError, ConfigError) as error:
         print(f"ds_terapipe {options.command}: error: {error}", file=sys.stderr)

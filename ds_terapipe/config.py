@@ -6,7 +6,6 @@ every key whose value is the string ``"auto"`` before it is looked at.
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, ValidationError, field_validator
 
-from .errors import ConfigError, bad_value, nearest, shown
+from .errors import ConfigError, bad_value, is_finite, nearest, shown
 
 TOKEN_PIPELINE = "token_pipeline"
 AUTO = "auto"
@@ -245,7 +244,7 @@ def switch(key: str, value: object, default: bool) -> bool:
 
 def positive(key: str, value: object, rule: str, use: str) -> float:
     """``value`` as a finite number above 0, else an error."""
-    if not is_number(value) or value <= 0:  # type: ignore[operator]
+    if not is_finite(value) or value <= 0:  # type: ignore[operator]
         raise bad_value(key, value, rule, use)
     return float(value)  # type: ignore[arg-type]
 
@@ -255,11 +254,6 @@ def name_of(key: str, value: object, rule: str, example: str) -> str | None:
     if value is not None and (not isinstance(value, str) or not value.strip()):
         raise bad_value(key, value, rule, shown(example))
     return value
-
-
-def is_number(value: object) -> bool:
-    """A finite number; true and false are none."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_count(value: object, least: int = 1) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import numbers
 from collections.abc import Iterable
 
 
@@ -22,6 +24,16 @@ def shown(value: object, limit: int = 80) -> str:
     except (TypeError, ValueError):
         text = " ".join(repr(value).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def is_finite(value: object) -> bool:
+    """Whether it is a number that a float can hold; true and false are none, nor are 400 digits of a JSON file."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def bad_value(key: str, got: object, rule: str, use: str) -> ConfigError:

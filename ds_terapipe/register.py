@@ -186,6 +186,7 @@ def _build(
 ) -> tuple[Any, Any, Any, Any]:
     engine, keys = None, None
     with ExitStack() as during:
+        during.enter_context(importlib.import_module("ds_terapipe.build_locks").waits_are_said())
         if wanted.optimizer or wanted.scheduler:
             keys = _optimizer_keys(config, given, wanted)
             config = keys.config

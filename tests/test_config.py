@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_terapipe import FusedLamb
 from ds_terapipe.config import TokenPipelineConfig, parse
 from ds_terapipe.errors import ConfigError, bad_value, nearest, shown
 
@@ -197,3 +201,39 @@ def test_long_values_are_cut_short():
 def test_nearest():
     assert nearest("Time-Out", ["timeout_s", "slices"]) == "timeout_s"
     assert nearest("zzz", ["timeout_s", "slices"]) is None
+
+
+BIG = 10**400  # JSON has no limit
+BLOCKS: dict[str, dict[str, Any]] = {
+    "timeout_s": {"token_pipeline": {"timeout_s": BIG}},
+    "memory_gb": {"token_pipeline": {"memory_gb": BIG}},
+    "alpha": {"elastic_pipeline": {"freeze": {"policy": "alpha", "alpha": BIG}}},
+    "resize.memory_gb": {"elastic_pipeline": {"resize": {"memory_gb": BIG}}},
+    "cache.memory_gb": {"elastic_pipeline": {"cache": {"enabled": True, "memory_gb": BIG}}},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_number_that_no_float_holds_is_refused(name: str) -> None:
+    from ds_terapipe.elastic import settings
+
+    with pytest.raises(ConfigError, match=rf"{name}: got 1000+\.\.\., must be"):
+        parse(BLOCKS[name])
+        settings.parse(BLOCKS[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["lr", "eps", "weight_decay", "max_grad_norm", "min_coeff", "max_coeff", "weight_norm_clip"]
+)
+def test_so_it_is_for_the_optimizer(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optimizer\.params\.{name}: got 1000+"):
+        FusedLamb([torch.nn.Parameter(torch.zeros(2))], **{name: BIG})
+
+
+@pytest.mark.parametrize("name", ["reference_lr", "reference_batch_size", "total_steps", "warmup_ratio"])
+def test_and_for_schedulers(name: str) -> None:
+    from ds_terapipe.optim.lr_schedules import LambWarmup
+
+    params = {"reference_lr": 1e-3, "reference_batch_size": 32, "total_steps": 10, "warmup_ratio": 0.1, name: BIG}
+    with pytest.raises(ConfigError, match=rf"{name}: got 1000+"):
+        LambWarmup.checked(params)

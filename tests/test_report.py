@@ -40,7 +40,13 @@ def test_a_name_that_is_gone_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = compat.Name("deepspeed:no_such_thing", "0.19.8", "test")
     monkeypatch.setattr(compat, "NAMES", (gone,))
     monkeypatch.setattr(compat.report, "__defaults__", ((gone,), None))
-    data = {"versions": {}, "hook": {"on": True, "wraps": "x", "problem": None}, "names": report.names(), "ops": []}
+    data = {
+        "versions": {},
+        "hook": {"on": True, "wraps": "x", "problem": None},
+        "names": report.names(),
+        "ops": [],
+        "locks": [],
+    }
     assert "deepspeed       0 found, missing: deepspeed:no_such_thing" in report.as_text(data)
 
 

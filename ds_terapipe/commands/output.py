@@ -19,6 +19,24 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_json(options: argparse.Namespace) -> None:
+    """Before the work: where ``--json`` wants a file, can it be written?
+
+    Raises:
+        CommandError: it can't.
+    """
+    path = getattr(options, "json", None)
+    if path and path != "-":
+        there = Path(path).exists()
+        try:
+            with open(path, "a", encoding="utf-8"):
+                pass
+            if not there:
+                Path(path).unlink()
+        except OSError as error:
+            raise CommandError(f"--json: cannot write {path} ({error.strerror or error})") from error
+
+
 def show(options: argparse.Namespace, text: str, data: Mapping[str, Any]) -> None:
     """Print the table and write the same figures as JSON where ``--json`` says.
 

@@ -180,7 +180,8 @@ def _indexed_dataset_builder() -> type:
             from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     except ImportError as error:
         raise CommandError(f"megatron-core is missing ({error}): pip install ds_terapipe[megatron]") from error
-    return IndexedDatasetBuilder
+    builder: type = IndexedDatasetBuilder
+    return builder
 
 
 @contextmanager

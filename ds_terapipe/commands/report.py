@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import ds_terapipe.compat as compat
 from ds_terapipe.autoload import SWITCH
+from ds_terapipe.build_locks import locks
 from ds_terapipe.commands.output import add_json, show
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.version import __version__
@@ -51,7 +52,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "report",
         help="show versions, whether the hook on DeepSpeed is on, and the state of the ops",
         description="Show the installed versions, whether ds_terapipe's hook on deepspeed.initialize is on and what it "
-        "wraps, which private names of DeepSpeed and Megatron were found, and whether FusedLamb's op can be used.",
+        "wraps, which private names of DeepSpeed and Megatron were found, whether FusedLamb's op can be used, and locks that a "
+        "killed compilation has left.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -82,6 +84,7 @@ def collect() -> dict[str, Any]:
         "hook": hook(),
         "names": names(),
         "ops": [line._asdict() for line in [*deepspeed_ops(), *our_ops()]],
+        "locks": [lock._asdict() for lock in locks()],
     }
 
 
@@ -150,6 +153,12 @@ def as_text(data: dict[str, Any]) -> str:
     for op in data["ops"]:
         line = f"{op['name']:<32}{_yes(op['installed']):<12}{_yes(op['compatible']):<12}{op['remark']}"
         lines.append(line.rstrip())
+    if data["locks"]:
+        lines += [
+            "",
+            "locks of compilations; where none is going on, a launch was killed: remove the file, or later ones wait",
+        ]
+        lines += [f"  {lock['path']}, {lock['age_s'] / 60:.0f} minutes old" for lock in data["locks"]]
     return "\n".join(lines)
 
 

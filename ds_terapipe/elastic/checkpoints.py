@@ -188,7 +188,7 @@ class ElasticCheckpoints(Caching):
             total, count = state.get("losses", (0.0, 0))
             self._losses = total, count
             self._seed = state["seed"]
-            self._streams.seed = self._seed or 0
+            self._reseed()
             if self._norms is not None:
                 self._norms.load(state["norms"])
         self._follow_data()

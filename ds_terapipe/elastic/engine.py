@@ -114,7 +114,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         if self._seed is None:
             # of the first rank, and now: users seed each stage in its own way, after they have built the engine, too
             self._seed = self._control.decide(self._first_seed)
-            self._streams.seed = self._seed
+            self._reseed()
         step = self.global_steps
         self._note_epochs(step)
         frozen, start = self._decide_frozen(step), self.start_shape.stages
@@ -141,6 +141,10 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         if self._history is not None:
             self._history.close()
         super()._release()
+
+    def _reseed(self) -> None:
+        assert self._streams is not None
+        self._streams.seed = self._seed or 0
 
     def _settle(self) -> None:
         if self._streams is None:

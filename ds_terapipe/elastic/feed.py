@@ -6,6 +6,7 @@ as they did; what they read is handed to the ranks that need it now. Which sampl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -171,6 +172,13 @@ def _check(micro_batches: Sequence[Any], size: int | None) -> None:
                 )
 
 
+def _part(
+    tensor: Tensor, size: int, first: int, stop: int, other: Callable[[Tensor], Any] = lambda tensor: tensor
+) -> Any:
+    """Of samples' tensor, of which there are ``size``, some; what is no samples' goes through ``other``."""
+    return tensor[first:stop] if has_samples(tensor, size) else other(tensor)
+
+
 def _cut(values: Sequence[Any], size: int, first: int, stop: int) -> Iterator[Any]:
     """Samples ``first`` to ``stop - 1`` of micro-batches of ``size``, whole ones where they are."""
     for number, value in enumerate(values):
@@ -179,7 +187,7 @@ def _cut(values: Sequence[Any], size: int, first: int, stop: int) -> Iterator[An
             yield (
                 value
                 if end - begin == size
-                else _map(value, lambda t, a=begin, b=end: t[a:b] if has_samples(t, size) else t)
+                else _map(value, functools.partial(_part, size=size, first=begin, stop=end))
             )
 
 
@@ -189,7 +197,7 @@ def _regrouped(values: Sequence[Any], size: int) -> Iterator[Any]:
     for value in values:
         count = samples_of(value)
         rows += [
-            _map(value, lambda t, n=n, c=count: t[n : n + 1] if has_samples(t, c) else _OfAll(t)) for n in range(count)
+            _map(value, functools.partial(_part, size=count, first=n, stop=n + 1, other=_OfAll)) for n in range(count)
         ]
     for first in range(0, len(rows), size):
         yield _joined(rows[first : first + size])

@@ -75,7 +75,8 @@ def build(spec: LayerSpec | nn.Module, device: torch.device, dtype: torch.dtype 
     """A layer from its spec, in ``dtype`` where one is given; of a module that was given as it is, and is not here, the structure
     with room for values."""
     if isinstance(spec, LayerSpec):
-        return spec.build().to(device, dtype)
+        built: nn.Module = spec.build().to(device, dtype)
+        return built
     for tensor in _tensors(spec):
         tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return spec
@@ -142,7 +143,7 @@ class _Built(TiedLayerSpec):
     """A tied spec whose module is there."""
 
     def __init__(self, spec: TiedLayerSpec, layer: nn.Module) -> None:
-        vars(self).update(vars(spec))
+        self.__dict__.update(vars(spec))
         self._layer = layer
 
     def build(self, log: bool = False) -> nn.Module:

@@ -138,7 +138,8 @@ class Chooser:
         if engine.global_rank == 0:
             emit(self._line(present, others, found, measured=timed and frozen == engine.frozen_layers))
         self._expected = None if found.taken == present else found.taken.seconds
-        return found.taken
+        taken: Prediction | None = found.taken
+        return taken
 
     def _costs(self) -> LayerCosts | None:
         """Of all entries; None where some rank has not timed its layers."""
@@ -197,12 +198,14 @@ class Chooser:
     def _kept(self) -> float:
         """Bytes that this rank keeps of a micro-batch between its forward and its backward pass."""
         stages = self._memory.values()
-        return sum(self._engine.slices_run[0]) * sum(stage.activations + stage.keys_values for stage in stages)
+        return float(sum(self._engine.slices_run[0]) * sum(stage.activations + stage.keys_values for stage in stages))
 
     def _measure_machine(self) -> Machine:
         trained = sum(_size(p) for p in self._engine.module.parameters() if p.requires_grad)
-        begin, end = self._update or (0.0, 0.0)
-        seconds = self._clock.seconds(end, begin) if self._update else 0.0
+        seconds = 0.0
+        if self._update:
+            begin, end = self._update
+            seconds = self._clock.seconds(end, begin)
         # clipping has ranks wait for each other: the one that came last did not
         update = min(self._control.collect(seconds / max(trained, 1.0)))
         return Machine(*self._reduction(), update)

@@ -263,7 +263,7 @@ def _set_up(prefix: str, layer: nn.Module, held: Mapping[int, Holding]) -> None:
 def _tensor_of(layer: nn.Module, path: str) -> Tensor:
     owner, _, leaf = path.rpartition(".")
     holder = layer.get_submodule(owner)
-    found = holder._parameters.get(leaf)
+    found: Tensor | None = holder._parameters.get(leaf)
     found = holder._buffers.get(leaf) if found is None else found
     assert found is not None, path
     return found

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ds_terapipe.config import Block, is_count, is_number, name_of, one_of, positive, switch, unknown_key
+from ds_terapipe.config import Block, is_count, name_of, one_of, positive, switch, unknown_key
 from ds_terapipe.elastic.freeze import READABLE, policy_class, policy_names
 from ds_terapipe.elastic.freezer import REASONS
-from ds_terapipe.errors import ConfigError, bad_value, nearest, shown
+from ds_terapipe.errors import ConfigError, bad_value, is_finite, nearest, shown
 from ds_terapipe.refusals import Rule, above, at, autocasts_to_fp16, is_true
 
 ELASTIC_PIPELINE = "elastic_pipeline"
@@ -72,14 +72,14 @@ class FreezeSettings(Block):
     @field_validator("alpha", mode="before")
     @classmethod
     def _check_alpha(cls, value: object) -> float:
-        if not is_number(value) or not 0 < value < 1:  # type: ignore[operator]
+        if not is_finite(value) or not 0 < value < 1:  # type: ignore[operator]
             raise bad_value(f"{cls.PATH}.alpha", value, "above 0 and below 1", "e.g. 0.33")
         return float(value)  # type: ignore[arg-type]
 
     @field_validator("tolerance", mode="before")
     @classmethod
     def _check_tolerance(cls, value: object) -> float:
-        if not is_number(value) or not 0 < value < 1:  # type: ignore[operator]
+        if not is_finite(value) or not 0 < value < 1:  # type: ignore[operator]
             raise bad_value(f"{cls.PATH}.tolerance", value, "above 0 and below 1", "e.g. 0.1")
         return float(value)  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from deepspeed.checkpoint.constants import (
@@ -54,9 +54,10 @@ def kind_of(tensor: Tensor, sharded: bool) -> str | None:
         sharded: whether there are several tensor-parallel ranks.
     """
     if not sharded or not (getattr(tensor, "tensor_model_parallel", False) or getattr(tensor, "model_parallel", False)):
-        return _REPLICATED
+        return cast(str, _REPLICATED)
     dimension, stride = getattr(tensor, "partition_dim", None), getattr(tensor, "partition_stride", 1)
-    return {(0, 1): None, (1, 1): _ROW, (0, 2): _HALVES}.get((dimension, stride), _UNKNOWN)  # type: ignore[arg-type]
+    kinds: dict[tuple[Any, Any], str | None] = {(0, 1): None, (1, 1): _ROW, (0, 2): _HALVES}
+    return kinds.get((dimension, stride), _UNKNOWN)
 
 
 def joined(parts: Sequence[Part]) -> Tensor:

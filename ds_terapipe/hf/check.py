@@ -120,7 +120,7 @@ def _own(model: Any, features: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _chained(chain: Sequence[Callable[[Any], Any]], model: Any, features: dict[str, Tensor]) -> dict[str, Tensor]:
-    value, _ = batch(features)
+    value: Any = batch(features)[0]
     for layer in chain:
         value = layer(value)
     return _result(model, value, features)

@@ -5,7 +5,7 @@ Between them travel hidden states [b, s, hidden], alone or with what :mod:`ds_te
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class Embed(nn.Module):
         hidden = self.tokens(tokens)
         if self.positions is not None:
             places = Places.of(given, tokens)
-            rows = self.positions.num_embeddings
+            rows = cast(int, self.positions.num_embeddings)
             if places.span.total > rows:
                 raise ConfigError(
                     f"input_ids: got {places.span.total} tokens, must be at most the model's {rows} positions, use {rows}"
@@ -102,9 +102,9 @@ class Head(nn.Module):
 def tied_head(softcap: float | None) -> Any:
     """A head that is the word embedding's table: the ``forward_fn`` of a ``TiedLayerSpec``."""
 
-    @defers  # type: ignore[untyped-decorator]
+    @defers
     def tied_logits(embed: Embed, inputs: Any) -> Tensor:
-        return _capped(deferred_linear(_parted(inputs)[0], embed.tokens.weight), softcap)
+        return _capped(deferred_linear(_parted(inputs)[0], cast(Tensor, embed.tokens.weight)), softcap)
 
     return tied_logits
 

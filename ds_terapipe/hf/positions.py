@@ -59,7 +59,7 @@ class Places:
         known: Places | None = getattr(given, "_ds_terapipe_places", None)
         if known is None or known.span != _span(tokens):
             known = cls(given, tokens)
-            given._ds_terapipe_places = known
+            vars(given)["_ds_terapipe_places"] = known
         return known
 
     @property

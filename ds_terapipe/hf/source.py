@@ -73,7 +73,7 @@ class Source:
         module = copy.deepcopy(module, {id(self.config): self.config}).to_empty(device="cpu")
         loaded = {name: self._weights.read(f"{part}.{name}") for name in module.state_dict()} if self._weights else {}
         for name, tensor in _tensors(module):
-            tensor._is_hf_initialized = name in loaded  # transformers draws no values for these
+            vars(tensor)["_is_hf_initialized"] = name in loaded  # transformers draws no values for these
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(zlib.crc32(f"{self._seed} {part}".encode()))
             for inside in module.modules():
@@ -136,7 +136,7 @@ def on_meta(config: PreTrainedConfig) -> Any:
         raise refusal(config.model_type, "an encoder with a decoder", "a decoder alone, e.g. Llama")
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
+            model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     except KeyError as problem:
         raise _without_interface(config) from problem
     except ValueError as problem:

@@ -80,7 +80,8 @@ class Weights:
     def read(self, name: str) -> Tensor:
         """A tensor, by the name that the model has for it."""
         file, known = self._find(name)
-        return self._open(file).get_tensor(known)
+        found: Tensor = self._open(file).get_tensor(known)
+        return found
 
     def _find(self, name: str) -> tuple[str, str]:
         for known in (name, name.removeprefix(self._prefix), self._prefix + name):

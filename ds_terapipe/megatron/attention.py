@@ -133,7 +133,7 @@ def norm_class(config: Any) -> type[nn.Module]:
     return RMSNorm if config.normalization == "RMSNorm" else LayerNorm
 
 
-def rotary_embedding(rotary: nn.Module, start: int, length: int, device: torch.device) -> Tensor:
+def rotary_embedding(rotary: Any, start: int, length: int, device: torch.device) -> Tensor:
     """Rotary angles of positions ``[start, start + length)``: [length, 1, 1, d].
 
     megatron-core's ``RotaryEmbedding.forward`` wants CUDA; the frequencies that it starts from do not.

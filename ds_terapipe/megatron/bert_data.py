@@ -137,7 +137,8 @@ def _has_sentences(dataset: IndexedDataset) -> np.ndarray:
     starts, lengths = np.asarray(dataset.document_indices), np.asarray(dataset.sequence_lengths)
     # how many sentences before each place are too long
     long = np.concatenate([[0], np.cumsum(lengths > LONGEST_SENTENCE)])
-    return (np.diff(starts) >= 2) & (long[starts[1:]] == long[starts[:-1]])
+    having: np.ndarray = (np.diff(starts) >= 2) & (long[starts[1:]] == long[starts[:-1]])
+    return having
 
 
 class BertBatches(SampleIterator):

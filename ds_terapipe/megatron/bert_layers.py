@@ -7,6 +7,7 @@ uint8: DeepSpeed's own engine sends no bool over NCCL.
 from __future__ import annotations
 
 import copy
+from typing import Any, cast
 
 import torch
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
@@ -45,7 +46,7 @@ def encoder_spec(config: TransformerConfig, mask: AttnMaskType) -> ModuleSpec:
 class BertEmbedding(Embedding):
     """Words, learned positions (counted from 0) and token types."""
 
-    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Padded:
+    def forward(self, inputs: Any) -> Any:
         """(tokens, token types, padding mask (1: a token)), each [b, s] int64, to hidden states and padding."""
         tokens, token_types, padding = inputs
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -66,7 +67,7 @@ class BertLayer(CoreLayer):
 class BertNorm(FinalNorm):
     """The norm after the last layer, behind which nobody asks for the padding."""
 
-    def forward(self, inputs: Padded) -> Tensor:
+    def forward(self, inputs: Any) -> Tensor:
         return super().forward(inputs[0])
 
 
@@ -136,4 +137,4 @@ class ClassificationHead(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.classifier(self.dropout(torch.tanh(self.pooler(hidden[0]))))
+        return cast(Tensor, self.classifier(self.dropout(torch.tanh(self.pooler(hidden[0])))))

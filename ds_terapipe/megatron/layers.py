@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -77,7 +77,7 @@ class Embedding(nn.Module):
             hidden = hidden + self.position_embeddings(position_ids)
         if self.tokentype_embeddings is not None:
             hidden = hidden + self.tokentype_embeddings(token_types)
-        return self.dropout(hidden.transpose(0, 1).contiguous())
+        return cast(Tensor, self.dropout(hidden.transpose(0, 1).contiguous()))
 
 
 @defers
@@ -121,7 +121,7 @@ class CoreLayer(TransformerLayer):
         if self.rotary is not None:
             span = current_span()
             angles = rotary_embedding(self.rotary, span.start if span else 0, hidden.shape[0], hidden.device)
-        return super().forward(hidden, attention_mask=mask, rotary_pos_emb=angles)[0]
+        return cast(Tensor, super().forward(hidden, attention_mask=mask, rotary_pos_emb=angles)[0])
 
 
 class GPTLayer(CoreLayer):
@@ -159,7 +159,7 @@ class FinalNorm(nn.Module):
         self.norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden)
+        return cast(Tensor, self.norm(hidden))
 
 
 def output_layer(
@@ -180,4 +180,4 @@ class OutputHead(nn.Module):
         self.output_layer = output_layer(config, vocab_size, seed, config.embedding_init_method, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.output_layer(hidden)[0]
+        return cast(Tensor, self.output_layer(hidden)[0])

@@ -100,4 +100,5 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     picked = logits.gather(-1, local.where(mine, 0).unsqueeze(-1)).squeeze(-1)
     picked = reduce_from_tensor_model_parallel_region(picked.where(mine, 0.0).contiguous(), group=group)
     total = reduce_from_tensor_model_parallel_region(logits.exp().sum(dim=-1).contiguous(), group=group)
-    return total.log() - picked
+    losses: Tensor = total.log() - picked
+    return losses

@@ -6,6 +6,8 @@ or from the mean over the patches.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -46,7 +48,7 @@ class Patches(nn.Module):
                 self.class_token = nn.Parameter(torch.zeros(config.hidden_size, dtype=config.params_dtype))
             if config.perform_initialization:
                 config.init_method(self.project.weight)
-                nn.init.zeros_(self.project.bias)
+                nn.init.zeros_(cast(Tensor, self.project.bias))
                 if self.class_token is not None:
                     config.embedding_init_method(self.class_token)
         self.dropout = nn.Dropout(config.hidden_dropout)
@@ -57,7 +59,7 @@ class Patches(nn.Module):
         if self.class_token is not None:
             hidden = torch.cat([self.class_token.expand(1, hidden.shape[1], -1), hidden])
         positions = torch.arange(len(hidden), device=hidden.device)
-        return self.dropout(hidden + self.position_embeddings(positions)[:, None])
+        return cast(Tensor, self.dropout(hidden + self.position_embeddings(positions)[:, None]))
 
 
 class ViTLayer(CoreLayer):
@@ -81,4 +83,4 @@ class Classes(nn.Module):
             self.classifier = linear(config, classes)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.classifier(hidden[0] if self.class_token else hidden.mean(dim=0))
+        return cast(Tensor, self.classifier(hidden[0] if self.class_token else hidden.mean(dim=0)))

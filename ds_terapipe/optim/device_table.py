@@ -66,7 +66,8 @@ class DeviceTable:
         self._no_copies = [_NOTHING] * len(self.tensors)
         self._write_back: list[tuple[Tensor, Tensor]] = []
         self.active = np.zeros(len(self.tensors), dtype=bool)
-        self.tables = Tables(torch.from_numpy(self._arrays.segments), self._rules.values, len(rows), Views(self._views))
+        self._made_views = Views(self._views)
+        self.tables = Tables(torch.from_numpy(self._arrays.segments), self._rules.values, len(rows), self._made_views)
         self.norms = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
         self.ratios = torch.ones(len(rows), dtype=torch.float64, device=device)
         self.control = torch.zeros(4, dtype=torch.float64, device=device)
@@ -128,7 +129,7 @@ class DeviceTable:
         changed |= self._arrays.kinds(self._rules.rows, self._types)
         if changed:
             self.tables.version += 1
-            self.tables.views.forget()
+            self._made_views.forget()
 
     def _gradients(self) -> list[Tensor]:
         gradients = list(map(_GRADIENT, self.tensors))
@@ -197,7 +198,7 @@ class DeviceTable:
                 if old is new or (new is None and not self.active[i]):
                     continue
                 fits = new is not None and new.dtype == torch.float32 and new.device == self.device
-                if not fits or new.shape != self.tensors[i].shape or new.stride() != self._strides[i]:
+                if not fits or new is None or new.shape != self.tensors[i].shape or new.stride() != self._strides[i]:
                     new = self._moment(i, name, new)
                     states[i][name] = new
                 known[i] = new
@@ -333,7 +334,10 @@ class DeviceTable:
             offset = offset if length else 0
             views.append(
                 View(
-                    *(segments.flat(t[tensor], offset, length) for t in (parameters, gradients, exp_avgs, exp_avg_sqs)),
+                    segments.flat(parameters[tensor], offset, length),
+                    segments.flat(gradients[tensor], offset, length),
+                    segments.flat(exp_avgs[tensor], offset, length),
+                    segments.flat(exp_avg_sqs[tensor], offset, length),
                     None if copies[tensor] is _NOTHING else segments.flat(copies[tensor], offset, length),
                 )
             )

@@ -44,7 +44,7 @@ class LambEngine(TrueNormClipping):
 
 
 @functools.cache
-def _engine_class(engine_class: type) -> type:
+def _engine_class(engine_class: Any) -> type:
     """``engine_class`` with :class:`LambEngine` before it, under its own name."""
     names = {name: getattr(engine_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     if issubclass(engine_class, PipelineEngine):
@@ -112,7 +112,8 @@ def attach_optimizer(engine: Any) -> None:
             "optimizer.type: got FusedLamb for a model with experts, must be one without (their norms are on other ranks), "
             "use another optimizer"
         )
-    engine.__class__ = _engine_class(type(engine))
+    kind: Any = type(engine)
+    engine.__class__ = _engine_class(kind)
     engine.client_optimizer = optimizer  # DeepSpeed names the optimizer after its class: not that of a callable
     if wrapper is optimizer:
         _tell_skipped_steps(optimizer)
@@ -142,7 +143,7 @@ def _follow(engine: Any) -> None:
 def _tell_skipped_steps(optimizer: FusedLamb) -> None:
     """Keep ``optimizer.overflow``, by which the engine counts a skipped step and leaves the LR scheduler where it is."""
     noted = optimizer.skipped_steps
-    optimizer.overflow = False
+    vars(optimizer)["overflow"] = False
 
     def note(stepped: Any, args: Any, kwargs: Any) -> None:
         nonlocal noted

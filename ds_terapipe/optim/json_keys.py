@@ -7,7 +7,6 @@ scheduler. The configuration that it sees is a copy with what it needs to accept
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, bad_value, nearest, shown
+from ..errors import ConfigError, bad_value, is_finite, nearest, shown
 from ..refusals import check_lamb_config
 from . import engine_hooks
 from .lamb import FusedLamb
@@ -158,8 +157,7 @@ def _optimizer_params(made: dict[str, Any], *, scheduled: bool) -> dict[str, Any
 def _clipping(clip: object, engines: object) -> float:
     """``gradient_clipping`` as ``max_grad_norm`` says it."""
     key = f"{OPTIMIZER}.params.max_grad_norm"
-    number = isinstance(clip, (int, float)) and not isinstance(clip, bool) and math.isfinite(clip)
-    if not number or clip < 0:  # type: ignore[operator]
+    if not is_finite(clip) or clip < 0:  # type: ignore[operator]
         raise bad_value(key, clip, "a finite number, 0 or more (0 does not clip)", "e.g. 1.0")
     if engines is not None and engines != clip:
         raise bad_value(key, clip, f"equal to {CLIPPING}, which is {shown(engines)}", f"{CLIPPING} alone")

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import bad_value
+from ..errors import bad_value, is_finite
 
 # Flags of a rule; csrc/lamb/segment.h has the same numbers.
 ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_INSIDE_SQRT = 1, 2, 4, 8
@@ -94,16 +94,15 @@ def resolve(group: dict[str, Any]) -> None:
     group["weight_norm_clip"] = _weight_norm_clip(group["weight_norm_clip"])
 
 
-def number(name: str, value: object, example: str, positive: bool = False) -> float:
+def number(name: str, value: Any, example: str, positive: bool = False) -> float:
     """``value`` as a float, if it is a finite number that is not negative (or, with ``positive``, above zero)."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (positive and value == 0):
+    if not is_finite(value) or value < 0 or (positive and value == 0):
         rule = "a finite number above 0" if positive else "a finite number, 0 or more"
         raise bad_value(key(name), value, rule, f"e.g. {example}")
     return float(value)
 
 
-def _betas(betas: object) -> tuple[float, float]:
+def _betas(betas: Any) -> tuple[float, float]:
     good = isinstance(betas, (tuple, list)) and len(betas) == 2
     if not good or not all(isinstance(b, (int, float)) and not isinstance(b, bool) and 0 <= b < 1 for b in betas):
         raise bad_value(key("betas"), betas, "two numbers from 0 to below 1", "e.g. [0.9, 0.999]")
@@ -124,14 +123,14 @@ def _coefficients(group: Mapping[str, Any], mode: Mode) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _weight_norm_clip(clip: object) -> tuple[float, float]:
+def _weight_norm_clip(clip: Any) -> tuple[float, float]:
     """The range that the weight norm is clamped to: None, an upper end, or (lower, upper)."""
     if clip is None:
         return 0.0, math.inf
     pair = (0.0, clip) if isinstance(clip, (int, float)) and not isinstance(clip, bool) else clip
     good = isinstance(pair, (tuple, list)) and len(pair) == 2
-    good = good and all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in pair)
-    if not good or not (0 <= pair[0] <= pair[1] and pair[1] > 0 and math.isfinite(pair[0])):
+    good = good and is_finite(pair[0]) and (is_finite(pair[1]) or pair[1] == math.inf)
+    if not good or not (0 <= pair[0] <= pair[1] and pair[1] > 0):
         raise bad_value(
             key("weight_norm_clip"), clip, "null, an upper bound above 0, or [lower, upper]", "e.g. 10.0 or [0.0, 10.0]"
         )

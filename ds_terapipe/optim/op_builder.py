@@ -91,7 +91,8 @@ class _LambBuilder(OpBuilder):
         loaded: dict[str, Any] = OpBuilder._loaded_ops
         if self.name not in loaded:
             loaded[self.name] = self._ahead() or self.jit_load(verbose)
-        return loaded[self.name]
+        found: ModuleType = loaded[self.name]
+        return found
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
         """Compile the module unless the cache has it, and import it."""

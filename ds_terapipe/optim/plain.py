@@ -102,8 +102,8 @@ def gradient_factor(control: Tensor) -> float:
     """What the gradients are multiplied by: the unscaling and the clipping of the global norm."""
     scale, max_norm, squares, _ = control.tolist()
     if max_norm <= 0:
-        return scale
-    return scale * min(1.0, max_norm / (scale * math.sqrt(squares) + 1e-6))
+        return float(scale)
+    return float(scale * min(1.0, max_norm / (scale * math.sqrt(squares) + 1e-6)))
 
 
 def update(rule: Rule, view: View, parameter: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def step_size(rule: Rule) -> float:
     """The learning rate, with DeepSpeed's bias correction where the rule has it."""
     if not rule.has(CORRECT_STEP):
         return rule.lr
-    return rule.lr * math.sqrt(1 - rule.beta2**rule.step) / (1 - rule.beta1**rule.step)
+    return float(rule.lr * math.sqrt(1 - rule.beta2**rule.step) / (1 - rule.beta1**rule.step))
 
 
 def _rules(tables: Tables) -> list[Rule]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from ds_terapipe.errors import ConfigError, bad_value, nearest
+from ds_terapipe.errors import ConfigError, bad_value, is_finite, nearest
 
 PATH = "scheduler.params"
 DECAYS = ("peak", "start")
@@ -45,7 +44,7 @@ def count(path: str, value: object, least: int = 1) -> int:
     Raises:
         ConfigError: naming ``path``.
     """
-    whole = isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value).is_integer()
+    whole = is_finite(value) and float(value).is_integer()  # type: ignore[arg-type]
     if not whole or value < least:  # type: ignore[operator]
         raise bad_value(path, value, f"a whole number of at least {least}", f"e.g. {max(least, 100)}")
     return int(value)  # type: ignore[call-overload, no-any-return]
@@ -59,8 +58,7 @@ def number(
     Raises:
         ConfigError: naming ``path``.
     """
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-    low = real and (value > above if above is not None else value >= least)  # type: ignore[operator]
+    low = is_finite(value) and (value > above if above is not None else value >= least)  # type: ignore[operator]
     if not low or value > most:  # type: ignore[operator]
         bound = f"a number above {above:g}" if above is not None else f"a number of at least {least:g}"
         upper = f" and at most {most:g}" if most < math.inf else ""

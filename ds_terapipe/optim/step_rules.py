@@ -78,6 +78,7 @@ class StepRules:
             self._begin_cohorts(steps, active)
         rules = self._settings()
         if rules != self._sent:
+            assert self._op is not None
             self._op.write_rules(self.values, torch.tensor(rules, dtype=torch.float64))
             self._sent = rules
         for cohort, member in enumerate(self._cohorts):

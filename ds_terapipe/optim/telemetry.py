@@ -74,7 +74,7 @@ class Delayed:
             self._values = values.detach().clone()
 
     def is_here(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())
 
     def wait(self) -> Tensor:
         """The values, in host memory."""

@@ -112,7 +112,7 @@ def _resized(sampler: Any, dataset: Any) -> Any:
     """A sampler for the data set's new number of samples; those that ask for it each time stay as they are."""
     if type(sampler) is not DistributedSampler:
         return sampler
-    resized = DistributedSampler(
+    resized: DistributedSampler[Any] = DistributedSampler(
         dataset, sampler.num_replicas, sampler.rank, sampler.shuffle, sampler.seed, sampler.drop_last
     )
     resized.set_epoch(sampler.epoch)

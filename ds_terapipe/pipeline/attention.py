@@ -9,7 +9,7 @@ slice x (context + slice); the buffers are read through narrow views and never c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class SliceAttention(torch.autograd.Function):
         state.write(k, v, span)
         keys, values = state.k[:, :, first : span.stop], state.v[:, :, first : span.stop]
         ctx.kernel = kernels.choose(q, keys, values, mask, call)
+        out: Tensor
         out, saved, ctx.kept = ctx.kernel.forward(q, keys, values, mask, call)
         ctx.save_for_backward(mask, *saved)
         ctx.state, ctx.span, ctx.first, ctx.call = state, span, first, call
@@ -122,5 +123,5 @@ def slice_attention(
             mask = mask + kernels.causal_mask(span.length, columns, 1, q.dtype, q.device, window)
     state = context.place(k.detach(), v.detach())
     call = kernels.Call(dropout_p if context.dropout else 0.0, scale, softcap, window if mask is None else None)
-    out = SliceAttention.apply(q, k, v, mask, state, span, first, call)
+    out: Tensor = cast(Any, SliceAttention).apply(q, k, v, mask, state, span, first, call)
     return out if batched else out.squeeze(0)

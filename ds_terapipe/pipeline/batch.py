@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_terapipe.config import AUTO, TokenPipelineConfig
+from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.control import Header
 from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like, plan_cuts, slice_lengths
@@ -99,7 +99,7 @@ def read_step(
             batch.input_cuts.append(cuts)
             batch.lengths.append(total)
             batch.signatures.append(_signature(as_tuple(value)))
-            if slices != AUTO:
+            if not isinstance(slices, str):
                 slice_lengths(total, slices)  # the error for lengths that don't fit comes before any rank has started
         if labels:
             value = _tensors(item[1], "labels") if cut_labels else item[1]

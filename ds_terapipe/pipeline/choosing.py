@@ -39,7 +39,7 @@ def new_choice(
     slices = 1 if fixed and config.slices == AUTO else config.slices
     if cuts(slices):
         control.agree(_by_frequency(engine))
-    if fixed:
+    if not isinstance(slices, str):
         return FixedCutting(slices, DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule)
     path = config.measurements_path
     if path is not None:

@@ -9,7 +9,7 @@ micro-batch, slice); one that can't be placed is an error, never a guess.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -65,6 +65,7 @@ class SliceContext:
         self.weight_gradients: WeightGradients | None = None  # set where they are made once per micro-batch
         self.streams: RandomStreams | None = None  # what seeds random numbers, layer by layer
         self.micro_batch = -1
+        self.layer_text: Callable[[int], str] = "layer {}".format  # what errors call a layer
         self._recomputing = False
         self.layer: int | None = None
         self._call = 0
@@ -87,7 +88,7 @@ class SliceContext:
         odd = sorted(made ^ set(self._states[micro_batch]))
         if odd:
             raise PlacementError(
-                f"layer {odd[0].layer}: its attention call {odd[0].call} is made for some slices of micro-batch "
+                f"{self.layer_text(odd[0].layer)}: its attention call {odd[0].call} is made for some slices of micro-batch "
                 f"{micro_batch} and not for others (tokens {span.start} to {span.stop}); every slice must run the same calls"
             )
 
@@ -148,6 +149,7 @@ class SliceContext:
 
     def _forward_call(self, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
         span, states = self.span, self._states[self.micro_batch]
+        assert span is not None
         if self.layer is None:
             raise PlacementError(
                 "causal attention is called outside the layers of the PipelineModule: it can't be sliced"
@@ -160,23 +162,25 @@ class SliceContext:
         state = states.get(key)
         if state is None or not state.fits(k, v) or state.filled < span.start:
             raise PlacementError(
-                f"layer {key.layer}: attention call {key.call} of micro-batch {self.micro_batch} has no keys for tokens "
-                f"0 to {span.start}: the layer did not make this call, or not with these shapes, for the earlier slices"
+                f"{self.layer_text(key.layer)}: attention call {key.call} of micro-batch {self.micro_batch} has no keys for "
+                f"tokens 0 to {span.start}: the layer did not make this call, or not with these shapes, for the earlier slices"
             )
         return state
 
     def _recomputed(self, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
         # A checkpoint inside a layer recomputes just its own part, in reverse order, and says to nobody where it is. But
         # the keys and values that it makes again are those in the buffers, bit for bit: they name the call.
-        states = self._states[self.micro_batch]
+        states, span = self._states[self.micro_batch], self.span
+        assert span is not None
         guess = CallKey(-1 if self.layer is None else self.layer, self._call)
         for key in sorted(states, key=lambda key: (key != guess, -key.layer, -key.call)):
-            if states[key].holds(k, v, self.span):
+            if states[key].holds(k, v, span):
                 self._call = key.call + 1
                 return states[key]
+        where = "the first layer" if self.layer is None else self.layer_text(self.layer)
         raise PlacementError(
-            f"recomputation for backward of micro-batch {self.micro_batch}, tokens {self.span.start} to {self.span.stop}, made "
-            f"keys that no attention call of the forward pass made (near layer {self.layer}): is it deterministic, and "
+            f"recomputation for backward of micro-batch {self.micro_batch}, tokens {span.start} to {span.stop}, made "
+            f"keys that no attention call of the forward pass made (near {where}): is it deterministic, and "
             "does it restore the random state (preserve_rng_state)?"
         )
 
@@ -199,7 +203,7 @@ class SliceContext:
 
     def describe(self) -> str:
         """Where the process is, for messages."""
-        where = "outside the layers" if self.layer is None else f"layer {self.layer}"
+        where = "outside the layers" if self.layer is None else self.layer_text(self.layer)
         return (
             f"{where}, micro-batch {self.micro_batch}, tokens {self.span.start} to {self.span.stop}"
             if self.span

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,9 @@ def _scale(module: nn.Module) -> float | None:
         return None
     again = float(getattr(softmax, "scale", None) or 1.0)
     if hasattr(module, "softmax_scale"):  # megatron-core DotProductAttention
-        return float(module.softmax_scale) * again
+        return float(cast(float, module.softmax_scale)) * again
     if hasattr(module, "norm_factor"):  # Megatron-DeepSpeed CoreAttention
-        return again / float(module.norm_factor)
+        return again / float(cast(float, module.norm_factor))
     return None
 
 
@@ -83,7 +83,8 @@ def _model_parallel_random(module: nn.Module, dropout_p: float) -> AbstractConte
     tensor_parallel = getattr(sys.modules.get(type(module).__module__), "tensor_parallel", None)
     if dropout_p == 0.0 or tensor_parallel is None:
         return nullcontext()
-    return tensor_parallel.get_cuda_rng_tracker().fork()
+    forked: AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
+    return forked
 
 
 def _refuse_variants(context: SliceContext, module: nn.Module, given: dict[str, Any]) -> None:

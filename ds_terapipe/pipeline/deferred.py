@@ -6,7 +6,7 @@ Outside of a slice's forward in training, and wherever a weight is not simply a 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,8 @@ def deferred_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
         return F.linear(input, weight, bias)
     parameters = (weight,) if bias is None or not bias.requires_grad else (weight, bias)
     anchor = None if input.requires_grad else _anchor(weight)
-    return _Linear.apply(input, anchor, (weight, bias), parameters, keeper)
+    made: Tensor = cast(Any, _Linear).apply(input, anchor, (weight, bias), parameters, keeper)
+    return made
 
 
 def deferred_embedding(
@@ -47,7 +48,10 @@ def deferred_embedding(
     if keeper is None or sparse or max_norm is not None:
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     row = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return _Embedding.apply(input, _anchor(weight), (weight,), OfEmbedding(row, scale_grad_by_freq), keeper)
+    made: Tensor = cast(Any, _Embedding).apply(
+        input, _anchor(weight), (weight,), OfEmbedding(row, scale_grad_by_freq), keeper
+    )
+    return made
 
 
 def keeper_of(weight: Tensor) -> WeightGradients | None:
@@ -70,7 +74,9 @@ def keeper_of_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Weig
 class EmbeddingCalls(TorchFunctionMode):
     """Within it ``torch.nn.functional.embedding`` is :func:`deferred_embedding`; for modules that do more than look up."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return (deferred_embedding if func is F.embedding else func)(*args, **(kwargs or {}))
 
 

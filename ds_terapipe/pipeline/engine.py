@@ -23,7 +23,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
 from ds_terapipe.clipping import TrueNormClipping, counting_nothing
-from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.config import TOKEN_PIPELINE, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.accounting import DevicePeak, StepMemory
 from ds_terapipe.pipeline.assembly import Assembly, Step
@@ -49,7 +49,7 @@ from ds_terapipe.pipeline.trace import Recorder, TraceFile
 from ds_terapipe.pipeline.watch import Watch
 from ds_terapipe.plan.files import check_writable
 from ds_terapipe.process_groups import close_groups
-from ds_terapipe.refusals import TOKEN_PIPELINE, check_checkpointing, check_config, check_model, cuts
+from ds_terapipe.refusals import check_checkpointing, check_config, check_model, cuts
 from ds_terapipe.schedule import Grid, Placement
 
 logger = logging.getLogger(__name__)
@@ -283,7 +283,8 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
             self._trace.add(step, events, self._recorder.cost_of_one())
         self._log_step(batch, cutting.schedule, seconds)
         self._choice.took(events, seconds)
-        return self.agg_train_loss
+        mean: Tensor = self.agg_train_loss
+        return mean
 
     def _enter_training(self) -> None:
         self.module.train()

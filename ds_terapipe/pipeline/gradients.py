@@ -31,7 +31,7 @@ class DeepSpeedGradients:
 
     def __init__(self, engine: Any) -> None:
         # not to hold the engine, which holds the stages that hold this
-        self._engine = weakref.proxy(engine)
+        self._engine: Any = weakref.proxy(engine)
         self._sums = GradientSums(engine.module.parameters())
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -39,9 +39,11 @@ class DeepSpeedGradients:
         engine = self._engine
         loss = loss / engine.gradient_accumulation_steps()
         if isinstance(engine.optimizer, ZeROOptimizer):
-            return engine.optimizer.scale_if_loss(loss)
+            scaled: Tensor = engine.optimizer.scale_if_loss(loss)
+            return scaled
         if engine.torch_autocast_z0_gradscaler is not None:
-            return engine.torch_autocast_z0_gradscaler.scale(loss)
+            by_autocast: Tensor = engine.torch_autocast_z0_gradscaler.scale(loss)
+            return by_autocast
         scaling = getattr(engine.optimizer, "loss_scale_config", None)  # FP16_Optimizer: its step divides by it
         return loss if scaling is None else loss.float() * scaling.cur_scale
 
@@ -100,7 +102,8 @@ class Replicas:
 
     def allreduce_no_retain(self: Any, bucket: list[Tensor], dp_group: Any, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's, which copies all gradients into one tensor and back: as much memory as they take themselves."""
-        large, small = [], []
+        large: list[Tensor] = []
+        small: list[Tensor] = []
         for gradient in bucket:
             alone = gradient.numel() >= _ALONE and gradient.dtype == self.communication_data_type
             (large if alone and gradient.is_contiguous() else small).append(gradient)

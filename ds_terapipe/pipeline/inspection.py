@@ -56,7 +56,7 @@ class Inspection:
                 )
             self.control.agree(short)
             probes = {
-                number: LayoutProbe(self.config.layout, stage.layers.first)
+                number: LayoutProbe(self.config.layout, stage.layers.first, stage.layers.text)
                 for number, stage in self.assembly.stages.items()
             }
             self._through_stages(

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -188,9 +188,9 @@ def _vocabulary(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """megatron-core's ``VocabParallelEmbedding``, which masks the tokens of other processes around its lookup."""
     original = type(self).forward
     if keeper_of(self.weight) is None:
-        return original(self, *args, **kwargs)
+        return cast(Tensor, original(self, *args, **kwargs))
     with EmbeddingCalls():
-        return original(self, *args, **kwargs)
+        return cast(Tensor, original(self, *args, **kwargs))
 
 
 @_named_as("_forward_impl")
@@ -210,7 +210,7 @@ def _parallel_linear(self: Any, input: Tensor, weight: Tensor, *args: Any, **kwa
         or kwargs.get("grad_output_buffer") is not None
         or (reduces and enter_region is None)
     ):
-        return kind._forward_impl(self, input, weight, *args, **kwargs)
-    if reduces:
+        return cast(Tensor, kind._forward_impl(self, input, weight, *args, **kwargs))
+    if reduces and enter_region is not None:
         input = enter_region(input, group=kwargs.get("tp_group"))
     return deferred_linear(input, weight, bias)

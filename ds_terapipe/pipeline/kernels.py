@@ -154,7 +154,7 @@ class Formula:
         with torch.enable_grad(), torch.random.fork_rng(_devices(grad.device), enabled=kept is not None):
             if kept is not None:
                 _set_random_state(grad.device, kept)
-            out = Formula.attend(*leaves[:3], mask, call)
+            out = Formula.attend(leaves[0], leaves[1], leaves[2], mask, call)
         return Gradients(*torch.autograd.grad(out, leaves, grad))
 
     @staticmethod

@@ -37,6 +37,7 @@ class LayerRange:
         self, functions: Sequence[Layer], first: int, entering: Callable[[int], None], module: Any = None
     ) -> None:
         self.functions, self.first = list(functions), first
+        self._names = [_name_of(layer) for layer in functions]
         self.modules = [module for layer in functions for module in modules_of(layer)]
         self._entering, self._module = entering, module
         # of the layers that DeepSpeed counts in this process so many are before these
@@ -58,6 +59,11 @@ class LayerRange:
             return module(inputs)
         finally:
             del module.__dict__["forward"]
+
+    def text(self, number: int) -> str:
+        """A layer as errors name it, by its number in the model: ``layer 3 (Block)``."""
+        index = number - self.first
+        return f"layer {number} ({self._names[index]})" if 0 <= index < len(self._names) else f"layer {number}"
 
     def _forward(self, inputs: Any, first: int = 0) -> Any:
         module = self._module
@@ -137,3 +143,10 @@ def modules_of(layer: Any) -> Iterator[nn.Module]:
         owner = getattr(part, "__self__", part)  # of a bound method
         if isinstance(owner, nn.Module):
             yield owner
+
+
+def _name_of(layer: Any) -> str:
+    """The class of a module, of the module that a function is about, or the function's name."""
+    for module in modules_of(layer):
+        return type(module).__name__
+    return getattr(layer, "__name__", type(layer).__name__)

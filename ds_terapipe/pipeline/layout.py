@@ -8,7 +8,7 @@ queries only (Hugging Face's does), and what it says there is what is known of i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,7 @@ class LayoutProbe:
 
     layout: str  # token_pipeline.layout
     first_layer: int
+    text: Callable[[int], str] = "layer {}".format  # what errors call a layer
     _spans: list[Span] = field(default_factory=list)
     _shapes: list[list[list[tuple[int, ...]]]] = field(default_factory=list)  # slice, boundary, tensor
     _floating: list[list[bool]] = field(default_factory=list)
@@ -64,7 +65,7 @@ class LayoutProbe:
         tensors = as_tuple(value)
         if not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise refuse_model(
-                f"layer {self.first_layer + len(self._floating)} gets {type(value).__name__}, not tensors"
+                f"{self.text(self.first_layer + len(self._floating))} gets {type(value).__name__}, not tensors"
             )
         self._shapes[-1].append([tuple(tensor.shape) for tensor in tensors])
         self._floating.append([tensor.is_floating_point() for tensor in tensors])
@@ -75,7 +76,7 @@ class LayoutProbe:
         cuts = []
         for index, (first, second, floating) in enumerate(zip(one, two, self._floating, strict=True)):
             last = index == len(one) - 1
-            where = "the stage's output" if last else f"the input of layer {self.first_layer + index}"
+            where = "the stage's output" if last else f"the input of {self.text(self.first_layer + index)}"
             if len(first) != len(second):
                 raise refuse_model(f"{where} is {len(first)} tensors for one slice and {len(second)} for the next")
             cuts.append(tuple(self._cut(where, a, b, f) for a, b, f in zip(first, second, floating, strict=True)))

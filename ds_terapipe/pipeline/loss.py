@@ -60,9 +60,10 @@ class MicroBatchLoss:
         self._loss_fn, self._labels, self._label_cuts = loss_fn, labels, label_cuts
         self._output_cuts, self._spans = output_cuts, spans
         self._per_slice = len(spans) > 1 and runs_per_slice(loss_fn)
-        if self._per_slice and hasattr(loss_fn, "aligned"):
-            self._labels = loss_fn.aligned(labels)
-        self._weight = loss_fn.token_weight(self._labels) if self._per_slice else None
+        per_slice: Any = loss_fn if self._per_slice else None
+        if hasattr(per_slice, "aligned"):
+            self._labels = per_slice.aligned(labels)
+        self._weight = None if per_slice is None else per_slice.token_weight(self._labels)
         self._outputs: list[Any] = []
         self._terms: list[Tensor | None] = []
         self._joined: Any = None

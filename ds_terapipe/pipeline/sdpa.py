@@ -55,7 +55,10 @@ def _sdpa(
     context = SliceContext.current
     if context is None or not _mixes_tokens(context, query, key, value, attn_mask, is_causal):
         dropout_p = dropout_p if context is None or context.dropout else 0.0
-        return _SDPA.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        found: Tensor = _SDPA.decompose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return found
     if query.dim() >= 3 and query.shape[-3] != key.shape[-3] and not enable_gqa:
         raise PlacementError(f"{query.shape[-3]} query heads over {key.shape[-3]} key heads need enable_gqa=True")
     return slice_attention(context, query, key, value, attn_mask, dropout_p, scale, is_causal=is_causal)
@@ -93,7 +96,7 @@ def _is_causal_for_more_tokens(context: SliceContext, query: Tensor, key: Tensor
     flag out. A bidirectional layer's call looks the same: hence it must have set the flag in a slice of more tokens. The look
     at the model before the first step begins with such a slice, so every call of every layer is known by then.
     """
-    if context.span.length > 1:
+    if context.span is None or context.span.length > 1:
         return False
     # what is recomputed was let through in forward, and is placed again by its keys or not at all
     return context.is_recomputing or context.known_form() == CallForm.of(query, key, value, causal=True)
@@ -106,7 +109,7 @@ def _refuse_packed_heads(context: SliceContext, query: Tensor, key: Tensor) -> N
     attention of these queries over the slice's own key alone.
     """
     span, queries, known = context.span, query.shape[-2], context.known_form()
-    if span.length > 1 or known is None or queries == 1 or key.shape[-2] > 1 or query.dim() < 3:
+    if span is None or span.length > 1 or known is None or queries == 1 or key.shape[-2] > 1 or query.dim() < 3:
         return
     if query.shape[-3] == key.shape[-3] and query.shape[-3] * queries == known.heads:
         raise refuse_model(

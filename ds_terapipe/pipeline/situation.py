@@ -40,8 +40,8 @@ class Situation:
 class Agreement(Protocol):
     """Brings what rank 0 decided to all ranks; collective."""
 
-    def __call__(self, decide: Callable[[], Any]) -> Any:
-        """``decide()`` of rank 0, or its error, on every rank."""
+    def __call__(self, decision: Callable[[], Any]) -> Any:
+        """``decision()`` of rank 0, or its error, on every rank."""
 
 
 class MemoryMeter(Protocol):

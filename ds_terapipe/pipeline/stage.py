@@ -86,6 +86,7 @@ class Stage:
         self.context = SliceContext()
         self.context.streams = streams
         self.layers = LayerRange(functions, first_layer, self.context.enter_layer, module)
+        self.context.layer_text = self.layers.text
         self.root = module if module is not None else nn.ModuleList(self.layers.modules)
         self.layout: Layout | None = None  # how its tensors follow the tokens, once something has been cut
         self.weight_gradients = WeightGradients()

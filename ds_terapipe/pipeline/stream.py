@@ -94,4 +94,4 @@ class StreamClock:
     def take_s(self) -> float:
         """Seconds since the step began. Synchronises."""
         torch.cuda.synchronize()
-        return sum(start.elapsed_time(stop) for start, stop in self._pairs) / 1000.0
+        return float(sum(start.elapsed_time(stop) for start, stop in self._pairs)) / 1000.0

@@ -70,7 +70,7 @@ class StreamMarks:
     def seconds(self, mark: torch.cuda.Event, start: torch.cuda.Event) -> float:
         """Seconds from ``start`` to ``mark``, once the stream has got there."""
         mark.synchronize()
-        return start.elapsed_time(mark) / 1000.0
+        return float(start.elapsed_time(mark)) / 1000.0
 
 
 def new_clock(device: torch.device) -> HostClock | StreamMarks:

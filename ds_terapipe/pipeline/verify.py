@@ -39,7 +39,9 @@ class Record(NamedTuple):
 class _NoDropout(TorchFunctionMode):
     """Functional dropout does nothing; modules' train and eval state stays as it is."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if "dropout" in getattr(func, "__name__", ""):
             return args[0] if args else (kwargs or {})["input"]
         return func(*args, **(kwargs or {}))
@@ -89,7 +91,7 @@ def undisturbed(module: nn.Module, context: SliceContext) -> Iterator[None]:
             for dropout in dropouts:
                 dropout.training = True
             for owner, name, old, value in buffers:
-                owner._buffers[name] = old if old is None else old.copy_(value)
+                owner._buffers[name] = old if old is None or value is None else old.copy_(value)
             context.dropout = True
             context.clear()
 
@@ -183,7 +185,7 @@ def verify_stage(
             batch = _batch_size(as_tuple(inputs), cuts[index])
             for piece, span in zip(pieces, spans, strict=True):
                 _run(layer, number, context, recorder, piece, span)
-                _compare(number, expected, recorder.take(), span, batch)
+                _compare(layers.text(number), expected, recorder.take(), span, batch)
             context.clear()
             inputs = outputs
     finally:
@@ -209,13 +211,13 @@ def _batch_size(tensors: Sequence[Tensor], cuts: Sequence[TensorCut]) -> int:
     return 1
 
 
-def _compare(layer: int, expected: list[Record], got: list[Record], span: Span, batch: int) -> None:
+def _compare(layer: str, expected: list[Record], got: list[Record], span: Span, batch: int) -> None:
     if [record[:2] for record in expected] != [record[:2] for record in got]:
         raise refuse_model(
-            f"layer {layer} calls other modules for tokens {span.start} to {span.stop} than for the whole sequence"
+            f"{layer} calls other modules for tokens {span.start} to {span.stop} than for the whole sequence"
         )
     for a, b in zip(expected, got, strict=True):
-        where = f"the {a.what} of layer {layer}" + (f", module {a.module}," if a.module else "")
+        where = f"the {a.what} of {layer}" + (f", module {a.module}," if a.module else "")
         if len(a.tensors) != len(b.tensors):
             raise refuse_model(
                 f"{where} is {len(b.tensors)} tensors for a slice and {len(a.tensors)} for the whole sequence"

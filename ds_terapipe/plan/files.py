@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_terapipe.errors import ConfigError, bad_value, shown
+from ds_terapipe.errors import ConfigError, bad_value, is_finite, shown
 
 
 class Fields:
@@ -107,7 +106,7 @@ class Fields:
 
 def is_number(value: object) -> bool:
     """Whether a JSON value is a finite number that is not negative."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return is_finite(value) and value >= 0  # type: ignore[operator]
 
 
 def is_count(value: object) -> bool:

@@ -145,7 +145,7 @@ def masked() -> dict[Any, Any]:
     return found
 
 
-NOT_CAUSAL = r"can't be cut: attention that is not causal \(layer {}, micro-batch 0, tokens 0 to 2\)"
+NOT_CAUSAL = r"can't be cut: attention that is not causal \(layer {} \(\w+\), micro-batch 0, tokens 0 to 2\)"
 PACKED = "fewer key heads, a mask, and one token"
 REFUSED: dict[str, str] = {
     **{f"bert, {cut}": NOT_CAUSAL.format(1) for cut in ("equal", "one token first, inside and last", "every token")},
@@ -153,7 +153,7 @@ REFUSED: dict[str, str] = {
     "a bert layer that comes later": NOT_CAUSAL.format(2).replace("tokens 0 to 2", "tokens 0 to 1"),
     "a llama layer that is not causal": NOT_CAUSAL.format(2),
     "eager, causal by nobody": r"module \d\.layer\.self_attn\.o_proj, differs by .* between slice and whole sequence",
-    PACKED: r"4 query heads of one token as 2 queries of 2 key heads \(layer 1, ",
+    PACKED: r"4 query heads of one token as 2 queries of 2 key heads \(layer 1 \(\w+\), ",
 }
 
 

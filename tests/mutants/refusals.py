@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from ds_terapipe.config import TOKEN_PIPELINE, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
@@ -67,12 +68,15 @@ def _compares_nothing(original: Any, hit: Hit) -> Any:
 
 
 def _takes_any_settings(original: Any, hit: Hit) -> Any:
-    def check_same(table: Sequence[Any]) -> None:
-        if len({row.config_hash for row in table}) > 1:
-            hit()
-        original([row._replace(config_hash=0) for row in table])
+    """Where only the settings differ; other numbers of micro-batches would never meet."""
 
-    return check_same
+    def raise_different(control: Any, micro_batches: int) -> None:
+        rows = control._gather([micro_batches], torch.int64, "all ranks to say how they are configured")
+        if any(row != rows[0] for row in rows):
+            original(control, micro_batches)
+        hit()
+
+    return raise_different
 
 
 KEYS = "no key is refused"
@@ -140,7 +144,7 @@ MUTANTS = (
     Mutant(
         SETTINGS,
         "Ranks train together with settings that differ.",
-        (_CONTROL + "_check_same",),
+        (_CONTROL + "Control._raise_different",),
         _takes_any_settings,
         "refusals, settings and data",
     ),

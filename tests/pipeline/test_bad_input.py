@@ -181,8 +181,8 @@ def between(*layers: type) -> list[LayerSpec]:
 
 CANT = "token_pipeline.slices: got a model that can't be cut: "
 MODELS = {
-    "pooling": (lambda: between(Pooled), mean_loss, CANT + "the output of layer 4, module 4, differs by"),
-    "positions": (lambda: [LayerSpec(Counted), *between()[1:]], mean_loss, CANT + "the input of layer 0, module 0.pos"),
+    "pooling": (lambda: between(Pooled), mean_loss, CANT + "the output of layer 4 (Pooled), module 4, differs by"),
+    "positions": (lambda: [LayerSpec(Counted), *between()[1:]], mean_loss, CANT + "the input of layer 0 (Counted), module 0.pos"),
     "bug": (lambda: between(Raising), mean_loss, CANT + "run on a slice it fails, KeyError: 'first line\\nsecond line'"),
     "wordless bug": (lambda: between(Wordless), mean_loss, CANT + "run on a slice it fails, RuntimeError"),
     "bug in the first layer": (lambda: [LayerSpec(Raising), *between()[1:]], mean_loss, CANT + "run on a slice it fails"),

@@ -122,4 +122,5 @@ def _name(dtype: torch.dtype) -> str:
 
 def _bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    values: Any = flat.view(torch.uint8).numpy()
+    return memoryview(values)
