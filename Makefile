@@ -26,7 +26,7 @@ venv: ## make the environment .venv and install the package in it
 demo: venv ## train a Megatron GPT on two processes with token slices, then compare with and without
 	@$(RUN) bash configs/demo.sh
 
-test: venv ## what CI runs
+test: venv ## the tests that CI runs
 	$(RUN) python -m pytest -q -m "not full and not mutants" --durations 15 --durations-min 5 $(ARGS)
 
 test-full: venv ## every combination of settings, some tens of minutes
@@ -54,7 +54,7 @@ gpu-two: venv ## on two GPUs: a GPT on two stages, with slices and without
 gpu-four: venv ## on four GPUs: a GPT on four stages, with slices and without
 	@$(RUN) bash configs/gpu.sh 4
 
-lint: venv ## format, style, types of the parts that need no torch
+lint: venv ## format, style, types
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy --cache-dir $(MYPY_CACHE)

@@ -21,6 +21,7 @@ from ds_terapipe.elastic.layers import layers_here, prefix_of
 from ds_terapipe.elastic.predict import Choice, LayerCosts, Machine, Prediction, choose, predict
 from ds_terapipe.elastic.resize import Shape, shapes
 from ds_terapipe.elastic.shape_text import shape_text
+from ds_terapipe.pipeline.accounting import highest_allocated
 from ds_terapipe.pipeline.control import Control
 from ds_terapipe.pipeline.report import emit
 from ds_terapipe.pipeline.trace import new_clock
@@ -255,7 +256,7 @@ class Chooser:
     def peak_bytes(self) -> float | None:
         """The most that this process has had on its device so far; None on a CPU."""
         device = self._engine.device
-        return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
+        return float(highest_allocated(device)) if device.type == "cuda" else None
 
     def _steps_left(self) -> float:
         """As the scheduler knows them."""

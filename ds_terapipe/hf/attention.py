@@ -7,7 +7,7 @@ and soft caps (Gemma 2) come as arguments of the call, as they do for transforme
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -99,11 +99,14 @@ def _whole(
         return F.scaled_dot_product_attention(
             q, k, v, None, call.dropout_p, rows > 1, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
+    if causal and mask is None and (rows > 1 or hides):  # no mask, which each layer would keep for its backward pass
+        whole: Tensor = cast(Any, kernels.Attention).apply(q, k, v, call._replace(window=window if hides else None))
+        return whole
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-    if causal and (rows > 1 or hides):
-        hidden = kernels.causal_mask(rows, columns, 1, q.dtype, q.device, window if hides else None)[None, None]
-        mask = hidden if mask is None else mask.to(q.dtype) + hidden
+    if causal and mask is not None and (rows > 1 or hides):
+        hidden = kernels.causal_mask(rows, columns, 1, q.dtype, q.device, window if hides else None)
+        mask = mask.to(q.dtype) + hidden
     if call.softcap is not None:
         nothing = q.new_zeros(1, 1, rows, columns)
         return kernels.Formula.attend(q, k, v, nothing if mask is None else mask, call)

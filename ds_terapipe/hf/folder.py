@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
@@ -24,6 +25,14 @@ LARGEST = 5 * 10**9  # bytes of a shard, as transformers has it
 Tensors = dict[str, Tensor]
 
 
+class Written(NamedTuple):
+    """A file of a folder: its name, the tensors in it, and the types of those that are numbers with a fraction."""
+
+    name: str
+    tensors: list[str]
+    dtypes: list[torch.dtype]
+
+
 class Folder:
     """A folder that is written beside its name, and given it when it is whole.
 
@@ -38,27 +47,25 @@ class Folder:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"export: got {path}, must be a new folder or an empty one, use e.g. {path}-2")
         self.path, self.unfinished = path, path.parent / f".{path.name}.unfinished"
-        self._dtype: torch.dtype | None = None
 
     def begin(self) -> None:
         """Have an empty folder to write to."""
         shutil.rmtree(self.unfinished, ignore_errors=True)
         self.unfinished.mkdir(parents=True)
 
-    def write(self, name: str, tensors: Tensors) -> list[str]:
-        """A file of tensors; their names."""
-        self._dtype = next((value.dtype for value in tensors.values() if value.is_floating_point()), self._dtype)
+    def write(self, name: str, tensors: Tensors) -> Written:
+        """A file of tensors."""
         save_file({key: value.contiguous() for key, value in tensors.items()}, self.unfinished / name, {"format": "pt"})
-        return list(tensors)
+        return Written(name, list(tensors), [value.dtype for value in tensors.values() if value.is_floating_point()])
 
-    def finish(self, files: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """All files with the tensors in each, in order: give them their names, write the index, and the folder its name.
+    def finish(self, files: Sequence[Written]) -> None:
+        """All files in order: give them their names, write the index, and the folder its name.
 
-        The configuration gets the type that the weights have: ``from_pretrained`` loads them in the one that stands there.
+        The configuration gets the widest type that weights have: ``from_pretrained`` loads all in the one that stands there.
         """
-        total = 0
+        total, dtypes = 0, [dtype for file in files for dtype in file.dtypes]
         where: dict[str, str] = {}
-        for number, (file, names) in enumerate(files, start=1):
+        for number, (file, names, _) in enumerate(files, start=1):
             final = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
             total += (self.unfinished / file).stat().st_size
             (self.unfinished / file).rename(self.unfinished / final)
@@ -67,7 +74,8 @@ class Folder:
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (self.unfinished / INDEX).write_text(json.dumps(index, indent=2))
         file_of_config = self.unfinished / "config.json"
-        config = json.loads(file_of_config.read_text()) | {"dtype": str(self._dtype).removeprefix("torch.")}
+        widest = functools.reduce(torch.promote_types, dtypes)
+        config = json.loads(file_of_config.read_text()) | {"dtype": str(widest).removeprefix("torch.")}
         file_of_config.write_text(json.dumps(config, indent=2) + "\n")
         if self.path.exists():
             self.path.rmdir()
@@ -97,9 +105,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = 
         if file.name != NAMES:
             shutil.copyfile(file, folder.unfinished / file.name)
     layers = (_of_layer(checkpoint, record, masters, entry, dtype) for entry in range(len(record["entries"])))
-    folder.finish(
-        [(f"{number}", folder.write(f"{number}", tensors)) for number, tensors in enumerate(_shards(layers, largest))]
-    )
+    folder.finish([folder.write(f"{number}", tensors) for number, tensors in enumerate(_shards(layers, largest))])
     return folder.path
 
 
@@ -165,13 +171,12 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
     writes, stage = engine.grid.data_parallel_id == 0, engine.grid.get_stage_id()
     layers = _live(module, dtype)
 
-    def write() -> list[tuple[str, list[str]]]:
+    def write() -> list[Written]:
         found = []
         try:
             for number, tensors in enumerate(_shards(layers, largest)):
                 if writes and tensors:
-                    name = f"{stage:04}-{number:05}"
-                    found.append((name, folder.write(name, tensors)))
+                    found.append(folder.write(f"{stage:04}-{number:05}", tensors))
         finally:
             for _ in layers:  # what is left of masters that replicas share, and put together all at once
                 pass
@@ -180,7 +185,7 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
     mine = together(write)
     everywhere: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everywhere, mine)
-    files = sorted(file for of_rank in everywhere for file in of_rank)
+    files = sorted((file for of_rank in everywhere for file in of_rank), key=lambda file: file.name)
 
     def finish() -> None:
         if rank == 0:

@@ -83,6 +83,7 @@ class DevicePeak:
 
     def begin(self) -> None:
         """Count from here."""
+        _highest[self._device] = highest_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
 
@@ -94,6 +95,14 @@ class DevicePeak:
 def gradients_to_come(parameters: Iterable[Tensor]) -> int:
     """Bytes that the parameters' gradients will take, of those that have none now."""
     return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.grad is None)
+
+
+_highest: dict[torch.device, int] = {}  # before PyTorch's counter of the peak was reset
+
+
+def highest_allocated(device: torch.device) -> int:
+    """Most bytes that this process has had on a CUDA device at once."""
+    return max(_highest.get(device, 0), torch.cuda.max_memory_allocated(device))
 
 
 class StepMemory:
@@ -127,10 +136,13 @@ class StepMemory:
         self._largest_gradient = max((p.numel() * p.element_size() for p in known if p.requires_grad), default=0)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Know the peak of the step that begins, where it can be known, but for the gradients of these parameters."""
+        """Know the peak of the units that run next, where it can be known, but for the gradients of these parameters."""
         self.taken = None
-        if self._peak is not None:
-            self._gradients, self._watching = gradients_to_come(parameters), True
+        self._gradients, self._watching = gradients_to_come(parameters), self._peak is not None
+
+    def runs(self) -> None:
+        """The step's units begin to run; what came before, a look at the model, is no part of it."""
+        if self._watching and self._peak is not None:
             self._peak.begin()
 
     def ran(self) -> None:

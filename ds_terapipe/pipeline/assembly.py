@@ -161,6 +161,7 @@ class Assembly:
         row = step.grid[self.seat.place]
         self._watch.begin(step.number, step.grid, self.seat)
         try:
+            self.memory.runs()
             self.begin(step, row)
             self.links.begin(row, _shape_of(step.batch, torch.is_grad_enabled()))
             run = execute(self.execute)

@@ -109,7 +109,7 @@ class AutoCutting:
         self._overhead_s = 0.0
         self._trials: list[int] = []
         self._bare: MemoryModel | None = None  # as it was counted, without what peaks have taught
-        self._peaks: list[Peaks] = []
+        self._peaks: dict[tuple[int, ...], Peaks] = {}  # of trials, by their slices
         self._trials_of: _Shape | None = None  # what is being measured
         self._steps: list[RecordedStep] = []
         self._model: MemoryModel | None = None
@@ -203,7 +203,8 @@ class AutoCutting:
         if not self._warm:
             self._warm = True
             self._bare, self._limit = self._memory.end()
-            self._model, self._limit_from, self._peaks = self._bare, None, []
+            self._model, self._limit_from = self._bare, None
+            self._peaks.clear()
             self._learn_memory(self._trial.slices)
             cuts = {n: slice_lengths(self._trials_of[0], n) for n in self._trials}
             self._leave_out()
@@ -345,9 +346,13 @@ class AutoCutting:
         taken = self._memory.peaks()
         if taken is None or self._bare is None:
             return
-        self._peaks.append(Peaks(slice_lengths(longest, slices), taken))
-        once, placement = self._situation.weights_once, self._situation.placement
-        self._model = calibrated(self._bare, self._peaks, self._schedule, micro_batches, once, placement)
+        lengths, bare = slice_lengths(longest, slices), self._bare
+        self._peaks[lengths] = Peaks(
+            lengths, taken
+        )  # a trial in place of the warm-up, in which the model was inspected
+        once, placement, measured = self._situation.weights_once, self._situation.placement, [*self._peaks.values()]
+        # of one rank: what the others would come to may differ in a last digit, and their trials with it
+        self._model = self._agree(lambda: calibrated(bare, measured, self._schedule, micro_batches, once, placement))
 
     def _leave_out(self) -> None:
         """The trials that come next and would take more memory than there is."""

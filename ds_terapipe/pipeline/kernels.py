@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
 _ATEN = torch.ops.aten
@@ -82,8 +83,10 @@ def choose_on_cuda(
     grouped = q.shape[1] != k.shape[1]
     if mask is None and can_flash(SDPAParams(q, k, v, None, call.dropout_p, False, grouped)):
         return CudaFlash
-    folded = fold_groups(q, k.shape[1])
-    return CudaEfficient if can_efficient(SDPAParams(folded, k, v, None, call.dropout_p, False, False)) else Formula
+    if grouped and mask is None and call.window is None:  # as it will be run, with as many heads of each
+        k, v = (t[:, :1].expand(-1, q.shape[1], -1, -1) for t in (k, v))
+    asked = SDPAParams(fold_groups(q, k.shape[1]), k, v, None, call.dropout_p, False, False)
+    return CudaEfficient if can_efficient(asked) else Formula
 
 
 def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
@@ -296,11 +299,33 @@ class CudaEfficient(Formula):
         if mask is None and call.window is None:
             return None, _LOWER_RIGHT
         bias = _fold_mask(mask, q, k, call.window)
-        padding = -bias.shape[-1] % _BIAS_ALIGNMENT
-        if padding and bias.stride(-2) % _BIAS_ALIGNMENT:
-            bias = torch.nn.functional.pad(bias, (0, padding))[..., : bias.shape[-1]]
+        if bias.stride(-1) != 1 or bias.stride(-2) % _BIAS_ALIGNMENT:
+            columns = bias.shape[-1]
+            padded = bias.new_zeros(*bias.shape[:-1], columns + -columns % _BIAS_ALIGNMENT)
+            padded[..., :columns] = bias
+            bias = padded[..., :columns]
         rows = q.shape[1] // k.shape[1] * q.shape[2]
         return bias.expand(q.shape[0], k.shape[1], rows, k.shape[2]), 0
+
+
+class Attention(torch.autograd.Function):
+    """Attention without a mask, causal to the lower right, of keys that are all there: q, k, v and a :class:`Call`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        kernel = choose(q, k, v, None, call)
+        out: Tensor
+        out, saved, ctx.kept = kernel.forward(q, k, v, None, call)
+        ctx.save_for_backward(k, v, *saved)
+        ctx.kernel, ctx.call = kernel, call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        k, v, *saved = ctx.saved_tensors
+        gradients = ctx.kernel.backward(grad, tuple(saved), ctx.kept, k, v, None, ctx.call)
+        return gradients.q, gradients.k, gradients.v, None
 
 
 def _devices(device: torch.device) -> list[int]:

@@ -180,8 +180,8 @@ def calibrated(
 
 
 def _line(x: Sequence[float], y: Sequence[float], z: Sequence[float]) -> tuple[float, float]:
-    """Least squares of a x + b y = z, neither below 0; one measurement is all x."""
-    both = np.array([x, y if len(z) > 1 else [0.0]]).T
+    """Least squares of a x + b y = z, neither below 0; where all x are the same, which says nothing of y, b is 0."""
+    both = np.array([x, y if len(set(x)) > 1 else [0.0] * len(x)]).T
     a, b = nonnegative_least_squares(both, np.array(z))
     return float(a), float(b)
 

@@ -325,6 +325,17 @@ def test_an_export_is_loaded_in_the_type_that_it_has(narrow: bool, tmp_path: Pat
         assert parameter.dtype == made, name
 
 
+def test_the_type_of_a_folder_is_the_widest_of_its_weights(tmp_path: Path) -> None:
+    from ds_terapipe.hf.folder import Folder
+
+    folder = Folder(tmp_path / "out")
+    folder.begin()
+    (folder.unfinished / "config.json").write_text('{"dtype": "bfloat16"}')
+    kinds = {"a": torch.float32, "b": torch.bfloat16, "c": torch.int64}
+    folder.finish([folder.write(name, {name: torch.ones(2, dtype=dtype)}) for name, dtype in kinds.items()])
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "float32"}
+
+
 def test_an_export_says_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
     from ds_terapipe.hf import export
     from tests.hf import families

@@ -127,6 +127,29 @@ def test_the_calls_of_cudas_kernels(kernel, dtype, rows, columns, window, groups
     )
 
 
+def test_rows_of_a_mask_that_are_cut_out_of_longer_ones_are_aligned(monkeypatch):
+    aten = cuda_attention.Aten()
+    monkeypatch.setattr(kernels, "_ATEN", aten)
+    longer = torch.randn(1, 1, 101, 101)
+    for columns in (80, 96, 90):
+        compare(CudaEfficient, torch.float32, 5, columns, kv_heads=2, groups=1, mask=longer[..., 7:12, :columns])
+        compare(CudaEfficient, torch.float32, 5, columns, kv_heads=2, groups=2, mask=longer[..., 7:12, :columns])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("rows", "columns"), [(6, 6), (1, 9), (4, 9)])
+def test_attention_of_keys_that_are_all_there(rows, columns, window):
+    random = torch.Generator().manual_seed(0)
+    draw = lambda heads, length: torch.randn(2, heads, length, 8, generator=random, dtype=torch.float64)  # noqa: E731
+    leaves = [t.requires_grad_() for t in (draw(6, rows), draw(2, columns), draw(2, columns))]
+    grad = draw(6, rows)
+    out = kernels.Attention.apply(*leaves, Call(0.0, 0.3, window=window))
+    expected = reference(*leaves, None, 0.3, window)
+    got = torch.autograd.grad(out, leaves, grad)
+    for a, b in zip((out, *got), (expected, *torch.autograd.grad(expected, leaves, grad)), strict=True):
+        assert (a - b).norm() <= 1e-12 * b.norm().clamp(min=0.1)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 6), (2, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_explicit_masks_on_cuda(shape, dtype, monkeypatch):

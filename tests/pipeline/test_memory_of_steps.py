@@ -121,8 +121,10 @@ def test_gradients_of_weights_are_no_part_of_a_peak() -> None:
     frozen.requires_grad_(False)
     memory = StepMemory(Given())
     memory.watch([first, second, frozen])
+    memory.runs()
     memory.ran()
     assert memory.taken == 960.0, "one is there already, one is to come"
+    memory.runs()
     memory.ran()
     assert memory.taken == 960.0, "of a step that nobody watches nothing is learned"
     unknown = StepMemory()

@@ -202,3 +202,12 @@ def test_two_steps_tell_what_grows_with_slices_from_what_does_not(working, joine
     found = calibrated(bare, measured, "1f1b", 1)
     for one in found.stages:
         assert (one.working, one.joined) == pytest.approx((working, joined), abs=1e-9)
+
+
+@pytest.mark.parametrize("length", [777, 2047, 2500, 1024])
+def test_the_same_slices_twice_say_no_more_than_once(length):
+    bare = MemoryModel((StageMemory(activations=1.0),))
+    lengths = (length // 3, length - length // 3)
+    taken = Peaks(lengths, (5000.0,))
+    (twice,) = calibrated(bare, [taken, taken._replace(peaks=(5000.1,))], "1f1b", 1).stages
+    assert twice.joined == 0.0 and twice.working == pytest.approx((5000.05 - length) / max(lengths), rel=1e-6)
