@@ -104,9 +104,12 @@ def test_least_squares_satisfy_the_conditions_of_an_optimum(columns, rows, rando
     target = np.array([random.uniform(-1, 1) for _ in range(rows)])
     x = nonnegative_least_squares(matrix, target)
     gradient = matrix.T @ (matrix @ x - target)
+    rounding = 1e-8 * (
+        1 + np.abs(x).max()
+    )  # columns that are nearly alike have coefficients of any size, and so have residuals
     assert np.all(x >= 0)
-    assert np.all(gradient >= -1e-8)
-    assert np.all(np.abs(gradient[x > 1e-9]) <= 1e-8)
+    assert np.all(gradient >= -rounding)
+    assert np.all(np.abs(gradient[x > 1e-9]) <= rounding)
 
 
 def pipeline():
