@@ -5,11 +5,12 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 ARGS ?=
+VERSIONS ?= 3.11 3.12 3.10
 
 RUN := $(if $(VENV),PATH="$(abspath $(VENV))/bin:$$PATH") OMP_NUM_THREADS=1
 MYPY_CACHE ?= .mypy_cache
 
-.PHONY: help venv demo test test-full test-mutants lint format clean gpu-attention gpu-lamb gpu-one gpu-memory gpu-two gpu-four
+.PHONY: help venv demo test test-full test-versions smoke test-smoke test-mutants lint format clean gpu-attention gpu-lamb gpu-one gpu-memory gpu-two gpu-four
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/'
@@ -31,6 +32,15 @@ test: venv ## the tests that CI runs
 
 test-full: venv ## every combination of settings, some tens of minutes
 	$(RUN) python -m pytest -q $(ARGS)
+
+test-versions: ## the tests under other versions of Python, megatron-core and PyTorch, e.g. VERSIONS="3.10 3.12:torch==2.14.1"
+	bash configs/versions.sh test $(VERSIONS)
+
+smoke: ## what another megatron-core and Python could break, in their own environment
+	bash configs/versions.sh test-smoke 3.12
+
+test-smoke: venv ## names that the package relies on, and Megatron models against one process
+	$(RUN) python -m pytest -q -m "not full and not mutants" tests/test_compat.py tests/test_package.py tests/megatron $(ARGS)
 
 test-mutants: venv ## every known defect put into the package, and which tests find it
 	$(RUN) python -m pytest -q tests/test_mutants.py $(ARGS)

@@ -42,8 +42,8 @@ class AheadOfTime(build_ext):
 
 
 def _jit() -> ModuleType:
-    """ds_terapipe/optim/jit.py alone: it imports the standard library only, the package would import DeepSpeed."""
-    spec = importlib.util.spec_from_file_location("_ds_terapipe_jit", ROOT / "ds_terapipe" / "optim" / "jit.py")
+    """ds_terapipe/optim/op/jit.py alone: it imports the standard library only, the package would import DeepSpeed."""
+    spec = importlib.util.spec_from_file_location("_ds_terapipe_jit", ROOT / "ds_terapipe" / "optim" / "op" / "jit.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -63,7 +63,7 @@ setup(
     ext_modules=[Extension("ds_terapipe.optim._lamb_cpu", [])] if AHEAD else [],
     cmdclass={"build_py": WithSources, "build_ext": AheadOfTime},
     install_requires=[
-        "torch>=2.8",
+        "torch>=2.11",
         "numpy",
         "deepspeed>=0.19.8,<0.20",
         "ninja",
@@ -71,7 +71,7 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "megatron": ["megatron-core>=0.16,<0.17"],
+        "megatron": ["megatron-core>=0.16,<0.20"],
         "hf": ["transformers>=5.0,<6", "safetensors"],
         "dev": ["accelerate", "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "tensorboard"],
     },

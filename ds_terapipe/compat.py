@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 from types import CodeType
@@ -16,8 +17,37 @@ from typing import Any, NamedTuple
 
 from .errors import ConfigError
 
-DEEPSPEED_FROM = (0, 19, 8)
-DEEPSPEED_BELOW = (0, 20)
+logger = logging.getLogger(__name__)
+
+
+class Tested(NamedTuple):
+    """A package, the module with its version, and the versions that the tests have run on: from ``first`` on, below ``below``."""
+
+    name: str
+    module: str
+    first: tuple[int, ...]
+    below: tuple[int, ...]
+
+    @property
+    def version(self) -> str:
+        """The one that is installed."""
+        return str(importlib.import_module(self.module).__version__)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the installed version is one of them."""
+        return self.first <= _release(self.version) < self.below
+
+    def texts(self) -> tuple[str, str, str]:
+        """What is installed, which versions have been tested, and how to get one."""
+        first, below = _dotted(self.first), _dotted(self.below)
+        install = f"pip install '{self.name.lower()}>={first},<{below}'"
+        return f"{self.name} {self.version}", f"{first} or newer, below {below}", install
+
+
+DEEPSPEED = Tested("DeepSpeed", "deepspeed", (0, 19, 8), (0, 20))
+MEGATRON_CORE = Tested("megatron-core", "megatron.core", (0, 16), (0, 20))
+_SAID: set[Tested] = set()  # of which a line has been written in this process
 
 
 class Name(NamedTuple):
@@ -260,8 +290,12 @@ NAMES: tuple[Name, ...] = (
     Name("torch:ops.aten._efficient_attention_backward", "2.13.0", "kernels: CUDA"),
     Name("torch:ops.aten._unsafe_view", "2.13.0", "deferred: results that are no views"),
     Name("torch._subclasses.fake_tensor:FakeTensor", "2.13.0", "attention: torch.compile is at work"),
-    Name("torch.distributed.distributed_c10d:_set_pg_timeout", "2.13.0", "watch: groups that end their waits in time"),
-    Name("torch.distributed.distributed_c10d:_get_default_store", "2.13.0", "watch: who is where, for a hang report"),
+    Name(
+        "torch.distributed.distributed_c10d:_set_pg_timeout", "2.13.0", "watchdog: groups that end their waits in time"
+    ),
+    Name(
+        "torch.distributed.distributed_c10d:_get_default_store", "2.13.0", "watchdog: who is where, for a hang report"
+    ),
     Name("torch._dynamo.eval_frame:OptimizedModule", "2.13.0", "refusals: refused by its class name"),
     Name("torch.nn:Module.compile#_compiled_call_impl", "2.13.0", "refusals: a compiled module"),
     Name(
@@ -381,25 +415,28 @@ def _asked(package: str, packages: Sequence[str] | None) -> bool:
 
 
 def require(key: str = "token_pipeline") -> None:
-    """Raise where the installed DeepSpeed is none that the package was built for.
+    """Raise where the installed DeepSpeed lacks what is used of it; say so where it is only none that was tested.
 
     Args:
         key: what the configuration asks for, with which the message begins.
 
     Raises:
-        ConfigError: naming the version, or the names that it lacks.
+        ConfigError: naming what is missing.
     """
-    deepspeed = importlib.import_module("deepspeed")
-    version = str(deepspeed.__version__)
-    release = _release(version)
-    wanted = f"{_dotted(DEEPSPEED_FROM)} or newer, below {_dotted(DEEPSPEED_BELOW)}"
-    if not DEEPSPEED_FROM <= release < DEEPSPEED_BELOW:
-        use = f"pip install 'deepspeed>={_dotted(DEEPSPEED_FROM)},<{_dotted(DEEPSPEED_BELOW)}'"
-        raise ConfigError(f"{key}: got DeepSpeed {version}, must be {wanted}, use {use}")
     missing = [name.path for name, there in report(packages=("deepspeed",)).items() if name.needed and not there]
     if missing:
-        lacks = f"{key}: DeepSpeed {version} lacks {', '.join(missing)}"
-        raise ConfigError(f"{lacks}, must be {wanted}, use the version in constraints.txt")
+        found, wanted, use = DEEPSPEED.texts()
+        raise ConfigError(f"{key}: {found} lacks {', '.join(missing)}, must be {wanted}, use {use}")
+    say_untested(DEEPSPEED, key)
+
+
+def say_untested(tested: Tested, key: str) -> None:
+    """Warn once in a process of a version that no test has run on. It is used all the same."""
+    if tested.holds or tested in _SAID:
+        return
+    _SAID.add(tested)
+    found, _, use = tested.texts()
+    logger.warning(f"{key}: got {found}, which no test has run on, use {use} where something fails")
 
 
 def _release(version: str) -> tuple[int, ...]:

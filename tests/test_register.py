@@ -268,13 +268,13 @@ def test_fused_lamb_and_its_schedules(tmp_path):
     """With each engine and each way to give the configuration; nothing of ours is loaded by a configuration without them."""
     seen = run("import torch\nimport deepspeed\n" + HARNESS + LAMB + LAMB_WAYS, tmp_path)
     deepspeeds, ours = "deepspeed.runtime.pipe.engine.PipelineEngine", "ds_terapipe.pipeline.engine.TokenPipelineEngine"
-    lamb, schedules = "ds_terapipe.optim.lamb.FusedLamb", "ds_terapipe.optim.lr_schedules"
+    lamb, schedules = "ds_terapipe.optim.lamb.FusedLamb", "ds_terapipe.optim.schedules.lr_schedules"
     assert seen["loaded"] == HOOK_MODULES and seen["nothing"] == [deepspeeds, "SGD"] and seen["restored"] == deepspeeds
     for way, kind in (("pipeline", deepspeeds), ("path", deepspeeds), ("args", deepspeeds), ("sliced", ours),
                       ("zero", deepspeeds), ("plain", "deepspeed.runtime.engine.DeepSpeedEngine")):  # fmt: skip
         assert seen[way] == [kind, "FusedLamb", lamb, [0.1], 0.5, None, True, True], way
     assert seen["warmup"][3:] == [[0.025], 0.5, f"{schedules}.LambWarmup", True, True]  # half of 0.1 sqrt(1 / 4)
-    assert seen["mixed"][0] == ours and seen["mixed"][5] == "ds_terapipe.optim.mixed_batch.MixedBatch"
+    assert seen["mixed"][0] == ours and seen["mixed"][5] == "ds_terapipe.optim.schedules.mixed_batch.MixedBatch"
     assert seen["adam"][5] == f"{schedules}.LambWarmup" and seen["adam"][1:4] == [
         "adam",
         "torch.optim.adamw.AdamW",
@@ -327,7 +327,11 @@ seen = {"plain": name(engine(deepspeed.initialize, {})[0]), "broken": raised(eng
 Blocked.names = set()
 deepspeed.__version__ = "0.18.9"
 seen["plain on another version"] = name(engine(deepspeed.initialize, {})[0])
-seen["version"] = raised(engine, deepspeed.initialize, KEY)
+seen["another version"] = name(engine(deepspeed.initialize, KEY)[0])
+from ds_terapipe import compat
+report, compat.report = compat.report, lambda packages: {compat.Name("deepspeed:gone", "0.19.8", "nothing"): False}
+seen["misfit"] = raised(engine, deepspeed.initialize, KEY)
+compat.report = report
 deepspeed.__version__ = "0.19.8"
 seen["restored"] = name(engine(deepspeed.initialize, KEY)[0])
 print(json.dumps(seen))
@@ -335,8 +339,8 @@ print(json.dumps(seen))
     seen = run(script, tmp_path)
     assert seen["plain"] == seen["plain on another version"] == "deepspeed.runtime.pipe.engine.PipelineEngine"
     assert seen["broken"][0] == "RuntimeError" and "ds_terapipe.config is broken today" in seen["broken"][1]
-    assert seen["version"][0] == "ConfigError" and "got DeepSpeed 0.18.9" in seen["version"][1]
-    assert seen["restored"] == "ds_terapipe.pipeline.engine.TokenPipelineEngine"
+    assert seen["misfit"][0] == "ConfigError" and "DeepSpeed 0.18.9 lacks deepspeed:gone" in seen["misfit"][1]
+    assert seen["another version"] == seen["restored"] == "ds_terapipe.pipeline.engine.TokenPipelineEngine"
 
 
 def test_the_hook_imports_only_the_standard_library(tmp_path):
