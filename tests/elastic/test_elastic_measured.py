@@ -13,9 +13,9 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor
 
-from ds_terapipe.elastic.measured import Chooser
-from tests.elastic.training import Case, data_of, engine_of, reference
-from tests.pipeline.models import Block, Embedding, Head
+from ds_terapipe.elastic.shapes.measured import Chooser
+from tests.elastic.training import Case, data_of, engine_of, reference_on
+from tests.pipeline.models import Block, Embedding, FrozenEmbedding, Head
 from tests.spawn import run_ranks
 
 FORWARD, BACKWARD = 0.01, 0.03  # seconds of each block
@@ -45,6 +45,19 @@ def sleeping() -> list[Any]:
     return [LayerSpec(Embedding), *(LayerSpec(Sleeping) for _ in range(4)), LayerSpec(Head)]
 
 
+class FrozenSleeping(Sleeping):
+    """That its user has frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+def frozen_sleeping() -> list[Any]:
+    """The first three of them frozen by hand."""
+    return [LayerSpec(FrozenEmbedding), *(LayerSpec(FrozenSleeping) for _ in range(2)), *sleeping()[3:]]
+
+
 class Lopsided(PipelineModule):
     """Two stages, of two layers and four."""
 
@@ -70,6 +83,8 @@ def restarting(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.Lam
 CASE = Case("gpt", "adamw", 2, ((5, 3),), (), slices=None, steps=10, batch=4, size=1)
 TWICE = {"policy": "schedule", "frozen_layers": [[4, 2], [8, 4]]}
 KEPT = Case("gpt", "adamw", 2, ((4, 2), (8, 4)), (), slices=None, steps=10, batch=4, size=1)
+BY_HAND = Case("gpt", "adamw", 2, ((0, 3),), (), slices=None, steps=10, batch=4, size=1)
+PERIOD = 2  # steps after which its samples come again
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # what is added to the block, and to the engine
     "taken": ({}, {}),
@@ -86,6 +101,15 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"freeze": {"policy": "static"}, "resize": {"policy": "off"}, "partition": "measured"},
         {"kind": Lopsided},
     ),
+    "by hand, kept": (
+        {
+            "freeze": {"policy": "static"},
+            "resize": {"policy": "off"},
+            "partition": "measured",
+            "cache": {"enabled": True},
+        },
+        {"case": BY_HAND, "specs": frozen_sleeping},
+    ),
     "left as it is": ({"freeze": {"policy": "static"}, "resize": {"policy": "off"}, "partition": "measured"}, {}),
 }
 
@@ -94,19 +118,25 @@ def run(name: str) -> dict[str, Any]:
     block, options = RUNS[name]
     lines: list[str] = []
     peak = mock.patch.object(Chooser, "peak_bytes", lambda self: options.get("peak"))
-    where = ("elastic.measured", "pipeline.report")
+    where = ("elastic.shapes.measured", "pipeline.recording.report")
     said = [mock.patch(f"ds_terapipe.{module}.emit", lines.append) for module in where]
     with said[0], said[1], peak:
         config = {"elastic_pipeline": {"freeze": FREEZE, **block}}
         more = {key: options[key] for key in ("kind", "lr_scheduler") if key in options}
         case = options.get("case", CASE)
-        engine = engine_of(case, specs=sleeping(), config=config, **more)
+        engine = engine_of(case, specs=options.get("specs", sleeping)(), config=config, **more)
         found: dict[str, Any] = {"losses": [], "seen": [], "parts": list(map(int, engine.module.parts))}
-        for step in data_of(case):
+        for step in steps_of(case):
             found["losses"].append(float(engine.train_batch(iter(step))))
             found["seen"].append((engine.num_stages, list(map(int, engine.module.parts))))
+        found["read"] = engine.cache_counts.read
         engine.destroy()
     return {**found, "lines": lines}
+
+
+def steps_of(case: Case) -> list[list[Any]]:
+    steps = data_of(case)
+    return [steps[number % PERIOD] for number in range(case.steps)] if case is BY_HAND else steps
 
 
 def worker(rank: int, world_size: int) -> dict[str, Any]:
@@ -120,7 +150,7 @@ def ranks():
 
 def check_losses(ranks: Any, name: str, case: Case) -> None:
     for rank in ranks:
-        assert rank[name]["losses"] == pytest.approx(reference(case).losses, rel=1e-5)
+        assert rank[name]["losses"] == pytest.approx(reference_on(case, steps_of(case)).losses, rel=1e-5)
 
 
 def test_replicas_are_taken_where_they_are_faster(ranks):
@@ -179,6 +209,18 @@ def test_layers_are_divided_anew_where_more_are_frozen(ranks):
         assert rank["a list"]["seen"] == [(2, [0, 3, 6])] * 5 + [(2, [0, 4, 6])] * 5 and rank["a list"]["lines"] == []
 
 
+def test_layers_frozen_by_hand_are_kept_and_the_others_divided_anew(ranks):
+    """Three of six entries, all of the first stage, are frozen; kept they take nothing, and with one more of the others on that
+    stage both take 0.04, where the second took 0.08."""
+    check_losses(ranks, "by hand, kept", BY_HAND)
+    for rank in ranks:
+        found = rank["by hand, kept"]
+        assert found["parts"] == [0, 3, 6] and found["seen"] == [(2, [0, 3, 6])] * 3 + [(2, [0, 4, 6])] * 7, found[
+            "lines"
+        ]
+    assert ranks[0]["by hand, kept"]["read"] >= 4 * (BY_HAND.steps - 4)
+
+
 def test_layers_are_divided_by_what_they_take_though_nothing_is_frozen(ranks):
     static = Case("gpt", "adamw", 2, (), (), slices=None, steps=10, batch=4, size=1)
     for name in ("divided anew", "left as it is"):
@@ -197,7 +239,7 @@ def test_a_rank_that_trains_nothing_says_nothing_of_what_training_takes():
     module = torch.nn.Linear(2, 2).requires_grad_(False)
     optimizer = SimpleNamespace(state={unused: {"exp_avg": torch.zeros(2)}}, param_groups=[{"params": [unused]}])
     chooser._engine = SimpleNamespace(module=module, basic_optimizer=optimizer)
-    chooser._control = SimpleNamespace(collect=lambda mine: [mine, 2.0])
+    chooser._consensus = SimpleNamespace(collect=lambda mine: [mine, 2.0])
     assert chooser._optimizer_share() == 2.0
     module.requires_grad_(True)
     optimizer.state[module.weight] = {"exp_avg": torch.zeros(20)}
