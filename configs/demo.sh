@@ -20,14 +20,17 @@ DATA="$OUT/data/python"
 PORT=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 trap 'rm -f /dev/shm/deepspeed_allreduce_buffer_*_"$PORT"_*' EXIT
 
+# What DeepSpeed says of every pipeline on a CPU and of every LR schedule.
+NO_NEWS='^SEED_LAYERS=|^Using topology: |shm_comm_op built successfully|learning rate from scheduler before it has started'
+
 # train NAME CONFIG ARGUMENTS...
 train() {
   local name=$1 config=$2
   shift 2
   rm -f "$OUT/$name.jsonl"
-  deepspeed --log_level warning --num_gpus 2 --master_port "$PORT" train.py "${MODEL[@]}" --pipeline-model-parallel-size 2 \
+  deepspeed --log_level error --num_gpus 2 --master_port "$PORT" train.py "${MODEL[@]}" --pipeline-model-parallel-size 2 \
     --data-path "$DATA" --data-cache-path "$OUT/cache" --log-file "$OUT/$name.jsonl" \
-    --deepspeed --deepspeed_config "$config" "$@"
+    --deepspeed --deepspeed_config "$config" "$@" 2>&1 | grep --line-buffered -vE "$NO_NEWS"
 }
 
 mkdir -p "$OUT"
@@ -37,11 +40,15 @@ python -m ds_terapipe.cli prepare-data --output-prefix "$DATA"
 
 rm -f "$OUT/costs.json" "$OUT/trace.json"
 echo "== $STEPS steps with configs/demo.json: \"token_pipeline\": {\"slices\": \"auto\", ...}"
-train demo configs/demo.json --train-iters "$STEPS" --log-interval 10 --eval-interval "$STEPS" --eval-iters 2
+train demo configs/demo.json --train-iters "$STEPS" --log-interval 20 --eval-interval "$STEPS" --eval-iters 2
 
 echo "== $COMPARE_STEPS steps from the same seed, with the key (the measurements are there now) and without"
-train with configs/demo.json --train-iters "$COMPARE_STEPS" --log-interval 1
-train without configs/demo_without.json --train-iters "$COMPARE_STEPS" --log-interval 1
+for run in with:demo without:demo_without; do
+  train "${run%:*}" "configs/${run#*:}.json" --train-iters "$COMPARE_STEPS" --log-interval 1 > "$OUT/${run%:*}.log" || {
+    cat "$OUT/${run%:*}.log"
+    exit 1
+  }
+done
 python configs/compare.py "$OUT/with.jsonl" "$OUT/without.jsonl" --training "$OUT/demo.jsonl"
 
 echo "== what ran when: the traced steps, and the same step uncut as the measurements predict it"

@@ -57,7 +57,7 @@ def check(ranks: list[dict[str, Any]], reshapes: int, memory: float | None) -> N
         assert memory is None or share < memory, f"resident memory grew by {share:.1%}"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16 ZeRO-1"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16 ZeRO-1"])
 def test_a_few_reshapes_leave_nothing_behind(precision):
     check(run_ranks(worker, 2, 8, 4, "tied", precision), 8, None)
 

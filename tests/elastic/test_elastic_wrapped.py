@@ -17,6 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor, nn
 
 from tests.elastic.training import FP16, MODELS, OPTIMIZERS, Case, Objects, data_of, engine_of, prefixes, reference
+from tests.full import is_full, marked
 from tests.mutants.claims import holds
 from tests.pipeline.models import Plain
 from tests.pipeline.training import difference
@@ -39,6 +40,7 @@ TWO = {
     ),
     "ZeRO-1, partly frozen": Case("partly frozen", "adamw", 2, ((6, 4),), RESIZE, steps=12, precision="ZeRO-1"),
 }
+FULL_TWO = ("ZeRO-1, FusedLamb", "bf16, AdamW", "bf16, instance", "fp16, instance", "ZeRO-1, partly frozen")
 FOUR = {
     "ZeRO-1": Case("gpt", "adamw", 2, FREEZE, ((3, 1), (9, 4)), steps=12, precision="ZeRO-1"),
     "bf16": Case("gpt", "adamw", 4, FREEZE, ((3, 2), (9, 1)), steps=12, precision="bf16 ZeRO-1"),
@@ -143,9 +145,14 @@ def worker(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, Any]
     return {name: run(case) for name, case in cases.items()}
 
 
-@pytest.fixture(scope="module")
-def two():
-    return run_ranks(worker, 2, TWO, timeout=300)
+@cache
+def launched(full: bool) -> Any:
+    return run_ranks(worker, 2, {name: case for name, case in TWO.items() if (name in FULL_TWO) == full}, timeout=300)
+
+
+@pytest.fixture
+def two(request):
+    return launched(is_full(request))
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +160,7 @@ def four():
     return run_ranks(worker, 4, FOUR, timeout=300)
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", marked(TWO, FULL_TWO))
 def test_two_processes(two, name):
     check(TWO[name], [found[name] for found in two])
 

@@ -81,7 +81,9 @@ def hf_names(made: Any) -> list[dict[str, str]]:
     return names_of(made.source)
 
 
-@pytest.mark.parametrize("block", [{"slices": [1, 15, 8]}, None], ids=["ours", "DeepSpeed's"])
+@pytest.mark.parametrize(
+    "block", [{"slices": [1, 15, 8]}, pytest.param(None, marks=pytest.mark.full)], ids=["ours", "DeepSpeed's"]
+)
 def test_a_pipeline_from_a_folder_to_a_folder(block: dict[str, Any] | None, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from tests.full import marked
 from tests.megatron.common import (
     Model,
     allow_fp64,
@@ -63,7 +64,9 @@ def trained(tensor: int, stages: int, replicas: int) -> dict[str, Any]:
     return run_ranks(train_all, tensor * stages * replicas, tensor, stages, timeout=240)[0]
 
 
-@pytest.mark.parametrize(("tensor", "stages", "replicas"), [(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "stages", "replicas"), marked([(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2)], [(1, 2, 1)])
+)
 def test_every_layout_trains_as_one_process_does(tensor: int, stages: int, replicas: int) -> None:
     alone, spread = trained(1, 1, 1), trained(tensor, stages, replicas)
     for name, model in MODELS.items():

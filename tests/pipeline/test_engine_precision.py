@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 
+from tests.full import is_full, marked
 from tests.pipeline.models import MaskedTokenLoss, masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import ADAMW, SGD, Trace, build_engine, errors, train, train_plain
 from tests.spawn import run_ranks
@@ -27,7 +28,13 @@ BF16 = {  # the optimiser classes that DeepSpeed 0.19.8 chooses among
         **FP32_SUM,
     },
 }
-FULL = ("zero0, gathered after backward", "zero1, fp32 sum, gathered after backward", "zero1 adamw", "clipped replicas")
+FULL = (
+    "zero0, gathered after backward",
+    "zero1, fp32 sum, gathered after backward",
+    "zero1 adamw",
+    "clipped replicas",
+    "clipped slice",
+)
 ZERO1 = {"zero_optimization": {"stage": 1}}
 CLIP = 0.5
 LOSS_ROUNDING = 2.0**-11  # of a mean of losses made from bf16 logits
@@ -115,18 +122,13 @@ def launched(full: bool) -> Results:
 @pytest.fixture
 def results(request: pytest.FixtureRequest) -> Results:
     """Of the launch that the test is for."""
-    return launched(full=any(mark.name == "full" for mark in request.node.iter_markers()))
-
-
-def marked(names: Iterable[str]) -> list[Any]:
-    """As parameters; launches of many engines take minutes, so some are for ``make test-full``."""
-    return [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in names]
+    return launched(full=is_full(request))
 
 
 @pytest.mark.parametrize("name", marked([
     "zero1", "zero1 adamw", "zero1 clipped", "zero1 four stages", "clipped", "clipped replicas", "clipped slice",
     "client optimizer",
-]))  # fmt: skip
+], FULL))  # fmt: skip
 def test_fp32_equals_one_process(results: Any, name: str) -> None:
     for fp32, _ in results:
         measured = fp32[name]
@@ -134,7 +136,7 @@ def test_fp32_equals_one_process(results: Any, name: str) -> None:
             assert measured[what] <= 1e-5, f"{what} differ by {measured[what]:.1e}"
 
 
-@pytest.mark.parametrize("name", marked([*BF16, "four stages"]))
+@pytest.mark.parametrize("name", marked([*BF16, "four stages"], FULL))
 def test_bf16_is_as_exact_as_unsliced(results: Any, name: str) -> None:
     for _, bf16 in results:
         own = bf16[f"{name}/own"]

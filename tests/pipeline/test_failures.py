@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,18 +16,19 @@ from deepspeed.pipe import LayerSpec
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_terapipe import current_span
-from ds_terapipe.pipeline.watch import Position
+from ds_terapipe.pipeline.transport.watchdog import Position
+from tests.full import is_full, marked
 from tests.pipeline.models import Block, gpt, mean_loss, micro_batch, tied_gpt
 from tests.pipeline.training import build_engine
 from tests.spawn import Exit, mark, run_to_exit, torchrun
 
 SLICES, LENGTH, MICRO_BATCHES, STEP = 4, 24, 2, 2
-GRACE_S = 5.0  # see watch.py
+GRACE_S = 5.0  # see watchdog.py
 REPORT_S = 40.0  # what a report and Python's exit take, about 10 of which are waits of the report's own, on busy cores
 ENDS_WITHIN_S = 150  # more than any case may take
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 COLLECTIVES = {
-    "header": ("_control.announce", "all ranks to start the step"),
+    "header": ("_consensus.announce", "all ranks to start the step"),
     "tied": ("_exec_reduce_tied_grads", "the all-reduce of tied gradients"),
     "gradients": ("_exec_reduce_grads", "the all-reduce of gradients over data-parallel replicas"),
     "optimizer": ("_exec_optimizer_step", "the optimiser step of the other ranks"),
@@ -70,6 +72,9 @@ CASES = {
     },
     "stop the store's host": Case("stop", 0, 2, 2, "header", 12.0),
 }
+
+
+FULL = ("stop before tied", "stop before optimizer", "stop before loss")
 
 
 class Bug(KeyError):
@@ -134,16 +139,23 @@ def train(rank: int, world_size: int, *case: Any) -> None:
     mark("trained")
 
 
-@pytest.fixture(scope="module")
-def exits() -> dict[str, list[Exit]]:
-    """All cases, some at a time: they mostly wait."""
+@cache
+def launched(full: bool) -> dict[str, list[Exit]]:
+    """Many cases, some at a time: they mostly wait."""
 
     def run(case: Case) -> list[Exit]:
         stopped = [case.victim] if case.what == "stop" else []
         return run_to_exit(train, case.world_size, *case, timeout=ENDS_WITHIN_S, stopped=stopped)
 
+    cases = {name: case for name, case in CASES.items() if (name in FULL) == full}
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(CASES, pool.map(run, CASES.values()), strict=True))
+        return dict(zip(cases, pool.map(run, cases.values()), strict=True))
+
+
+@pytest.fixture
+def exits(request: pytest.FixtureRequest) -> dict[str, list[Exit]]:
+    """Of the launches that the test is for."""
+    return launched(full=is_full(request))
 
 
 def report(end: Exit) -> str:
@@ -151,10 +163,10 @@ def report(end: Exit) -> str:
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in end.output.splitlines()]
     starts = [i for i, line in enumerate(lines) if re.search(r"rank \d+ \(stage \d+\) waited ", line)]
     assert starts, end.output
-    return "\n".join(lines[starts[-1] :]).removeprefix("ds_terapipe.pipeline.watch.PipelineStalled: ")
+    return "\n".join(lines[starts[-1] :]).removeprefix("ds_terapipe.pipeline.transport.watchdog.PipelineStalled: ")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, FULL))
 def test_every_survivor_ends_in_time_and_says_who_waited_for_whom(exits, name):
     case, ends = CASES[name], exits[name]
     accident = ends[case.victim].mark("accident")
@@ -171,7 +183,7 @@ def test_every_survivor_ends_in_time_and_says_who_waited_for_whom(exits, name):
             assert f" for {COLLECTIVES[case.where][1]} in " in first
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, FULL))
 def test_the_report_shows_where_everybody_is(exits, name):
     case, ends = CASES[name], exits[name]
     for rank in case.survivors():
