@@ -16,8 +16,8 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ds_terapipe.elastic import state as elastic_state
 from ds_terapipe.elastic.engine import ElasticPipelineEngine
+from ds_terapipe.elastic.saved import state as elastic_state
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.megatron import tasks
 from ds_terapipe.megatron.data import SampleIterator

@@ -16,10 +16,10 @@ from .version import __version__ as __version__
 _PUBLIC = {
     "ConfigError": "errors",
     "FusedLamb": "optim.lamb",
-    "Span": "pipeline.context",
+    "Span": "pipeline.slicing",
     "TokenPipelineConfig": "config",
     "TokenPipelineEngine": "pipeline.engine",
-    "current_span": "pipeline.context",
+    "current_span": "pipeline.operators.context",
     "initialize": "register",
     "register": "register",
 }

@@ -1,7 +1,7 @@
 """Locks that a launch leaves behind which was killed while PyTorch compiled an extension: whoever comes later waits for ever.
 
 DeepSpeed's ops are compiled by ``torch.utils.cpp_extension``, which waits in silence until a file named ``lock`` is gone, in
-the folder of the extension. FusedLamb's op has locks that the kernel releases (``optim/jit.py``).
+the folder of the extension. FusedLamb's op has locks that the kernel releases (``optim/op/jit.py``).
 """
 
 from __future__ import annotations

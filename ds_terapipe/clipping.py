@@ -12,26 +12,27 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 from torch.nn import Parameter
 
 
-class TrueNormClipping:
+class TrueNormClipping(DeepSpeedEngine):
     """Stands before ``DeepSpeedEngine`` or a class made of it: clips by the true norm, which is also the one it reports.
 
     Gradient norms are those of unscaled gradients, averaged over data-parallel replicas.
     """
 
-    def clip_fp32_gradients(self: Any) -> None:
+    def clip_fp32_gradients(self) -> None:
         """Clip by the norm over all stages and tensor-parallel ranks. Collective over a replica of the model."""
         self._global_grad_norm = clip_gradients(
             self.module.parameters(), self.gradient_clipping(), self.mpu, self.device
         ).item()
 
-    def _take_model_step(self: Any, lr_kwargs: dict[str, Any] | None) -> None:
-        take_step = super()._take_model_step  # type: ignore[misc]
+    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        take_step = super()._take_model_step
         if not isinstance(self.optimizer, FP16_UnfusedOptimizer):
             take_step(lr_kwargs)
             return

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ds_terapipe.pipeline import core_attention, sdpa
-from ds_terapipe.pipeline.context import SliceContext
+from ds_terapipe.pipeline.operators import core_attention, sdpa
+from ds_terapipe.pipeline.operators.context import SliceContext
 
 
 def lengths_of(total: int, slices: int | Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds_terapipe.plan import LayerSeconds, MeasuredCost, Sample, StageCost
-from ds_terapipe.plan.hardware import CLUSTERS
+from ds_terapipe.plan.costs.hardware import CLUSTERS
 from tests.test_cli_plan import figures, run
 
 SECONDS = ((3.0, 3.0), (3.0, 6.0))  # forward and backward of four entries, a third of it forward

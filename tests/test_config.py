@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ds_terapipe import FusedLamb
 from ds_terapipe.config import TokenPipelineConfig, parse
 from ds_terapipe.errors import ConfigError, bad_value, nearest, shown
+from tests.schedule.strategies import SCHEDULES
 
 
 def parsed(**block):
@@ -110,9 +111,9 @@ SLICES = "must be a positive number or a list of lengths"
             ['token_pipeline.plan_path: got "plan.json"', "absent beside slices"],
         ),
         ({"plan_path": 3}, ["token_pipeline.plan_path: got 3", 'use "plan.json"']),
-        ({"slices": 8, "schedule": "1F1b"}, ["token_pipeline.schedule", '"terapipe" or "1f1b"', 'use "1f1b"']),
-        ({"slices": 8, "schedule": "terrapipe"}, ['"terapipe" or "1f1b"', 'use "terapipe"']),
-        ({"slices": 8, "schedule": "gpipe"}, ['got "gpipe"', '"auto" or "terapipe" or "1f1b"', "use "]),
+        ({"slices": 8, "schedule": "1F1b"}, ["token_pipeline.schedule", SCHEDULES, 'use "1f1b"']),
+        ({"slices": 8, "schedule": "terrapipe"}, [SCHEDULES, 'use "terapipe"']),
+        ({"slices": 8, "schedule": "gpipe"}, ['got "gpipe"', '"auto" or ' + SCHEDULES, "use "]),
         ({"slices": 8, "schedule": 3}, ["token_pipeline.schedule: got 3", 'use "auto"']),
         ({"slices": 8, "weight_gradients": "once"}, ["token_pipeline.weight_gradients", '"micro_batch" or "slice"']),
         ({"slices": 8, "layout": "bs_h"}, ["token_pipeline.layout", '"auto" or "bsh" or "sbh"', 'use "bsh"']),
@@ -232,7 +233,7 @@ def test_so_it_is_for_the_optimizer(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["reference_lr", "reference_batch_size", "total_steps", "warmup_ratio"])
 def test_and_for_schedulers(name: str) -> None:
-    from ds_terapipe.optim.lr_schedules import LambWarmup
+    from ds_terapipe.optim.schedules.lr_schedules import LambWarmup
 
     params = {"reference_lr": 1e-3, "reference_batch_size": 32, "total_steps": 10, "warmup_ratio": 0.1, name: BIG}
     with pytest.raises(ConfigError, match=rf"{name}: got 1000+"):

@@ -22,10 +22,11 @@ import torch
 import ds_terapipe
 from ds_terapipe import autoload, config
 from ds_terapipe.elastic import settings as elastic
-from ds_terapipe.elastic.freeze import policy_names
-from ds_terapipe.elastic.freezer import REASONS
+from ds_terapipe.elastic.policies.freeze import policy_names
+from ds_terapipe.elastic.policies.freezer import REASONS
 from ds_terapipe.optim import modes
 from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.schedule import NAMES
 
 from .documents import ROOT, Piece, take_apart
 from .shown import (
@@ -184,7 +185,7 @@ def lamb_settings() -> dict[str, inspect.Parameter]:
 
 def known_values() -> set[str]:
     """Words in quotation marks that are a value of some key or the name of a type."""
-    values = {value for kind in (config.Schedule, config.Layout, config.WeightGradients) for value in get_args(kind)}
+    values = {*NAMES, *get_args(config.Layout), *get_args(config.WeightGradients)}
     return (
         values
         | {name for names in autoload.TYPES.values() for name in names}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.pipeline.slicing import Span
 from tests.ran import Ran, lengths_of
 
 CUT = ((3, 1, 4), (3, 1, 4))

@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_terapipe import refusals
 from ds_terapipe.errors import ConfigError
+from tests.schedule.strategies import SCHEDULES
 
 from .mutants.claims import holds, refused_or_let_pass
 from .spawn import run_ranks
@@ -40,7 +41,7 @@ CONFIGS = {
         'token_pipeline.slices: got "many"',
         "use e.g. 8",
     ),
-    "schedule": ({"token_pipeline": {"slices": 2, "schedule": "gpipe"}}, 'got "gpipe"', '"terapipe" or "1f1b"'),
+    "schedule": ({"token_pipeline": {"slices": 2, "schedule": "gpipe"}}, 'got "gpipe"', SCHEDULES),
     "key": ({"token_pipeline": {"slises": 2}}, 'unknown key "slises"', 'use "slices"'),
     "top-level key": ({"token_pipline": {"slices": 2}}, "token_pipline: unknown key", 'use "token_pipeline"'),
     "elastic": (

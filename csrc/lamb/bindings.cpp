@@ -1,4 +1,4 @@
-// Python's way to the CPU back end: addresses as integers, so that no header of PyTorch's is needed. ds_terapipe/optim/backends.py
+// Python's way to the CPU back end: addresses as integers, so that no header of PyTorch's is needed. ds_terapipe/optim/op/backends.py
 // is the only caller, and keeps what the addresses point to alive.
 #include <pybind11/pybind11.h>
 

@@ -1,5 +1,5 @@
 // The tables that both back ends read: what is updated (segments), how (rules), and what is shared by all (control).
-// Python lays them out (ds_terapipe/optim/segments.py) as int64 and float64 arrays of these very columns.
+// Python lays them out (ds_terapipe/optim/op/segments.py) as int64 and float64 arrays of these very columns.
 #pragma once
 
 #include <cstdint>

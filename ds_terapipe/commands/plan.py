@@ -6,16 +6,16 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from ds_terapipe.commands.alternatives import alternatives_to, verdicts
-from ds_terapipe.commands.cost_sources import Analytic, Measured
-from ds_terapipe.commands.frozen import add_frozen, plan_frozen
 from ds_terapipe.commands.output import add_json, show
-from ds_terapipe.commands.plan_inputs import Inputs, add_inputs, choose_plan, read_inputs
+from ds_terapipe.commands.planning.alternatives import alternatives_to, verdicts
+from ds_terapipe.commands.planning.cost_sources import Analytic, Measured
+from ds_terapipe.commands.planning.frozen import add_frozen, plan_frozen
+from ds_terapipe.commands.planning.inputs import Inputs, add_inputs, choose_plan, read_inputs
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.choose import advise_micro_batch
+from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.evaluate import StepTimes
-from ds_terapipe.plan.layers import LayerSeconds
 from ds_terapipe.plan.result import Plan, compact, seconds_text
 from ds_terapipe.plan.stages import Partition, describe, partition
 

@@ -131,7 +131,7 @@ def deepspeed_ops() -> list[OpLine]:
 
 def our_ops() -> list[OpLine]:
     """FusedLamb's ops, with the reason where one cannot be used and the instruction set that was picked where it can."""
-    from ds_terapipe.optim.op_builder import builders
+    from ds_terapipe.optim.op.builder import builders
 
     lines = []
     for builder in builders():

@@ -47,7 +47,7 @@ def reproduce_paper(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: a granularity that is no positive number. CommandError: the file of ``--json`` cannot be written.
     """
-    from ds_terapipe.plan.paper import Options, reproduce
+    from ds_terapipe.plan.paper.predicted import Options, reproduce
 
     told = _say if sys.stderr.isatty() else None
     with progress("simulating the paper's settings"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from ds_terapipe.commands.output import add_json, show
-from ds_terapipe.commands.plan_inputs import write_text
-from ds_terapipe.elastic.history import read_history
-from ds_terapipe.elastic.picture import shapes_svg, shapes_text
+from ds_terapipe.commands.planning.inputs import write_text
+from ds_terapipe.elastic.shapes.history import read_history
+from ds_terapipe.elastic.shapes.picture import shapes_svg, shapes_text
 
 EXAMPLE = """\
 example:

@@ -6,9 +6,9 @@ import argparse
 import re
 from typing import Any, NamedTuple
 
-from ds_terapipe.commands.compare import compare
 from ds_terapipe.commands.output import add_json, show
-from ds_terapipe.commands.plan_inputs import (
+from ds_terapipe.commands.planning.compare import compare
+from ds_terapipe.commands.planning.inputs import (
     AUTO,
     Inputs,
     add_inputs,
@@ -20,7 +20,7 @@ from ds_terapipe.commands.plan_inputs import (
 )
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import bad_value
-from ds_terapipe.plan.memory import MemoryUse, as_dict, gigabytes, memory_use
+from ds_terapipe.plan.costs.memory import MemoryUse, as_dict, gigabytes, memory_use
 from ds_terapipe.plan.result import Plan, compact
 from ds_terapipe.schedule import Panel, Simulation, timelines_svg
 from ds_terapipe.tracing.chrome import events_of, write
@@ -58,7 +58,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--slices", metavar="N|L,L", help=f"{_RULE}: 8, or 512,512, or 128x16 (default: the best)")
     parser.add_argument("--plan", metavar="FILE", help="simulate the plan of this file")
     parser.add_argument(
-        "--compare", action="store_true", help="1F1B, interleaved 1F1B, TeraPipe and slice-level 1F1B under each other"
+        "--compare",
+        action="store_true",
+        help="1F1B and interleaved 1F1B without slices, and all schedules of slices, under each other",
     )
     parser.add_argument("--picture", metavar="FILE", help="draw the timeline as an SVG file")
     parser.add_argument("--trace", metavar="FILE", help="write the predicted run as a Chrome trace")
@@ -172,15 +174,20 @@ def _one(inputs: Inputs, cutting: Cutting, trace: str | None) -> tuple[list[str]
     if trace is not None:
         about = {"schedule": cutting.schedule, "slices": list(cutting.slices), "costs": inputs.source.text}
         try:
-            write(trace, events_of(found.grid, found.spans), about)
+            write(trace, events_of(found.grid, found.intervals), about)
         except OSError as error:
             raise unwritable("--trace", trace, error) from error
     data = _figures(inputs, cutting, found, memory)
     scale = 1.0 if inputs.units else 1e3
-    spans = [[span._replace(start=scale * span.start, end=scale * span.end) for span in row] for row in found.spans]
+    intervals = [
+        [interval._replace(start=scale * interval.start, end=scale * interval.end) for interval in row]
+        for row in found.intervals
+    ]
     count = len(cutting.slices)
     title = f"{cutting.schedule}, {count} slices" if count > 1 else f"{cutting.schedule}, unsliced"
-    panel = Panel(title if inputs.units else f"{title}, ms", found.grid, spans=spans, placement=request.placement)
+    panel = Panel(
+        title if inputs.units else f"{title}, ms", found.grid, intervals=intervals, placement=request.placement
+    )
     return _lines(inputs, cutting, data, memory), data, [panel]
 
 

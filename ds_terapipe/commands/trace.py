@@ -10,7 +10,7 @@ from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.output import add_json, show
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.schedule import Action, Panel, timelines_svg
-from ds_terapipe.schedule.replay import Span
+from ds_terapipe.schedule.replay import Interval
 from ds_terapipe.tracing.chrome import PREDICTED, Event, read, write
 from ds_terapipe.tracing.summary import as_table, summarise
 
@@ -84,10 +84,10 @@ def panels_of(title: str, events: Sequence[Event]) -> list[Panel]:
         shown = [(e, a) for e, a in timed if e.step == last and e.rank == first_rank[e.stage]]
         zero = min(event.start for event, _ in shown)
         grid: list[list[Action]] = [[] for _ in range(max(first_rank) + 1)]
-        spans: list[list[Span]] = [[] for _ in grid]
+        intervals: list[list[Interval]] = [[] for _ in grid]
         for event, action in sorted(shown, key=lambda pair: pair[0].start):
             grid[event.stage].append(action)
-            spans[event.stage].append(Span(1e3 * (event.start - zero), 1e3 * (event.end - zero)))
+            intervals[event.stage].append(Interval(1e3 * (event.start - zero), 1e3 * (event.end - zero)))
         what = run if run == PREDICTED else f"{run}, step {last}"
-        panels.append(Panel(f"{title}: {what}, ms", grid, spans=spans))
+        panels.append(Panel(f"{title}: {what}, ms", grid, intervals=intervals))
     return panels

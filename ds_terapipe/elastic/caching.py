@@ -16,8 +16,8 @@ from ds_terapipe.elastic.cache.outputs import Counts
 from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.elastic.cache.stage import CachedStage
 from ds_terapipe.elastic.freezing import Freezing
-from ds_terapipe.elastic.layers import layers_here, names_in
-from ds_terapipe.pipeline.report import emit
+from ds_terapipe.elastic.moves.layers import layers_here, names_in
+from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.schedule import Placement
 
@@ -35,7 +35,7 @@ class Caching(Freezing):
             tensor = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
             precision = f"{self._layer_dtype} {self.torch_autocast_enabled()}"
             flags = f"{precision} {tensor} of {self.grid.model_parallel_size}"
-            run = self._control.decide(lambda: secrets.token_hex(8))
+            run = self._consensus.decide(lambda: secrets.token_hex(8))
             self._shelf = Shelf(
                 settings, run, self.device, flags, self._agreement(), emit if self.global_rank == 0 else _nobody_hears
             )
@@ -46,11 +46,11 @@ class Caching(Freezing):
         """The least of what the tensor-parallel ranks of a stage say: all of them run its layers, or none."""
         if self.grid.model_parallel_size == 1:
             return int
-        group, device, watch = self.grid.slice_proc_group, self.device, self._watch
+        group, device, watchdog = self.grid.slice_proc_group, self.device, self._watchdog
 
         def agree(mine: int) -> int:
             said = torch.tensor([mine], device=device)
-            with watch.waiting("the tensor-parallel ranks to look into their caches"):
+            with watchdog.waiting("the tensor-parallel ranks to look into their caches"):
                 torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=group)
                 return int(said)
 

@@ -8,10 +8,10 @@ from typing import Any
 from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
 
 from ds_terapipe.elastic.caching import Caching
-from ds_terapipe.elastic.masters import is_wrapped, unwrap
-from ds_terapipe.elastic.restore import SavedStates, about, numbers_of, put
-from ds_terapipe.elastic.state import check, read, same_shape, write
-from ds_terapipe.elastic.universal import (
+from ds_terapipe.elastic.moves.masters import is_wrapped, unwrap
+from ds_terapipe.elastic.saved.restore import SavedStates, about, numbers_of, put
+from ds_terapipe.elastic.saved.state import check, read, same_shape, write
+from ds_terapipe.elastic.saved.universal import (
     CARRIED,
     KEY,
     Universal,
@@ -23,7 +23,7 @@ from ds_terapipe.elastic.universal import (
 )
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.pipeline.checkpoints import tag_of
-from ds_terapipe.pipeline.control import error_of
+from ds_terapipe.pipeline.transport.consensus import error_of
 
 
 class ElasticCheckpoints(Caching):
@@ -32,9 +32,9 @@ class ElasticCheckpoints(Caching):
     _seed: int | None = None  # of the random streams
 
     def _save_beside(self, folder: Path) -> None:
-        parts = self._control.gather(about(self))
+        parts = self._consensus.gather(about(self))
         state = {**self._state(), "optimizer": parts}
-        self._control.decide(lambda: write(folder, state))
+        self._consensus.decide(lambda: write(folder, state))
 
     def _client_state(self) -> dict[str, Any]:
         """What `ds_to_universal` needs and would not find otherwise: in the files that it copies."""
@@ -42,7 +42,7 @@ class ElasticCheckpoints(Caching):
             return {}
         sharded = self.grid.model_parallel_size > 1
         kinds = {n: kind_of(p, sharded) for n, p in self.module.named_parameters() if p.requires_grad}
-        carried = to_carry(self, self._state(), info(self._control.gather((self.grid.get_stage_id(), kinds))))
+        carried = to_carry(self, self._state(), info(self._consensus.gather((self.grid.get_stage_id(), kinds))))
         if carried and not self.zero_optimization():
             carried[PARAM_SHAPES] = self._get_zero_param_shapes()  # which DeepSpeed notes with ZeRO alone
         return carried
@@ -74,11 +74,11 @@ class ElasticCheckpoints(Caching):
         state = None
         if not load_module_only:
             self._recover(load_dir, tag)
-            state = self._control.decide(lambda: read(load_dir, tag))
+            state = self._consensus.decide(lambda: read(load_dir, tag))
         saved = None
         if state is not None:
             now = self._state()
-            self._control.agree(error_of(lambda: check(state, now)))
+            self._consensus.agree(error_of(lambda: check(state, now)))
             by_name = not same_shape(state, now, self.elastic_pipeline.moves)
             if by_name:
                 if state["frozen_layers"] != self._frozen:
@@ -103,12 +103,14 @@ class ElasticCheckpoints(Caching):
             ConfigError: on every rank; nothing has been changed but what is frozen.
         """
         found: list[Universal] = []
-        self._control.agree(error_of(lambda: self._read_universal(found, load_dir, tag, optimizer and not module_only)))
+        self._consensus.agree(
+            error_of(lambda: self._read_universal(found, load_dir, tag, optimizer and not module_only))
+        )
         (universal,) = found
         state = universal.state
         if state is not None and state["frozen_layers"] != self._frozen:
             self._change(state["frozen_layers"], self.num_stages, step=None)
-        self._control.agree(error_of(lambda: universal.check(numbers_of(self), untrained(self.module))))
+        self._consensus.agree(error_of(lambda: universal.check(numbers_of(self), untrained(self.module))))
         path, client_state = super().load_checkpoint(
             load_dir, tag, load_optimizer_states=self.zero_optimization(), load_lr_scheduler_states=lr_scheduler
         )
@@ -154,10 +156,10 @@ class ElasticCheckpoints(Caching):
         tensor = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
         parts, groups = state.get("optimizer") or [], len(self.basic_optimizer.param_groups)
         number_of: dict[str, int] = {}
-        for numbers in self._control.gather(numbers_of(self)):
+        for numbers in self._consensus.gather(numbers_of(self)):
             number_of |= numbers
         found: list[SavedStates] = []
-        self._control.agree(
+        self._consensus.agree(
             error_of(lambda: found.append(SavedStates(folder, parts, tensor, groups, number_of, wanted)))
         )
         return found[0]
@@ -197,7 +199,7 @@ class ElasticCheckpoints(Caching):
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint keeps; collective."""
-        return {**self._state_here(), "norms": None if self._norms is None else self._norms.state(self._control)}
+        return {**self._state_here(), "norms": None if self._norms is None else self._norms.state(self._consensus)}
 
     def _state_here(self) -> dict[str, Any]:
         return {

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from ds_terapipe.elastic.feed import Feed, Layout
-from ds_terapipe.elastic.resize import Shape
+from ds_terapipe.elastic.feed import Feed, Ranks
+from ds_terapipe.elastic.policies.resize import Shape
 from ds_terapipe.elastic.sampler import ElasticBatchSampler, ElasticLoader, evaluation_micro_batches
 from ds_terapipe.elastic.settings import ElasticPipelineConfig
 from ds_terapipe.errors import bad_value
@@ -27,7 +27,7 @@ class ElasticData(TokenPipelineEngine):
 
     def _start_feeding(self) -> None:
         """The shape is that of the launch, which the user's iterators are made for."""
-        self._feed = Feed(self._layout(), self._control, self._watch)
+        self._feed = Feed(self._ranks(), self._consensus, self._watchdog)
         self.start_shape: Shape = self.shape
 
     @property
@@ -35,8 +35,8 @@ class ElasticData(TokenPipelineEngine):
         """Stages, replicas, micro-batch and micro-batches of a replica now."""
         return Shape(self.num_stages, self.dp_world_size, self.micro_batch_size, self.micro_batches)
 
-    def _layout(self) -> Layout:
-        return Layout(self.module._topo, self.micro_batch_size)
+    def _ranks(self) -> Ranks:
+        return Ranks(self.module._topo, self.micro_batch_size)
 
     def set_dataiterator(self, iterator: Any) -> None:
         """As ``PipelineEngine.set_dataiterator``, on every rank: who reads is a matter of the shape of the start."""
@@ -46,7 +46,7 @@ class ElasticData(TokenPipelineEngine):
         here = self._reads_here or (self._loader is not None and self.data_iterator is self._loader)
         if here or self._feed is None or self.shape == self.start_shape:
             return super()._read(micro_batches)
-        return self._feed.read(micro_batches, self._layout(), self._next_batch, alike=self._alike)
+        return self._feed.read(micro_batches, self._ranks(), self._next_batch, alike=self._alike)
 
     def _build_data_iter(self, dataset: Any) -> None:
         settings = self.elastic_pipeline.data
@@ -75,7 +75,7 @@ class ElasticData(TokenPipelineEngine):
         assert self._feed is not None
         if not self._reads_here and self.shape != self.start_shape:
             read = self.start_shape.micro_batches if num_micro_batches is None else num_micro_batches
-            num_micro_batches = self._feed.share(read, self._layout())
+            num_micro_batches = self._feed.share(read, self._ranks())
             self._alike = num_micro_batches is None
             if num_micro_batches is None:
                 num_micro_batches = read * self.start_shape.replicas

@@ -18,23 +18,23 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor
 
 from ds_terapipe.config import TokenPipelineConfig
-from ds_terapipe.elastic.anew import build_anew
 from ds_terapipe.elastic.checkpoints import ElasticCheckpoints
-from ds_terapipe.elastic.costs import Costs, state_bytes, trained_sizes
-from ds_terapipe.elastic.freeze import ModelLayers
-from ds_terapipe.elastic.history import KEY as HISTORY_KEY
-from ds_terapipe.elastic.history import History, Layout
-from ds_terapipe.elastic.layers import drop_copies
-from ds_terapipe.elastic.masters import is_wrapped, unwrap
-from ds_terapipe.elastic.measured import Chooser
+from ds_terapipe.elastic.moves.anew import build_anew
+from ds_terapipe.elastic.moves.layers import drop_copies
+from ds_terapipe.elastic.moves.masters import is_wrapped, unwrap
+from ds_terapipe.elastic.moves.reshape import Reshape, check_movable
 from ds_terapipe.elastic.optimizer import gathered
+from ds_terapipe.elastic.policies.freeze import ModelLayers
+from ds_terapipe.elastic.policies.resize import Shape, balanced, check, shape_of, wanted_stages
 from ds_terapipe.elastic.report import Transition, TransitionReport
-from ds_terapipe.elastic.reshape import Reshape, check_movable
-from ds_terapipe.elastic.resize import Shape, balanced, check, shape_of, wanted_stages
 from ds_terapipe.elastic.settings import ElasticPipelineConfig, check_alike
+from ds_terapipe.elastic.shapes.costs import Costs, state_bytes, trained_sizes
+from ds_terapipe.elastic.shapes.history import KEY as HISTORY_KEY
+from ds_terapipe.elastic.shapes.history import History, StepShape
+from ds_terapipe.elastic.shapes.measured import Chooser
 from ds_terapipe.pipeline.closing import shape_groups
-from ds_terapipe.pipeline.control import error_of
-from ds_terapipe.pipeline.random_streams import RandomStreams
+from ds_terapipe.pipeline.operators.random_streams import RandomStreams
+from ds_terapipe.pipeline.transport.consensus import error_of
 from ds_terapipe.plan.files import check_writable
 from ds_terapipe.process_groups import close_groups
 
@@ -67,7 +67,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         super().__init__(*args, **kwargs)
         self._start_feeding()
         self._know_phases()
-        self._sizes = trained_sizes(self.module, self._control)
+        self._sizes = trained_sizes(self.module, self._consensus)
         layers = ModelLayers(tuple(size > 0 for size in self._sizes))
         self.untrained_layers = self._sizes.index(
             next(size for size in self._sizes if size)
@@ -80,7 +80,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         self._start_freezing(layers)
         path = elastic_pipeline.history_path
         if path is not None:
-            self._control.decide(lambda: check_writable(HISTORY_KEY, path, "e.g. history.jsonl"))
+            self._consensus.decide(lambda: check_writable(HISTORY_KEY, path, "e.g. history.jsonl"))
             self._history = History(path) if self.global_rank == 0 else None
         if self.elastic_pipeline.moves:
             self._begin_to_move()
@@ -90,12 +90,12 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         dtype = self._layer_dtype
         error = error_of(lambda: check_movable(self.module, self.basic_optimizer, self.device, dtype))
         if self.elastic_pipeline.has_to_move:
-            self._control.agree(error)
-        reasons = [reason for reason in self._control.gather(None if error is None else str(error)) if reason]
+            self._consensus.agree(error)
+        reasons = [reason for reason in self._consensus.gather(None if error is None else str(error)) if reason]
         if reasons:
             self.elastic_pipeline = self.elastic_pipeline.staying(reasons[0])
             return
-        self._chooser = Chooser(self, self._control)
+        self._chooser = Chooser(self, self._consensus)
         drop_copies(self.module)
 
     # --------------------------------------------------------------------------------------------------- what is shown
@@ -113,7 +113,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             self.set_dataiterator(data_iter)
         if self._seed is None:
             # of the first rank, and now: users seed each stage in its own way, after they have built the engine, too
-            self._seed = self._control.decide(self._first_seed)
+            self._seed = self._consensus.decide(self._first_seed)
             self._reseed()
         step = self.global_steps
         self._note_epochs(step)
@@ -135,7 +135,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         if self._history is None:
             return nullcontext()
         parts, frozen = tuple(map(int, self.module.parts)), max(self._frozen, self.untrained_layers)
-        return self._history.step(step, Layout(*self.shape, frozen, parts), self.module._topo)
+        return self._history.step(step, StepShape(*self.shape, frozen, parts), self.module._topo)
 
     def _release(self) -> None:
         if self._history is not None:
@@ -151,14 +151,14 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             shard = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
             self._streams = RandomStreams(0, self.device, shard)
         # ranks come to their launch at any time, and to a change together
-        with nullcontext() if self._feed is None else self._watch.making_groups():
+        with nullcontext() if self._feed is None else self._watchdog.making_groups():
             super()._settle()
         if self._chooser is not None:
             self._chooser.begin()
 
-    def _choice_settings(self) -> TokenPipelineConfig:
+    def _cutting_settings(self) -> TokenPipelineConfig:
         """A plan, and a file of measurements, are for the placement of the start."""
-        settings = super()._choice_settings()
+        settings = super()._cutting_settings()
         return settings.model_copy(update={"plan_path": None, "measurements_path": None}) if self._changed else settings
 
     def follow_phase(self, batch: int, micro_batch: int) -> None:
@@ -184,7 +184,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             parts: the entries of the stages, by default balanced by what they cost.
             step: before which this is; None: before a checkpoint is read.
         """
-        started, shape, before = time.perf_counter(), self.shape, state_bytes(self, self._control)
+        started, shape, before = time.perf_counter(), self.shape, state_bytes(self, self._consensus)
         new = shape_of(
             stages,
             self.world_size,
@@ -193,7 +193,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             self.start_shape.micro_batch,
         )
         if parts is None and (new != shape or (self.elastic_pipeline.moves and stages > 1)):
-            forward, backward, _ = self.costs.now(self, self._control, self._layer_times)
+            forward, backward, _ = self.costs.now(self, self._consensus, self._layer_times)
             present, first = (
                 list(map(int, self.module.parts)) if new == shape else None,
                 max(frozen, self.untrained_layers),
@@ -202,7 +202,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         reshape = None
         if parts is not None and (new != shape or list(parts) != list(self.module.parts)):
             reshape = Reshape(
-                self.module, self.basic_optimizer, self._control, self._watch, self.device, self._layer_dtype
+                self.module, self.basic_optimizer, self._consensus, self._watchdog, self.device, self._layer_dtype
             )
             reshape.prepare(_resized(self.module._topo, new), parts)
         self._recorder.begin(self.global_steps + 1, wanted=step is not None and self._trace.wants(step + 1))
@@ -213,7 +213,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
                 unwrap(self.optimizer, self.module)
             freed = self._freeze(frozen)
             if reshape is not None and self._norms is not None:
-                self._norms.load(self._norms.state(self._control))  # whoever gets a layer has to know its past
+                self._norms.load(self._norms.state(self._consensus))  # whoever gets a layer has to know its past
             sent = 0 if reshape is None else self._reshape(new, reshape)
             if wrapped and reshape is None:
                 self.optimizer = self._wrapped(self.basic_optimizer, self.optimizer)
@@ -227,9 +227,9 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         old = shape_groups(self.module)
         reshape.run()
         close_groups(old)
-        with self._watch.making_groups():
+        with self._watchdog.making_groups():
             build_anew(self, shape, self._arguments)
-        self._control.set_pipelines(self.grid.pipe_groups)
+        self._consensus.set_pipelines(self.grid.pipe_groups)
         self._follow_data()
         for callback in self._reshaped:
             callback(self)
@@ -240,10 +240,10 @@ class ElasticPipelineEngine(ElasticCheckpoints):
 
     def _tell(self, step: int | None, before: Shape, fullest: float, seconds: float, freed: int, sent: int) -> None:
         """Say what a transition was; collective."""
-        freed_bytes, sent_bytes = (sum(self._control.collect(float(each))) for each in (freed, sent))
+        freed_bytes, sent_bytes = (sum(self._consensus.collect(float(each))) for each in (freed, sent))
         transition = Transition(
             step, self._frozen, len(self._sizes), before, self.shape, seconds, freed_bytes, sent_bytes, fullest,
-            state_bytes(self, self._control),
+            state_bytes(self, self._consensus),
         )  # fmt: skip
         self._trace.describe(stages=self.num_stages, frozen_layers=self._frozen)
         if self._chooser is not None:

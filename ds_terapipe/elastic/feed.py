@@ -19,14 +19,14 @@ from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.batch import check_item
-from ds_terapipe.pipeline.control import Control
-from ds_terapipe.pipeline.watch import Watch
+from ds_terapipe.pipeline.transport.consensus import Consensus
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
 
 _ROLES = ("inputs", "labels")
 
 
 @dataclass(frozen=True)
-class Layout:
+class Ranks:
     """Ranks of a shape: ``micro_batch`` samples each replica takes at a time."""
 
     topology: ProcessTopology
@@ -88,12 +88,12 @@ class Feed:
 
     Args:
         start: the shape that the user's iterators were made for.
-        control: agrees that all have read before anybody sends.
-        watch: times and bounds the waits.
+        consensus: agrees that all have read before anybody sends.
+        watchdog: times and bounds the waits.
     """
 
-    def __init__(self, start: Layout, control: Control, watch: Watch) -> None:
-        self._start, self._control, self._watch = start, control, watch
+    def __init__(self, start: Ranks, consensus: Consensus, watchdog: Watchdog) -> None:
+        self._start, self._consensus, self._watchdog = start, consensus, watchdog
         self._rank = torch.distributed.get_rank()
 
     @property
@@ -106,13 +106,13 @@ class Feed:
         """From now on the iterators of the start give micro-batches of another size."""
         self._start = replace(self._start, micro_batch=micro_batch)
 
-    def share(self, read: int, now: Layout) -> int | None:
+    def share(self, read: int, now: Ranks) -> int | None:
         """Micro-batches of each replica now, where each reader reads ``read``; None where they can't be shared out equally."""
         samples = read * self._start.micro_batch * self._start.replicas
         each, rest = divmod(samples, now.replicas * now.micro_batch)
         return None if rest else each
 
-    def read(self, micro_batches: int, now: Layout, next_batch: Callable[[], Any], alike: bool = False) -> list[Any]:
+    def read(self, micro_batches: int, now: Ranks, next_batch: Callable[[], Any], alike: bool = False) -> list[Any]:
         """This rank's micro-batches of a step, (inputs, labels) each, None for what it does not need; collective.
 
         Args:
@@ -130,7 +130,7 @@ class Feed:
                 _check(mine, None if whole else start.micro_batch)
         except Exception as problem:  # whatever the user's data raises: the others must not wait for it
             error = problem
-        self._control.agree(error)
+        self._consensus.agree(error)
         got: dict[str, list[Any]] = {role: [] for role in _ROLES}
         for parcel in parcels(samples, start.replicas, now.replicas, alike):
             for tensor in range(start.tensor):
@@ -139,7 +139,7 @@ class Feed:
         count = max(len(inputs), len(labels))
         return list(zip(inputs or [None] * count, labels or [None] * count, strict=True))
 
-    def _hand_over(self, parcel: Parcel, tensor: int, now: Layout, mine: Sequence[Any], got: list[Any]) -> None:
+    def _hand_over(self, parcel: Parcel, tensor: int, now: Ranks, mine: Sequence[Any], got: list[Any]) -> None:
         source = self._start.at(parcel.role, parcel.reader, tensor)
         target = now.at(parcel.role, parcel.replica, tensor)
         if self._rank not in (source, target):
@@ -151,12 +151,12 @@ class Feed:
         if source == target:
             got += pieces
         elif self._rank == source:
-            with self._watch.waiting(f"rank {target} to take {parcel.role} that were read here"):
-                torch.distributed.send_object_list([_on_host(pieces)], target, group=self._control.group)
+            with self._watchdog.waiting(f"rank {target} to take {parcel.role} that were read here"):
+                torch.distributed.send_object_list([_on_host(pieces)], target, group=self._consensus.group)
         else:
             box: list[Any] = [None]
-            with self._watch.waiting(f"{parcel.role} that rank {source} reads"):
-                torch.distributed.recv_object_list(box, source, group=self._control.group)
+            with self._watchdog.waiting(f"{parcel.role} that rank {source} reads"):
+                torch.distributed.recv_object_list(box, source, group=self._consensus.group)
             got += box[0]
 
 

@@ -12,14 +12,14 @@ import torch.distributed
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
-from ds_terapipe.elastic.freeze import ModelLayers
-from ds_terapipe.elastic.freezer import LOSS_RISE, LR_RESTART, Freezer, Signals, completed_intervals
-from ds_terapipe.elastic.gradient_norms import GradientNorms
-from ds_terapipe.elastic.groups import numbers, refill, release
-from ds_terapipe.elastic.layers import layers_here, names_in
+from ds_terapipe.elastic.moves.groups import numbers, refill, release
+from ds_terapipe.elastic.moves.layers import layers_here, names_in
 from ds_terapipe.elastic.optimizer import ElasticOptimizer
+from ds_terapipe.elastic.policies.freeze import ModelLayers
+from ds_terapipe.elastic.policies.freezer import LOSS_RISE, LR_RESTART, Freezer, Signals, completed_intervals
+from ds_terapipe.elastic.policies.gradient_norms import GradientNorms
 from ds_terapipe.elastic.settings import EPOCH
-from ds_terapipe.pipeline.report import emit
+from ds_terapipe.pipeline.recording.report import emit
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Freezing(ElasticOptimizer):
         signals = None
         if asked:
             # groups that only some stages have may have other rates
-            lr = max(self._control.collect(self._highest_lr())) if LR_RESTART in asked else 0.0
+            lr = max(self._consensus.collect(self._highest_lr())) if LR_RESTART in asked else 0.0
             signals = Signals(lr, self._take_losses)
         frozen = self._freezer.decide(step, self._gradient_norms, signals)
         if self._freezer.reason is not None and frozen < self._frozen and self.global_rank == 0:
@@ -77,7 +77,7 @@ class Freezing(ElasticOptimizer):
         return float(total) / count if count else None
 
     def _gradient_norms(self) -> Sequence[float] | None:
-        return None if self._norms is None else self._norms.take(self._control)
+        return None if self._norms is None else self._norms.take(self._consensus)
 
     def _intervals_before(self, step: int) -> int:
         """How many intervals were over when a step began."""
@@ -120,7 +120,7 @@ class Freezing(ElasticOptimizer):
                 aside[name] = number_of.get(id(parameter), 0)
         if self.elastic_pipeline.freeze.unfreeze:
             # layers may go to other ranks before they train again
-            for of_rank in self._control.gather(aside):
+            for of_rank in self._consensus.gather(aside):
                 self._aside |= of_rank
             self._take_back(prefix)
         return freed if optimizer is None else freed + release(optimizer)

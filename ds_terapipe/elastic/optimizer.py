@@ -13,9 +13,9 @@ import torch.distributed
 from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
-from ds_terapipe.elastic.anew import Kept, quietly
-from ds_terapipe.elastic.groups import in_order, make_alike
-from ds_terapipe.elastic.masters import fill, occupy, taking_no_step
+from ds_terapipe.elastic.moves.anew import Kept, quietly
+from ds_terapipe.elastic.moves.groups import in_order, make_alike
+from ds_terapipe.elastic.moves.masters import fill, occupy, taking_no_step
 from ds_terapipe.elastic.phases import ElasticPhases
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.lamb import FusedLamb
@@ -43,7 +43,7 @@ class ElasticOptimizer(ElasticPhases):
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         """As DeepSpeed's, which says what the optimiser is wrapped in; before that happens, groups are made what they stay."""
         kind = super()._do_optimizer_sanity_check(basic_optimizer)
-        if not hasattr(self, "_control"):  # at the start
+        if not hasattr(self, "_consensus"):  # at the start
             # where nothing moves, too: a checkpoint may, and ZeRO sums norms group by group, on all stages together
             in_order(basic_optimizer, self.module)
             gather = partial(gathered, group=self.module.world_group)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ds_terapipe.elastic.data import ElasticData
-from ds_terapipe.elastic.resize import shape_of
-from ds_terapipe.optim.mixed_batch import MixedBatch, set_batch
-from ds_terapipe.optim.phases import micro_batch_sizes
+from ds_terapipe.elastic.policies.resize import shape_of
+from ds_terapipe.optim.schedules.mixed_batch import MixedBatch, set_batch
+from ds_terapipe.optim.schedules.phases import micro_batch_sizes
 
 
 class ElasticPhases(ElasticData):

@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from ds_terapipe.elastic.resize import Shape
-from ds_terapipe.elastic.shape_text import shape_text
-from ds_terapipe.pipeline.report import emit
+from ds_terapipe.elastic.policies.resize import Shape
+from ds_terapipe.elastic.shapes.shape_text import shape_text
+from ds_terapipe.pipeline.recording.report import emit
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ds_terapipe.config import Block, is_count, name_of, one_of, positive, switch, unknown_key
-from ds_terapipe.elastic.freeze import READABLE, policy_class, policy_names
-from ds_terapipe.elastic.freezer import REASONS
+from ds_terapipe.elastic.policies.freeze import READABLE, policy_class, policy_names
+from ds_terapipe.elastic.policies.freezer import REASONS
 from ds_terapipe.errors import ConfigError, bad_value, is_finite, nearest, shown
-from ds_terapipe.refusals import Rule, above, at, autocasts_to_fp16, is_true
+from ds_terapipe.refusals.configuration import Rule, above, at, autocasts_to_fp16, is_true
 
 ELASTIC_PIPELINE = "elastic_pipeline"
 EPOCH: Literal["epoch"] = "epoch"
@@ -43,7 +43,7 @@ class FreezeSettings(Block):
     _PAIRS: ClassVar[str] = "a list of [step, entries], steps increasing, entries 1 or more and not decreasing"
 
     policy: str = "static"
-    """Who decides: a policy of `ds_terapipe.elastic.freeze`, or one that the user has registered there."""
+    """Who decides: a policy of `ds_terapipe.elastic.policies.freeze`, or one that the user has registered there."""
 
     alpha: float = 0.33
     """Share of the layers that still train by which each interval may freeze more; for policies that read it."""
@@ -58,7 +58,7 @@ class FreezeSettings(Block):
     """Intervals that a plateau lasts before it counts; for policies that read it."""
 
     unfreeze: tuple[str, ...] = ()
-    """What has all layers train again: of `ds_terapipe.elastic.freezer.REASONS`."""
+    """What has all layers train again: of `ds_terapipe.elastic.policies.freezer.REASONS`."""
 
     frozen_layers: Steps | None = None
     """For policies that read it: from which step on how many entries of the layer list are frozen, from the first one on."""
@@ -298,7 +298,7 @@ class ElasticPipelineConfig(Block):
     def staying(self, reason: str) -> ElasticPipelineConfig:
         """Of settings that need not move: these, with ``"off"``, and a line that says why."""
         if int(os.environ.get("RANK", 0)) == 0:
-            from ds_terapipe.pipeline.report import emit  # which is DeepSpeed's, and the commands do without
+            from ds_terapipe.pipeline.recording.report import emit  # which is DeepSpeed's, and the commands do without
 
             emit(f"elastic_pipeline.resize.policy: off, since {reason}")
         stays: ElasticPipelineConfig = self.model_copy(update={"resize": ResizeSettings(policy="off")})

@@ -16,9 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline import kernels
-from ds_terapipe.pipeline.attention import refuse_compiled, slice_attention
-from ds_terapipe.pipeline.context import SliceContext, refuse_model
+from ds_terapipe.pipeline.operators import kernels
+from ds_terapipe.pipeline.operators.attention import refuse_compiled, slice_attention
+from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
 
 NAME = "ds_terapipe"
 # Implementations of transformers that this one stands in for; others have kernels of their own.
@@ -57,7 +57,7 @@ def attention(
         scaling: of the scores; None: 1 / sqrt(d).
         is_causal: whether a token sees none after it.
         sliding_window: tokens that one sees, itself and those right before it.
-        softcap: as for :func:`ds_terapipe.pipeline.attention.slice_attention`.
+        softcap: as for :func:`ds_terapipe.pipeline.operators.attention.slice_attention`.
         others: of other implementations.
 
     Returns:

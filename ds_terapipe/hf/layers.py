@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.positions import Places
 from ds_terapipe.hf.source import Source
-from ds_terapipe.pipeline.deferred import deferred_linear
-from ds_terapipe.pipeline.interception import defers
+from ds_terapipe.pipeline.operators.deferred import deferred_linear
+from ds_terapipe.pipeline.operators.interception import defers
 
 Hidden: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_terapipe.pipeline.context import current_span
-from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.pipeline.operators.context import current_span
+from ds_terapipe.pipeline.slicing import Span
 
 _KEPT = 8  # lengths of which cosines and sines are kept
 PADDING = 0

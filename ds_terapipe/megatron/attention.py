@@ -93,7 +93,7 @@ class BidirectionalAttention(_Attention):
     """Attention over all keys, or all that are no padding, with the interface of megatron-core's ``DotProductAttention``."""
 
     mask_types, kind = (AttnMaskType.padding, AttnMaskType.no_mask), "bidirectional"
-    is_bidirectional = True  # which refusals.py refuses where sequences are cut
+    is_bidirectional = True  # which refusals/ refuses where sequences are cut
 
     def forward(
         self,

@@ -30,7 +30,7 @@ from ds_terapipe.megatron.layers import (
     without_kernels,
 )
 from ds_terapipe.megatron.parallel import process_groups
-from ds_terapipe.pipeline.interception import defers
+from ds_terapipe.pipeline.operators.interception import defers
 
 Padded = tuple[Tensor, Tensor]  # hidden states [s, b, hidden]; [b, s] uint8, 1 for a token, 0 for padding
 Logits = tuple[Tensor, Tensor]  # of the tokens [s, b, ...], of the order of two sentences [b, 2]

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ds_terapipe.megatron.attention import CausalAttention, norm_class, rotary_embedding
 from ds_terapipe.megatron.parallel import process_groups
-from ds_terapipe.pipeline.context import current_span
-from ds_terapipe.pipeline.deferred import deferred_linear
-from ds_terapipe.pipeline.interception import defers
+from ds_terapipe.pipeline.operators.context import current_span
+from ds_terapipe.pipeline.operators.deferred import deferred_linear
+from ds_terapipe.pipeline.operators.interception import defers
 
 
 class Rotary(NamedTuple):

@@ -20,27 +20,27 @@ from deepspeed.runtime.pipe.schedule import BackwardPass
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 
-from ..bf16_parts import load_with_parts
-from ..clipping import TrueNormClipping, counting_nothing
-from ..errors import ConfigError
-from .lamb import FusedLamb
+from ds_terapipe.bf16_parts import load_with_parts
+from ds_terapipe.clipping import TrueNormClipping, counting_nothing
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.optim.lamb import FusedLamb
 
 
 class LambEngine(TrueNormClipping):
     """Stands before the class of an engine with a ``FusedLamb``: true norm, scaled loss, checkpoints that can be loaded."""
 
-    def backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's, which without ZeRO divides fp16 gradients by the loss scale and does not multiply the loss (0.19.8)."""
         if not isinstance(self.optimizer, FP16_UnfusedOptimizer):
-            return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+            return super().backward(loss, *args, **kwargs)
         scale = self.optimizer.loss_scale
-        return super().backward(loss.float() * scale, *args, **kwargs) / scale  # type: ignore[misc]
+        return super().backward(loss.float() * scale, *args, **kwargs) / scale
 
-    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's, with a bf16 pipeline's parts of the optimizer, which that fails to read without ZeRO (0.19.8)."""
         if getattr(self, "loads_parts", False):  # our pipeline engines do, with every optimizer
-            return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        return load_with_parts(self, super().load_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            return super().load_checkpoint(*args, **kwargs)
+        return load_with_parts(self, super().load_checkpoint, *args, **kwargs)
 
 
 @functools.cache

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, bad_value, is_finite, nearest, shown
-from ..refusals import check_lamb_config
-from . import engine_hooks
-from .lamb import FusedLamb
+from ds_terapipe.errors import ConfigError, bad_value, is_finite, nearest, shown
+from ds_terapipe.optim import engine_hooks
+from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.refusals import check_lamb_config
 
 OPTIMIZER, SCHEDULER = "optimizer", "scheduler"
 CLIPPING = "gradient_clipping"
@@ -179,7 +179,7 @@ def _optimizer_maker(
 
 
 def _scheduler_maker(made: dict[str, Any]) -> Callable[[Any], Any]:
-    from .lr_schedules import build_scheduler, complete_config
+    from ds_terapipe.optim.schedules.lr_schedules import build_scheduler, complete_config
 
     complete = complete_config(made)
     made.clear()

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, bad_value
-from . import backends, modes, segments, state_dicts, telemetry
-from .device_table import DeviceTable
-from .layouts import Layout, Record, fingerprint, layouts
-from .sharding import Group, Groups, all_reduce
+from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.optim import modes, state_dicts, telemetry
+from ds_terapipe.optim.device_tensors import DeviceTensors, Record, by_device, fingerprint
+from ds_terapipe.optim.op import backends, segments
+from ds_terapipe.optim.op.device_table import DeviceTable
+from ds_terapipe.optim.sharding import Group, Groups, all_reduce
 
 
 class FusedLamb(torch.optim.Optimizer):
@@ -352,13 +353,13 @@ class FusedLamb(torch.optim.Optimizer):
                 "parameter.lamb_rows = (rows, ...)",
             )
         return [
-            DeviceTable(device, layout, records, self._groups, backends.pick(device, self.backend))
-            for device, layout in (layouts(records) or self._nothing_here()).items()
+            DeviceTable(device, held, records, self._groups, backends.pick(device, self.backend))
+            for device, held in (by_device(records) or self._nothing_here()).items()
         ]
 
-    def _nothing_here(self) -> dict[torch.device, Layout]:
+    def _nothing_here(self) -> dict[torch.device, DeviceTensors]:
         """A rank whose layers are all frozen has no tensors, and what the others agree on still waits for it."""
-        return {} if self._groups.norm is None else {torch.device("cpu"): Layout([], [], [], [], [], [])}
+        return {} if self._groups.norm is None else {torch.device("cpu"): DeviceTensors([], [], [], [], [], [])}
 
     # ------------------------------------------------------------------------------------------------------ what happened
 

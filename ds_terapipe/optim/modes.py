@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import bad_value, is_finite
+from ds_terapipe.errors import bad_value, is_finite
 
 # Flags of a rule; csrc/lamb/segment.h has the same numbers.
 ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_INSIDE_SQRT = 1, 2, 4, 8

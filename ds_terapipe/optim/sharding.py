@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ..errors import ConfigError
+from ds_terapipe.errors import ConfigError
 
 Group = Any  # torch.distributed.ProcessGroup, which builds of PyTorch without distributed lack
 

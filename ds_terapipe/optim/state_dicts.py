@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ds_terapipe.errors import ConfigError
 
 # What timm's groups have beside ours, at the values that are our algorithm; written, never read.
 _OTHERS = {

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import modes, segments
-from .layouts import Record
+from ds_terapipe.optim import modes
+from ds_terapipe.optim.device_tensors import Record
+from ds_terapipe.optim.op import segments
 
 _COUNT_BITS = 40
 

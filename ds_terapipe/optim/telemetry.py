@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .modes import ADAPT, RULE_COLUMNS
-from .plain import FOUND_INF
+from ds_terapipe.optim.modes import ADAPT, RULE_COLUMNS
+from ds_terapipe.optim.op.plain import FOUND_INF
 
 logger = logging.getLogger(__name__)
 

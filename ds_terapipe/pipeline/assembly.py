@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_terapipe.pipeline.accounting import LiveUnits, StepMemory
 from ds_terapipe.pipeline.batch import StepBatch
-from ds_terapipe.pipeline.channels import Channels
-from ds_terapipe.pipeline.control import Control
-from ds_terapipe.pipeline.interception import Interception
 from ds_terapipe.pipeline.layer_range import Layer
-from ds_terapipe.pipeline.links import Links
 from ds_terapipe.pipeline.loss import StepLosses
-from ds_terapipe.pipeline.random_streams import RandomStreams
+from ds_terapipe.pipeline.operators.interception import Interception
+from ds_terapipe.pipeline.operators.random_streams import RandomStreams
+from ds_terapipe.pipeline.recording.accounting import LiveUnits, StepMemory
+from ds_terapipe.pipeline.recording.trace import Execute
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like
 from ds_terapipe.pipeline.stage import Autocast, GradientRules, Stage
-from ds_terapipe.pipeline.trace import Execute
-from ds_terapipe.pipeline.watch import Watch
+from ds_terapipe.pipeline.transport.channels import Channels
+from ds_terapipe.pipeline.transport.consensus import Consensus
+from ds_terapipe.pipeline.transport.p2p import Links
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Action, Grid, Op, Placement, Unit
 
 
@@ -53,7 +53,7 @@ class Assembly:
         seat: of this rank.
         stages: those that are here, by number.
         links: to the stages of other places.
-        watch: times and bounds the waits.
+        watchdog: times and bounds the waits.
         channels: what the links travel in and `close` gives up; None where nothing is to be given up.
         memory, autocast, streams: as the stages have them.
     """
@@ -63,7 +63,7 @@ class Assembly:
         seat: Seat,
         stages: dict[int, Stage],
         links: Links,
-        watch: Watch,
+        watchdog: Watchdog,
         channels: Channels | None = None,
         memory: StepMemory | None = None,
         autocast: Autocast = nullcontext,
@@ -74,7 +74,7 @@ class Assembly:
         self.autocast = autocast
         self.live = LiveUnits()
         self.interception: Interception | None = None
-        self._watch, self._channels, self._streams = watch, channels, streams
+        self._watchdog, self._channels, self._streams = watchdog, channels, streams
         self._deferring: tuple[int, ...] | None = None
         self._batch = StepBatch()
         self._inputs: dict[tuple[int, Unit], Any] = {}  # of stages, until their units run
@@ -90,7 +90,7 @@ class Assembly:
         functions: Mapping[int, Layer],
         *,
         device: torch.device,
-        watch: Watch,
+        watchdog: Watchdog,
         gradients: GradientRules,
         module: Any = None,
         memory: StepMemory | None = None,
@@ -105,7 +105,7 @@ class Assembly:
             pipelines: global ranks of every pipeline of the job, by place.
             functions: the model's layers that are on this place, by their number in the model.
             device: where they are.
-            watch: times and bounds the waits.
+            watchdog: times and bounds the waits.
             gradients: what is done around backward passes.
             module: the ``PipelineModule`` that the layers are part of, if they are.
             memory: measures what units take, when it is asked to.
@@ -121,8 +121,8 @@ class Assembly:
                 number, [functions[layer] for layer in range(first, stop)], first, module=module, gradients=gradients,
                 trains=placement.goes_backward(number), memory=memory, autocast=autocast, streams=streams,
             )  # fmt: skip
-        channels = Channels(placement, pipelines, watch, device)
-        return cls(seat, stages, Links(seat, channels, device, watch), watch, channels, memory, autocast, streams)
+        channels = Channels(placement, pipelines, watchdog, device)
+        return cls(seat, stages, Links(seat, channels, device, watchdog), watchdog, channels, memory, autocast, streams)
 
     def intercept(self) -> None:
         """Let attention run slices and layers defer their weight gradients; what is never cut is left alone."""
@@ -131,11 +131,11 @@ class Assembly:
                 layer for stage in self.stages.values() for layer in stage.layers.functions
             )
 
-    def deferring(self, control: Control) -> tuple[int, ...]:
+    def deferring(self, consensus: Consensus) -> tuple[int, ...]:
         """The stages that defer any weight gradient, on whatever rank; collective, once."""
         if self._deferring is None:
             mine = [number for number, stage in self.stages.items() if self._defers(stage)]
-            self._deferring = tuple(sorted({number for numbers in control.gather(mine) for number in numbers}))
+            self._deferring = tuple(sorted({number for numbers in consensus.gather(mine) for number in numbers}))
         return self._deferring
 
     def _defers(self, stage: Stage) -> bool:
@@ -148,27 +148,27 @@ class Assembly:
     @property
     def is_inspected(self) -> bool:
         """Whether every stage knows how its tensors follow the tokens."""
-        return all(stage.layout is not None for stage in self.stages.values())
+        return all(stage.dims is not None for stage in self.stages.values())
 
     @property
     def output_cuts(self) -> Sequence[TensorCut] | None:
         """How the model's outputs follow the tokens, on the rank that has the last stage and once something has been cut."""
         stage = self.stages.get(len(self.placement.stages) - 1)
-        return None if stage is None or stage.layout is None else stage.layout.outputs
+        return None if stage is None or stage.dims is None else stage.dims.outputs
 
     def run(self, step: Step, execute: Callable[[Execute], Execute] = lambda execute: execute) -> None:
         """Run this place's row of the grid. ``execute`` wraps what runs an action, e.g. to time it."""
         row = step.grid[self.seat.place]
-        self._watch.begin(step.number, step.grid, self.seat)
+        self._watchdog.begin(step.number, step.grid, self.seat)
         try:
             self.memory.runs()
             self.begin(step, row)
             self.links.begin(row, _shape_of(step.batch, torch.is_grad_enabled()))
             run = execute(self.execute)
             for index, action in enumerate(row):
-                self._watch.at(index)
+                self._watchdog.at(index)
                 run(action)
-            self._watch.at(len(row))
+            self._watchdog.at(len(row))
             self.links.finish()
             self.memory.ran()
         finally:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.control import Header
-from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like, plan_cuts, slice_lengths
-from ds_terapipe.pipeline.spans import Span, spans
+from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, like, plan_cuts, slice_lengths, spans
+from ds_terapipe.pipeline.transport.consensus import Header
 from ds_terapipe.schedule import Unit
 
 
@@ -66,7 +65,7 @@ class StepBatch:
         if self._loaded is None or self._loaded[0] != micro_batch:
             self._loaded = micro_batch, self.load(self.inputs[micro_batch])
         value, cuts = self._loaded[1], self.input_cuts[micro_batch]
-        if span.stop == span.total:
+        if span == self.spans[micro_batch][-1]:  # and not the whole of one that is cut, whose slices are to come
             self._loaded = None
         return like(value, [cut.apply(t, span).detach() for t, cut in zip(as_tuple(value), cuts, strict=True)])
 

@@ -10,9 +10,10 @@ from typing import Any
 from urllib.parse import quote
 
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_terapipe.bf16_parts import load_with_parts
-from ds_terapipe.pipeline.control import Control
+from ds_terapipe.pipeline.transport.consensus import Consensus
 
 LATEST = "latest"
 PLAN_STATE = "ds_terapipe_plan"
@@ -25,15 +26,15 @@ class WholeFolder:
         folder: that has the checkpoints.
         tag: name of this one.
         writes: whether this process makes and renames folders: one that sees the files of all ranks, or of its node.
-        control: of the job; every method is collective.
+        consensus: of the job; every method is collective.
     """
 
-    def __init__(self, folder: str | Path, tag: str, writes: bool, control: Control) -> None:
+    def __init__(self, folder: str | Path, tag: str, writes: bool, consensus: Consensus) -> None:
         name = quote(tag, safe="")  # no other tag has the same
         self._folder, self._target = Path(folder), Path(folder) / tag
         self.unfinished = self._folder / f".{name}.unfinished"
         self._replaced, self._removed = (self._folder / f".{name}.{what}" for what in ("replaced", "removed"))
-        self._tag, self._writes, self._control = tag, writes, control
+        self._tag, self._writes, self._consensus = tag, writes, consensus
 
     def begin(self) -> None:
         """Remove what a killed job has left of the same name, keep what it was about to replace, and have a folder to write to.
@@ -89,16 +90,16 @@ class WholeFolder:
                 action()
         except OSError as problem:
             error = problem
-        self._control.agree(error)
+        self._consensus.agree(error)
 
 
-class Checkpoints:
+class Checkpoints(PipelineEngine):
     """Stands before ``PipelineEngine``: what is there under a checkpoint's name is whole, and the plan goes with it."""
 
     loads_parts = True  # FusedLamb's hook need not
 
     def save_checkpoint(
-        self: Any,
+        self,
         save_dir: Any,
         tag: Any = None,
         client_state: Any = None,
@@ -109,25 +110,21 @@ class Checkpoints:
         """As ``PipelineEngine.save_checkpoint``; whole where its name is, with the plan of ``"slices": "auto"``."""
         self._refuse_broken()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        state = self._choice.state()
+        state = self._cutting.state()
         client_state = {**self._client_state(), **(client_state or {}), **({PLAN_STATE: state} if state else {})}
         if not isinstance(self.checkpoint_engine, TorchCheckpointEngine):  # others write later, or elsewhere
             self._save_beside(Path(save_dir) / tag)
-            return super().save_checkpoint(  # type: ignore[misc]
-                save_dir, tag, client_state, save_latest, *args, **kwargs
-            )
+            return super().save_checkpoint(save_dir, tag, client_state, save_latest, *args, **kwargs)
         whole = self._whole(save_dir, tag)
         whole.begin()
         self._save_beside(whole.unfinished / tag)
-        saved = super().save_checkpoint(  # type: ignore[misc]
-            str(whole.unfinished), tag, client_state, False, *args, **kwargs
-        )
+        saved = super().save_checkpoint(str(whole.unfinished), tag, client_state, False, *args, **kwargs)
         whole.finish(save_latest)
         return saved
 
-    def _whole(self: Any, folder: Any, tag: str) -> WholeFolder:
+    def _whole(self, folder: Any, tag: str) -> WholeFolder:
         rank = self.local_rank if self.use_node_local_storage() else self.global_rank
-        return WholeFolder(folder, tag, rank == 0, self._control)
+        return WholeFolder(folder, tag, rank == 0, self._consensus)
 
     def _client_state(self) -> dict[str, Any]:
         """What an engine of another kind adds to DeepSpeed's own files; collective."""
@@ -136,18 +133,18 @@ class Checkpoints:
     def _save_beside(self, folder: Path) -> None:
         """Write what an engine of another kind adds to a checkpoint; collective."""
 
-    def load_checkpoint(self: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As ``PipelineEngine.load_checkpoint``; a plan that is in the checkpoint is used again."""
         self._recover(load_dir, tag)
-        load = super().load_checkpoint  # type: ignore[misc]
+        load = super().load_checkpoint
         path, client_state = load_with_parts(self, load, load_dir, tag, *args, **kwargs)
         if client_state:
-            self._choice.load(client_state.pop(PLAN_STATE, None))
+            self._cutting.load(client_state.pop(PLAN_STATE, None))
         return path, client_state
 
-    def _recover(self: Any, folder: Any, tag: Any) -> None:
+    def _recover(self, folder: Any, tag: Any) -> None:
         """Have a checkpoint that a killed job was about to replace under its name again; collective."""
-        tag = self._control.decide(lambda: tag_of(folder, tag))
+        tag = self._consensus.decide(lambda: tag_of(folder, tag))
         if tag is not None:
             self._whole(folder, tag).recover()
 

@@ -25,29 +25,28 @@ from torch import Tensor
 from ds_terapipe.clipping import TrueNormClipping, counting_nothing
 from ds_terapipe.config import TOKEN_PIPELINE, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.pipeline.accounting import DevicePeak, StepMemory
 from ds_terapipe.pipeline.assembly import Assembly, Step
+from ds_terapipe.pipeline.autotune.engine_facts import changed_settings, new_cutting
+from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.checkpoints import Checkpoints
-from ds_terapipe.pipeline.choosing import changed_settings, new_choice
 from ds_terapipe.pipeline.closing import close_module, detach_engine
-from ds_terapipe.pipeline.control import Control, Header
 from ds_terapipe.pipeline.evaluation import Evaluation
 from ds_terapipe.pipeline.gradients import DeepSpeedGradients, Replicas
-from ds_terapipe.pipeline.inspection import Inspection
-from ds_terapipe.pipeline.interception import not_deferred_line
-from ds_terapipe.pipeline.layer_times import LayerTimes
+from ds_terapipe.pipeline.inspection.first_batch import Inspection
 from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
+from ds_terapipe.pipeline.operators.interception import not_deferred_line
+from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.placing import placement_of
-from ds_terapipe.pipeline.plan import plan_step
-from ds_terapipe.pipeline.random_streams import RandomStreams
-from ds_terapipe.pipeline.report import StepReport, emit
+from ds_terapipe.pipeline.recording.records import Records
+from ds_terapipe.pipeline.recording.report import StepReport, emit
+from ds_terapipe.pipeline.recording.trace import Recorder
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.stage import Stage
-from ds_terapipe.pipeline.stream import Loader, StreamMark
-from ds_terapipe.pipeline.trace import Recorder, TraceFile
-from ds_terapipe.pipeline.watch import Watch
-from ds_terapipe.plan.files import check_writable
+from ds_terapipe.pipeline.step_grid import grid_of_step
+from ds_terapipe.pipeline.transport.consensus import Consensus, Header
+from ds_terapipe.pipeline.transport.stream import Loader, StreamMark
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.process_groups import close_groups
 from ds_terapipe.refusals import check_checkpointing, check_config, check_model, cuts
 from ds_terapipe.schedule import Grid, Placement
@@ -58,7 +57,7 @@ _DESTROYED = "destroy() was called"
 _UNUSED = "ds_terapipe_nothing_is_trained_here"
 
 
-class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, PipelineEngine):
+class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormClipping, PipelineEngine):
     """A :class:`PipelineEngine` whose pipeline carries slices of sequences. Same calls, same results.
 
     Args:
@@ -78,11 +77,11 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
             )
         pipelines = self.grid.pipe_groups
         seat = Seat.of(Placement.plain(self.num_stages), self.global_rank, pipelines)
-        self._watch = Watch(seat, token_pipeline.timeout_s, StreamMark if self.device.type == "cuda" else None)
-        weakref.finalize(self, self._watch.close)
-        self._control = Control(self._watch, pipelines, _hash_of(token_pipeline))
+        self._watchdog = Watchdog(seat, token_pipeline.timeout_s, StreamMark if self.device.type == "cuda" else None)
+        weakref.finalize(self, self._watchdog.close)
+        self._consensus = Consensus(self._watchdog, pipelines, _hash_of(token_pipeline))
         self._trace, self._memory, self._load = self._new_trace(), self._new_memory(), Loader(self.device)
-        self._recorder = Recorder(self.stage_id, self._watch, self._control.group, self.device)
+        self._recorder = Recorder(self.stage_id, self._watchdog, self._consensus.group, self.device)
         self._settle()
 
     def _settle(self) -> None:
@@ -91,12 +90,12 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         self._recorder.stage = self.stage_id
         self._report = StepReport(self.num_stages)
         self._rules = DeepSpeedGradients(self)
-        self._assembly = self._assemble(placement_of(self.module, self._control))
-        self._watch.begin(self.global_steps, (), self._assembly.seat)
+        self._assembly = self._assemble(placement_of(self.module, self._consensus))
+        self._watchdog.begin(self.global_steps, (), self._assembly.seat)
         self._layer_times = LayerTimes([stage.layers for stage in self._assembly.stages.values()], self.device)
-        self._choice = new_choice(self, self._choice_settings(), self._control, self._memory, self._layer_times)
+        self._cutting = new_cutting(self, self._cutting_settings(), self._consensus, self._memory, self._layer_times)
 
-    def _choice_settings(self) -> TokenPipelineConfig:
+    def _cutting_settings(self) -> TokenPipelineConfig:
         return self._token_pipeline
 
     def _assemble(self, placement: Placement) -> Assembly:
@@ -106,7 +105,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
             self.grid.pipe_groups,
             dict(enumerate(self.module.forward_funcs, start=self.module._local_start)),
             device=self.device,
-            watch=self._watch,
+            watchdog=self._watchdog,
             gradients=self._rules,
             module=self.module,
             memory=self._memory,
@@ -134,20 +133,6 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         if isinstance(self.optimizer, BF16_Optimizer):
             counting_nothing(self.optimizer)
 
-    def _new_memory(self) -> StepMemory:
-        return StepMemory(DevicePeak(self.device) if self.device.type == "cuda" else None)
-
-    def _new_trace(self) -> TraceFile:
-        settings = self.token_pipeline
-        path = settings.trace_path
-        if path is not None:
-            self._control.decide(lambda: check_writable("token_pipeline.trace_path", path, "e.g. trace.json"))
-        about = {"schedule": settings.schedule, "slices": settings.slices, "stages": self.num_stages}
-        steps = None if settings.trace_steps is None else (settings.trace_steps[0], settings.trace_steps[1])
-        trace = TraceFile(settings.trace_path, steps, about)
-        weakref.finalize(self, trace.close)
-        return trace
-
     @property
     def token_pipeline(self) -> TokenPipelineConfig:
         """The block of this name as it stands now. Read-only, its fields too: :meth:`set_slices` changes how steps are cut."""
@@ -168,17 +153,22 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
             ConfigError: a value that breaks its rule, or other values on another rank; on every rank, and all stays as it was.
         """
         self._refuse_broken()
-        settings, before = changed_settings(self._token_pipeline, slices, schedule, self._control), self._token_pipeline
+        settings, before = (
+            changed_settings(self._token_pipeline, slices, schedule, self._consensus),
+            self._token_pipeline,
+        )
         if cuts(settings.slices):
-            self._control.agree(self._uncut_only(settings))
+            self._consensus.agree(self._uncut_only(settings))
             self._assembly.intercept()
         self._token_pipeline = settings
         try:
-            self._choice = new_choice(self, self._choice_settings(), self._control, self._memory, self._layer_times)
+            self._cutting = new_cutting(
+                self, self._cutting_settings(), self._consensus, self._memory, self._layer_times
+            )
         except BaseException:
             self._token_pipeline = before
             raise
-        self._control.config_hash = _hash_of(settings)
+        self._consensus.config_hash = _hash_of(settings)
         self._trace.describe(slices=settings.slices, schedule=settings.schedule)
 
     def _uncut_only(self, settings: TokenPipelineConfig) -> ConfigError | None:
@@ -195,40 +185,20 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         """The model's stages on the places of the pipeline."""
         return self._assembly.placement
 
-    @property
-    def slices_run(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens of the slices that this stage really ran in the last step, an evaluation too, by micro-batch and in order."""
-        return self._assembly.live.slices()
-
-    @property
-    def units_run(self) -> tuple[int, int]:
-        """How many slices of micro-batches this stage ran in the last step: forward, and backward (0 in an evaluation)."""
-        return self._assembly.live.forward_units, self._assembly.live.backward_units
-
-    @property
-    def peak_live_units(self) -> int:
-        """Most units of the last step that were live at once on this stage: run forward and not yet backward."""
-        return self._assembly.live.peak_units
-
-    @property
-    def peak_live_tokens(self) -> int:
-        """As :attr:`peak_live_units`, in tokens of a sequence."""
-        return self._assembly.live.peak_tokens
-
     def destroy(self) -> None:
         """Undo what this engine and its module did to the process: groups, threads, hooks; collective, and the engine's end.
 
         The module keeps its weights and trains no more, see ``closing.py``. After an error in a step the groups stay: messages
         may still be on their way, and who they are for may be gone.
         """
-        if not self._watch.ended:
-            with self._watch.waiting("all ranks to close their process groups"):
+        if not self._watchdog.ended:
+            with self._watchdog.waiting("all ranks to close their process groups"):
                 self._assembly.close()
-                close_groups([self._control.group], self._control, self._recorder)
+                close_groups([self._consensus.group], self._consensus, self._recorder)
                 close_module(self.module, self, self.optimizer)
         self._release()
         super().destroy()
-        self._watch.ended = self._watch.ended or _DESTROYED
+        self._watchdog.ended = self._watchdog.ended or _DESTROYED
 
     def __del__(self) -> None:
         for undo in (self._release, super().destroy):
@@ -238,7 +208,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
     def _release(self) -> None:
         """What :meth:`destroy` does in this process alone: a collector runs on every rank at another time."""
         self._trace.close()
-        self._watch.close()
+        self._watchdog.close()
         self._assembly.leave()
         detach_engine(self)
 
@@ -265,14 +235,14 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         self.total_loss = self.total_additional_losses = None
         started = time.perf_counter()
         batch = self._next_step(self.micro_batches)
-        cutting = self._choice.cutting(batch.lengths, batch.everywhere)
+        cutting = self._cutting.cutting(batch.lengths, batch.everywhere)
         batch.cut(cutting.slices)
         self._inspect(batch)
         counts = batch.slice_counts()
-        grid = plan_step(cutting.schedule, self.placement, counts, self._deferring() if max(counts) > 1 else ())
+        grid = grid_of_step(cutting.schedule, self.placement, counts, self._deferring() if max(counts) > 1 else ())
         step = self.global_steps + 1
         traced = self._trace.wants(step)
-        self._recorder.begin(step, wanted=traced or self._choice.wants_events)
+        self._recorder.begin(step, wanted=traced or self._cutting.wants_events)
         with self._no_way_back():
             with self._layer_times.step(self._times_layers()):
                 self._run(batch, grid, self.global_steps)
@@ -282,7 +252,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         if traced:
             self._trace.add(step, events, self._recorder.cost_of_one())
         self._log_step(batch, cutting.schedule, seconds)
-        self._choice.took(events, seconds)
+        self._cutting.took(events, seconds)
         mean: Tensor = self.agg_train_loss
         return mean
 
@@ -290,7 +260,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         self.module.train()
 
     def _times_layers(self) -> bool:
-        return self._choice.wants_layers
+        return self._cutting.wants_layers
 
     def _finish_step(self) -> None:
         """What comes after the schedule: gradients reduced, weights updated, the loss known on all stages."""
@@ -309,23 +279,23 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         try:
             yield
         except BaseException as error:
-            self._watch.failed(error)
+            self._watchdog.failed(error)
             raise
 
     def _refuse_broken(self) -> None:
-        if self._watch.ended == _DESTROYED:
+        if self._watchdog.ended == _DESTROYED:
             raise RuntimeError(
                 f"this engine is no longer usable ({_DESTROYED}): build another one, on a module of its own"
             )
-        if self._watch.ended:
+        if self._watchdog.ended:
             raise RuntimeError(
-                f"this engine is no longer usable ({self._watch.ended}): a step that did not come to its end leaves messages and "
-                "gradients in no known state; end the processes, start anew and load the last checkpoint"
+                f"this engine is no longer usable ({self._watchdog.ended}): a step that did not come to its end leaves messages "
+                "and gradients in no known state; end the processes, start anew and load the last checkpoint"
             )
 
     @contextmanager
     def _collective(self, name: str, waited_for: str, counts: bool = True) -> Iterator[None]:
-        with self._recorder.collective(name), self._watch.waiting(waited_for, counts=counts):
+        with self._recorder.collective(name), self._watchdog.waiting(waited_for, counts=counts):
             yield
 
     # -------------------------------------------------------------------------------------------------------- one step
@@ -334,7 +304,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         """Fetch all micro-batches of a step and agree with all ranks that it can start."""
         error: BaseException | None = None
         batch, seat, weight = StepBatch(), self._assembly.seat, None
-        self._watch.begin(self.global_steps, (), seat)
+        self._watchdog.begin(self.global_steps, (), seat)
         try:
             check_checkpointing(self.token_pipeline.slices)
             if torch.is_grad_enabled() and self.optimizer is None:
@@ -358,9 +328,9 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         except Exception as problem:  # whatever the user's data raises is raised on every rank
             error = problem
         header = Header(tuple(batch.lengths), tuple(batch.signatures)) if batch.lengths else None
-        batch.adopt(self._control.announce(seat.placement, header, micro_batches, error))
+        batch.adopt(self._consensus.announce(seat.placement, header, micro_batches, error))
         if weight is not None:
-            with self._watch.waiting("the number of labels of the other replicas", counts=False):
+            with self._watchdog.waiting("the number of labels of the other replicas", counts=False):
                 torch.distributed.all_reduce(weight, group=self.grid.get_data_parallel_group())
             self.module.loss_fn.begin_step(weight / self.dp_world_size)
         return batch
@@ -376,8 +346,8 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
             return
         check_loss(self.module.loss_fn)
         loss_fn = self.module.loss_fn if self._compute_loss else None
-        Inspection(self._assembly, self._control, self.token_pipeline, loss_fn).run(batch)
-        names = {name for of_rank in self._control.gather(self.not_deferred) for name in of_rank}
+        Inspection(self._assembly, self._consensus, self.token_pipeline, loss_fn).run(batch)
+        names = {name for of_rank in self._consensus.gather(self.not_deferred) for name in of_rank}
         if names and self.global_rank == 0:
             emit(not_deferred_line(sorted(names)))
 
@@ -407,7 +377,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
 
     def _deferring(self) -> tuple[int, ...]:
         """The stages whose weight gradients are actions of their own, once per micro-batch; the same on all ranks."""
-        return self._assembly.deferring(self._control) if self.makes_weight_gradients_once() else ()
+        return self._assembly.deferring(self._consensus) if self.makes_weight_gradients_once() else ()
 
     @property
     def not_deferred(self) -> list[str]:
@@ -439,28 +409,6 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Replicas, TrueNormClipping, P
         super().compile(*args, **kwargs)
         if self._is_compiled_autograd_enabled and self.global_rank == 0:
             logger.warning("engine.compile(): compiled_autograd_enabled does nothing with token_pipeline, leave it out")
-
-    def _log_step(self, batch: StepBatch, schedule: str, seconds: float) -> None:
-        waited: float | None = self._watch.waited_s
-        clock = self._assembly.links.clock
-        # where there are streams no message holds the host, and reading what the stream waited makes it wait for the stream
-        if clock is not None:
-            waited = clock.take_s() if self._printing() else None
-        self._report.add(sum(batch.lengths) * self.micro_batch_size * self.dp_world_size, seconds, waited)
-        if self._printing():
-            shares = self._control.collect(self._report.waited_share)
-            by_stage = [shares[self.grid.stage_to_global(stage)] for stage in range(self.num_stages)]
-            line = self._report.line(self.global_steps, self.agg_train_loss, batch, schedule, by_stage)
-            if self.global_rank == 0:
-                emit(line)
-        if self.global_rank == 0 and self.monitor.enabled:
-            self.monitor.write_events(
-                [("Train/Samples/train_loss", self.agg_train_loss.mean().item(), self.global_samples)]
-            )
-
-    def _printing(self) -> bool:
-        every = self.steps_per_print()
-        return every is not None and self.global_steps % every == 0
 
 
 def _autocast(engine: weakref.ref[Any]) -> Any:

@@ -6,16 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.pipeline.plan import FORWARD_ONLY, plan_step
+from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
 
 
-class Evaluation:
+class Evaluation(PipelineEngine):
     """Stands before ``PipelineEngine``; the class that has both prepares a batch and runs its schedule."""
 
+    outputs: Any  # of the last stage, where they are asked for
+
     def eval_batch(
-        self: Any,
+        self,
         data_iter: Iterator[Any],
         return_logits: bool = False,
         compute_loss: bool = True,
@@ -49,18 +52,16 @@ class Evaluation:
             return result, outputs
         return result
 
-    def _evaluate(
-        self: Any, micro_batches: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
-    ) -> Any:
+    def _evaluate(self, micro_batches: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
         batch = self._next_step(micro_batches)
-        batch.cut(self._choice.now(batch.lengths).slices)
+        batch.cut(self._cutting.now(batch.lengths).slices)
         self._inspect(batch)
         self.total_loss = self.total_additional_losses = None
-        grid = plan_step(FORWARD_ONLY, self._assembly.placement, batch.slice_counts())
+        grid = grid_of_step(FORWARD_ONLY, self._assembly.placement, batch.slice_counts())
         result = None
         with self._no_way_back():
             self._run(batch, grid, self.global_steps)
-            with self._watch.waiting("the loss from the last stage"):
+            with self._watchdog.waiting("the loss from the last stage"):
                 if self.is_last_stage():
                     result = self._reduce_outputs(self.fwd_outputs, reduce=reduce_output, micro_batches=micro_batches)
                 if compute_loss and (bcast_loss or self.monitor.enabled):

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from ds_terapipe.pipeline.gradient_sums import GradientSums
+from ds_terapipe.pipeline.operators.gradient_sums import GradientSums
 
 _ALONE = 2**18  # elements from which on a message of its own takes less time than two copies (and no memory)
 
@@ -79,28 +80,28 @@ class DeepSpeedGradients:
         self._sums.clear()
 
 
-class Replicas:
+class Replicas(DeepSpeedEngine):
     """Stands before ``PipelineEngine``: large gradients of replicas are reduced where they are, one replica's not at all."""
 
-    def _exec_reduce_tied_grads(self: Any) -> None:
+    def _exec_reduce_tied_grads(self) -> None:
         """As DeepSpeed's, of the weights that are trained: with bf16 it asks every one for sums that a frozen one has not."""
         shared = self.module.get_tied_weights_and_groups()
         self.module.get_tied_weights_and_groups = lambda: [pair for pair in shared if pair[0].requires_grad]
         try:
-            super()._exec_reduce_tied_grads()  # type: ignore[misc]
+            super()._exec_reduce_tied_grads()
         finally:
             del self.module.get_tied_weights_and_groups
 
-    def _exec_reduce_grads(self: Any) -> None:
+    def _exec_reduce_grads(self) -> None:
         """As DeepSpeed's; but one replica has nothing to reduce, where DeepSpeed flattens all gradients and copies them back."""
         if self.is_data_parallel or isinstance(self.optimizer, ZeROOptimizer):
-            super()._exec_reduce_grads()  # type: ignore[misc]
+            super()._exec_reduce_grads()
             return
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter.grad is None and parameter.numel() > 0:
                 parameter.grad = torch.zeros_like(parameter)  # optimisers decay a weight whose gradient is zero
 
-    def allreduce_no_retain(self: Any, bucket: list[Tensor], dp_group: Any, *args: Any, **kwargs: Any) -> None:
+    def allreduce_no_retain(self, bucket: list[Tensor], dp_group: Any, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's, which copies all gradients into one tensor and back: as much memory as they take themselves."""
         large: list[Tensor] = []
         small: list[Tensor] = []
@@ -115,7 +116,7 @@ class Replicas:
         if large and before != 1.0:
             torch._foreach_mul_(large, before)
         sums = [dist.all_reduce(gradient, group=dp_group, async_op=True) for gradient in large]
-        super().allreduce_no_retain(small, dp_group, *args, **kwargs)  # type: ignore[misc]
+        super().allreduce_no_retain(small, dp_group, *args, **kwargs)
         for each in sums:
             each.wait()
         if large and after != 1.0:

@@ -52,7 +52,7 @@ class LayerRange:
         if module is None:
             return self._run(start, len(self.functions), 0, 0)(inputs)
         if has_own_forward(module):
-            return module(inputs)  # nothing of it is cut: refusals.py sees to that
+            return module(inputs)  # nothing of it is cut: refusals/ sees to that
         # called as the module, whose hooks (DeepSpeed's cast inputs and time what runs) belong to every forward pass
         module.__dict__["forward"] = functools.partial(self._forward, first=start)
         try:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.batch import StepBatch
-from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like
-from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, like
 from ds_terapipe.schedule import Unit
 
 
@@ -45,7 +44,7 @@ class MicroBatchLoss:
         loss_fn: of the PipelineModule; None where the model returns its loss.
         labels: of the whole micro-batch.
         label_cuts: how the labels are cut; None where they need not be.
-        output_cuts: per output tensor, where its tokens are (from the layout); None for a whole micro-batch.
+        output_cuts: per output tensor, where its tokens are (as the inspection has found); None for a whole micro-batch.
         spans: the slices of the micro-batch.
     """
 

@@ -7,8 +7,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.control import Control
 from ds_terapipe.pipeline.layer_range import modules_of
+from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.refusals import has_own_forward
 from ds_terapipe.schedule import Placement
 
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
         return self.first_layer + len(self.layers)
 
 
-def placement_of(module: Any, control: Control) -> Placement:
+def placement_of(module: Any, consensus: Consensus) -> Placement:
     """The layers that DeepSpeed gave each process, place by place; what comes before the first trained weight only goes forward.
 
     Stage s is on place s where nothing is frozen. A place whose layers begin with frozen ones of the model's beginning, and go
@@ -44,13 +44,13 @@ def placement_of(module: Any, control: Control) -> Placement:
 
     Args:
         module: a ``PipelineModule``.
-        control: of the job.
+        consensus: of the job.
 
     Raises:
         ConfigError: on every rank, for a tied weight that some ranks train and others do not: they would wait for each other's
             gradients.
     """
-    parts = sorted({part.place: part for part in control.gather(_part(module))}.values())
+    parts = sorted({part.place: part for part in consensus.gather(_part(module))}.values())
     _check_tied(parts)
     layers = [layer for part in parts for layer in part.layers]
     count = next((n for n, layer in enumerate(layers) if layer.trains), len(layers))

@@ -8,13 +8,41 @@ error that names the key ``cut``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.spans import Span
+
+
+@dataclass(frozen=True)
+class Span:
+    """Token positions ``[start, stop)`` of a slice in a sequence of ``total`` tokens."""
+
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def length(self) -> int:
+        """Number of tokens in the slice."""
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """True for the only slice of an uncut sequence."""
+        return self.length == self.total
+
+
+def spans(lengths: tuple[int, ...]) -> tuple[Span, ...]:
+    """The slices of a sequence cut into ``lengths`` tokens, in order."""
+    total, start, result = sum(lengths), 0, []
+    for length in lengths:
+        result.append(Span(start, start + length, total))
+        start += length
+    return tuple(result)
 
 
 class TensorCut(NamedTuple):

@@ -15,15 +15,15 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
-from ds_terapipe.pipeline.accounting import StepMemory
 from ds_terapipe.pipeline.batch import StepBatch
-from ds_terapipe.pipeline.context import SliceContext
+from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.layer_range import Layer, LayerRange
-from ds_terapipe.pipeline.layout import Layout
 from ds_terapipe.pipeline.loss import StepLosses
-from ds_terapipe.pipeline.random_streams import RandomStreams
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.operators.random_streams import RandomStreams
+from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
+from ds_terapipe.pipeline.recording.accounting import StepMemory
 from ds_terapipe.pipeline.slicing import as_tuple, like
-from ds_terapipe.pipeline.weight_gradients import WeightGradients
 from ds_terapipe.schedule import Unit
 
 Autocast: TypeAlias = Callable[[], AbstractContextManager[Any]]
@@ -88,7 +88,7 @@ class Stage:
         self.layers = LayerRange(functions, first_layer, self.context.enter_layer, module)
         self.context.layer_text = self.layers.text
         self.root = module if module is not None else nn.ModuleList(self.layers.modules)
-        self.layout: Layout | None = None  # how its tensors follow the tokens, once something has been cut
+        self.dims: SequenceDims | None = None  # how its tensors follow the tokens, once something has been cut
         self.weight_gradients = WeightGradients()
         self.losses: StepLosses | None = None  # of the step, on the last stage
         self._gradients, self._autocast = gradients, autocast

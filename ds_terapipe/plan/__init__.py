@@ -7,14 +7,14 @@
 
 from __future__ import annotations
 
-from .choose import Request, advise_micro_batch, can_choose, choose, plan_of
-from .cost import Cost, MeasuredCost, Sample, StageCost, sample_points
-from .evaluate import StepTimes
-from .layers import LayerSeconds
-from .memory import MemoryModel, MemoryUse, StageMemory, memory_use
-from .result import Option, Plan
-from .slices import Cut, Cuts, Groups, best_cut, even_cuts, group_sequences, slice_times
-from .stages import Partition, gain, partition
+from ds_terapipe.plan.choose import Request, advise_micro_batch, can_choose, choose, plan_of
+from ds_terapipe.plan.costs.cost import Cost, MeasuredCost, Sample, StageCost, sample_points
+from ds_terapipe.plan.costs.layers import LayerSeconds
+from ds_terapipe.plan.costs.memory import MemoryModel, MemoryUse, StageMemory, memory_use
+from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.plan.result import Option, Plan
+from ds_terapipe.plan.slices import Cut, Cuts, Groups, best_cut, even_cuts, group_sequences, slice_times
+from ds_terapipe.plan.stages import Partition, gain, partition
 
 __all__ = [
     "Cost",

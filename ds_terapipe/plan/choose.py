@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 
 from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.plan.costs.cost import Cost
+from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, MemoryUse, check_stages, gigabytes, memory_use
+from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.plan.placed import unlike_plain
+from ds_terapipe.plan.result import Option, Plan, compact
+from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
 from ds_terapipe.schedule import NAMES, Placement
 from ds_terapipe.schedule.placement import row_word
-
-from .cost import Cost
-from .evaluate import StepTimes
-from .memory import GIGABYTE, MemoryModel, MemoryUse, check_stages, gigabytes, memory_use
-from .placed import unlike_plain
-from .result import Option, Plan, compact
-from .slices import Cuts, best_cut, even_cuts, slice_times
 
 _EQUAL = 16  # equal lengths are tried for 1 to this many slices
 _EVEN = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.schedule import (
     Action,
     Dependencies,
@@ -22,8 +23,6 @@ from ds_terapipe.schedule import (
     with_messages,
     with_weight_gradients,
 )
-
-from .cost import Cost
 
 _Array = NDArray[np.float64]
 

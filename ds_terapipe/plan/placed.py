@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_terapipe.plan.files import Fields, is_count
 from ds_terapipe.schedule import Placement
-
-from .files import Fields, is_count
 
 
 def unlike_plain(placement: Placement | None) -> Placement | None:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.plan.costs.memory import MemoryUse, as_dict, gigabytes, memory_use_from
+from ds_terapipe.plan.files import Fields, read_json, write_json
+from ds_terapipe.plan.placed import placement_dict, placement_from
 from ds_terapipe.schedule import NAMES, Placement
 from ds_terapipe.schedule.placement import row_word
-
-from .files import Fields, read_json, write_json
-from .memory import MemoryUse, as_dict, gigabytes, memory_use_from
-from .placed import placement_dict, placement_from
 
 FORMAT = "ds_terapipe plan 1"
 _SHOWN = 10
@@ -77,25 +76,46 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan as text, what was chosen first."""
-        chosen = Option(self.schedule, self.slices, self.step_s)
-        parts = ", ".join(f"{name} {self.bubble[name]:.1%}" for name in _BUBBLE[1:] if name in self.bubble)
-        out = [
-            f"plan: {chosen.name}: {compact(self.slices)} tokens",
-            f"  step {seconds_text(self.step_s)} predicted, bubble {self.bubble.get('total', 0.0):.1%}"
-            + (f" ({parts})" if parts else ""),
-            f"  for {self._pipeline}, {self.micro_batches} micro-batches of {self.sequences} x {self.seq_length} tokens",
-        ]
+        out = [self._chosen, self._step, f"  {self._made_for}"]
         if self.memory:
             out += _memory_lines(self.memory, self.memory_limit, self._row_word)
         if self.losing:
             out.append("  other options:")
         for option in self.losing[:_SHOWN]:
             note = "" if option.fits else "  does not fit into memory"
-            ratio = option.step_s / self.step_s if self.step_s else 1.0
-            out.append(
-                f"    {option.name:<24}{seconds_text(option.step_s):>12}  {ratio:.2f}x  {compact(option.slices)}{note}"
-            )
+            ratio, seconds = self._ratio(option), seconds_text(option.step_s)
+            out.append(f"    {option.name:<24}{seconds:>12}  {ratio:.2f}x  {compact(option.slices)}{note}")
         return out
+
+    def summary(self) -> list[str]:
+        """The plan in the log of a run: what was chosen, what came next, and, where that is known, what memory it takes."""
+        shown = [option for place, option in enumerate(self.losing) if place == 0 or len(option.slices) == 1]
+        others = [f"{o.name} {self._ratio(o):.2f}x{'' if o.fits else ' (too large)'}" for o in shown[:2]]
+        out = [f"{self._chosen}, {self._made_for}", self._step + "".join(f"; {other}" for other in others)]
+        if self.memory:
+            first, *parts = _memory_lines(self.memory, self.memory_limit, self._row_word)
+            out.append(first + "".join(f", {' '.join(part.split()[:-1])}" for part in parts))
+        return out
+
+    def _ratio(self, option: Option) -> float:
+        """Its predicted time, in those of what was chosen."""
+        return option.step_s / self.step_s if self.step_s else 1.0
+
+    @property
+    def _chosen(self) -> str:
+        return f"plan: {Option(self.schedule, self.slices, self.step_s).name}: {compact(self.slices)} tokens"
+
+    @property
+    def _step(self) -> str:
+        parts = ", ".join(f"{name} {self.bubble[name]:.1%}" for name in _BUBBLE[1:] if name in self.bubble)
+        bubble = f"bubble {self.bubble.get('total', 0.0):.1%}" + (f" ({parts})" if parts else "")
+        return f"  step {seconds_text(self.step_s)} predicted, {bubble}"
+
+    @property
+    def _made_for(self) -> str:
+        return (
+            f"for {self._pipeline}, {self.micro_batches} micro-batches of {self.sequences} x {self.seq_length} tokens"
+        )
 
     @property
     def _row_word(self) -> str:

@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.schedule import Placement, as_placement
-
-from .cost import Cost
 
 Times = NDArray[np.float64]
 """[quanta, quanta]: seconds of the slice that starts at quantum j and has k + 1 of them; infinite where there is none."""

@@ -12,7 +12,7 @@ from .lower import with_messages, with_weight_gradients
 from .orders import NAMES, Schedule, forward_only, order, peak_live_units, register, schedule_named
 from .placement import PlacedStage, Placement, as_placement
 from .render import grid_text, timeline_svg, timelines_svg
-from .replay import Dependencies, Replay, Span, dependencies, replay
+from .replay import Dependencies, Interval, Replay, dependencies, replay
 from .simulate import PlaceResult, Simulation, simulate
 from .streams import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, stream_deadlock
 from .timeline import Panel
@@ -27,6 +27,7 @@ __all__ = [
     "Channel",
     "Dependencies",
     "Grid",
+    "Interval",
     "Op",
     "Panel",
     "PlaceResult",
@@ -36,7 +37,6 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Simulation",
-    "Span",
     "Unit",
     "as_placement",
     "dependencies",

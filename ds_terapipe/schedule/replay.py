@@ -14,7 +14,7 @@ from .actions import Action, Grid, Op, Unit
 from .placement import Placement, placement_of
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """When an action starts and ends, in the unit of the durations. A receive's is the time that the place waits."""
 
     start: float
@@ -24,17 +24,17 @@ class Span(NamedTuple):
 class Replay(NamedTuple):
     """What `replay` found.
 
-    ``spans[place][i]`` belongs to ``grid[place][i]``; a place that got stuck has spans up to the action before.
+    ``intervals[place][i]`` belongs to ``grid[place][i]``; a place that got stuck has intervals up to the action before.
     ``stuck`` maps each place that did not reach its end to the index of the receive at which it waits.
     """
 
-    spans: list[list[Span]]
+    intervals: list[list[Interval]]
     stuck: dict[int, int]
 
     @property
     def makespan(self) -> float:
         """The time at which the last place ends."""
-        return max((row[-1].end for row in self.spans if row), default=0.0)
+        return max((row[-1].end for row in self.intervals if row), default=0.0)
 
 
 class Dependencies(NamedTuple):
@@ -63,12 +63,12 @@ class Dependencies(NamedTuple):
             append((a if a > b else b) + seconds)
         return ended
 
-    def spans(self, ended: Sequence[float]) -> list[list[Span]]:
-        """The spans of the grid's actions from what `run` returns."""
+    def intervals(self, ended: Sequence[float]) -> list[list[Interval]]:
+        """The intervals of the grid's actions from what `run` returns."""
         rows = []
         for nodes in self.ends:
             times = [ended[node] for node in nodes]
-            rows.append([Span(start, end) for start, end in zip([0.0, *times], times, strict=False)])
+            rows.append([Interval(start, end) for start, end in zip([0.0, *times], times, strict=False)])
         return rows
 
 
@@ -92,7 +92,7 @@ def replay(
     """
     graph = dependencies(grid, placement)
     ended = graph.run(durations_of(graph, duration, message))
-    return Replay(graph.spans(ended), graph.stuck)
+    return Replay(graph.intervals(ended), graph.stuck)
 
 
 def durations_of(

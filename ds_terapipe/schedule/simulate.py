@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .actions import Action, Grid, Op, Unit
 from .lower import has_messages, with_messages
 from .placement import Placement, placement_of, row_word
-from .replay import Dependencies, Span, dependencies, durations_of
+from .replay import Dependencies, Interval, dependencies, durations_of
 from .validate import ScheduleError
 
 
@@ -39,10 +39,10 @@ class PlaceResult(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """A simulated step: ``spans[place][i]`` belongs to ``grid[place][i]``, messages are in the grid; times in seconds."""
+    """A simulated step: ``intervals[place][i]`` belongs to ``grid[place][i]``, messages are in the grid; times in seconds."""
 
     grid: Grid
-    spans: list[list[Span]]
+    intervals: list[list[Interval]]
     makespan: float
     places: tuple[PlaceResult, ...]
 
@@ -108,7 +108,7 @@ def simulate(
         fill = min(idle, max(even_makespan - even_busy[place], 0.0))
         peaks = _peaks(row, tokens, held)
         places.append(PlaceResult(busy[place], fill, idle - fill, makespan - without_messages, *peaks))
-    return Simulation(complete, graph.spans(ended), makespan, tuple(places))
+    return Simulation(complete, graph.intervals(ended), makespan, tuple(places))
 
 
 def _busy(graph: Dependencies, durations: Sequence[float], where: Placement) -> list[float]:

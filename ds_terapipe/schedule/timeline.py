@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .actions import Action, Grid, Op
 from .lower import has_messages, with_messages
 from .placement import Placement, placement_of, row_word
-from .replay import Replay, Span, replay
+from .replay import Interval, Replay, replay
 from .svg import COLOURS, DIGIT, RIGHT, document, legend
 
 _LEFT, _TITLE, _PANEL_GAP, _LEGEND = 64, 30, 14, 34
@@ -19,7 +19,7 @@ _PALE = '{}" fill-opacity="0.72'
 class Panel(NamedTuple):
     """One schedule of a picture.
 
-    ``durations`` gives the time of each FORWARD, BACKWARD and WEIGHT_GRADIENTS action, in any one unit; where ``spans`` are
+    ``durations`` gives the time of each FORWARD, BACKWARD and WEIGHT_GRADIENTS action, in any one unit; where ``intervals`` are
     given, measured or simulated, they are drawn as they are and ``durations`` is not asked. ``placement`` is that of the
     stages, None: one on each place.
     """
@@ -27,7 +27,7 @@ class Panel(NamedTuple):
     title: str
     grid: Grid
     durations: Callable[[Action], float] | None = None
-    spans: Sequence[Sequence[Span]] | None = None
+    intervals: Sequence[Sequence[Interval]] | None = None
     placement: Placement | None = None
 
 
@@ -82,10 +82,10 @@ def timelines_svg(panels: Sequence[Panel], width: int = 960) -> str:
 
 
 def _time(panel: Panel) -> _Timed:
-    if panel.spans is not None:
-        return _Timed(panel, panel.grid, Replay([list(row) for row in panel.spans], {}))
+    if panel.intervals is not None:
+        return _Timed(panel, panel.grid, Replay([list(row) for row in panel.intervals], {}))
     if panel.durations is None:
-        raise ValueError(f"timeline: panel {panel.title!r} has neither durations nor spans, must have one of them")
+        raise ValueError(f"timeline: panel {panel.title!r} has neither durations nor intervals, must have one of them")
     where = placement_of(len(panel.grid), panel.placement)
     grid = panel.grid if has_messages(panel.grid) else with_messages(panel.grid, where)
     result = replay(grid, panel.durations, placement=where)
@@ -103,8 +103,8 @@ def _panel(timed: _Timed, scale: float, top: float) -> tuple[list[str], float]:
     places, word = len(grid), row_word(placement_of(len(grid), timed.panel.placement))
     row, bar = (24, 21) if places <= 8 else (18, 16)
     end = _LEFT + result.makespan * scale
-    cells = [pair for row_cells in zip(grid, result.spans, strict=True) for pair in zip(*row_cells, strict=True)]
-    busy = sum(span.end - span.start for action, span in cells if action.op.is_compute)
+    cells = [pair for row_cells in zip(grid, result.intervals, strict=True) for pair in zip(*row_cells, strict=True)]
+    busy = sum(interval.end - interval.start for action, interval in cells if action.op.is_compute)
     idle = 1 - busy / (places * result.makespan) if result.makespan else 0.0
     sliced = any(action.unit.slice > 0 for actions in grid for action in actions)
     caption = f"time {result.makespan:.4g}, {idle:.0%} idle"
@@ -114,16 +114,20 @@ def _panel(timed: _Timed, scale: float, top: float) -> tuple[list[str], float]:
         f'<text x="{_LEFT}" y="{top + 16:g}" font-weight="bold">{escape(timed.panel.title)}</text>',
         f'<text x="{caption_end:.1f}" y="{top + 16:g}" text-anchor="end" fill="#4b5563">{caption}</text>',
     ]
-    for place, (actions, spans) in enumerate(zip(grid, result.spans, strict=True)):
+    for place, (actions, intervals) in enumerate(zip(grid, result.intervals, strict=True)):
         y = top + _TITLE - 4 + place * row
         out.append(
             f'<text x="{_LEFT - 8}" y="{y + bar / 2 + 4:g}" text-anchor="end" fill="#4b5563">{word} {place}</text>'
             f'<rect x="{_LEFT}" y="{y:g}" width="{end - _LEFT:.2f}" height="{bar}" fill="#f3f4f6"/>'
         )
-        for action, span in zip(actions, spans, strict=True):
+        for action, interval in zip(actions, intervals, strict=True):
             if action.op.is_compute:
                 label = str(action.unit.slice if sliced else action.unit.micro_batch)
-                out.append(_cell(action, label, _LEFT + span.start * scale, (span.end - span.start) * scale, y, bar))
+                out.append(
+                    _cell(
+                        action, label, _LEFT + interval.start * scale, (interval.end - interval.start) * scale, y, bar
+                    )
+                )
     bottom = top + _TITLE - 4 + places * row
     out.append(f'<path d="M{end:.2f} {top + _TITLE - 8:g}V{bottom:g}" stroke="#6b7280" stroke-dasharray="3 2"/>')
     return out, bottom - top

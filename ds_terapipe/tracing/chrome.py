@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.schedule import Action, Grid
-from ds_terapipe.schedule.replay import Span
+from ds_terapipe.schedule.replay import Interval
 
 FORMAT = "ds_terapipe trace 1"
 MEASURED, PREDICTED = "measured", "predicted"
@@ -50,12 +50,12 @@ class Event(NamedTuple):
         return self.end - self.start
 
 
-def events_of(grid: Grid, spans: Sequence[Sequence[Span]], run: str = PREDICTED, step: int = 0) -> list[Event]:
+def events_of(grid: Grid, intervals: Sequence[Sequence[Interval]], run: str = PREDICTED, step: int = 0) -> list[Event]:
     """A simulated schedule as events; rank and stage are the same number."""
     return [
-        Event(run, stage, stage, step, str(action), str(action.op), span.start, span.end)
+        Event(run, stage, stage, step, str(action), str(action.op), interval.start, interval.end)
         for stage, row in enumerate(grid)
-        for action, span in zip(row, spans[stage], strict=True)
+        for action, interval in zip(row, intervals[stage], strict=True)
     ]
 
 

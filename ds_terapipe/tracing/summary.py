@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ds_terapipe.schedule import Op
-
-from .chrome import Event
+from ds_terapipe.tracing.chrome import Event
 
 
 class StageSummary(NamedTuple):

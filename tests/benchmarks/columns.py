@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_terapipe.pipeline.choice import RIVALS, ROUNDS, TRIALS
-from ds_terapipe.pipeline.runoff import runoff_steps
+from ds_terapipe.pipeline.autotune.comparison import comparison_steps
+from ds_terapipe.pipeline.autotune.phases import ROUNDS, TRIALS
+from ds_terapipe.pipeline.autotune.planner import RIVALS
 from tests.benchmarks import gpt, llama
 from tests.benchmarks.workers import Seat
 
@@ -293,7 +294,7 @@ def untimed_step(seat: Seat) -> None:
 SLICES = (1, 2, 4, 8, 16)
 ONLY_GPT = ("torch", "megatron")
 # The planner measures in the first steps, plans, and compares the plan with the best trials in the next ones.
-SETTLING = 1 + ROUNDS * len(TRIALS) + runoff_steps(1 + RIVALS)
+SETTLING = 1 + ROUNDS * len(TRIALS) + comparison_steps(1 + RIVALS)
 _DEEPSPEED = ("deepspeed",)
 _OURS = ("deepspeed", "ds_terapipe")
 COLUMNS: dict[str, Column] = {

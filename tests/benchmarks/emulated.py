@@ -22,8 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_terapipe.pipeline.context import SliceContext
-from ds_terapipe.plan.cost import Tokens
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.plan.costs.cost import Tokens
 
 HIDDEN = 8
 

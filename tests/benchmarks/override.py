@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_terapipe.pipeline.interception import Interception
+from ds_terapipe.pipeline.operators.interception import Interception
 
 CALLS = 2000
 

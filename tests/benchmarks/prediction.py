@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ds_terapipe.pipeline.choice import TRIALS, FixedCutting
+from ds_terapipe.pipeline.autotune.cutting import FixedCutting
+from ds_terapipe.pipeline.autotune.phases import TRIALS
 from ds_terapipe.pipeline.slicing import slice_lengths
+from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.plan.evaluate import StepTimes
-from ds_terapipe.plan.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.tracing.chrome import Event
 from tests.benchmarks import gpt
 from tests.benchmarks.columns import Workload, token_slice_engine
@@ -96,7 +97,7 @@ def prepare(seat: Seat, shape: gpt.Shape) -> None:
     def step(run: Run, recorded: bool) -> tuple[float, Sequence[Event]]:
         if engine.gradient_accumulation_steps() != run.sequences:
             engine.set_train_batch_size(run.sequences)
-        engine._choice = choice = (Recorded if recorded else FixedCutting)(run.slices, run.schedule)
+        engine._cutting = choice = (Recorded if recorded else FixedCutting)(run.slices, run.schedule)
         dist.barrier()
         start = time.perf_counter()
         engine.train_batch(batches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ds_terapipe.elastic import freeze
+from ds_terapipe.elastic.policies import freeze
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 from deepspeed.pipe import LayerSpec
 
 from ds_terapipe import ConfigError
-from ds_terapipe.elastic import state
+from ds_terapipe.elastic.saved import state
 from tests.elastic.training import Case, data_of, engine_of
 from tests.mutants.claims import holds, refused_or_let_pass
 from tests.pipeline.models import FrozenBlock, FrozenEmbedding

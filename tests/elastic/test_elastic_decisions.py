@@ -11,7 +11,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from ds_terapipe.elastic.history import read_history
+from ds_terapipe.elastic.shapes.history import read_history
 from tests.elastic.samples import Texts, in_order, micro_batch_of
 from tests.elastic.training import Case, engine_of, grouped_adamw, prefixes
 from tests.pipeline.models import Embedding, Plain, gpt, mean_loss
@@ -212,9 +212,9 @@ def test_the_history_has_the_steps_of_the_run_that_was_resumed(ranks, name):
     steps = [(period, step) for period in periods for step in range(period.first, period.stop)]
     assert [step for _, step in steps] == list(range(CASE.steps))
     for (period, step), (frozen, stages, *_) in zip(steps, first["resumed"], strict=True):
-        layout = period.layout
-        assert (layout.frozen_layers, layout.stages, layout.replicas) == (frozen, stages, 2 // stages), step
-        assert layout.replicas * layout.micro_batch * layout.micro_batches == CASE.batch
+        ran_on = period.ran_on
+        assert (ran_on.frozen_layers, ran_on.stages, ran_on.replicas) == (frozen, stages, 2 // stages), step
+        assert ran_on.replicas * ran_on.micro_batch * ran_on.micro_batches == CASE.batch
         assert period.ranks == (((0, 0), (1, 0)) if stages == 2 else ((0, 0), (0, 1)))
     begun = [period for period in periods if period.begins]
     assert [period.first for period in begun] == [0, SAVED]

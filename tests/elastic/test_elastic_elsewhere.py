@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_terapipe.elastic import restore
+from ds_terapipe.elastic.saved import restore
 from ds_terapipe.errors import ConfigError
 from tests.elastic.samples import Texts
 from tests.elastic.test_elastic_wrapped import kept

@@ -15,10 +15,10 @@ from torch import nn
 
 from ds_terapipe import ConfigError, FusedLamb
 from ds_terapipe.elastic import feed
-from ds_terapipe.elastic.feed import Layout, parcels
-from ds_terapipe.elastic.groups import in_order, make_alike, refill, release
-from ds_terapipe.elastic.reshape import check_movable
-from ds_terapipe.elastic.transfer import Holding, Kind, Piece, authority, check_structure, holding, plan, sent_of
+from ds_terapipe.elastic.feed import Ranks, parcels
+from ds_terapipe.elastic.moves.groups import in_order, make_alike, refill, release
+from ds_terapipe.elastic.moves.reshape import check_movable
+from ds_terapipe.elastic.moves.transfer import Holding, Kind, Piece, authority, check_structure, holding, plan, sent_of
 from ds_terapipe.optim.step_rules import DeviceSteps
 from tests.threads import Threads
 
@@ -354,8 +354,8 @@ def test_lamb_keeps_the_names_of_what_stays():
 # ------------------------------------------------------------------------------------------------------ micro-batches
 
 
-def layout(stages: int, replicas: int, tensor: int, micro_batch: int) -> Layout:
-    return Layout(PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=replicas), micro_batch)
+def layout(stages: int, replicas: int, tensor: int, micro_batch: int) -> Ranks:
+    return Ranks(PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=replicas), micro_batch)
 
 
 @given(readers=RANKS, replicas=RANKS, each=st.integers(1, 4), size=st.integers(1, 3), now=st.integers(1, 3))

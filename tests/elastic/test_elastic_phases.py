@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_terapipe.elastic.sampler import SampleOrder
-from ds_terapipe.optim.mixed_batch import MixedBatch
+from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
 from tests.elastic.training import Objects, prefixes
 from tests.mutants.claims import holds
 from tests.optim.phase_runs import SAMPLES, Texts, error_of, stacked

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_terapipe.elastic.universal import CARRIED, Universal
+from ds_terapipe.elastic.saved.universal import CARRIED, Universal
 from ds_terapipe.errors import ConfigError
 from tests.elastic.test_elastic_elsewhere import SAVED, STEPS, check, data_for, state_of
 from tests.elastic.training import Case, engine_of

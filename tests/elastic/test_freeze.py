@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_terapipe.elastic.freeze import (
+from ds_terapipe.elastic.policies.freeze import (
     FreezePolicy,
     GradNormPolicy,
     ModelLayers,
@@ -19,7 +19,7 @@ from ds_terapipe.elastic.freeze import (
     policy_names,
     register_policy,
 )
-from ds_terapipe.elastic.freezer import Freezer, Signals, completed_intervals
+from ds_terapipe.elastic.policies.freezer import Freezer, Signals, completed_intervals
 from ds_terapipe.elastic.settings import FreezeSettings
 from ds_terapipe.errors import ConfigError
 from tests.elastic.policies import registered

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ds_terapipe.elastic.groups import in_order
+from ds_terapipe.elastic.moves.groups import in_order
 
 
 def test_a_group_of_nothing_that_is_here_leaves_and_an_empty_one_stays() -> None:

@@ -14,14 +14,14 @@ from xml.etree import ElementTree
 import pytest
 
 from ds_terapipe import cli
-from ds_terapipe.elastic.history import History, Layout, read_history
-from ds_terapipe.elastic.picture import shapes_svg, shapes_text
+from ds_terapipe.elastic.shapes.history import History, StepShape, read_history
+from ds_terapipe.elastic.shapes.picture import shapes_svg, shapes_text
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.schedule.svg import COLOURS, EMPTY
 from tests.documents import ROOT
 
-TWO = Layout(2, 1, 1, 4, 0, (0, 5, 11))
-ONE = Layout(1, 2, 1, 2, 5, (0, 11))
+TWO = StepShape(2, 1, 1, 4, 0, (0, 5, 11))
+ONE = StepShape(1, 2, 1, 2, 5, (0, 11))
 MORE = ONE._replace(frozen_layers=7)
 Coordinate = namedtuple("Coordinate", "pipe data")
 
@@ -29,8 +29,8 @@ Coordinate = namedtuple("Coordinate", "pipe data")
 class Topology:
     """Of two processes."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._replicas = layout.replicas
+    def __init__(self, ran_on: StepShape) -> None:
+        self._replicas = ran_on.replicas
 
     def world_size(self) -> int:
         return 2
@@ -39,9 +39,9 @@ class Topology:
         return Coordinate(*divmod(rank, self._replicas))
 
 
-def train(history: History, layout: Layout, first: int, stop: int) -> None:
+def train(history: History, ran_on: StepShape, first: int, stop: int) -> None:
     for step in range(first, stop):
-        with history.step(step, layout, Topology(layout)):
+        with history.step(step, ran_on, Topology(ran_on)):
             pass
 
 
@@ -84,7 +84,7 @@ def test_a_line_is_written_where_something_changes(run: Path) -> None:
     assert [line["seconds"] for line in found[:3]] == [0, 2.0, 0.5]
     assert [line["ranks"] for line in found[:3]] == [[[0, 0], [1, 0]], *[[[0, 0], [0, 1]]] * 2]
     periods = read_history(str(run))
-    assert [(period.first, period.stop, period.layout) for period in periods] == [
+    assert [(period.first, period.stop, period.ran_on) for period in periods] == [
         (0, 20, TWO),
         (20, 40, ONE),
         (40, 60, MORE),
@@ -118,7 +118,7 @@ def test_a_resumed_run_takes_the_place_of_what_came_after_its_checkpoint(run: Pa
     train(second, TWO, 35, 50)
     second.close()
     periods = read_history(str(run))
-    assert [(period.first, period.stop, period.layout) for period in periods] == [
+    assert [(period.first, period.stop, period.ran_on) for period in periods] == [
         (0, 20, TWO), (20, 30, ONE), (30, 35, ONE), (35, 50, TWO),
     ]  # fmt: skip
     assert [period.begins for period in periods] == [True, False, True, False]
@@ -288,7 +288,7 @@ def test_the_picture_of_a_resumed_run_of_many_processes(run: Path) -> None:
     history.close()
     said = texts(shapes_svg(read_history(str(run))))
     assert "resumed" in said and "50" in said and "60" not in said
-    wide = Layout(1, 32, 1, 1, 0, (0, 96))
+    wide = StepShape(1, 32, 1, 1, 0, (0, 96))
     many = Path(run).with_name("many.jsonl")
     line = {
         "event": "start",

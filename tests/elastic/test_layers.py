@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_terapipe.elastic.layers import build, drop_copies, random_states_kept
+from ds_terapipe.elastic.moves.layers import build, drop_copies, random_states_kept
 from ds_terapipe.elastic.optimizer import _nothing_to_collect
 
 MODULES = ("megatron.core.tensor_parallel.random", "deepspeed.runtime.activation_checkpointing.checkpointing")

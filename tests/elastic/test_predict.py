@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_terapipe.elastic.predict import LayerCosts, Machine, Prediction, choose, predict
-from ds_terapipe.elastic.resize import Shape, shapes
+from ds_terapipe.elastic.policies.resize import Shape, shapes
+from ds_terapipe.elastic.shapes.predict import LayerCosts, Machine, Prediction, choose, predict
 
 FREE = Machine(0.0, 0.0, 0.0)
 

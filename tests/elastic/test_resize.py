@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_terapipe.elastic.freeze import ModelLayers
-from ds_terapipe.elastic.resize import Shape, balanced, check, shape_of, shapes, wanted_stages
+from ds_terapipe.elastic.policies.freeze import ModelLayers
+from ds_terapipe.elastic.policies.resize import Shape, balanced, check, shape_of, shapes, wanted_stages
 from ds_terapipe.elastic.settings import ResizeSettings, parse
 from ds_terapipe.errors import ConfigError
 

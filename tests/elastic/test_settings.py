@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_terapipe.elastic.freeze import FreezePolicy
+from ds_terapipe.elastic.policies.freeze import FreezePolicy
 from ds_terapipe.elastic.settings import ElasticPipelineConfig, FreezeSettings, parse
 from ds_terapipe.errors import ConfigError
 from tests.elastic.policies import registered

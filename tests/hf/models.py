@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
-from ds_terapipe.pipeline.context import current_span
+from ds_terapipe.pipeline.operators.context import current_span
 from tests.pipeline.models import HEADS, HIDDEN, POSITIONS, VOCABULARY, Head, micro_batch
 
 LENGTH = 24

@@ -58,7 +58,7 @@ def visible(made: dict[str, Tensor]) -> Tensor:
 def places_of(given: Tensor, tokens: Tensor, span: Any) -> Any:
     """What a layer knows in a slice."""
     from ds_terapipe.hf.positions import Places
-    from ds_terapipe.pipeline.context import SliceContext
+    from ds_terapipe.pipeline.operators.context import SliceContext
 
     context = SliceContext()
     SliceContext.current, context.span = context, span
@@ -72,7 +72,7 @@ def places_of(given: Tensor, tokens: Tensor, span: Any) -> Any:
 @given(batches())
 def test_tokens_see_what_transformers_lets_them_see(made: dict[str, Tensor]) -> None:
     from ds_terapipe import hf
-    from ds_terapipe.pipeline.spans import spans
+    from ds_terapipe.pipeline.slicing import spans
 
     inputs, labels = hf.batch(made)
     tokens = made["input_ids"]

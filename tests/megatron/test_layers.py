@@ -20,10 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron import TokenLoss, destroy_parallel, gpt_pipeline, initialize_parallel, layers
 from ds_terapipe.megatron.attention import CausalAttention
-from ds_terapipe.pipeline.context import SliceContext
-from ds_terapipe.pipeline.interception import Interception
-from ds_terapipe.pipeline.spans import Span, spans
-from ds_terapipe.pipeline.weight_gradients import WeightGradients
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.operators.interception import Interception
+from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
+from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
 from ds_terapipe.staged_pipeline import stage_boundaries
 

@@ -67,7 +67,7 @@ def _one_left(original: Any, hit: Hit) -> Any:
     return undo
 
 
-_OF_EMBEDDING = "ds_terapipe.pipeline.weight_gradients:OfEmbedding.__call__"
+_OF_EMBEDDING = "ds_terapipe.pipeline.operators.weight_gradients:OfEmbedding.__call__"
 _GRADIENT, _COPY, _CLOSE = "an embedding's gradient", "a copy of a changed module", "modules after closing"
 
 MUTANTS = (
@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         "an embedding's gradient made twice",
         "What its slices left is counted twice.",
-        ("ds_terapipe.pipeline.weight_gradients:_Kept.take",),
+        ("ds_terapipe.pipeline.operators.weight_gradients:_Kept.take",),
         _twice,
         _GRADIENT,
     ),
@@ -89,14 +89,14 @@ MUTANTS = (
     Mutant(
         "a copy bound to the original",
         "A deep copy of a changed module computes with the original's weights.",
-        ("ds_terapipe.pipeline.interception:MethodType",),
+        ("ds_terapipe.pipeline.operators.interception:MethodType",),
         _bound_for_good,
         _COPY,
     ),
     Mutant(
         "an attribute left behind",
         "A module keeps what stood in for its method.",
-        ("ds_terapipe.pipeline.interception:_undo",),
+        ("ds_terapipe.pipeline.operators.interception:_undo",),
         _one_left,
         _CLOSE,
     ),

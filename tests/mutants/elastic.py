@@ -143,7 +143,7 @@ TRAINS = "frozen layers keep their dropout"
 SCALE = "the loss scale begins anew"
 ROUNDED = "masters go as what the layers compute with"
 
-_ENGINE, _RESHAPE = "ds_terapipe.elastic.engine:ElasticPipelineEngine.", "ds_terapipe.elastic.reshape:"
+_ENGINE, _RESHAPE = "ds_terapipe.elastic.engine:ElasticPipelineEngine.", "ds_terapipe.elastic.moves.reshape:"
 
 MUTANTS = (
     Mutant(
@@ -191,14 +191,14 @@ MUTANTS = (
     Mutant(
         STREAMS,
         "Replicas draw the same random numbers for their micro-batches.",
-        ("ds_terapipe.pipeline.random_streams:RandomStreams.begin",),
+        ("ds_terapipe.pipeline.operators.random_streams:RandomStreams.begin",),
         _counts_within_the_replica,
         "elastic, dropout",
     ),
     Mutant(
         MARKS,
         "A layer that is built anew has not what was set on the parameters of the live one.",
-        ("ds_terapipe.elastic.transfer:_is_plain",),
+        ("ds_terapipe.elastic.moves.transfer:_is_plain",),
         _keeps_attributes,
         "elastic, holdings",
     ),
@@ -212,7 +212,7 @@ MUTANTS = (
     Mutant(
         ROUNDED,
         "An fp32 master comes with the digits of bf16.",
-        ("ds_terapipe.elastic.masters:_whole",),
+        ("ds_terapipe.elastic.moves.masters:_whole",),
         _rounds_masters,
         "elastic, wrapped",
     ),

@@ -133,7 +133,7 @@ MUTANTS = (
     Mutant(WINDOW, "All earlier tokens are seen.", _ATTEND, _has_no("window"), _TRAINED),
     Mutant(SOFTCAP, "Scores are as they come.", _ATTEND, _has_no("softcap"), _TRAINED),
     Mutant(BEFORE, "The first gradients of a window are lost.",
-           ("ds_terapipe.pipeline.buffers:AttentionState.add_gradients",), _misses_gradients, _TRAINED),
+           ("ds_terapipe.pipeline.operators.buffers:AttentionState.add_gradients",), _misses_gradients, _TRAINED),
     Mutant(SHIFT, "Labels are not shifted.", (_LOSS + "aligned",), _says_the_same_token, _TRAINED),
     Mutant(EDGE, "A slice's last label is left out.", (_LOSS + "token_sum",), _forgets_the_last_of_a_slice, _TRAINED),
     Mutant(WEIGHT, "One micro-batch stands for all.", (_LOSS + "step_weight",), _counts_its_own, _STEP),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ds_terapipe.optim.modes import ADAPT, RULE_COLUMNS
-from ds_terapipe.optim.plain import FOUND_INF, MAX_NORM, SQUARES
-from ds_terapipe.optim.segments import Part
+from ds_terapipe.optim.op.plain import FOUND_INF, MAX_NORM, SQUARES
+from ds_terapipe.optim.op.segments import Part
 from tests.mutants.harness import Check, Hit, Mutant
 
 _DECAY, _FLAGS = RULE_COLUMNS.index("weight_decay"), RULE_COLUMNS.index("flags")
@@ -140,7 +140,7 @@ ADAPTED = "excluded layers have a trust ratio"
 LOADED = "loaded moments are corrected as new ones"
 STAGE_NORM = "each stage clips by its own norm"
 
-_SHARDING, _TABLE = "ds_terapipe.optim.sharding:Reduction.", "ds_terapipe.optim.device_table:DeviceTable."
+_SHARDING, _TABLE = "ds_terapipe.optim.sharding:Reduction.", "ds_terapipe.optim.op.device_table:DeviceTable."
 
 MUTANTS = (
     Mutant(
@@ -160,14 +160,14 @@ MUTANTS = (
     Mutant(
         BUFFER,
         "All layers of a flat buffer have one trust ratio.",
-        ("ds_terapipe.optim.segments:SegmentArrays.__init__",),
+        ("ds_terapipe.optim.op.segments:SegmentArrays.__init__",),
         _one_layer_a_tensor,
         "LAMB, one rank",
     ),
     Mutant(
         UNSPLIT,
         "A fused attention matrix has one trust ratio in spite of split_qkv.",
-        ("ds_terapipe.optim.segments:runs",),
+        ("ds_terapipe.optim.op.segments:runs",),
         _unsplit,
         "LAMB, one rank",
     ),

@@ -73,7 +73,7 @@ LENGTH = "the first phase's sequence length stays"
 EPOCH = "a switch begins the epoch anew"
 ANEW = "a resumed run begins its schedule anew"
 
-_MIXED = "ds_terapipe.optim.mixed_batch:"
+_MIXED = "ds_terapipe.optim.schedules.mixed_batch:"
 
 MUTANTS = (
     Mutant(
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         BEFORE,
         "Every step but the first uses the LR of the one before.",
-        ("ds_terapipe.optim.lr_rules:Ramp.lr",),
+        ("ds_terapipe.optim.schedules.lr_rules:Ramp.lr",),
         _lr_before,
         "phases, LR",
     ),
@@ -103,14 +103,14 @@ MUTANTS = (
     Mutant(
         EPOCH,
         "At a switch the samples of the epoch come again from the first on.",
-        ("ds_terapipe.optim.training_loader:TrainingLoader.recut",),
+        ("ds_terapipe.optim.schedules.training_loader:TrainingLoader.recut",),
         _epoch_anew,
         "phases, loader",
     ),
     Mutant(
         ANEW,
         "A run that goes on from a checkpoint has the LR of a first step.",
-        ("ds_terapipe.optim.lr_rules:Schedule.load_state_dict",),
+        ("ds_terapipe.optim.schedules.lr_rules:Schedule.load_state_dict",),
         _schedule_anew,
         "phases, resumed",
     ),

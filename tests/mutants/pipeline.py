@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ds_terapipe.pipeline.buffers import AttentionState
-from ds_terapipe.pipeline.slicing import as_tuple, like
-from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.pipeline.operators.buffers import AttentionState
+from ds_terapipe.pipeline.slicing import Span, as_tuple, like
 from tests.mutants.harness import Check, Hit, Mutant
 
 
@@ -157,20 +156,20 @@ def _of_the_last_unit(original: Any, hit: Hit) -> Any:
 _TIED, _ADAM = "engine, PP2, tied", "engine, PP2, AdamW"
 _ROTARY = "parity, PP2, rotary"
 _LOSS = "ds_terapipe.pipeline.loss:MicroBatchLoss.add"
-_TAKE = "ds_terapipe.pipeline.weight_gradients:_Kept.take"
+_TAKE = "ds_terapipe.pipeline.operators.weight_gradients:_Kept.take"
 
 MUTANTS = (
     Mutant(
         "attention ignores earlier slices",
         "A slice attends to its own tokens only.",
-        ("ds_terapipe.pipeline.attention:SliceAttention.forward",),
+        ("ds_terapipe.pipeline.operators.attention:SliceAttention.forward",),
         _attends_to_itself,
         _TIED,
     ),
     Mutant(
         "dK and dV of later slices dropped",
         "A slice's keys and values get the gradient of its own queries only.",
-        ("ds_terapipe.pipeline.buffers:AttentionState.add_gradients",),
+        ("ds_terapipe.pipeline.operators.buffers:AttentionState.add_gradients",),
         _own_share,
         _TIED,
     ),
@@ -214,7 +213,7 @@ MUTANTS = (
     Mutant(
         "a gradient sent for the wrong unit",
         "The stage before gets the gradient of an earlier unit that has the same shape.",
-        ("ds_terapipe.pipeline.links:Links.send_backward",),
+        ("ds_terapipe.pipeline.transport.p2p:Links.send_backward",),
         _of_the_last_unit,
         _TIED,
     ),

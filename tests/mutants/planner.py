@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.choice import DEFAULT_SCHEDULE
+from ds_terapipe.pipeline.autotune.cutting import DEFAULT_SCHEDULE
 from ds_terapipe.pipeline.slicing import slice_lengths
 from tests.mutants.harness import Check, Hit, Mutant
 
@@ -52,9 +52,9 @@ def _takes_no_plan(original: Any, hit: Hit) -> Any:
 def _reads_no_measurements(original: Any, hit: Hit) -> Any:
     def load_measurements(self: Any, path: str) -> None:
         original(self, path)
-        if self._cost is not None:
+        if self.cost is not None:
             hit()
-            self._cost = None
+            self.cost = None
 
     return load_measurements
 
@@ -99,13 +99,13 @@ def _cuts_by_number(original: Any, hit: Hit) -> Any:
 
 
 def _plans_the_default(original: Any, hit: Hit) -> Any:
-    def plan_step(name: str, *args: Any) -> Any:
+    def grid_of_step(name: str, *args: Any) -> Any:
         if name == "terapipe":
             hit()
             name = DEFAULT_SCHEDULE
         return original(name, *args)
 
-    return plan_step
+    return grid_of_step
 
 
 def _everything_fits(original: Any, hit: Hit) -> Any:
@@ -149,8 +149,9 @@ ALL_FIT = "plans that do not fit are chosen"
 STAYS = "a plan that disappoints stays"
 GIVES_WAY = "a plan gives way to a slower trial"
 
-_CHOICE = "ds_terapipe.pipeline.choice:"
-_AUTO, _WINNER = _CHOICE + "AutoCutting.", "ds_terapipe.pipeline.runoff:Runoff.winner"
+_AUTOTUNE = "ds_terapipe.pipeline.autotune."
+_MODULE, _PLANNER = _AUTOTUNE + "auto:", _AUTOTUNE + "planner:"
+_AUTO, _WINNER = _MODULE + "AutoCutting.", _AUTOTUNE + "comparison:Comparison.winner"
 
 MUTANTS = (
     Mutant(
@@ -177,7 +178,7 @@ MUTANTS = (
     Mutant(
         ENGINE_DEFAULT,
         "The engine runs 1F1B where another schedule was chosen.",
-        ("ds_terapipe.pipeline.engine:plan_step",),
+        ("ds_terapipe.pipeline.engine:grid_of_step",),
         _plans_the_default,
         "plan, engine",
     ),
@@ -198,26 +199,30 @@ MUTANTS = (
     Mutant(
         NO_MEASUREMENTS,
         "The run measures anew in spite of measurements that were made on the same.",
-        (_AUTO + "_load_measurements",),
+        (_PLANNER + "Planner._load_measurements",),
         _reads_no_measurements,
         "plan, chosen step: measurements",
     ),
     Mutant(
         ANY_MEASUREMENTS,
         "A plan is made from measurements of another device.",
-        (_CHOICE + "differences",),
+        (_PLANNER + "differences",),
         _finds_no_difference,
         "plan, measurements of the same run",
     ),
     Mutant(
         ANY_PLAN,
         "A plan for other stages, micro-batches, schedules or more memory is used.",
-        (_CHOICE + "mismatch", _CHOICE + "check_plan"),
+        (_MODULE + "mismatch", _MODULE + "check_plan"),
         _no_mismatch,
         "plan, refused or not used",
     ),
     Mutant(
-        NO_LIMIT, "Trials and plans take what they like.", (_AUTO + "_limit_gb",), _no_limit, "plan, too little memory"
+        NO_LIMIT,
+        "Trials and plans take what they like.",
+        (_AUTOTUNE + "budget:Budget.limit_gb",),
+        _no_limit,
+        "plan, too little memory",
     ),
     Mutant(
         ALL_FIT,
@@ -237,7 +242,7 @@ MUTANTS = (
 )
 
 _NAMES = tuple(mutant.name for mutant in MUTANTS)
-_TEST = "tests.pipeline.test_choice:test_"
+_TEST = "tests.pipeline.test_cutting:test_"
 
 
 def _check(name: str, measure: str, args: tuple[Any, ...], catches: tuple[str, ...], why: str) -> Check:
@@ -245,7 +250,7 @@ def _check(name: str, measure: str, args: tuple[Any, ...], catches: tuple[str, .
 
 
 def _simulated(name: str, test: str, args: tuple[Any, ...], catches: tuple[str, ...], why: str) -> Check:
-    """A test of the choice without processes."""
+    """A test of cutting without processes."""
     return _check(name, "tests.mutants.claims:passes", (_TEST + test, *args), catches, why)
 
 

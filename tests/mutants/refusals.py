@@ -70,10 +70,10 @@ def _compares_nothing(original: Any, hit: Hit) -> Any:
 def _takes_any_settings(original: Any, hit: Hit) -> Any:
     """Where only the settings differ; other numbers of micro-batches would never meet."""
 
-    def raise_different(control: Any, micro_batches: int) -> None:
-        rows = control._gather([micro_batches], torch.int64, "all ranks to say how they are configured")
+    def raise_different(consensus: Any, micro_batches: int) -> None:
+        rows = consensus._gather([micro_batches], torch.int64, "all ranks to say how they are configured")
         if any(row != rows[0] for row in rows):
-            original(control, micro_batches)
+            original(consensus, micro_batches)
         hit()
 
     return raise_different
@@ -89,13 +89,17 @@ NOTHING = "verify compares nothing"
 SETTINGS = "settings are not compared between ranks"
 LABELS = "labels are not compared with inputs"
 
-_REFUSALS, _VERIFY, _CONTROL = "ds_terapipe.refusals:", "ds_terapipe.pipeline.verify:", "ds_terapipe.pipeline.control:"
+_REFUSALS, _VERIFY, _CONTROL = (
+    "ds_terapipe.refusals:",
+    "ds_terapipe.pipeline.inspection.verify:",
+    "ds_terapipe.pipeline.transport.consensus:",
+)
 
 MUTANTS = (
     Mutant(
         KEYS,
         "Keys that do not go with token slices, or with FusedLamb, are let pass.",
-        (_REFUSALS + "_check_rules",),
+        ("ds_terapipe.refusals.configuration:_check_rules",),
         _lets_pass,
         "refusals, ZeRO-3 beside FusedLamb",
     ),
@@ -109,7 +113,7 @@ MUTANTS = (
     Mutant(
         ALONE,
         "A rank goes on where another one has refused.",
-        (_REFUSALS + "_exchange",),
+        ("ds_terapipe.refusals.ranks:_exchange",),
         _hears_nobody,
         "refusals, found by one rank",
     ),
@@ -144,7 +148,7 @@ MUTANTS = (
     Mutant(
         SETTINGS,
         "Ranks train together with settings that differ.",
-        (_CONTROL + "Control._raise_different",),
+        (_CONTROL + "Consensus._raise_different",),
         _takes_any_settings,
         "refusals, settings and data",
     ),

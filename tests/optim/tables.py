@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_terapipe.optim.segments import Tables
+from ds_terapipe.optim.op.segments import Tables
 
 ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_INSIDE_SQRT = 1, 2, 4, 8
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

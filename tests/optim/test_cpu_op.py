@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_terapipe.optim.backends import CpuOp
+from ds_terapipe.optim.op.backends import CpuOp
 
 from .tables import (
     ADAPT,

@@ -33,7 +33,7 @@ def test_bindings_include_neither_cuda_nor_torch() -> None:
 
 
 def test_every_own_header_is_among_those_that_the_build_watches() -> None:
-    from ds_terapipe.optim.op_builder import CudaLambBuilder
+    from ds_terapipe.optim.op.builder import CudaLambBuilder
 
     own = {name for name in ALLOWED if (SOURCES / name).is_file()}
     assert own == set(CudaLambBuilder.HEADERS)

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from ds_terapipe.optim.cuda_op import CudaOp, check_segments, chunks
+from ds_terapipe.optim.op.cuda_op import CudaOp, check_segments, chunks
 
 from . import cuda_emulation
 from .cuda_cases import (
@@ -241,7 +241,7 @@ def test_same_bits_in_every_order(op: CudaOp, orders: object) -> None:
 
 
 def test_same_moments_and_step_as_the_cpu_op_bit_for_bit(op: CudaOp) -> None:
-    backends = pytest.importorskip("ds_terapipe.optim.backends")
+    backends = pytest.importorskip("ds_terapipe.optim.op.backends")
     runs = [
         Run(3000, 0, copy=BF16),
         Run(777, 1, parameter=BF16, gradient=FP16, copy=FP16, shifts=APART),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ds_terapipe.optim.cuda_op import CudaOp
+from ds_terapipe.optim.op.cuda_op import CudaOp
 
 from .cuda_cases import (
     ADAPT,
@@ -129,7 +129,7 @@ def test_found_inf_leaves_everything_as_it_was(op: CudaOp, bad: float) -> None:
 
 
 def test_agrees_with_the_cpu_op(op: CudaOp) -> None:
-    from ds_terapipe.optim.backends import CpuOp
+    from ds_terapipe.optim.op.backends import CpuOp
 
     cpu = CpuOp()
     runs = [Run(100_001, 0, copy=BF16), Run(777, 1, parameter=BF16, gradient=FP16, shifts=APART)]

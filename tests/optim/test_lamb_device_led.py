@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ds_terapipe.optim import backends, modes
+from ds_terapipe.optim import modes
 from ds_terapipe.optim.lamb import FusedLamb
-from ds_terapipe.optim.plain import FOUND_INF, Plain
-from ds_terapipe.optim.segments import Tables
+from ds_terapipe.optim.op import backends
+from ds_terapipe.optim.op.plain import FOUND_INF, Plain
+from ds_terapipe.optim.op.segments import Tables
 from ds_terapipe.optim.step_rules import DeviceSteps
 from tests.optim import checks
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.optim import segments
 from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.optim.op import segments
 from tests.optim.checks import RATIO_TOLERANCE, STEP_TOLERANCE
 from tests.optim.oracle import Oracle, Settings, ratio_error, step_error
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.optim import lr_schedules
-from ds_terapipe.optim.lr_rules import Ramp, linear_epoch_ratio, square_root_lr, whole_steps
-from ds_terapipe.optim.lr_schedules import LambWarmup, build_scheduler, complete_config, validate
+from ds_terapipe.optim.schedules import lr_schedules
+from ds_terapipe.optim.schedules.lr_rules import Ramp, linear_epoch_ratio, square_root_lr, whole_steps
+from ds_terapipe.optim.schedules.lr_schedules import LambWarmup, build_scheduler, complete_config, validate
 
 # BERT-Large without tuning, arXiv 1904.00962 table 4: batch, LR as printed, share of warm-up, steps. The shape of the table
 # (square root, doubling share) is in the paper's text; the numbers were recalled, not read again: 5 / (2^x 10^3), 1/320 .. 1/5.
@@ -289,7 +289,7 @@ def test_other_configurations_stay_as_they_are() -> None:
 
 def test_names_come_without_torch() -> None:
     code = (
-        "import sys, ds_terapipe.optim.lr_schedules as m; assert m.NAMES == ('LambWarmup', 'MixedBatch');"
+        "import sys, ds_terapipe.optim.schedules.lr_schedules as m; assert m.NAMES == ('LambWarmup', 'MixedBatch');"
         "assert not {'torch', 'deepspeed', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.optim.lr_schedules import build_scheduler, complete_config, validate
-from ds_terapipe.optim.mixed_batch import MixedBatch
-from ds_terapipe.optim.phases import check_division, micro_batch_sizes, parse_phases, position
-from ds_terapipe.optim.training_loader import TrainingLoader, reads_ahead
+from ds_terapipe.optim.schedules.lr_schedules import build_scheduler, complete_config, validate
+from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
+from ds_terapipe.optim.schedules.phases import check_division, micro_batch_sizes, parse_phases, position
+from ds_terapipe.optim.schedules.training_loader import TrainingLoader, reads_ahead
 
 # NVIDIA DeepLearningExamples' BERT, read in its pretraining scripts.
 NVIDIA: list[dict[str, Any]] = [

@@ -15,8 +15,8 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.optim import backends, jit
-from ds_terapipe.optim.op_builder import CpuLambBuilder, CudaLambBuilder, builders
+from ds_terapipe.optim.op import backends, jit
+from ds_terapipe.optim.op.builder import CpuLambBuilder, CudaLambBuilder, builders
 
 # Compiles in a second: what is tested is how modules are built and found.
 SMALL = """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_terapipe.optim import jit
-from ds_terapipe.optim.op_builder import CpuLambBuilder
+from ds_terapipe.optim.op import jit
+from ds_terapipe.optim.op.builder import CpuLambBuilder
 
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1", "-Wno-maybe-uninitialized"]
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from ds_terapipe.pipeline.assembly import Assembly, Step
 from ds_terapipe.pipeline.batch import StepBatch
-from ds_terapipe.pipeline.interception import Interception
 from ds_terapipe.pipeline.loss import StepLosses
-from ds_terapipe.pipeline.plan import FORWARD_ONLY, plan_step
+from ds_terapipe.pipeline.operators.interception import Interception
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.slicing import TensorCut
 from ds_terapipe.pipeline.stage import PlainGradients, Stage
-from ds_terapipe.pipeline.watch import Watch
+from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Op, Placement, Unit
 from tests.pipeline.fake_links import assemblies, run
 from tests.spawn import run_ranks
@@ -102,10 +102,10 @@ class Case(NamedTuple):
     def grid(self, evaluation: bool = False) -> Any:
         counts = (self.slices,) * len(LENGTHS)
         if evaluation:
-            return plan_step(FORWARD_ONLY, self.placement, counts)
+            return grid_of_step(FORWARD_ONLY, self.placement, counts)
         going_back = range(self.forward_only, len(self.places))
         deferring = tuple(s for s in going_back if s not in self.frozen) if self.apart else ()
-        return plan_step(self.schedule, self.placement, counts, deferring)
+        return grid_of_step(self.schedule, self.placement, counts, deferring)
 
     def batch(self) -> StepBatch:
         batch = StepBatch(lengths=list(LENGTHS), signatures=list(LENGTHS))
@@ -244,18 +244,18 @@ REAL = [
 def worker(rank: int, world_size: int) -> InProcess:
     found = InProcess([], [], [], [])
     pipelines, cpu = [[0, 1]], torch.device("cpu")
-    watch = Watch(Seat.of(Placement.plain(2), rank, pipelines), 60.0)
+    watchdog = Watchdog(Seat.of(Placement.plain(2), rank, pipelines), 60.0)
     for case in REAL:
         layers, placement = case.model(), case.placement
         functions = dict(enumerate(layers))
         rules = PlainGradients(len(LENGTHS))
-        old = Assembly.build(placement, pipelines, functions, device=cpu, watch=watch, gradients=rules)
+        old = Assembly.build(placement, pipelines, functions, device=cpu, watchdog=watchdog, gradients=rules)
         old.intercept()
         step(case, old)
         first = gradients_of(layers)
         for parameter in nn.ModuleList(layers[:-1]).parameters():
             parameter.grad = None
-        new = Assembly.build(placement, pipelines, functions, device=cpu, watch=watch, gradients=rules)
+        new = Assembly.build(placement, pipelines, functions, device=cpu, watchdog=watchdog, gradients=rules)
         new.intercept()
         old.close()  # the layers stay as the new one needs them
         found.losses.append(step(case, new))
@@ -268,7 +268,7 @@ def worker(rank: int, world_size: int) -> InProcess:
         new.close()
         new.close()
         assert "forward" not in layers[1].qkv.__dict__
-    watch.close()
+    watchdog.close()
     return found
 
 

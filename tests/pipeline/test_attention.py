@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.attention import slice_attention
-from ds_terapipe.pipeline.buffers import AttentionState
-from ds_terapipe.pipeline.context import PlacementError, SliceContext
-from ds_terapipe.pipeline.spans import Span, spans
+from ds_terapipe.pipeline.operators.attention import slice_attention
+from ds_terapipe.pipeline.operators.buffers import AttentionState
+from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext
+from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -121,7 +121,7 @@ def test_windows_and_soft_caps_equal_the_whole_sequence(case, window, softcap, m
 
 
 def test_a_window_reads_no_key_before_it(monkeypatch):
-    from ds_terapipe.pipeline import kernels
+    from ds_terapipe.pipeline.operators import kernels
 
     seen, choose = [], kernels.choose
 
@@ -318,7 +318,7 @@ def test_no_slice_copies_the_keys_and_values_so_far(kv_heads, dv, masked):
 
 
 def test_the_kernels_read_views_of_the_buffers(monkeypatch):
-    from ds_terapipe.pipeline import kernels
+    from ds_terapipe.pipeline.operators import kernels
 
     seen, choose = [], kernels.choose
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.autotune.comparison import comparison_steps
+from ds_terapipe.pipeline.autotune.phases import ROUNDS, Compared
+from ds_terapipe.pipeline.autotune.planner import RIVALS
 from ds_terapipe.pipeline.checkpoints import PLAN_STATE
-from ds_terapipe.pipeline.choice import RIVALS, ROUNDS
-from ds_terapipe.pipeline.runoff import runoff_steps
 from ds_terapipe.plan.choose import Request, plan_of
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import peak_live_units
@@ -25,7 +26,7 @@ MICRO_BATCHES, SEQUENCE = 2, 24
 BATCH = 2  # sequences of a micro-batch
 TRIALS = 2  # of sequences of 24 tokens: two slices and one
 MEASURING = 1 + ROUNDS * TRIALS  # a step to warm up, then the trials
-COMPARING = runoff_steps(1 + RIVALS)
+COMPARING = comparison_steps(1 + RIVALS)
 GIVEN = (10, 14)
 
 
@@ -35,8 +36,13 @@ def auto(module: dict[str, Any] | None = None, **keys: Any) -> Any:
 
 
 def plans(engine: Any) -> list[dict[str, Any]]:
-    state = engine._choice.state()
+    state = engine._cutting.state()
     return state["plans"] if state else []
+
+
+def compared(engine: Any) -> int:
+    """How many plans are still compared with what they predict."""
+    return sum(isinstance(phase, Compared) for phase in engine._cutting._phases.values())
 
 
 def same_numbers() -> dict[str, Any]:
@@ -52,7 +58,7 @@ def same_numbers() -> dict[str, Any]:
 
     def look() -> None:
         known.append(len(plans(engine)))
-        comparing.append(len(engine._choice._runoffs))
+        comparing.append(compared(engine))
         counts = [len(lengths) for lengths in engine.slices_run]
         cuts.append(engine.slices_run[0])
         live.append(engine.peak_live_units <= max(peak_live_units("terapipe", 2, counts)))
@@ -60,7 +66,7 @@ def same_numbers() -> dict[str, Any]:
     found = train(engine, steps, look)
     engine.destroy()
     return {
-        "memory": engine._choice._model.stages,
+        "memory": engine._cutting._planner.budget.model.stages,
         "losses": (wanted.losses, found.losses),
         "weights": max(float((wanted.weights[n] - found.weights[n]).abs().max()) for n in wanted.weights),
         "known": known,
@@ -147,7 +153,7 @@ def ragged_replicas(rank: int, world_size: int) -> dict[str, Any]:
         at = 2 * MICRO_BATCHES - 1 - number % 2
         train(engine, [step, [*step[:at], *short[number][at:]]])
     engine.destroy()
-    return {"plans": plans(engine), "left": len(engine._choice._runoffs)}
+    return {"plans": plans(engine), "left": compared(engine)}
 
 
 def slow_weights() -> dict[str, list[list[str]]]:
@@ -159,7 +165,7 @@ def slow_weights() -> dict[str, list[list[str]]]:
         ("all of them", tied_gpt(), {"weight_gradients": "slice"}),
     ):
         engine = build_engine(layers, masked_loss, token_pipeline={"slices": "auto", **keys})
-        found[name] = [stage["not_deferred"] for stage in engine._choice._situation.measured_on["stages"]]
+        found[name] = [stage["not_deferred"] for stage in engine._cutting._run.measured_on["stages"]]
         engine.destroy()
     return found
 
@@ -231,7 +237,9 @@ def test_the_plan_is_made_after_the_trials_and_all_ranks_have_it(results: list[d
 
 def test_the_plan_is_compared_with_its_rivals_before_it_stays(results: list[dict[str, Any]]) -> None:
     first, second = (result["numbers"]["comparing"] for result in results)
-    lasted = [runoff_steps(cuttings) for cuttings in range(1, 2 + RIVALS)]  # as many rivals as came near the fastest
+    lasted = [
+        comparison_steps(cuttings) for cuttings in range(1, 2 + RIVALS)
+    ]  # as many rivals as came near the fastest
     total = len(first)
     assert first == second
     assert first in [[0] * (MEASURING - 1) + [1] * steps + [0] * (total - MEASURING + 1 - steps) for steps in lasted]

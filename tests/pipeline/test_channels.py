@@ -11,9 +11,9 @@ import torch
 import torch.distributed
 from torch.distributed import distributed_c10d
 
-from ds_terapipe.pipeline.channels import Channels
 from ds_terapipe.pipeline.seat import Seat
-from ds_terapipe.pipeline.watch import Watch
+from ds_terapipe.pipeline.transport.channels import Channels
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Channel, Placement
 from tests.spawn import run_ranks
 
@@ -40,14 +40,14 @@ def open_and_close(rank: int, world_size: int) -> dict[str, tuple[dict[Channel, 
     found = {}
     for name, (placement, pipelines) in PIPELINES.items():
         before = groups()
-        watch = Watch(Seat.of(placement, rank, pipelines), timeout_s=60.0)
-        channels = Channels(placement, pipelines, watch, torch.device("cpu"))
+        watchdog = Watchdog(Seat.of(placement, rank, pipelines), timeout_s=60.0)
+        channels = Channels(placement, pipelines, watchdog, torch.device("cpu"))
         made = {channel: members(group) for channel, group in channels._groups.items()}
         assert groups() == before + len(made) == before + len(channels)
         channels.close()
         channels.close()
         found[name] = made, groups() - before
-        watch.close()
+        watchdog.close()
     return found
 
 

@@ -24,7 +24,7 @@ class Killed(BaseException):
 
 
 class Alone:
-    """The control of a job of one process."""
+    """The consensus of a job of one process."""
 
     def agree(self, error: BaseException | None) -> None:
         if error is not None:

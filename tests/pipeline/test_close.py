@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
 
 import ds_terapipe
-from ds_terapipe.pipeline.interception import Overrides
+from ds_terapipe.pipeline.operators.interception import Overrides
 from ds_terapipe.process_groups import close_groups
 from tests.pipeline.footprint import Footprint, footprint, settled
 from tests.pipeline.models import gpt, mean_loss, micro_batch, tied_gpt
@@ -236,7 +236,7 @@ def collected(rank: int, world_size: int) -> dict[str, Any]:
     made, engines = names() - before, weakref.ref(engine)
     del engine
     footprint()  # collects
-    watching = sum(thread.name == "ds_terapipe-watch" for thread in threading.enumerate())
+    watching = sum(thread.name == "ds_terapipe-watchdog" for thread in threading.enumerate())
     found = {"alive": engines() is not None, "watching": watching, "overrides": Overrides._library is not None}
     found |= {"made": made, "kept": names() - before}
     users = torch.distributed.new_group([0, 1])

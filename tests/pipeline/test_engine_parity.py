@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from ds_terapipe.schedule import NAMES
 from tests.pipeline.models import (
     MaskedTokenLoss,
     focused_loss,
@@ -57,7 +58,7 @@ TWO = [
     Case("1f1b", UNEVEN, 4, "no token sum", "tied", "adamw"),
     Case("1f1b", 24, 3, "mean", "untied", "adamw", dtype=torch.float64),
     Case("terapipe", 2, 4, "masked", "tied", "sgd"),
-    Case("terapipe", UNEVEN, 2, "per token", "tied", "adamw"),
+    *(Case(name, UNEVEN, 2, "per token", "tied", "adamw") for name in NAMES),
     Case("terapipe", 8, 1, "no token sum", "untied", "sgd"),
     Case("1f1b", UNEVEN, 2, "per token", dtype=torch.float64),
     Case("terapipe", UNEVEN, 1, "masked", "tied", "adamw", dtype=torch.float64),

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ds_terapipe.pipeline import engine as engine_module
 from ds_terapipe.pipeline.assembly import Step
 from ds_terapipe.pipeline.batch import StepBatch
-from ds_terapipe.pipeline.interception import Interception
 from ds_terapipe.pipeline.loss import StepLosses
+from ds_terapipe.pipeline.operators.interception import Interception
 from ds_terapipe.pipeline.slicing import TensorCut
 from ds_terapipe.pipeline.stage import PlainGradients
 from ds_terapipe.schedule import Grid, Op, Placement, order, validate, with_messages, with_weight_gradients
@@ -141,7 +141,7 @@ sgd = partial(torch.optim.SGD, lr=0.2)
 
 
 def with_grids(number: int) -> Any:
-    """``plan_step`` whose grids are random, with micro-batches that come back together."""
+    """``grid_of_step`` whose grids are random, with micro-batches that come back together."""
 
     def plan(name: str, placement: Placement, slices: tuple[int, ...], deferring: tuple[int, ...] = ()) -> Grid:
         made = interleaved_grid(number, placement.places, slices, weights=bool(deferring))
@@ -161,7 +161,7 @@ def finer(name: str, placement: Placement, slices: tuple[int, ...], deferring: t
 
 def train_in_random_orders(rank: int, world_size: int) -> dict[tuple[str, str, str], dict[str, float]]:
     found = {}
-    known = engine_module.plan_step
+    known = engine_module.grid_of_step
     for name, config in CONFIGS.items():
         reference = exact("bf16" in name)
         for keys in ("micro_batch", "slice"):
@@ -170,7 +170,7 @@ def train_in_random_orders(rank: int, world_size: int) -> dict[tuple[str, str, s
             if keys == "micro_batch":
                 orders["a W for each slice"] = finer
             for kind, plan in orders.items():
-                engine_module.plan_step = plan
+                engine_module.grid_of_step = plan
                 engine = build_engine(
                     tied_gpt(), masked_loss, micro_batches=MICRO_BATCHES, config=config,
                     token_pipeline={"slices": SLICES, "weight_gradients": keys, "verify": False},
@@ -180,7 +180,7 @@ def train_in_random_orders(rank: int, world_size: int) -> dict[tuple[str, str, s
                 assert trace.gradients[-1]
                 measured = errors(trace, reference)
                 found[name, keys, kind] = {what: measured[what] for what in ("gradients", "weights")}
-    engine_module.plan_step = known
+    engine_module.grid_of_step = known
     return found
 
 

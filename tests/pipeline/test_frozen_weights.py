@@ -20,11 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ds_terapipe.pipeline.context import SliceContext
-from ds_terapipe.pipeline.deferred import deferred_linear
-from ds_terapipe.pipeline.interception import Interception, defers
-from ds_terapipe.pipeline.spans import spans
-from ds_terapipe.pipeline.weight_gradients import WeightGradients
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.operators.deferred import deferred_linear
+from ds_terapipe.pipeline.operators.interception import Interception, defers
+from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
+from ds_terapipe.pipeline.slicing import spans
 from ds_terapipe.schedule import Unit
 
 TOKENS, BATCH, ROWS, WIDTH = 24, 3, 19, 6

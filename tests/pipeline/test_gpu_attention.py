@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ds_terapipe.pipeline.attention import slice_attention
-from ds_terapipe.pipeline.context import SliceContext
-from ds_terapipe.pipeline.interception import Overrides
-from ds_terapipe.pipeline.kernels import Call, CudaEfficient, CudaFlash, Formula, choose
-from ds_terapipe.pipeline.spans import Span, spans
+from ds_terapipe.pipeline.operators.attention import slice_attention
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.operators.interception import Overrides
+from ds_terapipe.pipeline.operators.kernels import Call, CudaEfficient, CudaFlash, Formula, choose
+from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
 from tests.pipeline.test_attention import document_mask, relative, sliced, tensors, whole
 

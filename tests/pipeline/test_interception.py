@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_terapipe
-from ds_terapipe.pipeline.context import SliceContext
-from ds_terapipe.pipeline.deferred import deferred_linear
-from ds_terapipe.pipeline.interception import Interception, _users, defers, not_deferred_line
-from ds_terapipe.pipeline.sdpa import Overrides
-from ds_terapipe.pipeline.spans import spans
-from ds_terapipe.pipeline.weight_gradients import WeightGradients
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.operators.deferred import deferred_linear
+from ds_terapipe.pipeline.operators.interception import Interception, _users, defers, not_deferred_line
+from ds_terapipe.pipeline.operators.sdpa import Overrides
+from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
+from ds_terapipe.pipeline.slicing import spans
 from ds_terapipe.schedule import Unit
 from tests.mutants import applied
 from tests.mutants.claims import holds

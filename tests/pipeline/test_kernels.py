@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_terapipe.pipeline import kernels
-from ds_terapipe.pipeline.kernels import (
+from ds_terapipe.pipeline.operators import kernels
+from ds_terapipe.pipeline.operators.kernels import (
     Call,
     CpuFlash,
     CudaEfficient,

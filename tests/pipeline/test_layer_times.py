@@ -12,9 +12,9 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
-from ds_terapipe.pipeline import choosing
-from ds_terapipe.pipeline.choice import ROUNDS
-from ds_terapipe.pipeline.layer_times import LayerTimes
+from ds_terapipe.pipeline.autotune import engine_facts
+from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
+from ds_terapipe.pipeline.autotune.phases import ROUNDS
 from ds_terapipe.plan import MeasuredCost
 from ds_terapipe.schedule import Action, Op
 from tests.pipeline.models import Block, Embedding, Head, masked_loss, steps_of
@@ -213,7 +213,7 @@ MEASURING = 1 + 2 * ROUNDS  # sequences of 24 tokens are tried in two slices and
 def lines_of(kinds: list[type], folder: str = "", checkpoint: int = 0) -> list[str]:
     """What is said about the stages in a run of these layers, three on each of two, until it is planned."""
     said: list[str] = []
-    choosing.emit = said.append
+    engine_facts.emit = said.append
     keys = {"slices": "auto", **({"measurements_path": f"{folder}/costs.json"} if folder else {})}
     engine = build_engine(
         [LayerSpec(kind) for kind in kinds],
@@ -223,7 +223,7 @@ def lines_of(kinds: list[type], folder: str = "", checkpoint: int = 0) -> list[s
         config={"pipeline": {"use_reentrant": False}},
     )
     train(engine, steps_of(MEASURING, 2))
-    assert engine._choice.state()["plans"]
+    assert engine._cutting.state()["plans"]
     engine.destroy()
     return [line for line in said if "slowest stage" in line]
 

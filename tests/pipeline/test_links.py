@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_terapipe.pipeline import links as links_module
-from ds_terapipe.pipeline.channels import Channels
-from ds_terapipe.pipeline.links import BoundarySpec, Links, Outbox, TensorSpec
 from ds_terapipe.pipeline.seat import Seat
-from ds_terapipe.pipeline.watch import Watch
+from ds_terapipe.pipeline.transport import p2p as links_module
+from ds_terapipe.pipeline.transport.channels import Channels
+from ds_terapipe.pipeline.transport.p2p import BoundarySpec, Links, Outbox, TensorSpec
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only
 from tests.spawn import run_ranks
 
@@ -89,8 +89,8 @@ class Line:
     def __init__(self, rank: int, stages: int) -> None:
         placement, ranks = Placement.plain(stages), tuple(range(stages))
         seat = Seat(placement, rank, ranks)
-        self.watch = Watch(seat, timeout_s=60.0)
-        self.links = Links(seat, Channels(placement, [ranks], self.watch, CPU), CPU, self.watch)
+        self.watchdog = Watchdog(seat, timeout_s=60.0)
+        self.links = Links(seat, Channels(placement, [ranks], self.watchdog, CPU), CPU, self.watchdog)
         self.rank, self.last, self.announced = rank, stages - 1, 0
         announce = Outbox.announce
 
@@ -137,7 +137,7 @@ def cross_four_stages(rank: int, world_size: int) -> dict[str, int]:
     line.run(units, lambda unit: ("other", unit.slice))
     told["new shapes"] = line.announced
     line.run([Unit(0, 0)], lambda unit: "single", lambda unit: all_kinds(unit)[:4])
-    line.watch.close()
+    line.watchdog.close()
     return told
 
 
@@ -159,7 +159,7 @@ def change_shape(rank: int, world_size: int) -> str:
     else:
         assert torch.equal(line.links.receive_forward(rank, unit), torch.ones(2, 3))
     line.links.finish()
-    line.watch.close()
+    line.watchdog.close()
     return message
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_terapipe.pipeline.accounting import StepMemory
+from ds_terapipe.pipeline.recording.accounting import StepMemory
 from ds_terapipe.pipeline.slicing import slice_lengths
-from ds_terapipe.plan.memory import MemoryModel, Peaks, calibrated, memory_use
+from ds_terapipe.plan.costs.memory import MemoryModel, Peaks, calibrated, memory_use
 from tests.spawn import run_ranks
 
 LENGTH, BATCH, BLOCKS, MEASURED = 48, 32, 12, (8, 4)
@@ -56,7 +56,7 @@ def measure(rank: int, world: int) -> dict[str, Any]:
 
     def step(engine: Any, memory: StepMemory, micro_batches: int) -> Any:
         memory.begin(engine.module.parameters())
-        memory.watch(engine.module.parameters())
+        memory.note_peak(engine.module.parameters())
         batches = iter([micro_batch(n, length=LENGTH, batch=BATCH, masked=False) for n in range(micro_batches)])
         engine.train_batch(batches if engine.is_first_stage() or engine.is_last_stage() else None)
         return memory.end()
@@ -73,7 +73,7 @@ def measure(rank: int, world: int) -> dict[str, Any]:
             for slices in MEASURED:
                 engine.set_slices(slices, "1f1b")
                 taken = step(engine, memory, micro_batches)
-                said = engine._control.gather((taken, memory.taken))
+                said = engine._consensus.gather((taken, memory.taken))
                 measured.append(Peaks(slice_lengths(LENGTH, slices), tuple(peak for _, peak in said)))
             stages = {stage: one for of_rank, _ in said for stage, one in of_rank.items()}
             model = MemoryModel(tuple(stages[stage] for stage in sorted(stages)))
@@ -120,7 +120,7 @@ def test_gradients_of_weights_are_no_part_of_a_peak() -> None:
     first.grad = torch.zeros(10)
     frozen.requires_grad_(False)
     memory = StepMemory(Given())
-    memory.watch([first, second, frozen])
+    memory.note_peak([first, second, frozen])
     memory.runs()
     memory.ran()
     assert memory.taken == 960.0, "one is there already, one is to come"
@@ -128,7 +128,7 @@ def test_gradients_of_weights_are_no_part_of_a_peak() -> None:
     memory.ran()
     assert memory.taken == 960.0, "of a step that nobody watches nothing is learned"
     unknown = StepMemory()
-    unknown.watch([first])
+    unknown.note_peak([first])
     unknown.ran()
     assert unknown.taken is None
 

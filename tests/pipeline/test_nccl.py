@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_terapipe.pipeline import links as links_module
-from ds_terapipe.pipeline.links import BoundarySpec
+from ds_terapipe.pipeline.transport import p2p as links_module
+from ds_terapipe.pipeline.transport.p2p import BoundarySpec
 from ds_terapipe.schedule import Action, Op, Unit, order, stream_deadlock, with_messages, with_weight_gradients
 from ds_terapipe.schedule.streams import group_per_direction
 from tests.pipeline.models import gpt, mean_loss, micro_batch
@@ -22,7 +22,7 @@ from tests.spawn import Exit, mark, run_to_exit
 
 MICRO_BATCHES, SLICES, STEPS = 2, 4, 2
 TIMEOUT_S = 4.0
-EXIT_CODE = 70  # see watch.py
+EXIT_CODE = 70  # see watchdog.py
 
 
 def install(engine: Any, shared: bool) -> Messages:
@@ -39,7 +39,7 @@ def install(engine: Any, shared: bool) -> Messages:
 
     BoundarySpec.decode = decode_when_there
     links_module.dist = messages
-    engine._watch._new_mark = messages.compute.mark
+    engine._watchdog._new_mark = messages.compute.mark
     return messages
 
 

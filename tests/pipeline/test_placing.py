@@ -57,8 +57,8 @@ def placed(*places: str, own: Any = (), **changes: Any) -> Placement:
         with pytest.raises(_Handed) as handed:
             placement_of(module, SimpleNamespace(gather=_hand))
         parts[module.stage_id] = handed.value.args[0]
-    control: Any = SimpleNamespace(gather=lambda mine: list(parts.values()))
-    (found, *others) = [placement_of(module, control) for module in modules]
+    consensus: Any = SimpleNamespace(gather=lambda mine: list(parts.values()))
+    (found, *others) = [placement_of(module, consensus) for module in modules]
     assert all(other == found for other in others)
     assert {type(number) for number in (found.forward_only, *found.stages[0], *found.stages[-1])} == {int}
     return found
@@ -215,13 +215,13 @@ def auto(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     ):
         engine = build_engine(frozen_until(first), masked_loss, token_pipeline={"slices": "auto", **keys})
         train(engine, steps_of(TRIALS, 2))
-        (found[name],) = engine._choice.state()["plans"]
+        (found[name],) = engine._cutting.state()["plans"]
         engine.save_checkpoint(f"{folder}/{name}")
         if name == "measured":
-            again = engine._choice._plans.copy()
-            engine._choice._plans.clear()
+            again = engine._cutting._plans()
+            engine._cutting._phases.clear()
             engine.load_checkpoint(f"{folder}/{name}")
-            found["loaded"] = engine._choice._plans == again
+            found["loaded"] = engine._cutting._plans() == again
         engine.destroy()
     if rank == 0:
         Path(f"{folder}/plan.json").write_text(json.dumps(found["other"]))

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from ds_terapipe.pipeline.assembly import Step
 from ds_terapipe.pipeline.batch import StepBatch
-from ds_terapipe.pipeline.context import SliceContext
 from ds_terapipe.pipeline.loss import StepLosses
-from ds_terapipe.pipeline.plan import FORWARD_ONLY, plan_step
-from ds_terapipe.pipeline.random_streams import RandomStreams
-from ds_terapipe.pipeline.slicing import TensorCut
-from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.operators.random_streams import RandomStreams
+from ds_terapipe.pipeline.slicing import Span, TensorCut
 from ds_terapipe.pipeline.stage import PlainGradients
+from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
 from ds_terapipe.schedule import Placement
 from tests.pipeline.fake_links import assemblies, run
 
@@ -86,7 +85,7 @@ class Found:
         own = assemblies(placement, layers, PlainGradients(1), lambda first: Holder(first, checkpoint, seeded), make)
         torch.manual_seed(sum(places) + slices)  # of the user's, whatever it is
         before = torch.get_rng_state()
-        grid = plan_step(schedule, placement, counts)
+        grid = grid_of_step(schedule, placement, counts)
         with torch.set_grad_enabled(schedule != FORWARD_ONLY):
             assert run(own, [Step(step, batch, grid, losses, micro_batches[0])] * placement.places) == 0
         self.untouched = torch.equal(before, torch.get_rng_state())

@@ -11,7 +11,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_terapipe import ConfigError, current_span
-from ds_terapipe.pipeline.layout import probe_spans
+from ds_terapipe.pipeline.inspection.sequence_dims import probe_spans
 from ds_terapipe.schedule import Op
 from tests.pipeline.models import Block, gpt, mean_loss, micro_batch
 from tests.pipeline.training import build_engine
@@ -135,7 +135,7 @@ def autocast(rank: int, world_size: int) -> dict[str, Any]:
             make(*unit),
         )
         engine.train_batch(data())
-        weights = [action for action in engine._watch._grid[rank] if action.op is Op.WEIGHT_GRADIENTS]
+        weights = [action for action in engine._watchdog._grid[rank] if action.op is Op.WEIGHT_GRADIENTS]
         found[name] = engine.makes_weight_gradients_once(), len(weights), len(made), all(count > 0 for count in made)
         engine.destroy()
     keys = {"slices": SLICES, "weight_gradients": "micro_batch"}

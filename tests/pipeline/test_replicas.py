@@ -113,9 +113,13 @@ def test_large_gradients_are_reduced_where_they_are_and_come_out_as_deepspeeds()
 
 @pytest.mark.parametrize("bucket", [[], [8]])
 def test_a_bucket_without_a_large_gradient_is_deepspeeds(bucket: list[int]) -> None:
-    class DeepSpeeds:
+    class DeepSpeeds(DeepSpeedEngine):
         buckets: list[Any] = []
         gradient_average, communication_data_type = False, torch.float32
+
+        def __init__(self) -> None: ...
+
+        def __del__(self) -> None: ...
 
         def allreduce_no_retain(
             self, bucket: list[Any], dp_group: Any, numel_per_bucket: int, dp_world_size: int

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from ds_terapipe.config import parse
 from ds_terapipe.pipeline.batch import StepBatch, read_step
-from ds_terapipe.pipeline.context import SliceContext
-from ds_terapipe.pipeline.report import StepReport, emit
-from ds_terapipe.pipeline.slicing import as_tuple
-from ds_terapipe.pipeline.spans import spans
-from ds_terapipe.pipeline.stream import Loader
-from ds_terapipe.pipeline.verify import undisturbed
+from ds_terapipe.pipeline.inspection.verify import undisturbed
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.recording.report import StepReport, emit
+from ds_terapipe.pipeline.slicing import as_tuple, spans
+from ds_terapipe.pipeline.transport.stream import Loader
 
 
 @torch.jit.script

@@ -49,7 +49,7 @@ def cut_again_and_again(rank: int, world: int, settings: dict[str, Any]) -> dict
     def step(what: str) -> None:
         number = len(steps)
         engine.train_batch(iter([micro_batch(10 * number + m, TOKENS) for m in range(MICRO_BATCHES)]))
-        weights = sum(action.op is Op.WEIGHT_GRADIENTS for action in engine._watch._grid[rank])
+        weights = sum(action.op is Op.WEIGHT_GRADIENTS for action in engine._watchdog._grid[rank])
         steps.append((what, engine.slices_run, engine.units_run, engine.token_pipeline.schedule, weights))
 
     found: dict[str, Any] = {"at first": (engine.slices_run, engine.units_run), "assigned": assignments(engine)}

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.slicing import WHOLE, TensorCut, as_tuple, like, plan_cuts, slice_lengths
-from ds_terapipe.pipeline.spans import Span, spans
+from ds_terapipe.pipeline.slicing import WHOLE, Span, TensorCut, as_tuple, like, plan_cuts, slice_lengths, spans
 
 B, S, H = 2, 12, 5
 ROW, LONG, FLOAT, BOOL = TensorCut(row=1), torch.int64, torch.float32, torch.bool

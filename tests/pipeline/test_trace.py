@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ds_terapipe.pipeline.plan import plan_step
-from ds_terapipe.pipeline.trace import TraceFile
+from ds_terapipe.pipeline.recording.trace import TraceFile
+from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.schedule import Placement
 from ds_terapipe.tracing.chrome import MEASURED, Event, read
 from ds_terapipe.tracing.summary import summarise
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_actions_are_those_of_the_schedule(folder: Path) -> None:
     events = read(folder / "chosen.json")
-    grid = plan_step("1f1b", Placement.plain(2), (3,) * MICRO_BATCHES, (0, 1))
+    grid = grid_of_step("1f1b", Placement.plain(2), (3,) * MICRO_BATCHES, (0, 1))
     assert {event.step for event in events} == {2, 3} and {event.run for event in events} == {MEASURED}
     for step in (2, 3):
         for stage, row in enumerate(grid):

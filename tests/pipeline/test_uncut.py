@@ -17,7 +17,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch._dynamo.backends.registry import lookup_backend
 
-from ds_terapipe.pipeline.interception import Overrides
+from ds_terapipe.pipeline.operators.interception import Overrides
 from tests.pipeline.models import Block, Embedding, Head, gpt, masked_loss, steps_of
 from tests.pipeline.training import SGD, build_engine, train, train_plain, worst
 from tests.spawn import run_ranks

@@ -16,12 +16,11 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.context import SliceContext
-from ds_terapipe.pipeline.interception import Overrides
+from ds_terapipe.pipeline.inspection.verify import TOLERANCE, _corresponding, undisturbed, verify_stage
 from ds_terapipe.pipeline.layer_range import LayerRange
-from ds_terapipe.pipeline.slicing import TensorCut
-from ds_terapipe.pipeline.spans import Span, spans
-from ds_terapipe.pipeline.verify import TOLERANCE, _corresponding, undisturbed, verify_stage
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.operators.interception import Overrides
+from ds_terapipe.pipeline.slicing import Span, TensorCut, spans
 from tests.mutants import applied
 from tests.mutants.claims import holds
 from tests.pipeline.attention_layers import Attention, EncoderLayer

@@ -11,10 +11,10 @@ from deepspeed.pipe import LayerSpec
 from torch.utils.checkpoint import checkpoint
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.context import PlacementError, SliceContext
-from ds_terapipe.pipeline.interception import Overrides
-from ds_terapipe.pipeline.layout import probe_spans
-from ds_terapipe.pipeline.spans import Span, spans
+from ds_terapipe.pipeline.inspection.sequence_dims import probe_spans
+from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext
+from ds_terapipe.pipeline.operators.interception import Overrides
+from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
 from tests.pipeline.attention_layers import WAYS, Attention, TwoCheckpoints
 from tests.pipeline.models import HIDDEN, Embedding, Head, Plain, mean_loss, micro_batch

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_terapipe.pipeline.context import SliceContext
-from ds_terapipe.pipeline.deferred import deferred_linear
-from ds_terapipe.pipeline.interception import Interception
-from ds_terapipe.pipeline.spans import spans
-from ds_terapipe.pipeline.weight_gradients import OfLinear, WeightGradients
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.operators.deferred import deferred_linear
+from ds_terapipe.pipeline.operators.interception import Interception
+from ds_terapipe.pipeline.operators.weight_gradients import OfLinear, WeightGradients
+from ds_terapipe.pipeline.slicing import spans
 from ds_terapipe.schedule import Unit
 from tests.mutants import applied
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.plan.analytic import AnalyticCost
-from ds_terapipe.plan.calibrate import NOISE, fit, most_informative, sensitivities
-from ds_terapipe.plan.hardware import CLUSTERS, MODELS, Cluster, Model, Range, Rates, load_cluster, load_model
+from ds_terapipe.plan.costs.analytic import AnalyticCost
+from ds_terapipe.plan.costs.calibrate import NOISE, fit, most_informative, sensitivities
+from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, Cluster, Model, Range, Rates, load_cluster, load_model
 
 V100 = CLUSTERS["p3.16xlarge"]
 GPT = MODELS["gpt3-175b"]

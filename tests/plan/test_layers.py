@@ -9,7 +9,7 @@ import pytest
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan import LayerSeconds, MeasuredCost, Sample, StageCost
-from ds_terapipe.plan.layers import WORTH
+from ds_terapipe.plan.costs.layers import WORTH
 
 
 def test_stages_of_an_own_module_are_told_by_where_they_begin() -> None:

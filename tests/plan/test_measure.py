@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.plan.evaluate import StepTimes
-from ds_terapipe.plan.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.tracing.chrome import MEASURED, Event, events_of
 
 TOTAL, STAGES = 64, 2
@@ -48,7 +48,7 @@ def recorded(truth, schedule="1f1b", micro_batches=1, once=False, trials=TRIALS,
     steps = []
     for number, slices in enumerate(trials):
         simulation = times.simulate(schedule, slices)
-        events = [e._replace(run=MEASURED) for e in events_of(simulation.grid, simulation.spans, step=number)]
+        events = [e._replace(run=MEASURED) for e in events_of(simulation.grid, simulation.intervals, step=number)]
         steps.append(RecordedStep(slices, events, simulation.makespan + after))
     return steps
 

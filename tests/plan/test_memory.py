@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan import MemoryModel, StageMemory, memory_use
-from ds_terapipe.plan.memory import Peaks, calibrated
+from ds_terapipe.plan.costs.memory import Peaks, calibrated
 from ds_terapipe.schedule import EVAL_SENT_KEPT, NAMES, Op, Placement, Unit, order, with_weight_gradients
 from tests.schedule import strategies
 

@@ -8,9 +8,9 @@ import math
 import pytest
 
 from ds_terapipe import cli
-from ds_terapipe.plan import paper
-from ds_terapipe.plan.hardware import CLUSTERS
-from ds_terapipe.plan.paper import (
+from ds_terapipe.plan.costs.hardware import CLUSTERS
+from ds_terapipe.plan.paper import predicted as paper
+from ds_terapipe.plan.paper.predicted import (
     CALIBRATING,
     Options,
     best_slices,
@@ -21,7 +21,7 @@ from ds_terapipe.plan.paper import (
     reproduce,
     simulated,
 )
-from ds_terapipe.plan.published import SETTINGS, figures, lengths
+from ds_terapipe.plan.paper.published import SETTINGS, figures, lengths
 
 PUBLISHED = figures()
 RATES = CLUSTERS["p3.16xlarge"].rates

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.situation import Situation, mismatch
+from ds_terapipe.pipeline.autotune.run_info import RunInfo, mismatch
 from ds_terapipe.plan import Cuts, MeasuredCost, MemoryModel, Plan, Request, Sample, StageCost, StageMemory, choose
 from ds_terapipe.plan.choose import _candidates, _Search
 from ds_terapipe.plan.placed import placement_text
@@ -132,7 +132,7 @@ def test_a_broken_placement_is_one_line(tmp_path, change):
     ],
 )
 def test_a_plan_is_for_its_own_placement(theirs, ours, alike):
-    found = mismatch(plan(theirs), Situation(3, 1, 2, False, False, placement=ours), "auto", None)
+    found = mismatch(plan(theirs), RunInfo(3, 1, 2, False, False, placement=ours), "auto", None)
     assert (found is None) == alike
     if found is not None:
         assert found[:2] == (placement_text(theirs), f"this run's {placement_text(ours)}")

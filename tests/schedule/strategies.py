@@ -13,6 +13,7 @@ from ds_terapipe.schedule import NAMES, Action, Op, Placement, Unit, as_placemen
 
 stages = st.integers(1, 8)
 names = st.sampled_from(NAMES)
+SCHEDULES = " or ".join(f'"{name}"' for name in NAMES)  # as errors list them
 even_slices = st.builds(lambda count, each: [each] * count, st.integers(1, 8), st.integers(1, 8))
 uneven_slices = st.lists(st.integers(1, 8), min_size=1, max_size=8)
 slices = even_slices | uneven_slices

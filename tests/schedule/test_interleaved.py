@@ -58,23 +58,25 @@ def test_the_bubble_is_that_of_1f1b_divided_by_the_chunks(sizes: tuple[int, int,
 def test_spans_respect_order_inputs_and_messages(sizes: tuple[int, int, int], link: float) -> None:
     places, chunks, groups = sizes
     found = run(places, chunks, groups * places, link)
-    spans = {a: s for row, own in zip(found.grid, found.spans, strict=True) for a, s in zip(row, own, strict=True)}
-    for own in found.spans:
+    intervals = {
+        a: s for row, own in zip(found.grid, found.intervals, strict=True) for a, s in zip(row, own, strict=True)
+    }
+    for own in found.intervals:
         assert all(a.end <= b.start + 1e-12 for a, b in pairwise(own))
     wait = link if places > 1 else 0.0
-    for (op, stage, unit), span in spans.items():
+    for (op, stage, unit), interval in intervals.items():
         source = Action(op, stage - 1, unit) if op is Op.FORWARD else Action(op, stage + 1, unit)
-        if op.is_compute and source in spans:
-            assert span.start >= spans[source].end + wait - 1e-9
+        if op.is_compute and source in intervals:
+            assert interval.start >= intervals[source].end + wait - 1e-9
         if op is Op.BACKWARD:
-            assert span.start >= spans[Action(Op.FORWARD, stage, unit)].end - 1e-12
+            assert interval.start >= intervals[Action(Op.FORWARD, stage, unit)].end - 1e-12
 
 
 def test_messages_of_one_link_follow_each_other() -> None:
     slow = run(2, 2, 2, 10.0)
     arrivals = [
-        span.start
-        for action, span in zip(slow.grid[1], slow.spans[1], strict=True)
+        interval.start
+        for action, interval in zip(slow.grid[1], slow.intervals[1], strict=True)
         if action.op is Op.FORWARD and action.stage == 1
     ]
     assert sorted(arrivals) == [10.5, 20.5]

@@ -14,7 +14,9 @@ def test_spans_are_the_longest_path():
     result = replay(grid, _seconds)
     assert result.stuck == {}
     ends = {
-        str(a): span for row, spans in zip(grid, result.spans, strict=True) for a, span in zip(row, spans, strict=True)
+        str(a): interval
+        for row, intervals in zip(grid, result.intervals, strict=True)
+        for a, interval in zip(row, intervals, strict=True)
     }
     assert ends["1F0.0"] == (1, 2)
     assert ends["1F0.1"] == (2, 3)
@@ -54,9 +56,9 @@ def test_nothing_takes_no_time():
 
 def _ends(grid, result):
     return {
-        str(a): span.end
-        for row, spans in zip(grid, result.spans, strict=True)
-        for a, span in zip(row, spans, strict=True)
+        str(a): interval.end
+        for row, intervals in zip(grid, result.intervals, strict=True)
+        for a, interval in zip(row, intervals, strict=True)
     }
 
 

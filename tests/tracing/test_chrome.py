@@ -21,13 +21,13 @@ def _seconds(action):
 
 def _simulated(stages=2, slices=(2, 2)):
     grid = with_messages(order("1f1b", stages, slices))
-    return events_of(grid, replay(grid, _seconds).spans)
+    return events_of(grid, replay(grid, _seconds).intervals)
 
 
 @given(strategies.names, strategies.stages, strategies.slices)
 def test_a_file_gives_back_what_was_written(tmp_path_factory, name, stages, slices):
     grid = with_messages(order(name, stages, slices))
-    events = events_of(grid, replay(grid, _seconds).spans)
+    events = events_of(grid, replay(grid, _seconds).intervals)
     path = tmp_path_factory.mktemp("trace") / "t.json"
     write(path, events, {"model": "tiny"})
     assert sorted(read(path)) == sorted(events)

@@ -20,9 +20,9 @@ from torch import Tensor
 from ds_terapipe.elastic.cache.samples import decode, encode, names, rows_of, sample_dims, some_rows
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.pipeline.layer_range import Layer, modules_of
+from ds_terapipe.pipeline.recording.trace import new_clock
 from ds_terapipe.pipeline.slicing import as_tuple, like
-from ds_terapipe.pipeline.trace import new_clock
-from ds_terapipe.plan.memory import GIGABYTE
+from ds_terapipe.plan.costs.memory import GIGABYTE
 
 _AHEAD = 2  # micro-batches that are read before their turn
 _WAITING = 4  # that may wait to be written; what comes then is not kept

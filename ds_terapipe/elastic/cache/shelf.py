@@ -16,7 +16,7 @@ from ds_terapipe.elastic.cache.outputs import Compute, Level, OutputCache, level
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.elastic.settings import CacheSettings
 from ds_terapipe.pipeline.layer_range import modules_of
-from ds_terapipe.plan.memory import GIGABYTE
+from ds_terapipe.plan.costs.memory import GIGABYTE
 
 logger = logging.getLogger(__name__)
 

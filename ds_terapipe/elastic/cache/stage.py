@@ -10,8 +10,7 @@ from ds_terapipe.elastic.cache.outputs import Compute
 from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.loss import StepLosses
-from ds_terapipe.pipeline.slicing import as_tuple, like
-from ds_terapipe.pipeline.spans import Span
+from ds_terapipe.pipeline.slicing import Span, as_tuple, like
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.refusals import has_own_forward
 from ds_terapipe.schedule import Unit
@@ -55,8 +54,8 @@ class CachedStage(Stage):
             del self._whole[number]
         if span.is_whole:
             return outputs
-        assert self.layout is not None
-        cuts = zip(as_tuple(outputs), self.layout.outputs, strict=True)
+        assert self.dims is not None
+        cuts = zip(as_tuple(outputs), self.dims.outputs, strict=True)
         return like(outputs, [cut.apply(tensor, span) for tensor, cut in cuts])
 
     def _run_whole(self, inputs: Any, start: int) -> Any:

@@ -1,15 +1,17 @@
-"""The compute order of each schedule, a place at a time: one schedule a file, in a registry."""
+"""The compute order of each schedule, a place at a time: one schedule a file, in a registry. All files here are imported."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from pkgutil import iter_modules
 
 from ..actions import Action
 from ..placement import Placement, as_placement
 from .forward_only import FORWARD_ONLY
 from .interleaved import INTERLEAVED
 from .one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
-from .registry import Schedule, register, schedule_named
+from .registry import Schedule, register, schedule_named, trainable
 from .terapipe import TERAPIPE
 
 __all__ = [
@@ -26,7 +28,10 @@ __all__ = [
     "schedule_named",
 ]
 
-NAMES = (TERAPIPE.name, ONE_FORWARD_ONE_BACKWARD.name)
+for _module in iter_modules(__path__, f"{__name__}."):
+    import_module(_module.name)
+
+NAMES = trainable()
 """Schedules that a configuration may name."""
 
 

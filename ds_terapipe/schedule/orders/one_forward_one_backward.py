@@ -31,4 +31,6 @@ def _warm_up(stage: int, stages: int, slices: Sequence[int]) -> int:
     return min(sum(slices), stages - stage - 1 + max(slices) - 1)
 
 
-ONE_FORWARD_ONE_BACKWARD = register(Schedule("1f1b", partial(placed, _row), partial(bounded, _live)))
+ONE_FORWARD_ONE_BACKWARD = register(
+    Schedule("1f1b", partial(placed, _row), partial(bounded, _live), "slice-level 1F1B")
+)

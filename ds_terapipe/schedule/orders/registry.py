@@ -1,4 +1,4 @@
-"""Schedules by name. A new one is a file beside this that registers it."""
+"""Schedules by name. A new one is a file beside this that registers it; nothing else has a list of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ class Schedule(NamedTuple):
         order: the computations of a step, one list per place, from a placement and the number of slices of each micro-batch.
         bound: from the same, for each place: so many pairs of stage and unit at most have gone forward and not yet backward
             at once, on stages that go backward.
+        title: in tables, for a schedule that trains with slices, and that a configuration may name for that; empty for others.
     """
 
     name: str
     order: Callable[[Placement, Sequence[int]], list[list[Action]]]
     bound: Callable[[Placement, Sequence[int]], list[int]]
+    title: str = ""
 
 
 _SCHEDULES: dict[str, Schedule] = {}
@@ -33,6 +35,11 @@ def register(schedule: Schedule) -> Schedule:
         raise ValueError(f"schedule: got {schedule.name!r} a second time, must be a name of its own")
     _SCHEDULES[schedule.name] = schedule
     return schedule
+
+
+def trainable() -> tuple[str, ...]:
+    """Names of the schedules that train with slices. A plan prefers the last of those that take the same time."""
+    return tuple(sorted((name for name, schedule in _SCHEDULES.items() if schedule.title), reverse=True))
 
 
 def schedule_named(name: str) -> Schedule:

@@ -69,13 +69,13 @@ def _merged(rows: list[list[Action]], parts: list[Segment], placement: Placement
     later segments first, which others wait for.
     """
     lowered = with_messages(rows)
-    spans = replay(lowered, lambda action: 1).spans
+    intervals = replay(lowered, lambda action: 1).intervals
     started: list[list[tuple[float, bool, int, Action]]] = [[] for _ in range(placement.places)]
     for index, row in enumerate(lowered):
-        for action, span in zip(row, spans[index], strict=True):
+        for action, interval in zip(row, intervals[index], strict=True):
             if action.op.is_compute:
                 forward = action.op is Op.FORWARD
-                started[parts[index].place].append((span.start, forward, -index, action))
+                started[parts[index].place].append((interval.start, forward, -index, action))
     return [[action for *_, action in sorted(row)] for row in started]
 
 

@@ -23,4 +23,4 @@ def _live(stage: int, stages: int, slices: Sequence[int]) -> int:
     return len(ascending(slices))
 
 
-TERAPIPE = register(Schedule("terapipe", partial(placed, _row), partial(bounded, _live)))
+TERAPIPE = register(Schedule("terapipe", partial(placed, _row), partial(bounded, _live), "TeraPipe, flush"))

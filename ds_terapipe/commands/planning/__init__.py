@@ -1,0 +1,1 @@
+"""What ``plan`` and ``simulate`` have in common."""

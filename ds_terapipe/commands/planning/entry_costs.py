@@ -1,0 +1,172 @@
+"""What the entries of the layer list take, from the costs of ``plan``, as ``elastic/shapes/predict.py`` wants to know it.
+
+The layer list of a model file is that of ``gpt_pipeline``: the embedding, the layers, the final norm, the head; or the layers
+alone where there is no vocabulary. That of measurements is the one that was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+
+from ds_terapipe.commands.planning.cost_sources import Analytic, Measured, Source
+from ds_terapipe.elastic.policies.resize import Shape
+from ds_terapipe.elastic.shapes.predict import LayerCosts, Machine
+from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.plan.costs.analytic import OPTIMIZER_BYTES
+from ds_terapipe.plan.costs.analytic_memory import GRADIENT, OPTIMIZER, WEIGHT, analytic_memory
+
+_ENDS = (1, 2)  # entries before the layers and after them, of gpt_pipeline
+_USE = "--model, or a file of token_pipeline.measurements_path whose uncut trials were timed layer by layer"
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The layer list of a launch.
+
+    Attributes:
+        text: what is in it, for a person.
+        parts: first entry of each stage of the launch and, last, the number of entries.
+        processes: of the launch.
+        tensor_parallel, replicas: of it.
+        costs: of the entries in a shape.
+        machine: what else a step takes in a shape.
+        overhead_s: what a step takes beside all that.
+        knows_bytes: whether the costs know weights and activations.
+    """
+
+    text: str
+    parts: tuple[int, ...]
+    tensor_parallel: int
+    replicas: int
+    costs: Callable[[Shape], LayerCosts]
+    machine: Callable[[Shape], Machine]
+    overhead_s: float = 0.0
+    knows_bytes: bool = True
+
+    @property
+    def count(self) -> int:
+        """Entries of the list."""
+        return self.parts[-1]
+
+    @property
+    def processes(self) -> int:
+        """Of the launch."""
+        return (len(self.parts) - 1) * self.replicas * self.tensor_parallel
+
+
+def entries_of(source: Source, lengths: tuple[int, ...], replicas: int | None) -> Entries:
+    """The layer list of these costs.
+
+    Args:
+        source: the costs.
+        lengths: tokens of the slices of a micro-batch.
+        replicas: of a launch that was measured by a file that does not say how many it had.
+
+    Raises:
+        ConfigError: they do not know single layers, or not those of such sequences.
+    """
+    if isinstance(source, Analytic):
+        return _analytic(source, lengths)
+    if isinstance(source, Measured):
+        return _measured(source, sum(lengths), replicas)
+    raise ConfigError(f"--frozen: got costs of no layers, must be costs of single layers, use {_USE}")
+
+
+def _analytic(source: Analytic, lengths: tuple[int, ...]) -> Entries:
+    model, whole = source.model, bool(source.model.vocab_size)
+    counts, last = list(source.layers), model.num_layers
+    if whole:
+        counts[0] += _ENDS[0]
+        counts[-1] += _ENDS[1]
+    return Entries(
+        f"0 embedding, 1 to {last} layers, {last + 1} norm, {last + 2} head" if whole else f"{last} layers",
+        (0, *accumulate(counts)),
+        source.tensor_parallel,
+        source.data_parallel,
+        partial(_analytic_costs, source, lengths),
+        partial(_machine, source),
+    )
+
+
+def _machine(source: Analytic, shape: Shape) -> Machine:
+    """As `AnalyticCost.step_overhead` has it between nodes, by bytes of gradients in 16 bit. DeepSpeed numbers the replicas of a
+    stage one after the other: where they are within a node, the links of the node add their gradients up."""
+    cluster, rates = source.cluster, source.cluster.rates
+    within = shape.replicas * source.tensor_parallel <= cluster.devices_per_node
+    return Machine(
+        1 / rates.all_reduce_bytes_per_s if within else cluster.devices_per_node / rates.gradient_bytes_per_s,
+        rates.latency_s,
+        OPTIMIZER_BYTES / GRADIENT / (cluster.memory_gb_per_s * 1e9),
+    )
+
+
+def _analytic_costs(source: Analytic, lengths: tuple[int, ...], shape: Shape) -> LayerCosts:
+    """Each entry is a stage of its own, which has a layer or none: the ends of the model are in the first and the last stage."""
+    model = source.model
+    stages = (1,) * model.num_layers
+    table = float(model.hidden_size * model.vocab_size)
+    parameters = [float(model.layer_parameters)] * model.num_layers
+    if table:
+        stages = (0,) * _ENDS[0] + stages + (0,) * _ENDS[1]
+        parameters = [table, *parameters, 0.0, table]
+    parameters = [each / source.tensor_parallel for each in parameters]
+    cost = source.with_layout(stages).cost(shape.micro_batch)
+    length = np.array(lengths, dtype=float)
+    context, total = np.cumsum(length) - length, float(sum(lengths))
+    memory = analytic_memory(model, stages, source.tensor_parallel, shape.micro_batch).stages
+    cut = len(lengths) > 1  # then keys and values have buffers of their own
+    optimizer = OPTIMIZER / (shape.replicas if source.shares_optimizer else 1)
+    entries = range(len(stages))
+    return LayerCosts(
+        shape.micro_batch,
+        tuple(float(np.sum(cost.forward(e, length, context))) for e in entries),
+        tuple(float(np.sum(cost.backward(e, length, context))) + float(cost.weights(e, total)) for e in entries),
+        tuple(WEIGHT * each for each in parameters),
+        tuple((GRADIENT + optimizer) * each for each in parameters),
+        tuple(GRADIENT * each for each in parameters),
+        tuple(total * (each.activations + cut * each.keys_values) for each in memory),
+        tuple(entries),
+    )
+
+
+def _measured(source: Measured, seq_length: int, replicas: int | None) -> Entries:
+    """Times of single layers are of a whole pass: a layer's forward pass is taken as the same share of it as its stage's."""
+    measured, path = source.measured, source.path
+    if measured.layers is None:
+        raise ConfigError(f"{path}: layers: missing, must be the seconds of single layers, use {_USE}")
+    if measured.placement is not None:
+        raise ConfigError(
+            f"{path}: placement: got stages that only go forward, must be a measurement with nothing frozen, use a new one"
+        )
+    longest = measured.max_length
+    if seq_length != longest:
+        raise bad_value("--seq-length", seq_length, f"what the layers of {path} were timed with", str(longest))
+    tokens, forward, backward = float(longest), [], []
+    for stage, layers in enumerate(measured.layers.stages):
+        ahead = measured.forward(stage, tokens, 0.0)
+        back = measured.backward(stage, tokens, 0.0) + measured.weights(stage, tokens)
+        share = ahead / (ahead + back)
+        forward += [share * each for each in layers]
+        backward += [(1 - share) * each for each in layers]
+    counts = list(map(len, measured.layers.stages))
+    zeros = (0.0,) * sum(counts)
+    costs = LayerCosts(
+        measured.sequences, tuple(forward), tuple(backward), zeros, zeros, zeros, zeros, tuple(range(len(zeros)))
+    )
+    ranks = measured.measured_on.get("ranks")
+    sizes = ranks if isinstance(ranks, dict) else {}
+    return Entries(
+        "as measured",
+        (0, *accumulate(counts)),
+        int(sizes.get("model", 1)),
+        int(sizes.get("data", replicas or 1)),
+        lambda shape: costs,
+        lambda shape: Machine(0.0, 0.0, 0.0),
+        measured.overhead_s,
+        knows_bytes=False,
+    )

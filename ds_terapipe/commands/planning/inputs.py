@@ -1,0 +1,353 @@
+"""What ``plan`` and ``simulate`` are asked about: arguments, configuration, model, cluster and measurements, read and checked.
+
+An explicit argument wins over the DeepSpeed configuration, that over a default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_terapipe.commands.planning.batch_sizes import batch, data_parallel
+from ds_terapipe.commands.planning.cost_sources import Analytic, Measured, Source, Units
+from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.plan.choose import Request, choose
+from ds_terapipe.plan.costs.cost import MeasuredCost
+from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, load_cluster, load_model
+from ds_terapipe.plan.files import Fields, read_json
+from ds_terapipe.plan.result import Plan, seconds_text
+from ds_terapipe.plan.stages import even_layers, read_layers
+from ds_terapipe.schedule import NAMES
+
+if TYPE_CHECKING:
+    from ds_terapipe.config import TokenPipelineConfig
+
+_CLUSTER = next(iter(CLUSTERS))
+_SEQ_LENGTH = 2048
+_UNIT_STAGES = 4
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What was asked for.
+
+    Attributes:
+        source: the costs.
+        request: what to plan for.
+        sequences: in a micro-batch.
+        slices: of the configuration: a number, lengths, or ``auto``.
+        units: no cost was given; seconds are those of `cost_sources.UnitCost`.
+        notes: what was taken by default, for a person.
+        cuts: False: there is a configuration, and no block ``token_pipeline`` in it.
+    """
+
+    source: Source
+    request: Request
+    sequences: int
+    slices: int | tuple[int, ...] | str
+    units: bool
+    notes: tuple[str, ...]
+    cuts: bool = True
+
+    @property
+    def lines(self) -> list[str]:
+        """For a person: what the figures are from and for."""
+        request = self.request
+        return [
+            f"costs: {self.source.text}",
+            f"step: {request.micro_batches} micro-batches of {self.sequences} x {request.seq_length} tokens",
+            *self.notes,
+        ]
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that both subcommands have."""
+    costs = parser.add_argument_group("what it costs")
+    costs.add_argument(
+        "--ds-config", metavar="FILE", help="DeepSpeed configuration: batch sizes and the block token_pipeline"
+    )
+    costs.add_argument(
+        "--model", metavar="FILE", help=f"model: a JSON file with Megatron's names, or one of {', '.join(MODELS)}"
+    )
+    costs.add_argument("--cluster", metavar="FILE", help=f"devices: a JSON file, or {_CLUSTER} (the default)")
+    costs.add_argument(
+        "--measured", metavar="FILE", help="measurements of token_pipeline.measurements_path in place of estimates"
+    )
+    shape = parser.add_argument_group("what for")
+    shape.add_argument("--stages", type=int, metavar="K", help="pipeline stages")
+    shape.add_argument("--tensor-parallel", type=int, metavar="T", help="devices that share each layer (default: 1)")
+    shape.add_argument("--data-parallel", type=int, metavar="D", help="replicas (default: 1)")
+    shape.add_argument("--stage-layers", metavar="N,N", help="Transformer layers of each stage (default: even)")
+    shape.add_argument("--sequences", type=int, metavar="B", help="sequences of one replica in a step")
+    shape.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches that these are divided into")
+    shape.add_argument("--seq-length", type=int, metavar="L", help=f"tokens of a sequence (default: {_SEQ_LENGTH})")
+    shape.add_argument("--schedule", choices=(AUTO, *NAMES), help="the only schedule to use (default: auto, the best)")
+    shape.add_argument(
+        "--granularity", type=int, metavar="TOKENS", help="unequal slices are multiples of it (default: 8)"
+    )
+    shape.add_argument(
+        "--memory-gb",
+        type=float,
+        metavar="GB",
+        help="what activations and buffers may take on a device, in 1e9 bytes, as token_pipeline.memory_gb (default: the "
+        "cluster's memory, weights and optimiser counted, or what was free when it was measured)",
+    )
+    shape.add_argument(
+        "--weight-gradients",
+        choices=("micro_batch", "slice"),
+        help="made once per micro-batch (default) or with each slice",
+    )
+
+
+def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Plan | None = None) -> Inputs:
+    """Read everything that the arguments name.
+
+    Args:
+        options: parsed arguments of `add_inputs`.
+        unit_costs: without model and measurements there are units; else that is an error.
+        plan: what stages, micro-batches and sequences default to.
+
+    Raises:
+        ConfigError: one line with file or argument, field and expectation.
+    """
+    check_numbers(options)
+    data, config = _configuration(options.ds_config)
+    notes: list[str] = []
+    weights_once = _weights_once(options, config, plan)
+    source = _source(options, config, data, weights_once, plan, notes) or (
+        _units(options, weights_once, plan) if unit_costs else None
+    )
+    if source is None:
+        raise ConfigError(
+            "--model: missing, must be there unless costs are measured, use a model file, one of "
+            f"{', '.join(MODELS)}, or --measured"
+        )
+    if plan is not None and source.stages != plan.stages:
+        raise bad_value("--plan", plan.stages, f"for the {source.stages} stages that the costs are for", "another plan")
+    units = isinstance(source, Units)
+    _check_unused(options, source, notes)
+    sequences, micro_batches = batch(options, data, source, plan)
+    length = _seq_length(options, source, plan)
+    memory_gb = options.memory_gb if options.memory_gb is not None else config.memory_gb if config else None
+    memory = source.memory(sequences)
+    if memory is None and memory_gb is not None:
+        notes.append("memory: not known from these costs, so memory_gb is no limit")
+    granularity = options.granularity or (config.granularity if config else 8)
+    measured = source.measured if isinstance(source, Measured) else None
+    request = Request(
+        seq_length=length,
+        stages=source.stages,
+        micro_batches=micro_batches,
+        schedule=options.schedule or (config.schedule if config else AUTO),
+        granularity=granularity,
+        min_length=None if measured is None else max(measured.min_length, granularity),
+        max_slice=None if measured is None else measured.max_slice,
+        memory=memory,
+        memory_gb=None if memory is None else source.device_gb if memory_gb is None else memory_gb,
+        limit_name=f"{source.path}: measured_on.memory_limit_bytes, in GB"
+        if isinstance(source, Measured) and memory_gb is None
+        else "memory_gb",
+        weights_once=source.weights_once if isinstance(source, Measured) else weights_once,
+        placement=None if measured is None else measured.placement,
+        overhead_s=source.overhead_s,
+        about={**source.about, "seq_length": length},
+    )
+    slices = config.slices if config else AUTO
+    return Inputs(
+        source,
+        request,
+        sequences,
+        tuple(slices) if isinstance(slices, list) else slices,
+        units,
+        tuple(notes),
+        cuts=data is None or config is not None,
+    )
+
+
+def choose_plan(inputs: Inputs, schedule: str | None = None) -> Plan:
+    """The best plan for what was asked, under ``schedule`` only where that is given.
+
+    Raises:
+        ConfigError: as `plan.choose.choose`; a limit that is the cluster's is called so, for weights count in it.
+    """
+    request = inputs.request if schedule is None else replace(inputs.request, schedule=schedule)
+    try:
+        return choose(inputs.source.cost(inputs.sequences), request)
+    except ConfigError as error:
+        source = inputs.source
+        if isinstance(source, Analytic) and source.fixed and str(error).startswith("memory_gb: "):
+            raise ConfigError(
+                f"{source.cluster.name}: {error} (with weights, gradients and optimiser; --memory-gb is what comes on top)"
+            ) from error
+        raise
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raises ConfigError for a number that none of the arguments of `add_inputs` can be."""
+    whole = ("stages", "tensor_parallel", "data_parallel", "sequences", "micro_batches", "seq_length", "granularity")
+    for name in whole:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise bad_value(f"--{name.replace('_', '-')}", value, "a positive number", "e.g. 8")
+    value = options.memory_gb
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise bad_value("--memory-gb", value, "a positive number of 1e9 bytes", "e.g. 16")
+
+
+def _check_unused(options: argparse.Namespace, source: Source, notes: list[str]) -> None:
+    """Arguments that these costs have no use for: an error where they would mislead, else a note."""
+    if options.stage_layers is not None and not isinstance(source, Analytic):
+        rule = "absent: these costs are of the stages that were measured, or of no layers at all"
+        raise bad_value("--stage-layers", options.stage_layers, rule, "--model alone, or train.py to measure them")
+    if isinstance(source, Measured):
+        found = "micro_batch" if source.weights_once else "slice"
+        if options.weight_gradients not in (None, found):
+            raise bad_value("--weight-gradients", options.weight_gradients, f"as {source.path} was measured", found)
+        if options.model is not None and source.estimated is None:
+            notes.append("--model is not used: times and memory were measured")
+    if isinstance(source, Units) and (options.tensor_parallel or options.data_parallel):
+        notes.append("--tensor-parallel and --data-parallel are not used: without --model nothing is known about them")
+
+
+def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig | None]:
+    """The DeepSpeed configuration and its block, each None where there is none; errors name the file."""
+    if path is None:
+        return None, None
+    data = read_json(path, "a DeepSpeed configuration")
+    # Takes DeepSpeed with it, which takes seconds.
+    from ds_terapipe.config import TOKEN_PIPELINE, parse
+
+    block = data.value(TOKEN_PIPELINE)
+    try:
+        return data, None if block is None else parse({TOKEN_PIPELINE: block})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _weights_once(options: argparse.Namespace, config: TokenPipelineConfig | None, plan: Plan | None) -> bool:
+    if options.weight_gradients:
+        return bool(options.weight_gradients == "micro_batch")
+    if plan is not None:
+        return plan.weights_once
+    return config is None or config.weight_gradients != "slice"
+
+
+def _source(
+    options: argparse.Namespace,
+    config: TokenPipelineConfig | None,
+    data: Fields | None,
+    weights_once: bool,
+    plan: Plan | None,
+    notes: list[str],
+) -> Source | None:
+    """Measurements that are named, or the model, or the configuration's measurements."""
+    path = options.measured
+    if path is None and options.model is None and config is not None:
+        path = config.measurements_path
+    if options.cluster is not None and options.model is None:
+        raise ConfigError("--cluster: got no model to run on it, must be there beside --model, use both")
+    if options.cluster is not None and options.measured is not None:
+        raise bad_value(
+            "--cluster", options.cluster, "absent beside --measured, which are times of a device", "one of the two"
+        )
+    if path is None:
+        return None if options.model is None else _analytic(options, config, data, weights_once, plan, notes)
+    measured = MeasuredCost.load(path)
+    ranks = measured.measured_on.get("ranks")
+    for name, axis, found in (
+        ("--stages", "pipe", measured.placement.places if measured.placement else measured.stages),
+        ("--tensor-parallel", "model", ranks.get("model", 1) if isinstance(ranks, dict) else None),
+        ("--data-parallel", "data", ranks.get("data", 1) if isinstance(ranks, dict) else None),
+    ):
+        given = getattr(options, name[2:].replace("-", "_"))
+        if given is not None and found is not None and given != found:
+            raise bad_value(name, given, f"what {path} was measured with, {found} ranks of {axis}", str(found))
+    estimated = None
+    if options.model is not None and measured.memory is None:
+        options.stages = measured.stages
+        estimated = _analytic(options, config, data, weights_once, plan, [])
+        notes.append(f"memory: estimated from {estimated.model.name}, it was not measured")
+    return Measured(measured, path, estimated)
+
+
+def _analytic(
+    options: argparse.Namespace,
+    config: TokenPipelineConfig | None,
+    data: Fields | None,
+    weights_once: bool,
+    plan: Plan | None,
+    notes: list[str],
+) -> Analytic:
+    model = load_model(options.model)
+    cluster = load_cluster(options.cluster or _CLUSTER)
+    if options.cluster is None:
+        notes.append(f"--cluster is not given: {_CLUSTER}")
+    stages = options.stages or (plan.stages if plan else None)
+    layers = None if options.stage_layers is None else read_layers(options.stage_layers, model.num_layers, stages)
+    if layers is None and stages is None:
+        raise ConfigError("--stages: missing, must be the number of pipeline stages, use e.g. 8")
+    tensor, replicas = options.tensor_parallel or 1, data_parallel(options, data)
+    if model.num_attention_heads % tensor:
+        raise bad_value(
+            "--tensor-parallel", tensor, f"a divisor of the model's {model.num_attention_heads} attention heads", "1"
+        )
+    memory_gb = options.memory_gb if options.memory_gb is not None else config.memory_gb if config else None
+    return Analytic(
+        model,
+        cluster,
+        layers or even_layers(model.num_layers, int(stages or 1)),
+        tensor,
+        replicas,
+        _zero_stage(data),
+        weights_once,
+        fixed=memory_gb is None,
+    )
+
+
+def _units(options: argparse.Namespace, weights_once: bool, plan: Plan | None) -> Units:
+    stages = options.stages or (plan.stages if plan else _UNIT_STAGES)
+    length = options.seq_length or (plan.seq_length if plan else _SEQ_LENGTH)
+    # a person who draws a schedule expects F and B, unless a plan or an argument says otherwise
+    apart = weights_once and (plan is not None or options.weight_gradients is not None)
+    return Units(stages, length, apart)
+
+
+def _zero_stage(data: Fields | None) -> bool:
+    block = data.value("zero_optimization") if data is not None else None
+    stage = block.get("stage", 0) if isinstance(block, dict) else 0
+    return isinstance(stage, int) and stage > 0
+
+
+def _seq_length(options: argparse.Namespace, source: Source, plan: Plan | None) -> int:
+    if options.seq_length is not None:
+        if plan is not None and options.seq_length != plan.seq_length:
+            raise bad_value("--seq-length", options.seq_length, "that of the plan", str(plan.seq_length))
+        return int(options.seq_length)
+    if plan is not None:
+        return plan.seq_length
+    return source.measured.max_length if isinstance(source, Measured) else _SEQ_LENGTH
+
+
+def write_text(argument: str, path: str, text: str) -> None:
+    """Write a file that an argument names. Raises ConfigError where it cannot be written."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(argument, path, error) from error
+
+
+def unwritable(argument: str, path: str, error: OSError) -> ConfigError:
+    """The error for a file that cannot be written."""
+    return ConfigError(
+        f"{argument}: cannot write {path} ({error.strerror or error}), must be in a directory that you may write to"
+    )
+
+
+def shown_time(units: bool) -> Callable[[float], str]:
+    """How times are shown: as seconds, or as plain numbers where they have no unit."""
+    return (lambda value: f"{value:.4g}") if units else seconds_text

@@ -1,0 +1,83 @@
+"""DeepSpeed's engine, built anew around an optimizer and a scheduler that stay.
+
+Its wrappers, counters of communication and groups belong to one shape; its constructor makes all of them, whatever DeepSpeed
+adds there. What a training has gone through is put back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from deepspeed.monitor.config import get_monitor_config
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger as deepspeed_logger
+
+from ds_terapipe.elastic.moves.layers import random_states_kept
+from ds_terapipe.elastic.policies.resize import Shape
+from ds_terapipe.pipeline.closing import remove_hooks
+
+_OUTLIVES = (
+    "global_steps", "global_samples", "micro_steps", "skipped_steps", "monitor", "timers", "tput_timer", "batch_timer",
+    "training_data", "training_dataloader", "data_iterator", "batch_fn", "has_attention_mask", "_global_grad_norm",
+    "loaded_checkpoint_mp_world_size", "loaded_checkpoint_dp_world_size", "client_optimizer", "client_lr_scheduler",
+    "agg_train_loss", "_python_gc_generation",
+)  # fmt: skip
+
+
+class Kept(NamedTuple):
+    """What an engine that is built anew is given in place of what its configuration asks for."""
+
+    optimizer: Any
+    basic_optimizer: Any
+    lr_scheduler: Any
+
+
+def build_anew(engine: Any, shape: Shape, arguments: Mapping[str, Any]) -> None:
+    """Run the constructor of ``PipelineEngine`` again, on a module that has another shape; collective.
+
+    Args:
+        engine: takes its ``_kept`` for optimizer and scheduler while that runs.
+        shape: the module's.
+        arguments: those of the first time.
+    """
+    outlives = {name: getattr(engine, name) for name in _OUTLIVES if hasattr(engine, name)}
+    batch = {
+        "train_batch_size": engine.train_batch_size(),
+        "train_micro_batch_size_per_gpu": shape.micro_batch,
+        "gradient_accumulation_steps": shape.micro_batches,
+    }
+    grid = engine.module.mpu()
+    remove_hooks(engine)
+    p2p._grid = None
+    engine._kept = Kept(engine.optimizer, engine.basic_optimizer, engine.lr_scheduler)
+    try:
+        with quietly(), random_states_kept(engine.device):
+            config = DeepSpeedConfig({**engine._config._param_dict, **batch}, grid)
+            config.pipeline.update(pipe_partitioned=False, grad_partitioned=False)
+            monitored, config.monitor_config = config.monitor_config, get_monitor_config({})  # its writers are there
+            anew = {"optimizer": engine.client_optimizer, "training_data": None, "config_class": config, "mpu": grid}
+            PipelineEngine.__init__(engine, **{**arguments, **anew})
+    finally:
+        engine._kept = None
+    config.monitor_config = monitored
+    for name, value in outlives.items():
+        setattr(engine, name, value)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without what DeepSpeed says of an engine or a grid that it builds: a transition has one line of its own."""
+    level = deepspeed_logger.level
+    deepspeed_logger.setLevel(max(level, logging.WARNING))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        deepspeed_logger.setLevel(level)

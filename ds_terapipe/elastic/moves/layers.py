@@ -1,0 +1,167 @@
+"""The layers of a live ``PipelineModule``, by the entries of its layer list: taken from it, built anew, put together again.
+
+An entry is a spec, which builds its layer; a tied spec, of which all entries of a key share one module; a module; or a plain
+function. Parameters are known by the names that ``PipelineModule`` gives them, which are the same whatever the stages are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+from torch import Tensor, nn
+
+from ds_terapipe.pipeline.operators.random_streams import TorchStates
+
+_TIED = "tied_modules"
+
+
+def prefix_of(module: PipelineModule, entry: int) -> str:
+    """What the names of an entry's parameters begin with: ``3.``, or ``tied_modules.embedding.``."""
+    spec = module._layer_specs[entry]
+    return f"{_TIED}.{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{entry}."
+
+
+def layers_here(module: PipelineModule) -> dict[str, nn.Module]:
+    """The modules of this rank by the prefix of their names, in the order of the layer list."""
+    found: dict[str, nn.Module] = {}
+    for entry in range(module._local_start, module._local_stop):
+        prefix = prefix_of(module, entry)
+        layer = module.get_submodule(prefix[:-1]) if _has(module, prefix) else None
+        if layer is not None:
+            found[prefix] = layer
+    return found
+
+
+def _has(module: PipelineModule, prefix: str) -> bool:
+    parent: Any = module
+    for name in prefix[:-1].split("."):
+        if name not in parent._modules:
+            return False
+        parent = parent._modules[name]
+    return True
+
+
+def builder(module: PipelineModule, prefix: str, start: int, stop: int) -> int | None:
+    """The entry that builds what is called ``prefix`` on a rank with entries ``start`` to ``stop - 1``: the first such one."""
+    return next((entry for entry in range(start, stop) if prefix_of(module, entry) == prefix), None)
+
+
+def layers_for(
+    module: PipelineModule, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None
+) -> dict[str, nn.Module]:
+    """What a rank with these entries has: the live modules that are here already, and others built anew, of ``dtype``.
+
+    The values of what is built are to be overwritten. The process's random states stay as they are.
+    """
+    here, found = layers_here(module), {}
+    with random_states_kept(device):
+        for entry in range(start, stop):
+            prefix, spec = prefix_of(module, entry), module._layer_specs[entry]
+            if prefix in found or not isinstance(spec, (LayerSpec, nn.Module)):
+                continue
+            same = builder(module, prefix, module._local_start, module._local_stop) == entry
+            found[prefix] = here[prefix] if prefix in here and same else build(spec, device, dtype)
+    return found
+
+
+def build(spec: LayerSpec | nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """A layer from its spec, in ``dtype`` where one is given; of a module that was given as it is, and is not here, the structure
+    with room for values."""
+    if isinstance(spec, LayerSpec):
+        built: nn.Module = spec.build().to(device, dtype)
+        return built
+    for tensor in _tensors(spec):
+        tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return spec
+
+
+def drop_copies(module: PipelineModule) -> None:
+    """Take the values from modules that were given in place of specs and are not on this rank.
+
+    Their structure stays, with weights that are used in several places of a module: one element stands for all of a tensor.
+    """
+    kept = {id(tensor) for tensor in _tensors(module)}
+    for entry, spec in enumerate(module._layer_specs):
+        if isinstance(spec, nn.Module) and not module._local_start <= entry < module._local_stop:
+            for tensor in _tensors(spec):
+                if id(tensor) not in kept:
+                    tensor.data, tensor.grad = tensor.new_zeros(()).expand(tensor.shape), None
+
+
+def _tensors(layer: nn.Module) -> Iterator[Tensor]:
+    yield from layer.parameters()
+    yield from layer.buffers()
+
+
+def reassemble(
+    module: PipelineModule, topology: ProcessTopology, parts: Sequence[int], layers: Mapping[str, nn.Module]
+) -> None:
+    """Make of a live ``PipelineModule`` one for another topology, of layers that are there; collective.
+
+    Args:
+        module: keeps its identity, settings, hooks and its group of all ranks. The groups of the old grid are the caller's to
+            close.
+        topology: of all ranks.
+        parts: first entry of each stage, and the number of entries.
+        layers: as `layers_for` gives them for this rank's part.
+    """
+    for name in list(module.fwd_map):
+        del module._modules[name]
+    module._topo, module.num_stages, module.parts = topology, max(topology.get_dim("pipe"), 1), list(parts)
+    module._grid = PipelineParallelGrid(process_group=module.world_group, topology=topology)
+    module.stage_id = topology.get_coord(module.global_rank).pipe
+    module._set_bounds(start=parts[module.stage_id], stop=parts[module.stage_id + 1])
+    module.forward_funcs, module.fwd_map, module.tied_weight_attrs = [], {}, {}
+    module.tied_modules = nn.ModuleDict()
+    module.is_checkpointable_results, module.is_checkpointable_results_interval = [], None
+    specs, seeded = module._layer_specs, module.seed_layers
+    module._layer_specs = [_stand_in(module, entry, spec, layers) for entry, spec in enumerate(specs)]
+    module.seed_layers = False  # nothing is drawn
+    try:
+        module._build()
+    finally:
+        module._layer_specs, module.seed_layers = specs, seeded
+    module.tied_comms = module._index_tied_modules()
+
+
+def _stand_in(module: PipelineModule, entry: int, spec: Any, layers: Mapping[str, nn.Module]) -> Any:
+    """What ``PipelineModule._build`` is given for an entry: its layer in place of the spec that would build another."""
+    layer = layers.get(prefix_of(module, entry))
+    if layer is None or not isinstance(spec, LayerSpec):
+        return spec
+    return _Built(spec, layer) if isinstance(spec, TiedLayerSpec) else layer
+
+
+class _Built(TiedLayerSpec):
+    """A tied spec whose module is there."""
+
+    def __init__(self, spec: TiedLayerSpec, layer: nn.Module) -> None:
+        self.__dict__.update(vars(spec))
+        self._layer = layer
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._layer
+
+
+@contextmanager
+def random_states_kept(device: torch.device) -> Iterator[None]:
+    """The states of all random generators, Megatron's too, are afterwards what they were before."""
+    python, numpy, of_torch = random.getstate(), np.random.get_state(), TorchStates(device)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        of_torch.restore()
+
+
+def names_in(module: PipelineModule, entries: Iterable[int]) -> tuple[str, ...]:
+    """What the names of these entries' parameters begin with."""
+    return tuple(dict.fromkeys(prefix_of(module, entry) for entry in entries))

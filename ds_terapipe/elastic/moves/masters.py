@@ -1,0 +1,216 @@
+"""DeepSpeed's wrappers that keep fp32 masters, taken off an optimiser and put around it again.
+
+They give a torch optimiser fp32 tensors in place of the model's parameters (DeepSpeed 0.19.8): ``BF16_Optimizer`` and ZeRO-1 one
+flat tensor for each parameter group, of which each replica has a part, ``FP16_Optimizer`` one that is whole, and
+``FP16_UnfusedOptimizer`` one for each parameter. Between :func:`unwrap` and :func:`fill` the optimiser has the model's parameters
+instead, each with its whole master and moments as its state, so that what moves parameters of an fp32 engine by name moves these,
+too. For that time a rank needs room for all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from torch import Tensor, nn
+
+from ds_terapipe.clipping import counting_nothing
+from ds_terapipe.elastic.moves.transfer import described
+from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.optim.telemetry import UNUSED
+
+MASTER = "ds_terapipe_master"
+_STEP = "step"
+# What a wrapper knows of overflows, of one scheme or the other (runtime/fp16/loss_scaler.py); all ranks know the same.
+_SCALING = ("loss_scaler", "loss_scale_config", "custom_loss_scaler", "external_loss_scale", "overflow")
+
+
+class Place(NamedTuple):
+    """Where the master of a parameter is.
+
+    Attributes:
+        parameter: the model's.
+        master: fp32, of the optimiser's: of this parameter or of several.
+        at: first element there.
+        start: first element of the parameter.
+        length: elements; those that are not here are on other ranks.
+        group: these ranks; None: all elements are here.
+    """
+
+    parameter: nn.Parameter
+    master: Tensor
+    at: int
+    start: int
+    length: int
+    group: Any
+
+
+def is_wrapped(optimizer: Any) -> bool:
+    """Whether it is one of the wrappers of this file."""
+    return isinstance(optimizer, DeepSpeedOptimizer)
+
+
+def places(wrapper: Any) -> list[list[Place]]:
+    """Where the masters of the model's parameters are, by parameter group."""
+    if isinstance(wrapper, FP16_UnfusedOptimizer):
+        groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+        return [[_whole_at(p, master, 0) for p, master in zip(*group, strict=True)] for group in groups]
+    if isinstance(wrapper, FP16_Optimizer):
+        return [_one_after_another(*group) for group in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True)]
+    if isinstance(wrapper, BF16_Optimizer):
+        parts = zip(wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, strict=True)
+    else:
+        parts = zip(wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups, strict=True)
+    return [[_linked(parameter, flat) for parameter in parameters] for parameters, flat in parts]
+
+
+def _whole_at(parameter: nn.Parameter, master: Tensor, at: int) -> Place:
+    return Place(parameter, master, at, 0, parameter.numel(), None)
+
+
+def _one_after_another(parameters: list[nn.Parameter], flat: Tensor) -> list[Place]:
+    ends = accumulate(parameter.numel() for parameter in parameters)
+    return [_whole_at(p, flat, end - p.numel()) for p, end in zip(parameters, ends, strict=True)]
+
+
+def _linked(parameter: Any, flat: Tensor) -> Place:
+    """As DeepSpeed says it of a replica's part."""
+    if parameter._hp_mapping is None:
+        return Place(parameter, flat, 0, 0, 0, parameter._dp_group)
+    mine, its = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
+    return Place(parameter, flat, its.start, mine.start, mine.numel, parameter._dp_group)
+
+
+def unwrap(wrapper: Any, module: nn.Module) -> None:
+    """Give the optimiser in a wrapper the model's parameters, with all that is known of them; collective over replicas.
+
+    The wrapper is of no use afterwards, but for what `fill` takes over. What in its groups is none of the module's is left out.
+    """
+    optimizer, here = wrapper.optimizer, set(map(id, module.parameters()))
+    found = places(wrapper)
+    for group, members in zip(optimizer.param_groups, found, strict=True):
+        states = {id(place.master): optimizer.state.pop(place.master, {}) for place in _by_master(members)}
+        for place in members:
+            if id(place.parameter) in here:
+                optimizer.state[place.parameter] = _state_of(place, states[id(place.master)])
+        group["params"] = [place.parameter for place in members if id(place.parameter) in here]
+    if hasattr(wrapper, "destroy"):
+        wrapper.destroy()
+    for parameter in (place.parameter for members in found for place in members):
+        parameter.data = parameter.data.clone()  # not a view of what all of them had together
+        for name in [name for name in vars(parameter) if name in _LINKS]:
+            delattr(parameter, name)
+
+
+def _by_master(members: list[Place]) -> list[Place]:
+    """A place for each master."""
+    return list({id(place.master): place for place in members}.values())
+
+
+def _state_of(place: Place, state: dict[str, Any]) -> dict[str, Any]:
+    """Of a parameter, from that of the master that it is in; collective over replicas that have parts."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if _is_like(key, value, place.master):
+            found[key] = _whole(place, value)
+        else:
+            found[key] = described(value).clone() if isinstance(described(value), Tensor) else described(value)
+    found[MASTER] = _whole(place, place.master)
+    return found
+
+
+def occupy(optimizer: torch.optim.Optimizer, module: nn.Module, device: torch.device, names: dict[Any, str]) -> None:
+    """Give each empty group a parameter that nothing uses: the wrappers have no flat tensor without one.
+
+    Args:
+        optimizer: about to be wrapped.
+        module: whose type of numbers it has.
+        device: where.
+        names: of parameters, as the engine keeps them for its wrappers.
+    """
+    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            unused = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+            names[unused] = UNUSED
+            group["params"] = [unused]
+    if isinstance(optimizer, FusedLamb):
+        optimizer.parameters_changed()
+        optimizer.set_names(dict.fromkeys((p for p, name in names.items() if name == UNUSED), UNUSED))
+
+
+@contextmanager
+def taking_no_step(optimizer: Any) -> Iterator[None]:
+    """While a training that has begun is wrapped anew: wrappers of fp16 take a step of zeros first, which decays and counts."""
+    given = vars(optimizer).get("step")  # a scheduler's
+    optimizer.step = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        if given is None:
+            del optimizer.step
+        else:
+            optimizer.step = given
+
+
+def fill(wrapper: Any, before: Any = None) -> None:
+    """Put masters and moments, which `unwrap` has left in the state of the parameters, into a new wrapper's.
+
+    Args:
+        wrapper: around the same optimiser.
+        before: the wrapper that was taken off, whose loss scale goes on; None: there was none.
+    """
+    optimizer = wrapper.optimizer
+    for members in places(wrapper):
+        states = [optimizer.state.pop(place.parameter, {}) for place in members]
+        for place, state in zip(members, states, strict=True):
+            _take_over(place, state, optimizer.state[place.master])
+        for place in _by_master(members):
+            if not optimizer.state[place.master]:
+                del optimizer.state[place.master]
+    for name in _SCALING:
+        if hasattr(before, name):
+            setattr(wrapper, name, getattr(before, name))
+    if isinstance(wrapper, BF16_Optimizer):
+        counting_nothing(wrapper)
+
+
+def _take_over(place: Place, state: dict[str, Any], of_master: dict[str, Any]) -> None:
+    """The inverse of `_state_of`, on this rank."""
+    for key, value in state.items():
+        if not _is_like(key, value, place.parameter):
+            of_master.setdefault(key, value)
+            continue
+        if key != MASTER and key not in of_master:
+            of_master[key] = torch.zeros_like(place.master)
+        into = place.master if key == MASTER else of_master[key]
+        into.data.view(-1)[place.at : place.at + place.length] = value.flatten()[
+            place.start : place.start + place.length
+        ]
+
+
+def _is_like(key: str, value: Any, tensor: Tensor) -> bool:
+    return key != _STEP and isinstance(value, Tensor) and value.shape == tensor.shape
+
+
+def _whole(place: Place, part: Tensor) -> Tensor:
+    """All elements of a parameter from tensors like its master, of which the replicas may have parts."""
+    found = torch.zeros(place.parameter.numel(), dtype=part.dtype, device=part.device)
+    mine = part.detach().view(-1)[place.at : place.at + place.length]
+    found[place.start : place.start + place.length] = mine
+    if place.group is not None:
+        torch.distributed.all_reduce(found, group=place.group)
+    return found.view(place.parameter.shape)
+
+
+_LINKS = (
+    "_hp_mapping", "_dp_group", "_index_in_param_group", "_hp_grad", "get_full_hp_param", "get_full_hp_grad",
+    "set_full_hp_param", "set_full_hp_grad", "load_hp_checkpoint_state", "_zero_optimizer",
+)  # fmt: skip

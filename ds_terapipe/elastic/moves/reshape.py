@@ -1,0 +1,278 @@
+"""A module and its optimiser from one shape to another, on all ranks together.
+
+Nothing is changed before every rank has built what it will have, and found that nothing would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import Tensor, nn
+
+from ds_terapipe.elastic.moves.anew import quietly
+from ds_terapipe.elastic.moves.groups import refill, settings_of
+from ds_terapipe.elastic.moves.layers import (
+    build,
+    builder,
+    drop_copies,
+    layers_for,
+    layers_here,
+    prefix_of,
+    random_states_kept,
+    reassemble,
+)
+from ds_terapipe.elastic.moves.transfer import (
+    Courier,
+    Holding,
+    Piece,
+    authority,
+    check_structure,
+    holding,
+    plan,
+    sent_of,
+)
+from ds_terapipe.errors import bad_value
+from ds_terapipe.pipeline.transport.consensus import Consensus
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What one rank of the first replica tells the others."""
+
+    stage: int
+    tensor: int
+    holding: Holding
+    settings: Sequence[tuple[dict[str, Any], bool]]  # of the parameter groups, and whether it has parameters of them
+
+
+def check_movable(
+    module: PipelineModule, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Refuse live layers that another rank could not build, and a topology in which ranks would change their shards.
+
+    Raises:
+        ConfigError: naming the axes, or what a spec does not build; there is no optimiser.
+    """
+    if optimizer is None:
+        rule = "one beside elastic_pipeline.resize.policy or partition"
+        raise bad_value("optimizer", None, rule, "an optimizer, or a configuration without them")
+    axes = module._topo.get_axis_names()
+    if module._topo.get_dim("model") > 1 and axes[-1] != "model":
+        got, use = ", ".join(axes), "deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology"
+        raise bad_value("elastic_pipeline.resize.policy: topology", got, 'axes of which the last is "model"', use)
+    here = layers_here(module)
+    mine = holding(here, optimizer)
+    for prefix in here:
+        entry = builder(module, prefix, module._local_start, module._local_stop)
+        spec = module._layer_specs[entry]
+        if isinstance(spec, LayerSpec):
+            with random_states_kept(device):
+                check_structure(prefix, build(spec, torch.device("cpu"), dtype), mine)
+
+
+class Reshape:
+    """Moves what a live module and its optimiser have to where another shape wants it.
+
+    Args:
+        module: the user's; it keeps its identity, as does
+        optimizer: of torch; and its parameter groups.
+        consensus, watchdog: agreement and waits of the job.
+        device: where the layers are.
+        dtype: that the engine has given them; None: as they are built.
+    """
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        optimizer: torch.optim.Optimizer,
+        consensus: Consensus,
+        watchdog: Watchdog,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._dtype = dtype
+        self._module, self._optimizer = module, optimizer
+        self._consensus, self._watchdog, self._device = consensus, watchdog, device
+        self._rank = torch.distributed.get_rank()
+        self._old = module._topo
+        self._here = layers_here(module)
+        self._tied = {prefix_of(module, e) for e, s in enumerate(module._layer_specs) if isinstance(s, TiedLayerSpec)}
+        self._rooms: dict[str, list[Tensor]] = {}
+        self._states: dict[str, dict[str, Any]] = {}
+        self._layers: dict[str, nn.Module] = {}
+        self.sent_bytes = 0
+
+    def prepare(self, topology: ProcessTopology, parts: Sequence[int]) -> None:
+        """Build what this rank will have with these entries on the stages of another topology; collective.
+
+        Raises:
+            ConfigError: on every rank, where something would be lost; nothing has been changed.
+        """
+        self._topology, self._parts = topology, parts
+        error: Exception | None = None
+        held = self._held(self._gather())
+        stage = topology.get_coord(self._rank).pipe
+        try:
+            self._layers = layers_for(self._module, parts[stage], parts[stage + 1], self._device, self._dtype)
+            self._check(self._layers, held, stage)
+        except Exception as problem:  # of a user's layer that is built here: the others must not wait
+            error = problem
+        self._consensus.agree(error)
+
+    def run(self) -> None:
+        """Go there, after :meth:`prepare`; collective."""
+        said, layers, stage = self._gather(), self._layers, self._old.get_coord(self._rank).pipe
+        held = self._held(said)
+        owner = {name: authority(name, held) for prefix in layers for name in self._names(prefix, layers[prefix], held)}
+        lacking = [name for name, of in owner.items() if of != stage]
+        moves = plan(self._consensus.gather(lacking), self._holders(owner, held))
+        for name in lacking:
+            self._make_room(name, held[owner[name]].pieces[name])
+        courier = Courier(self._rank, self._tensors, self._watchdog.wait_on_host)
+        courier.carry(moves)
+        self.sent_bytes = courier.sent_bytes
+        for prefix, layer in layers.items():
+            if layer is not self._here.get(prefix):
+                _set_up(prefix, layer, held)
+        for name, of in owner.items():
+            self._fill(name, layers, held[of].pieces[name], received=of != stage)
+        with quietly(), self._watchdog.making_groups():
+            reassemble(self._module, self._topology, self._parts, layers)
+        drop_copies(self._module)
+        groups = {
+            name: piece.group for each in held.values() for name, piece in each.pieces.items() if piece.is_parameter
+        }
+        groups |= {name: held[of].pieces[name].group for name, of in owner.items()}
+        wanted = {name: number for name, number in groups.items() if number is not None}
+        refill(self._optimizer, self._module, wanted, self._states, _settings(said))
+
+    @staticmethod
+    def _held(said: Sequence[_Said]) -> dict[int, Holding]:
+        return {one.stage: one.holding for one in said}
+
+    def _gather(self) -> list[_Said]:
+        """What the stages of this rank's tensor-parallel index have now; collective."""
+        coordinates, mine = self._old.get_coord(self._rank), None
+        tensor = getattr(coordinates, "model", 0)
+        if getattr(coordinates, "data", 0) == 0:
+            settings = [(settings_of(group), bool(group["params"])) for group in self._optimizer.param_groups]
+            mine = _Said(coordinates.pipe, tensor, holding(self._here, self._optimizer, sorted(self._tied)), settings)
+        everybodys = self._consensus.gather(mine)
+        return sorted(
+            (one for one in everybodys if one is not None and one.tensor == tensor), key=lambda one: one.stage
+        )
+
+    def _check(self, layers: Mapping[str, nn.Module], held: Mapping[int, Holding], stage: int) -> None:
+        for prefix, layer in layers.items():
+            if layer is self._here.get(prefix):
+                continue
+            # the entries of a tied layer may build it each in its own way: only what the same entry has built is comparable
+            entry = builder(self._module, prefix, self._parts[stage], self._parts[stage + 1])
+            same = [s for s in held if builder(self._module, prefix, *self._module.parts[s : s + 2]) == entry]
+            if same:
+                check_structure(prefix, layer, held[same[0]])
+
+    def _names(self, prefix: str, layer: nn.Module, held: Mapping[int, Holding]) -> list[str]:
+        """The names of a layer's tensors; of one that was built anew those that the live one has."""
+        names = [prefix + name for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
+        if layer is self._here.get(prefix):
+            return names
+        known = {name for each in held.values() for name in each.pieces}
+        if prefix in self._tied:
+            return [name for name in names if name in known]
+        return [name for name in held[_stage_with(prefix, held)].pieces if name.startswith(prefix)]
+
+    def _holders(self, owner: Mapping[str, int], held: Mapping[int, Holding]) -> Any:
+        topology = self._old
+
+        def holders(name: str, target: int) -> list[int]:
+            stage = owner[name] if name in owner else authority(name, held)
+            where = topology.get_coord(target)._asdict()
+            where["pipe"] = stage
+            replicas = range(max(topology.get_dim("data"), 1))
+            return [topology.get_rank(**({**where, "data": r} if "data" in where else where)) for r in replicas]
+
+        return holders
+
+    def _tensors(self, name: str, sending: bool) -> Iterator[Tensor]:
+        """A name's values and moments: those that are here, or the room that was made for them."""
+        if not sending:
+            yield from self._rooms[name]
+            return
+        tensor = self._live(name)
+        yield tensor
+        yield from sent_of(self._optimizer.state.get(tensor, {})).values()
+
+    def _live(self, name: str) -> Any:
+        prefix = next(prefix for prefix in self._here if name.startswith(prefix))
+        return _tensor_of(self._here[prefix], name.removeprefix(prefix))
+
+    def _make_room(self, name: str, piece: Piece) -> None:
+        moments = {
+            key: torch.empty(kind.shape, dtype=kind.dtype, device=self._device) for key, kind in piece.moments.items()
+        }
+        values = torch.empty(piece.kind.shape, dtype=piece.kind.dtype, device=self._device)
+        self._rooms[name] = [values, *(moments[key] for key in sorted(moments))]
+        if moments or piece.values:
+            # a step count first, as optimisers make it: what is saved is then the same wherever it was moved
+            self._states[name] = {**piece.values, **moments}
+
+    def _fill(self, name: str, layers: Mapping[str, nn.Module], piece: Piece, received: bool) -> None:
+        """Give a tensor of the new layers its values: those that came, or those of the live one in whose place it is."""
+        prefix = next(prefix for prefix in layers if name.startswith(prefix))
+        layer, path = layers[prefix], name.removeprefix(prefix)
+        if received:
+            values = self._rooms[name][0]
+        elif layer is self._here.get(prefix):
+            return
+        else:
+            live = self._live(name)
+            values = live.data
+            state = self._optimizer.state.get(live)
+            if state:
+                self._states[name] = state
+        owner, _, leaf = path.rpartition(".")
+        holder = layer.get_submodule(owner)
+        if not piece.is_parameter:
+            holder._buffers[leaf] = values
+            return
+        parameter = holder._parameters[leaf]
+        assert parameter is not None
+        parameter.data = values
+        parameter.requires_grad_(piece.requires_grad)
+        vars(parameter).update(piece.attributes)
+
+
+def _stage_with(prefix: str, held: Mapping[int, Holding]) -> int:
+    return next(stage for stage, each in held.items() if prefix in each.modules)
+
+
+def _settings(said: Sequence[_Said]) -> list[dict[str, Any]]:
+    """Of each group, the settings where it has parameters: a step count may be among them."""
+    by_group = zip(*(one.settings for one in said), strict=True)
+    return [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]
+
+
+def _set_up(prefix: str, layer: nn.Module, held: Mapping[int, Holding]) -> None:
+    """Give the modules of a layer that was built anew the plain attributes that the live one's have now."""
+    about = held[_stage_with(prefix, held)].modules
+    for name, module in layer.named_modules():
+        for key, value in about.get(prefix + name, {}).get("settings", {}).items():
+            if key not in vars(module) or vars(module)[key] != value:
+                setattr(module, key, value)
+
+
+def _tensor_of(layer: nn.Module, path: str) -> Tensor:
+    owner, _, leaf = path.rpartition(".")
+    holder = layer.get_submodule(owner)
+    found: Tensor | None = holder._parameters.get(leaf)
+    found = holder._buffers.get(leaf) if found is None else found
+    assert found is not None, path
+    return found

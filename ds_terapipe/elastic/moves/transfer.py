@@ -1,0 +1,232 @@
+"""From one placement of a model's layers to another: which tensors go from which rank to which, and their way.
+
+Everything is addressed by parameter name: weights, buffers, the optimiser's moments and step counts, the parameter group, what
+was set on a parameter or a module after it was built. Only what a rank lacks is sent, from a rank that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from ds_terapipe.elastic.moves.groups import numbers
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.optim.step_rules import DeviceSteps
+from ds_terapipe.pipeline.transport.p2p import raw
+
+_PLAIN = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Kind(NamedTuple):
+    """Shape and type of a tensor that is sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter or buffer as its rank has it.
+
+    Attributes:
+        kind: of its values.
+        is_parameter: else a buffer.
+        requires_grad: whether it is trained.
+        attributes: what was set on it: plain values.
+        group: number of its parameter group; None: the optimiser does not have it.
+        moments: of the optimiser's state, the tensors that are sent, by name.
+        values: of the optimiser's state, the rest: nothing that is on a device.
+        used: whether the optimiser has ever had a gradient for it, as its moments show.
+    """
+
+    kind: Kind
+    is_parameter: bool = False
+    requires_grad: bool = False
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    group: int | None = None
+    moments: Mapping[str, Kind] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    used: bool = True
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a stage has: its pieces by name, and by the names of its modules their class, hooks and plain attributes."""
+
+    pieces: Mapping[str, Piece]
+    modules: Mapping[str, Mapping[str, Any]]
+
+
+class Move(NamedTuple):
+    """A name's tensors go from one rank to another."""
+
+    name: str
+    source: int
+    target: int
+
+
+def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, shared: Sequence[str] = ()) -> Holding:
+    """What this rank has.
+
+    Args:
+        layers: by the prefix of their names.
+        optimizer: of their parameters.
+        shared: prefixes of modules that several stages may have a copy of; of those it is looked up what is used.
+    """
+    group_of = numbers(optimizer)
+    pieces, modules = {}, {}
+    for prefix, layer in layers.items():
+        for name, parameter in layer.named_parameters():
+            state = optimizer.state.get(parameter, {})
+            sent = sent_of(state)
+            pieces[prefix + name] = Piece(
+                kind_of(parameter),
+                True,
+                parameter.requires_grad,
+                {key: value for key, value in vars(parameter).items() if _is_plain(value)},
+                group_of.get(id(parameter)),
+                {key: kind_of(value) for key, value in sent.items()},
+                {key: described(value) for key, value in state.items() if key not in sent},
+                prefix not in shared or _has_moved(state),
+            )
+        for name, buffer in layer.named_buffers():
+            pieces[prefix + name] = Piece(kind_of(buffer))
+        for name, module in layer.named_modules():
+            modules[prefix + name] = _about(module)
+    return Holding(pieces, modules)
+
+
+def kind_of(tensor: Tensor) -> Kind:
+    """Shape and type."""
+    return Kind(tuple(tensor.shape), tensor.dtype)
+
+
+def sent_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Of an optimiser's state for a parameter, the tensors that are sent, in an order that all ranks know.
+
+    A step count on the CPU goes with the description. One that is on a device does not: who reads a description that holds it
+    would have it on the sender's device.
+    """
+    return {
+        key: value
+        for key, value in sorted(state.items())
+        if isinstance(value, Tensor) and (value.numel() > 1 or value.device.type != "cpu")
+    }
+
+
+def described(value: Any) -> Any:
+    """A value of an optimiser's state without what is on a device."""
+    return int(value) if isinstance(value, DeviceSteps) else value
+
+
+def _has_moved(state: Mapping[str, Any]) -> bool:
+    moments = [value for key, value in state.items() if isinstance(value, Tensor) and key != "step"]
+    return any(bool(value.any()) for value in moments)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))
+
+
+def _about(module: nn.Module) -> dict[str, Any]:
+    settings = {key: value for key, value in vars(module).items() if _is_plain(value)}
+    found = [getattr(module, name, {}) for name in _HOOKS]
+    for parameter in module.parameters(recurse=False):
+        found += [getattr(parameter, name, None) or {} for name in _PARAMETER_HOOKS]
+    hooks = sum(_is_a_users(hook) for each in found for hook in each.values())
+    return {"class": f"{type(module).__module__}.{type(module).__qualname__}", "hooks": hooks, "settings": settings}
+
+
+def _is_a_users(hook: Any) -> bool:
+    """DeepSpeed's wrappers have hooks of their own, and make them anew."""
+    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return module.partition(".")[0] not in ("deepspeed", "ds_terapipe")
+
+
+def authority(name: str, holdings: Mapping[int, Holding]) -> int:
+    """The stage whose copy of a name counts: the first that has used it, else the first that has it."""
+    having = sorted(stage for stage, each in holdings.items() if name in each.pieces)
+    return next((stage for stage in having if holdings[stage].pieces[name].used), having[0])
+
+
+def plan(wanted: Sequence[Sequence[str]], holders: Callable[[str, int], Sequence[int]]) -> list[Move]:
+    """What is sent, in one order for all ranks.
+
+    Args:
+        wanted: the names that each rank lacks, by global rank.
+        holders: the ranks that have a name as the given rank needs it; those who ask take turns.
+    """
+    moves, asked = [], {}  # type: ignore[var-annotated]
+    for target, names in enumerate(wanted):
+        for name in names:
+            sources = holders(name, target)
+            turn = asked[name] = asked.get(name, -1) + 1
+            moves.append(Move(name, sources[turn % len(sources)], target))
+    return moves
+
+
+def check_structure(prefix: str, built: nn.Module, source: Holding) -> None:
+    """Refuse what is lost where a layer is built anew on another rank.
+
+    Raises:
+        ConfigError: modules, parameters or hooks of the live layer that its spec does not build.
+    """
+    new = {prefix + name: _about(module) for name, module in built.named_modules()}
+    for name, about in source.modules.items():
+        if name.startswith(prefix) and (name not in new or new[name]["class"] != about["class"]):
+            raise _lost(f"module {name.rstrip('.')} ({about['class'].rpartition('.')[2]})", "set")
+        if name.startswith(prefix) and about["hooks"] != new[name]["hooks"]:
+            raise _lost(f"{about['hooks']} hooks on module {name.rstrip('.')}", "registered")
+    parameters = {prefix + name: kind_of(p) for name, p in built.named_parameters()}
+    live = {name: piece.kind for name, piece in source.pieces.items() if name.startswith(prefix) and piece.is_parameter}
+    for name in [*live, *parameters]:
+        if live.get(name) != parameters.get(name):
+            raise _lost(
+                f"parameter {name} of shape {_shape(live.get(name))}, built as {_shape(parameters.get(name))}", "set"
+            )
+
+
+def _shape(kind: Kind | None) -> str:
+    return "none" if kind is None else str(list(kind.shape))
+
+
+def _lost(what: str, how: str) -> ConfigError:
+    return ConfigError(
+        f"elastic_pipeline.resize.policy: got {what}, {how} on a live layer, which the layer's spec does not build on another "
+        f'rank, must be part of the LayerSpec, use a LayerSpec or module that has it from the start, or "off"'
+    )
+
+
+class Courier:
+    """Sends and receives the tensors of names on this rank.
+
+    Args:
+        rank: this one.
+        tensors: of a name that is here, or that room was made for, in an order that both ends know.
+        wait: waits for a message; the second argument completes "waited for".
+    """
+
+    def __init__(
+        self, rank: int, tensors: Callable[[str, bool], Iterator[Tensor]], wait: Callable[[Any, str], None]
+    ) -> None:
+        self._rank, self._tensors, self._wait = rank, tensors, wait
+        self.sent_bytes = 0
+
+    def carry(self, moves: Sequence[Move]) -> None:
+        """Do all moves, in their order: every rank waits for the first that is not done, so nobody waits in a circle."""
+        for name, source, target in moves:
+            if self._rank == source:
+                for tensor in self._tensors(name, True):
+                    message = raw(tensor)
+                    self._wait(torch.distributed.isend(message, target), f"rank {target} to take {name}")
+                    self.sent_bytes += message.numel() * message.element_size()
+            elif self._rank == target:
+                for tensor in self._tensors(name, False):
+                    self._wait(torch.distributed.irecv(raw(tensor), source), f"{name} from rank {source}")

@@ -1,0 +1,1 @@
+"""Which layers are frozen at which step, and which shape the pipeline has then. Pure."""

@@ -1,0 +1,314 @@
+"""Policies: which entries of a PipelineModule's layer list are frozen at which step. Pure: no process groups, no tensors.
+
+What is frozen is a prefix of the list. A policy says how long it is; `freezer.Freezer` asks it at every step. The rules ``alpha``
+and ``grad_norm`` are those of PipeTransformer (He et al., 2021).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ds_terapipe.config import one_of
+from ds_terapipe.errors import ConfigError, shown
+
+READABLE = ("alpha", "frozen_layers", "tolerance", "patience")
+
+# Rounding must not freeze a layer more: 10 (1 - (1 - 0.3)) is 3.0000000000000004.
+_ROUNDING = 1e-9
+
+
+class PolicySettings(Protocol):
+    """What of the block ``elastic_pipeline.freeze`` concerns policies."""
+
+    @property
+    def policy(self) -> str:
+        """Which one."""
+
+    @property
+    def alpha(self) -> float:
+        """Share of the layers that still train."""
+
+    @property
+    def tolerance(self) -> float:
+        """Relative change of a gradient's norm from interval to interval below which it is a plateau."""
+
+    @property
+    def patience(self) -> int:
+        """Intervals that a plateau lasts before it counts."""
+
+    @property
+    def frozen_layers(self) -> tuple[tuple[int, int], ...] | None:
+        """From which step on how many entries are frozen."""
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """What freezing has to know of a model.
+
+    Args:
+        trainable: for each entry of the PipelineModule's layer list, whether it has parameters that the user trains at the
+            start.
+
+    Raises:
+        ConfigError: no entry has.
+    """
+
+    trainable: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        if not any(self.trainable):
+            raise ConfigError(
+                "model: got no parameter with requires_grad, must have one in a layer, use requires_grad_() on what trains"
+            )
+
+    @property
+    def head(self) -> int:
+        """Index of the last trainable entry, and so the entries of the longest prefix that may be frozen: those before it."""
+        return max(index for index, trains in enumerate(self.trainable) if trains)
+
+    @property
+    def before_head(self) -> tuple[int, ...]:
+        """Indices of the trainable entries before the head; there are L of them, as the rules call it."""
+        return tuple(index for index in range(self.head) if self.trainable[index])
+
+    def prefix(self, count: int) -> int:
+        """Entries of the shortest prefix that holds the first ``count`` trainable entries before the head.
+
+        Entries without parameters that follow directly are not in it.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        before = self.before_head
+        if not 0 <= count <= len(before):
+            raise ValueError(
+                f"count: got {count}, must be from 0 to the {len(before)} trainable entries before the head"
+            )
+        return before[count - 1] + 1 if count else 0
+
+    def frozen_of(self, frozen: int) -> int:
+        """How many of the trainable entries before the head are among the first ``frozen`` entries."""
+        return sum(self.trainable[: min(frozen, self.head)])
+
+
+class FreezePolicy:
+    """Says how many entries are frozen. A policy of one's own overrides `at_step` or `at_interval`, and is registered.
+
+    Every rank has an instance and asks it the same, so what it returns may depend on its arguments and its own state only.
+    Smaller numbers than before and numbers above ``model.head`` are allowed: the first change nothing, the second freeze all
+    that may be frozen.
+
+    Attributes:
+        reads: which of the settings in `READABLE` it reads; a configuration that gives another is refused.
+        needs_gradients: whether `at_interval` wants the norms of gradients, for which the engine sums up squares.
+        decides_at_intervals: whether `at_interval` does anything; by default, whether a subclass overrides it.
+
+    Args:
+        settings: the block ``elastic_pipeline.freeze``.
+        model: the entries of the layer list.
+    """
+
+    reads: tuple[str, ...] = ()
+    needs_gradients: bool = False
+    decides_at_intervals: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "decides_at_intervals" not in vars(cls):
+            cls.decides_at_intervals = cls.at_interval is not FreezePolicy.at_interval
+
+    def __init__(self, settings: PolicySettings, model: ModelLayers) -> None:
+        self.settings = settings
+        self.model = model
+
+    def at_step(self, step: int, frozen: int) -> int:
+        """Entries that the step with this 0-based ``global_steps`` trains without, where ``frozen`` are already."""
+        return frozen
+
+    def at_interval(self, completed: int, frozen: int, norms: Sequence[float] | None) -> int:
+        """Entries that are frozen after an interval.
+
+        Args:
+            completed: intervals since the beginning of the training, or since layers train again.
+            frozen: entries that are frozen now.
+            norms: for each entry, the root of the mean square of its trained parameters' gradients, over all ranks, before
+                clipping, averaged over the interval's steps; nan for entries that have none. None where the policy does not need
+                it or nothing was measured.
+        """
+        return frozen
+
+    def rejoined(self, step: int) -> None:
+        """From the step with this 0-based ``global_steps`` on all layers train again: what was before counts no more."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to keep, as JSON can hold it: all that the next answers depend on beside their arguments."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` has returned."""
+
+
+class StaticPolicy(FreezePolicy):
+    """Freezes nothing: the ``requires_grad`` of the user's parameters is all."""
+
+
+class SchedulePolicy(FreezePolicy):
+    """Freezes given numbers of entries from given steps on."""
+
+    reads = ("frozen_layers",)
+    _since = -1  # pairs up to this step have had their time
+
+    def at_step(self, step: int, frozen: int) -> int:
+        """The entries of the last pair whose step is this one or an earlier one."""
+        pairs = self.settings.frozen_layers or ()
+        return max((entries for begin, entries in pairs if self._since < begin <= step), default=frozen)
+
+    def rejoined(self, step: int) -> None:
+        """Only pairs with later steps freeze."""
+        self._since = step
+
+    def state(self) -> dict[str, Any]:
+        """Which pairs count."""
+        return {"since": self._since}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """As saved."""
+        self._since = state.get("since", -1)
+
+
+class AlphaPolicy(FreezePolicy):
+    """Each interval freezes the share alpha of the layers that still train: L (1 - (1 - alpha)^T) after T of them, rounded up."""
+
+    reads = ("alpha",)
+
+    def at_interval(self, completed: int, frozen: int, norms: Sequence[float] | None) -> int:
+        """The closed form, whatever was before."""
+        layers = len(self.model.before_head)
+        return self.model.prefix(_rounded_up(layers * (1 - (1 - self.settings.alpha) ** completed)))
+
+
+class GradNormPolicy(FreezePolicy):
+    """Freezes up to the layer with the smallest gradient, and at most the share alpha of the layers that still train.
+
+    Counted among the trainable entries: f <- min(ceil(f + alpha (L - f)), argmin of the norms from f to the head). The smallest
+    norm itself goes on training; nothing happens where the first unfrozen layer has it. Of equal norms the first one counts.
+    """
+
+    reads = ("alpha",)
+    needs_gradients = True
+
+    def at_interval(self, completed: int, frozen: int, norms: Sequence[float] | None) -> int:
+        """An entry whose norm is nan is passed over: it had no gradient. An interval without any norm decides nothing."""
+        before = self.model.before_head
+        count = self.model.frozen_of(frozen)
+        candidates = enumerate([*before, self.model.head])
+        found = [] if norms is None else [(norms[index], place) for place, index in candidates if place >= count]
+        found = [(norm, place) for norm, place in found if not math.isnan(norm)]
+        if not found:
+            return frozen
+        bound = _rounded_up(count + self.settings.alpha * (len(before) - count))
+        return self.model.prefix(min(bound, min(found)[1]))
+
+
+class PlateauPolicy(FreezePolicy):
+    """Freezes entries, from the first on, whose gradient's norm has stayed the same for some intervals.
+
+    An interval in which the norm changes by less than ``tolerance``, relative to the interval before, counts for an entry; one in
+    which it changes by twice that or more makes it begin anew; between the two nothing happens, lest noise at the border decides.
+    An entry with ``patience`` such intervals is frozen once all before it are, at most the share ``alpha`` of the layers that
+    still train in one interval.
+    """
+
+    reads = ("alpha", "tolerance", "patience")
+    needs_gradients = True
+
+    def __init__(self, settings: PolicySettings, model: ModelLayers) -> None:
+        super().__init__(settings, model)
+        self.rejoined(0)
+
+    def rejoined(self, step: int) -> None:
+        """Nothing is known of any entry."""
+        self._last: list[float | None] = [None for _ in self.model.trainable]
+        self._quiet = [0 for _ in self.model.trainable]
+
+    def at_interval(self, completed: int, frozen: int, norms: Sequence[float] | None) -> int:
+        """An entry whose norm is nan or zero is passed over: nothing is known of it. So is an interval without any norm."""
+        if norms is None:
+            return frozen
+        for entry, norm in enumerate(norms):
+            if math.isnan(norm):
+                continue
+            last, self._last[entry] = self._last[entry], norm
+            if not last:
+                continue
+            change = abs(norm - last) / last
+            if change < self.settings.tolerance:
+                self._quiet[entry] += 1
+            elif change >= 2 * self.settings.tolerance:
+                self._quiet[entry] = 0
+        before = self.model.before_head
+        count = self.model.frozen_of(frozen)
+        bound = min(_rounded_up(count + self.settings.alpha * (len(before) - count)), len(before))
+        while count < bound and self._quiet[before[count]] >= self.settings.patience:
+            count += 1
+        return max(frozen, self.model.prefix(count))
+
+    def state(self) -> dict[str, Any]:
+        """Last norms, and how long they have been the same."""
+        return {"last": self._last, "quiet": self._quiet}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """As saved."""
+        self._last, self._quiet = list(state["last"]), list(state["quiet"])
+
+
+# ------------------------------------------------------------------------------------------------------------ the registry
+
+_POLICIES: dict[str, type[FreezePolicy]] = {}
+
+
+def register_policy(name: str, cls: type[FreezePolicy]) -> None:
+    """Make a policy known as ``elastic_pipeline.freeze.policy``: on every rank, before ``initialize``.
+
+    Raises:
+        ValueError: it is no subclass of `FreezePolicy`, or another one has the name.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, FreezePolicy)):
+        raise ValueError(
+            f"policy {name}: got {cls!r}, must be a class, use a subclass of ds_terapipe.elastic.policies.freeze.FreezePolicy"
+        )
+    if _POLICIES.get(name, cls) is not cls:
+        raise ValueError(f"policy: got {shown(name)} a second time, must be a name of its own, use another one")
+    _POLICIES[name] = cls
+
+
+def policy_names() -> tuple[str, ...]:
+    """What ``elastic_pipeline.freeze.policy`` may be."""
+    return tuple(_POLICIES)
+
+
+def policy_class(name: str) -> type[FreezePolicy]:
+    """The policy of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    one_of("elastic_pipeline.freeze.policy", name, policy_names(), "static")
+    return _POLICIES[name]
+
+
+for _name, _class in (
+    ("static", StaticPolicy),
+    ("schedule", SchedulePolicy),
+    ("alpha", AlphaPolicy),
+    ("grad_norm", GradNormPolicy),
+    ("plateau", PlateauPolicy),
+):
+    register_policy(_name, _class)
+
+
+def _rounded_up(value: float) -> int:
+    return math.ceil(value - _ROUNDING)

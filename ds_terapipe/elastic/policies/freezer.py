@@ -1,0 +1,170 @@
+"""Asks the policy at every step, and has layers train again when that is asked for. Pure: no process groups, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ds_terapipe.elastic.policies.freeze import ModelLayers, PolicySettings, policy_class
+
+LR_RESTART, LOSS_RISE = "lr_restart", "loss_rise"
+REASONS = (LR_RESTART, LOSS_RISE)
+_FALLS, _RISES = 0.5, 2.0  # an LR that has fallen to half of the highest since, and rises to twice the lowest after it
+_WORSE = 1.05  # of the lowest mean loss of an interval
+
+
+class FreezerSettings(PolicySettings, Protocol):
+    """What of the block ``elastic_pipeline.freeze`` concerns `Freezer`."""
+
+    @property
+    def unfreeze(self) -> tuple[str, ...]:
+        """Which of `REASONS` have layers train again."""
+
+
+class Signals(NamedTuple):
+    """What has happened in the training; the same on all ranks.
+
+    Attributes:
+        lr: of the step that begins: the highest of all parameter groups.
+        loss: the mean loss of the steps since it was asked for last; None: there was none.
+    """
+
+    lr: float
+    loss: Callable[[], float | None]
+
+
+class _Rate:
+    """Finds restarts of an LR: it rises to twice the lowest after it has fallen to half of the highest."""
+
+    def __init__(self) -> None:
+        self.highest = self.lowest = 0.0
+
+    def begin(self, lr: float) -> None:
+        """The first layers are frozen with this LR: what was before counts no more."""
+        self.highest = self.lowest = lr
+
+    def restarts(self, lr: float) -> bool:
+        """Whether a step with this LR is a restart."""
+        # a warm-up is none: the LR has not fallen
+        if self.lowest <= _FALLS * self.highest and lr > self.lowest and lr >= _RISES * self.lowest:
+            return True
+        if lr > self.highest:
+            self.highest = self.lowest = lr
+        self.lowest = min(self.lowest, lr)
+        return False
+
+
+class Freezer:
+    """Asks a policy at every step. Its answers reach the head never, and shrink only where all layers train again.
+
+    Args:
+        settings: the block ``elastic_pipeline.freeze``.
+        model: the entries of the layer list.
+        completed: how many intervals were over before the step with this 0-based ``global_steps``, see `completed_intervals`.
+
+    Attributes:
+        frozen: entries that are frozen since the last decision.
+        reason: of `REASONS`, why the last decision has all layers train again; None: it does not.
+    """
+
+    def __init__(self, settings: FreezerSettings, model: ModelLayers, completed: Callable[[int], int]) -> None:
+        self.frozen = 0
+        self.reason: str | None = None
+        self._settings = settings
+        self._policy = policy_class(settings.policy)(settings, model)
+        self._most = model.head
+        self._completed = completed
+        self._step: int | None = None
+        self._since = 0  # intervals that were over when layers trained again
+        self._rate = _Rate()
+        self._best: float | None = None  # lowest mean loss of an interval with as much frozen
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether the policy wants norms of gradients."""
+        return self._policy.needs_gradients
+
+    def decide(self, step: int, norms: Callable[[], Sequence[float] | None], signals: Signals | None = None) -> int:
+        """Entries that the step with this 0-based ``global_steps`` trains without.
+
+        Asked twice for a step, it answers twice the same. Where intervals have ended since the step before, the policy is asked
+        once, about the last of them.
+
+        Args:
+            step: as many steps have been taken.
+            norms: for `FreezePolicy.at_interval`; called at the end of an interval and for a policy that needs it only, so it may
+                be collective.
+            signals: None where nothing but the policy decides.
+        """
+        if step == self._step:
+            return self.frozen
+        before = now = 0
+        if self._policy.decides_at_intervals or LOSS_RISE in self._settings.unfreeze:
+            before, now = 0 if self._step is None else self._completed(self._step), self._completed(step)
+        self.reason = None if signals is None else self._restarts(signals, now > before)
+        if self.reason is not None:
+            self.frozen, self._since, self._best = 0, now, None
+            self._policy.rejoined(step)
+        had = self.frozen
+        if self._policy.decides_at_intervals and now > before:
+            of_interval = norms() if self.needs_gradients else None
+            if self.reason is None:
+                self._freeze(self._policy.at_interval(now - self._since, self.frozen, of_interval))
+        self._freeze(self._policy.at_step(step, self.frozen))
+        if self.frozen and not had and signals is not None:
+            self._rate.begin(signals.lr)
+        self._step = step
+        return self.frozen
+
+    def _restarts(self, signals: Signals, interval_ended: bool) -> str | None:
+        found = None
+        if LOSS_RISE in self._settings.unfreeze and interval_ended:
+            loss = signals.loss()
+            if loss is not None:
+                if self.frozen and self._best is not None and loss > _WORSE * self._best:
+                    found = LOSS_RISE
+                self._best = loss if self._best is None else min(loss, self._best)
+        if LR_RESTART in self._settings.unfreeze and self.frozen and self._rate.restarts(signals.lr):
+            found = LR_RESTART
+        return found
+
+    def _freeze(self, entries: int) -> None:
+        self.frozen = max(self.frozen, min(int(entries), self._most))
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON can hold it."""
+        return {
+            "policy": self._settings.policy,
+            "frozen": self.frozen,
+            "step": self._step,
+            "since": self._since,
+            "rate": [self._rate.highest, self._rate.lowest],
+            "best": self._best,
+            "own": self._policy.state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` has returned; under another policy, with as many frozen entries as there were."""
+        self.frozen = min(state["frozen"], self._most)
+        self._step, self._since, self._best = state["step"], state.get("since", 0), state.get("best")
+        self._rate.highest, self._rate.lowest = state.get("rate", (0.0, 0.0))
+        if state["policy"] == self._settings.policy:
+            self._policy.load(state["own"])
+
+
+def completed_intervals(interval: int | str, step: int, batch: int, samples: int | None) -> int:
+    """How many intervals were over before the step with this 0-based ``global_steps``.
+
+    Args:
+        interval: ``freeze.interval``, steps or ``"epoch"``.
+        batch: samples of a step, over all replicas.
+        samples: of ``training_data``; None without it, where intervals have to be steps.
+
+    Raises:
+        ValueError: an epoch of no ``training_data``.
+    """
+    if not isinstance(interval, str):
+        return step // interval
+    if not samples:
+        raise ValueError("freeze.interval: got an epoch, must be a number of steps where there is no training_data")
+    return step * batch // samples

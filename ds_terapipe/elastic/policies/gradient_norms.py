@@ -1,0 +1,71 @@
+"""Root-mean-square gradient of each layer, averaged over the steps of an interval: what the policy ``grad_norm`` goes by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import Tensor
+
+from ds_terapipe.clipping import is_counted
+from ds_terapipe.elastic.moves.layers import layers_here, prefix_of
+from ds_terapipe.pipeline.transport.consensus import Consensus
+
+
+class GradientNorms:
+    """Adds up what gradients that are reduced, and not clipped yet, are like in each entry of the layer list.
+
+    Nothing is read from the device before `take`. A tied weight counts with the first stage that has it.
+
+    Args:
+        entries: of the layer list.
+        device: where gradients are.
+    """
+
+    def __init__(self, entries: int, device: torch.device) -> None:
+        self._entries, self._device = entries, device
+        self._totals: dict[int, Any] = {}
+        self._steps: dict[int, int] = {}
+
+    def add(
+        self, module: PipelineModule, tensor_rank: int, sum_over_parts: Callable[[Tensor], Any] | None = None
+    ) -> None:
+        """Count the gradients of a step. ``sum_over_parts``: sums a tensor over tensor-parallel ranks, in place."""
+        layers = layers_here(module)
+        table = torch.zeros(len(layers), 2, dtype=torch.float64, device=self._device)
+        for row, layer in enumerate(layers.values()):
+            for parameter in layer.parameters():
+                if parameter.grad is not None and parameter.requires_grad and is_counted(parameter, tensor_rank):
+                    table[row, 0] += torch.linalg.vector_norm(parameter.grad.detach()).double() ** 2
+                    table[row, 1] += parameter.numel()
+        if sum_over_parts is not None:
+            sum_over_parts(table)
+        roots = (table[:, 0] / table[:, 1].clamp(min=1)).sqrt()
+        first = {prefix_of(module, e): e for e in reversed(range(module._local_start, module._local_stop))}
+        for row, prefix in enumerate(layers):
+            entry = first[prefix]
+            self._totals[entry] = self._totals.get(entry, 0.0) + roots[row]
+            self._steps[entry] = self._steps.get(entry, 0) + 1
+
+    def take(self, consensus: Consensus) -> Sequence[float]:
+        """The averages since the last call, nan for entries without a gradient; collective."""
+        means = {entry: total / steps for entry, steps, total in self.state(consensus) if total}
+        self._totals, self._steps = {}, {}
+        return [means.get(entry, math.nan) for entry in range(self._entries)]
+
+    def state(self, consensus: Consensus) -> list[tuple[int, int, float]]:
+        """By entry, steps and the sum over them, for a checkpoint; collective."""
+        mine = {entry: (self._steps[entry], float(total)) for entry, total in self._totals.items()}
+        most: dict[int, tuple[int, float]] = {}  # of a layer that has moved, the rank that had it longest tells
+        for of_rank in consensus.gather(mine):
+            for entry, found in of_rank.items():
+                most[entry] = max(most.get(entry, (0, 0.0)), found)
+        return [(entry, *found) for entry, found in sorted(most.items())]
+
+    def load(self, state: Sequence[tuple[int, int, float]] | None) -> None:
+        """Go on from `state`, on every rank."""
+        self._steps = {entry: steps for entry, steps, _ in state or ()}
+        self._totals = {entry: total for entry, _, total in state or ()}

@@ -1,0 +1,1 @@
+"""What a checkpoint says of a shape, and the way out of it onto another one."""

@@ -1,0 +1,242 @@
+"""DeepSpeed's universal checkpoints: what ``ds_to_universal`` has to be told, and what it would leave behind.
+
+It converts what optimisers train, copies the ``mp_rank`` files, and leaves out the rest of a folder: our own file, frozen
+parameters, buffers. So these are in the ``mp_rank`` files, too, where a checkpoint can be converted (DeepSpeed 0.19.8).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from deepspeed.checkpoint.constants import (
+    PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
+    PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    PIPELINE_REPLICATED_PARAMETER_PATTERNS,
+    TP_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_INFO,
+)
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor, nn
+
+from ds_terapipe.elastic.saved.restore import numbers_of
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.optim.telemetry import UNUSED
+
+CARRIED = "ds_terapipe_elastic"
+LATEST = "latest_universal"
+KEY = "checkpoint.load_universal"
+# What a name is for the conversion; None: DeepSpeed puts parts together along the first dimension.
+_REPLICATED, _ROW, _HALVES = (
+    TP_REPLICATED_PARAMETER_PATTERNS,
+    PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
+)
+_UNKNOWN = "unknown"
+
+
+class Part(NamedTuple):
+    """A tensor that is not trained, as a tensor-parallel rank has it; ``kind`` as for the conversion."""
+
+    value: Tensor
+    kind: str | None
+
+
+def kind_of(tensor: Tensor, sharded: bool) -> str | None:
+    """How the tensor-parallel parts of a parameter make a whole one, by the attributes that megatron-core sets.
+
+    Args:
+        tensor: a parameter or buffer.
+        sharded: whether there are several tensor-parallel ranks.
+    """
+    if not sharded or not (getattr(tensor, "tensor_model_parallel", False) or getattr(tensor, "model_parallel", False)):
+        return cast(str, _REPLICATED)
+    dimension, stride = getattr(tensor, "partition_dim", None), getattr(tensor, "partition_stride", 1)
+    kinds: dict[tuple[Any, Any], str | None] = {(0, 1): None, (1, 1): _ROW, (0, 2): _HALVES}
+    return kinds.get((dimension, stride), _UNKNOWN)
+
+
+def joined(parts: Sequence[Part]) -> Tensor:
+    """A whole tensor from the parts of all tensor-parallel ranks, in their order."""
+    values, kind = [part.value for part in parts], parts[0].kind
+    if kind == _REPLICATED or len(values) == 1:
+        return values[0]
+    if kind == _HALVES:
+        halves = [value.chunk(2) for value in values]
+        return torch.cat([half[n] for n in (0, 1) for half in halves])
+    return torch.cat(values, dim=1 if kind == _ROW else 0)
+
+
+def part_of(whole: Tensor, kind: str | None, rank: int, ranks: int) -> Tensor:
+    """The inverse of `joined`: that of one of ``ranks``."""
+    if kind == _REPLICATED or ranks == 1:
+        return whole
+    if kind == _HALVES:
+        return torch.cat([half.chunk(ranks)[rank] for half in whole.chunk(2)])
+    return whole.chunk(ranks, dim=1 if kind == _ROW else 0)[rank]
+
+
+def info(said: Sequence[tuple[int, Mapping[str, str | None]]]) -> dict[str, Any] | None:
+    """What the conversion asks of a client; None where it could not be right.
+
+    Args:
+        said: of every rank the stage, and the kinds of the parameters that it trains, by name.
+    """
+    kinds: dict[str, str | None] = {}
+    stages: dict[str, set[int]] = {}
+    for stage, names in said:
+        kinds |= names
+        for name in names:
+            stages.setdefault(name, set()).add(stage)
+    copies = {name: on for name, on in stages.items() if len(on) > 1}
+    if _UNKNOWN in kinds.values() or any(0 not in on for on in copies.values()):
+        return None  # DeepSpeed takes the first stage's copy, or both
+    patterns = {kind: _patterns(n for n, k in kinds.items() if k == kind) for kind in (_REPLICATED, _ROW, _HALVES)}
+    return {**patterns, PIPELINE_REPLICATED_PARAMETER_PATTERNS: _patterns(copies)}
+
+
+def _patterns(names: Any) -> list[str]:
+    return [f"^{re.escape(name)}$" for name in sorted(names)]
+
+
+def to_carry(engine: Any, state: Mapping[str, Any], said: dict[str, Any] | None) -> dict[str, Any]:
+    """What goes into this rank's ``mp_rank`` file.
+
+    Args:
+        engine: saves.
+        state: of `ElasticCheckpoints`.
+        said: `info`; None: the checkpoint can't be converted.
+    """
+    if said is None:
+        return {}
+    sharded = engine.grid.model_parallel_size > 1
+    rest = {
+        name: Part(tensor.detach().cpu().clone(), kind_of(tensor, sharded))
+        for name, tensor in untrained(engine.module).items()
+        if engine.save_non_zero_checkpoint  # one replica writes them
+    }
+    tensor = engine.grid.get_slice_parallel_rank() if sharded else 0
+    parts = {name: (part.value, part.kind) for name, part in rest.items()}  # of plain types: others read the file, too
+    carried = {"state": dict(state), "tensor": tensor, "untrained": parts, "groups": numbers_of(engine)}
+    return {UNIVERSAL_CHECKPOINT_INFO: said, CARRIED: carried}
+
+
+def untrained(module: nn.Module) -> dict[str, Tensor]:
+    """Frozen parameters and the buffers that checkpoints have, by name."""
+    frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    saved = module.state_dict(keep_vars=True)
+    return frozen | {name: buffer for name, buffer in module.named_buffers() if name in saved}
+
+
+class Universal:
+    """What a universal checkpoint has beside DeepSpeed's own.
+
+    Args:
+        folder: that has the checkpoints.
+        tag: of this one; None: the latest.
+
+    Attributes:
+        folder: of this one.
+        state: of `ElasticCheckpoints`; None: it was saved by another engine.
+        untrained: whole tensors and their kinds, by name.
+    """
+
+    def __init__(self, folder: Any, tag: Any) -> None:
+        latest = Path(folder) / LATEST
+        if tag is None and latest.is_file():
+            tag = latest.read_text(encoding="utf-8").strip()
+        self.folder = Path(folder) / str(tag)
+        self.state: dict[str, Any] | None = None
+        self._groups: dict[str, int] = {}
+        parts: dict[str, dict[int, Part]] = {}
+        for path in sorted(self.folder.glob("mp_rank_*_model_states.pt")):
+            carried = torch.load(path, map_location="cpu", weights_only=False).get(CARRIED)
+            if carried is not None:
+                self.state = self.state or carried["state"]
+                self._groups |= carried["groups"]
+                for name, part in carried["untrained"].items():
+                    parts.setdefault(name, {})[carried["tensor"]] = Part(*part)
+        self.untrained = {name: (joined([each[n] for n in sorted(each)]), each[0].kind) for name, each in parts.items()}
+
+    def check(self, names: Mapping[str, int], wanted: Mapping[str, Tensor]) -> None:
+        """Refuse what would not be whole.
+
+        Args:
+            names: of the parameters that this rank trains, with the number of their group.
+            wanted: what is not trained here.
+
+        Raises:
+            ConfigError: naming what is not there, or in another group: DeepSpeed gives groups their rates by number.
+        """
+        missing = [name for name in names if not (self.folder / "zero" / name / "fp32.pt").is_file()]
+        if self.state is not None:
+            missing += [name for name in wanted if name not in self.untrained]
+        if missing:
+            raise ConfigError(
+                f"{KEY}: got {self.folder} without {', '.join(sorted(missing)[:3])}, must have all that this engine has, use "
+                "ds_to_universal on a checkpoint of the same layers"
+            )
+        other = [name for name in names if self._groups.get(name, names[name]) != names[name]]
+        if other:
+            raise ConfigError(
+                f"{KEY}: got {other[0]} in parameter group {self._groups[other[0]]}, must be {names[other[0]]} as here, "
+                "use stages of which the first has parameters of every group"
+            )
+
+    def fill(self, module: nn.Module, rank: int, ranks: int) -> None:
+        """Give a module's tensors that are not trained their values, where this rank is one of ``ranks`` tensor-parallel ones."""
+        for name, tensor in untrained(module).items():
+            if name in self.untrained:
+                whole, kind = self.untrained[name]
+                with torch.no_grad():
+                    tensor.copy_(part_of(whole, kind, rank, ranks))
+
+
+class _Nothing:
+    """In place of the parameters of a group of which a rank has no elements: DeepSpeed 0.19.8 asks at least one for its step."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self._hp_mapping = self
+        self.optim_fragment: dict[str, Any] = {}
+        self._step = None
+        known = [folder / "zero" / name for name in names if name != UNUSED]
+        self._keys = sorted(path.stem for path in known[0].glob("exp_avg*.pt")) if known else []
+        if known and (known[0] / "step.pt").is_file():
+            self._step = torch.load(known[0] / "step.pt", map_location="cpu", weights_only=False)
+
+    def load_hp_checkpoint_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step
+
+    def get_optim_state_keys(self) -> list[str]:
+        return self._keys
+
+    def get_hp_fragment_address(self) -> fragment_address:
+        return fragment_address(start=0, numel=0)
+
+    def get_hp_fragment(self, optim_state_key: str) -> Tensor:
+        return torch.empty(0)
+
+
+@contextmanager
+def groups_filled(wrapper: Any, folder: Path) -> Iterator[None]:
+    """While DeepSpeed reads a universal checkpoint into one of its wrappers: no group is without elements."""
+    name = "bf16_groups" if hasattr(wrapper, "bf16_groups") else "bit16_groups"
+    groups, names = getattr(wrapper, name), wrapper.param_names
+    filled = []
+    for group in groups:
+        mine = [p for p in group if p._hp_mapping is not None and names[p] != UNUSED]
+        filled.append(group if mine else [_Nothing(folder, [names[p] for p in group])])
+    setattr(wrapper, name, filled)
+    wrapper.param_names = {
+        **names,
+        **{each: UNUSED for group in filled for each in group if isinstance(each, _Nothing)},
+    }
+    try:
+        yield
+    finally:
+        setattr(wrapper, name, groups)
+        wrapper.param_names = names

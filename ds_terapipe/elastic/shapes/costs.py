@@ -1,0 +1,70 @@
+"""What the layers of a live pipeline take: time, parameters, memory. All collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import Tensor
+
+from ds_terapipe.elastic.moves.layers import layers_here, prefix_of
+from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
+from ds_terapipe.pipeline.transport.consensus import Consensus
+
+
+def trained_sizes(module: PipelineModule, consensus: Consensus) -> list[int]:
+    """Trained parameters of every entry of the layer list; those of a tied layer count with its first entry."""
+    entries = range(len(module._layer_specs))
+    first = {prefix_of(module, entry): entry for entry in reversed(entries)}
+    here = layers_here(module)
+    mine = {first[prefix]: sum(p.numel() for p in here[prefix].parameters() if p.requires_grad) for prefix in here}
+    sizes = [0 for _ in entries]
+    for of_rank in consensus.gather(mine):
+        for entry, size in of_rank.items():
+            sizes[entry] = max(sizes[entry], size)
+    return sizes
+
+
+class Costs:
+    """What the entries of the layer list take; of those that are frozen, what they took while they were trained."""
+
+    def __init__(self) -> None:
+        self._backward: dict[int, float] = {}  # seconds, as measured last
+
+    def now(self, engine: Any, consensus: Consensus, times: LayerTimes) -> tuple[list[float], list[float], bool]:
+        """Forward and backward of every entry: seconds where all ranks measured them, else as parameters say; collective.
+
+        The last value is whether they are seconds.
+        """
+        module = engine.module
+        everybodys = consensus.gather((module._local_start, times.costs(), _by_parameters(module)))
+        measured = all(costs is not None for _, costs, _ in everybodys)
+        forward, backward = ([0.0] * len(module._layer_specs) for _ in range(2))
+        for first, costs, sizes in everybodys:
+            for entry, (ahead, back) in enumerate(zip(*(costs if measured else sizes), strict=True), start=first):
+                forward[entry], backward[entry] = max(forward[entry], ahead), max(backward[entry], back)
+        if measured:
+            for entry in range(len(backward)):
+                if entry >= engine.frozen_layers:
+                    self._backward[entry] = backward[entry]
+                else:
+                    backward[entry] = self._backward.get(entry, 2 * forward[entry])  # frozen since the engine is there
+        return forward, backward, measured
+
+
+def _by_parameters(module: PipelineModule) -> tuple[list[float], list[float]]:
+    """In place of times: a backward pass is twice a forward pass."""
+    here = layers_here(module)
+    layers = [here.get(prefix_of(module, entry)) for entry in range(module._local_start, module._local_stop)]
+    sizes = [0.0 if layer is None else float(sum(p.numel() for p in layer.parameters())) for layer in layers]
+    return sizes, [2 * size for size in sizes]
+
+
+def state_bytes(engine: Any, consensus: Consensus) -> float:
+    """Bytes of weights, gradients and optimiser on the fullest rank."""
+    parameters = list(engine.module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    states = [] if engine.basic_optimizer is None else list(engine.basic_optimizer.state.values())
+    moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    mine = sum(float(tensor.numel() * tensor.element_size()) for tensor in (*parameters, *trained, *moments))
+    return max(consensus.collect(mine))

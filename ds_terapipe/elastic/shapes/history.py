@@ -1,0 +1,212 @@
+"""Which shape a training had at which step: a file with a line of JSON for each change, written by the run, and read again.
+
+A line says what holds from its step on: ``start`` where a process begins to train or goes on from a checkpoint, ``change`` where
+layers froze or moved. ``end`` says how many steps there were; a process that is killed leaves none. No DeepSpeed, no torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.plan.files import Fields
+
+KEY = "elastic_pipeline.history_path"
+START, CHANGE, END = "start", "change", "end"
+_RULE, _USE = "a file that elastic_pipeline.history_path names", "that of a run"
+
+logger = logging.getLogger(__name__)
+
+
+class StepShape(NamedTuple):
+    """What a step runs on.
+
+    Attributes:
+        stages, replicas, micro_batch, micro_batches: as of `resize.Shape`.
+        frozen_layers: entries of the layer list that go forward only, from the first one on.
+        parts: first entry of each stage and, last, the number of entries.
+    """
+
+    stages: int
+    replicas: int
+    micro_batch: int
+    micro_batches: int
+    frozen_layers: int
+    parts: tuple[int, ...]
+
+
+class History:
+    """Writes the file, on one rank.
+
+    Args:
+        path: of the file; what is in it stays.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path: Path | None = Path(path)
+        self._ran_on: StepShape | None = None  # of the last line
+        self._steps = 0  # were trained when the last step was over
+        self._seconds = 0.0
+
+    def changed(self, seconds: float) -> None:
+        """The step that comes was made ready by a change that took so long."""
+        self._seconds += seconds
+
+    @contextmanager
+    def step(self, step: int, ran_on: StepShape, topology: Any) -> Iterator[None]:
+        """Around a step: write a line where something is other than in the step before.
+
+        Args:
+            step: 0-based ``global_steps``.
+            ran_on: what it runs on.
+            topology: DeepSpeed's, which says who has which stage.
+        """
+        event = START if self._ran_on is None or step != self._steps else CHANGE
+        if event == START or ran_on != self._ran_on:
+            self._begin(event, step, ran_on, topology)
+        yield
+        self._steps = step + 1
+
+    def close(self) -> None:
+        """Write how many steps there were, once."""
+        if self._ran_on is not None:
+            self._write({"event": END, "step": self._steps, "time": time.time()})
+            self._ran_on = None
+        atexit.unregister(self.close)
+
+    def _begin(self, event: str, step: int, ran_on: StepShape, topology: Any) -> None:
+        if self._ran_on is None:
+            self._mend()
+            atexit.register(self.close)  # a script need not destroy its engine
+        coordinates = map(topology.get_coord, range(topology.world_size()))
+        ranks = [[coordinate.pipe, coordinate.data] for coordinate in coordinates]
+        line = {"event": event, "step": step, "time": time.time(), "seconds": self._seconds, **ran_on._asdict()}
+        self._write({**line, "ranks": ranks})
+        self._ran_on, self._steps, self._seconds = ran_on, step, 0.0
+
+    def _mend(self) -> None:
+        """Take away the rest of a line in whose middle a run was killed."""
+        if self._path is not None and self._path.is_file():
+            content = self._path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
+            if whole != content:
+                self._path.write_bytes(whole)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # no reason to end a training
+            logger.error("%s: cannot write %s (%s)", KEY, self._path, error.strerror or error)
+            self._path = None
+
+
+@dataclass(frozen=True)
+class Period:
+    """Steps of one shape, with the same layers frozen.
+
+    Attributes:
+        first: 0-based.
+        stop: the first step after it; None: nobody has written that.
+        ran_on: what they ran on.
+        ranks: stage and replica of each process.
+        begins: whether a process began with it, or went on from a checkpoint.
+        change_seconds: of the change before it.
+        begun: when, in seconds since 1970.
+        seconds: from its first step to its last, whatever was done between them; None where that was not written.
+    """
+
+    first: int
+    stop: int | None
+    ran_on: StepShape
+    ranks: tuple[tuple[int, int], ...]
+    begins: bool
+    change_seconds: float
+    begun: float
+    seconds: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, but when it was."""
+        fields = {name: value for name, value in asdict(self).items() if name not in ("ran_on", "begun")}
+        return {**fields, **self.ran_on._asdict()}
+
+
+def read_history(path: str) -> list[Period]:
+    """The training that the file tells of, in the order of its steps.
+
+    Where a run goes on from a checkpoint, what the runs before it did from that step on is no part of it any more. A line that is
+    not whole, the last one of a run that was killed, does not count.
+
+    Raises:
+        ConfigError: no such file, or one that is none, in one line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "no text"
+        raise ConfigError(f"{path}: cannot be read ({why}), must be {_RULE}, use {_USE}") from error
+    found: list[Period] = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+        fields = _fields(line, f"{path}:{number}")
+        event = fields.one_of("event", (START, CHANGE, END))
+        step, at = _whole(fields, "step"), fields.number("time")
+        if event == START:
+            found = [period for period in found if period.first < step]
+            if found and (found[-1].stop is None or found[-1].stop > step):
+                found[-1] = replace(found[-1], stop=step, seconds=None)
+        elif not found or found[-1].stop is not None or step < found[-1].first:
+            raise fields.fail("event", f'"{START}", or after one and at a later step', "a file that nobody has edited")
+        else:
+            taken = fields.number("seconds") if event == CHANGE else 0.0
+            found[-1] = replace(found[-1], stop=step, seconds=max(at - taken - found[-1].begun, 0.0))
+        if event != END:
+            found.append(_period(fields, event, step, at))
+    found = [period for period in found if period.stop != period.first]
+    if not found:
+        raise bad_value(path, "no step", f"{_RULE}, with a step in it", _USE)
+    return found
+
+
+def _fields(line: str, where: str) -> Fields:
+    try:
+        data = json.loads(line)
+    except ValueError:
+        data = None
+    if not isinstance(data, dict):
+        raise bad_value(where, line, f"a line of {_RULE}", _USE)
+    return Fields(data, where)
+
+
+def _period(fields: Fields, event: str, step: int, at: float) -> Period:
+    stages, replicas, *micro = (fields.count(name) for name in ("stages", "replicas", "micro_batch", "micro_batches"))
+    parts, ranks = fields.value("parts"), fields.value("ranks")
+    if not _numbers(parts) or len(parts) != stages + 1 or any(a >= b for a, b in pairwise(parts)):
+        raise fields.fail("parts", f"where {stages} stages begin and the last one ends", _USE)
+    good = isinstance(ranks, list) and ranks and all(_numbers(rank) and len(rank) == 2 for rank in ranks)
+    if not good or any(stage >= stages or replica >= replicas for stage, replica in ranks):
+        raise fields.fail("ranks", "[stage, replica] of each process", _USE)
+    ran_on = StepShape(stages, replicas, micro[0], micro[1], _whole(fields, "frozen_layers"), tuple(parts))
+    whose = tuple((int(stage), int(replica)) for stage, replica in ranks)
+    return Period(step, None, ran_on, whose, event == START, fields.number("seconds"), at)
+
+
+def _whole(fields: Fields, name: str) -> int:
+    value = fields.value(name)
+    if not _numbers([value]):
+        raise fields.fail(name, "an integer of 0 or more", "e.g. 0")
+    return int(value)
+
+
+def _numbers(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

@@ -1,0 +1,287 @@
+"""What the running pipeline takes, and what is made of it: another shape, or other layers on its stages.
+
+``"resize": {"policy": "measured"}`` and ``"partition": "measured"`` predict a step in every shape that there could be
+(``predict.py``) from times of the live layers, once whenever other layers are frozen. All of it is collective.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from ds_terapipe.elastic.moves.layers import layers_here, prefix_of
+from ds_terapipe.elastic.policies.resize import Shape, shapes
+from ds_terapipe.elastic.shapes.predict import Choice, LayerCosts, Machine, Prediction, choose, predict
+from ds_terapipe.elastic.shapes.shape_text import shape_text
+from ds_terapipe.pipeline.recording.accounting import highest_allocated
+from ds_terapipe.pipeline.recording.report import emit
+from ds_terapipe.pipeline.recording.trace import new_clock
+from ds_terapipe.pipeline.transport.consensus import Consensus
+from ds_terapipe.plan.costs.memory import GIGABYTE, StageMemory
+
+_FIRST, _LAST = 1, 2  # steps of a shape, counted from 0, whose layers are timed
+_SMALL, _LARGE, _REPEATS = 1 << 14, 1 << 21, 3  # elements of the sums over ranks that are timed
+_CHANGE_STEPS = 3.0  # what a change may take, until one has been measured
+
+
+class Chooser:
+    """Times the layers of an engine, predicts its step in other shapes, and says which is taken.
+
+    Args:
+        engine: keeps its shape until it is asked to change.
+        consensus: of the job.
+
+    Attributes:
+        change_seconds: what the last change has taken; None before the first.
+    """
+
+    def __init__(self, engine: Any, consensus: Consensus) -> None:
+        self._engine, self._consensus = engine, consensus
+        self._settings = engine.elastic_pipeline
+        self._clock = new_clock(engine.device)
+        self._machine: Machine | None = None
+        self._limit: float | None = None  # bytes of a rank
+        self._beside = 0.0  # bytes that a rank takes beside what is predicted
+        self._decided: int | None = None  # with so many entries frozen
+        self._expected: float | None = None  # seconds of a step here, as predicted
+        self.change_seconds: float | None = None
+        self._trained: dict[int, tuple[float, float, float, float]] = {}  # bytes of entries while they were trained
+        self._memory: dict[int, StageMemory] = {}
+        self._beside_weights = 0.0  # bytes of optimiser state for each byte of trained weights
+        self._update: tuple[Any, Any] | None = None
+        self.begin()
+
+    # -------------------------------------------------------------------------------------------------- what is measured
+
+    def begin(self) -> None:
+        """Another placement begins."""
+        self._seconds: list[float] = []  # of its steps
+
+    def begin_anew(self) -> None:
+        """Another batch begins, of which nothing is known: what was decided for the one before is open again."""
+        self._decided = self._expected = None
+        self.begin()
+
+    @property
+    def times_layers(self) -> bool:
+        """Whether the step that runs is one whose layers are timed."""
+        return _FIRST <= len(self._seconds) <= _LAST
+
+    @property
+    def _weighs(self) -> bool:
+        """Whether it matters what a rank holds: on a CPU only where the configuration says how much that may be."""
+        limited = self._settings.resize.memory_gb is not None or self._engine.device.type == "cuda"
+        return limited and self._decides
+
+    @property
+    def _decides(self) -> bool:
+        return "measured" in (self._settings.resize.policy, self._settings.partition)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a step."""
+        engine, weighs = self._engine, self.times_layers and self._weighs
+        if weighs:
+            engine._memory.begin(engine.module.parameters())
+        started = time.perf_counter()
+        yield
+        self._seconds.append(time.perf_counter() - started)
+        if weighs:
+            self._memory = engine._memory.end()
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the optimiser."""
+        begin = self._clock.now()
+        yield
+        if self.times_layers:
+            self._update = begin, self._clock.now()
+
+    # ---------------------------------------------------------------------------------------------------- what is decided
+
+    def decide(self, frozen: int) -> Prediction | None:
+        """What shall be from now on, with so many entries frozen; None where there is nothing to decide, or it is too early to.
+
+        Asked before every step; it decides where more is frozen, or where layers have just been timed.
+        """
+        if not self._decides:
+            return None
+        timed = len(self._seconds) == _LAST + 1
+        if timed and self._expected is not None:
+            self._compare()
+        if self._decided == frozen or not (timed or frozen != self._engine.frozen_layers):
+            return None
+        costs = self._costs()
+        if costs is None:
+            return None
+        engine, slices = self._engine, len(self._engine.slices_run[0])
+        machine = self._machine = self._machine or self._measure_machine()
+        now, parts = engine.shape, tuple(map(int, engine.module.parts))
+        if self._decided is None:
+            self._know_memory(predict(now, costs, machine, engine.frozen_layers, slices, parts))
+        first = max(frozen, engine.untrained_layers)
+        costs = replace(costs, forward=tuple(engine._without_kept(costs.forward, first)))
+        present = predict(now, costs, machine, first, slices, parts)
+        others = [predict(shape, costs, machine, first, slices) for shape in self._candidates(frozen)]
+        others = [each for each in others if (each.shape, each.parts) != (now, parts)]
+        change = _CHANGE_STEPS * present.seconds if self.change_seconds is None else self.change_seconds
+        limit = None if self._limit is None else self._limit - self._beside
+        found = self._consensus.decide(lambda: choose(present, others, limit, self._steps_left(), change))
+        self._decided = frozen
+        if engine.global_rank == 0:
+            emit(self._line(present, others, found, measured=timed and frozen == engine.frozen_layers))
+        self._expected = None if found.taken == present else found.taken.seconds
+        taken: Prediction | None = found.taken
+        return taken
+
+    def _costs(self) -> LayerCosts | None:
+        """Of all entries; None where some rank has not timed its layers."""
+        engine = self._engine
+        module, here = engine.module, layers_here(engine.module)
+        forward, backward, measured = engine.costs.now(engine, self._consensus, engine._layer_times)
+        if not measured:
+            return None
+        self._beside_weights = self._optimizer_share()
+        keys = [prefix_of(module, entry) for entry in range(len(module._layer_specs))]
+        first, stop = int(module._local_start), int(module._local_stop)
+        mine = {entry: self._bytes_of(here.get(keys[entry])) for entry in range(first, stop)}
+        bytes_of, activations = [(0.0, 0.0, 0.0) for _ in keys], [0.0 for _ in keys]
+        for of_rank, start, end, kept in self._consensus.gather((mine, first, stop, self._kept())):
+            spent = [0.0 if entry < engine.frozen_layers else backward[entry] for entry in range(start, end)]
+            for entry, seconds in enumerate(spent, start):
+                bytes_of[entry] = max(bytes_of[entry], of_rank[entry])
+                activations[entry] = max(activations[entry], kept * seconds / sum(spent) if seconds else 0.0)
+        # what trains again takes what it took before
+        trained = self._trained
+        for entry, (about, kept) in enumerate(zip(bytes_of, activations, strict=True)):
+            if entry < engine.frozen_layers:
+                _, *rest = trained.get(entry, (0.0, 0.0, 0.0, 0.0))
+                bytes_of[entry], activations[entry] = (about[0], rest[0], rest[1]), rest[2]
+            else:
+                trained[entry] = (*about, kept)
+        weights, state, gradients = zip(*bytes_of, strict=True)
+        same = tuple(keys.index(key) for key in keys)
+        return LayerCosts(
+            engine.micro_batch_size,
+            tuple(forward),
+            tuple(backward),
+            weights,
+            state,
+            gradients,
+            tuple(activations),
+            same,
+        )
+
+    def _bytes_of(self, layer: Any) -> tuple[float, float, float]:
+        """Weights; gradients and optimiser state of what trains; gradients."""
+        parameters = [] if layer is None else list(layer.parameters())
+        gradients = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
+        return sum(map(_size, parameters)), gradients * (1 + self._beside_weights), gradients
+
+    def _optimizer_share(self) -> float:
+        """Bytes of moments and masters for each byte of trained weights, on the fullest rank of those that train some."""
+        engine = self._engine
+        here = set(map(id, engine.module.parameters()))
+        held = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
+        held += [p for group in engine.basic_optimizer.param_groups for p in group["params"] if id(p) not in here]
+        mine = sum(_size(value) for value in held if isinstance(value, Tensor))
+        trained = sum(_size(parameter) for parameter in engine.module.parameters() if parameter.requires_grad)
+        return max(self._consensus.collect(mine / trained if trained else 0.0))
+
+    def _kept(self) -> float:
+        """Bytes that this rank keeps of a micro-batch between its forward and its backward pass."""
+        stages = self._memory.values()
+        return float(sum(self._engine.slices_run[0]) * sum(stage.activations + stage.keys_values for stage in stages))
+
+    def _measure_machine(self) -> Machine:
+        trained = sum(_size(p) for p in self._engine.module.parameters() if p.requires_grad)
+        seconds = 0.0
+        if self._update:
+            begin, end = self._update
+            seconds = self._clock.seconds(end, begin)
+        # clipping has ranks wait for each other: the one that came last did not
+        update = min(self._consensus.collect(seconds / max(trained, 1.0)))
+        return Machine(*self._reduction(), update)
+
+    def _reduction(self) -> tuple[float, float]:
+        """Seconds per byte that a rank sends in a sum over ranks, and of a small one."""
+        ranks, device = torch.distributed.get_world_size(), self._engine.device
+        if ranks == 1:
+            return 0.0, 0.0
+        seconds = []
+        for count in (_SMALL, _LARGE):
+            tensor, taken = torch.zeros(count, device=device), []
+            for _ in range(_REPEATS):
+                self._consensus.gather(None)  # all begin at once
+                started = time.perf_counter()
+                with self._engine._watchdog.waiting("all ranks to add up what is timed", counts=False):
+                    torch.distributed.all_reduce(tensor)
+                    if device.type != "cpu":
+                        torch.get_device_module(device).synchronize(device)
+                taken.append(time.perf_counter() - started)
+            seconds.append(max(self._consensus.collect(min(taken))))
+        sent = 2 * (ranks - 1) / ranks * 4 * (_LARGE - _SMALL)
+        return max(seconds[1] - seconds[0], 0.0) / sent, seconds[0]
+
+    def _candidates(self, frozen: int) -> list[Shape]:
+        """Shapes that there could be; the present one where its layers may be divided anew."""
+        engine, micro_batch = self._engine, self._engine.start_shape.micro_batch
+        tensor, batches = engine.grid.model_parallel_size, [batch for batch, _ in engine.batches]
+        possible = shapes(engine.world_size, tensor, engine.train_batch_size(), micro_batch, batches)
+        anew = self._settings.partition == "measured" or frozen > 0 or engine.frozen_layers > 0
+        return [
+            shape
+            for shape in possible
+            if shape.stages <= len(engine.module._layer_specs)
+            and (anew if shape == engine.shape else self._settings.resize.policy == "measured")
+        ]
+
+    def _know_memory(self, start: Prediction) -> None:
+        """The most that a rank may hold: what the configuration says, else on a GPU what one held in the shape of the start."""
+        given, peak = self._settings.resize.memory_gb, self.peak_bytes()
+        if peak is not None:
+            self._limit = max(self._consensus.collect(float(peak)))
+            self._beside = max(self._limit - start.peak_bytes, 0.0)
+        if given is not None:
+            self._limit = given * GIGABYTE
+
+    def peak_bytes(self) -> float | None:
+        """The most that this process has had on its device so far; None on a CPU."""
+        device = self._engine.device
+        return float(highest_allocated(device)) if device.type == "cuda" else None
+
+    def _steps_left(self) -> float:
+        """As the scheduler knows them."""
+        total = getattr(self._engine.lr_scheduler, "total_num_steps", None)
+        return math.inf if total is None else max(float(total) - self._engine.global_steps, 0.0)
+
+    # -------------------------------------------------------------------------------------------------------- what is told
+
+    def _line(self, present: Prediction, others: Sequence[Prediction], choice: Choice, measured: bool) -> str:
+        took = f", measured {min(self._seconds[_FIRST:]):.3f} s" if measured else ""
+        said = [f"as it is, {present.seconds:.3f} s{took}"]
+        for each in others:
+            gigabytes = (each.peak_bytes + self._beside) / GIGABYTE
+            why = f", but a rank holds {gigabytes:.2f} GB" if each in choice.too_large else ""
+            taken = " (taken)" if each == choice.taken else ""
+            cut = "-".join(str(b - a) for a, b in zip(each.parts, each.parts[1:], strict=False))
+            said.append(f"{shape_text(each.shape)} of {cut} layers, {each.seconds:.3f} s{why}{taken}")
+        return f"elastic_pipeline: a step is predicted to take: {'; '.join(said)}"
+
+    def _compare(self) -> None:
+        if self._engine.global_rank == 0:
+            seconds = min(self._seconds[_FIRST:])
+            emit(f"elastic_pipeline: a step takes {seconds:.3f} s, and was predicted to take {self._expected:.3f} s")
+        self._expected = None
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.numel() * tensor.element_size())

@@ -1,0 +1,144 @@
+"""What a step would take in a shape, and what its fullest rank would hold: by this ``"resize": {"policy": "measured"}`` chooses.
+
+Pure: no process groups, no tensors. Times and bytes come from the running pipeline (``measured.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from ds_terapipe.elastic.policies.resize import Shape, balanced
+
+WORTH = 0.05  # of a step's time: less is noise
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Every entry of the layer list, on one tensor-parallel rank.
+
+    Attributes:
+        micro_batch: samples of the micro-batch that times and activations are of.
+        forward, backward: seconds.
+        weights: bytes of parameters.
+        state: bytes of gradient and optimiser state that the entry has, or would have, while it trains.
+        trained: bytes of gradients that replicas add up.
+        activations: bytes that a micro-batch keeps between its forward and its backward pass.
+        same: the first entry that has the same parameters: its own number, but for tied layers.
+    """
+
+    micro_batch: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weights: tuple[float, ...]
+    state: tuple[float, ...]
+    trained: tuple[float, ...]
+    activations: tuple[float, ...]
+    same: tuple[int, ...]
+
+    def parameters(self, first: int, stop: int) -> set[int]:
+        """The entries whose parameters a stage has, each once."""
+        return set(self.same[first:stop])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is not a layer's.
+
+    Attributes:
+        reduce_seconds: that a sum over replicas takes per byte that each rank sends.
+        reduce_latency: and however small it is.
+        update_seconds: that the optimiser takes per byte of trained parameters.
+    """
+
+    reduce_seconds: float
+    reduce_latency: float
+    update_seconds: float
+
+
+class Prediction(NamedTuple):
+    """A step in a shape.
+
+    Attributes:
+        shape: as it is.
+        parts: first entry of each stage and, last, the number of entries.
+        seconds: that it takes.
+        peak_bytes: of weights, gradients, optimiser and activations on the fullest rank.
+    """
+
+    shape: Shape
+    parts: tuple[int, ...]
+    seconds: float
+    peak_bytes: float
+
+
+def predict(
+    shape: Shape, costs: LayerCosts, machine: Machine, frozen: int, slices: int = 1, parts: Sequence[int] | None = None
+) -> Prediction:
+    """What a step would be in a shape.
+
+    A pipeline of K stages takes the time of one unit on all stages, and that of the slowest stage for each further one; units
+    are micro-batches, or their slices. Then replicas add up their gradients, in a ring, and each rank steps.
+
+    Args:
+        shape: that is asked about.
+        costs: of the layers.
+        machine: of the rest.
+        frozen: entries that go forward only.
+        slices: of a micro-batch where there are several stages.
+        parts: of the stages; None: balanced.
+    """
+    parts = balanced(costs.forward, costs.backward, frozen, shape.stages) if parts is None else tuple(parts)
+    entries = range(len(costs.forward))
+    larger = shape.micro_batch / costs.micro_batch
+    trains = [entry >= frozen for entry in entries]
+    seconds = [larger * (costs.forward[e] + costs.backward[e] * trains[e]) for e in entries]
+    stages = [sum(seconds[a:b]) for a, b in pairwise(parts)]
+    cut = slices if shape.stages > 1 else 1
+    pipeline = (sum(stages) + (shape.micro_batches * cut - 1) * max(stages)) / cut
+    gradients = max(sum(costs.trained[e] * trains[e] for e in costs.parameters(a, b)) for a, b in pairwise(parts))
+    reduction = 0.0
+    if shape.replicas > 1 and gradients:
+        sent = 2 * (shape.replicas - 1) / shape.replicas * gradients
+        reduction = machine.reduce_latency + machine.reduce_seconds * sent
+    held = []
+    for stage, (a, b) in enumerate(pairwise(parts)):
+        live = min(shape.micro_batches, shape.stages - stage) * larger
+        held.append(
+            sum(costs.weights[e] + trains[e] * costs.state[e] for e in costs.parameters(a, b))
+            + live * sum(costs.activations[e] for e in range(a, b) if trains[e])
+        )
+    return Prediction(shape, parts, pipeline + reduction + machine.update_seconds * gradients, max(held))
+
+
+class Choice(NamedTuple):
+    """What is taken, and why others are not."""
+
+    taken: Prediction
+    too_large: tuple[Prediction, ...]
+
+
+def choose(
+    present: Prediction,
+    others: Sequence[Prediction],
+    most_bytes: float | None,
+    steps_left: float,
+    change_seconds: float,
+) -> Choice:
+    """The fastest shape that fits, where it pays.
+
+    Args:
+        present: the shape and parts that there are.
+        others: what else could be.
+        most_bytes: that a rank may hold; None: anything. What is there already fits.
+        steps_left: of the training; infinity where nobody knows.
+        change_seconds: that going to another shape takes.
+    """
+    fits = [each for each in others if most_bytes is None or each.peak_bytes <= most_bytes]
+    too_large = tuple(each for each in others if each not in fits)
+    best = min([present, *fits], key=lambda each: each.seconds)
+    gain = present.seconds - best.seconds
+    pays = gain >= WORTH * present.seconds and gain * steps_left > change_seconds
+    return Choice(best if pays else present, too_large)

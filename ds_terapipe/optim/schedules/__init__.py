@@ -1,0 +1,1 @@
+"""Learning rates and phases of large-batch training."""

@@ -1,0 +1,175 @@
+"""The schedules that DeepSpeed steps, by the names of ``ds_config.json``: ``LambWarmup``, ``MixedBatch``.
+
+The rules behind them are in lr_rules.py. Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ds_terapipe.errors import bad_value
+from ds_terapipe.optim.schedules.lr_rules import Ramp, Schedule, linear_epoch_ratio, square_root_lr, whole_steps
+from ds_terapipe.optim.schedules.phases import check_config, parse_phases, with_first_batch
+from ds_terapipe.optim.schedules.values import PATH, count, decay_settings, known_keys, number, one_warmup
+
+NAMES = ("LambWarmup", "MixedBatch")
+
+
+class LambWarmup(Schedule):
+    """Square-root scaling, linear-epoch warm-up, polynomial decay, from what is right at a reference batch.
+
+    Peak LR = ``reference_lr`` sqrt(B / ``reference_batch_size``). B is the engine's ``train_batch_size``, which is known
+    from the configuration or from :meth:`attach`. The LR of the optimizer's own block only sets proportions of groups.
+
+    Args:
+        optimizer: its ``param_groups`` get the LR.
+        reference_lr: peak LR at the reference batch.
+        reference_batch_size: samples in a step there.
+        total_steps: optimiser steps of this training, at its own batch.
+        warmup_ratio: share of the training that is warm-up at the reference batch; at B it is B / reference of it.
+        warmup_steps: instead, the steps of warm-up, the same at every batch.
+        end_lr, power, decay_from: see :class:`Ramp`; ``end_lr`` is not scaled.
+        batch_size: B; None for one that is known only when the engine exists.
+
+    Raises:
+        ConfigError: a wrong value, or a batch so large that the warm-up is longer than the training.
+    """
+
+    KEYS = (
+        "reference_lr", "reference_batch_size", "total_steps", "warmup_ratio", "warmup_steps", "end_lr", "power",
+        "decay_from",
+    )  # fmt: skip
+    REQUIRED = KEYS[:3]
+
+    def __init__(self, optimizer: Any, *, batch_size: int | None = None, **params: Any) -> None:
+        super().__init__(optimizer)
+        self._params = self.checked(params)
+        self.ramp = None if batch_size is None else self.ramp_at(self._params, batch_size)
+        if self.ramp is not None:
+            self._set_lr()
+
+    @classmethod
+    def checked(cls, params: object) -> dict[str, Any]:
+        """``scheduler.params`` with every value checked.
+
+        Raises:
+            ConfigError: naming the first key that is wrong.
+        """
+        block = known_keys(PATH, params, cls.KEYS, cls.REQUIRED)
+        given = one_warmup(PATH, block)
+        steps = count(f"{PATH}.total_steps", block["total_steps"])
+        values: dict[str, Any] = {
+            "reference_lr": number(f"{PATH}.reference_lr", block["reference_lr"], above=0.0),
+            "reference_batch_size": count(f"{PATH}.reference_batch_size", block["reference_batch_size"]),
+            "total_steps": steps,
+        }
+        if given == "warmup_ratio":
+            values[given] = number(f"{PATH}.{given}", block[given], most=1.0)
+        else:
+            values[given] = count(f"{PATH}.{given}", block[given], least=0)
+        # The peak depends on the batch: that the end is not above it is looked at with the batch.
+        return {**values, **decay_settings(PATH, block, math.inf)}
+
+    @staticmethod
+    def ramp_at(params: Mapping[str, Any], batch: int) -> Ramp:
+        """The schedule at ``batch`` samples a step, from checked parameters.
+
+        Raises:
+            ConfigError: the warm-up is longer than the training, or the end is above the peak.
+        """
+        steps, reference = params["total_steps"], params["reference_batch_size"]
+        peak = square_root_lr(params["reference_lr"], reference, batch)
+        if "warmup_steps" in params:
+            warmup, key = params["warmup_steps"], "warmup_steps"
+        else:
+            ratio, key = linear_epoch_ratio(params["warmup_ratio"], reference, batch), "warmup_ratio"
+            warmup = whole_steps(ratio, steps)
+        if warmup > steps:
+            raise bad_value(
+                f"{PATH}.{key}", params[key],
+                f"such that the {warmup} steps of warm-up at batch {batch} fit into total_steps ({steps})",
+                "a smaller warm-up, a smaller batch or more steps",
+            )  # fmt: skip
+        decay = {key: params[key] for key in ("end_lr", "power", "decay_from")}
+        number(f"{PATH}.end_lr", decay["end_lr"], most=peak)
+        return Ramp(peak, steps, warmup, **decay)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps until the LR has come to its end."""
+        return int(self._params["total_steps"])
+
+    def lr_at(self, step: int) -> float:
+        """The LR of the step after ``step`` others; RuntimeError as long as the batch size is not known."""
+        if self.ramp is None:
+            raise RuntimeError(
+                "LambWarmup: the batch size is not known, call attach(engine) after deepspeed.initialize"
+            )
+        return self.ramp.lr(step)
+
+    def attach(self, engine: Any) -> None:
+        """Take the batch size from the engine."""
+        self.ramp = self.ramp_at(self._params, engine.train_batch_size())
+        self._set_lr()
+
+
+# ------------------------------------------------------------------------------------------------- from ``ds_config.json``
+
+
+def validate(name: str, params: object, config: Mapping[str, Any]) -> None:
+    """Check ``scheduler.params`` and what stands beside it; the same on every rank, before an engine exists.
+
+    Args:
+        name: ``scheduler.type``, one of :data:`NAMES`.
+        params: ``scheduler.params``.
+        config: the whole DeepSpeed configuration.
+
+    Raises:
+        ConfigError: ``scheduler.params.<key>: got ..., must be ..., use ...``.
+    """
+    if name == "MixedBatch":
+        check_config(parse_phases(params), config)
+    elif name == "LambWarmup":
+        checked, batch = LambWarmup.checked(params), _given_batch(config)
+        if batch is not None:
+            LambWarmup.ramp_at(checked, batch)
+    else:
+        raise bad_value("scheduler.type", name, f"one of {', '.join(NAMES)}", NAMES[0])
+
+
+def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the batch sizes that ``MixedBatch`` implies, for DeepSpeed to read; else a copy as it is.
+
+    Raises:
+        ConfigError: as :func:`validate`.
+    """
+    block = config.get("scheduler")
+    if not isinstance(block, Mapping) or block.get("type") != "MixedBatch":
+        return dict(config)
+    phases = parse_phases(block.get("params"))
+    check_config(phases, config)
+    return with_first_batch(phases, config)
+
+
+def build_scheduler(name: str, params: Mapping[str, Any], config: Mapping[str, Any]) -> Callable[[Any], Schedule]:
+    """The function that ``deepspeed.initialize(lr_scheduler=...)`` calls with the optimizer.
+
+    What it returns becomes ``engine.lr_scheduler``; call its ``attach(engine)`` after ``deepspeed.initialize``.
+
+    Raises:
+        ConfigError: as :func:`validate`.
+    """
+    validate(name, params, config)
+    if name == "LambWarmup":
+        return lambda optimizer: LambWarmup(optimizer, batch_size=_given_batch(config), **params)
+    from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
+
+    return lambda optimizer: MixedBatch(optimizer, **params)
+
+
+def _given_batch(config: Mapping[str, Any]) -> int | None:
+    """``train_batch_size`` where it is a size; what is wrong with another value is DeepSpeed's to say."""
+    batch = config.get("train_batch_size")
+    return batch if isinstance(batch, int) and not isinstance(batch, bool) and batch > 0 else None

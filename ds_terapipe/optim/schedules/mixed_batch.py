@@ -1,0 +1,308 @@
+"""``MixedBatch``: phases of batch size and sequence length, each with an LR that is ramped from zero again.
+
+The schedule counts optimiser steps. Attached to an engine it also switches what a phase changes, after the step that
+ends the phase before: DeepSpeed still needs the old batch size to count samples and to average the loss of that step.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.optim.schedules.lr_rules import Schedule
+from ds_terapipe.optim.schedules.phases import Phase, check_division, micro_batch_sizes, parse_phases, position
+from ds_terapipe.optim.schedules.training_loader import TrainingLoader, is_deepspeed_loader, reads_ahead
+from ds_terapipe.optim.schedules.values import PATH
+
+logger = logging.getLogger(__name__)
+
+
+class MixedBatch(Schedule):
+    """The LR of ``scheduler.params.phases``, and the batch, micro-batch and sequence length of the phase in force.
+
+    Between the last step of a phase and the next batch, on every rank, the engine gets the next phase's
+    ``train_batch_size`` and micro-batch size, data sets that were given to ``deepspeed.initialize(training_data=...)`` or
+    :meth:`register_dataset` get ``set_seq_length(n)``, and a pipeline forgets the shapes of its activations. A step that
+    DeepSpeed skipped for an overflow does not count. After the last phase its batch stays, and its ``end_lr``.
+
+    Data: DeepSpeed's own loader of ``training_data`` goes on behind the last sample delivered, in micro-batches of the new
+    size. Nothing is lost or repeated, unless ``len(dataset)`` changes with the length: then an epoch starts. As without
+    phases, an epoch's last micro-batch may be smaller, or is left out with ``dataloader_drop_last``. Other iterators are
+    the user's: they have to give micro-batches of ``engine.train_micro_batch_size_per_gpu()`` samples, beside elastic_pipeline
+    of ``engine.start_shape.micro_batch``, and ones with worker processes have to be made anew when :attr:`phase_index` has
+    changed, which is checked.
+
+    Resuming: ``engine.load_checkpoint`` puts the phase and the position in it in force again. A pipeline engine's
+    ``training_data`` goes on where it was; in a loop of one's own over a loader, :meth:`seek` does that.
+
+    Args:
+        optimizer: its ``param_groups`` get the LR.
+        params: ``phases``, as in ``scheduler.params``.
+
+    Raises:
+        ConfigError: a wrong value.
+    """
+
+    def __init__(self, optimizer: Any, **params: Any) -> None:
+        super().__init__(optimizer)
+        self.phases = parse_phases(params)
+        self._engine: Any = None
+        self._loaders: list[TrainingLoader] = []
+        self._datasets: list[Any] = []
+        self._in_force: int | None = None
+        self._checked_data = False
+        self._iterator_before: Any = None
+        self._set_lr()
+
+    # --------------------------------------------------------------------------------------------------- where it stands
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all phases."""
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def phase_index(self) -> int:
+        """Number of the phase that the next step lies in, from 0."""
+        return position(self.phases, self.steps_taken)[0]
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that the next step lies in: ``phase.batch_size``, ``phase.seq_length``, ..."""
+        return self.phases[self.phase_index]
+
+    def lr_at(self, step: int) -> float:
+        """The LR of the step after ``step`` others: the phase's ramp, from its first step on."""
+        index, taken = position(self.phases, step)
+        return self.phases[index].ramp.lr(taken)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the phases it counts in, and how far all replicas are in an epoch of ``training_data``."""
+        replicas = 1 if self._engine is None else _replicas(self._engine)
+        delivered = [loader.delivered * replicas for loader in self._loaders]
+        return {**super().state_dict(), "phases": [asdict(phase) for phase in self.phases], "delivered": delivered}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go to the position in ``state`` and put its phase in force; collective when attached to an engine.
+
+        Raises:
+            ValueError: ``state`` is another scheduler's.
+        """
+        super().load_state_dict(state)
+        assert state is not None  # or the line before had raised
+        if [asdict(phase) for phase in self.phases] != state["phases"]:
+            logger.warning("MixedBatch: the checkpoint was made with other phases, step %d is now in phase %d of %d",
+                           self.steps_taken, self.phase_index, len(self.phases))  # fmt: skip
+        if self._engine is None:
+            return
+        self._enter(self.phase_index)
+        if _is_pipeline(self._engine):  # elsewhere the loop over the loader is the user's
+            for loader, delivered in zip(self._loaders, state["delivered"], strict=False):
+                loader.seek(delivered // _replicas(self._engine))
+
+    # -------------------------------------------------------------------------------------------------------- the engine
+
+    def attach(self, engine: Any) -> None:
+        """Switch ``engine`` from phase to phase; the first one's settings are in force on return. Collective.
+
+        Args:
+            engine: ``DeepSpeedEngine`` or ``PipelineEngine`` whose ``lr_scheduler`` this is.
+
+        Raises:
+            ConfigError: on every rank, for a batch that is not made of whole micro-batches of all replicas, or
+                ``training_data`` without ``set_seq_length`` where the length changes.
+        """
+        if self._engine is engine:
+            return
+        if engine.lr_scheduler is not self or self._engine is not None:
+            raise RuntimeError("MixedBatch: attach() is for the one engine whose lr_scheduler it is")
+        micro = self.phases[0].micro_batch_size or engine.train_micro_batch_size_per_gpu()
+        check_division(self.phases, micro, engine.dp_world_size)
+        self._micro_batch_sizes = micro_batch_sizes(self.phases, micro)
+        self._engine = engine
+        if hasattr(engine, "follow_phase") and engine.training_dataloader is not None:
+            self._datasets.append(engine.training_dataloader.dataset)  # its loader follows the engine
+            _on_all_ranks(self._check_data)
+        elif _reads_data(engine) and engine.training_dataloader is not None:
+            self._loaders.append(TrainingLoader(engine.training_dataloader))
+            _on_all_ranks(self._check_data)
+        else:
+            _on_all_ranks(lambda: None)
+        self._enter(self.phase_index)
+        method = "train_batch" if _is_pipeline(engine) else "step"
+        setattr(engine, method, self._switching(getattr(engine, method)))
+
+    def register_dataset(self, dataset: Any) -> None:
+        """Have ``dataset.set_seq_length(n)`` called now and at every change of phase.
+
+        For data that does not come from ``deepspeed.initialize(training_data=...)``; every rank that reads data calls it,
+        before the first batch.
+
+        Args:
+            dataset: an object with ``set_seq_length``, or a loader made by ``engine.deepspeed_io``, whose batches then
+                follow the phases as well.
+
+        Raises:
+            ConfigError: it has no ``set_seq_length`` though the sequence length changes.
+        """
+        if is_deepspeed_loader(dataset):
+            loader = TrainingLoader(dataset)
+            self._require(loader.dataset)
+            self._loaders.append(loader)
+            if self._engine is not None:
+                self._set_length(loader.dataset)
+                loader.recut(self._micro_batch_sizes[self.phase_index])
+        else:
+            self._require(dataset)
+            self._datasets.append(dataset)
+            self._set_length(dataset)
+
+    def seek(self, samples: int) -> None:
+        """Go on behind ``samples`` samples of ``training_data``, over all replicas and epochs: ``engine.global_samples``.
+
+        For loops of one's own over a loader, after ``engine.load_checkpoint`` and before the loop.
+        """
+        for loader in self._loaders:
+            loader.seek(samples // _replicas(self._engine))
+
+    def _switching(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``engine.train_batch`` or ``engine.step`` with the end of a phase behind it."""
+
+        @functools.wraps(method)
+        def switching(*args: Any, **kwargs: Any) -> Any:
+            if not self._checked_data:
+                _on_all_ranks(self._check_data)
+                self._checked_data = True
+            if self._iterator_before is not None:
+                given = args[0] if args else kwargs.get("data_iter")
+                _on_all_ranks(lambda: self._check_iterator(given))
+                self._iterator_before = None
+            result = method(*args, **kwargs)
+            if self.phase_index != self._in_force:
+                self._enter(self.phase_index)
+            return result
+
+        return switching
+
+    def _enter(self, index: int) -> None:
+        """Put a phase in force, whatever was before: everything here may be done twice."""
+        phase, micro, engine = self.phases[index], self._micro_batch_sizes[index], self._engine
+        before = None if self._in_force is None else self.phases[self._in_force]
+        if _is_pipeline(engine) and before is not None and before.seq_length != phase.seq_length:
+            self._iterator_before = (engine.data_iterator,)
+        follow = getattr(engine, "follow_phase", None)  # of an engine whose shape may not be that of the start
+        if follow is None:
+            set_batch(engine, phase.batch_size, micro)
+
+        def switch_data() -> None:
+            for dataset in [*self._datasets, *(loader.dataset for loader in self._loaders)]:
+                self._set_length(dataset)
+            for loader in self._loaders:
+                loader.recut(micro)
+
+        _on_all_ranks(switch_data)
+        if follow is not None:
+            follow(phase.batch_size, micro)
+        if hasattr(engine, "reset_activation_shape"):
+            engine.reset_activation_shape()
+        self._in_force = index
+        if before is not None and before != phase and _first_rank():
+            logger.info(
+                "MixedBatch: phase %d of %d from step %d on: batch %d in micro-batches of %d, %d tokens, lr up to %g",
+                index + 1, len(self.phases), self.steps_taken, phase.batch_size, micro, phase.seq_length, phase.ramp.peak,
+            )  # fmt: skip
+
+    def _length_changes(self) -> bool:
+        return len({phase.seq_length for phase in self.phases}) > 1
+
+    def _set_length(self, dataset: Any) -> None:
+        if hasattr(dataset, "set_seq_length"):
+            dataset.set_seq_length(self.phase.seq_length)
+
+    def _require(self, dataset: Any) -> None:
+        if self._length_changes() and not hasattr(dataset, "set_seq_length"):
+            lengths = [phase.seq_length for phase in self.phases]
+            raise ConfigError(
+                f"{PATH}.phases: got seq_length {lengths} with data of type {type(dataset).__name__}, must have a method "
+                "set_seq_length(n) where the length changes, use a data set that has one or phases of one length"
+            )
+
+    def _check_data(self) -> None:
+        if not self._length_changes() or not _reads_data(self._engine):
+            return
+        for dataset in [*self._datasets, *(loader.dataset for loader in self._loaders)]:
+            self._require(dataset)
+        if not self._loaders and not self._datasets:
+            lengths = [phase.seq_length for phase in self.phases]
+            raise ConfigError(
+                f"{PATH}.phases: got seq_length {lengths} and no data set to set it on, must have one before the first "
+                "batch, use engine.lr_scheduler.register_dataset(dataset), or initialize(training_data=dataset)"
+            )
+
+    def _check_iterator(self, given: Any) -> None:
+        iterator = self._engine.data_iterator if given is None else given
+        if iterator is self._iterator_before[0] and reads_ahead(iterator):
+            raise ConfigError(
+                "the data iterator: got the one of the phase before, whose worker processes hold batches of the old length, "
+                "must be made anew, use e.g. iter(loader) when engine.lr_scheduler.phase_index has changed"
+            )
+
+
+def set_batch(engine: Any, batch_size: int, micro_batch_size: int) -> None:
+    """Batch sizes wherever DeepSpeed 0.19.8 keeps a copy."""
+    engine.set_train_micro_batch_size(micro_batch_size)
+    engine.set_train_batch_size(batch_size)
+    # The boundary of a step is counted from micro_steps modulo the new number of micro-batches, nothing else reads it.
+    engine.micro_steps = 0
+    if hasattr(engine, "micro_batch_size"):
+        engine.micro_batch_size = micro_batch_size  # PipelineEngine's own
+    for name in ("tput_timer", "batch_timer"):
+        if hasattr(engine, name):
+            getattr(engine, name).batch_size = batch_size
+    if isinstance(getattr(engine.optimizer, "gradient_accumulation_steps", None), int):  # ZeRO's, read with CPU offload
+        engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
+
+
+def _is_pipeline(engine: Any) -> bool:
+    return hasattr(engine, "is_first_stage")
+
+
+def _replicas(engine: Any) -> int:
+    """That share what is read: those of the shape in which loaders were made."""
+    return int(engine.start_shape.replicas if hasattr(engine, "start_shape") else engine.dp_world_size)
+
+
+def _reads_data(engine: Any) -> bool:
+    if hasattr(engine, "reads_data"):
+        return bool(engine.reads_data)
+    return not _is_pipeline(engine) or engine.is_first_stage() or engine.is_last_stage()
+
+
+def _first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _on_all_ranks(action: Callable[[], None]) -> None:
+    """Do something on this rank, and raise on all ranks what it raised on any: none may wait for one that gave up."""
+    error: Exception | None = None
+    try:
+        action()
+    except Exception as raised:
+        error = raised
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        told: list[Any] = [None] * torch.distributed.get_world_size()
+        message = None if error is None else " ".join(str(error).split()) or type(error).__name__
+        torch.distributed.all_gather_object(told, message)
+    else:
+        told = []
+    if error is not None:
+        raise error
+    for rank, message in enumerate(told):
+        if message is not None:
+            raise ConfigError(f"rank {rank}: {message}")

@@ -1,0 +1,159 @@
+"""The phases of a ``MixedBatch`` training, pure: what they are, what they must fulfil, where a step lies.
+
+Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds_terapipe.errors import ConfigError, bad_value, shown
+from ds_terapipe.optim.schedules.lr_rules import Ramp, whole_steps
+from ds_terapipe.optim.schedules.values import PATH, count, decay_settings, known_keys, number, one_warmup
+
+REQUIRED = ("steps", "batch_size", "seq_length", "lr")
+KEYS = (*REQUIRED, "warmup_ratio", "warmup_steps", "end_lr", "power", "decay_from", "micro_batch_size")
+EXAMPLE = '[{"steps": 7038, "batch_size": 65536, "seq_length": 128, "lr": 6e-3, "warmup_ratio": 0.2843}, ...]'
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Optimiser steps with one batch size and sequence length, and a warm-up and decay of their own.
+
+    Attributes:
+        batch_size: samples in a step, over all replicas.
+        seq_length: tokens in a sample.
+        micro_batch_size: samples in a micro-batch of one replica; None: as in the phase before, in the first phase the
+            configuration's ``train_micro_batch_size_per_gpu``.
+        ramp: the LR by the steps taken in this phase; it has their number.
+    """
+
+    batch_size: int
+    seq_length: int
+    micro_batch_size: int | None
+    ramp: Ramp
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps in this phase."""
+        return self.ramp.steps
+
+
+def phase_path(index: int) -> str:
+    """The key of a phase in the configuration."""
+    return f"{PATH}.phases[{index}]"
+
+
+def parse_phases(params: object) -> tuple[Phase, ...]:
+    """The phases in ``scheduler.params``.
+
+    Raises:
+        ConfigError: naming the first key that is wrong, ``scheduler.params.phases[1].lr``.
+    """
+    block = known_keys(PATH, params, ("phases",), ("phases",))
+    given = block["phases"]
+    if not isinstance(given, (list, tuple)) or not given:
+        raise bad_value(f"{PATH}.phases", given, "a list of one or more phases", f"e.g. {EXAMPLE}")
+    return tuple(_phase(phase_path(index), entry) for index, entry in enumerate(given))
+
+
+def _phase(path: str, entry: object) -> Phase:
+    block = known_keys(path, entry, KEYS, REQUIRED)
+    steps = count(f"{path}.steps", block["steps"])
+    peak = number(f"{path}.lr", block["lr"], above=0.0)
+    if one_warmup(path, block) == "warmup_ratio":
+        warmup = whole_steps(number(f"{path}.warmup_ratio", block["warmup_ratio"], most=1.0), steps)
+    else:
+        warmup = count(f"{path}.warmup_steps", block["warmup_steps"], least=0)
+        if warmup > steps:
+            raise bad_value(f"{path}.warmup_steps", warmup, f"at most the phase's steps ({steps})", str(steps // 10))
+    micro = block.get("micro_batch_size")
+    return Phase(
+        count(f"{path}.batch_size", block["batch_size"]),
+        count(f"{path}.seq_length", block["seq_length"]),
+        None if micro is None else count(f"{path}.micro_batch_size", micro),
+        Ramp(peak, steps, warmup, **decay_settings(path, block, peak)),
+    )
+
+
+def position(phases: Sequence[Phase], step: int) -> tuple[int, int]:
+    """Phase that the step after ``step`` others lies in, and the steps taken in it; past the end, the last one's."""
+    for index, phase in enumerate(phases[:-1]):
+        if step < phase.steps:
+            return index, step
+        step -= phase.steps
+    return len(phases) - 1, step
+
+
+def micro_batch_sizes(phases: Sequence[Phase], first: int) -> tuple[int, ...]:
+    """Micro-batch size of every phase, where the configuration's is ``first``."""
+    sizes: list[int] = []
+    for phase in phases:
+        before = sizes[-1] if sizes else first
+        sizes.append(before if phase.micro_batch_size is None else phase.micro_batch_size)
+    return tuple(sizes)
+
+
+def check_division(phases: Sequence[Phase], micro_batch_size: int, replicas: int) -> None:
+    """Raise for the first phase whose batch is not made of whole micro-batches of all replicas.
+
+    Raises:
+        ConfigError: naming the phase and the nearest sizes that are.
+    """
+    for index, (phase, micro) in enumerate(zip(phases, micro_batch_sizes(phases, micro_batch_size), strict=True)):
+        piece = micro * replicas
+        if phase.batch_size % piece:
+            lower = phase.batch_size // piece * piece
+            use = f"{lower} or {lower + piece}" if lower else str(piece)
+            rule = f"a multiple of micro-batch size x data-parallel replicas = {micro} x {replicas} = {piece}"
+            raise bad_value(f"{phase_path(index)}.batch_size", phase.batch_size, rule, use)
+
+
+def check_config(phases: Sequence[Phase], config: Mapping[str, Any]) -> None:
+    """Raise for what stands in the DeepSpeed configuration and does not go with these phases.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    first = phases[0]
+    batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    if batch is not None and batch != first.batch_size:
+        rule = f"{phase_path(0)}.batch_size ({first.batch_size}) or absent beside MixedBatch"
+        raise bad_value("train_batch_size", batch, rule, str(first.batch_size))
+    if micro is not None and first.micro_batch_size is not None and micro != first.micro_batch_size:
+        rule = f"{phase_path(0)}.micro_batch_size ({first.micro_batch_size}) or absent beside MixedBatch"
+        raise bad_value("train_micro_batch_size_per_gpu", micro, rule, str(first.micro_batch_size))
+    for name in ("elasticity", "curriculum_learning", "data_efficiency"):
+        block = config.get(name)
+        if isinstance(block, Mapping) and block.get("enabled") is True:
+            rule = "false beside MixedBatch (each would set batch size or sequence length on its own)"
+            raise bad_value(f"{name}.enabled", True, rule, "false")
+    _check_slices(phases, config.get("token_pipeline"))
+
+
+def _check_slices(phases: Sequence[Phase], block: object) -> None:
+    if not isinstance(block, Mapping) or block.get("enabled") is False:
+        return
+    slices = block.get("slices")
+    whole = isinstance(slices, int) and not isinstance(slices, bool)
+    listed = isinstance(slices, (list, tuple)) and all(isinstance(length, int) for length in slices)
+    for index, phase in enumerate(phases):
+        key, length = f"{phase_path(index)}.seq_length", phase.seq_length
+        if listed and sum(slices) != length:  # type: ignore[arg-type]
+            raise ConfigError(
+                f"token_pipeline.slices: got {shown(slices)}, which add up to {sum(slices)} tokens, must add up to {key} "  # type: ignore[arg-type]
+                f"({length}), use a number of slices, e.g. {len(slices)}"  # type: ignore[arg-type]
+            )
+        if whole and slices > length:  # type: ignore[operator]
+            raise bad_value("token_pipeline.slices", slices, f"at most {key} ({length})", f"e.g. {min(8, length)}")
+
+
+def with_first_batch(phases: Sequence[Phase], config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the configuration with the first phase's batch size, and its micro-batch size where it has one."""
+    first = phases[0]
+    completed = {**config, "train_batch_size": first.batch_size}
+    if first.micro_batch_size is not None:
+        completed["train_micro_batch_size_per_gpu"] = first.micro_batch_size
+    return completed

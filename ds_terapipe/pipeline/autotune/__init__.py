@@ -1,0 +1,1 @@
+"""How a step is cut: given, planned, or measured and compared."""

@@ -1,0 +1,176 @@
+"""``"slices": "auto"``: the first steps of each shape show how such steps are cut best, see phases.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ds_terapipe.config import AUTO, TokenPipelineConfig
+from ds_terapipe.pipeline.autotune.budget import Budget
+from ds_terapipe.pipeline.autotune.cutting import DEFAULT_SCHEDULE, Cutting
+from ds_terapipe.pipeline.autotune.phases import SHORTEST, TRIALS, Compared, Phase, WarmUp
+from ds_terapipe.pipeline.autotune.planner import Planner, Shape
+from ds_terapipe.pipeline.autotune.run_info import Agreement, MemoryMeter, RunInfo, check_plan, mismatch
+from ds_terapipe.plan.costs.layers import LayerSeconds
+from ds_terapipe.plan.result import Plan, compact
+from ds_terapipe.tracing.chrome import Event
+
+PATIENCE = 20  # steps of other lengths until a measurement is given up
+
+
+class AutoCutting:
+    """Measures in the first steps, plans, and compares the plan with the best of what was measured in the steps after it.
+
+    A sequence that is longer than what was measured starts anew; another number of micro-batches, or shorter sequences, are
+    planned from what is known.
+
+    Args:
+        config: the block ``token_pipeline``.
+        run: what is trained.
+        agree: brings rank 0's decisions to all ranks.
+        meter: measures what a step takes.
+        say: writes a line into the log, on rank 0.
+        layers: what single layers took in the steps that ``wants_layers``; collective.
+    """
+
+    def __init__(
+        self,
+        config: TokenPipelineConfig,
+        run: RunInfo,
+        agree: Agreement,
+        meter: MemoryMeter,
+        say: Callable[[str], None],
+        layers: Callable[[], LayerSeconds | None] = lambda: None,
+    ) -> None:
+        self._config, self._run, self._say = config, run, say
+        self._schedule = DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule
+        self._phases: dict[Shape, Phase] = {}
+        self._shape: Shape | None = None  # whose phase the step that was cut last belongs to
+        self._missed = 0  # steps since one was measured
+        self._given: Plan | None = None
+        if config.plan_path is not None:
+            self._given = plan = agree(self._load_plan)
+            say(f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from {config.plan_path}")
+        self._planner = Planner(
+            config, run, self._schedule, Budget(config, run, self._schedule, agree, meter), agree, say, layers
+        )
+        if self._given is not None:
+            self._adopt(self._given)
+
+    def _load_plan(self) -> Plan:
+        config, path = self._config, self._config.plan_path
+        assert path is not None
+        plan = Plan.load(path)
+        check_plan(plan, self._run, config.schedule, config.memory_gb, path)
+        return plan
+
+    def cutting(self, lengths: Sequence[int], everywhere: Sequence[int]) -> Cutting:
+        """For micro-batches of these lengths, of those in all pipelines; collective where a plan has to be made."""
+        longest, self._shape = max(everywhere), None
+        shape, alike = (longest, len(lengths)), min(everywhere) == longest
+        phase = self._phase_of(shape, alike)
+        if phase is None:
+            return self._unmeasured(lengths)
+        if not alike:  # nothing that another step could be compared with
+            return self._unmeasured(lengths) if phase.plan is None else _scaled(phase.plan, lengths, longest)
+        if phase.plan is None:
+            self._missed = 0
+        self._shape = shape
+        return phase.begin()
+
+    def now(self, lengths: Sequence[int]) -> Cutting:
+        """For an evaluation, which is neither measured nor planned for: what the training does with such sequences."""
+        longest = max(lengths)
+        plan = next((plan for plan in self._plans() if plan.seq_length == longest), None)
+        return self._unmeasured(lengths) if plan is None else _scaled(plan, lengths, longest)
+
+    def _phase_of(self, shape: Shape, alike: bool) -> Phase | None:
+        """What steps of this shape are for, a new phase where there is none yet; None where another one is being measured.
+
+        Where lengths change from step to step, one is measured whenever it comes, the others run meanwhile; what never comes
+        again is given up after a while.
+        """
+        found = self._phases.get(shape)
+        if found is not None:
+            return found
+        if self._planner.can_plan(shape):
+            self._say_why(shape)
+            return self._adopt(self._planner.plan(shape))
+        if not alike:
+            return None
+        self._missed += 1
+        measured = next((other for other, phase in self._phases.items() if phase.plan is None), None)
+        if measured is not None:
+            if self._missed <= PATIENCE:
+                return None
+            del self._phases[measured]
+        self._say_why(shape)
+        cost = self._planner.cost
+        if cost is not None:
+            known = f"slices of {cost.min_length} to {cost.max_slice} tokens, up to {cost.max_length}"
+            self._say(f"plan: measured were {known}, not sequences of {shape[0]}: measured again")
+        self._phases[shape] = phase = WarmUp(shape, self._planner)
+        return phase
+
+    def _adopt(self, plan: Plan) -> Phase:
+        """Use a plan, and compare the next steps with what it predicts."""
+        self._phases[plan.seq_length, plan.micro_batches] = phase = Compared(plan, self._planner)
+        return phase
+
+    def _say_why(self, shape: Shape) -> None:
+        """Say that the plan of ``plan_path`` is not used where other sequences come than it is for."""
+        given = self._given
+        if given is not None and (given.seq_length, given.micro_batches) != shape:
+            self._say(
+                f"plan: {self._config.plan_path} is for {given.micro_batches} micro-batches of {given.seq_length} tokens, not "
+                f"for these {shape[1]} of {shape[0]}"
+            )
+
+    def _unmeasured(self, lengths: Sequence[int]) -> Cutting:
+        """For steps that nothing is known of."""
+        return Cutting(min(TRIALS[1], max(min(lengths) // SHORTEST, 1)), self._schedule)
+
+    @property
+    def wants_events(self) -> bool:
+        """Whether the step that was cut last is to be recorded."""
+        return self._shape is not None and self._phases[self._shape].wants_events
+
+    @property
+    def wants_layers(self) -> bool:
+        """Whether single layers are to be timed in the step that was cut last."""
+        return self._shape is not None and self._phases[self._shape].wants_layers
+
+    def took(self, events: Sequence[Event], seconds: float) -> None:
+        """The step is over: its events, on rank 0, and its wall time; collective where that decides something."""
+        if self._shape is not None:
+            self._phases[self._shape] = self._phases[self._shape].took(events, seconds)
+
+    def _plans(self) -> list[Plan]:
+        return [phase.plan for phase in self._phases.values() if phase.plan is not None]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the plans."""
+        return {"plans": [plan.to_dict() for plan in self._plans()]}
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Take the plans of a checkpoint where they were made for a run like this one; an explicit plan goes first."""
+        for data in (state or {}).get("plans", ()):
+            plan = Plan.from_dict(data, "checkpoint")
+            # a run may change its number of micro-batches, and has a plan for each
+            alike = dataclasses.replace(self._run, micro_batches=plan.micro_batches)
+            other = mismatch(plan, alike, self._config.schedule, self._config.memory_gb)
+            what = f"{compact(plan.slices)} tokens, {plan.schedule}, from the checkpoint"
+            there = self._phases.get((plan.seq_length, plan.micro_batches))
+            if other is not None:
+                self._say(f"plan: {what}, is for {other.theirs} and not for {other.ours}: not used")
+            elif there is not None and there.plan is not None:
+                self._say(f"plan: {what}, is not used: there is another one")
+            else:
+                self._adopt(plan)
+                self._say(f"plan: {what}, for {plan.micro_batches} micro-batches of {plan.seq_length} tokens")
+
+
+def _scaled(plan: Plan, lengths: Sequence[int], longest: int) -> Cutting:
+    """A plan for sequences that are not all as long as those that it is for."""
+    return Cutting(plan.slices if min(lengths) == longest else len(plan.slices), plan.schedule)

@@ -1,0 +1,52 @@
+"""How the micro-batches of a step are cut, where that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ds_terapipe.tracing.chrome import Event
+
+DEFAULT_SCHEDULE = "1f1b"
+
+
+class Cutting(NamedTuple):
+    """How the micro-batches of a step are cut, and the schedule that they run in."""
+
+    slices: int | tuple[int, ...]
+    schedule: str
+
+
+class FixedCutting:
+    """``slices`` is a number or a list of lengths."""
+
+    def __init__(self, slices: int | Sequence[int], schedule: str) -> None:
+        self._cutting = Cutting(slices if isinstance(slices, int) else tuple(slices), schedule)
+
+    def cutting(self, lengths: Sequence[int], everywhere: Sequence[int]) -> Cutting:
+        """For micro-batches of these lengths."""
+        return self._cutting
+
+    def now(self, lengths: Sequence[int]) -> Cutting:
+        """As :meth:`cutting`, for an evaluation, which is neither measured nor planned for."""
+        return self._cutting
+
+    @property
+    def wants_events(self) -> bool:
+        """Whether the step is to be recorded."""
+        return False
+
+    @property
+    def wants_layers(self) -> bool:
+        """Whether the step's single layers are to be timed."""
+        return False
+
+    def took(self, events: Sequence[Event], seconds: float) -> None:
+        """What the step took."""
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps."""
+        return None
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint."""

@@ -1,0 +1,222 @@
+"""How an engine cuts its steps, and what that has to know of it: which run this is, and what memory there is."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from ds_terapipe.config import AUTO, TokenPipelineConfig
+from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.pipeline.autotune.auto import AutoCutting
+from ds_terapipe.pipeline.autotune.cutting import DEFAULT_SCHEDULE, FixedCutting
+from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
+from ds_terapipe.pipeline.autotune.run_info import RunInfo
+from ds_terapipe.pipeline.loss import runs_per_slice
+from ds_terapipe.pipeline.recording.accounting import StepMemory, gradients_to_come
+from ds_terapipe.pipeline.recording.report import emit
+from ds_terapipe.pipeline.transport.consensus import Consensus
+from ds_terapipe.plan.costs.layers import LayerSeconds
+from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, StageMemory
+from ds_terapipe.plan.files import check_writable
+from ds_terapipe.plan.placed import placement_dict, unlike_plain
+from ds_terapipe.refusals import cuts
+from ds_terapipe.version import __version__
+
+
+def new_cutting(
+    engine: Any, config: TokenPipelineConfig, consensus: Consensus, memory: StepMemory, layers: LayerTimes
+) -> FixedCutting | AutoCutting:
+    """How the engine cuts its steps, as ``config`` says; collective where it does.
+
+    Raises ConfigError, on every rank, for a file that can't be written or does not fit, and for a layer whose gradient its slices
+    do not add up to.
+    """
+    fixed = config.slices != AUTO or (engine.num_stages == 1 and config.plan_path is None)
+    slices = 1 if fixed and config.slices == AUTO else config.slices
+    if cuts(slices):
+        consensus.agree(_by_frequency(engine))
+    if not isinstance(slices, str):
+        return FixedCutting(slices, DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule)
+    path = config.measurements_path
+    if path is not None:
+        consensus.decide(lambda: check_writable("token_pipeline.measurements_path", path, "e.g. costs.json"))
+    say = emit if engine.global_rank == 0 else _nobody_hears
+    return AutoCutting(
+        config,
+        _run_info(engine, consensus),
+        consensus.decide,
+        _Meter(engine, consensus, memory),
+        say,
+        lambda: _layer_seconds(engine, consensus, layers),
+    )
+
+
+def _by_frequency(engine: Any) -> ConfigError | None:
+    """What is wrong with an embedding whose gradient depends on all tokens of a micro-batch, and is made slice by slice."""
+    interception, once = engine._assembly.interception, engine.makes_weight_gradients_once()
+    for name, module in engine.module.named_modules():
+        weight = getattr(module, "weight", None)
+        if not getattr(module, "scale_grad_by_freq", False) or not getattr(weight, "requires_grad", False):
+            continue
+        waits = interception is not None and id(weight) in interception.deferred
+        if once and waits:
+            continue
+        use = '"weight_gradients": "micro_batch"' if waits and not engine.torch_autocast_enabled() else '"slices": 1'
+        return ConfigError(
+            f"token_pipeline: layer {name} ({type(module).__name__}) has scale_grad_by_freq=True, must be False where its "
+            f"gradient is made slice by slice (a slice does not know how often a token is in the whole sequence), use {use}"
+        )
+    return None
+
+
+def changed_settings(
+    settings: TokenPipelineConfig, slices: int | Sequence[int] | str, schedule: str | None, consensus: Consensus
+) -> TokenPipelineConfig:
+    """The settings with other slices and, unless it is None, another schedule; collective.
+
+    Raises ConfigError on every rank where one has a bad value, or other values than the rest.
+    """
+    error, changed = None, settings
+    try:
+        values = {
+            **settings.model_dump(),
+            "slices": slices,
+            "schedule": settings.schedule if schedule is None else schedule,
+        }
+        changed = TokenPipelineConfig(**values)
+    except Exception as problem:  # whatever a value does, the others must not wait for this rank
+        error = " ".join(str(problem).split())
+    said = consensus.gather((error, changed.slices, changed.schedule))
+    for message, *_ in said:
+        if message is not None:
+            raise ConfigError(message)
+    for rank, (_, *theirs) in enumerate(said):
+        for name, value, first in zip(("slices", "schedule"), theirs, said[0][1:], strict=True):
+            if value != first:
+                raise ConfigError(
+                    f"token_pipeline.{name}: got {shown(value)} on rank {rank} and {shown(first)} on rank 0, must be the same on "
+                    "all, use engine.set_slices with the same values on every rank"
+                )
+    return changed
+
+
+def _nobody_hears(line: str) -> None:
+    pass
+
+
+def _run_info(engine: Any, consensus: Consensus) -> RunInfo:
+    device = engine.device
+    mine = {
+        "stage": engine.stage_id,
+        "layers": [type(layer).__name__ for layer in engine.module.forward_funcs],
+        "parameters": sum(p.numel() for p in engine.module.parameters()),
+        "not_deferred": engine.not_deferred,
+        "trained": sum(p.numel() for p in engine.module.parameters() if p.requires_grad),
+        "types": sorted({str(p.dtype) for p in engine.module.parameters()}),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+    }
+    stages = {each["stage"]: each for each in consensus.gather(mine)}
+    measured_on = {
+        "stages": [stages[stage] for stage in sorted(stages)],
+        "sequences": engine.train_micro_batch_size_per_gpu(),
+        "ranks": {name: engine.grid._topo.get_dim(name) for name in engine.grid._topo.get_axis_names()},
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "ds_terapipe": __version__,
+        },
+        "weight_gradients": "micro_batch" if engine.makes_weight_gradients_once() else "slice",
+        "checkpoint_interval": engine.module.activation_checkpoint_interval,
+        "autocast": bool(engine.torch_autocast_enabled()),
+    }
+    if (unlike := unlike_plain(engine.placement)) is not None:
+        measured_on["placement"] = placement_dict(unlike)
+    return RunInfo(
+        stages=len(engine.placement.stages),
+        sequences=engine.train_micro_batch_size_per_gpu(),
+        micro_batches=engine.micro_batches,
+        weights_once=engine.makes_weight_gradients_once(),
+        loss_of_whole=not runs_per_slice(engine.module.loss_fn),
+        placement=engine.placement,
+        measured_on=measured_on,
+    )
+
+
+def _processor() -> str:
+    """The processor's name, as Linux gives it, or the little that Python knows of it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _layer_seconds(engine: Any, consensus: Consensus, times: LayerTimes) -> LayerSeconds | None:
+    """What single layers took on all places, of which the slowest replica or tensor-parallel rank stands for it; None where that
+    was not timed, or a place has layers from several parts of the model, which no boundaries could say."""
+    places = [stage.place for stage in engine.placement.stages]
+    if places != sorted(places):
+        return None
+    stages: dict[int, tuple[float, ...]] = {}
+    for stage, seconds in consensus.gather((engine.stage_id, times.seconds())):
+        if seconds is None:
+            return None
+        stages[stage] = max(stages.get(stage, ()), seconds, key=sum)
+    ends = engine.module.layers_around if hasattr(engine.module, "layers_per_stage") else (0, 0)  # a StagedPipeline
+    return LayerSeconds(tuple(stages[stage] for stage in sorted(stages)), ends)
+
+
+class _Meter:
+    """Memory of a step on all stages; see ``run_info.MemoryMeter``."""
+
+    def __init__(self, engine: Any, consensus: Consensus, memory: StepMemory) -> None:
+        self._engine, self._consensus, self._memory = engine, consensus, memory
+
+    def begin(self) -> None:
+        """Measure the step that begins."""
+        self._memory.begin(self._engine.module.parameters())
+
+    def end(self) -> tuple[MemoryModel | None, float | None]:
+        """What it took; the fullest replica and tensor-parallel rank of a stage stands for it."""
+        said = self._consensus.gather((self._memory.end(), self._free()))
+        stages: dict[int, StageMemory] = {}
+        for stage, taken in (each for of_rank, _ in said for each in of_rank.items()):
+            if stage not in stages or taken.activations > stages[stage].activations:
+                stages[stage] = taken
+        limits = [free for _, free in said if free is not None]
+        model = MemoryModel(tuple(stages[stage] for stage in sorted(stages)))
+        return model, min(limits) if limits else None
+
+    def note_peak(self) -> None:
+        """Know the peak of the step that begins."""
+        self._memory.note_peak(self._engine.module.parameters())
+
+    def peaks(self) -> tuple[float, ...] | None:
+        """Of the step that was watched; the fullest replica and tensor-parallel rank of a place stands for it."""
+        if self._engine.device.type == "cpu":  # of all ranks
+            return None
+        peaks: dict[int, float] = {}
+        for place, taken in self._consensus.gather((self._engine.stage_id, self._memory.taken)):
+            peaks[place] = max(peaks.get(place, 0.0), taken or 0.0)
+        return tuple(peaks[place] for place in sorted(peaks))
+
+    def _free(self) -> float | None:
+        """Bytes for activations and buffers: what the configuration says, or what is free now that weights and optimiser are
+        there, what PyTorch keeps for later included, and room left for gradients."""
+        given = self._engine.token_pipeline.memory_gb
+        if given is not None:
+            return float(given * GIGABYTE)
+        device = self._engine.device
+        if device.type != "cuda":
+            return None
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        to_come = gradients_to_come(self._engine.module.parameters())
+        return float(torch.cuda.mem_get_info(device)[0] + kept - to_come)

@@ -1,0 +1,186 @@
+"""What the single layers of this place take, timed during steps.
+
+For such a step the functions that a stage calls in turn are wrapped: a layer's forward ends when its output is
+there, and its backward begins when the gradient of that output is. So the times of a stage's layers add up to those of its
+actions, and a step that is not timed runs nothing of this. Weight gradients that are made apart, where a step is cut, belong to
+no layer that could be told: they are spread over the layers of their stage as its backward is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds_terapipe.pipeline.layer_range import LayerRange
+from ds_terapipe.pipeline.recording.trace import Execute, new_clock
+from ds_terapipe.schedule import Action, Op
+
+_STEPS = 2  # the latest that count
+_QUANTILE = 0.25  # of the repeats: noise only ever adds
+
+Costs: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
+"""Forward and backward seconds of each layer."""
+_Seconds: TypeAlias = NDArray[np.float64]
+
+
+class _Timed(NamedTuple):
+    """An action with marks of the clock: at its begin, per layer (forward: after it, backward: before it), and at its end."""
+
+    action: Action
+    begin: Any
+    layers: Sequence[tuple[int, Any]]
+    end: Any
+
+
+class LayerTimes:
+    """Times the layers of a place.
+
+    Args:
+        layers: of the place's stages, in model order, whose ``functions`` are replaced during a step that is timed. Layers that
+            are checkpointed are not timed: there a layer's forward runs twice, in parts that overlap.
+        device: where it computes.
+    """
+
+    def __init__(self, layers: Sequence[LayerRange], device: torch.device) -> None:
+        self._stages, self._clock = list(layers), new_clock(device)
+        self._starts = [0, *accumulate(len(each.functions) for each in layers)]
+        self._steps: deque[list[_Timed]] = deque(maxlen=_STEPS)
+        self._actions: list[_Timed] | None = None  # of the step that is being timed
+        self._marks: list[tuple[int, Any]] = []
+        self._known: Costs | None = None
+
+    @contextmanager
+    def step(self, wanted: bool) -> Iterator[None]:
+        """Time the step that runs inside, where it is ``wanted``."""
+        if not wanted or any(stage.checkpoint_interval for stage in self._stages):
+            yield
+            return
+        layers = [stage.functions for stage in self._stages]
+        for stage, start in zip(self._stages, self._starts, strict=False):
+            if stage.timed:
+                stage.functions = [
+                    partial(self._run, index, layer) for index, layer in enumerate(stage.functions, start)
+                ]
+        self._actions = []
+        try:
+            yield
+            self._steps.append(self._actions)
+        finally:
+            for stage, functions in zip(self._stages, layers, strict=True):
+                stage.functions = functions
+            self._actions = None
+
+    def recording(self, execute: Execute) -> Execute:
+        """``execute`` itself, or where this step is timed a function that times it."""
+        actions = self._actions
+        if actions is None:
+            return execute
+
+        def timed(action: Action) -> None:
+            self._marks, begin = [], self._clock.now()
+            execute(action)
+            if action.op.is_compute:
+                actions.append(_Timed(action, begin, self._marks, self._clock.now()))
+
+        return timed
+
+    def seconds(self) -> tuple[float, ...] | None:
+        """Forward and backward of each layer over one micro-batch in the steps since the last call; the loss is in the last
+        layer. None where nothing was timed, or layers do not run one after the other."""
+        costs = self.costs() if self._steps else None
+        self._steps.clear()
+        return None if costs is None else tuple(map(sum, zip(*costs, strict=True)))
+
+    def costs(self) -> Costs | None:
+        """Forward and backward of each layer as in `seconds`, apart, of the steps that were timed last, told already or not.
+
+        The backward of a layer that only goes forward takes nothing.
+        """
+        if self._steps:
+            self._known = self._measured()
+        return self._known
+
+    def _measured(self) -> Costs | None:
+        passes: dict[tuple[Op, int], list[_Seconds]] = defaultdict(list)
+        for step in self._steps:
+            found = self._passes(step)
+            if found is None:
+                return None
+            for (op, number, _), seconds in found.items():
+                passes[op, number].append(seconds)
+        taken = {key: np.quantile(repeats, _QUANTILE, axis=0) for key, repeats in passes.items()}
+        forward: list[float] = []
+        backward: list[float] = []
+        for number, stage in enumerate(self._stages):
+            if not stage.timed:
+                forward += [0.0] * len(stage.functions)
+                backward += [0.0] * len(stage.functions)
+                continue
+            if (Op.FORWARD, number) not in taken:
+                return None
+            forward += taken[Op.FORWARD, number].tolist()
+            back = taken.get((Op.BACKWARD, number), np.zeros(len(stage.functions)))
+            apart = float(taken.get((Op.WEIGHT_GRADIENTS, number), np.zeros(1))[0])
+            backward += (back * (1 + apart / max(float(back.sum()), 1e-12))).tolist()
+        return tuple(forward), tuple(backward)
+
+    def _passes(self, step: Sequence[_Timed]) -> dict[tuple[Op, int, int], _Seconds] | None:
+        """Seconds of each layer, by kind of action, stage of this place and micro-batch, all slices together; of weight
+        gradients in one sum. None where layers did not run one after the other."""
+        found: dict[tuple[Op, int, int], _Seconds] = {}
+        numbers: dict[int, int] = {}  # a stage's in the model, and on this place
+        for timed in step:
+            op, stage, unit = timed.action
+            if op is Op.FORWARD and timed.layers:
+                numbers.setdefault(stage, int(np.searchsorted(self._starts, timed.layers[0][0], side="right")) - 1)
+            number = numbers.get(stage)
+            if number is None:
+                continue  # of a stage that is not timed
+            of = {Op.FORWARD: self._forward, Op.BACKWARD: self._backward}.get(op)
+            seconds = [self._clock.seconds(timed.end, timed.begin)] if of is None else of(timed, number)
+            if seconds is None:
+                return None
+            key = op, number, unit.micro_batch
+            found[key] = found.get(key, np.zeros(len(seconds))) + np.array(seconds)
+        return found
+
+    def _run(self, index: int, layer: Callable[[Any], Any], inputs: Any) -> Any:
+        outputs = layer(inputs)
+        marks = self._marks
+        marks.append((index, self._clock.now()))
+        given = {id(tensor) for tensor in _tensors(inputs)}  # what a layer hands on is no work of its own
+        made = next((each for each in _tensors(outputs) if each.requires_grad and id(each) not in given), None)
+        if made is not None:
+            made.register_hook(lambda gradient: self._marks.append((index, self._clock.now())))
+        return outputs
+
+    def _forward(self, timed: _Timed, number: int) -> list[float] | None:
+        if [index for index, _ in timed.layers] != list(range(*self._starts[number : number + 2])):
+            return None
+        ends = [*(mark for _, mark in timed.layers[:-1]), timed.end]
+        return [self._clock.seconds(end, begin) for begin, end in zip([timed.begin, *ends], ends, strict=False)]
+
+    def _backward(self, timed: _Timed, number: int) -> list[float] | None:
+        """What comes before the last layer is the loss, which counts with it; layers that get no gradient take nothing."""
+        order = [index for index, _ in timed.layers]
+        first, stop = self._starts[number : number + 2]
+        if not order or order != sorted(set(order), reverse=True) or order[-1] < first or order[0] >= stop:
+            return None
+        begins = [timed.begin, *(mark for _, mark in timed.layers[1:])]
+        seconds = [0.0] * (stop - first)
+        for index, begin, end in zip(order, begins, [*begins[1:], timed.end], strict=True):
+            seconds[index - first] = self._clock.seconds(end, begin)
+        return seconds
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(each, Tensor)]

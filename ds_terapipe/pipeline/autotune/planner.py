@@ -1,0 +1,162 @@
+"""Plans from what was measured: the cost of slices, read or made from trials, and the plan that is the fastest by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.autotune.budget import Budget
+from ds_terapipe.pipeline.autotune.run_info import Agreement, RunInfo, differences
+from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
+from ds_terapipe.plan.costs.cost import MeasuredCost
+from ds_terapipe.plan.costs.layers import LayerSeconds
+from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
+from ds_terapipe.plan.result import Plan
+
+RIVALS = 2  # other trials that are compared with a plan,
+NEAR = 1.15  # if they took at most so much longer than the fastest
+_SHOWN = 3  # differences to another run that a line names
+Shape = tuple[int, int]  # of a step: the length of its sequences in tokens, and its micro-batches
+
+
+class Planner:
+    """Knows what slices cost, and plans by that.
+
+    Args:
+        config: the block ``token_pipeline``.
+        run: what is trained.
+        schedule: that trials run in.
+        budget: what is known of memory.
+        agree: brings rank 0's decisions to all ranks.
+        say: writes a line into the log, on rank 0.
+        layers: what single layers took in the trials that timed them; collective.
+    """
+
+    def __init__(
+        self,
+        config: TokenPipelineConfig,
+        run: RunInfo,
+        schedule: str,
+        budget: Budget,
+        agree: Agreement,
+        say: Callable[[str], None],
+        layers: Callable[[], LayerSeconds | None],
+    ) -> None:
+        self._config, self.run, self.schedule, self.budget = config, run, schedule, budget
+        self.agree, self.say, self._layers, self._advised = agree, say, layers, False
+        self.cost: MeasuredCost | None = None
+        self._overhead_s = 0.0
+        if config.measurements_path is not None:
+            self._load_measurements(config.measurements_path)
+
+    @property
+    def granularity(self) -> int:
+        """Of which slices are a multiple, in tokens."""
+        return self._config.granularity
+
+    def learn(self, steps: Sequence[RecordedStep]) -> None:
+        """Know what these trials cost, and write it where the configuration wants it; collective."""
+        layers = self._layers()
+        self.cost, self._overhead_s = self.agree(lambda: self._costs(steps, layers))
+
+    def can_plan(self, shape: Shape) -> bool:
+        """Whether such steps are within what was measured."""
+        cost = self.cost
+        if cost is None or not cost.min_length <= shape[0] <= cost.max_length:
+            return False
+        return can_choose(cost, self._request(cost, shape))
+
+    def plan(self, shape: Shape) -> Plan:
+        """The fastest for such steps, said in the log; collective."""
+        plan: Plan = self.agree(lambda: self._choose(shape))
+        for line in plan.summary():
+            self.say(line)
+        return plan
+
+    def rivals(self, planned: Plan, steps: Sequence[RecordedStep]) -> list[Plan]:
+        """The fastest trials that are not what is planned, as plans of their own; collective."""
+        found: list[Plan] = self.agree(lambda: self._rivals(planned, steps))
+        return found
+
+    def advise(self) -> None:
+        """Say once what other stages would gain: they cannot be changed in a run."""
+        if self._advised or self.cost is None or self.cost.layers is None:
+            return
+        self._advised = True
+        advice = self.cost.layers.advice()
+        if advice:
+            self.say(f"plan: stages of {advice}")
+
+    def _costs(self, steps: Sequence[RecordedStep], layers: LayerSeconds | None) -> tuple[MeasuredCost, float]:
+        run, own = self.run, overhead(steps)
+        cost = measured_cost(
+            steps,
+            run.stages,
+            run.sequences,
+            run.weights_once,
+            run.loss_of_whole,
+            {**run.measured_on, "overhead_s": own, "memory_limit_bytes": self.budget.free_bytes},
+            self.budget.model,
+            layers,
+        )
+        if self._config.measurements_path is not None:
+            cost.save(self._config.measurements_path)
+        return cost, own
+
+    def _load_measurements(self, path: str) -> None:
+        def load() -> MeasuredCost | None:
+            try:
+                cost = MeasuredCost.load(path)
+            except ConfigError as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    return None
+                raise
+            other = differences(cost.holds_for, self.run.measured_on)
+            if other:
+                more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
+                self.say(f"plan: {path} was measured on another run: {'; '.join(other[:_SHOWN])}{more}: measured again")
+            return None if other else cost
+
+        self.cost = self.agree(load)
+        if self.cost is not None:
+            self._overhead_s = self.cost.overhead_s
+            self.budget.load(self.cost, path)
+            self.advise()
+
+    def _choose(self, shape: Shape) -> Plan:
+        assert self.cost is not None
+        return choose(self.cost, self._request(self.cost, shape))
+
+    def _request(self, cost: MeasuredCost, shape: Shape) -> Request:
+        config, run, budget = self._config, self.run, self.budget
+        return Request(
+            seq_length=shape[0],
+            stages=run.stages,
+            micro_batches=shape[1],
+            schedule=config.schedule,
+            granularity=config.granularity,
+            min_length=max(cost.min_length, config.granularity),
+            max_slice=cost.max_slice,
+            memory=budget.model,
+            memory_gb=budget.limit_gb if budget.model is not None else None,
+            limit_name=budget.limit_name,
+            weights_once=run.weights_once,
+            placement=run.placement,
+            overhead_s=self._overhead_s,
+            about=dict(run.measured_on),
+        )
+
+    def _rivals(self, planned: Plan, steps: Sequence[RecordedStep]) -> list[Plan]:
+        assert self.cost is not None
+        seconds: dict[tuple[int, ...], float] = {}
+        for step in steps:
+            if self.budget.fits(step.slices, planned.micro_batches):
+                seconds[step.slices] = min(step.seconds, seconds.get(step.slices, step.seconds))
+        seconds.pop(planned.slices if planned.schedule == self.schedule else (), None)
+        near = [slices for slices, taken in seconds.items() if taken <= NEAR * min(step.seconds for step in steps)]
+        request = self._request(self.cost, (planned.seq_length, planned.micro_batches))
+        return [
+            plan_of(self.cost, request, self.schedule, slices)
+            for slices in sorted(near, key=seconds.__getitem__)[:RIVALS]
+        ]

@@ -1,0 +1,110 @@
+"""What a plan is made for, and what cutting by measurements needs of the engine around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from ds_terapipe.config import AUTO
+from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, gigabytes
+from ds_terapipe.plan.placed import placement_text, same_places
+from ds_terapipe.plan.result import Plan
+from ds_terapipe.schedule import Placement
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a plan is made for and what is known about the run: the same on all ranks.
+
+    Attributes:
+        stages: pipeline stages, of which a place may have several.
+        sequences: in a micro-batch.
+        micro_batches: in a step.
+        weights_once: weight gradients are made once per micro-batch where it is cut.
+        loss_of_whole: the loss is made of a micro-batch's whole outputs.
+        measured_on: model, types, devices, versions, ...: measurements hold where this is the same.
+        placement: of the stages; None: one on each place.
+    """
+
+    stages: int
+    sequences: int
+    micro_batches: int
+    weights_once: bool
+    loss_of_whole: bool
+    measured_on: Mapping[str, Any] = field(default_factory=dict)
+    placement: Placement | None = None
+
+
+class Agreement(Protocol):
+    """Brings what rank 0 decided to all ranks; collective."""
+
+    def __call__(self, decision: Callable[[], Any]) -> Any:
+        """``decision()`` of rank 0, or its error, on every rank."""
+
+
+class MemoryMeter(Protocol):
+    """Measures one step."""
+
+    def begin(self) -> None:
+        """The step that begins is to be measured."""
+
+    def end(self) -> tuple[MemoryModel | None, float | None]:
+        """What it took on every stage, and the bytes that a stage may take, None without limit; collective."""
+
+    def note_peak(self) -> None:
+        """The peak of the step that begins is to be known."""
+
+    def peaks(self) -> tuple[float, ...] | None:
+        """Bytes that every place took at once in the step that was watched, None where that can't be known; collective."""
+
+
+class Mismatch(NamedTuple):
+    """Why a plan is not for a run: what it is for, what it must be for, and what to use instead."""
+
+    theirs: str
+    ours: str
+    use: str
+
+
+def mismatch(plan: Plan, run: RunInfo, schedule: str, memory_gb: float | None) -> Mismatch | None:
+    """Why the plan is not for this run, None where it is; ``schedule`` and ``memory_gb`` as configured."""
+    if schedule not in (AUTO, plan.schedule):
+        return Mismatch(
+            f'the schedule "{plan.schedule}"', "the given one", f'"schedule": "{plan.schedule}" or another plan'
+        )
+    for name in ("stages", "sequences", "micro_batches"):
+        theirs, ours = getattr(plan, name), getattr(run, name)
+        if theirs != ours:
+            return Mismatch(f"{theirs} {name}", f"this run's {ours}", "a plan made for it or leave plan_path out")
+    if not same_places(plan.placement, run.placement):
+        theirs, ours = placement_text(plan.placement), placement_text(run.placement)
+        return Mismatch(theirs, f"this run's {ours}", "a plan made for it or leave plan_path out")
+    needed = max((use.total for use in plan.memory), default=0.0)
+    if memory_gb is not None and needed > memory_gb * GIGABYTE:
+        return Mismatch(
+            f"{gigabytes(needed):.3g} GB", f"memory_gb, {memory_gb:g}", "a plan made for it or leave plan_path out"
+        )
+    return None
+
+
+def check_plan(plan: Plan, run: RunInfo, schedule: str, memory_gb: float | None, path: str) -> None:
+    """Raise ConfigError where the plan of ``token_pipeline.plan_path`` is for another run."""
+    found = mismatch(plan, run, schedule, memory_gb)
+    if found is not None:
+        raise ConfigError(
+            f"token_pipeline.plan_path: {path} is for {found.theirs}, must be for {found.ours}, use {found.use}"
+        )
+
+
+def differences(there: Any, here: Any, name: str = "") -> list[str]:
+    """What differs between two JSON values, each as ``name there, here``: ``versions.torch "2.12", here "2.13"``."""
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        keys = [*here, *(key for key in there if key not in here)]
+        parts = [(f"{name}.{key}" if name else key, there.get(key), here.get(key)) for key in keys]
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        parts = [(f"{name}[{index}]", *pair) for index, pair in enumerate(zip(there, here, strict=True))]
+    else:
+        return [] if there == here else [f"{name} {shown(there, 40)}, here {shown(here, 40)}"]
+    return [line for key, a, b in parts for line in differences(a, b, key)]

@@ -1,0 +1,173 @@
+"""Before the first sliced step: where the sequence is between the layers, and whether the model can be cut at all.
+
+Stages go one behind the other and agree after each, so that an error of one is raised by all and nobody waits for it. A stage
+sends when all have agreed: the next one then comes straight to its receives, and after an error no message is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.assembly import Assembly
+from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, check_outputs, probe_spans
+from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
+from ds_terapipe.pipeline.operators.context import refuse_model
+from ds_terapipe.pipeline.slicing import Span, as_tuple
+from ds_terapipe.pipeline.stage import Stage
+from ds_terapipe.pipeline.transport.consensus import Consensus
+from ds_terapipe.pipeline.transport.p2p import BoundarySpec
+from ds_terapipe.pipeline.transport.watchdog import PipelineStalled
+from ds_terapipe.schedule import Action, Op, Unit
+
+
+@dataclass
+class Inspection:
+    """A look at the model on the first micro-batch; the same on every rank, collective. Every stage learns where the sequence is.
+
+    ``loss_fn``: of the labels, None where no loss is made of them.
+    """
+
+    assembly: Assembly
+    consensus: Consensus
+    config: TokenPipelineConfig
+    loss_fn: Callable[..., Any] | None = None
+
+    def run(self, batch: StepBatch) -> None:
+        """Raises ConfigError, on every rank, for a model that can't be cut."""
+        total = batch.lengths[0]
+        self.consensus.agree(self._detached(batch))
+        with ExitStack() as stack:
+            for stage in self.assembly.stages.values():
+                stack.enter_context(undisturbed(stage.root, stage.context))
+            stack.enter_context(self.assembly.autocast())
+            short = None
+            if total < LEAST_TOKENS:
+                short = ConfigError(
+                    f"token_pipeline.slices: got {self.config.slices} for {total} tokens, must be 1 below {LEAST_TOKENS}"
+                )
+            self.consensus.agree(short)
+            probes = {
+                number: SequenceProbe(self.config.layout, stage.layers.first, stage.layers.text)
+                for number, stage in self.assembly.stages.items()
+            }
+            self._through_stages(
+                batch,
+                probe_spans(total),
+                lambda stage, inputs, span: _probe(stage, probes[stage.number], inputs, span),
+            )
+            self._together(probes)
+            if self.config.verify:
+                whole = (Span(0, total, total),)
+                self._through_stages(batch, whole, lambda stage, inputs, _: self._verify(stage, batch, inputs))
+
+    def _verify(self, stage: Stage, batch: StepBatch, inputs: Any) -> Any:
+        assert stage.dims is not None
+        adapted = [] if self.assembly.interception is None else self.assembly.interception.adapted
+        outputs = verify_stage(
+            stage.root, stage.layers, stage.context, inputs, stage.dims.layers, batch.spans[0], adapted
+        )
+        if self.loss_fn is not None and self._is_last(stage):
+            try:
+                self.loss_fn(outputs, batch.labels_of(0))
+            except Exception as problem:
+                raise ConfigError(
+                    f"the data iterator: got labels that the loss_fn fails with, {describe(problem)}; must fit the model's "
+                    "outputs for the whole sequence, use e.g. labels of the shape of the tokens"
+                ) from problem
+        return outputs
+
+    def _detached(self, batch: StepBatch) -> ConfigError | None:
+        """Reentrant checkpointing of a first layer that gets no floating point input trains nothing: autograd sees no way."""
+        first = self.assembly.stages.get(0)
+        if first is None or not first.trains or not torch.is_grad_enabled():
+            return None
+        if not first.layers.detaches(as_tuple(batch.inputs[0])):
+            return None
+        return ConfigError(
+            "pipeline.use_reentrant: got true with a checkpointed first layer whose inputs are whole numbers, must be false "
+            'or that layer gets no gradient, use "pipeline": {"use_reentrant": false}'
+        )
+
+    def _together(self, probes: dict[int, SequenceProbe]) -> None:
+        error: ConfigError | None = None
+        try:
+            for number, probe in probes.items():
+                stage = self.assembly.stages[number]
+                dims = probe.result()
+                if self._is_last(stage):
+                    check_outputs(dims.outputs)
+                stage.dims = dims
+        except ConfigError as problem:
+            error = problem
+        self.consensus.agree(error)
+
+    def _through_stages(
+        self, batch: StepBatch, spans: tuple[Span, ...], run: Callable[[Stage, Any, Span], Any]
+    ) -> None:
+        placement, links = self.assembly.placement, self.assembly.links
+        units = [Unit(0, index) for index in range(len(spans))]
+        row = [
+            Action(Op.RECV_FORWARD, s, u) for s in self.assembly.stages if placement.receives_forward(s) for u in units
+        ]
+        # an announcement each time: a receive that was posted ahead would be left over from an attempt that failed
+        attempt = object()
+        links.begin(row, lambda unit: (attempt, unit))
+        handed: list[Any] = []
+        for number in range(len(placement.stages)):
+            error: BaseException | None = None
+            outputs: list[Any] = []
+            stage = self.assembly.stages.get(number)
+            if stage is not None:
+                try:
+                    # all that was sent is taken before anything can fail
+                    if number == 0:
+                        handed = [batch.cut_inputs(0, span) for span in spans]
+                    elif placement.receives_forward(number):
+                        handed = [links.receive_forward(number, unit) for unit in units]
+                    outputs = [self._run_unit(stage, *each, run) for each in zip(handed, spans, strict=True)]
+                except PipelineStalled:
+                    raise
+                except ConfigError as problem:
+                    error = problem
+                except Exception as problem:
+                    error = refuse_model(f"run on a slice it fails, {describe(problem)}")
+                    error.__cause__ = problem
+            self.consensus.agree(error)
+            if stage is not None and placement.sends_forward(number):
+                for unit, output in zip(units, outputs, strict=True):
+                    links.send_forward(number, unit, output)
+            handed = outputs
+        links.finish()
+
+    def _run_unit(self, stage: Stage, inputs: Any, span: Span, run: Callable[[Stage, Any, Span], Any]) -> Any:
+        outputs = run(stage, inputs, span)
+        if not self._is_last(stage):
+            BoundarySpec.of(outputs).encode(torch.device("cpu"))  # whether it can be sent at all
+        return outputs
+
+    def _is_last(self, stage: Stage) -> bool:
+        return stage.number == len(self.assembly.placement.stages) - 1
+
+
+def _probe(stage: Stage, probe: SequenceProbe, inputs: Any, span: Span) -> Any:
+    probe.begin_slice(span)
+    with stage.context.forward(Unit(0, 0), span):
+        for number, layer in enumerate(stage.layers.functions, start=stage.layers.first):
+            probe.record(inputs)
+            stage.context.enter_layer(number)
+            inputs = layer(inputs)
+    probe.record(inputs)
+    return inputs
+
+
+def describe(error: BaseException) -> str:
+    """Type and text of an error on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

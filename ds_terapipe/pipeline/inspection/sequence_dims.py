@@ -1,0 +1,111 @@
+"""Where the sequence is in the tensors between layers, found by comparing their shapes at two slice lengths.
+
+The first five tokens of a micro-batch are run as slices of two and of three tokens: a dimension that grows from 2 to 3 follows
+the slice, one that grows from 2 to 5 follows context and slice. Sizes that happen to equal the sequence length (hidden size,
+batch) never enter into it. The first slice is never one of a single token: attention that is causal often says so for several
+queries only (Hugging Face's does), and what it says there is what is known of its slices of one token later on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.operators.context import refuse_model
+from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple
+
+LEAST_TOKENS = 3
+_EXPLICIT = {"bsh": 1, "sbh": 0}
+
+
+def probe_spans(total: int) -> tuple[Span, Span]:
+    """The two slices of a probe in a sequence of ``total`` tokens, at least :data:`LEAST_TOKENS`.
+
+    Two and three tokens; in a sequence too short for that, two and one. In both, no dimension can follow the slice and
+    context and slice at once, and one that follows neither keeps its size.
+    """
+    return Span(0, 2, total), Span(2, 5 if total >= 5 else 3, total)
+
+
+@dataclass(frozen=True)
+class SequenceDims:
+    """How the tensors of one stage follow the tokens.
+
+    ``layers``: per layer of the stage, the cuts of its input tensors; ``outputs``: the cuts of the stage's output tensors.
+    """
+
+    layers: tuple[tuple[TensorCut, ...], ...]
+    outputs: tuple[TensorCut, ...]
+
+
+@dataclass
+class SequenceProbe:
+    """Records what the layers of a stage see of the two slices of a probe."""
+
+    layout: str  # token_pipeline.layout
+    first_layer: int
+    text: Callable[[int], str] = "layer {}".format  # what errors call a layer
+    _spans: list[Span] = field(default_factory=list)
+    _shapes: list[list[list[tuple[int, ...]]]] = field(default_factory=list)  # slice, boundary, tensor
+    _floating: list[list[bool]] = field(default_factory=list)
+
+    def begin_slice(self, span: Span) -> None:
+        """The next slice of the probe starts: first the first one of :func:`probe_spans`, then the second."""
+        self._spans.append(span)
+        self._shapes.append([])
+        self._floating.clear()
+
+    def record(self, value: Any) -> None:
+        """A layer's input, or after the last layer the stage's output."""
+        tensors = as_tuple(value)
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            raise refuse_model(
+                f"{self.text(self.first_layer + len(self._floating))} gets {type(value).__name__}, not tensors"
+            )
+        self._shapes[-1].append([tuple(tensor.shape) for tensor in tensors])
+        self._floating.append([tensor.is_floating_point() for tensor in tensors])
+
+    def result(self) -> SequenceDims:
+        """What was found. Raises ConfigError where it can't be told."""
+        one, two = self._shapes
+        cuts = []
+        for index, (first, second, floating) in enumerate(zip(one, two, self._floating, strict=True)):
+            last = index == len(one) - 1
+            where = "the stage's output" if last else f"the input of {self.text(self.first_layer + index)}"
+            if len(first) != len(second):
+                raise refuse_model(f"{where} is {len(first)} tensors for one slice and {len(second)} for the next")
+            cuts.append(tuple(self._cut(where, a, b, f) for a, b, f in zip(first, second, floating, strict=True)))
+        return SequenceDims(tuple(cuts[:-1]), cuts[-1])
+
+    def _cut(self, where: str, first: tuple[int, ...], second: tuple[int, ...], floating: bool) -> TensorCut:
+        a, b = self._spans
+        if len(first) != len(second):
+            raise refuse_model(
+                f"{where} has {len(first)} dimensions for a slice of {a.length} tokens and {len(second)} for one of {b.length}"
+            )
+        changed = {d: sizes for d, sizes in enumerate(zip(first, second, strict=True)) if sizes[0] != sizes[1]}
+        rows = [d for d, sizes in changed.items() if sizes == (a.length, b.length)]
+        columns = [d for d, sizes in changed.items() if sizes == (a.stop, b.stop)]
+        if len(rows) + len(columns) < len(changed):
+            raise refuse_model(
+                f"{where} has shape {list(first)} for a slice of {a.length} tokens and {list(second)} for one of {b.length}"
+            )
+        explicit = _EXPLICIT.get(self.layout)
+        if len(rows) > 1 and floating and explicit in rows:
+            rows = [explicit]
+        if len(rows) > 1 or len(columns) > 1:
+            raise ConfigError(
+                f'token_pipeline.layout: got "{self.layout}", but {where} grows with the slice in dimensions {rows + columns} '
+                f'(shape {list(second)} for {b.length} tokens); must say which one is the sequence, use "bsh" or "sbh"'
+            )
+        return TensorCut(rows[0] if rows else None, columns[0] if columns else None)
+
+
+def check_outputs(outputs: Sequence[TensorCut]) -> None:
+    """Raise ConfigError unless the last stage's outputs can be put together again from their slices."""
+    if not any(cut.row is not None for cut in outputs) or any(cut.column is not None for cut in outputs):
+        raise refuse_model("its outputs do not follow the tokens (is the sequence pooled?)")

@@ -1,0 +1,290 @@
+"""Can this model be cut? Every layer is run once whole and once sliced, and all that goes in and out of it is compared.
+
+Only running it can tell: positions made inside the model, attention written by hand, convolutions, pooling and whatever
+comes next all train wrongly without a word when the sequence is cut. Each layer's slices start from the whole run's input,
+so a difference is the layer's own, and rounding does not add up over layers. What it can't prove: one batch shows what the
+model does with these data; a layer that mixes tokens only for other data, or not yet at these weights, passes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
+from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, like
+from ds_terapipe.schedule import Unit
+
+# largest difference of a token's vector, relative to its length, that is rounding within one layer
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+_TINY = 1e-30
+
+
+class Record(NamedTuple):
+    """What one call of one module got or gave."""
+
+    module: str
+    what: str
+    tensors: tuple[Tensor, ...]
+
+
+class _NoDropout(TorchFunctionMode):
+    """Functional dropout does nothing; modules' train and eval state stays as it is."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if "dropout" in getattr(func, "__name__", ""):
+            return args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _no_scripted_dropout() -> Iterator[None]:
+    """Dropout in TorchScript, which torch-function modes do not see (Megatron's fused bias, dropout and add), does nothing."""
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        library.impl("dropout", _kept, key)
+        library.impl("native_dropout", _kept_with_mask, key)  # what a script that was differentiated before calls
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _kept(tensor: Tensor, p: float, train: bool) -> Tensor:
+    return tensor
+
+
+def _kept_with_mask(tensor: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    return tensor, torch.ones_like(tensor, dtype=torch.bool)
+
+
+@contextmanager
+def undisturbed(module: nn.Module, context: SliceContext) -> Iterator[None]:
+    """A trial run that the training must not notice: no gradients, no dropout; random states and buffers are put back."""
+    dropouts = [m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+    buffers = [
+        (m, name, old, None if old is None else old.clone())
+        for m in module.modules()
+        for name, old in m._buffers.items()
+    ]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    states = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices), torch.no_grad(), _NoDropout(), _no_scripted_dropout():
+        context.dropout = False
+        for dropout in dropouts:
+            dropout.training = False
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
+            for dropout in dropouts:
+                dropout.training = True
+            for owner, name, old, value in buffers:
+                owner._buffers[name] = old if old is None or value is None else old.copy_(value)
+            context.dropout = True
+            context.clear()
+
+
+class _Recorder:
+    """Hooks on every submodule; collects the calls of one run of one layer."""
+
+    def __init__(self, root: nn.Module, skip: Sequence[nn.Module]) -> None:
+        self.records: list[Record] = []
+        self._handles = []
+        inside = {id(module) for outside in skip for module in outside.modules()}
+        for name, module in root.named_modules():
+            if name and id(module) not in inside:
+                self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(self._after(name)))
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.add(name, "input", (args, kwargs))
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.add(name, "output", output)
+
+        return hook
+
+    def add(self, module: str, what: str, value: Any) -> None:
+        """Record the tensors in ``value``; clones, because modules may reuse their buffers."""
+        self.records.append(Record(module, what, tuple(t.detach().clone() for t in _tensors(value))))
+
+    def take(self) -> list[Record]:
+        """What was recorded since the last call."""
+        records, self.records = self.records, []
+        return records
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def verify_stage(
+    root: Any,
+    layers: Any,
+    context: SliceContext,
+    inputs: Any,
+    cuts: Sequence[Sequence[TensorCut]],
+    spans: Sequence[Span],
+    skip: Sequence[nn.Module] = (),
+) -> Any:
+    """Run the layers of a stage whole and sliced and compare them.
+
+    Args:
+        root: the module that the layers are parts of.
+        layers: of the stage.
+        context: the engine's slice context.
+        inputs: of the stage, whole.
+        cuts: per layer, how its inputs are cut.
+        spans: the slices.
+        skip: modules whose inside runs differently in a slice (adapted attention); they are compared from outside.
+
+    Returns:
+        The stage's outputs, whole.
+
+    Raises:
+        ConfigError: a module computes something else when its sequence is cut; its name and by how much.
+    """
+    whole = Span(0, spans[0].total, spans[0].total)
+    recorder = _Recorder(root, skip)
+    try:
+        for index, layer in enumerate(layers.functions):
+            number = layers.first + index
+            outputs = _run(layer, number, context, recorder, inputs, whole)
+            expected = recorder.take()
+            pieces = [
+                like(inputs, [cut.apply(t, span) for t, cut in zip(as_tuple(inputs), cuts[index], strict=True)])
+                for span in spans
+            ]
+            batch = _batch_size(as_tuple(inputs), cuts[index])
+            for piece, span in zip(pieces, spans, strict=True):
+                _run(layer, number, context, recorder, piece, span)
+                _compare(layers.text(number), expected, recorder.take(), span, batch)
+            context.clear()
+            inputs = outputs
+    finally:
+        recorder.close()
+    return inputs
+
+
+def _run(
+    layer: Callable[..., Any], number: int, context: SliceContext, recorder: _Recorder, inputs: Any, span: Span
+) -> Any:
+    with context.forward(Unit(0, 0), span):
+        context.enter_layer(number)
+        recorder.add("", "input", inputs)
+        output = layer(inputs)
+        recorder.add("", "output", output)
+    return output
+
+
+def _batch_size(tensors: Sequence[Tensor], cuts: Sequence[TensorCut]) -> int:
+    for tensor, cut in zip(tensors, cuts, strict=True):
+        if cut.row is not None and tensor.dim() > 1:
+            return tensor.shape[1 if cut.row == 0 else 0]
+    return 1
+
+
+def _compare(layer: str, expected: list[Record], got: list[Record], span: Span, batch: int) -> None:
+    if [record[:2] for record in expected] != [record[:2] for record in got]:
+        raise refuse_model(
+            f"{layer} calls other modules for tokens {span.start} to {span.stop} than for the whole sequence"
+        )
+    for a, b in zip(expected, got, strict=True):
+        where = f"the {a.what} of {layer}" + (f", module {a.module}," if a.module else "")
+        if len(a.tensors) != len(b.tensors):
+            raise refuse_model(
+                f"{where} is {len(b.tensors)} tensors for a slice and {len(a.tensors)} for the whole sequence"
+            )
+        for whole, part in zip(a.tensors, b.tensors, strict=True):
+            candidates = list(_corresponding(whole, part, span, batch))
+            if not candidates:
+                if a.module:
+                    continue  # laid out in a way unknown here; what it leads to is compared further on
+                raise refuse_model(
+                    f"{where} has shape {list(part.shape)} for {span.length} tokens, {list(whole.shape)} for all"
+                )
+            error = min(_difference(piece, part, row) for piece, row in candidates)
+            if error > _tolerance(part):
+                raise refuse_model(
+                    f"{where} differs by {error:.1e} between slice and whole sequence (tokens {span.start} to {span.stop})"
+                )
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """Under autocast a tensor of 32 bits may be made of products of 16."""
+    limit, device = TOLERANCE.get(tensor.dtype, 0.0), tensor.device.type
+    if limit and torch.is_autocast_enabled(device):
+        return max(limit, TOLERANCE.get(torch.get_autocast_dtype(device), limit))
+    return limit
+
+
+def _corresponding(whole: Tensor, part: Tensor, span: Span, batch: int) -> Iterator[tuple[Tensor, int | None]]:
+    """The parts of ``whole`` that ``part`` can be, with the dimension of the tokens."""
+    if whole.dim() != part.dim() or whole.dtype != part.dtype:
+        return
+    changed = [d for d in range(whole.dim()) if whole.shape[d] != part.shape[d]]
+    if not changed:
+        yield whole, None
+        return
+    piece, row = whole, None
+    for d in changed:
+        sizes = (whole.shape[d], part.shape[d])
+        if sizes == (span.total, span.length):
+            piece, row = piece.narrow(d, span.start, span.length), d
+        elif sizes == (span.total, span.stop):
+            piece = piece.narrow(d, 0, span.stop)
+        elif len(changed) == 1 and sizes == (batch * span.total, batch * span.length):
+            for shape, inner in (((batch, span.total), d + 1), ((span.total, batch), d)):
+                tokens = whole.unflatten(d, shape).narrow(inner, span.start, span.length)
+                yield tokens.reshape(part.shape), d
+            return
+        else:
+            return
+    yield piece, row
+
+
+def _difference(whole: Tensor, part: Tensor, row: int | None) -> float:
+    """Largest relative difference over tokens; 1 where whole numbers differ."""
+    if not part.is_floating_point():
+        return float(not torch.equal(whole, part))
+    wide = torch.float64 if part.dtype == torch.float64 else torch.float32
+    a, b = whole.to(wide), part.to(wide)
+    same = a == b  # also where both are infinite
+    difference = torch.where(same, 0.0, a - b)
+    a = torch.where(torch.isfinite(a), a, 0.0)
+    if row is None:
+        difference, a = difference.reshape(1, -1), a.reshape(1, -1)
+    else:
+        difference, a = difference.movedim(row, 0).flatten(1), a.movedim(row, 0).flatten(1)
+    if difference.numel() == 0:
+        return 0.0
+    lengths = torch.linalg.vector_norm(a, dim=1)
+    floor = max(float(lengths.mean()), _TINY)
+    worst = torch.linalg.vector_norm(difference, dim=1) / lengths.clamp(min=floor)
+    return float(torch.nan_to_num(worst, nan=float("inf")).max())

@@ -1,0 +1,127 @@
+"""Causal attention of one slice over the keys and values so far, forward and backward.
+
+Keys and values of a micro-batch are kept once per layer in [b, kv heads, S, d]; a slice writes its own range, which makes
+recomputation idempotent. Slices run backward in reverse order, so when a slice's turn comes every later slice has already
+added its share to the slice's dK and dV, which are summed in fp32 (fp64 for fp64). Work per slice is proportional to
+slice x (context + slice); the buffers are read through narrow views and never copied. TeraPipe (arXiv 2102.07988) section
+3 gives the dependency; its own code clones full-length gradients per slice instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from ds_terapipe.pipeline.operators import kernels
+from ds_terapipe.pipeline.operators.buffers import AttentionState
+from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext, refuse_model
+from ds_terapipe.pipeline.slicing import Span
+
+
+class SliceAttention(torch.autograd.Function):
+    """Attention of one slice, [b, heads, slice, d]; the buffers live on ``ctx``, since later slices write into them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        state: AttentionState,
+        span: Span,
+        first: int,
+        call: kernels.Call,
+    ) -> Tensor:
+        state.write(k, v, span)
+        keys, values = state.k[:, :, first : span.stop], state.v[:, :, first : span.stop]
+        ctx.kernel = kernels.choose(q, keys, values, mask, call)
+        out: Tensor
+        out, saved, ctx.kept = ctx.kernel.forward(q, keys, values, mask, call)
+        ctx.save_for_backward(mask, *saved)
+        ctx.state, ctx.span, ctx.first, ctx.call = state, span, first, call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask, *saved = ctx.saved_tensors
+        state, span, first = ctx.state, ctx.span, ctx.first
+        keys, values = state.k[:, :, first : span.stop], state.v[:, :, first : span.stop]
+        gradients = ctx.kernel.backward(grad, tuple(saved), ctx.kept, keys, values, mask, ctx.call)
+        dk, dv = state.add_gradients(gradients.k, gradients.v, span, first)
+        return gradients.q, dk, dv, gradients.mask, None, None, None, None
+
+
+def cut_mask(mask: Tensor, span: Span, dtype: torch.dtype, where: str = "") -> Tensor:
+    """Rows and columns of an explicit mask that belong to a slice, additive.
+
+    ``mask`` is bool (True: may attend) or additive, [..., rows, columns] with rows 1, slice or S and columns context + slice
+    or S. Raises ConfigError for other shapes, naming ``where``: how such a mask would have to be cut is unknown.
+    """
+    rows, columns = mask.shape[-2:]
+    if columns not in (span.stop, span.total) or rows not in (1, span.length, span.total):
+        raise refuse_model(
+            f"an attention mask of {rows} x {columns} for tokens {span.start} to {span.stop} of {span.total} ({where})",
+            f"a mask must have {span.stop} (context and slice) or {span.total} columns, use is_causal=True where it is causal",
+        )
+    if rows == span.total and rows != span.length:
+        mask = mask[..., span.start : span.stop, :]
+    mask = mask[..., : span.stop]
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+    return mask.to(dtype).expand(*mask.shape[:-2], span.length, span.stop)
+
+
+def refuse_compiled(context: SliceContext, query: Tensor) -> None:
+    """Raise :class:`PlacementError` where attention of a slice is traced, not run."""
+    if isinstance(query, FakeTensor) or torch.compiler.is_compiling():
+        raise PlacementError(
+            f"attention is compiled by torch.compile ({context.describe()}): a slice's position would be baked in, "
+            "don't compile the layers of a model that runs with token_pipeline"
+        )
+
+
+def slice_attention(
+    context: SliceContext,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    *,
+    is_causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of the slice that ``context`` is at, over all keys so far; without a mask it is causal.
+
+    With ``is_causal`` it is causal beside the mask (torch since 2.13; before, it takes only one of the two). ``window``: a token
+    sees so many, itself and those right before it; no other key is read. ``softcap``: as :class:`kernels.Call` has it.
+
+    q [..., heads, slice, d], k and v [..., kv heads, slice, d] (a leading batch dimension may be absent); returns
+    [..., heads, slice, d of v]. Raises :class:`PlacementError` for a call that the context can't place.
+    """
+    span = context.span
+    assert span is not None
+    if q.dim() not in (3, 4) or k.dim() != q.dim() or v.dim() != q.dim():
+        raise PlacementError(f"attention over tensors of {q.dim()} dimensions ({context.describe()}): must be 3 or 4")
+    batched = q.dim() == 4
+    q, k, v = (t if batched else t.unsqueeze(0) for t in (q, k, v))
+    first = 0 if window is None else max(0, span.start - window + 1)
+    columns = span.stop - first
+    window = window if window is not None and columns > window else None  # else it hides nothing
+    if mask is not None:
+        mask = cut_mask(mask, span, q.dtype, context.describe())[..., first:]
+        mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+        if is_causal or window is not None:
+            mask = mask + kernels.causal_mask(span.length, columns, 1, q.dtype, q.device, window)
+    state = context.place(k.detach(), v.detach())
+    call = kernels.Call(dropout_p if context.dropout else 0.0, scale, softcap, window if mask is None else None)
+    out: Tensor = cast(Any, SliceAttention).apply(q, k, v, mask, state, span, first, call)
+    return out if batched else out.squeeze(0)

@@ -1,0 +1,67 @@
+"""Keys, values and their gradients of one attention call: what the slices of a micro-batch have in common."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_terapipe.pipeline.slicing import Span
+
+
+class AttentionState:
+    """Buffers of one attention call of one micro-batch: K, V in the model's dtype, dK, dV in fp32 or wider."""
+
+    def __init__(self, k: Tensor, v: Tensor, total: int) -> None:
+        self.k = k.new_empty((*k.shape[:2], total, k.shape[3]), requires_grad=False)
+        self.v = v.new_empty((*v.shape[:2], total, v.shape[3]), requires_grad=False)
+        self.filled = 0
+        self.differentiated_from = total  # tokens from here on have handed out their gradients
+        self._dk: Tensor | None = None
+        self._dv: Tensor | None = None
+
+    def fits(self, k: Tensor, v: Tensor) -> bool:
+        """True when ``k`` and ``v`` of a slice have the shape and dtype that the buffers were made for."""
+        return all(
+            new.shape[:2] == old.shape[:2] and new.shape[3] == old.shape[3] and new.dtype == old.dtype
+            for new, old in ((k, self.k), (v, self.v))
+        )
+
+    def holds(self, k: Tensor, v: Tensor, span: Span) -> bool:
+        """True when exactly these keys and values of the slice are in the buffers, and its backward is still to come."""
+        if not self.fits(k, v) or self.filled < span.stop or self.differentiated_from <= span.start:
+            return False
+        rows = slice(span.start, span.stop)
+        return _same_bits(self.k[:, :, rows], k) and _same_bits(self.v[:, :, rows], v)
+
+    def write(self, k: Tensor, v: Tensor, span: Span) -> None:
+        """Store the slice's keys and values [b, kv heads, slice, d]."""
+        self.k[:, :, span.start : span.stop].copy_(k)
+        self.v[:, :, span.start : span.stop].copy_(v)
+        self.filled = max(self.filled, span.stop)
+
+    def add_gradients(self, dk: Tensor, dv: Tensor, span: Span, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Add a slice's share [b, kv heads, stop - first, d], of the keys from ``first`` on, and hand out what is complete: the
+        slice's own rows.
+
+        The first share of a sequence becomes the buffers, so ``dk`` and ``dv`` belong to nobody else from here on.
+        """
+        if self._dk is None or self._dv is None:
+            wide = torch.float64 if self.k.dtype == torch.float64 else torch.float32
+            missing = (0, 0, first, self.k.shape[2] - span.stop)
+            self._dk, self._dv = (F.pad(t.to(wide), missing) if any(missing) else t.to(wide) for t in (dk, dv))
+        else:
+            self._dk[:, :, first : span.stop] += dk
+            self._dv[:, :, first : span.stop] += dv
+        self.differentiated_from = span.start
+        rows = slice(span.start, span.stop)
+        complete = self._dk[:, :, rows].to(self.k.dtype, copy=True), self._dv[:, :, rows].to(self.v.dtype, copy=True)
+        # handed out once: two calls over the very same keys and values may have been recomputed into one state
+        self._dk[:, :, rows], self._dv[:, :, rows] = 0, 0
+        return complete
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    # not torch.equal on the numbers: a step that has overflowed has NaN among them, and is the loss scaler's to skip
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(whole), b.view(whole))

@@ -1,0 +1,226 @@
+"""What this process is running right now: which slice of which micro-batch, in which layer.
+
+Attention is the one operation of a causal Transformer that looks beyond its slice. Wherever it is called from (a layer, a
+checkpoint inside a layer, a recomputation in the middle of a backward pass), it asks the context for the position of the
+slice and for the keys and values of the earlier ones. A call is known by (layer, number of the call in that layer,
+micro-batch, slice); one that can't be placed is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.operators.buffers import AttentionState
+from ds_terapipe.pipeline.operators.random_streams import RandomStreams
+from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
+from ds_terapipe.pipeline.slicing import Span
+from ds_terapipe.schedule import Unit
+
+
+class PlacementError(RuntimeError):
+    """An attention call that belongs to no known (layer, call, micro-batch, slice)."""
+
+
+class CallKey(NamedTuple):
+    """A call of attention within a micro-batch: the ``call``-th one that ``layer`` makes for a slice."""
+
+    layer: int
+    call: int
+
+
+class CallForm(NamedTuple):
+    """What an attention call is like whatever the length of the slice.
+
+    ``causal``: it says ``is_causal`` and has no mask, though only where there are several queries; the rest are numbers of
+    heads and sizes of a head.
+    """
+
+    causal: bool
+    heads: int
+    kv_heads: int
+    size: int
+    value_size: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> CallForm:
+        """The form of a call with q [..., heads, slice, d], k [..., kv heads, slice, d], v [..., kv heads, slice, d of v]."""
+        heads, kv_heads = (t.shape[-3] if t.dim() > 2 else 1 for t in (q, k))
+        return cls(causal, heads, kv_heads, q.shape[-1], v.shape[-1])
+
+
+class SliceContext:
+    """The unit that an engine is running, and the attention buffers of the micro-batches in flight."""
+
+    current: SliceContext | None = None  # of the process: backward passes run in autograd's own threads
+
+    def __init__(self) -> None:
+        self.span: Span | None = None
+        self.dropout = True  # False while a model is compared with itself
+        self.weight_gradients: WeightGradients | None = None  # set where they are made once per micro-batch
+        self.streams: RandomStreams | None = None  # what seeds random numbers, layer by layer
+        self.micro_batch = -1
+        self.layer_text: Callable[[int], str] = "layer {}".format  # what errors call a layer
+        self._recomputing = False
+        self.layer: int | None = None
+        self._call = 0
+        self._calls: dict[int, int] = {}
+        self._states: dict[int, dict[CallKey, AttentionState]] = defaultdict(dict)
+        self._forms: dict[CallKey, CallForm] = {}  # of the model, not of a step
+
+    @contextmanager
+    def forward(self, unit: Unit, span: Span) -> Iterator[None]:
+        """Forward of one slice. Every layer must make the calls of attention that it made for the first slice."""
+        micro_batch = unit.micro_batch
+        self._calls = {}
+        if span.start == 0:
+            self.release(micro_batch)
+        with self._running(unit, span, recomputing=False):
+            yield
+        if span.is_whole:
+            return
+        made = {CallKey(layer, call) for layer, calls in self._calls.items() for call in range(calls)}
+        odd = sorted(made ^ set(self._states[micro_batch]))
+        if odd:
+            raise PlacementError(
+                f"{self.layer_text(odd[0].layer)}: its attention call {odd[0].call} is made for some slices of micro-batch "
+                f"{micro_batch} and not for others (tokens {span.start} to {span.stop}); every slice must run the same calls"
+            )
+
+    @contextmanager
+    def backward(self, unit: Unit, span: Span) -> Iterator[None]:
+        """Backward of one slice: attention that is called here is a recomputation of the forward's."""
+        keeper = self.weight_gradients
+        keeping = nullcontext() if keeper is None else keeper.backward(unit)
+        with self._running(unit, span, recomputing=True), keeping:
+            yield
+
+    @contextmanager
+    def _running(self, unit: Unit, span: Span, *, recomputing: bool) -> Iterator[None]:
+        previous, fast_path = SliceContext.current, torch.backends.mha.get_fastpath_enabled()
+        # the fused inference kernels of nn.TransformerEncoderLayer contain their attention, where nothing can reach it
+        torch.backends.mha.set_fastpath_enabled(False)
+        SliceContext.current = self
+        self.span, self.micro_batch, self._recomputing = span, unit.micro_batch, recomputing
+        self.layer, self._call = None, 0
+        try:
+            yield
+        finally:
+            SliceContext.current = previous
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            self.span, self.layer = None, None
+
+    def enter_layer(self, layer: int) -> None:
+        """Layer ``layer`` of the ``PipelineModule`` is about to run."""
+        self.layer, self._call = layer, 0
+        if self.streams is not None and self.span is not None:
+            self.streams.enter(layer, self.micro_batch, self.span)
+
+    def note_call(self, form: CallForm) -> None:
+        """The attention call that comes next, in a slice of more than one token, has this form."""
+        if self.layer is not None and not self._recomputing:
+            self._forms[CallKey(self.layer, self._call)] = form
+
+    def known_form(self) -> CallForm | None:
+        """The form that the attention call that comes next last had in a slice of more than one token.
+
+        That is an earlier slice, of any micro-batch, or one of the look at the model before the first step. None where it
+        never was called there, and in a recomputation, where nobody knows which call comes next.
+        """
+        return None if self.layer is None or self._recomputing else self._forms.get(CallKey(self.layer, self._call))
+
+    @property
+    def is_recomputing(self) -> bool:
+        """True in backward, where attention is called again as it was in forward."""
+        return self._recomputing
+
+    def place(self, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
+        """The buffers of the attention call that is now made with ``k``, ``v`` [b, kv heads, slice, d].
+
+        Raises :class:`PlacementError` when the call is none that the first slice of the micro-batch made.
+        """
+        assert self.span is not None
+        return self._recomputed(k, v) if self._recomputing else self._forward_call(k, v)
+
+    def _forward_call(self, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
+        span, states = self.span, self._states[self.micro_batch]
+        assert span is not None
+        if self.layer is None:
+            raise PlacementError(
+                "causal attention is called outside the layers of the PipelineModule: it can't be sliced"
+            )
+        key = CallKey(self.layer, self._call)
+        self._call += 1
+        self._calls[key.layer] = self._call
+        if span.start == 0:
+            states[key] = AttentionState(k, v, span.total)
+        state = states.get(key)
+        if state is None or not state.fits(k, v) or state.filled < span.start:
+            raise PlacementError(
+                f"{self.layer_text(key.layer)}: attention call {key.call} of micro-batch {self.micro_batch} has no keys for "
+                f"tokens 0 to {span.start}: the layer did not make this call, or not with these shapes, for the earlier slices"
+            )
+        return state
+
+    def _recomputed(self, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
+        # A checkpoint inside a layer recomputes just its own part, in reverse order, and says to nobody where it is. But
+        # the keys and values that it makes again are those in the buffers, bit for bit: they name the call.
+        states, span = self._states[self.micro_batch], self.span
+        assert span is not None
+        guess = CallKey(-1 if self.layer is None else self.layer, self._call)
+        for key in sorted(states, key=lambda key: (key != guess, -key.layer, -key.call)):
+            if states[key].holds(k, v, span):
+                self._call = key.call + 1
+                return states[key]
+        where = "the first layer" if self.layer is None else self.layer_text(self.layer)
+        raise PlacementError(
+            f"recomputation for backward of micro-batch {self.micro_batch}, tokens {span.start} to {span.stop}, made "
+            f"keys that no attention call of the forward pass made (near {where}): is it deterministic, and "
+            "does it restore the random state (preserve_rng_state)?"
+        )
+
+    def buffers(self, micro_batch: int) -> list[torch.Tensor]:
+        """Keys and values of all attention calls of a micro-batch."""
+        return [buffer for state in self._states[micro_batch].values() for buffer in (state.k, state.v)]
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches whose attention buffers are held."""
+        return len(self._states)
+
+    def release(self, micro_batch: int) -> None:
+        """Free the attention buffers of a micro-batch that is done."""
+        self._states.pop(micro_batch, None)
+
+    def clear(self) -> None:
+        """Free all buffers (a step that ended in an error leaves some)."""
+        self._states.clear()
+
+    def describe(self) -> str:
+        """Where the process is, for messages."""
+        where = "outside the layers" if self.layer is None else self.layer_text(self.layer)
+        return (
+            f"{where}, micro-batch {self.micro_batch}, tokens {self.span.start} to {self.span.stop}"
+            if self.span
+            else where
+        )
+
+
+def current_span() -> Span | None:
+    """The slice that is now being run; None where the sequence is run whole (also outside any engine).
+
+    For layers that know positions other than through their inputs, such as rotary embeddings.
+    """
+    context = SliceContext.current
+    return context.span if context is not None else None
+
+
+def refuse_model(what: str, advice: str = "") -> ConfigError:
+    """The error for a model that can't be cut along its sequence."""
+    advice = advice or 'use "slices": 1 or a model whose layers mix tokens through causal attention only'
+    return ConfigError(f"token_pipeline.slices: got a model that can't be cut: {what}; {advice}")

@@ -1,0 +1,151 @@
+"""Linear layers and embeddings whose weight gradients wait for the end of their micro-batch.
+
+Outside of a slice's forward in training, and wherever a weight is not simply a trained parameter, each is what it is in
+``torch.nn.functional``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.operators.weight_gradients import OfEmbedding, OfLinear, Rule, WeightGradients
+
+_LINEAR = OfLinear()
+
+
+def deferred_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear``: input [..., in], weight [out, in], bias [out]; for layers that are functions.
+
+    A module's own :class:`torch.nn.Linear` needs no such call.
+    """
+    keeper = keeper_of_linear(input, weight, bias)
+    if keeper is None:
+        return F.linear(input, weight, bias)
+    parameters = (weight,) if bias is None or not bias.requires_grad else (weight, bias)
+    anchor = None if input.requires_grad else _anchor(weight)
+    made: Tensor = cast(Any, _Linear).apply(input, anchor, (weight, bias), parameters, keeper)
+    return made
+
+
+def deferred_embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.embedding``: input [...] of indices, weight [rows, features]; for layers that are functions."""
+    keeper = keeper_of(weight)
+    if keeper is None or sparse or max_norm is not None:
+        return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    row = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    made: Tensor = cast(Any, _Embedding).apply(
+        input, _anchor(weight), (weight,), OfEmbedding(row, scale_grad_by_freq), keeper
+    )
+    return made
+
+
+def keeper_of(weight: Tensor) -> WeightGradients | None:
+    """Where the gradients of a weight are kept for later, if they are."""
+    context = SliceContext.current
+    if context is None or context.weight_gradients is None or context.span is None or context.span.is_whole:
+        return None
+    trained = weight.is_leaf and weight.requires_grad and weight.dim() == 2
+    return context.weight_gradients if trained and torch.is_grad_enabled() else None
+
+
+def keeper_of_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> WeightGradients | None:
+    """:func:`keeper_of` a linear layer's weight. Under autocast it multiplies with a copy, whose gradient is autograd's to make;
+    so is that of a bias that is made of something else."""
+    if bias is not None and not bias.is_leaf:
+        return None
+    return None if torch.is_autocast_enabled(input.device.type) else keeper_of(weight)
+
+
+class EmbeddingCalls(TorchFunctionMode):
+    """Within it ``torch.nn.functional.embedding`` is :func:`deferred_embedding`; for modules that do more than look up."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (deferred_embedding if func is F.embedding else func)(*args, **(kwargs or {}))
+
+
+def _anchor(weight: Tensor) -> Tensor:
+    """What asks for a gradient where no input does: without, autograd would not call a backward. It never gets one."""
+    return weight.new_empty(0).requires_grad_()
+
+
+def _keep(
+    rule: Rule, keeper: WeightGradients, parameters: tuple[Tensor, ...], inputs: Tensor, gradient: Tensor
+) -> None:
+    """Keep inputs [tokens, ...] and the gradient of the outputs [..., features] of a slice."""
+    gradient = gradient.reshape(-1, gradient.shape[-1])
+    if gradient.shape[0] == 1:
+        # One row is also the whole gradient of a bias that somebody adds to the output: it may become that bias's
+        # ``grad``, into which the other slices are added.
+        gradient = gradient.clone()
+    keeper.keep(rule, parameters, (inputs, gradient))
+
+
+def _no_view(made: Tensor) -> Tensor:
+    """A result that models may write into: autograd refuses that for a view that was made inside a function like these."""
+    return torch.ops.aten._unsafe_view(made, made.shape) if made._is_view() else made
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear`` whose backward returns the gradient of the input only.
+
+    The parameters come in tuples, out of autograd's sight: an edge to them, even one that carries nothing, would run the hooks on
+    their gradients (ZeRO's, ``immediate_grad_update``'s) once per slice. The weight is saved nevertheless, so that one which is
+    changed before its backward is autograd's own error.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor | None,
+        operands: tuple[Tensor, Tensor | None],
+        parameters: tuple[Tensor, ...],
+        keeper: WeightGradients,
+    ) -> Tensor:
+        ctx.save_for_backward(x, operands[0])
+        ctx.parameters, ctx.keeper = parameters, keeper
+        return _no_view(F.linear(x, *operands))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        # Detached: what is kept would otherwise hold the slice's graph, and with it messages and buffers, until the products.
+        _keep(_LINEAR, ctx.keeper, ctx.parameters, x.detach().reshape(-1, x.shape[-1]), gradient)
+        return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    """``F.embedding`` whose backward returns nothing; see :class:`_Linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, indices: Tensor, anchor: Tensor, parameters: tuple[Tensor], rule: OfEmbedding, keeper: WeightGradients
+    ) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.parameters, ctx.rule, ctx.keeper = parameters, rule, keeper
+        return _no_view(F.embedding(indices, *parameters))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        (indices,) = ctx.saved_tensors
+        _keep(ctx.rule, ctx.keeper, ctx.parameters, indices.reshape(-1), gradient)
+        return (None,) * 5

@@ -1,0 +1,216 @@
+"""What an engine changes in the modules of its stages so that they run slices, without a line of the model changed; and back.
+
+Attention is met in two ways, as an operator of ATen (sdpa.py) and as a module of Megatron's (core_attention.py). The weight
+gradients of linear layers and embeddings that are modules wait for the end of their micro-batch (deferred.py); what multiplies in
+some other way is computed as ever, and named.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ds_terapipe.pipeline.layer_range import modules_of
+from ds_terapipe.pipeline.operators import core_attention
+from ds_terapipe.pipeline.operators.deferred import (
+    EmbeddingCalls,
+    deferred_embedding,
+    deferred_linear,
+    keeper_of,
+    keeper_of_linear,
+)
+from ds_terapipe.pipeline.operators.sdpa import Overrides
+
+_DEFERS = "ds_terapipe_defers"
+
+
+class Interception:
+    """The modules of some layers run slices, until it is closed.
+
+    A method of a module is stood in for by an attribute of the module itself, a method bound to it: a deep copy's is bound to the
+    copy. Several may be alive for the same modules; the last one that is closed leaves them as they were.
+
+    Args:
+        layers: modules, or functions of modules as a ``TiedLayerSpec`` makes them (``functools.partial``).
+
+    Attributes:
+        adapted: modules whose inside runs differently in a slice.
+        deferred: ids of the parameters whose gradients are made once per micro-batch wherever the layers use them.
+    """
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        self.adapted: list[nn.Module] = []
+        self.deferred: set[int] = set()
+        changed: list[tuple[nn.Module, str, Callable[..., Any]]] = []
+        Overrides.acquire()
+        self._finalizer = weakref.finalize(self, _undo, changed)
+        layers, seen = list(layers), set()
+        for name, module in (found for layer in layers for root in modules_of(layer) for found in _named(root)):
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            if core_attention.is_core_attention(name, module):
+                self.adapted.append(module)
+                _stand_in(module, "forward", core_attention.forward, changed)
+            for method, function in _deferring(module):
+                if _stand_in(module, method, function, changed):
+                    self.deferred.update(id(p) for p in module._parameters.values() if p is not None)
+        # a function may do anything with the weights of its module, so a tied weight that one uses counts only if it says so
+        for root in (root for layer in layers if not _says_so(layer) for root in modules_of(layer)):
+            self.deferred.difference_update(map(id, root.parameters()))
+
+    def not_deferred(self, parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Names of the trained matrices among named parameters whose gradients are made slice by slice."""
+        return [n for n, p in parameters if p.requires_grad and p.dim() >= 2 and id(p) not in self.deferred]
+
+    def close(self) -> None:
+        """Leave the modules as they were; a second call does nothing."""
+        self._finalizer()
+
+
+def defers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a layer that is a function: all products with weights in it are modules' own or :func:`deferred_linear`."""
+    setattr(function, _DEFERS, True)
+    return function
+
+
+def not_deferred_line(names: Iterable[str], shown: int = 4) -> str:
+    """What a log says of weights whose gradients are made slice by slice, empty where there are none."""
+    names = list(names)
+    if not names:
+        return ""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    what = "weight gradients made slice by slice, not once per micro-batch (as exact, but slower)"
+    return f"{what}: {', '.join(names[:shown])}{more}"
+
+
+def _says_so(layer: Any) -> bool:
+    function = layer.func if isinstance(layer, functools.partial) else layer
+    return isinstance(function, nn.Module) or getattr(function, _DEFERS, False)
+
+
+def _named(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules, each with what its parent calls it."""
+    for path, module in root.named_modules():
+        yield path.rpartition(".")[2], module
+
+
+# ------------------------------------------------------------------------------------------------------ changes to modules
+
+# How many use a change, by id of the module and name of its method. Whoever uses one holds the module.
+_users: Counter[tuple[int, str]] = Counter()
+
+
+def _stand_in(
+    module: nn.Module,
+    method: str,
+    function: Callable[..., Any],
+    changed: list[tuple[nn.Module, str, Callable[..., Any]]],
+) -> bool:
+    """Let ``function(module, ...)`` stand in for a method; not where somebody else's already does."""
+    there = module.__dict__.get(method)
+    # of a deep copy the attribute is ours, of an unpickled one the class's own method
+    if there is not None and getattr(there, "__func__", None) not in (function, getattr(type(module), method)):
+        return False
+    module.__dict__[method] = MethodType(function, module)
+    _users[id(module), method] += 1
+    changed.append((module, method, function))
+    return True
+
+
+def _undo(changed: list[tuple[nn.Module, str, Callable[..., Any]]]) -> None:
+    for module, method, function in changed:
+        _users[id(module), method] -= 1
+        if _users[id(module), method] > 0:
+            continue
+        del _users[id(module), method]
+        if getattr(module.__dict__.get(method), "__func__", None) is function:
+            del module.__dict__[method]
+    changed.clear()
+    Overrides.release()
+
+
+# ------------------------------------------------------------------------------------------------------ deferred layers
+
+
+def _deferring(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """What stands in for which method of a module, so that the gradients of its own parameters are deferred."""
+    kind = type(module)
+    if isinstance(module, nn.Linear):
+        # the other one is nn.MultiheadAttention's, which takes its weight and never calls it
+        if kind.forward is nn.Linear.forward and not isinstance(module, NonDynamicallyQuantizableLinear):
+            yield "forward", _linear
+    elif isinstance(module, nn.Embedding):
+        if kind.forward is nn.Embedding.forward and not module.sparse and module.max_norm is None:
+            yield "forward", _embedding
+    elif hasattr(module, "vocab_start_index") and "weight" in module._parameters:
+        if not getattr(module, "deterministic_mode", False):  # which indexes its weight
+            yield "forward", _vocabulary
+    elif callable(getattr(kind, "_forward_impl", None)):
+        if not getattr(module, "sequence_parallel", False) and not getattr(
+            module, "gradient_accumulation_fusion", False
+        ):
+            yield "_forward_impl", _parallel_linear
+
+
+def _named_as(method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Pickle keeps a bound method as its name, which it looks up in the class: an unpickled module has its own method again."""
+
+    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__name__ = method
+        return function
+
+    return named
+
+
+@_named_as("forward")
+def _linear(self: nn.Linear, input: Tensor) -> Tensor:
+    return deferred_linear(input, self.weight, self.bias)
+
+
+@_named_as("forward")
+def _embedding(self: nn.Embedding, input: Tensor) -> Tensor:
+    return deferred_embedding(
+        input, self.weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+    )
+
+
+@_named_as("forward")
+def _vocabulary(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """megatron-core's ``VocabParallelEmbedding``, which masks the tokens of other processes around its lookup."""
+    original = type(module).forward
+    if keeper_of(module.weight) is None:
+        return cast(Tensor, original(module, *args, **kwargs))
+    with EmbeddingCalls():
+        return cast(Tensor, original(module, *args, **kwargs))
+
+
+@_named_as("_forward_impl")
+def _parallel_linear(module: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """megatron-core's column- and row-parallel linear layers, which multiply in an autograd function of their own.
+
+    Deferred, there is no weight gradient left to overlap the all-reduce of the input's gradient with, so the plain region
+    function does the same.
+    """
+    kind, bias, reduces = type(module), kwargs.get("bias"), kwargs.get("allreduce_dgrad", False)
+    enter_region = getattr(sys.modules.get(kind.__module__), "copy_to_tensor_model_parallel_region", None)
+    if (
+        keeper_of_linear(input, weight, bias) is None
+        or args
+        or kwargs.get("sequence_parallel")
+        or kwargs.get("gradient_accumulation_fusion")
+        or kwargs.get("grad_output_buffer") is not None
+        or (reduces and enter_region is None)
+    ):
+        return cast(Tensor, kind._forward_impl(module, input, weight, *args, **kwargs))
+    if reduces and enter_region is not None:
+        input = enter_region(input, group=kwargs.get("tp_group"))
+    return deferred_linear(input, weight, bias)

@@ -1,0 +1,132 @@
+"""Random numbers that do not depend on the shape of the pipeline: each layer has its own stream for each unit of each step.
+
+Dropout draws from a process's generators, so what it draws depends on what ran before in that process: on the layers that are
+there, the order of the schedule, the number of replicas. Here the generators are seeded before a layer runs, in a recomputation
+too, with a hash of where in the training it is: (seed, step, global micro-batch, layer, first token of the slice).
+
+The default generators are those of what all tensor-parallel ranks compute alike, and do not know the shard. Megatron's states,
+which its tracker keeps by name, differ between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ds_terapipe.pipeline.slicing import Span
+
+_ALIKE = "data-parallel-rng"  # the one of Megatron's states that is the same for all tensor-parallel ranks
+
+
+class RandomStreams:
+    """Seeds a process's generators before every layer of a training step, and gives them back as they were.
+
+    Outside of a step, an evaluation among others, nothing is touched. Seeding waits for no device.
+
+    Args:
+        seed: of the run; the same on all ranks, and an attribute that may be changed between steps.
+        device: where layers run, whose default generator is seeded besides the CPU's.
+        shard: this rank's index among those that share a layer, for Megatron's states.
+    """
+
+    def __init__(self, seed: int, device: torch.device | None = None, shard: int = 0) -> None:
+        self.seed, self._shard = seed, shard
+        self._device = device if device is not None and device.type != "cpu" else torch.device("cpu")
+        self._own = torch.Generator(self._device)  # makes states for trackers
+        self._before: TorchStates | None = None  # the step that runs; None outside of one
+        self._step = self._first = 0
+
+    def begin(self, step: int, first_micro_batch: int = 0) -> None:
+        """A training step begins.
+
+        Args:
+            step: its number in the run.
+            first_micro_batch: the number, among those of all replicas in the step, of what this replica calls 0.
+        """
+        self.end()  # of a step that failed
+        self._step, self._first = step, first_micro_batch
+        self._before = TorchStates(self._device)
+
+    def enter(self, layer: int, micro_batch: int, span: Span) -> None:
+        """A layer is about to run for a slice of a micro-batch of this replica."""
+        if self._before is None:
+            return
+        key = struct.pack("<Q4q", self.seed % 2**64, self._step, self._first + micro_batch, layer, span.start)
+        seed = _hash(key)
+        for generator in self._before.generators:
+            generator.manual_seed(seed)
+        for tracker in self._before.trackers:
+            for name, state in tracker.states_.items():
+                shard = 0 if name == _ALIKE else 1 + self._shard
+                of_name = _hash(key + struct.pack("<q", shard) + name.encode())
+                if isinstance(state, torch.Generator):
+                    state.manual_seed(of_name)
+                else:
+                    tracker.states_[name] = self._own.manual_seed(of_name).get_state()
+
+    def end(self) -> None:
+        """The step is over, well or not: the generators go on from where they were before it."""
+        if self._before is not None:
+            self._before.restore()
+            self._before = None
+
+
+class TorchStates:
+    """The states of torch's default generators and of Megatron's trackers, as they are now.
+
+    Args:
+        device: whose default generator counts besides the CPU's.
+
+    Attributes:
+        generators, trackers: whose states these are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.generators, self.trackers = [torch.default_generator, *_default(device)], list(_trackers())
+        self._states = [generator.get_state() for generator in self.generators]
+        self._tracked = [{name: _kept(state) for name, state in each.states_.items()} for each in self.trackers]
+
+    def restore(self) -> None:
+        """Put them back."""
+        for generator, state in zip(self.generators, self._states, strict=True):
+            generator.set_state(state)
+        for tracker, states in zip(self.trackers, self._tracked, strict=True):
+            for name, state in states.items():
+                there = tracker.states_.get(name)
+                if isinstance(there, torch.Generator):
+                    there.set_state(state)
+                else:
+                    tracker.states_[name] = state
+
+
+def _hash(key: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
+def _default(device: torch.device) -> Iterator[torch.Generator]:
+    """The default generator of a device that is not the CPU."""
+    if device.type == "cpu":
+        return
+    backend: Any = torch.get_device_module(device)
+    yield backend.default_generators[backend.current_device() if device.index is None else device.index]
+
+
+def _trackers() -> Iterator[Any]:
+    """Megatron-core's tracker, and the one of DeepSpeed's that Megatron-DeepSpeed uses, where they keep any state."""
+    found = [
+        getattr(sys.modules.get("megatron.core.tensor_parallel.random"), "_CUDA_RNG_STATE_TRACKER", None),
+        getattr(
+            sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing"), "_CUDA_RNG_STATE_TRACKER", None
+        ),
+    ]
+    return (tracker for tracker in found if getattr(tracker, "states_", None))
+
+
+def _kept(state: Any) -> Any:
+    """A state as it is now."""
+    return state.get_state() if isinstance(state, torch.Generator) else state

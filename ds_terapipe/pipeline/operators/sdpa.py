@@ -1,0 +1,119 @@
+"""``F.scaled_dot_product_attention`` of a slice, met as an override of the ATen operator behind it.
+
+Below autograd's Python API is the one place that also sees recomputation (autograd drops torch-function modes during backward),
+checkpoints inside a layer, ``nn.MultiheadAttention`` and TorchScript. Outside a slice the override calls what it replaced.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_terapipe.pipeline.operators.attention import refuse_compiled, slice_attention
+from ds_terapipe.pipeline.operators.context import CallForm, PlacementError, SliceContext, refuse_model
+
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+
+
+class Overrides:
+    """Installs the override of the ATen operator once per process, for as long as somebody needs it."""
+
+    _library: torch.library.Library | None = None
+    _users = 0
+
+    @classmethod
+    def acquire(cls) -> None:
+        """Install the override, or count one more user of it."""
+        cls._users += 1
+        if cls._library is not None:
+            return
+        cls._library = torch.library.Library("aten", "IMPL")
+        for device in ("CPU", "CUDA"):
+            cls._library.impl("scaled_dot_product_attention", _sdpa, f"Autograd{device}")
+            cls._library.impl("scaled_dot_product_attention", _sdpa, device)  # tensors of torch.inference_mode
+
+    @classmethod
+    def release(cls) -> None:
+        """Remove the override with its last user."""
+        cls._users = max(cls._users - 1, 0)
+        if cls._users == 0 and cls._library is not None:
+            cls._library._destroy()
+            cls._library = None
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    context = SliceContext.current
+    if context is None or not _mixes_tokens(context, query, key, value, attn_mask, is_causal):
+        dropout_p = dropout_p if context is None or context.dropout else 0.0
+        found: Tensor = _SDPA.decompose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return found
+    if query.dim() >= 3 and query.shape[-3] != key.shape[-3] and not enable_gqa:
+        raise PlacementError(f"{query.shape[-3]} query heads over {key.shape[-3]} key heads need enable_gqa=True")
+    return slice_attention(context, query, key, value, attn_mask, dropout_p, scale, is_causal=is_causal)
+
+
+def _mixes_tokens(
+    context: SliceContext, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> bool:
+    """True for attention of the slice's tokens over each other; False where the call concerns no slice (whole sequences,
+    attention over some other dimension, cross attention to something that isn't cut). Raises where that can't be told."""
+    span = context.span
+    if span is None or span.is_whole:
+        return False
+    refuse_compiled(context, query)
+    over_itself = query.shape[-2] == span.length and key.shape[-2] == span.length
+    if over_itself and span.length > 1 and (is_causal or mask is not None):
+        context.note_call(CallForm.of(query, key, value, causal=is_causal and mask is None))
+    if over_itself and (is_causal or mask is not None or _is_causal_for_more_tokens(context, query, key, value)):
+        return True
+    if over_itself:
+        raise refuse_model(f"attention that is not causal ({context.describe()})")
+    if is_causal:
+        raise PlacementError(
+            f"causal attention of {query.shape[-2]} queries over {key.shape[-2]} keys in a slice of {span.length} tokens "
+            f"({context.describe()}): it can't be placed"
+        )
+    _refuse_packed_heads(context, query, key)
+    return False
+
+
+def _is_causal_for_more_tokens(context: SliceContext, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a call of one token over itself, without a mask and without ``is_causal``, is causal all the same.
+
+    With or without the flag, a single query attends to all keys so far and its own, so Hugging Face's attention leaves the
+    flag out. A bidirectional layer's call looks the same: hence it must have set the flag in a slice of more tokens. The look
+    at the model before the first step begins with such a slice, so every call of every layer is known by then.
+    """
+    if context.span is None or context.span.length > 1:
+        return False
+    # what is recomputed was let through in forward, and is placed again by its keys or not at all
+    return context.is_recomputing or context.known_form() == CallForm.of(query, key, value, causal=True)
+
+
+def _refuse_packed_heads(context: SliceContext, query: Tensor, key: Tensor) -> None:
+    """Refuse a call over one token whose query heads are made into several queries for each of fewer key heads.
+
+    Newer versions of Hugging Face's attention do so where there is a mask, or the heads are large. Unseen, it would be
+    attention of these queries over the slice's own key alone.
+    """
+    span, queries, known = context.span, query.shape[-2], context.known_form()
+    if span is None or span.length > 1 or known is None or queries == 1 or key.shape[-2] > 1 or query.dim() < 3:
+        return
+    if query.shape[-3] == key.shape[-3] and query.shape[-3] * queries == known.heads:
+        raise refuse_model(
+            f"attention that takes {known.heads} query heads of one token as {queries} queries of {key.shape[-3]} key heads "
+            f"({context.describe()})",
+            'use "slices" of two tokens or more',
+        )

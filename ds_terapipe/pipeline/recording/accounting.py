@@ -1,0 +1,203 @@
+"""What a stage holds while a step runs: live units, and the bytes that they and their buffers take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
+from ds_terapipe.pipeline.slicing import Span, as_tuple
+from ds_terapipe.plan.costs.memory import StageMemory
+from ds_terapipe.schedule import Unit
+
+
+class LiveUnits:
+    """Units that ran forward and not yet backward; the largest number since the step began, and of their tokens.
+
+    Besides, everything that ran since the step began: ``forward_units`` and ``backward_units`` are how many. Where a place has
+    several stages, each counts its own.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[tuple[int, Unit], int] = {}
+        self._lengths: dict[int, dict[int, list[int]]] = {}
+        self.peak_units = self.peak_tokens = 0
+        self.forward_units = self.backward_units = 0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._live.clear()
+        self._lengths.clear()
+        self.peak_units = self.peak_tokens = 0
+        self.forward_units = self.backward_units = 0
+
+    def forward(self, stage: int, unit: Unit, span: Span, held: bool = True) -> None:
+        """A stage's unit runs forward; ``held`` until it runs backward, or no longer."""
+        self.forward_units += 1
+        self._lengths.setdefault(stage, {}).setdefault(unit.micro_batch, []).append(span.length)
+        self._live[stage, unit] = span.length
+        self.peak_units = max(self.peak_units, len(self._live))
+        self.peak_tokens = max(self.peak_tokens, sum(self._live.values()))
+        if not held:
+            del self._live[stage, unit]
+
+    def backward(self, stage: int, unit: Unit) -> None:
+        """The unit has run backward."""
+        self.backward_units += 1
+        self._live.pop((stage, unit), None)
+
+    @property
+    def count(self) -> int:
+        """Units that are live now."""
+        return len(self._live)
+
+    def slices(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of the slices that ran forward since the step began, by micro-batch, in the order in which they ran.
+
+        Of several stages the first one's.
+        """
+        lengths = self._lengths[min(self._lengths)] if self._lengths else {}
+        return tuple(tuple(lengths[micro_batch]) for micro_batch in sorted(lengths))
+
+
+class Peak(Protocol):
+    """Knows how much memory this place has taken at once."""
+
+    def begin(self) -> None:
+        """Count from here."""
+
+    def taken(self) -> float:
+        """Most bytes that there were since, beside those that were there already."""
+
+
+class DevicePeak:
+    """The :class:`Peak` of a CUDA device, by the counters of PyTorch's allocator, of which it resets that of the peak."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, 0
+
+    def begin(self) -> None:
+        """Count from here."""
+        _highest[self._device] = highest_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+
+    def taken(self) -> float:
+        """As :meth:`Peak.taken`."""
+        return float(torch.cuda.max_memory_allocated(self._device) - self._before)
+
+
+def gradients_to_come(parameters: Iterable[Tensor]) -> int:
+    """Bytes that the parameters' gradients will take, of those that have none now."""
+    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.grad is None)
+
+
+_highest: dict[torch.device, int] = {}  # before PyTorch's counter of the peak was reset
+
+
+def highest_allocated(device: torch.device) -> int:
+    """Most bytes that this process has had on a CUDA device at once."""
+    return max(_highest.get(device, 0), torch.cuda.max_memory_allocated(device))
+
+
+class StepMemory:
+    """Measures what the tokens of a micro-batch take on each stage of this place, during one step.
+
+    Activations are what autograd saves in a unit's forward, parameters and attention buffers aside, every storage counted
+    once. Off, it costs nothing.
+
+    Args:
+        peak: of this place, where it can be known.
+
+    Attributes:
+        taken: bytes at the peak of the last step that was watched, gradients of weights aside; None where that is not known.
+    """
+
+    def __init__(self, peak: Peak | None = None) -> None:
+        self.on = False
+        self.taken: float | None = None
+        self._peak = peak
+        self._gradients = self._largest_gradient = 0
+        self._watching = False
+        self._tokens: dict[int, int] = {}  # by stage
+        self._bytes: dict[int, dict[str, float]] = {}
+        self._known: set[int] = set()
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Measure the step that begins; ``parameters`` and their gradients are not counted."""
+        self.on, self._tokens, self._bytes = True, {}, {}
+        known = list(parameters)
+        self._known = {p.untyped_storage().data_ptr() for p in known}
+        self._largest_gradient = max((p.numel() * p.element_size() for p in known if p.requires_grad), default=0)
+
+    def note_peak(self, parameters: Iterable[Tensor]) -> None:
+        """Know the peak of the units that run next, where it can be known, but for the gradients of these parameters."""
+        self.taken = None
+        self._gradients, self._watching = gradients_to_come(parameters), self._peak is not None
+
+    def runs(self) -> None:
+        """The step's units begin to run; what came before, a look at the model, is no part of it."""
+        if self._watching and self._peak is not None:
+            self._peak.begin()
+
+    def ran(self) -> None:
+        """The step's units have run; the optimiser has not."""
+        if self._watching and self._peak is not None:
+            self.taken = max(self._peak.taken() - self._gradients, 0.0)
+        self._watching = False
+
+    def forward(self, stage: int, span: Span, buffers: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
+        """Around the forward of a unit on a stage; ``buffers`` are those of its micro-batch's attention, afterwards."""
+        if not self.on:
+            return nullcontext()
+        self._tokens[stage] = self._tokens.get(stage, 0) + span.length
+        return self._saved(stage, buffers)
+
+    @contextmanager
+    def _saved(self, stage: int, buffers: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        shared = self._known | {t.untyped_storage().data_ptr() for t in buffers()}
+        self._add(stage, "activations", sum(count for storage, count in saved.items() if storage not in shared))
+
+    def message(self, stage: int, name: str, value: Any) -> None:
+        """A message of a unit, ``received`` from the stage before or ``sent`` to the one after."""
+        if self.on:
+            self._add(stage, name, sum(t.numel() * t.element_size() for t in as_tuple(value)))
+
+    def buffers(self, stage: int, keys_values: Iterable[Tensor]) -> None:
+        """The K and V of one micro-batch; their gradients are as many numbers in fp32 or wider."""
+        for tensor in keys_values if self.on else ():
+            self._add(stage, "keys_values", tensor.numel() * tensor.element_size())
+            self._add(stage, "key_value_gradients", tensor.numel() * max(tensor.element_size(), 4))
+
+    def weight_gradients(self, stage: int, keeper: WeightGradients) -> None:
+        """What is kept for the weight gradients of one micro-batch."""
+        if self.on:
+            self._add(stage, "weight_gradients", keeper.kept_bytes)
+
+    def end(self) -> dict[int, StageMemory]:
+        """Bytes per token of a micro-batch, by stage."""
+        self.on = False
+        return {
+            stage: StageMemory(
+                **{name: total / tokens for name, total in self._bytes.get(stage, {}).items()},
+                largest_gradient=float(self._largest_gradient),
+            )
+            for stage, tokens in self._tokens.items()
+        }
+
+    def _add(self, stage: int, name: str, count: float) -> None:
+        taken = self._bytes.setdefault(stage, {})
+        taken[name] = taken.get(name, 0.0) + count

@@ -1,0 +1,76 @@
+"""What an engine records of its steps and says of them: slices that ran, memory, a trace, a line of the log."""
+
+from __future__ import annotations
+
+import weakref
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_terapipe.pipeline.assembly import Assembly
+from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.pipeline.recording.accounting import DevicePeak, StepMemory
+from ds_terapipe.pipeline.recording.report import emit
+from ds_terapipe.pipeline.recording.trace import TraceFile
+from ds_terapipe.plan.files import check_writable
+
+
+class Records(PipelineEngine):
+    """Stands before ``PipelineEngine``; the class that has both runs the steps."""
+
+    _assembly: Assembly
+
+    @property
+    def slices_run(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of the slices that this stage really ran in the last step, an evaluation too, by micro-batch and in order."""
+        return self._assembly.live.slices()
+
+    @property
+    def units_run(self) -> tuple[int, int]:
+        """How many slices of micro-batches this stage ran in the last step: forward, and backward (0 in an evaluation)."""
+        return self._assembly.live.forward_units, self._assembly.live.backward_units
+
+    @property
+    def peak_live_units(self) -> int:
+        """Most units of the last step that were live at once on this stage: run forward and not yet backward."""
+        return self._assembly.live.peak_units
+
+    @property
+    def peak_live_tokens(self) -> int:
+        """As :attr:`peak_live_units`, in tokens of a sequence."""
+        return self._assembly.live.peak_tokens
+
+    def _new_memory(self) -> StepMemory:
+        return StepMemory(DevicePeak(self.device) if self.device.type == "cuda" else None)
+
+    def _new_trace(self) -> TraceFile:
+        settings = self.token_pipeline
+        path = settings.trace_path
+        if path is not None:
+            self._consensus.decide(lambda: check_writable("token_pipeline.trace_path", path, "e.g. trace.json"))
+        about = {"schedule": settings.schedule, "slices": settings.slices, "stages": self.num_stages}
+        steps = None if settings.trace_steps is None else (settings.trace_steps[0], settings.trace_steps[1])
+        trace = TraceFile(settings.trace_path, steps, about)
+        weakref.finalize(self, trace.close)
+        return trace
+
+    def _log_step(self, batch: StepBatch, schedule: str, seconds: float) -> None:
+        waited: float | None = self._watchdog.waited_s
+        clock = self._assembly.links.clock
+        # where there are streams no message holds the host, and reading what the stream waited makes it wait for the stream
+        if clock is not None:
+            waited = clock.take_s() if self._printing() else None
+        self._report.add(sum(batch.lengths) * self.micro_batch_size * self.dp_world_size, seconds, waited)
+        if self._printing():
+            shares = self._consensus.collect(self._report.waited_share)
+            by_stage = [shares[self.grid.stage_to_global(stage)] for stage in range(self.num_stages)]
+            line = self._report.line(self.global_steps, self.agg_train_loss, batch, schedule, by_stage)
+            if self.global_rank == 0:
+                emit(line)
+        if self.global_rank == 0 and self.monitor.enabled:
+            self.monitor.write_events(
+                [("Train/Samples/train_loss", self.agg_train_loss.mean().item(), self.global_samples)]
+            )
+
+    def _printing(self) -> bool:
+        every = self.steps_per_print()
+        return every is not None and self.global_steps % every == 0

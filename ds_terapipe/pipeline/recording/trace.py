@@ -1,0 +1,255 @@
+"""What this rank did during a step, and when: recorded beside the engine, collected on rank 0, written as one file.
+
+A step that nobody wants recorded costs nothing: the engine calls its actions directly. Otherwise an action costs two
+readings of a clock (on a GPU two events on the stream, read after the step).
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed
+
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.schedule import Action
+from ds_terapipe.tracing.chrome import MEASURED, Event, write
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_STEPS = (3, 5)  # of a run: the first two make buffers and inspect the model
+_CALIBRATION = 1000
+
+Execute: TypeAlias = Callable[[Action], None]
+
+
+class Timing(NamedTuple):
+    """One event of this rank; begin and end are marks of the recorder's clock."""
+
+    name: str
+    kind: str
+    begin: Any
+    end: Any
+
+
+class HostClock:
+    """Marks are ``time.perf_counter()``."""
+
+    def now(self) -> float:
+        """A mark."""
+        return time.perf_counter()
+
+    def start(self) -> float:
+        """The mark that a step's times count from, and that second on the host's clock."""
+        return time.perf_counter()
+
+    def seconds(self, mark: float, start: float) -> float:
+        """Seconds from ``start`` to ``mark``."""
+        return mark - start
+
+
+class StreamMarks:
+    """Marks are events on the current CUDA stream: on a GPU the host only enqueues an action."""
+
+    def now(self) -> torch.cuda.Event:
+        """A mark."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> torch.cuda.Event:
+        """As :meth:`HostClock.start`; the stream is empty at that moment, so the event is now."""
+        torch.cuda.synchronize()
+        return self.now()
+
+    def seconds(self, mark: torch.cuda.Event, start: torch.cuda.Event) -> float:
+        """Seconds from ``start`` to ``mark``, once the stream has got there."""
+        mark.synchronize()
+        return float(start.elapsed_time(mark)) / 1000.0
+
+
+def new_clock(device: torch.device) -> HostClock | StreamMarks:
+    """The clock of what runs on a device."""
+    return StreamMarks() if device.type == "cuda" else HostClock()
+
+
+class Recorder:
+    """Records whole steps of this rank, when it is asked to, and brings those of all ranks together on rank 0.
+
+    Args:
+        stage: this rank's stage; a reshape changes the attribute of this name.
+        watchdog: bounds the waits.
+        group: a gloo group of all ranks.
+        device: where the stage computes.
+    """
+
+    def __init__(self, stage: int, watchdog: Watchdog, group: Any, device: torch.device) -> None:
+        self.stage, self._watchdog, self._group = stage, watchdog, group
+        self._clock = new_clock(device)
+        self._rank = torch.distributed.get_rank()
+        self._timings: list[Timing] | None = None  # of the step that is being recorded
+        self._step, self._zero = 0, 0.0
+        self._origin: float | None = None
+        self._start: Any = None
+
+    def begin(self, step: int, wanted: bool) -> None:
+        """Step ``step`` is about to run its actions; record it if it is ``wanted``. The same on every rank, collective if so."""
+        self._timings = None
+        if not wanted:
+            return
+        with self._watchdog.waiting("all ranks to start a recorded step", counts=False):
+            torch.distributed.barrier(group=self._group)
+        self._start = self._clock.start()
+        at = time.perf_counter()
+        if self._origin is None:
+            self._origin = self._zero_of_all(at)
+        self._zero = at - self._origin
+        self._step, self._timings = step, []
+
+    def recording(self, execute: Execute) -> Execute:
+        """``execute`` itself, or where this step is recorded a function that records it."""
+        return execute if self._timings is None else _timed(execute, self._timings, self._clock.now)
+
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Record what ends a step: a reduction, the optimiser, the loss."""
+        timings = self._timings
+        if timings is None:
+            yield
+            return
+        begin = self._clock.now()
+        yield
+        timings.append(Timing(name, name, begin, self._clock.now()))
+
+    def end(self) -> list[Event]:
+        """The step is over: what all ranks recorded of it, on rank 0; empty on the others and where nothing was. Collective."""
+        timings, self._timings = self._timings, None
+        if timings is None:
+            return []
+        mine = [
+            Event(MEASURED, self._rank, self.stage, self._step, t.name, t.kind, self._at(t.begin), self._at(t.end))
+            for t in timings
+        ]
+        gathered: list[Any] | None = [None] * torch.distributed.get_world_size() if self._rank == 0 else None
+        with self._watchdog.waiting("the recorded steps of all ranks", counts=False):
+            torch.distributed.gather_object(mine, gathered, group=self._group)
+        return [Event(*event) for events in gathered or () for event in events]
+
+    def cost_of_one(self) -> float:
+        """Measured seconds that recording one event takes."""
+        action = Action.from_text("0F0.0")
+        execute = _timed(_nothing, [], self._clock.now)
+        started = time.perf_counter()
+        for _ in range(_CALIBRATION):
+            execute(action)
+        return (time.perf_counter() - started) / _CALIBRATION
+
+    def _at(self, mark: Any) -> float:
+        return self._zero + self._clock.seconds(mark, self._start)
+
+    def _zero_of_all(self, at: float) -> float:
+        """What this rank's clock showed when the recorder's time was zero.
+
+        Processes of one host share a clock. Those of several have none in common: their times count from the moment in which
+        they left the barrier.
+        """
+        said: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(said, (platform.node(), at), group=self._group)
+        one_host = len({host for host, _ in said}) == 1
+        return float(said[0][1]) if one_host else at
+
+
+class TraceFile:
+    """The trace that ``token_pipeline.trace_path`` asks for.
+
+    Args:
+        path: of the Chrome trace; written whole by rank 0 after the last of the steps, or at :meth:`close`; None: none.
+        steps: first and last step, counted from 1 as in the log; None: the third to the fifth of this run.
+        about: goes into the file's metadata.
+    """
+
+    def __init__(self, path: str | None, steps: tuple[int, int] | None, about: dict[str, Any]) -> None:
+        self._path, self._steps, self._about = path, steps, about
+        self._events: list[Event] = []
+        self._done = path is None
+
+    def describe(self, **about: Any) -> None:
+        """Change what the file's metadata says of the steps that come."""
+        self._about.update(about)
+
+    def wants(self, step: int) -> bool:
+        """Whether the step is to be recorded."""
+        if self._done:
+            return False
+        if self._steps is None:
+            self._steps = (step + DEFAULT_STEPS[0] - 1, step + DEFAULT_STEPS[1] - 1)
+        first, last = self._steps
+        if step > last:
+            self._done = True
+            logger.warning(
+                "token_pipeline.trace_steps: got [%d, %d], but this run is at step %d already", first, last, step
+            )
+        return first <= step <= last
+
+    def keep(self, events: Sequence[Event]) -> None:
+        """Keep events that come between two steps."""
+        if not self._done:
+            self._events += events
+
+    def add(self, step: int, events: Sequence[Event], cost_of_one: float) -> None:
+        """Keep the events of a step (those of all ranks, on rank 0), and write the file after the last one."""
+        if self._steps is None or self._done:
+            return
+        if events:
+            self._events += events
+            self._about.update(_overhead([event for event in events if event.rank == 0], cost_of_one))
+        if step >= self._steps[1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what there is, if that has not happened yet."""
+        if self._path is not None and self._events and not self._done:
+            steps = sorted({event.step for event in self._events})
+            try:
+                write(self._path, self._events, self._about)
+                logger.info(
+                    "trace of steps %d to %d written to %s%s", steps[0], steps[-1], self._path, self._overhead_text()
+                )
+            except OSError as error:
+                logger.error("token_pipeline.trace_path: cannot write %s (%s)", self._path, error.strerror or error)
+        self._done = True
+        self._events = []
+
+    def _overhead_text(self) -> str:
+        if "overhead" not in self._about:
+            return ""  # there is nothing but what came between two steps
+        share, events, seconds = (self._about[key] for key in ("overhead", "events_per_step", "seconds_per_event"))
+        return f"; recording took {share:.3%} of a step ({events} events of {1e6 * seconds:.1f} us)"
+
+
+def _overhead(events: Sequence[Event], cost: float) -> dict[str, float]:
+    """What recording a step cost one rank."""
+    seconds = max(event.end for event in events) - min(event.start for event in events)
+    return {
+        "events_per_step": len(events),
+        "seconds_per_event": cost,
+        "overhead": len(events) * cost / max(seconds, 1e-9),
+    }
+
+
+def _timed(execute: Execute, timings: list[Timing], now: Callable[[], Any]) -> Execute:
+    def timed(action: Action) -> None:
+        begin = now()
+        execute(action)
+        timings.append(Timing(str(action), str(action.op), begin, now()))
+
+    return timed
+
+
+def _nothing(action: Action) -> None:
+    pass

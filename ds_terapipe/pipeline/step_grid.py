@@ -1,0 +1,34 @@
+"""The schedule of a step, made and proven once per shape of a step."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ds_terapipe.schedule import (
+    Action,
+    Placement,
+    forward_only,
+    order,
+    validate,
+    with_messages,
+    with_weight_gradients,
+)
+
+FORWARD_ONLY = "forward_only"
+
+
+@lru_cache(maxsize=32)
+def grid_of_step(
+    name: str, placement: Placement, slices: tuple[int, ...], deferring: tuple[int, ...] = ()
+) -> tuple[tuple[Action, ...], ...]:
+    """The validated grid of schedule ``name`` (``forward_only`` for evaluation) for ``slices[m]`` slices of micro-batch ``m``.
+
+    ``deferring``: the stages whose weight gradients are made once per micro-batch, as actions of their own. Returns one row of
+    actions per place, sends and receives included.
+    """
+    computed = forward_only(placement, slices) if name == FORWARD_ONLY else order(name, placement, slices)
+    grid = with_messages(computed, placement)
+    if deferring and max(slices) > 1:
+        grid = with_weight_gradients(grid, placement, deferring)
+    validate(grid, slices, name, placement)
+    return tuple(tuple(row) for row in grid)

@@ -1,0 +1,1 @@
+"""Between ranks: messages of slices, what all agree on, and who waits for whom."""

@@ -1,0 +1,190 @@
+"""What all ranks agree on before a step: that nobody has failed, and how long the sequences are.
+
+The first stage announces one header per step; an error on any rank is raised on every rank, so nobody is left waiting. What a
+step costs is one reduction of a few words, whatever the number of ranks: only where ranks differ do they say what they have.
+Runs over a gloo group of its own (host memory, own timeout), whatever the backend of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed
+
+from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.pipeline.transport.watchdog import Watchdog, bounded_group
+from ds_terapipe.schedule import Placement
+
+_MOST = 2**62  # words that nobody has said are this, at the lowest
+
+
+class Header(NamedTuple):
+    """A step as the first stage announces it: per micro-batch the sequence length and a checksum of its shapes.
+
+    ``everywhere`` are the lengths in all pipelines of the job, each once: what all ranks decide together is decided by them.
+    """
+
+    lengths: tuple[int, ...]
+    signatures: tuple[int, ...]
+    everywhere: tuple[int, ...] = ()
+
+
+class Consensus:
+    """Agreement between all ranks of the job.
+
+    Args:
+        watchdog: bounds the waits.
+        pipelines: global ranks of every pipeline of the job, by place.
+        config_hash: of everything that must be the same on all ranks.
+
+    ``group`` is a gloo group of all ranks, whose operations end in time.
+    """
+
+    def __init__(self, watchdog: Watchdog, pipelines: Sequence[Sequence[int]], config_hash: int) -> None:
+        self._watchdog, self.config_hash = watchdog, config_hash
+        self.group = bounded_group(None, watchdog.timeout_s, backend="gloo")
+        self.set_pipelines(pipelines)
+
+    def set_pipelines(self, pipelines: Sequence[Sequence[int]]) -> None:
+        """From now on the job's pipelines are these; as in the class."""
+        self._pipelines = [list(ranks) for ranks in pipelines]
+        self._mine = next(ranks for ranks in self._pipelines if torch.distributed.get_rank() in ranks)
+
+    def announce(
+        self, placement: Placement, header: Header | None, micro_batches: int, error: BaseException | None = None
+    ) -> Header:
+        """Exchange the header of a step; collective.
+
+        Args:
+            placement: of the model's stages.
+            header: what this rank read from the data; that of the first stage counts, that of the last must not differ.
+            micro_batches: how many there are in the step.
+            error: what kept this rank from preparing the step.
+
+        Returns:
+            The header of this rank's pipeline.
+
+        Raises:
+            The error of the rank that has one, on every rank; ConfigError when the ranks' configurations differ, or the
+            lengths of inputs and labels.
+        """
+        header = header or Header((0,) * micro_batches, (0,) * micro_batches)
+        is_first = torch.distributed.get_rank() == self._mine[placement.first_place]
+        uniform = len(set(zip(header.lengths, header.signatures, strict=True))) <= 1
+        # of what others than first stages know nothing, or no more than the length, they say nothing
+        lengths = set(header.lengths) - {0}
+        signatures = set(header.signatures) if is_first else set()
+        said = (int(error is not None), self.config_hash, micro_batches, int(not uniform))
+        lows, highs = self._extremes(
+            [(word, word) for word in said]
+            + [(min(x, default=_MOST), max(x, default=0)) for x in (lengths, signatures)],
+            "all ranks to start the step",
+        )
+        if highs[0]:
+            self._raise_everywhere(error)
+        if lows[1:3] != highs[1:3]:
+            self._raise_different(micro_batches)
+        if lows[3:] == highs[3:] and uniform:
+            return Header((highs[4],) * micro_batches, (highs[5],) * micro_batches, (highs[4],))
+        rows = self._gather(
+            [*header.lengths, *header.signatures], torch.int64, "all ranks to announce their sequence lengths"
+        )
+        headers = [Header(tuple(row[:micro_batches]), tuple(row[micro_batches:])) for row in rows]
+        for ranks in self._pipelines:  # every rank looks at every pipeline: all raise, or none
+            _check_labels(headers[ranks[placement.first_place]], headers[ranks[placement.last_place]])
+        firsts = [ranks[placement.first_place] for ranks in self._pipelines]
+        everywhere = {length for rank in firsts for length in headers[rank].lengths}
+        return headers[self._mine[placement.first_place]]._replace(everywhere=tuple(sorted(everywhere)))
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise, on every rank, the error that any rank has; collective."""
+        failed = int(error is not None)
+        _, (any_failed,) = self._extremes([(failed, failed)], "all ranks to look at the model")
+        if any_failed:
+            self._raise_everywhere(error)
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        """What rank 0 decides, or the error that keeps it from deciding, on every rank; collective."""
+        error, said = None, [None]
+        if torch.distributed.get_rank() == 0:
+            try:
+                said = [decision()]
+            except Exception as problem:
+                error = problem
+        self.agree(error)
+        with self._watchdog.waiting("rank 0 to decide"):
+            torch.distributed.broadcast_object_list(said, 0, group=self.group)
+        return said[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Any value of every rank, by global rank; collective."""
+        values: list[Any] = [None] * torch.distributed.get_world_size()
+        with self._watchdog.waiting("the figures of all ranks"):
+            torch.distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+    def collect(self, value: float) -> list[float]:
+        """The value of every rank, by global rank; collective."""
+        return [row[0] for row in self._gather([value], torch.float64, "the figures of all ranks")]
+
+    def _raise_different(self, micro_batches: int) -> NoReturn:
+        """Ranks have other settings, or numbers of micro-batches: say which."""
+        rows = self._gather([self.config_hash, micro_batches], torch.int64, "all ranks to say how they are configured")
+        rank, row = next((rank, row) for rank, row in enumerate(rows) if row != rows[0])
+        if row[0] != rows[0][0]:
+            raise ConfigError(
+                f"token_pipeline: got other settings on rank {rank} than on rank 0, must be the same on all, use one file"
+            )
+        raise ConfigError(
+            f"gradient_accumulation_steps: got {row[1]} micro-batches on rank {rank} and {rows[0][1]} on rank 0, must be the "
+            "same on all, use one file"
+        )
+
+    def _extremes(self, words: Sequence[tuple[int, int]], what: str) -> tuple[list[int], list[int]]:
+        """Of all ranks' words, (lowest, highest) each, the lowest and the highest."""
+        both = torch.tensor([*(-low for low, _ in words), *(high for _, high in words)], dtype=torch.int64)
+        with self._watchdog.waiting(what):
+            torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=self.group)
+        return (-both[: len(words)]).tolist(), both[len(words) :].tolist()
+
+    def _gather(self, words: Sequence[Any], dtype: torch.dtype, what: str) -> list[list[Any]]:
+        mine = torch.tensor(words, dtype=dtype)
+        table = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+        with self._watchdog.waiting(what):
+            torch.distributed.all_gather(table, mine, group=self.group)
+        return [row.tolist() for row in table]
+
+    def _raise_everywhere(self, error: BaseException | None) -> NoReturn:
+        messages: list[tuple[str, str] | None] = [None] * torch.distributed.get_world_size()
+        mine = None if error is None else (type(error).__name__, str(error))
+        with self._watchdog.waiting("the errors of the other ranks"):
+            torch.distributed.all_gather_object(messages, mine, group=self.group)
+        raise _restore(messages) if error is None else error
+
+
+def _check_labels(inputs: Header, labels: Header) -> None:
+    if any(labels.lengths) and labels.lengths != inputs.lengths:
+        got, wanted = (shown(sorted(set(header.lengths))) for header in (labels, inputs))
+        raise ConfigError(
+            f"token_pipeline.cut: got labels of {got} tokens for inputs of {wanted}, must be the same, use e.g. "
+            '"cut": {"labels": [1]} if another dimension is the sequence'
+        )
+
+
+def _restore(messages: Sequence[tuple[str, str] | None]) -> Exception:
+    rank, (kind, text) = next((rank, message) for rank, message in enumerate(messages) if message is not None)
+    text = " ".join(text.split())
+    if kind == "StopIteration":
+        return StopIteration(text)
+    return ConfigError(text) if kind == "ConfigError" else RuntimeError(f"rank {rank} failed: {kind}: {text}")
+
+
+def error_of(action: Callable[[], Any]) -> Exception | None:
+    """What it raises, for :meth:`Consensus.agree`."""
+    try:
+        action()
+    except Exception as error:  # whatever a user's layer or file raises
+        return error
+    return None

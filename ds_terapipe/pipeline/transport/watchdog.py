@@ -1,0 +1,374 @@
+"""Every wait of a stage for another: timed, bounded, and explained when it fails.
+
+A wait that fails or lasts too long ends in a report that says who waited for whom and for what, with the schedule's grid and
+the action each stage is at. Ranks learn each other's whereabouts from the process group's store, where a thread of each
+process writes its own down about once a second; so also that of a process which is no longer there.
+
+Where a device has streams, a wait for a message is the stream's and the host goes on: a wait that blocked the host would keep
+it from launching what comes next. Then the same thread watches the stream itself: every wait leaves a mark behind it, the first
+mark that the stream has not reached tells at which action the stage is, and a stream that reaches none for ``timeout_s`` is
+reported as a host's wait would be.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+
+from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.transport.stream import Mark
+from ds_terapipe.schedule import Action, grid_text
+
+logger = logging.getLogger(__name__)
+
+_PUBLISH_EVERY_S = 1.0
+_SILENT_AFTER_S = 2.5  # in which every living process publishes at least once
+_READ_WITHIN_S = 2.0
+_GRACE_S = 5.0  # what the wait itself gets to fail by its own timeout, before the watching thread ends the process
+_LAST_RESORT_S = 60.0
+_LISTED_OUTSIDE = 8  # ranks of other pipelines that a report names
+_EXIT_CODE = 70  # EX_SOFTWARE
+
+
+class PipelineStalled(RuntimeError):
+    """A stage waited for another that died, or that did not answer within ``token_pipeline.timeout_s``."""
+
+
+class Waiting(NamedTuple):
+    """A wait that is going on: for what, and since when (``time.monotonic``)."""
+
+    what: str
+    since: float
+
+
+class _Passed(NamedTuple):
+    """A wait that the stream has been given: the mark behind it, for what, when, and at which step and action of which grid."""
+
+    mark: Mark
+    what: str
+    since: float
+    step: int
+    action: int
+    grid: Sequence[Sequence[Action]]
+
+
+class Position(NamedTuple):
+    """What a rank last said of itself: when (``time.time``), in which step, at which action, and doing what."""
+
+    written: float
+    step: int
+    action: int
+    note: str = ""
+    ended: bool = False  # the note says why
+
+    def to_text(self) -> str:
+        """One line; :meth:`from_text` is its inverse."""
+        return f"{self.written:.3f} {self.step} {self.action} {int(self.ended)} {self.note}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Position:
+        """Raises ValueError for anything but a text of :meth:`to_text`."""
+        written, step, action, ended, note = text.split(" ", 4)
+        return cls(float(written), int(step), int(action), note, bool(int(ended)))
+
+
+class Positions:
+    """The table of all ranks' positions in the process group's store.
+
+    The process that holds the store may be the very one that died or stopped: nothing here waits for it longer than about
+    two seconds, and after the first failure it is left alone.
+    """
+
+    def __init__(self, store: Any, rank: int, engine: int = 0) -> None:
+        self._store, self._rank = store.clone(), rank  # a connection of its own: the other one may be in use for long
+        self._table = f"ds_terapipe/position/{engine}"
+        self._lost = False
+
+    def publish(self, position: Position) -> None:
+        """Write this rank's position down; no answer is waited for."""
+        if self._lost:
+            return
+        try:
+            self._store.set(self._key(self._rank), position.to_text())
+        except (RuntimeError, OSError) as error:  # the store's host is gone: the wait itself will say so
+            self._lost = True
+            logger.debug("can't publish the position: %s", error)
+
+    def read(self, ranks: Sequence[int]) -> dict[int, Position] | None:
+        """The positions of those of ``ranks`` that have published one; None when the store does not answer."""
+        found: dict[int, Position] = {}
+        done, store = threading.Event(), self._store
+
+        def look() -> None:
+            for rank in ranks:
+                try:
+                    if store.check([self._key(rank)]):
+                        found[rank] = Position.from_text(store.get(self._key(rank)).decode())
+                except ValueError:
+                    continue
+                except (RuntimeError, OSError):
+                    return
+            done.set()
+
+        if self._lost:
+            return None
+        reader = threading.Thread(target=look, name="ds_terapipe-positions", daemon=True)
+        reader.start()
+        reader.join(_READ_WITHIN_S)
+        self._lost = not done.is_set()
+        return None if self._lost else found
+
+    def close(self) -> None:
+        """Give the connection up; nothing is published or read any more."""
+        self._lost, self._store = True, None
+
+    def _key(self, rank: int) -> str:
+        return f"{self._table}/{rank}"
+
+
+_engines = itertools.count()  # of this process; all ranks make theirs in one order
+
+
+class Watchdog:
+    """Knows what this rank is doing and waits for.
+
+    Args:
+        seat: where this rank is in its pipeline; a step may begin on another (:meth:`begin`).
+        timeout_s: longest wait, in seconds.
+        new_mark: puts a mark on the device's current stream; None where the host waits for messages.
+    """
+
+    def __init__(self, seat: Seat, timeout_s: float, new_mark: Callable[[], Mark] | None = None) -> None:
+        self.timeout_s = timeout_s
+        self._new_mark = new_mark
+        self._marks: deque[_Passed] = deque()  # those that the stream has not come to, as far as is known
+        self._marks_lock, self._progress = threading.Lock(), 0.0
+        self.waited_s = 0.0
+        self._seat, self._rank = seat, seat.ranks[seat.place]
+        self._world_size = torch.distributed.get_world_size()
+        self._grid: Sequence[Sequence[Action]] = ()
+        self._step, self._index = 0, 0
+        self._waiting: Waiting | None = None
+        self.ended = ""  # why this rank's steps came to no end
+        self._positions = Positions(_get_default_store(), self._rank, next(_engines))
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ds_terapipe-watchdog", daemon=True)
+        self._thread.start()
+        # a thread that is inside the store when the interpreter goes down would take the process with it
+        atexit.register(self.close)
+
+    def begin(self, step: int, grid: Sequence[Sequence[Action]], seat: Seat) -> None:
+        """A new step starts, with the schedule ``grid``, on this seat; the time waited counts from zero again."""
+        self._step, self._grid, self._index, self._seat, self.waited_s = step, grid, 0, seat, 0.0
+
+    def at(self, index: int) -> None:
+        """This stage has come to action ``index`` of its row of the grid."""
+        self._index = index
+
+    @contextmanager
+    def waiting(self, what: str, *, counts: bool = True) -> Iterator[None]:
+        """A blocking wait for other processes; ``what`` completes "waited for". Raises PipelineStalled when it fails.
+
+        ``counts``: whether the time is waiting and nothing else, and belongs to ``waited_s``.
+        """
+        outer, mine = self._waiting, Waiting(what, time.monotonic())
+        self._waiting = mine
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, PipelineStalled) or not _is_communication(error):
+                raise
+            self._waiting = None  # the report takes its time
+            raise PipelineStalled(self._report(mine, _first_line(error))) from error
+        finally:
+            if counts and outer is None:
+                self.waited_s += time.monotonic() - mine.since
+            self._waiting = outer
+
+    def making_groups(self) -> AbstractContextManager[None]:
+        """Around the making of groups by all ranks, none of which is still busy with something else.
+
+        Torch waits half an hour for a rank that has died before it came to its group.
+        """
+        return self.waiting("all ranks to make their groups", counts=False)
+
+    @property
+    def group_timeout_s(self) -> float:
+        """The limit of a process group whose messages this watchdog waits for.
+
+        Only the host's waits end by it. A stream's are ended by the thread; the group's own watchdog counts from the time at
+        which a message was issued, which for a receive is long before anybody waits for it, and is the last resort.
+        """
+        return self.timeout_s if self._new_mark is None else 2 * self.timeout_s + _LAST_RESORT_S
+
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for one message: the host does, or, where there are streams, the current stream."""
+        if self._new_mark is None:
+            self.wait_on_host(work, what)
+            return
+        with self.waiting(what):
+            work.wait()
+        passed = _Passed(self._new_mark(), what, time.monotonic(), self._step, self._index, self._grid)
+        self._drop_reached()  # a mark may keep something alive, so none is kept for longer than it takes
+        with self._marks_lock:
+            self._marks.append(passed)
+
+    def wait_on_host(self, work: Any, what: str) -> None:
+        """Wait for one message, and return when it is there."""
+        with self.waiting(what):
+            work.wait(timedelta(seconds=self.timeout_s))
+
+    def _drop_reached(self) -> _Passed | None:
+        """Forget the marks that the stream has come to; the first that it has not come to."""
+        with self._marks_lock:
+            while self._marks and self._marks[0].mark.is_completed():
+                self._marks.popleft()
+                self._progress = time.monotonic()
+            return self._marks[0] if self._marks else None
+
+    def _late(self) -> Waiting | None:
+        """What the stream has waited for, longer than it may."""
+        first = self._drop_reached()
+        if first is None:
+            return None
+        since = max(first.since, self._progress)
+        return Waiting(first.what, since) if time.monotonic() - since > self.timeout_s else None
+
+    def _where(self) -> tuple[int, int, Sequence[Sequence[Action]]]:
+        """Step, action and grid that this stage is at: the host's, or the stream's, which may be far behind."""
+        first = self._drop_reached()
+        return (self._step, self._index, self._grid) if first is None else (first.step, first.action, first.grid)
+
+    def failed(self, error: BaseException) -> None:
+        """This rank's step ends with an error: whoever waits for it will read why."""
+        if not self.ended:
+            self._end(f"failed: {type(error).__name__}: {_first_line(error)}")
+
+    def close(self) -> None:
+        """End the watching thread."""
+        self._closed.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_READ_WITHIN_S)
+        if not self._thread.is_alive():
+            self._positions.close()
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        self._publish()
+        while not self._closed.wait(_PUBLISH_EVERY_S):
+            self._publish()
+            waiting, late = self._waiting, self._late()
+            if waiting is not None and time.monotonic() - waiting.since > self.timeout_s + _GRACE_S:
+                late = waiting  # the main thread is inside a collective of a group with a longer timeout
+            if late is not None:  # nothing can wake the main thread, or the stream
+                logger.error("%s", self._report(late, "no answer"))
+                sys.stderr.flush()
+                os._exit(_EXIT_CODE)
+
+    def _publish(self) -> None:
+        waiting, note = self._waiting, self.ended
+        if not note and waiting is not None:
+            note = f"waits {time.monotonic() - waiting.since:.1f} s for {waiting.what}"
+        step, action, _ = self._where()
+        self._positions.publish(Position(time.time(), step, action, note, bool(self.ended)))
+
+    def _end(self, note: str) -> None:
+        self.ended = note
+        self._publish()
+
+    def _report(self, waiting: Waiting, reason: str) -> str:
+        seconds = time.monotonic() - waiting.since
+        step, action, grid = self._where()
+        seat = self._seat
+        first = (
+            f"rank {self._rank} ({seat.name}) waited {seconds:.1f} s for {waiting.what} in step {step}: {reason} "
+            f"(token_pipeline.timeout_s is {self.timeout_s:g})"
+        )
+        if self.ended:
+            return first
+        logger.error("%s", first)  # at once: a launcher that saw a process die ends the others within a moment
+        self._end(f"gave up waiting for {waiting.what}: {reason}")
+        known, silent = self._observe()
+        lines, at = [first], {seat.place: action}
+        if known is None:
+            lines.append("  positions unknown: the process with the store (rank 0, or the launcher) does not answer")
+            known = {}
+        else:
+            lines += self._outside(known, silent)
+            others = [(seat.at(place).name, rank) for place, rank in enumerate(seat.ranks) if place != seat.place]
+            lines += [_describe(rank, known.get(rank), rank in silent, where) for where, rank in others]
+        for place, rank in enumerate(seat.ranks):
+            if rank in known and known[rank].step == step:
+                at[place] = known[rank].action
+        if grid:
+            lines.append(grid_text(grid, at=at, placement=seat.placement))
+        return "\n".join(lines)
+
+    def _outside(self, known: Mapping[int, Position], silent: Collection[int]) -> list[str]:
+        """Those ranks of other pipelines that ended or fell silent: what all ranks wait for may be one of them."""
+        odd = [rank for rank in known if rank not in self._seat.ranks and (rank in silent or known[rank].ended)]
+        return [_describe(rank, known[rank], rank in silent) for rank in odd[:_LISTED_OUTSIDE]]
+
+    def _observe(self) -> tuple[dict[int, Position] | None, set[int]]:
+        """All ranks' positions, and who has stopped publishing. Two looks tell; clocks of other machines do not.
+
+        Whoever has the store may be done with its own report between the two: then the first look is what is known.
+        """
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        before = self._positions.read(others)
+        if before is None or any(position.ended for position in before.values()):
+            return before, set()
+        time.sleep(_SILENT_AFTER_S)
+        after = self._positions.read(others)
+        if after is None:
+            return before, set()
+        return after, {rank for rank, position in after.items() if position == before.get(rank)}
+
+
+def _describe(rank: int, position: Position | None, silent: bool, seat: str = "") -> str:
+    where = f"  rank {rank}" + (f" ({seat})" if seat else "")
+    if position is None:
+        return f"{where}: position unknown"
+    text = f"{where}: last seen in step {position.step}, action {position.action}"
+    if position.note:
+        text += f", {position.note}"
+    return f"{text}; no sign of life for {_SILENT_AFTER_S} s" if silent else text
+
+
+def _first_line(error: BaseException) -> str:
+    line = next(iter(str(error).splitlines()), "")
+    line = re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo begins with the place in its source
+    return line.split(". This is typically caused by")[0][:300]
+
+
+def bounded_group(ranks: Sequence[int] | None, timeout_s: float, backend: str | None = None) -> Any:
+    """A new process group whose operations end after ``timeout_s``; collective. ``ranks`` None: all of the job.
+
+    Its creation has the job's own timeout: processes may come to it long after each other.
+    """
+    group = torch.distributed.new_group(ranks, backend=backend)
+    if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return group
+
+
+def _is_communication(error: RuntimeError) -> bool:
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "timed out", "connection", "socket"))

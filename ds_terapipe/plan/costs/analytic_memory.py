@@ -1,0 +1,72 @@
+"""What a micro-batch takes on each stage, from the shapes of the model, before anything was measured.
+
+Counted for a layer of 16-bit numbers without recomputation, as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1): the
+inputs of both norms, of query-key-value, of the attention's projection and of both MLP matrices, queries, keys and values, the
+input of the activation function, and two dropout masks of a byte. For H hidden, T tensor-parallel devices and the standard
+shape that is H (10 + 24 / T) bytes per token. The scores of attention are not kept: the engine's attention makes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_terapipe.plan.costs.hardware import Model
+from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory
+
+_HALF, _FULL = 2.0, 4.0  # bytes of a 16-bit and of a 32-bit number
+# bytes per parameter: in 16 bit; Adam's weight and two moments in 32 (arXiv 1910.02054, 3.1)
+WEIGHT, GRADIENT, OPTIMIZER = 2.0, 2.0, 12.0
+
+
+def analytic_memory(model: Model, layers: Sequence[int], tensor_parallel: int = 1, sequences: int = 1) -> MemoryModel:
+    """The memory of micro-batches of ``sequences`` sequences; ``fixed`` is 0, see `fixed_bytes`.
+
+    Args:
+        model: its layers; with a vocabulary also the logits and their 32-bit copy on the last stage.
+        layers: number of Transformer layers of each stage.
+        tensor_parallel: devices that share each layer.
+        sequences: in a micro-batch.
+    """
+    last = len(layers) - 1
+    hidden, ffn, groups = model.hidden_size, model.ffn_hidden_size or 4 * model.hidden_size, model.num_query_groups
+    attention = model.attention_size / tensor_parallel
+    keys = 2 * attention * (groups or model.num_attention_heads) / model.num_attention_heads
+    inner, gates = ffn / tensor_parallel, 2 if model.swiglu else 1
+    # norms, inputs of the first matrix of attention and MLP; masks
+    whole = 4 * hidden * _HALF + 2 * hidden
+    # queries, keys and values in one tensor; input of the projection; input of the activation function and of the last matrix
+    shared = (2 * attention + keys + (gates + 1) * inner) * _HALF
+    inputs = 2 * hidden + attention + inner
+    gradients = (attention + keys) + hidden + gates * inner + hidden
+    logits = (_HALF + _FULL) * model.vocab_size / tensor_parallel
+    stages = []
+    for stage, count in enumerate(layers):
+        stages.append(
+            StageMemory(
+                activations=sequences * (count * (whole + shared) + (logits if stage == last else 0.0)),
+                keys_values=sequences * count * keys * _HALF,
+                key_value_gradients=sequences * count * keys * _FULL,
+                weight_gradients=sequences * count * (inputs + gradients) * _HALF,
+                received=sequences * hidden * _HALF if stage > 0 else 0.0,
+                sent=sequences * hidden * _HALF if stage < last else 0.0,
+            )
+        )
+    return MemoryModel(tuple(stages))
+
+
+def fixed_bytes(
+    model: Model, layers: Sequence[int], tensor_parallel: int = 1, optimizer_shards: int = 1
+) -> tuple[float, ...]:
+    """Weights, gradients and Adam's state of each stage, in bytes of one device.
+
+    Args:
+        model, layers, tensor_parallel: as in `analytic_memory`; a vocabulary's table is on the first and the last stage.
+        optimizer_shards: replicas that share the optimiser's state (ZeRO stage 1).
+    """
+    last = len(layers) - 1
+    each = WEIGHT + GRADIENT + OPTIMIZER / optimizer_shards
+    table = model.hidden_size * model.vocab_size
+    return tuple(
+        each * (count * model.layer_parameters + (table if stage in (0, last) else 0)) / tensor_parallel
+        for stage, count in enumerate(layers)
+    )

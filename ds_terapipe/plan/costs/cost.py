@@ -1,0 +1,415 @@
+"""How long a slice takes on a stage: what every cost model offers, and the one that is fitted to measurements.
+
+A slice is ``length`` tokens after a context of ``context`` tokens. TeraPipe (arXiv 2102.07988, section 3.3) writes its time as
+t(l, 0) + a0 + a1 l + a2 c + a3 l c. Here t(l, 0) is any curve that does not fall, linear between the measured lengths, and
+the context's part vanishes at context 0, as it must: t(l, c) = t(l, 0) + a2 c + a3 l c with a2, a3 >= 0. So more tokens or
+more context never take less time, whatever the noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.plan.costs.fit import nonnegative_least_squares
+from ds_terapipe.plan.costs.layers import LayerSeconds
+from ds_terapipe.plan.costs.memory import MemoryModel, model_dict, model_from
+from ds_terapipe.plan.files import Fields, read_json, write_json
+from ds_terapipe.plan.placed import placement_from
+from ds_terapipe.schedule import Placement
+
+FORMAT = "ds_terapipe costs 1"
+_OVERHEAD, _LIMIT = "overhead_s", "memory_limit_bytes"
+Tokens = TypeVar("Tokens", float, NDArray[np.float64])
+"""A number of tokens, or an array of them: seconds have its shape."""
+
+
+class Cost(Protocol):
+    """The times of a pipeline's stages, in seconds, for a micro-batch of ``sequences`` sequences.
+
+    Lengths and contexts are tokens of one sequence. Both may be arrays, which broadcast; the answer has their shape.
+    """
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in a micro-batch."""
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence, in tokens, that is known about."""
+
+    def forward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
+        """Forward of one slice."""
+
+    def backward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
+        """Backward of one slice, without the weight gradients where those are made once per micro-batch."""
+
+    def weights(self, stage: int, length: Tokens) -> Tokens:
+        """The weight gradients of a whole sequence of ``length`` tokens; 0 where each backward makes its own."""
+
+    def message(self, boundary: int, length: Tokens) -> Tokens:
+        """A slice's activations, or their gradients, from stage ``boundary`` to the next or back."""
+
+
+class Sample(NamedTuple):
+    """One measurement: a slice of ``length`` tokens after ``context`` tokens, in seconds."""
+
+    length: int
+    context: int
+    forward: float
+    backward: float
+
+
+class Curve:
+    """Seconds by number of tokens: the best curve that does not fall, linear between the measured numbers.
+
+    Args:
+        points: pairs (tokens, seconds); several of the same number of tokens are averaged.
+        what: what it is the time of, for errors.
+
+    Raises:
+        ConfigError: no point, or one that is no time.
+    """
+
+    def __init__(self, points: Sequence[tuple[float, float]], what: str) -> None:
+        _check_times(points, what, 1)
+        tokens = np.array([point[0] for point in points], dtype=float)
+        self.points = tuple((int(a), float(b)) for a, b in points)
+        self._what = what
+        self._knots, index = np.unique(tokens, return_inverse=True)
+        steps = (np.arange(len(self._knots))[None, :] <= index[:, None]).astype(float)
+        self._values = np.cumsum(_relative_fit(steps, np.array([point[1] for point in points], dtype=float)))
+
+    def __call__(self, tokens: Tokens) -> Tokens:
+        """Seconds for ``tokens``. Raises ConfigError outside of what was measured."""
+        low, high = float(self._knots[0]), float(self._knots[-1])
+        if np.any(np.asarray(tokens) < low) or np.any(np.asarray(tokens) > high):
+            worst = max(np.max(tokens), high) if np.any(np.asarray(tokens) > high) else np.min(tokens)
+            raise ConfigError(
+                f"{self._what}: got {int(worst)} tokens, must be within the measured {low:g} to {high:g}, measure again"
+            )
+        return _like(tokens, np.interp(tokens, self._knots, self._values))
+
+
+class StageCost:
+    """One stage, from measurements.
+
+    Args:
+        samples: a few dozen; `sample_points` says where.
+        weights: pairs (tokens of the whole sequence, seconds) of the weight gradients, where they are made once per
+            micro-batch.
+        what: the stage's name in errors.
+
+    Raises:
+        ConfigError: no sample at context 0, or one that is no time.
+    """
+
+    def __init__(
+        self, samples: Sequence[Sample], weights: Sequence[tuple[float, float]] = (), what: str = "stage"
+    ) -> None:
+        _check_times([(s.length, t) for s in samples for t in (s.forward, s.backward)], what, 1)
+        self.samples = tuple(samples)
+        self.what = what
+        self._length = np.array([s.length for s in samples], dtype=float)
+        self._context = np.array([s.context for s in samples], dtype=float)
+        if not np.any(self._context == 0) or np.any(self._context < 0):
+            raise ConfigError(f"{what}: got no measurement without context, must have some, measure again")
+        self._knots = np.unique(self._length)
+        self._forward = self._fit(np.array([s.forward for s in samples]))
+        self._backward = self._fit(np.array([s.backward for s in samples]))
+        self._weights = Curve(weights, f"{what}, weight gradients") if weights else None
+
+    def _fit(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Steps of t(l, 0) from one measured length to the next, then a2 and a3."""
+        index = np.searchsorted(self._knots, self._length)
+        steps = (np.arange(len(self._knots))[None, :] <= index[:, None]).astype(float)
+        columns = np.column_stack([steps, self._context, self._context * self._length])
+        return _relative_fit(columns, seconds)
+
+    def forward(self, length: Tokens, context: Tokens) -> Tokens:
+        """Seconds of a slice's forward. Raises ConfigError outside of what was measured."""
+        return self._evaluate(self._forward, length, context)
+
+    def backward(self, length: Tokens, context: Tokens) -> Tokens:
+        """Seconds of a slice's backward. Raises ConfigError outside of what was measured."""
+        return self._evaluate(self._backward, length, context)
+
+    def weights(self, length: Tokens) -> Tokens:
+        """Seconds of the weight gradients of a whole sequence; 0 where none were measured."""
+        return 0.0 * length if self._weights is None else self._weights(length)
+
+    @property
+    def weight_points(self) -> tuple[tuple[int, float], ...]:
+        """The measured weight gradients, as given."""
+        return () if self._weights is None else self._weights.points
+
+    @property
+    def max_length(self) -> int:
+        """The longest measured sequence: context and slice together."""
+        return int(np.max(self._length + self._context))
+
+    @property
+    def residuals(self) -> tuple[tuple[float, float], ...]:
+        """(fitted - measured) / measured of each sample, forward and backward."""
+        fitted = [(self.forward(s.length, s.context), self.backward(s.length, s.context)) for s in self.samples]
+        return tuple(
+            (float(f) / s.forward - 1, float(b) / s.backward - 1)
+            for (f, b), s in zip(fitted, self.samples, strict=True)
+        )
+
+    def _evaluate(self, fit: NDArray[np.float64], length: Tokens, context: Tokens) -> Tokens:
+        self._check_range(length, context)
+        steps, (by_context, by_both) = fit[:-2], fit[-2:]
+        base = np.interp(length, self._knots, np.cumsum(steps))
+        return _like(length, base + np.asarray(context) * (by_context + by_both * np.asarray(length)))
+
+    def _check_range(self, length: Any, context: Any) -> None:
+        low, high, deepest = self._knots[0], self._knots[-1], np.max(self._context)
+        lengths, contexts = np.broadcast_arrays(length, context)
+        wrong = (lengths < low) | (lengths > high) | (contexts < 0) | (contexts > deepest)
+        if np.any(wrong):
+            first = int(np.argmax(wrong.ravel()))
+            raise ConfigError(
+                f"{self.what}: got a slice of {lengths.ravel()[first]:g} tokens after {contexts.ravel()[first]:g}, must be "
+                f"within the measured {low:g} to {high:g} tokens after at most {deepest:g}, measure again"
+            )
+
+
+class MeasuredCost:
+    """A `Cost` from measurements.
+
+    Args:
+        stage_costs: one per stage; embedding, LM head and loss are in the times of their stages.
+        messages: for each boundary pairs (tokens, seconds) of one message.
+        sequences: sequences in the micro-batch that was measured.
+        measured_on: model, type, device, versions, ...: measurements are used again only where this is the same. Two figures
+            of the run are beside them, ``overhead_s`` and ``memory_limit_bytes``. ``placement``, where it is there, says where
+            the stages were.
+        memory: what tokens of such a micro-batch take on each stage, where that was measured as well.
+        loss: forward and backward seconds of a loss that is made of a whole sequence's outputs, with its last slice on the
+            last stage; zero where the loss is in the times of the slices.
+        layers: what single layers took, where that was measured as well.
+
+    Raises:
+        ConfigError: not a boundary between each two stages.
+    """
+
+    def __init__(
+        self,
+        stage_costs: Sequence[StageCost],
+        messages: Sequence[Sequence[tuple[float, float]]],
+        sequences: int = 1,
+        measured_on: Mapping[str, Any] | None = None,
+        memory: MemoryModel | None = None,
+        loss: tuple[float, float] = (0.0, 0.0),
+        layers: LayerSeconds | None = None,
+    ) -> None:
+        if len(messages) != len(stage_costs) - 1:
+            raise ConfigError(
+                f"costs: got {len(messages)} boundaries of {len(stage_costs)} stages, must be one between each two, measure again"
+            )
+        self.stage_costs = tuple(stage_costs)
+        self.sequences, self.memory, self.loss, self.layers = sequences, memory, loss, layers
+        self.measured_on = dict(measured_on or {})
+        self._messages = [Curve(points, f"messages of boundary {index}") for index, points in enumerate(messages)]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.stage_costs)
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of a step outside of its schedule, 0 where that was not measured."""
+        return float(self.measured_on.get(_OVERHEAD) or 0.0)
+
+    @property
+    def memory_limit(self) -> float | None:
+        """Bytes that were free for activations and buffers on every stage's device, None where nothing limits them."""
+        limit = self.measured_on.get(_LIMIT)
+        return None if limit is None else float(limit)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the stages were; None: one on each place."""
+        return placement_from(Fields(self.measured_on, "costs: measured_on"), self.stages)
+
+    @property
+    def holds_for(self) -> dict[str, Any]:
+        """``measured_on`` without what was measured: another run with the same may use these costs."""
+        return {name: value for name, value in self.measured_on.items() if name not in (_OVERHEAD, _LIMIT)}
+
+    @property
+    def min_length(self) -> int:
+        """The shortest slice that was measured on every stage."""
+        return _known_slices(self.stage_costs)[0]
+
+    @property
+    def max_slice(self) -> int:
+        """The longest slice that was measured on every stage."""
+        return _known_slices(self.stage_costs)[1]
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence that was measured on every stage."""
+        return min(stage.max_length for stage in self.stage_costs)
+
+    def forward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
+        """See `Cost`; raises ConfigError outside of what was measured."""
+        return self._with_loss(stage, length, context, self.stage_costs[stage].forward(length, context), self.loss[0])
+
+    def backward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
+        """See `Cost`; raises ConfigError outside of what was measured."""
+        return self._with_loss(stage, length, context, self.stage_costs[stage].backward(length, context), self.loss[1])
+
+    def _with_loss(self, stage: int, length: Tokens, context: Tokens, seconds: Tokens, loss: float) -> Tokens:
+        """``seconds``, and the loss for the slice that ends a sequence on the last stage."""
+        if stage < self.stages - 1 or not loss:
+            return seconds
+        ends = np.asarray(length) + np.asarray(context) >= self.max_length
+        return _like(length, np.asarray(seconds) + np.where(ends, loss, 0.0))
+
+    def weights(self, stage: int, length: Tokens) -> Tokens:
+        """See `Cost`; raises ConfigError outside of what was measured."""
+        return self.stage_costs[stage].weights(length)
+
+    def message(self, boundary: int, length: Tokens) -> Tokens:
+        """See `Cost`; raises ConfigError outside of what was measured."""
+        return self._messages[boundary](length)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `save` writes: the measurements, from which the fit is made again."""
+        return {
+            "format": FORMAT,
+            "measured_on": self.measured_on,
+            "sequences": self.sequences,
+            "stages": [
+                {
+                    "samples": [list(sample) for sample in stage.samples],
+                    "weights": [list(point) for point in stage.weight_points],
+                    "residuals": [list(pair) for pair in stage.residuals],
+                }
+                for stage in self.stage_costs
+            ],
+            "messages": [{"points": [list(point) for point in curve.points]} for curve in self._messages],
+            "loss": [list(self.loss)],
+            "memory": None if self.memory is None else model_dict(self.memory),
+            "layers": None if self.layers is None else self.layers.to_dict(),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the measurements. Raises ConfigError when the file cannot be written."""
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> MeasuredCost:
+        """Read what `save` wrote. Raises ConfigError, one line with file, field and expectation."""
+        fields = read_json(path, "a measurement", FORMAT)
+        stages = [_stage(block, index) for index, block in enumerate(fields.blocks("stages"))]
+        messages = _boundaries(fields, stages)
+        memory = None
+        if fields.value("memory") is not None:
+            memory = model_from(Fields(fields.block("memory"), fields.path("memory")))
+            if len(memory.stages) != len(stages):
+                raise fields.fail("memory", f"of {len(stages)} stages", "a new measurement")
+        ((forward, backward),) = fields.rows("loss", ("forward", "backward")) if fields.value("loss") else ((0.0, 0.0),)
+        loss = forward, backward
+        about = Fields(fields.block("measured_on"), fields.path("measured_on"))
+        placement, layers = placement_from(about, len(stages)), None
+        if fields.value("layers") is not None:
+            places = len(stages) if placement is None else placement.places
+            layers = LayerSeconds.from_fields(Fields(fields.block("layers"), fields.path("layers")), places)
+        about.number(_OVERHEAD, "e.g. 0", default=0.0)
+        if about.value(_LIMIT) is not None:
+            about.number(_LIMIT, "null for no limit")
+        return cls(stages, messages, fields.count("sequences"), fields.block("measured_on"), memory, loss, layers)
+
+
+def sample_points(total: int, least: int) -> list[tuple[int, int]]:
+    """Where to measure: a few dozen (length, context), so that no slice of ``least`` tokens or more is outside.
+
+    Lengths go up by at most a half from ``least`` to the sequence of ``total`` tokens without context; contexts are tried
+    with short, middle and long slices, up to the deepest that a slice can have.
+
+    Raises:
+        ConfigError: a sequence shorter than the shortest slice.
+    """
+    if not 1 <= least <= total:
+        raise ConfigError(
+            f"least: got {least}, must be from 1 to the sequence length {total}, use e.g. {min(8, total)}"
+        )
+    powers = [least * 2**i for i in range(total.bit_length())]
+    lengths = sorted({n for power in powers for n in (power, 3 * power) if n < total} | {total})
+    points = [(length, 0) for length in lengths]
+    for length in sorted({least, *lengths[len(lengths) // 2 :: 3]} - {total}):
+        deepest = total - length
+        contexts = {deepest // 4 // least * least, deepest // 2 // least * least, deepest} - {0}
+        points += [(length, context) for context in sorted(contexts)]
+    return points
+
+
+def _stage(block: Fields, index: int) -> StageCost:
+    rows = block.rows("samples", Sample._fields)
+    for number, row in enumerate(rows):
+        if row[0] < 1 or row[0] != int(row[0]) or row[1] != int(row[1]) or not (row[2] > 0 and row[3] > 0):
+            raise ConfigError(
+                f"{block.path('samples')}[{number}]: got {list(row)}, must be whole numbers of tokens, at least one, and "
+                "positive seconds, use a new measurement"
+            )
+    samples = [Sample(int(row[0]), int(row[1]), row[2], row[3]) for row in rows]
+    weights = [(row[0], row[1]) for row in block.rows("weights", ("tokens", "seconds"), least=0)]
+    longest = max(sample.length + sample.context for sample in samples)
+    if weights and (max(tokens for tokens, _ in weights) < longest or min(tokens for tokens, _ in weights) < 1):
+        raise block.fail("weights", f"of at least one token and up to {longest}", "a new measurement")
+    try:
+        return StageCost(samples, weights, f"costs of stage {index}")
+    except ConfigError as error:  # it names the stage, not the file
+        raise ConfigError(f"{block.path('samples')}: {error}") from error
+
+
+def _known_slices(stages: Sequence[StageCost]) -> tuple[int, int]:
+    """Tokens of the shortest and of the longest slice that was measured on every stage."""
+    lengths = [[sample.length for sample in stage.samples] for stage in stages]
+    return max(map(min, lengths)), min(map(max, lengths))
+
+
+def _boundaries(fields: Fields, stages: Sequence[StageCost]) -> list[list[tuple[float, float]]]:
+    """The messages of a file: a curve between each two stages that knows all the slices that the stages know."""
+    blocks = fields.blocks("messages", least=len(stages) - 1)
+    if len(blocks) != len(stages) - 1:
+        raise fields.fail("messages", f"{len(stages) - 1} boundaries of {len(stages)} stages", "a new measurement")
+    least, most = _known_slices(stages)
+    found = []
+    for block in blocks:
+        points = [(row[0], row[1]) for row in block.rows("points", ("tokens", "seconds"))]
+        tokens = [point[0] for point in points]
+        if min(tokens) < 1 or min(tokens) > least or max(tokens) < most:
+            raise block.fail("points", f"of at least one token and from {least} to {most}", "a new measurement")
+        found.append(points)
+    return found
+
+
+def _relative_fit(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    # relative errors: a short slice's microseconds count as much as a long one's milliseconds
+    floor = np.maximum(seconds, 1e-9)
+    return nonnegative_least_squares(columns / floor[:, None], seconds / floor)
+
+
+def _check_times(points: Sequence[tuple[float, float]], what: str, least: int) -> None:
+    if len(points) < least:
+        raise ConfigError(f"{what}: got no measurement, must have at least {least}, measure again")
+    for tokens, seconds in points:
+        if not (tokens >= 1 and seconds >= 0 and math.isfinite(seconds)):
+            raise ConfigError(
+                f"{what}: got {seconds} s for {tokens} tokens, must be at least one token and a time, measure again"
+            )
+
+
+def _like(tokens: Tokens, values: Any) -> Tokens:
+    return cast(Tokens, np.asarray(values, dtype=float) if np.ndim(values) else float(values))

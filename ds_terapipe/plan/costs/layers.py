@@ -1,0 +1,97 @@
+"""What single layers took, and whether other stages would be faster: advice, for stages are made before anything is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from ds_terapipe.plan.files import Fields, is_number
+from ds_terapipe.plan.stages import Partition, describe, gain, partition
+
+WORTH = 0.03  # share of the slowest stage's time from which other stages are worth a line
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Forward and backward of each layer over an uncut micro-batch, weight gradients and loss among them.
+
+    What is on one place is a stage here, whatever parts it has.
+
+    Attributes:
+        stages: seconds of the layers of each stage, in order.
+        ends: layers at the beginning and at the end of the model that stay with their neighbour and that sizes of stages do not
+            count: (1, 2) for the embedding, and for the final norm and the head. (0, 0): every layer counts.
+
+    Raises:
+        ConfigError: a stage without a layer that counts.
+    """
+
+    stages: tuple[tuple[float, ...], ...]
+    ends: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        describe(self.movable, self._sizes)
+
+    @property
+    def movable(self) -> list[float]:
+        """Seconds of the layers that count; those at the ends are in their neighbours' times."""
+        layers, (before, after) = list(chain(*self.stages)), self.ends
+        last = len(layers) - after
+        layers[last - 1 :] = [sum(layers[last - 1 :])]
+        layers[: before + 1] = [sum(layers[: before + 1])]
+        return layers
+
+    @property
+    def present(self) -> Partition:
+        """The stages that were measured."""
+        return describe(self.movable, self._sizes)
+
+    @property
+    def best(self) -> Partition:
+        """The stages of which the slowest takes least."""
+        return partition(self.movable, len(self.stages))
+
+    @property
+    def gain(self) -> float:
+        """How much less time the slowest stage would take, as a share."""
+        return gain(self.movable, self._sizes)
+
+    def advice(self, worth: float = WORTH) -> str:
+        """One line where other stages would gain more than ``worth`` in the slowest, else nothing."""
+        if self.gain <= worth:
+            return ""
+        present, best = self.present, self.best
+        if any(self.ends):
+            how = f"pass --stage-layers {best.text}, or to gpt_pipeline layers_per_stage={list(best.layers)}"
+        else:
+            how = f"begin the stages of the PipelineModule at its layers {_starts(best)} in place of {_starts(present)}"
+        return f"{best.text} layers would take {self.gain:.1%} less than {present.text} in the slowest stage: {how}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a file holds it."""
+        return {"stages": [list(stage) for stage in self.stages], "ends": list(self.ends)}
+
+    @classmethod
+    def from_fields(cls, fields: Fields, stages: int) -> LayerSeconds:
+        """The inverse of `to_dict`. Raises ConfigError, one line with file, field and expectation."""
+        rows, ends = fields.value("stages"), fields.value("ends")
+        good = isinstance(rows, list) and len(rows) == stages
+        if not good or not all(isinstance(row, list) and row and all(map(is_number, row)) for row in rows):
+            raise fields.fail("stages", f"the seconds of the layers of {stages} stages", "a new measurement")
+        if not (isinstance(ends, list) and len(ends) == 2 and all(type(end) is int and end >= 0 for end in ends)):
+            raise fields.fail("ends", "two numbers of layers", "a new measurement")
+        if len(rows[0]) <= ends[0] or len(rows[-1]) <= ends[1] or (stages == 1 and len(rows[0]) <= sum(ends)):
+            raise fields.fail("ends", "fewer layers than the first and the last stage have", "a new measurement")
+        return cls(tuple(tuple(map(float, row)) for row in rows), (ends[0], ends[1]))
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        sizes = [len(stage) for stage in self.stages]
+        sizes[0] -= self.ends[0]
+        sizes[-1] -= self.ends[1]
+        return tuple(sizes)
+
+
+def _starts(stages: Partition) -> str:
+    return ", ".join(map(str, stages.boundaries[:-1]))

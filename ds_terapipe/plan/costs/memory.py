@@ -1,0 +1,350 @@
+"""Bytes that a step takes on each place of the pipeline, line by line, at the moment when they are most.
+
+The lines follow what the engine keeps:
+
+- ``activations``: of live units, from a unit's forward to its backward, which lets them go layer by layer;
+- ``keys_values``: K and V of a micro-batch that is cut, allocated whole at its first forward, freed after its last backward;
+- ``key_value_gradients``: dK and dV (fp32), from its first backward to its last;
+- ``weight_gradients``: inputs and output gradients of the linear layers, of a micro-batch's slices from their backward on,
+  kept until its weight gradients are made, where those are made once per micro-batch;
+- ``messages``: memory for the next ones, posted ahead; sent activations until the gradient of their unit comes back, or of a
+  later one; the last few gradients sent;
+- ``working``: what layers take and give back while a unit is computed, known where a step's peak was measured (`calibrated`); the
+  gradient of one weight, which is made before it is added to the others.
+
+A forward-only stage holds a unit's activations only while it computes, K and V until the last slice of a micro-batch went
+forward, and the last few activations sent. Stages on one place add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as dataclass_fields
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.plan.costs.fit import nonnegative_least_squares
+from ds_terapipe.plan.files import Fields
+from ds_terapipe.schedule import (
+    EVAL_SENT_KEPT,
+    POSTED_AHEAD,
+    SENT_KEPT,
+    Action,
+    Grid,
+    Op,
+    Placement,
+    Unit,
+    order,
+    with_weight_gradients,
+)
+
+GIGABYTE = 1e9
+_SINCE = {"working": 0.0, "joined": 0.0, "largest_gradient": 0.0}  # files that were written before have no such lines
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What a stage takes, in bytes per token of a micro-batch (all its sequences together), for all its layers.
+
+    Attributes:
+        activations: what a live unit holds.
+        keys_values: K and V, in the model's type.
+        key_value_gradients: dK and dV.
+        weight_gradients: inputs and output gradients of the linear layers.
+        received, sent: what the boundary before hands over, and the boundary after; 0 at the ends.
+        fixed: bytes that are there whatever the plan: weights, gradients, optimiser; 0 where ``memory_gb`` is what is free
+            beside them.
+        working: what is taken and given back while a unit is computed, per token of this unit.
+        joined: what there is of a cut micro-batch as a whole, e.g. outputs that a loss wants joined, whatever its slices.
+        largest_gradient: bytes of the largest gradient of a weight.
+    """
+
+    activations: float = 0.0
+    keys_values: float = 0.0
+    key_value_gradients: float = 0.0
+    weight_gradients: float = 0.0
+    received: float = 0.0
+    sent: float = 0.0
+    fixed: float = 0.0
+    working: float = 0.0
+    joined: float = 0.0
+    largest_gradient: float = 0.0
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """The memory of all stages.
+
+    Attributes:
+        stages: one for each stage.
+        posted_ahead: messages in each direction for which a stage has memory ready before it needs them.
+        sent_kept: sent gradients that a stage holds until they are taken.
+    """
+
+    stages: tuple[StageMemory, ...]
+    posted_ahead: int = POSTED_AHEAD
+    sent_kept: int = SENT_KEPT
+
+
+class Peaks(NamedTuple):
+    """A step that was measured: tokens of the slices of its micro-batches, and the bytes that each place took at once."""
+
+    lengths: tuple[int, ...]
+    peaks: tuple[float, ...]
+
+
+class MemoryUse(NamedTuple):
+    """Bytes of one place at its peak, by line; they add up to the peak."""
+
+    fixed: float = 0.0
+    activations: float = 0.0
+    keys_values: float = 0.0
+    key_value_gradients: float = 0.0
+    weight_gradients: float = 0.0
+    messages: float = 0.0
+    working: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The peak."""
+        return sum(self)
+
+
+def memory_use(
+    model: MemoryModel,
+    schedule: str,
+    lengths: Sequence[int],
+    micro_batches: int,
+    weights_once: bool = False,
+    placement: Placement | None = None,
+) -> tuple[MemoryUse, ...]:
+    """Peak memory of each place.
+
+    Args:
+        model: what tokens take.
+        schedule: ``terapipe``, ``1f1b``, or any other that `schedule.order` knows.
+        lengths: tokens of each slice; the same for all micro-batches.
+        micro_batches: in a step.
+        weights_once: weight gradients are made once per micro-batch (where it is cut).
+        placement: of the model's stages; None: one on each place.
+
+    Raises:
+        ConfigError: a placement of another number of stages than the model's.
+    """
+    where = Placement.plain(len(model.stages)) if placement is None else placement
+    check_stages(model, len(where.stages))
+    grid: Grid = order(schedule, where, [len(lengths)] * micro_batches)
+    if weights_once and len(lengths) > 1:
+        grid = with_weight_gradients(grid, where)
+    return tuple(_peak(model, where, row, lengths) for row in grid)
+
+
+def calibrated(
+    model: MemoryModel,
+    measured: Sequence[Peaks],
+    schedule: str,
+    micro_batches: int,
+    weights_once: bool = False,
+    placement: Placement | None = None,
+) -> MemoryModel:
+    """The model with what steps took more than it says: ``working`` and ``joined`` of the stages.
+
+    One step says nothing of how the rest grows with slices; it is then all taken for ``working``, which is the careful guess
+    where longer slices come next.
+
+    Args:
+        model: without either.
+        measured: of one or several steps.
+        schedule, micro_batches, weights_once, placement: of all these steps, as in `memory_use`.
+    """
+    places = [place for place, _, _ in (placement or Placement.plain(len(model.stages))).stages]
+    uses = [memory_use(model, schedule, step.lengths, micro_batches, weights_once, placement) for step in measured]
+    more = {
+        place: _line(
+            [float(max(step.lengths)) for step in measured],
+            [float(sum(step.lengths)) if len(step.lengths) > 1 else 0.0 for step in measured],
+            [max(step.peaks[place] - use[place].total, 0.0) for step, use in zip(measured, uses, strict=True)],
+        )
+        for place in set(places)
+    }
+    stages = (
+        replace(stage, working=more[place][0], joined=more[place][1])
+        for stage, place in zip(model.stages, places, strict=True)
+    )
+    return replace(model, stages=tuple(stages))
+
+
+def _line(x: Sequence[float], y: Sequence[float], z: Sequence[float]) -> tuple[float, float]:
+    """Least squares of a x + b y = z, neither below 0; where all x are the same, which says nothing of y, b is 0."""
+    both = np.array([x, y if len(set(x)) > 1 else [0.0] * len(x)]).T
+    a, b = nonnegative_least_squares(both, np.array(z))
+    return float(a), float(b)
+
+
+def check_stages(model: MemoryModel, stages: int) -> None:
+    """Raises ConfigError when the model is not one of so many stages."""
+    if len(model.stages) != stages:
+        raise ConfigError(
+            f"memory: got {len(model.stages)} stages, must be the pipeline's {stages}, use the memory of each stage"
+        )
+
+
+def gigabytes(bytes_: float) -> float:
+    """In units of 1e9 bytes, as ``memory_gb`` counts them."""
+    return bytes_ / GIGABYTE
+
+
+def as_dict(use: MemoryUse) -> dict[str, float]:
+    """The lines of a stage in bytes, and ``total``."""
+    return {**use._asdict(), "total": use.total}
+
+
+def memory_use_from(fields: Fields) -> MemoryUse:
+    """The inverse of `as_dict`. Raises ConfigError, one line with file, field and expectation."""
+    return MemoryUse(*(fields.number(line, default=_SINCE.get(line)) for line in MemoryUse._fields))
+
+
+def model_dict(model: MemoryModel) -> dict[str, Any]:
+    """The model as a file holds it."""
+    return {
+        "stages": [asdict(stage) for stage in model.stages],
+        "posted_ahead": model.posted_ahead,
+        "sent_kept": model.sent_kept,
+    }
+
+
+def model_from(fields: Fields) -> MemoryModel:
+    """The inverse of `model_dict`. Raises ConfigError, one line with file, field and expectation."""
+    names = [each.name for each in dataclass_fields(StageMemory)]
+    stages = tuple(
+        StageMemory(*(block.number(name, "bytes per token", _SINCE.get(name)) for name in names))
+        for block in fields.blocks("stages")
+    )
+    return MemoryModel(stages, int(fields.number("posted_ahead", "e.g. 2")), int(fields.number("sent_kept", "e.g. 8")))
+
+
+def _peak(model: MemoryModel, where: Placement, row: Sequence[Action], lengths: Sequence[int]) -> MemoryUse:
+    """Walks a place's computations and keeps what is held at the worst moment."""
+    stages = {stage: _Held(model, where, stage, row, lengths) for stage in sorted({action.stage for action in row})}
+    worst, most = MemoryUse(), -1.0
+    for op, stage, unit in row:
+        acting = stages[stage]
+        use = acting.during(op, unit)
+        if len(stages) > 1:
+            use = _together([use, *(other.held() for other in stages.values() if other is not acting)])
+        total = sum(use)
+        if total > most:
+            worst, most = use, total
+        acting.after(op, unit)
+    return worst
+
+
+def _together(uses: Sequence[MemoryUse]) -> MemoryUse:
+    return MemoryUse(*map(sum, zip(*uses, strict=True)))
+
+
+class _Held:
+    """What a stage holds while its place walks along its computations, in tokens of a micro-batch."""
+
+    def __init__(
+        self, model: MemoryModel, where: Placement, stage: int, row: Sequence[Action], lengths: Sequence[int]
+    ) -> None:
+        self._model, self._own, self._lengths = model, model.stages[stage], lengths
+        self._whole = sum(lengths) if len(lengths) > 1 else 0  # nothing is kept from slice to slice where there is one
+        self._apart = any(op is Op.WEIGHT_GRADIENTS and own == stage for op, own, _ in row)
+        self._live = self._cached = self._returning = self._kept = 0
+        self._working = 0.0
+        self._in_hand = 0  # the gradient that a backward starts from is there besides those to come
+        forward = [unit for op, own, unit in row if own == stage and op is Op.FORWARD]
+        backward = [unit for op, own, unit in row if own == stage and op is Op.BACKWARD]
+        self._trained, self._followed = bool(backward), stage + 1 < len(where.stages)
+        self._inputs = _Queue(forward, lengths) if where.receives_forward(stage) else _Queue([], lengths)
+        self._outputs = _Queue(forward, lengths) if where.sends_forward(stage) else _Queue([], lengths)
+        self._gradients = _Queue(backward, lengths) if where.receives_backward(stage) else _Queue([], lengths)
+        self._returned = _Queue(backward, lengths) if where.sends_backward(stage) else _Queue([], lengths)
+
+    def during(self, op: Op, unit: Unit) -> MemoryUse:
+        """Bytes while a unit is computed."""
+        length = self._lengths[unit.slice]
+        self._working = (
+            0.0 if op is Op.WEIGHT_GRADIENTS else self._own.working * length + self._own.joined * self._whole
+        )
+        if op is Op.WEIGHT_GRADIENTS or (op is Op.BACKWARD and not self._apart):
+            self._working += self._own.largest_gradient
+        if op is Op.FORWARD:
+            self._live += length
+            self._cached += self._whole if unit.slice == 0 else 0
+            self._inputs.go_on()
+        elif op is Op.BACKWARD:
+            self._gradients.go_on()
+            self._outputs.let_go(unit)
+            self._in_hand = length if self._followed else 0
+            before = self.held()
+            # layer after layer lets its activations go, and leaves what is kept of it: most is there at one of the ends
+            self._live -= length
+            self._returning += self._whole if unit.slice == len(self._lengths) - 1 else 0
+            self._kept += length
+            return max(before, self.held(), key=sum)
+        return self.held()
+
+    def after(self, op: Op, unit: Unit) -> None:
+        """The unit is done, and what it left is sent."""
+        length, last = self._lengths[unit.slice], unit.slice == len(self._lengths) - 1
+        self._working = 0.0
+        if op is Op.FORWARD:
+            self._outputs.go_on()
+            if not self._trained:
+                self._live -= length
+                self._cached -= self._whole if last else 0
+        elif op is Op.BACKWARD:
+            self._returned.go_on()
+            self._cached -= self._whole if unit.slice == 0 else 0
+            self._returning -= self._whole if unit.slice == 0 else 0
+            self._in_hand = 0
+        else:
+            self._kept -= self._whole
+
+    def held(self) -> MemoryUse:
+        """Bytes as things are."""
+        own, ahead = self._own, self._model.posted_ahead
+        sent = self._outputs.sent(None if self._trained else EVAL_SENT_KEPT)
+        received = self._inputs.ahead(ahead) + self._returned.sent(self._model.sent_kept)
+        return MemoryUse(
+            own.fixed,
+            own.activations * self._live,
+            own.keys_values * self._cached,
+            own.key_value_gradients * self._returning,
+            own.weight_gradients * self._kept if self._apart else 0.0,
+            own.received * received + own.sent * (self._gradients.ahead(ahead) + self._in_hand + sent),
+            self._working,
+        )
+
+
+class _Queue:
+    """The units that a stage's messages of one kind carry, in their order; their tokens as sums from the first one on."""
+
+    def __init__(self, units: Sequence[Unit], lengths: Sequence[int]) -> None:
+        self._index = {unit: index for index, unit in enumerate(units)}
+        self._tokens = [0, *accumulate(lengths[unit.slice] for unit in units)]
+        self._done = self._gone = 0
+
+    def go_on(self) -> None:
+        """One more was taken, or sent."""
+        self._done = min(self._done + 1, len(self._tokens) - 1)
+
+    def let_go(self, unit: Unit) -> None:
+        """This one and all before it are with the other stage for certain."""
+        self._gone = max(self._gone, self._index.get(unit, -1) + 1)
+
+    def ahead(self, count: int) -> int:
+        """Tokens of the next ``count``."""
+        return self._tokens[min(self._done + count, len(self._tokens) - 1)] - self._tokens[self._done]
+
+    def sent(self, most: int | None) -> int:
+        """Tokens of those that were sent and may not have been taken, the last ``most`` at most."""
+        first = self._gone if most is None else max(self._gone, self._done - most)
+        return self._tokens[self._done] - self._tokens[min(first, self._done)]

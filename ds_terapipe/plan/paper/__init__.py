@@ -1,0 +1,1 @@
+"""TeraPipe's published results, and what the simulator makes of them."""

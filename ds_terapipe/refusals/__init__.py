@@ -1,0 +1,24 @@
+"""What token slices, and FusedLamb, do not go with, refused by name before an engine exists.
+
+Every finding names the key or the layer, the reason and the way out. A layer lives on one stage only, so what one rank
+finds is exchanged, and all ranks raise.
+"""
+
+from __future__ import annotations
+
+from ds_terapipe.refusals.configuration import check_checkpointing, check_config, check_lamb_config, cuts
+from ds_terapipe.refusals.models import check_model, check_model_class, has_own_forward
+from ds_terapipe.refusals.ranks import advise, on_every_rank, turn_off_partitioning
+
+__all__ = [
+    "advise",
+    "check_checkpointing",
+    "check_config",
+    "check_lamb_config",
+    "check_model",
+    "check_model_class",
+    "cuts",
+    "has_own_forward",
+    "on_every_rank",
+    "turn_off_partitioning",
+]

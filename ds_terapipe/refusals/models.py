@@ -1,0 +1,171 @@
+"""Models and layers that token slices do not go with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ds_terapipe.config import TOKEN_PIPELINE
+from ds_terapipe.errors import ConfigError, bad_value
+
+_UNCOMPILED = (
+    "plain Python where sequences are cut (a compiled graph holds the attention of all tokens)",
+    'it without torch.compile, or "slices": 1',
+)
+
+
+def check_model_class(model: Any) -> None:
+    """Raise unless ``model`` is a ``PipelineModule`` that runs one stage per rank.
+
+    Raises:
+        ConfigError: naming the class and what to build instead.
+    """
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    name = type(model).__name__
+    if isinstance(model, DualPipeVModule):
+        use = "deepspeed.pipe.PipelineModule or remove the key"
+        raise bad_value(TOKEN_PIPELINE, name, "a model with one stage per rank (DualPipeV has two)", use)
+    if not isinstance(model, PipelineModule):
+        build = "deepspeed.pipe.PipelineModule(layers=..."
+        if _is_bert(model):
+            build = "ds_terapipe.megatron.bert_pipeline(config"
+        elif _is_decoder(model):
+            build = "ds_terapipe.hf.pipeline(model"
+        use = f"{build}, num_stages=2) or remove the key"
+        rule = "left uncompiled" if name == "OptimizedModule" else "a PipelineModule"
+        raise bad_value(TOKEN_PIPELINE, name, rule, use)
+
+
+def _is_bert(model: Any) -> bool:
+    """Whether it is Megatron-LM's, megatron-core's or Hugging Face's model of that name, or has one in it."""
+    inside = model.modules() if hasattr(model, "modules") else ()
+    return any(type(module).__name__ == "BertModel" for module in inside)
+
+
+def _is_decoder(model: Any) -> bool:
+    """Whether it is a model of Hugging Face's with a language modelling head."""
+    names = [base.__name__ for base in type(model).__mro__]
+    return "PreTrainedModel" in names and names[0].endswith("ForCausalLM")
+
+
+def check_model(model: Any, cut: bool = True) -> None:
+    """Raise for the first layer of this rank's stage that does not go with token slices.
+
+    Args:
+        model: a ``PipelineModule``.
+        cut: whether sequences may be cut; compiled layers are refused only there.
+
+    Raises:
+        ConfigError: naming the layer, the reason and the way out.
+    """
+    if cut and has_own_forward(model):
+        rule = "PipelineModule's own where sequences are cut (a slice asks which layer it is in)"
+        raise _refuse(type(model).__name__, "has a forward of its own", rule, '"slices": 1, or layers that do the same')
+    for index, layer in enumerate(model.forward_funcs, start=model._local_start):
+        if cut and not hasattr(layer, "named_modules") and _compiled(layer):
+            raise _refuse(f"layer {index}", "is compiled", *_UNCOMPILED)
+    for where, module in model.named_modules():
+        for found in _findings(module, cut):
+            raise _refuse(f"layer {where or type(model).__name__} ({type(module).__name__})", *found)
+    if _additional_losses(model):
+        raise _refuse(
+            "get_additional_losses", "returns losses beside the model's own", "None", "a loss_fn that adds them"
+        )
+
+
+def has_own_forward(model: Any) -> bool:
+    """Whether the class of a ``PipelineModule`` has another forward than DeepSpeed's, which runs layer after layer."""
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    return isinstance(model, PipelineModule) and type(model).forward is not PipelineModule.forward
+
+
+def _refuse(where: str, got: str, rule: str, use: str) -> ConfigError:
+    return ConfigError(f"{TOKEN_PIPELINE}: {where} {got}, must be {rule} beside token_pipeline, use {use}")
+
+
+def _findings(module: Any, cut: bool) -> Iterator[tuple[str, str, str]]:
+    origins = [f"{base.__module__}.{base.__name__}" for base in type(module).__mro__]
+    names = [base.__name__ for base in type(module).__mro__]
+    config = getattr(module, "config", None)
+
+    if cut and ("OptimizedModule" in names or _compiled(module)):
+        yield "is compiled", *_UNCOMPILED
+    if cut and getattr(module, "is_bidirectional", False) is True:  # ours, see ds_terapipe/megatron/attention.py
+        yield "is attention that is not causal", "causal where sequences are cut", '"slices": 1'
+    if (
+        any(origin.startswith(("deepspeed.moe.", "megatron.core.transformer.moe.")) for origin in origins)
+        or "SwitchMLP" in names
+        or _number(module, "num_experts") > 1
+        or getattr(module, "is_moe_model", False) is True
+    ):
+        yield "is a mixture of experts", "dense (experts choose among all tokens, their loss is not a sum)", "an MLP"
+    if (
+        any(origin.startswith(("deepspeed.sequence.", "deepspeed.runtime.sequence_parallel.")) for origin in origins)
+        or getattr(module, "enable_ds_sequence_parallel", False) is True
+        or getattr(module, "ds_sequence_parallel_fpdt", False) is True
+    ):
+        yield "shares a sequence among ranks", "without Ulysses sequence parallelism", "more pipeline stages"
+    marked = [module, config, *module.parameters(recurse=False)]
+    if any(getattr(holder, "sequence_parallel", False) is True for holder in marked):
+        yield "has sequence_parallel=True", "False (it shares a sequence among tensor-parallel ranks)", "False"
+    if _number(config, "context_parallel_size") > 1:
+        yield "has context_parallel_size > 1", "1 (it shares a sequence among ranks)", "more pipeline stages"
+    if any(name.startswith("FlashSelfAttention") for name in names) or getattr(module, "use_flash_attn", False) is True:
+        yield (
+            "calls flash attention by itself",
+            "attention that can be cut",
+            "Megatron-DeepSpeed without --use-flash-attn",
+        )
+    yield from _megatron_deepspeed(module)
+
+
+def _megatron_deepspeed(module: Any) -> Iterator[tuple[str, str, str]]:
+    """Megatron-DeepSpeed's layers read rotary positions and the zero-bubble switch from its global arguments."""
+    arguments = getattr(module, "_args", None) or _megatron_arguments(module)
+    if True in (
+        getattr(module, "use_rotary_position_embeddings", False),
+        getattr(arguments, "use_rotary_position_embeddings", False),
+    ):
+        use = "learned positions, or a model of ds_terapipe.megatron"
+        yield "has rotary positions", "without rotary positions (every slice would count from 0)", use
+    if getattr(arguments, "enable_zbh1_pipeline", False) is True:
+        yield (
+            "keeps weight gradients back for a zero-bubble schedule",
+            "without it (only that schedule ever computes them)",
+            "Megatron-DeepSpeed without --enable-zbh1-pipeline",
+        )
+
+
+def _megatron_arguments(module: Any) -> Any:
+    origin = type(module).__module__
+    if not origin.startswith("megatron.") or origin.startswith("megatron.core."):
+        return None
+    get_args = getattr(sys.modules.get(origin), "get_args", None)
+    try:
+        return get_args() if callable(get_args) else None
+    except AssertionError:
+        return None  # no arguments were parsed, so no layer can read any
+
+
+def _additional_losses(model: Any) -> bool:
+    try:
+        return model.get_additional_losses() is not None
+    except Exception:
+        return True  # it wants values of a step that has not been run
+
+
+def _compiled(layer: Any) -> bool:
+    return (
+        getattr(layer, "_compiled_call_impl", None) is not None
+        or hasattr(layer, "_torchdynamo_orig_callable")
+        or hasattr(getattr(layer, "forward", None), "_torchdynamo_orig_callable")
+    )
+
+
+def _number(holder: Any, name: str) -> int:
+    value = getattr(holder, name, 0)
+    return value if isinstance(value, int) else 0
