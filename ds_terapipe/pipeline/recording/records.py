@@ -6,9 +6,8 @@ import weakref
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_terapipe.pipeline.assembly import Assembly
 from ds_terapipe.pipeline.batch import StepBatch
-from ds_terapipe.pipeline.recording.accounting import DevicePeak, StepMemory
+from ds_terapipe.pipeline.recording.accounting import DevicePeak, LiveUnits, StepMemory
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.recording.trace import TraceFile
 from ds_terapipe.plan.files import check_writable
@@ -17,27 +16,30 @@ from ds_terapipe.plan.files import check_writable
 class Records(PipelineEngine):
     """Stands before ``PipelineEngine``; the class that has both runs the steps."""
 
-    _assembly: Assembly
+    @property
+    def _live(self) -> LiveUnits:
+        live: LiveUnits = self._assembly.live
+        return live
 
     @property
     def slices_run(self) -> tuple[tuple[int, ...], ...]:
         """Tokens of the slices that this stage really ran in the last step, an evaluation too, by micro-batch and in order."""
-        return self._assembly.live.slices()
+        return self._live.slices()
 
     @property
     def units_run(self) -> tuple[int, int]:
         """How many slices of micro-batches this stage ran in the last step: forward, and backward (0 in an evaluation)."""
-        return self._assembly.live.forward_units, self._assembly.live.backward_units
+        return self._live.forward_units, self._live.backward_units
 
     @property
     def peak_live_units(self) -> int:
         """Most units of the last step that were live at once on this stage: run forward and not yet backward."""
-        return self._assembly.live.peak_units
+        return self._live.peak_units
 
     @property
     def peak_live_tokens(self) -> int:
         """As :attr:`peak_live_units`, in tokens of a sequence."""
-        return self._assembly.live.peak_tokens
+        return self._live.peak_tokens
 
     def _new_memory(self) -> StepMemory:
         return StepMemory(DevicePeak(self.device) if self.device.type == "cuda" else None)
