@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from types import CodeType
@@ -431,8 +432,8 @@ def require(key: str = "token_pipeline") -> None:
 
 
 def say_untested(tested: Tested, key: str) -> None:
-    """Warn once in a process of a version that no test has run on. It is used all the same."""
-    if tested.holds or tested in _SAID:
+    """Warn once, on the launch's first process, of a version that no test has run on. It is used all the same."""
+    if tested.holds or tested in _SAID or os.environ.get("RANK", "0") != "0":
         return
     _SAID.add(tested)
     found, _, use = tested.texts()

@@ -50,6 +50,7 @@ def test_of_versions_that_were_tested_nothing_is_said(monkeypatch, caplog, versi
 def test_another_version_is_said_once_in_one_line(monkeypatch, caplog, version):
     monkeypatch.setattr(deepspeed, "__version__", version)
     monkeypatch.setattr(compat, "_SAID", set())
+    monkeypatch.setenv("RANK", "0")
     for _ in range(2):
         compat.require("elastic_pipeline")
     (line,) = caplog.messages
@@ -57,6 +58,14 @@ def test_another_version_is_said_once_in_one_line(monkeypatch, caplog, version):
         f"elastic_pipeline: got DeepSpeed {version}, which no test has run on, use pip install 'deepspeed>=0.19.8,<0.20' where "
         "something fails"
     )
+
+
+def test_the_other_processes_of_a_launch_say_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(deepspeed, "__version__", "0.20.0")
+    monkeypatch.setattr(compat, "_SAID", set())
+    monkeypatch.setenv("RANK", "1")
+    compat.require()
+    assert not caplog.messages
 
 
 def _imported_anew(monkeypatch):

@@ -153,10 +153,8 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             ConfigError: a value that breaks its rule, or other values on another rank; on every rank, and all stays as it was.
         """
         self._refuse_broken()
-        settings, before = (
-            changed_settings(self._token_pipeline, slices, schedule, self._consensus),
-            self._token_pipeline,
-        )
+        before = self._token_pipeline
+        settings = changed_settings(before, slices, schedule, self._consensus)
         if cuts(settings.slices):
             self._consensus.agree(self._uncut_only(settings))
             self._assembly.intercept()

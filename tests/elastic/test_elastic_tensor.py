@@ -34,6 +34,7 @@ AGAIN = {
 PAIRS = {
     "FusedLamb, modern, tied": TensorCase("lamb", modern=True, tied=True, saved=None),
     "ZeRO-1": TensorCase(precision="ZeRO-1", modern=True),
+    "bf16": TensorCase(precision="bf16", saved=None),
     "trains again": TensorCase(**AGAIN, saved=6),
 }
 ALL = {
