@@ -209,7 +209,6 @@ NAMES: tuple[Name, ...] = (
     Name(f"{_MODULE}.forward#base_seed", "0.19.8", "layer_range: seeds"),
     Name(f"{_MODULE}.forward#seed_fn", "0.19.8", "layer_range: seeds"),
     Name(f"{_MODULE}.forward#activation_checkpoint_func", "0.19.8", "layer_range: checkpoints"),
-    Name("deepspeed.runtime.utils:set_random_seed", "0.19.8", "layer_range: seeds"),
     Name(f"{_BASE}._configure_optimizer", "0.19.8", "engine: a stage that trains nothing"),
     Name(f"{_BASE}.__init__#param_names", "0.19.8", "engine: a stage that trains nothing"),
     Name(f"{_MODULE}.forward#activation_checkpoint_interval", "0.19.8", "engine, layer_range: is there checkpointing"),

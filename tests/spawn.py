@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import multiprocessing
 import os
+import random
 import re
 import select
 import signal
@@ -54,10 +56,15 @@ class RankResult:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that was free a moment ago.
+
+    Not one of those that the system gives to connections (32768 and up): another test's would take it before it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)  # hypothesis seeds the module's own
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _join_group() -> None:
@@ -65,6 +72,7 @@ def _join_group() -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays; BF16_Optimizer collects garbage four times, a quarter of a second each, else
     # DeepSpeed's shared-memory all-reduce is compiled at first use, under a lock that a killed test would leave behind
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=120), auto_mpi_discovery=False, verbose=False)
@@ -150,6 +158,8 @@ def launch(
 # What every model of Hugging Face imports first; where transformers is not installed the server goes without.
 _HUGGING_FACE = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2")]
 
+_MUON = "deepspeed.runtime.zero.muon.muon_optimizer"  # imported by the first engine with ZeRO, and compiles a function
+
 
 def _context(settings: Mapping[str, str]) -> Any:
     """Where new processes come from: a server that has imported torch and DeepSpeed, which takes seconds, and forks.
@@ -160,7 +170,7 @@ def _context(settings: Mapping[str, str]) -> Any:
     if settings["DS_ACCELERATOR"] != "cpu" or settings["OMP_NUM_THREADS"] != "1":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "deepspeed", *_HUGGING_FACE])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "deepspeed", _MUON, *_HUGGING_FACE])
     return context
 
 

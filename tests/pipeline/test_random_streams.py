@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.utils import set_random_seed
 from torch import Tensor, nn
 
+from ds_terapipe.pipeline import layer_range
 from ds_terapipe.pipeline.assembly import Step
 from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.pipeline.layer_range import seed_generators
 from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
@@ -181,13 +186,13 @@ NAMES = ("model-parallel-rng", "expert-parallel-rng", "data-parallel-rng")
 @pytest.fixture(params=["states", "generators"])
 def tracker(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """As megatron-core's, which wants a GPU to be made: states by name, as tensors or as generators."""
-    random = pytest.importorskip("megatron.core.tensor_parallel.random")
+    states_of = pytest.importorskip("megatron.core.tensor_parallel.random")
     generators = {name: torch.Generator().manual_seed(number) for number, name in enumerate(NAMES)}
     states: dict[str, Any] = dict(generators)
     if request.param == "states":
         states = {name: generator.get_state() for name, generator in generators.items()}
     tracker = SimpleNamespace(states_=states)
-    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
+    monkeypatch.setattr(states_of, "_CUDA_RNG_STATE_TRACKER", tracker)
     yield tracker
 
 
@@ -236,3 +241,33 @@ def test_deepspeeds_states_are_seeded_where_there_are_some() -> None:
     finally:
         tracker.reset()
     assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**40 + 3, 2**70])
+def test_a_layer_s_seed_does_what_deepspeeds_does_without_asking_devices_that_are_not_there(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        set_random_seed(seed)
+        wanted = draws()
+        monkeypatch.setattr(torch, "manual_seed", None)
+        seed_generators(seed)
+        assert draws() == wanted != draws()
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def test_a_device_s_generators_are_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    device = SimpleNamespace(device_name=lambda: "cuda", manual_seed_all=seeded.append)
+    monkeypatch.setattr(layer_range, "get_accelerator", lambda: device)
+    state = torch.get_rng_state()
+    seed_generators(5)
+    torch.set_rng_state(state)
+    assert seeded == [5]
