@@ -14,6 +14,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import select
@@ -92,9 +93,12 @@ def _worker(
         _join_group()
         with installed(mutant) as hits:
             result = RankResult(rank, value=function(rank, world_size, *args), hits=dict(hits))
+        # as bytes: by itself the queue shares every tensor's memory by an open file, of which there may be too many
+        sent = pickle.dumps(result)
     except BaseException as error:
         result = RankResult(rank, error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
-    queue.put(result)
+        sent = pickle.dumps(result)
+    queue.put(sent)
     queue.close()
     queue.join_thread()
     # Rank 0 keeps the store that the others may still be making groups with: a rank stays until `launch` has heard from all
@@ -183,7 +187,7 @@ def _collect(processes, queues, timeout: float) -> list[RankResult]:
                 continue
             gone = not process.is_alive()
             if not queue.empty():
-                results[rank] = queue.get()
+                results[rank] = pickle.loads(queue.get())
             elif gone:
                 results[rank] = RankResult(rank, error="died without a word", exit_code=process.exitcode)
         if time.monotonic() > deadline:
