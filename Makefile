@@ -33,7 +33,7 @@ test: venv ## the tests that CI runs
 test-full: venv ## every combination of settings, some tens of minutes
 	$(RUN) python -m pytest -q $(ARGS)
 
-test-versions: ## the tests under other versions of Python, megatron-core and PyTorch, e.g. VERSIONS="3.10 3.12:torch==2.14.1"
+test-versions: ## the tests under other versions of Python, megatron-core and PyTorch, e.g. VERSIONS="3.10 3.12:torch==2.13.0"
 	bash configs/versions.sh test $(VERSIONS)
 
 smoke: ## what another megatron-core and Python could break, in their own environment

@@ -54,7 +54,7 @@ def _jit() -> ModuleType:
 setup(
     name="ds_terapipe",
     version="0.1.0",
-    description="Token-slice pipelining (TeraPipe) and a fused LAMB inside DeepSpeed, turned on by JSON keys",
+    description="Token-slice pipelining, elastic freezing and a fused LAMB inside DeepSpeed, turned on by JSON keys",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -66,7 +66,9 @@ if ! works; then
   "$PYTHON" -m venv "$ENV"
 fi
 
-pip() { "$ENV/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt "$@"; }
+# TORCH says which PyTorch: the line that pins it is left out, or no other could be installed.
+sed '/^torch==/d' constraints.txt > "$ENV/constraints.txt"
+pip() { "$ENV/bin/python" -m pip install -qq --disable-pip-version-check -c "$ENV/constraints.txt" "$@"; }
 pip "$TORCH" numpy setuptools wheel
 pip --no-build-isolation -e ".[$EXTRAS]"
 rm -f "$BEGUN"

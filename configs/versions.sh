@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs TARGET of the Makefile under other versions, each in an environment of its own: `make test-versions` and `make smoke` call it.
 #
-#   versions.sh TARGET ROW...   a row is PYTHON or PYTHON:TORCH, e.g. 3.12 or 3.12:torch==2.14.1+cpu
+#   versions.sh TARGET ROW...   a row is PYTHON or PYTHON:TORCH, e.g. 3.12 or 3.12:torch==2.13.0
 #
 # constraints.txt has the megatron-core of each Python: 0.16.1, and 0.19.2 from 3.12 on.
 set -euo pipefail

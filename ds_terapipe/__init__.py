@@ -1,4 +1,4 @@
-"""Token-slice pipelining (TeraPipe) for DeepSpeed's pipeline engine, and a fused LAMB.
+"""Token-slice pipelining (TeraPipe) and elastic freezing (PipeTransformer) for DeepSpeed's pipeline engine, and a fused LAMB.
 
 Importing the package leaves a hook on ``deepspeed.initialize`` and imports nothing but the standard library; every
 other public name is loaded when it is first asked for.

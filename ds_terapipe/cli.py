@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command; every subcommand sets ``run``."""
     parser = argparse.ArgumentParser(
-        prog="ds_terapipe", description="Tools around token-slice pipelining and FusedLamb."
+        prog="ds_terapipe", description="Tools around token-slice pipelining, elastic freezing and FusedLamb."
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for command in (plan, simulate, prepare_data, report, reproduce_paper, trace, shapes, export):

@@ -172,7 +172,7 @@ def environment(tmp_path):
     (tmp_path / "configs").mkdir()
     shutil.copy(ROOT / "configs" / "venv.sh", tmp_path / "configs")
     (tmp_path / "setup.py").touch()
-    (tmp_path / "constraints.txt").touch()
+    (tmp_path / "constraints.txt").write_text("torch==2.13.0\ntorchvision==0.1\n")
     log, broken, python = tmp_path / "log", tmp_path / "broken", tmp_path / "python"
     python.write_text(FAKE_PYTHON.format(log=log, broken=broken))
     python.chmod(0o755)
@@ -195,6 +195,14 @@ def test_an_environment_is_made_once_and_renewed_with_its_requirements(environme
     later = (environment.folder / ".venv" / ".installed").stat().st_mtime + 10
     os.utime(environment.folder / "constraints.txt", (later, later))
     assert environment()[:2] == (0, ["pip", "pip"])
+
+
+def test_another_torch_than_the_pinned_one_can_be_installed(environment):
+    assert environment()[0] == 0
+    wanted = f"-c {environment.folder / '.venv' / 'constraints.txt'}"
+    asked = [line for line in (environment.folder / "log").read_text().splitlines() if line.startswith("-m pip")]
+    assert len(asked) == 2 and all(wanted in line for line in asked)
+    assert (environment.folder / ".venv" / "constraints.txt").read_text() == "torchvision==0.1\n"
 
 
 def test_an_environment_that_is_no_good_is_made_again(environment):

@@ -17,7 +17,9 @@ from tests.elastic.training import PRECISIONS, Objects, Steps, moved
 from tests.megatron.common import MICRO_BATCH, Model, batches, build, whole_tensors
 
 MICRO_BATCHES, HEADS, CLIP = 2, 4, 0.5
-LR, DECAY = 4e-3, 0.1
+# So large an epsilon because Adam makes full steps of any gradient that is well above its own: with 1e-8 twelve steps in fp32
+# end up to 7e-5 away from the same in fp64, with this 1.3e-6.
+LR, DECAY, EPSILON = 4e-3, 0.1, 1e-4
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def optimizer_of(case: TensorCase, parameters: Sequence[nn.Parameter]) -> torch.
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99))
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99), eps=EPSILON)
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:
@@ -265,9 +267,10 @@ def run(case: TensorCase, folder: str) -> dict[str, Any]:
     whole, last = whole_masters(engine, case), {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     found["weights"] = whole if engine.global_rank == 0 else {}
     engine.destroy()
-    stays = engine_of(replace(case, resize="off"))
-    found["stayed"] = trained(stays, case, range(case.steps)), whole_masters(stays, case)
-    stays.destroy()
+    if "bf16" in case.precision:
+        stays = engine_of(replace(case, resize="off"))
+        found["stayed"] = trained(stays, case, range(case.steps)), whole_masters(stays, case)
+        stays.destroy()
     if case.saved is not None:
         again = engine_of(case)
         again.load_checkpoint(folder)

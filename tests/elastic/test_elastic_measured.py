@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,9 +13,12 @@ from unittest import mock
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from torch import Tensor
+from deepspeed.runtime.lr_schedules import WarmupDecayLR
+from torch import Tensor, nn
 
 from ds_terapipe.elastic.shapes.measured import Chooser
+from ds_terapipe.optim.schedules.lr_schedules import LambWarmup
+from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
 from tests.elastic.training import Case, data_of, engine_of, reference_on
 from tests.pipeline.models import Block, Embedding, FrozenEmbedding, Head
 from tests.spawn import run_ranks
@@ -80,6 +85,13 @@ def restarting(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.Lam
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.3 if 5 < step < 8 else 1.0)
 
 
+def ending(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    """Says, as torch's and this package's do, after how many steps the training ends."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    scheduler.total_steps = 6
+    return scheduler
+
+
 CASE = Case("gpt", "adamw", 2, ((5, 3),), (), slices=None, steps=10, batch=4, size=1)
 TWICE = {"policy": "schedule", "frozen_layers": [[4, 2], [8, 4]]}
 KEPT = Case("gpt", "adamw", 2, ((4, 2), (8, 4)), (), slices=None, steps=10, batch=4, size=1)
@@ -88,6 +100,7 @@ PERIOD = 2  # steps after which its samples come again
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # what is added to the block, and to the engine
     "taken": ({}, {}),
+    "near the end": ({}, {"lr_scheduler": ending}),
     "cannot move": ({"freeze": {"policy": "static"}}, {"kind": Hooked}),
     "trains again": (
         {"freeze": {**FREEZE, "unfreeze": ["lr_restart"]}, "resize": {"policy": "measured", "memory_gb": 1}},
@@ -164,6 +177,31 @@ def test_replicas_are_taken_where_they_are_faster(ranks):
     assert lines[0].startswith("elastic_pipeline: a step is predicted to take: as it is, 0.")
     assert "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0." in lines[0] and "(taken)" in lines[0]
     assert ranks[1]["taken"]["lines"] == []
+
+
+def test_what_no_longer_pays_before_the_end_is_not_taken(ranks):
+    check_losses(ranks, "near the end", CASE)
+    line = ranks[0]["near the end"]["lines"][0]
+    assert "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0." in line and "(taken)" not in line
+    assert [seen[0] for seen in ranks[0]["near the end"]["seen"]] == [2] * 10
+
+
+def schedulers() -> Iterator[tuple[Any, float]]:
+    """Of each kind one with ten steps, and of one that does not know."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-3)
+    yield WarmupDecayLR(optimizer, total_num_steps=10, warmup_num_steps=2), 10
+    yield torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=10), 10
+    reference = {"reference_lr": 1e-3, "reference_batch_size": 8, "total_steps": 10, "warmup_steps": 1}
+    yield LambWarmup(optimizer, batch_size=8, **reference), 10
+    phase = {"batch_size": 8, "seq_length": 8, "lr": 1e-3, "warmup_steps": 1}
+    yield MixedBatch(optimizer, phases=[{**phase, "steps": 4}, {**phase, "steps": 6}]), 10
+    yield torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), math.inf
+
+
+@pytest.mark.parametrize("scheduler, steps", list(schedulers()), ids=lambda value: type(value).__name__)
+def test_how_many_steps_are_left_is_read_from_every_scheduler(scheduler, steps):
+    chooser = SimpleNamespace(_engine=SimpleNamespace(lr_scheduler=scheduler, global_steps=3))
+    assert Chooser._steps_left(chooser) == steps - 3
 
 
 def test_without_the_key_what_cannot_move_stays(ranks):

@@ -259,8 +259,9 @@ class Chooser:
         return float(highest_allocated(device)) if device.type == "cuda" else None
 
     def _steps_left(self) -> float:
-        """As the scheduler knows them."""
-        total = getattr(self._engine.lr_scheduler, "total_num_steps", None)
+        """As the scheduler knows them: DeepSpeed's have the first name, torch's and this package's the second."""
+        scheduler = self._engine.lr_scheduler
+        total = getattr(scheduler, "total_num_steps", getattr(scheduler, "total_steps", None))
         return math.inf if total is None else max(float(total) - self._engine.global_steps, 0.0)
 
     # -------------------------------------------------------------------------------------------------------- what is told
