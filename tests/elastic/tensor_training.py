@@ -267,10 +267,9 @@ def run(case: TensorCase, folder: str) -> dict[str, Any]:
     whole, last = whole_masters(engine, case), {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     found["weights"] = whole if engine.global_rank == 0 else {}
     engine.destroy()
-    if "bf16" in case.precision:
-        stays = engine_of(replace(case, resize="off"))
-        found["stayed"] = trained(stays, case, range(case.steps)), whole_masters(stays, case)
-        stays.destroy()
+    stays = engine_of(replace(case, resize="off"))
+    found["stayed"] = trained(stays, case, range(case.steps)), whole_masters(stays, case)
+    stays.destroy()
     if case.saved is not None:
         again = engine_of(case)
         again.load_checkpoint(folder)

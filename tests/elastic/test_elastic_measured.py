@@ -196,6 +196,9 @@ def schedulers() -> Iterator[tuple[Any, float]]:
     phase = {"batch_size": 8, "seq_length": 8, "lr": 1e-3, "warmup_steps": 1}
     yield MixedBatch(optimizer, phases=[{**phase, "steps": 4}, {**phase, "steps": 6}]), 10
     yield torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), math.inf
+    other = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    other.total_steps = lambda: 10  # a method: of whoever wrote it
+    yield other, math.inf
 
 
 @pytest.mark.parametrize("scheduler, steps", list(schedulers()), ids=lambda value: type(value).__name__)

@@ -262,7 +262,9 @@ class Chooser:
         """As the scheduler knows them: DeepSpeed's have the first name, torch's and this package's the second."""
         scheduler = self._engine.lr_scheduler
         total = getattr(scheduler, "total_num_steps", getattr(scheduler, "total_steps", None))
-        return math.inf if total is None else max(float(total) - self._engine.global_steps, 0.0)
+        if not isinstance(total, (int, float)):  # none, or a user's scheduler means something else by the name
+            return math.inf
+        return max(float(total) - float(self._engine.global_steps), 0.0)
 
     # -------------------------------------------------------------------------------------------------------- what is told
 
