@@ -2,9 +2,9 @@
 
 ``python -m tests.benchmarks.large_batch`` trains a BERT of 2 layers x 128 (Megatron-core, sequences of 64 bytes,
 masked language modelling) on the sources of Python's standard library, 102,400 samples per run: 6,400 steps at batch
-16, 800 at 128, 200 at 512. The LR climbs linearly during the first tenth of the steps, at every batch and for both
-optimizers, and falls linearly to zero. tests/benchmarks/large_batch_plan.py says how LRs are chosen and which runs
-follow from that.
+16, 800 at 128, 200 at 512. ``--plan deep`` takes 8 layers x 64, and the two larger batches. The LR climbs linearly
+during the first tenth of the steps, at every batch and for both optimizers, and falls linearly to zero.
+tests/benchmarks/large_batch_plan.py says how LRs are chosen and which runs follow from that.
 
 Each finished run is a file of one JSON line in the output folder; started again, the benchmark makes the missing ones.
 At the end it prints the table and writes it, with a plot, beside the runs; ``--report`` does only that.
@@ -22,10 +22,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tests.benchmarks.large_batch_corpus import Corpus, load_corpus
-from tests.benchmarks.large_batch_plan import Plan, needed
+from tests.benchmarks.large_batch_plan import PLANS, Plan, needed
 from tests.benchmarks.large_batch_report import conclusion, plot_svg, table, tuning_table
 from tests.benchmarks.large_batch_run import Result, Run, Store, train
 
@@ -49,16 +50,16 @@ def _finished(result: Result, missing: int) -> str:
     return f"{result.run.name}: {loss}, {result.seconds:.0f} s; {missing} runs known to be missing"
 
 
-def _serve(tasks, answers) -> None:
+def _serve(text: str | None, tasks, answers) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # not to wait for tasks of a parent that was killed
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     say = logging.getLogger(__name__).info
-    corpus = load_corpus()
+    corpus = load_corpus(text)
     while (run := tasks.get()) is not None:
         answers.put(train(run, corpus, say))
 
 
-def sweep_in_processes(plan: Plan, store: Store, jobs: int, say: Callable[[str], None]) -> None:
+def sweep_in_processes(plan: Plan, text: str | None, store: Store, jobs: int, say: Callable[[str], None]) -> None:
     """As ``sweep``, ``jobs`` runs at a time, each in a process of its own.
 
     Raises:
@@ -66,7 +67,7 @@ def sweep_in_processes(plan: Plan, store: Store, jobs: int, say: Callable[[str],
     """
     context = multiprocessing.get_context("spawn")
     tasks, answers = context.Queue(), context.Queue()
-    workers = [context.Process(target=_serve, args=(tasks, answers), daemon=True) for _ in range(jobs)]
+    workers = [context.Process(target=_serve, args=(text, tasks, answers), daemon=True) for _ in range(jobs)]
     for worker in workers:
         worker.start()
     running: set[Run] = set()
@@ -99,7 +100,7 @@ def _next_answer(answers, workers: Sequence[multiprocessing.process.BaseProcess]
 
 def report(plan: Plan, store: Store) -> str:
     """The tables as Markdown; also written, with the plot, into the folder of the runs."""
-    finished = store.read()
+    finished = [one for one in store.read() if (one.run.layers, one.run.hidden) == (plan.layers, plan.hidden)]
     seconds = sum(result.seconds for result in finished)
     parts = [
         "Validation loss in nats per masked byte, mean ± standard deviation over the seeds",
@@ -128,10 +129,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.large_batch", description=__doc__.split("\n\n")[0]
     )
-    parser.add_argument("--folder", type=Path, default=Path(FOLDER), help=f"of the finished runs (default {FOLDER})")
+    parser.add_argument("--folder", type=Path, help=f"of the finished runs (default {FOLDER}/PLAN)")
+    parser.add_argument("--text", help="folder of *.py to train on (default: the running Python's library)")
     parser.add_argument("--jobs", type=int, default=1, choices=(1, 2), help="runs at a time (default 1)")
     parser.add_argument("--nice", type=int, default=0, help="add this to the processes' niceness (default 0)")
     parser.add_argument("--samples", type=int, default=Plan.samples, help=f"per run (default {Plan.samples})")
+    parser.add_argument("--plan", choices=tuple(PLANS), default="wide", help="which model and batches (default wide)")
     parser.add_argument("--report", action="store_true", help="tables and plot of what is finished, no training")
     return parser.parse_args(arguments)
 
@@ -142,15 +145,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.nice(options.nice)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     say = logging.getLogger(__name__).info
-    plan, corpus = Plan(samples=options.samples), load_corpus()
-    store = Store(options.folder, corpus.fingerprint)
+    plan, corpus = replace(PLANS[options.plan], samples=options.samples), load_corpus(options.text)
+    store = Store(options.folder or Path(FOLDER, options.plan), corpus.fingerprint)
     start = time.perf_counter()
     if not options.report:
         say(f"{len(corpus.training)} samples to train on, {len(corpus.validation)} held out")
         if options.jobs == 1:
             sweep(plan, corpus, store, say)
         else:
-            sweep_in_processes(plan, store, options.jobs, say)
+            sweep_in_processes(plan, options.text, store, options.jobs, say)
         say(f"everything finished after {(time.perf_counter() - start) / 60:.0f} minutes")
     print(report(plan, store))
     return 0

@@ -1,9 +1,8 @@
 """Which runs the large-batch benchmark needs, given those that are finished: LRs to try first, then seeds of the best.
 
-LAMB: the LR is tuned at the smallest batch and multiplied by sqrt(batch / smallest) at the others. AdamW: tuned at
-every batch; and, as a third row, under LAMB's rule from its own best LR at the smallest batch. Tuning takes one seed
-and three values, at first: a best value at the edge of those tried has one more tried beyond it, at most ``EXTENSIONS``
-times.
+Two rows for each optimizer: the LR tuned at every batch, and that of the smallest batch multiplied by
+sqrt(batch / smallest) at the others. Tuning takes one seed and three values, at first: a best value at the edge of
+those tried has one more tried beyond it, at most ``EXTENSIONS`` times.
 """
 
 from __future__ import annotations
@@ -15,21 +14,26 @@ from dataclasses import dataclass, replace
 from tests.benchmarks.large_batch_run import Result, Run
 
 EXTENSIONS = 2
+NAMES = {"lamb": "LAMB", "adamw": "AdamW"}
 
 
 @dataclass(frozen=True)
 class Plan:
     """``centres``: (optimizer, batch, the middle one of the LRs tried first there); neighbours differ by ``factor``.
 
-    Those here are from runs of an eighth of the samples; AdamW's at the larger batches are half of what the rule says.
+    Those here are from runs of an eighth of the samples; at the larger batches they are half of what the rule says.
     """
 
+    layers: int = 2
+    hidden: int = 128
     batches: tuple[int, ...] = (16, 128, 512)
     samples: int = 102_400
     seeds: tuple[int, ...] = (0, 1, 2)
     warmup: float = 0.1
     centres: tuple[tuple[str, int, float], ...] = (
         ("lamb", 16, 8e-3),
+        ("lamb", 128, 1.13e-2),
+        ("lamb", 512, 2.26e-2),
         ("adamw", 16, 2e-3),
         ("adamw", 128, 2.83e-3),
         ("adamw", 512, 5.66e-3),
@@ -42,15 +46,33 @@ class Plan:
 
     def run(self, optimizer: str, batch: int, learning_rate: float, seed: int) -> Run:
         """LRs are rounded to three digits, so that the same one reached by two ways is one run."""
-        return Run(optimizer, batch, float(f"{learning_rate:.3g}"), seed, self.samples, self.warmup)
+        rate = float(f"{learning_rate:.3g}")
+        return Run(optimizer, batch, rate, seed, self.samples, self.warmup, self.layers, self.hidden)
+
+
+# "deep": four times the layers of half the width, about as many parameters. LRs as those that "wide" found, or was near.
+PLANS = {
+    "wide": Plan(),
+    "deep": Plan(
+        layers=8,
+        hidden=64,
+        batches=(128, 512),
+        centres=(("lamb", 128, 1.13e-2), ("lamb", 512, 1.13e-2), ("adamw", 128, 2.83e-3), ("adamw", 512, 2.83e-3)),
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Row:
     """A row of the table: one run per seed at every batch; None at a batch whose LR is not known yet."""
 
-    title: str
+    optimizer: str
+    rule: str
     runs: dict[int, list[Run] | None]
+
+    @property
+    def title(self) -> str:
+        return f"{NAMES[self.optimizer]}, {self.rule}"
 
 
 def scaled(learning_rate: float, smallest: int, batch: int) -> float:
@@ -92,6 +114,10 @@ def rows(plan: Plan, finished: Sequence[Result]) -> list[Row]:
     """The rows of the table, as far as their LRs are known."""
     smallest = plan.batches[0]
 
+    def tuned(optimizer: str) -> dict[int, list[Run] | None]:
+        best = {batch: tuning(plan, optimizer, batch, finished)[0] for batch in plan.batches}
+        return {batch: run and _seeds(plan, run) for batch, run in best.items()}
+
     def under_the_rule(optimizer: str) -> dict[int, list[Run] | None]:
         best, _ = tuning(plan, optimizer, smallest, finished)
         if best is None:
@@ -100,20 +126,17 @@ def rows(plan: Plan, finished: Sequence[Result]) -> list[Row]:
         rates = {batch: scaled(best.learning_rate, smallest, batch) for batch in plan.batches}
         return {batch: _seeds(plan, plan.run(optimizer, batch, rate, plan.seeds[0])) for batch, rate in rates.items()}
 
-    tuned = {batch: tuning(plan, "adamw", batch, finished)[0] for batch in plan.batches}
     return [
-        Row("LAMB, square-root rule", under_the_rule("lamb")),
-        Row("AdamW, tuned at every batch", {batch: best and _seeds(plan, best) for batch, best in tuned.items()}),
-        Row("AdamW, square-root rule", under_the_rule("adamw")),
+        Row(optimizer, rule, runs(optimizer))
+        for rule, runs in (("tuned at every batch", tuned), ("square-root rule", under_the_rule))
+        for optimizer in NAMES
     ]
 
 
 def needed(plan: Plan, finished: Sequence[Result]) -> list[Run]:
     """The runs that are known to be needed and not among ``finished``, in the order they should be made."""
     done = {result.run for result in finished}
-    wanted: list[Run] = tuning(plan, "lamb", plan.batches[0], finished)[1]
-    for batch in plan.batches:
-        wanted += tuning(plan, "adamw", batch, finished)[1]
+    wanted = [run for name in NAMES for batch in plan.batches for run in tuning(plan, name, batch, finished)[1]]
     known = [runs for row in rows(plan, finished) for runs in row.runs.values() if runs]
     for seed in range(len(plan.seeds)):  # a whole table with one seed, then with two
         wanted += [runs[seed] for runs in known]

@@ -14,13 +14,20 @@ from megatron.core import parallel_state
 from tests.benchmarks import large_batch, large_batch_plan
 from tests.benchmarks.large_batch_corpus import MASK, PREDICTED, SEQUENCE, MaskedSamples, load_corpus
 from tests.benchmarks.large_batch_model import make_model, masked_loss
-from tests.benchmarks.large_batch_plan import Plan, needed, rows, scaled, tuning
+from tests.benchmarks.large_batch_plan import PLANS, Plan, needed, rows, scaled, tuning
 from tests.benchmarks.large_batch_report import conclusion, plot_svg, table, tuning_table
 from tests.benchmarks.large_batch_run import Result, Run, Store, share_of_peak, train
 
 PLAN = Plan(
     samples=102_400,
-    centres=(("lamb", 16, 8e-3), ("adamw", 16, 5e-4), ("adamw", 128, 1.41e-3), ("adamw", 512, 2.83e-3)),
+    centres=(
+        ("lamb", 16, 8e-3),
+        ("lamb", 128, 2.26e-2),
+        ("lamb", 512, 4.53e-2),
+        ("adamw", 16, 5e-4),
+        ("adamw", 128, 1.41e-3),
+        ("adamw", 512, 2.83e-3),
+    ),
 )
 
 
@@ -41,6 +48,10 @@ def fake(best: dict[str, float], noise: float = 0.001):
         return Result(run, 2.0 + 0.1 * distance + noise * run.seed, [], 1.0, "text")
 
     return result
+
+
+def train_nothing(run: Run) -> Result:
+    return Result(run, 2.0, [], 1.0, "text")
 
 
 def complete(plan: Plan, one_run) -> list[Result]:
@@ -132,16 +143,36 @@ def test_store_keeps_results(tmp_path):
 def test_plan_tunes_first_then_repeats_with_other_seeds():
     first = needed(PLAN, [])
     assert all(run.seed == 0 for run in first)
-    assert [(run.optimizer, run.batch) for run in first] == [("lamb", 16)] * 3 + [
-        ("adamw", batch) for batch in (16, 128, 512) for _ in range(3)
+    assert [(run.optimizer, run.batch) for run in first] == [
+        (name, batch) for name in ("lamb", "adamw") for batch in (16, 128, 512) for _ in range(3)
     ]
     finished = complete(PLAN, fake({"lamb": 8e-3, "adamw": 5e-4}))
-    # AdamW's best follows the rule here, so that its two rows are the same runs: 3 + 2 + 6, and 9 + 6.
-    assert len(finished) == 26
-    lamb, tuned, ruled = rows(PLAN, finished)
-    assert tuned.runs == ruled.runs
+    # The best follow the rule here, so that the two rows of an optimizer are the same runs: 9 to tune, 6 other seeds.
+    assert len(finished) == 2 * (9 + 6)
+    lamb, adamw, ruled_lamb, ruled_adamw = found = rows(PLAN, finished)
+    assert [row.title for row in found][::3] == ["LAMB, tuned at every batch", "AdamW, square-root rule"]
+    assert lamb.runs == ruled_lamb.runs and adamw.runs == ruled_adamw.runs
     assert [lamb.runs[batch][0].learning_rate for batch in (16, 128, 512)] == [0.008, 0.0226, 0.0453]
-    assert all(len(runs) == 3 for row in (lamb, tuned, ruled) for runs in row.runs.values())
+    assert all(len(runs) == 3 for row in found for runs in row.runs.values())
+
+
+def test_rows_differ_where_the_best_does_not_follow_the_rule():
+    """LAMB's best at batch 512 is half of what the rule says."""
+
+    def result(run: Run) -> Result:
+        best = 8e-3 * math.sqrt(run.batch / 16) / (2 if run.batch == 512 else 1)
+        return Result(run, 2.0 + abs(math.log2(run.learning_rate / best)), [], 1.0, "text")
+
+    lamb, _, ruled, _ = rows(PLAN, complete(PLAN, result))
+    assert [runs[0].learning_rate for runs in lamb.runs.values()] == [0.008, 0.0226, 0.0226]
+    assert [runs[0].learning_rate for runs in ruled.runs.values()] == [0.008, 0.0226, 0.0453]
+
+
+def test_runs_of_another_model_are_others():
+    wide, deep = PLANS["wide"].run("lamb", 128, 1e-2, 0), PLANS["deep"].run("lamb", 128, 1e-2, 0)
+    assert deep.name == "lamb-8x64-b128-lr0.01-n102400-w0.1-s0" != wide.name
+    assert len(make_model(0, deep.layers, deep.hidden).encoder.layers) == 8
+    assert needed(PLANS["deep"], [train_nothing(run) for run in needed(PLANS["wide"], [])]) == needed(PLANS["deep"], [])
 
 
 def test_plan_looks_beyond_the_edge_of_the_rates_tried():
@@ -179,7 +210,7 @@ def test_report_says_which_is_better_and_what_is_missing():
     assert all("not run" in line for line in table(PLAN, [])[2:])
     picture = ElementTree.fromstring(plot_svg(PLAN, finished))
     circles = [one for one in picture.iter() if one.tag.endswith("circle")]
-    assert len(circles) == 9
+    assert len(circles) == 12
 
 
 def test_extensions_are_bounded():
