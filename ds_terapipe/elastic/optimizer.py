@@ -89,10 +89,15 @@ class ElasticOptimizer(ElasticPhases):
             super()._broadcast_model()
 
 
+# From 3.12 on the interpreter itself reports some hundred frozen objects; where a user calls gc.freeze there are more than
+# 100,000 beside torch.
+OWN_FROZEN = 10_000
+
+
 @contextmanager
 def _nothing_to_collect() -> Iterator[None]:
     """For BF16_Optimizer, which collects garbage several times for its reports of memory: a second with all that is there."""
-    freezes = not gc.get_freeze_count()  # else the user has
+    freezes = gc.get_freeze_count() < OWN_FROZEN  # else the user has
     if freezes:
         gc.freeze()
     try:

@@ -2,9 +2,9 @@
 
 ``python -m tests.benchmarks.large_batch`` trains a BERT of 2 layers x 128 (Megatron-core, sequences of 64 bytes,
 masked language modelling) on the sources of Python's standard library, 102,400 samples per run: 6,400 steps at batch
-16, 800 at 128, 200 at 512. ``--plan deep`` takes 8 layers x 64, and the two larger batches. The LR climbs linearly
-during the first tenth of the steps, at every batch and for both optimizers, and falls linearly to zero.
-tests/benchmarks/large_batch_plan.py says how LRs are chosen and which runs follow from that.
+16, 800 at 128, 200 at 512. The LR climbs linearly during the first tenth of the steps, at every batch and for both
+optimizers, and falls linearly to zero. tests/benchmarks/large_batch_plan.py says how LRs are chosen and which runs
+follow from that.
 
 Each finished run is a file of one JSON line in the output folder; started again, the benchmark makes the missing ones.
 At the end it prints the table and writes it, with a plot, beside the runs; ``--report`` does only that.
@@ -22,11 +22,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tests.benchmarks.large_batch_corpus import Corpus, load_corpus
-from tests.benchmarks.large_batch_plan import PLANS, Plan, needed
+from tests.benchmarks.large_batch_plan import Plan, needed
 from tests.benchmarks.large_batch_report import conclusion, plot_svg, table, tuning_table
 from tests.benchmarks.large_batch_run import Result, Run, Store, train
 
@@ -100,7 +99,7 @@ def _next_answer(answers, workers: Sequence[multiprocessing.process.BaseProcess]
 
 def report(plan: Plan, store: Store) -> str:
     """The tables as Markdown; also written, with the plot, into the folder of the runs."""
-    finished = [one for one in store.read() if (one.run.layers, one.run.hidden) == (plan.layers, plan.hidden)]
+    finished = store.read()
     seconds = sum(result.seconds for result in finished)
     parts = [
         "Validation loss in nats per masked byte, mean ± standard deviation over the seeds",
@@ -129,12 +128,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.large_batch", description=__doc__.split("\n\n")[0]
     )
-    parser.add_argument("--folder", type=Path, help=f"of the finished runs (default {FOLDER}/PLAN)")
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(",")))
+
+    parser.add_argument("--folder", type=Path, default=Path(FOLDER), help=f"of the finished runs (default {FOLDER})")
     parser.add_argument("--text", help="folder of *.py to train on (default: the running Python's library)")
     parser.add_argument("--jobs", type=int, default=1, choices=(1, 2), help="runs at a time (default 1)")
     parser.add_argument("--nice", type=int, default=0, help="add this to the processes' niceness (default 0)")
     parser.add_argument("--samples", type=int, default=Plan.samples, help=f"per run (default {Plan.samples})")
-    parser.add_argument("--plan", choices=tuple(PLANS), default="wide", help="which model and batches (default wide)")
+    parser.add_argument("--batches", type=numbers, default=Plan.batches, help="some of 16,128,512 (default all)")
+    parser.add_argument(
+        "--seeds", type=numbers, default=Plan.seeds, help="LRs are tuned with the first (default 0,1,2)"
+    )
     parser.add_argument("--report", action="store_true", help="tables and plot of what is finished, no training")
     return parser.parse_args(arguments)
 
@@ -145,8 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.nice(options.nice)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     say = logging.getLogger(__name__).info
-    plan, corpus = replace(PLANS[options.plan], samples=options.samples), load_corpus(options.text)
-    store = Store(options.folder or Path(FOLDER, options.plan), corpus.fingerprint)
+    plan = Plan(batches=options.batches, samples=options.samples, seeds=options.seeds)
+    corpus = load_corpus(options.text)
+    store = Store(options.folder, corpus.fingerprint)
     start = time.perf_counter()
     if not options.report:
         say(f"{len(corpus.training)} samples to train on, {len(corpus.validation)} held out")

@@ -17,7 +17,7 @@ from tests.benchmarks.large_batch_corpus import SEQUENCE, VOCABULARY, Batch
 from tests.spawn import free_port
 
 # A feed-forward layer of twice the width, where BERT has four times, saves a quarter of the time.
-HEADS, FEED_FORWARD = 2, 2
+LAYERS, HIDDEN, HEADS, FEED_FORWARD = 2, 128, 2, 256
 
 
 class BidirectionalAttention(nn.Module):
@@ -37,8 +37,8 @@ def start_single_process() -> None:
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
 
 
-def make_model(seed: int, layers: int = 2, hidden: int = 128) -> BertModel:
-    """A BERT of ``layers`` x ``hidden`` with weights from ``seed``, embeddings and output weights shared, without dropout.
+def make_model(seed: int) -> BertModel:
+    """A BERT of 2 layers x 128 with weights from ``seed``, embeddings and output weights shared, without dropout.
 
     Rotary positions: with learned ones the 200 steps at batch 512 are over before the model has found out which bytes
     are neighbours, and every optimizer ends at the loss of the bytes' frequencies.
@@ -47,13 +47,13 @@ def make_model(seed: int, layers: int = 2, hidden: int = 128) -> BertModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = TransformerConfig(
-            num_layers=layers,
-            hidden_size=hidden,
+            num_layers=LAYERS,
+            hidden_size=HIDDEN,
             num_attention_heads=HEADS,
-            ffn_hidden_size=FEED_FORWARD * hidden,
+            ffn_hidden_size=FEED_FORWARD,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            init_method_std=(2 / (5 * hidden)) ** 0.5,  # 0.02 at the width of BERT-large
+            init_method_std=(2 / (5 * HIDDEN)) ** 0.5,  # 0.02 at the width of BERT-large
             use_cpu_initialization=True,
         )
         model = BertModel(

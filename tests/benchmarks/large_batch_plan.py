@@ -24,8 +24,6 @@ class Plan:
     Those here are from runs of an eighth of the samples; at the larger batches they are half of what the rule says.
     """
 
-    layers: int = 2
-    hidden: int = 128
     batches: tuple[int, ...] = (16, 128, 512)
     samples: int = 102_400
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -46,20 +44,7 @@ class Plan:
 
     def run(self, optimizer: str, batch: int, learning_rate: float, seed: int) -> Run:
         """LRs are rounded to three digits, so that the same one reached by two ways is one run."""
-        rate = float(f"{learning_rate:.3g}")
-        return Run(optimizer, batch, rate, seed, self.samples, self.warmup, self.layers, self.hidden)
-
-
-# "deep": four times the layers of half the width, about as many parameters. LRs as those that "wide" found, or was near.
-PLANS = {
-    "wide": Plan(),
-    "deep": Plan(
-        layers=8,
-        hidden=64,
-        batches=(128, 512),
-        centres=(("lamb", 128, 1.13e-2), ("lamb", 512, 1.13e-2), ("adamw", 128, 2.83e-3), ("adamw", 512, 2.83e-3)),
-    ),
-}
+        return Run(optimizer, batch, float(f"{learning_rate:.3g}"), seed, self.samples, self.warmup)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,6 @@ class Run:
     seed: int
     samples: int
     warmup: float
-    layers: int = 2
-    hidden: int = 128
 
     @property
     def steps(self) -> int:
@@ -44,9 +42,7 @@ class Run:
     @property
     def name(self) -> str:
         """A file name of its own."""
-        model = "" if (self.layers, self.hidden) == (2, 128) else f"-{self.layers}x{self.hidden}"
-        rate = f"lr{self.learning_rate:g}"
-        return f"{self.optimizer}{model}-b{self.batch}-{rate}-n{self.samples}-w{self.warmup:g}-s{self.seed}"
+        return f"{self.optimizer}-b{self.batch}-lr{self.learning_rate:g}-n{self.samples}-w{self.warmup:g}-s{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ def train(run: Run, corpus: Corpus, report: Callable[[str], None] = lambda line:
     """Train and validate; a loss that is not finite ends the run at once."""
     torch.set_num_threads(1)
     start = time.perf_counter()
-    model = make_model(run.seed, run.layers, run.hidden)
+    model = make_model(run.seed)
     optimizer = OPTIMIZERS[run.optimizer](model, run.learning_rate)
     samples = MaskedSamples(corpus.training, run.steps * run.batch, run.seed)
     curve: list[tuple[int, float]] = []

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from tests.benchmarks import large_batch, large_batch_plan
 from tests.benchmarks.large_batch_corpus import MASK, PREDICTED, SEQUENCE, MaskedSamples, load_corpus
 from tests.benchmarks.large_batch_model import make_model, masked_loss
-from tests.benchmarks.large_batch_plan import PLANS, Plan, needed, rows, scaled, tuning
+from tests.benchmarks.large_batch_plan import Plan, needed, rows, scaled, tuning
 from tests.benchmarks.large_batch_report import conclusion, plot_svg, table, tuning_table
 from tests.benchmarks.large_batch_run import Result, Run, Store, share_of_peak, train
 
@@ -166,13 +166,6 @@ def test_rows_differ_where_the_best_does_not_follow_the_rule():
     lamb, _, ruled, _ = rows(PLAN, complete(PLAN, result))
     assert [runs[0].learning_rate for runs in lamb.runs.values()] == [0.008, 0.0226, 0.0226]
     assert [runs[0].learning_rate for runs in ruled.runs.values()] == [0.008, 0.0226, 0.0453]
-
-
-def test_runs_of_another_model_are_others():
-    wide, deep = PLANS["wide"].run("lamb", 128, 1e-2, 0), PLANS["deep"].run("lamb", 128, 1e-2, 0)
-    assert deep.name == "lamb-8x64-b128-lr0.01-n102400-w0.1-s0" != wide.name
-    assert len(make_model(0, deep.layers, deep.hidden).encoder.layers) == 8
-    assert needed(PLANS["deep"], [train_nothing(run) for run in needed(PLANS["wide"], [])]) == needed(PLANS["deep"], [])
 
 
 def test_plan_looks_beyond_the_edge_of_the_rates_tried():

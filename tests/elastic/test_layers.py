@@ -87,14 +87,14 @@ def test_a_module_that_is_elsewhere_keeps_its_structure_without_its_values() -> 
 
 
 def test_a_user_s_frozen_objects_stay_so_and_ours_do_not() -> None:
-    assert gc.get_freeze_count() == 0
+    before = gc.get_freeze_count()  # 0, from 3.12 on some hundred of the interpreter's own
     with _nothing_to_collect():
-        assert gc.get_freeze_count() > 1000
-    assert gc.get_freeze_count() == 0
+        assert gc.get_freeze_count() > before + 10_000
+    assert gc.get_freeze_count() <= before
     gc.freeze()
     try:
         with _nothing_to_collect():
             pass
-        assert gc.get_freeze_count() > 1000
+        assert gc.get_freeze_count() > 10_000
     finally:
         gc.unfreeze()
