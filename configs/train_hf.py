@@ -14,6 +14,7 @@ import torch
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
 from ds_terapipe import hf
+from ds_terapipe.errors import ConfigError
 
 
 def parse() -> argparse.Namespace:
@@ -31,6 +32,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    if options.out is not None:
+        hf.check_new("--out", options.out)  # before the work
     model = hf.pipeline(options.model, num_stages=options.stages)
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -55,4 +58,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigError as problem:
+        raise SystemExit(f"train_hf.py: error: {problem}") from None

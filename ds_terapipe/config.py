@@ -18,7 +18,7 @@ from .schedule import NAMES
 
 TOKEN_PIPELINE = "token_pipeline"
 AUTO = "auto"
-SLICES_RULE = "a positive number or a list of lengths"
+SLICES_RULE = 'a positive number, a list of lengths or "auto"'
 _GONE = {"pack_weights": "weights are no longer packed"}
 
 Layout = Literal["auto", "bsh", "sbh"]
@@ -132,7 +132,9 @@ class TokenPipelineConfig(Block):
                 raise bad_value(key, value, f"{SLICES_RULE}, each a positive integer", "e.g. [256, 128, 128]")
             return [int(length) for length in value]
         if not is_count(value):
-            raise bad_value(key, value, SLICES_RULE, "e.g. 8")
+            raise bad_value(
+                key, value, SLICES_RULE, shown(AUTO) if isinstance(value, str) and nearest(value, (AUTO,)) else "e.g. 8"
+            )
         return int(value)  # type: ignore[call-overload, no-any-return]
 
     @field_validator("schedule", mode="before")
@@ -224,6 +226,9 @@ def parse(config: Mapping[str, Any]) -> TokenPipelineConfig | None:
         if name not in TokenPipelineConfig.model_fields:
             raise unknown_key(TOKEN_PIPELINE, name, TokenPipelineConfig.model_fields)
     settings = TokenPipelineConfig(strict=True, **block)
+    if settings.trace_steps is not None and settings.trace_path is None:
+        rule = "absent without trace_path, the file for them"
+        raise bad_value(_path("trace_steps"), settings.trace_steps, rule, 'e.g. "trace_path": "trace.json"')
     for name in ("plan_path", "measurements_path", "memory_gb"):
         if settings.slices != AUTO and getattr(settings, name) is not None:
             rule = 'absent beside slices that are given, it belongs to "slices": "auto"'

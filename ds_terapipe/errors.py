@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class ConfigError(ValueError):
@@ -46,9 +47,18 @@ def bad_value(key: str, got: object, rule: str, use: str) -> ConfigError:
         use: what to write instead, starting after "use".
 
     Returns:
-        ``ConfigError: token_pipeline.slices: got -3, must be a positive number or a list of lengths, use e.g. 8``
+        ``ConfigError: token_pipeline.slices: got -3, must be a positive number, a list of lengths or "auto", use e.g. 8``
     """
     return ConfigError(f"{key}: got {shown(got)}, must be {rule}, use {use}")
+
+
+@contextlib.contextmanager
+def named(key: str) -> Iterator[None]:
+    """Put the key that names a file before what is wrong with the file; the cause stays."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error.__cause__
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

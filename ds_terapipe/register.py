@@ -265,7 +265,8 @@ def _checked(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
         block = elastic.parse(config)
         assert block is not None  # it is on
         settings[ELASTIC_PIPELINE] = elastic.check_config(block, config)
-    refusals.check_config({**config, TOKEN_PIPELINE: settings[TOKEN_PIPELINE].model_dump()})
+    beside = TOKEN_PIPELINE if _is_on(config, TOKEN_PIPELINE) else ELASTIC_PIPELINE
+    refusals.check_config({**config, TOKEN_PIPELINE: settings[TOKEN_PIPELINE].model_dump()}, beside)
     refusals.check_model(model, refusals.cuts(settings[TOKEN_PIPELINE].slices))
     refusals.advise(config, model, cut=_is_on(config, TOKEN_PIPELINE))
     return settings

@@ -55,7 +55,7 @@ def test_absent_and_disabled_blocks_are_the_same():
 
 def test_the_form_of_an_error():
     assert refused(slices=-3) == (
-        "token_pipeline.slices: got -3, must be a positive number or a list of lengths, use e.g. 8"
+        'token_pipeline.slices: got -3, must be a positive number, a list of lengths or "auto", use e.g. 8'
     )
 
 
@@ -76,7 +76,7 @@ def test_the_form_of_an_error():
         ({"slices": 8, "timeout_s": 5}, "timeout_s", 5.0),
         ({"slices": 8, "timeout_s": 0.5}, "timeout_s", 0.5),
         ({"slices": 8, "trace_path": "runs/trace.json"}, "trace_path", "runs/trace.json"),
-        ({"slices": 8, "trace_steps": [1, 1]}, "trace_steps", [1, 1]),
+        ({"slices": 8, "trace_path": "t.json", "trace_steps": [1, 1]}, "trace_steps", [1, 1]),
         ({"slices": 8, "cut": None}, "cut", None),
         ({"slices": 8, "cut": {"inputs": [1, [2, 3], None]}}, "cut", {"inputs": [1, [2, 3], None], "labels": None}),
         ({"slices": 8, "cut": {"labels": [1]}}, "cut", {"inputs": None, "labels": [1]}),
@@ -86,7 +86,7 @@ def test_accepted(block, attribute, value):
     assert getattr(parsed(**block), attribute) == value
 
 
-SLICES = "must be a positive number or a list of lengths"
+SLICES = 'must be a positive number, a list of lengths or "auto"'
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ SLICES = "must be a positive number or a list of lengths"
         ({"slices": [1, "a"]}, ['got [1, "a"]', SLICES]),
         ({"slices": [1, True]}, ["got [1, true]", SLICES]),
         ({"slices": {"n": 8}}, ['got {"n": 8}', SLICES]),
-        ({"slices": "automatic"}, ['got "automatic"', SLICES, "use e.g. 8"]),
+        ({"slices": "automatic"}, ['got "automatic"', SLICES, 'use "auto"']),
         ({"granularity": 0}, ["token_pipeline.granularity: got 0", "positive number of tokens"]),
         ({"memory_gb": -1}, ["token_pipeline.memory_gb: got -1", "use e.g. 16"]),
         (
@@ -125,6 +125,11 @@ SLICES = "must be a positive number or a list of lengths"
         ({"slices": 8, "timeout_s": 0}, ["token_pipeline.timeout_s: got 0", "positive number of seconds"]),
         ({"slices": 8, "trace_path": ""}, ['token_pipeline.trace_path: got ""', 'use "trace.json"']),
         ({"slices": 8, "trace_path": True}, ["token_pipeline.trace_path: got true", "name of a file"]),
+        ({"slices": "Auto"}, ['token_pipeline.slices: got "Auto"', SLICES, 'use "auto"']),
+        (
+            {"trace_steps": [2, 3]},
+            ["trace_steps: got [2, 3], must be absent without trace_path", '"trace_path": "trace.json"'],
+        ),
         ({"slices": 8, "trace_steps": 3}, ["token_pipeline.trace_steps: got 3", "use e.g. [3, 5]"]),
         ({"slices": 8, "trace_steps": [0, 4]}, ["token_pipeline.trace_steps: got [0, 4]", "counted from 1"]),
         ({"slices": 8, "trace_steps": [5, 4]}, ["token_pipeline.trace_steps: got [5, 4]"]),

@@ -26,6 +26,7 @@ from ds_terapipe.elastic.policies.freeze import policy_names
 from ds_terapipe.elastic.policies.freezer import REASONS
 from ds_terapipe.optim import modes
 from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.optim.op import backends
 from ds_terapipe.schedule import NAMES
 
 from .documents import ROOT, Piece, take_apart
@@ -179,13 +180,13 @@ def lamb_settings() -> dict[str, inspect.Parameter]:
     return {
         name: parameter
         for name, parameter in inspect.signature(FusedLamb).parameters.items()
-        if name not in ("params", "backend", "tensor_parallel_group")
+        if name not in ("params", "tensor_parallel_group")
     }
 
 
 def known_values() -> set[str]:
     """Words in quotation marks that are a value of some key or the name of a type."""
-    values = {*NAMES, *get_args(config.Layout), *get_args(config.WeightGradients)}
+    values = {*NAMES, *backends.NAMES, *get_args(config.Layout), *get_args(config.WeightGradients)}
     return (
         values
         | {name for names in autoload.TYPES.values() for name in names}

@@ -398,3 +398,9 @@ def test_partitioned_activations_are_turned_off_with_one_warning(caplog, tensor_
     assert pipeline_block == {"stages": "auto", "pipe_partitioned": False, "grad_partitioned": False}
     assert len(caplog.records) == warnings
     assert ("pipeline.pipe_partitioned and pipeline.grad_partitioned ignored" in caplog.text) == bool(warnings)
+
+
+def test_the_block_that_the_user_wrote_is_named() -> None:
+    for block in ("token_pipeline", "elastic_pipeline"):
+        with pytest.raises(ConfigError, match=f"zero_optimization.stage: got 2, must be 0 or 1 beside {block} "):
+            refusals.check_config({"zero_optimization": {"stage": 2}}, block)

@@ -35,7 +35,7 @@ from ds_terapipe.elastic.shapes.measured import Chooser
 from ds_terapipe.pipeline.closing import shape_groups
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.transport.consensus import error_of
-from ds_terapipe.plan.files import check_writable
+from ds_terapipe.plan.files import check_writable, check_writable_folder
 from ds_terapipe.process_groups import close_groups
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,10 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         if path is not None:
             self._consensus.decide(lambda: check_writable(HISTORY_KEY, path, "e.g. history.jsonl"))
             self._history = History(path) if self.global_rank == 0 else None
+        cache = elastic_pipeline.cache
+        if cache.enabled and cache.disk_path is not None:  # every machine has its own
+            key, folder = f"{cache.PATH}.disk_path", cache.disk_path
+            self._consensus.agree(error_of(lambda: check_writable_folder(key, folder, 'e.g. "cache/"')))
         if self.elastic_pipeline.moves:
             self._begin_to_move()
 

@@ -229,6 +229,14 @@ class CacheSettings(Block):
         return one_of(f"{cls.PATH}.dtype", value, ("exact", "bf16"), "exact")
 
     @model_validator(mode="after")
+    def _check_it_is_switched(self) -> CacheSettings:
+        """Room that nothing is kept in is a mistake, unless the switch says so."""
+        if self.model_fields_set and "enabled" not in self.model_fields_set:
+            given = ", ".join(sorted(self.model_fields_set))
+            raise ConfigError(f"{self.PATH}.enabled: missing, must be there beside {given}, use true")
+        return self
+
+    @model_validator(mode="after")
     def _check_disk_is_read(self) -> CacheSettings:
         if self.disk_gb is not None and self.disk_path is None:
             raise bad_value(

@@ -19,6 +19,7 @@ from ds_terapipe.hf.masters import Masters
 from ds_terapipe.hf.record import FOLDER, NAMES, names_of, read_record, write_model
 from ds_terapipe.hf.together import together
 from ds_terapipe.hf.weights import INDEX, SINGLE
+from ds_terapipe.plan.files import check_writable
 
 LARGEST = 5 * 10**9  # bytes of a shard, as transformers has it
 
@@ -33,6 +34,16 @@ class Written(NamedTuple):
     dtypes: list[torch.dtype]
 
 
+def check_new(key: str, path: Path) -> None:
+    """Raise ConfigError, in the name of ``key``, where a folder could not be written: before what is to be in it is there.
+
+    Nothing is made but the folders above.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{key}: got {path}, must be a new folder or an empty one, use e.g. {path}-2")
+    check_writable(key, path, "a folder that you may write to", "a folder that can be made")
+
+
 class Folder:
     """A folder that is written beside its name, and given it when it is whole.
 
@@ -44,8 +55,7 @@ class Folder:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(f"export: got {path}, must be a new folder or an empty one, use e.g. {path}-2")
+        check_new("export", path)
         self.path, self.unfinished = path, path.parent / f".{path.name}.unfinished"
 
     def begin(self) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, shown
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _given_cuts(
     sizes = {tensor.shape[d] for tensor, cut in zip(tensors, cuts, strict=True) for d in cut if d is not None}
     if len(sizes) != 1:
         raise ConfigError(
-            f"token_pipeline.cut.{key}: got {list(given)}, which are dimensions of {sorted(sizes) or 'no'} tokens, must be "
-            "dimensions of one length, the sequence's"
+            f"token_pipeline.cut.{key}: got {shown(list(given))}, which are dimensions of {sorted(sizes) or 'no'} tokens, "
+            "must be dimensions of one length, the sequence's, use e.g. [1]"
         )
     return sizes.pop(), tuple(cuts)

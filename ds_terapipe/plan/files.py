@@ -142,18 +142,27 @@ def read_json(path: str | Path, what: str, form: str | None = None) -> Fields:
     return Fields(data, str(path))
 
 
-def check_writable(key: str, path: str | Path, use: str) -> None:
+def check_writable(key: str, path: str | Path, use: str, what: str = "a file that can be written") -> None:
     """Raise ConfigError, in the name of ``key``, where a file could not be written: before what is to be in it is there."""
-    folder = Path(path).absolute().parent
+    _check_folder(key, path, Path(path).absolute().parent, use, what)
+
+
+def check_writable_folder(key: str, path: str | Path, use: str) -> None:
+    """The same for a folder of files, which is made where it is missing."""
+    _check_folder(key, path, Path(path), use, "a folder that can be written to")
+
+
+def _check_folder(key: str, path: str | Path, folder: Path, use: str, what: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{Path(path).name}.probe"
+        # processes may look at the same time
+        probe = folder / f".{Path(path).name}.{os.getpid()}.probe"
         probe.touch()
         probe.unlink()
     except OSError as error:
         # a file where a folder would have to be is an error of making the folder
         why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror
-        raise bad_value(key, str(path), f"a file that can be written ({why})", use) from error
+        raise bad_value(key, str(path), f"{what} ({why})", use) from error
 
 
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ def above(limit: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value > limit
 
 
-_TIMERS = "false beside token_pipeline (DeepSpeed's pipeline engine starts its timers twice and fails)"
+_TIMERS = "false beside {beside} (DeepSpeed's pipeline engine starts its timers twice and fails)"
 _COMPILE = "false where sequences are cut (a compiled graph holds the attention of the whole sequence)"
 _UNCUT = 'false, or "slices": 1, which cuts nothing'
 
@@ -36,19 +36,19 @@ RULES = (
     Rule(
         "zero_optimization.stage",
         above(1),
-        "0 or 1 beside token_pipeline (pipeline stages keep their gradients until the last slice is done)",
+        "0 or 1 beside {beside} (pipeline stages keep their gradients until the last slice is done)",
         "1",
     ),
     Rule(
         "sequence_parallel_size",
         above(1),
-        "1 beside token_pipeline (Ulysses shares a sequence among ranks, slices need it whole on each)",
+        "1 beside {beside} (Ulysses shares a sequence among ranks, slices need it whole on each)",
         "1, with more pipeline stages",
     ),
     Rule(
         "data_efficiency.data_routing.random_ltd.enabled",
         is_true,
-        "false beside token_pipeline (random-LTD drops tokens by their place in the whole sequence)",
+        "false beside {beside} (random-LTD drops tokens by their place in the whole sequence)",
         "false",
     ),
     Rule("flops_profiler.enabled", is_true, _TIMERS, "false"),
@@ -56,19 +56,19 @@ RULES = (
     Rule(
         "compile.deepcompile",
         is_true,
-        "false beside token_pipeline (its passes are started by a forward of DeepSpeed's that is not used here)",
+        "false beside {beside} (its passes are started by a forward of DeepSpeed's that is not used here)",
         "false",
     ),
     Rule(
         "tensor_parallel.autotp_size",
         above(0),
-        "0 beside token_pipeline (DeepSpeed's automatic tensor parallelism rewrites layers after they are checked)",
+        "0 beside {beside} (DeepSpeed's automatic tensor parallelism rewrites layers after they are checked)",
         "0, and layers that are tensor parallel themselves, as megatron-core's are",
     ),
     Rule(
         "expert_parallel.enabled",
         is_true,
-        "false beside token_pipeline (experts choose among all tokens of a sequence, their loss is not a sum)",
+        "false beside {beside} (experts choose among all tokens of a sequence, their loss is not a sum)",
         "false, with dense layers",
     ),
 )
@@ -154,13 +154,17 @@ def cuts(slices: Any) -> bool:
     return bool(slices != 1)
 
 
-def check_config(config: Mapping[str, Any]) -> None:
+def check_config(config: Mapping[str, Any], beside: str = TOKEN_PIPELINE) -> None:
     """Raise for the first key of a DeepSpeed configuration that does not go with token slices.
+
+    Args:
+        config: with the block ``token_pipeline``, the user's or the default.
+        beside: the block that the user has written, for the error.
 
     Raises:
         ConfigError: naming the key, its value, the reason and the value to use.
     """
-    _check_rules(RULES, config)
+    _check_rules((rule._replace(rule=rule.rule.format(beside=beside)) for rule in RULES), config)
     if cuts(at(config, f"{TOKEN_PIPELINE}.slices")):
         _check_rules(CUT_RULES, config)
 

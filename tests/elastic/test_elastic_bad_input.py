@@ -48,6 +48,11 @@ BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
     "halved": ({"resize": {"policy": "halved"}}, 'resize.policy: got "halved"', 'use "halve"'),
     "key": ({"resizes": {}}, 'elastic_pipeline: unknown key "resizes"', 'use "resize"'),
     "memory": ({"cache": {"enabled": True, "memory_gb": -1}}, "cache.memory_gb: got -1, must be a positive", "use e.g. 8"),
+    "disk": (
+        {"cache": {"enabled": True, "disk_path": "/dev/null/cache"}},
+        'elastic_pipeline.cache.disk_path: got "/dev/null/cache", must be a folder that can be written to (Not a directory), use '
+        'e.g. "cache/"',
+    ),
     "history": ({"history_path": " "}, 'history_path: got " ", must be the name of a file', 'use "history.jsonl"'),
     "no folder": (
         {"history_path": "/dev/null/history.jsonl"}, 'elastic_pipeline.history_path: got "/dev/null/history.jsonl"',

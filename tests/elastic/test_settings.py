@@ -151,9 +151,10 @@ PAIRS = "must be a list of [step, entries], steps increasing, entries 1 or more 
         ({"cache": {"memory_gb": 0}}, "cache.memory_gb: got 0, must be a positive number of 1e9 bytes"),
         ({"cache": {"disk_path": " "}}, 'cache.disk_path: got " ", must be the name of a folder, use "cache/"'),
         ({"cache": {"dtype": "bf61"}}, 'cache.dtype: got "bf61", must be "exact" or "bf16", use "bf16"'),
+        ({"cache": {"memory_gb": 8}}, "cache.enabled: missing, must be there beside memory_gb, use true"),
         ({"cache": {"disk_gb": 0, "disk_path": "x"}}, "cache.disk_gb: got 0, must be a positive number of 1e9 bytes"),
         (
-            {"cache": {"disk_gb": 8}},
+            {"cache": {"enabled": True, "disk_gb": 8}},
             'cache.disk_gb: got 8.0, must be absent without disk_path, use e.g. "disk_path": "cache/"',
         ),
         ({"cache": {"enabled": 1}}, "cache.enabled: got 1, must be true or false, use false"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +51,26 @@ def run_script(rank: int, world: int, folder: str) -> None:
     }  # fmt: skip
     sys.argv = ["train_hf.py", *(str(word) for pair in arguments.items() for word in pair)]
     script.main()
+
+
+@pytest.mark.parametrize(
+    ("out", "rule"),
+    [
+        ("full", "must be a new folder or an empty one"),
+        ("full/file/out", "must be a folder that can be made (Not a directory)"),
+    ],
+)
+def test_an_out_that_cannot_be_written_is_one_line_before_the_work(tmp_path: Path, out: str, rule: str) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    script = [sys.executable, str(ROOT / "configs" / "train_hf.py"), "--model", "none", "--text", "none"]
+    done = subprocess.run(
+        [*script, "--out", str(tmp_path / out)], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert last.startswith("train_hf.py: error: --out: got ") and rule in last and ", use " in last, last
+    assert [each.name for each in tmp_path.rglob("*")] == ["full", "file"], "something was left behind"
 
 
 def test_the_script_trains_and_writes_the_folder(tmp_path: Path) -> None:

@@ -312,3 +312,29 @@ def test_a_data_set_without_the_method_is_refused_where_the_length_changes() -> 
     ):
         MixedBatch(sgd(), phases=SMALL).register_dataset([1, 2])
     MixedBatch(sgd(), phases=SMALL[1:]).register_dataset([1, 2])
+
+
+def test_accumulation_beside_phases_is_refused_by_name() -> None:
+    phase = {"steps": 4, "batch_size": 8, "seq_length": 16, "lr": 1e-3, "warmup_ratio": 0.5}
+    config = {"scheduler": {"type": "MixedBatch", "params": {"phases": [phase]}}, "train_micro_batch_size_per_gpu": 2}
+    assert complete_config(config)["train_batch_size"] == 8
+    with pytest.raises(
+        ConfigError, match=r"gradient_accumulation_steps: got 4, must be absent beside MixedBatch .*, use "
+    ):
+        complete_config({**config, "gradient_accumulation_steps": 4})
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({}, "scheduler.params.phases: missing, must be there, use e.g. "),
+        (
+            {"phases": [{"steps": 4, "seq_length": 16, "lr": 1e-3}]},
+            "batch_size: missing, must be there beside steps, seq_length, lr",
+        ),
+    ],
+)
+def test_what_is_missing_is_not_asked_for_beside_itself(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        complete_config({"scheduler": {"type": "MixedBatch", "params": params}})
+    assert message in str(caught.value)

@@ -302,7 +302,8 @@ def test_replicas_whose_lengths_differ_now_and_then_measure_and_compare_together
 @pytest.mark.parametrize(
     ("keys", "steps", "message"),
     [
-        ({"plan_path": "missing.json"}, 1, "missing.json: cannot be read"),
+        ({"plan_path": "missing.json"}, 1, "token_pipeline.plan_path: missing.json: cannot be read"),
+        ({"measurements_path": __file__}, 1, f"token_pipeline.measurements_path: {__file__}: is no JSON"),
         ({"measurements_path": f"{__file__}/costs.json"}, 1, 'costs.json", must be a file that can be written'),
         ({"memory_gb": 1e-9}, MEASURING, "memory_gb: got 1e-09, must be at least"),
         (

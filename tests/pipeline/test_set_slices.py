@@ -113,7 +113,7 @@ def test_the_next_step_is_cut_as_set(kind: str) -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_bad_or_different_values_are_refused_on_every_rank(name: str) -> None:
     messages = {
-        "bad value": "token_pipeline.slices: got 0, must be a positive number or a list of lengths, use e.g. 8",
+        "bad value": 'token_pipeline.slices: got 0, must be a positive number, a list of lengths or "auto", use e.g. 8',
         "bad schedule": 'token_pipeline.schedule: got "gpipe", must be "auto" or "terapipe" or "1f1b", use "terapipe"',
         "bad on one rank": "token_pipeline.slices: got [4, -1], must be",
         "other slices": "token_pipeline.slices: got 2 on rank 1 and 4 on rank 0, must be the same on all, use",

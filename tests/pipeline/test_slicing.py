@@ -124,7 +124,7 @@ def test_an_explicit_cut_settles_it():
         ([1, 3], "token_pipeline.cut.inputs[1]: got 3, must be a dimension from 1 to 2 of its shape [2, 12, 5]"),
         ([1, 0], "token_pipeline.cut.inputs[1]: got 0, must be a dimension from 1 to 2"),
         ([1, [1, 2, 2]], "token_pipeline.cut.inputs[1]: got [1, 2, 2], must be a dimension"),
-        ([None, None], "token_pipeline.cut.inputs: got [None, None], which are dimensions of no tokens"),
+        ([None, None], "token_pipeline.cut.inputs: got [null, null], which are dimensions of no tokens"),
         ([1, 2], "token_pipeline.cut.inputs: got [1, 2], which are dimensions of [5, 12] tokens"),
     ],
 )

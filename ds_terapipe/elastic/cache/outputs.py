@@ -151,7 +151,7 @@ class OutputCache:
             self._say(
                 f"elastic_pipeline.cache: {self._layers} layers: {counts.read} samples read, {counts.continued} computed from "
                 f"fewer layers' outputs, {counts.computed} from the inputs; "
-                f"{', '.join(f'{tier.used_bytes / GIGABYTE:.3f} GB' for tier in self.tiers)} kept"
+                f"kept {' and '.join(f'{tier.used_bytes / GIGABYTE:.3f} GB in {tier.root}' for tier in self.tiers)}"
             )
 
     def _begin_level(self) -> None:

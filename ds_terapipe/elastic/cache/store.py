@@ -39,12 +39,13 @@ class Tier:
         limit: bytes that the entries of this run may take, of all processes of the machine together; None: any number.
 
     Attributes:
+        root: as it was given.
         full: whether the last entry that was to be written did not fit.
         longest_reuse_s: the longest that an entry has waited to be read again.
     """
 
     def __init__(self, root: Path, run: str, limit: int | None) -> None:
-        self.path, self.limit = root / run, limit
+        self.root, self.path, self.limit = root, root / run, limit
         self.full, self.longest_reuse_s = False, 0.0
         self._mutex = threading.Lock()
         self._swept = -float("inf")

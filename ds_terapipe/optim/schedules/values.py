@@ -26,9 +26,9 @@ def known_keys(path: str, params: object, known: tuple[str, ...], required: tupl
             raise ConfigError(f"{path}.{key}: unknown key, must be one of {', '.join(known)}, use {near or known[0]}")
     for key in required:
         if key not in params:
-            raise ConfigError(
-                f"{path}.{key}: missing, must be there beside {', '.join(required)}, use e.g. {_EXAMPLES[key]}"
-            )
+            others = ", ".join(name for name in required if name != key)
+            rule = f"there beside {others}" if others else "there"
+            raise ConfigError(f"{path}.{key}: missing, must be {rule}, use e.g. {_EXAMPLES[key]}")
     return params
 
 

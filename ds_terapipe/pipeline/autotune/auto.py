@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ds_terapipe.config import AUTO, TokenPipelineConfig
+from ds_terapipe.errors import named
 from ds_terapipe.pipeline.autotune.budget import Budget
 from ds_terapipe.pipeline.autotune.cutting import DEFAULT_SCHEDULE, Cutting
 from ds_terapipe.pipeline.autotune.phases import SHORTEST, TRIALS, Compared, Phase, WarmUp
@@ -61,7 +62,8 @@ class AutoCutting:
     def _load_plan(self) -> Plan:
         config, path = self._config, self._config.plan_path
         assert path is not None
-        plan = Plan.load(path)
+        with named("token_pipeline.plan_path"):
+            plan = Plan.load(path)
         check_plan(plan, self._run, config.schedule, config.memory_gb, path)
         return plan
 

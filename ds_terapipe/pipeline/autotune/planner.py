@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ds_terapipe.config import TokenPipelineConfig
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, named
 from ds_terapipe.pipeline.autotune.budget import Budget
 from ds_terapipe.pipeline.autotune.run_info import Agreement, RunInfo, differences
 from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
@@ -101,13 +101,15 @@ class Planner:
             layers,
         )
         if self._config.measurements_path is not None:
-            cost.save(self._config.measurements_path)
+            with named("token_pipeline.measurements_path"):
+                cost.save(self._config.measurements_path)
         return cost, own
 
     def _load_measurements(self, path: str) -> None:
         def load() -> MeasuredCost | None:
             try:
-                cost = MeasuredCost.load(path)
+                with named("token_pipeline.measurements_path"):
+                    cost = MeasuredCost.load(path)
             except ConfigError as error:
                 if isinstance(error.__cause__, FileNotFoundError):
                     return None
