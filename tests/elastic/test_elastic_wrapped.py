@@ -5,7 +5,7 @@ Beside fp16 the loss scale goes on, too: as DeepSpeed's own rules make it of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from tests.elastic.training import FP16, MODELS, OPTIMIZERS, Case, Objects, data
 from tests.full import is_full, marked
 from tests.mutants.claims import holds
 from tests.pipeline.models import Plain
-from tests.pipeline.training import difference
+from tests.pipeline.training import together, worst
 from tests.spawn import run_ranks
 
 # a freeze with a reshape, one without, a reshape alone
@@ -56,6 +56,7 @@ FULL = {
         "gpt", "adamw", 2, ((5, 1), (7, 3)), ((5, 1), (9, 4)), steps=14, precision="fp16 ZeRO-1"
     ),
 }
+LOSS_ROUNDING = {torch.bfloat16: 2.0**-11, torch.float16: 2.0**-14}  # of a mean of losses made from such logits
 _ADAM = ("exp_avg", "exp_avg_sq")
 KEYS = {"adamw": _ADAM, "instance": _ADAM, "fused adam": _ADAM, "lamb": _ADAM, "sgd": ("momentum_buffer",)}
 
@@ -199,10 +200,13 @@ def check_numbers(case: Case, ranks: Sequence[dict[str, Any]]) -> None:
     skipped, before, after = (tuple(ranks[0][key]) for key in ("skipped", "scales", "scales after"))
     exact, single = (in_one_process(case, dtype, skipped, before, after) for dtype in (wide, narrow))
     assert 1e-6 < off(single.losses, exact.losses) < 1e-2
+    masters: dict[str, Tensor] = {}
     for found in ranks:
-        assert off(found["losses"], exact.losses) <= 1.2 * off(single.losses, exact.losses)
-        names = found["masters"]
-        assert far(names, exact.masters, names) <= 1.5 * far(single.masters, exact.masters, names)
+        assert off(found["losses"], exact.losses) <= max(1.2 * off(single.losses, exact.losses), LOSS_ROUNDING[narrow])
+        masters |= found["masters"]
+    ours, theirs = masters, {name: single.masters[name] for name in masters}
+    assert worst(ours, exact.masters) <= 1.5 * worst(theirs, exact.masters)
+    assert together([(ours, exact.masters)]) <= 1.2 * together([(theirs, exact.masters)])
 
 
 def check_kept(case: Case, ranks: Sequence[dict[str, Any]]) -> None:
@@ -251,11 +255,7 @@ def by_the_rules(case: Case, skipped: Sequence[int]) -> list[float]:
 
 
 def off(losses: Sequence[float], exact: Sequence[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, exact, strict=True))
-
-
-def far(some: dict[str, Tensor], exact: dict[str, Tensor], names: Iterable[str]) -> float:
-    return max((difference(some[name], exact[name]) for name in names), default=0.0)
+    return sum(abs(a - b) / abs(b) for a, b in zip(losses, exact, strict=True)) / len(losses)
 
 
 class OneProcess(NamedTuple):

@@ -202,8 +202,8 @@ def grouped(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def grouped_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW with `grouped` groups."""
-    return torch.optim.AdamW(grouped(parameters), betas=(0.9, 0.99))
+    """AdamW with `grouped` groups, and an epsilon that noise doesn't reach: with 1e-8 it becomes full steps."""
+    return torch.optim.AdamW(grouped(parameters), betas=(0.9, 0.99), eps=1e-4)
 
 
 class TorchsFusedAdam(FusedAdam):
@@ -228,8 +228,8 @@ OPTIMIZERS: dict[str, tuple[Any, Callable[[list[nn.Parameter]], torch.optim.Opti
         partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
     ),
     "lamb": (
-        {"type": "FusedLamb", "params": {"lr": 1e-2, "weight_decay": 0.05}},
-        partial(FusedLamb, lr=1e-2, weight_decay=0.05),
+        {"type": "FusedLamb", "params": {"lr": 1e-2, "weight_decay": 0.05, "eps": 1e-3}},
+        partial(FusedLamb, lr=1e-2, weight_decay=0.05, eps=1e-3),
     ),
 }
 WARMUP = {"warmup_min_lr": 1e-3, "warmup_max_lr": 5e-2, "warmup_num_steps": 20, "warmup_type": "linear"}

@@ -314,16 +314,6 @@ def test_a_data_set_without_the_method_is_refused_where_the_length_changes() -> 
     MixedBatch(sgd(), phases=SMALL[1:]).register_dataset([1, 2])
 
 
-def test_accumulation_beside_phases_is_refused_by_name() -> None:
-    phase = {"steps": 4, "batch_size": 8, "seq_length": 16, "lr": 1e-3, "warmup_ratio": 0.5}
-    config = {"scheduler": {"type": "MixedBatch", "params": {"phases": [phase]}}, "train_micro_batch_size_per_gpu": 2}
-    assert complete_config(config)["train_batch_size"] == 8
-    with pytest.raises(
-        ConfigError, match=r"gradient_accumulation_steps: got 4, must be absent beside MixedBatch .*, use "
-    ):
-        complete_config({**config, "gradient_accumulation_steps": 4})
-
-
 @pytest.mark.parametrize(
     ("params", "message"),
     [

@@ -125,10 +125,6 @@ def check_config(phases: Sequence[Phase], config: Mapping[str, Any]) -> None:
     if micro is not None and first.micro_batch_size is not None and micro != first.micro_batch_size:
         rule = f"{phase_path(0)}.micro_batch_size ({first.micro_batch_size}) or absent beside MixedBatch"
         raise bad_value("train_micro_batch_size_per_gpu", micro, rule, str(first.micro_batch_size))
-    pieces = config.get("gradient_accumulation_steps")
-    if pieces is not None:
-        rule = "absent beside MixedBatch (it follows from each phase's batch_size and the micro-batch size)"
-        raise bad_value("gradient_accumulation_steps", pieces, rule, "train_micro_batch_size_per_gpu alone")
     for name in ("elasticity", "curriculum_learning", "data_efficiency"):
         block = config.get(name)
         if isinstance(block, Mapping) and block.get("enabled") is True:
