@@ -8,6 +8,7 @@ from typing import Any
 from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
 
 from ds_terapipe.elastic.caching import Caching
+from ds_terapipe.elastic.moves.groups import level_steps
 from ds_terapipe.elastic.moves.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.saved.restore import SavedStates, about, numbers_of, put
 from ds_terapipe.elastic.saved.state import check, read, same_shape, write
@@ -32,6 +33,7 @@ class ElasticCheckpoints(Caching):
     _seed: int | None = None  # of the random streams
 
     def _save_beside(self, folder: Path) -> None:
+        level_steps(self.basic_optimizer)  # they may be read by name
         parts = self._consensus.gather(about(self))
         state = {**self._state(), "optimizer": parts}
         self._consensus.decide(lambda: write(folder, state))

@@ -14,12 +14,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.elastic.checkpoints import ElasticCheckpoints
 from ds_terapipe.elastic.moves.anew import build_anew
+from ds_terapipe.elastic.moves.groups import level_steps
 from ds_terapipe.elastic.moves.layers import drop_copies
 from ds_terapipe.elastic.moves.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.moves.reshape import Reshape, check_movable
@@ -62,6 +64,8 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         }
         self._reshaped: list[Callable[[ElasticPipelineEngine], None]] = []
         self._transitions, self.costs = TransitionReport(), Costs()
+        # NCCL gathers objects on the current device, and until DeepSpeed's constructor sets it that is the node's first for all
+        get_accelerator().set_device(kwargs["model"].local_rank)
         # before all that depends on it
         check_alike(gathered(elastic_pipeline.model_dump(), kwargs["model"].world_group))
         super().__init__(*args, **kwargs)
@@ -189,6 +193,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             step: before which this is; None: before a checkpoint is read.
         """
         started, shape, before = time.perf_counter(), self.shape, state_bytes(self, self._consensus)
+        level_steps(self.basic_optimizer)
         new = shape_of(
             stages,
             self.world_size,

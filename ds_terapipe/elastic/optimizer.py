@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
@@ -17,7 +18,7 @@ from ds_terapipe.elastic.moves.anew import Kept, quietly
 from ds_terapipe.elastic.moves.groups import in_order, make_alike
 from ds_terapipe.elastic.moves.masters import fill, occupy, taking_no_step
 from ds_terapipe.elastic.phases import ElasticPhases
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.optim.lamb import FusedLamb
 
 # DeepSpeed's own methods and their arguments after the optimiser, by what its check says
@@ -39,6 +40,11 @@ class ElasticOptimizer(ElasticPhases):
             self.optimizer = self._wrapped(self.basic_optimizer, self._kept.optimizer)
             return
         super()._configure_optimizer(client_optimizer, model_parameters)
+        freeze = self.elastic_pipeline.freeze
+        if freeze.unfreeze and isinstance(self.basic_optimizer, FusedAdam):
+            must = "absent beside DeepSpeed's FusedAdam (which has one step count for a group, where returning layers begin at 0)"
+            use = '[], or "torch_adam": true in optimizer.params'
+            raise bad_value(f"{freeze.PATH}.unfreeze", freeze.unfreeze, must, use)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         """As DeepSpeed's, which says what the optimiser is wrapped in; before that happens, groups are made what they stay."""

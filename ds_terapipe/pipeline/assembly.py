@@ -170,6 +170,8 @@ class Assembly:
                 run(action)
             self._watchdog.at(len(row))
             self.links.finish()
+            for stage in self.stages.values():
+                stage.context.check_recomputed()
             self.memory.ran()
         finally:
             self.end()

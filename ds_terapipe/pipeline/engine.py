@@ -77,7 +77,8 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             )
         pipelines = self.grid.pipe_groups
         seat = Seat.of(Placement.plain(self.num_stages), self.global_rank, pipelines)
-        self._watchdog = Watchdog(seat, token_pipeline.timeout_s, StreamMark if self.device.type == "cuda" else None)
+        new_mark = StreamMark if self.device.type == "cuda" else None
+        self._watchdog = Watchdog(seat, token_pipeline.timeout_s, new_mark, self.device)
         weakref.finalize(self, self._watchdog.close)
         self._consensus = Consensus(self._watchdog, pipelines, _hash_of(token_pipeline))
         self._trace, self._memory, self._load = self._new_trace(), self._new_memory(), Loader(self.device)

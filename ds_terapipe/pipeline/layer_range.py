@@ -29,6 +29,7 @@ class LayerRange:
         functions: the layers: modules, or functions of their inputs.
         first: number of the first one in the model.
         entering: told the number of each layer before it runs, in every recomputation too.
+        leaving: called when a layer is through, in whatever way.
         module: the ``PipelineModule`` that they are part of, whose settings for checkpoints and seeds hold; None for layers
             that belong to no such module and are run as they are.
 
@@ -36,12 +37,17 @@ class LayerRange:
     """
 
     def __init__(
-        self, functions: Sequence[Layer], first: int, entering: Callable[[int], None], module: Any = None
+        self,
+        functions: Sequence[Layer],
+        first: int,
+        entering: Callable[[int], None],
+        leaving: Callable[[], None],
+        module: Any = None,
     ) -> None:
         self.functions, self.first = list(functions), first
         self._names = [_name_of(layer) for layer in functions]
         self.modules = [module for layer in functions for module in modules_of(layer)]
-        self._entering, self._module = entering, module
+        self._entering, self._leaving, self._module = entering, leaving, module
         # of the layers that DeepSpeed counts in this process so many are before these
         self._before = 0 if module is None else first - module._local_start
         self._runs = 0 if module is None else module.micro_offset
@@ -101,7 +107,10 @@ class LayerRange:
                     if self._module.seed_layers:
                         self._seed(self._module.base_seed * offset + self._module.curr_layer)
                 self._entering(self.first + index)  # which may seed, too, and by more than DeepSpeed knows
-                value = self.functions[index](value)
+                try:
+                    value = self.functions[index](value)
+                finally:  # a recomputation may end in the middle, when all that is needed is there
+                    self._leaving()
             return value
 
         return run

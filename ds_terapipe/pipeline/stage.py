@@ -83,10 +83,9 @@ class Stage:
         streams: RandomStreams | None = None,
     ) -> None:
         self.number, self.trains = number, trains
-        self.context = SliceContext()
-        self.context.streams = streams
-        self.layers = LayerRange(functions, first_layer, self.context.enter_layer, module)
-        self.context.layer_text = self.layers.text
+        self.context = context = SliceContext()
+        self.layers = LayerRange(functions, first_layer, context.enter_layer, context.leave_layer, module)
+        context.streams, context.layer_text = streams, self.layers.text
         self.root = module if module is not None else nn.ModuleList(self.layers.modules)
         self.dims: SequenceDims | None = None  # how its tensors follow the tokens, once something has been cut
         self.weight_gradients = WeightGradients()

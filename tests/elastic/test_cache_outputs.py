@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 
 import pytest
 import torch
 from torch import nn
 
+from ds_terapipe.elastic.cache import outputs
 from ds_terapipe.elastic.cache.outputs import Compute, Counts, OutputCache, level_of
 from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.elastic.cache.store import Tier
@@ -267,3 +270,43 @@ def test_entries_of_another_type_are_another_level():
         Shelf(CacheSettings(enabled=True, dtype=dtype), "one", device, "", int, print) for dtype in ("exact", "bf16")
     ]
     assert shelves[0]._level(layers) != shelves[1]._level(layers)
+
+
+def test_epochs_longer_than_an_hour_and_half_the_room(tmp_path, said, monkeypatch):
+    """What fits serves its share of every epoch, however long one takes and whatever is in it twice."""
+    hours = [0.0]
+    monkeypatch.setattr(time, "time", lambda: 1e9 + 3600 * hours[0])
+    stage, samples = Stage(Slow()), [batch(n) for n in (*range(8), 0)]
+    (tmp_path / "size").mkdir()
+    one = OutputCache([Tier(tmp_path / "size", "one", None)], False, torch.device("cpu"), int, said.append)
+    one.begin(stage.level(), None)
+    step(one, stage, samples[0])
+    half = 4 * one.tiers[0].used_bytes
+    one.close(keep=False)
+    one = OutputCache([Tier(tmp_path, "one", half)], False, torch.device("cpu"), int, said.append)
+    one.begin(stage.level(), None)
+    read = []
+    for _ in range(4):
+        before = one.counts.read
+        for each in samples:
+            hours[0] += 1
+            for path in tmp_path.rglob("*"):
+                os.utime(path, (0, 0))  # as long ago as can be
+            step(one, stage, each)
+        read.append((one.counts.read - before) / len(each))
+    one.close(keep=False)
+    assert read[1:] == [5.0] * 3, read  # of nine micro-batches those four that fit, one of which comes twice
+
+
+def test_threads_that_copy_are_on_the_stages_device(tmp_path, monkeypatch):
+    """CUDA is told by each thread; this machine's stands in for it with a note of who has."""
+    told: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(outputs, "new_clock", lambda device: None)
+    device = torch.device("cuda", 3)
+    one = OutputCache([Tier(tmp_path, "one", None)], False, device, int, print)
+    for pool in (one._readers, one._writers):
+        pool.submit(int).result()
+    one.close(keep=False)
+    assert told == [("cache-read_0", device), ("cache-write_0", device)]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 
 from ds_terapipe import ConfigError
@@ -103,13 +107,30 @@ def worker(rank: int, world_size: int, names: tuple[str, ...] | None = None) -> 
         found[name] = refused(config={**keys, "elastic_pipeline": NORMS})
     odd = Case("texts", "sgd", 2, (), ((1, 1),), slices=None, batch=3, size=1)
     found["batch"] = refused(odd)
+    back = {"freeze": {"policy": "alpha", "interval": 3, "unfreeze": ["lr_restart"]}}
+    found["one count"] = refused(replace(CASE, optimizer="fused adam"), config={"elastic_pipeline": back})
     frozen = [LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]
     found["nothing trains"] = refused(specs=frozen)
     other = {"freeze": {**SCHEDULE, "frozen_layers": [[1, 1 + rank]]}}
     found["ranks differ"] = refused(config={"elastic_pipeline": other})
     other = {"resize": {"policy": [[1, 1]] if rank else "off"}}
     found["ranks move differently"] = refused(config={"elastic_pipeline": other})
-    return {**found, "fine": trains(), "two rules": only_static_beside_zero()}
+    return {**found, "devices": devices_and_objects(), "fine": trains(), "two rules": only_static_beside_zero()}
+
+
+def devices_and_objects() -> list[Any]:
+    """What ``initialize`` does, in its order: numbers of devices that are set, and objects that are gathered."""
+    found: list[Any] = []
+    gather = torch.distributed.all_gather_object
+
+    def noted(*args: Any, **options: Any) -> None:
+        found.append("objects")
+        gather(*args, **options)
+
+    with mock.patch.object(get_accelerator(), "set_device", found.append):
+        with mock.patch.object(torch.distributed, "all_gather_object", noted):
+            engine_of(CASE, config={"elastic_pipeline": HALVE}).destroy()
+    return found
 
 
 def trains() -> list[float]:
@@ -156,6 +177,20 @@ def test_a_policy_that_wants_gradients_which_are_in_flat_parts(ranks, name):
     check(
         name, ranks, 'freeze.policy: got "grad_norm", must be a policy without norms of gradients beside', 'use "alpha"'
     )
+
+
+def test_layers_that_come_back_beside_one_step_count_of_a_group(ranks):
+    check(
+        "one count",
+        ranks,
+        'freeze.unfreeze: got ["lr_restart"], must be absent beside DeepSpeed\'s FusedAdam',
+        "use []",
+    )
+
+
+def test_a_process_has_its_own_device_before_objects_are_gathered_on_it(ranks):
+    for rank, found in enumerate(ranks):
+        assert found["devices"][:2] == [rank, "objects"]
 
 
 def test_a_batch_that_replicas_cannot_share(ranks):

@@ -23,6 +23,7 @@ CASES = {
     "adamw": Case("texts", "adamw", 2, FREEZE, ((4, 1),), scheduler="lambda"),
     "sgd": Case("texts", "sgd", 2, FREEZE, (), scheduler="warmup"),
     "lamb": Case("tied texts", "lamb", 2, ((2, 1),), (), slices=None),
+    "fused adam": Case("texts", "fused adam", 2, FREEZE, ()),
     "groups": Case(
         "partly frozen", "adamw", 2, ((5, 4),), (), scheduler="lambda"
     ),  # four stages have them in another order
@@ -117,7 +118,7 @@ def saved(tmp_path_factory):
 def test_a_training_goes_on(saved, where):
     processes, stages = ELSEWHERE[where]
     # what launches take: all cases on one and two processes, those of each kind on four
-    names = list(CASES) if processes < 4 else ["adamw", "lamb", "groups", "ZeRO-1", "bf16 ZeRO-1"]
+    names = list(CASES) if processes < 4 else ["adamw", "lamb", "fused adam", "groups", "ZeRO-1", "bf16 ZeRO-1"]
     folder, ranks = saved
     others = run_ranks(go_on, processes, folder, stages, names, timeout=200)
     for name in names:

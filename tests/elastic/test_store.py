@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -81,22 +80,6 @@ def test_no_space_left(tmp_path, monkeypatch):
     assert not one.write("b", PARTS) and one.full and not one.write("a", [b"other"])
     assert one.used_bytes == before and bytes(one.read("a")) == WHOLE
     assert sorted(os.listdir(tmp_path / "one")) == ["a", "lock", "used"]
-
-
-def test_room_is_made_of_what_nobody_reads(tmp_path, monkeypatch):
-    one = tier(tmp_path)
-    for name in ("old", "read"):
-        one.write(name, PARTS)
-    long_ago = time.time() - 10_000
-    for name in ("old", "read"):
-        os.utime(tmp_path / "one" / name, (long_ago, long_ago))
-    assert one.read("read") is not None and one.longest_reuse_s > 9_000
-    one.make_room()
-    assert one.read("old") is not None  # that too may wait so long
-    os.utime(tmp_path / "one" / "old", (long_ago - 20_000, long_ago - 20_000))
-    one._swept = -float("inf")
-    one.make_room()
-    assert not (tmp_path / "one" / "old").exists() and one.read("read") is not None
 
 
 def test_two_runs_leave_each_other_alone(tmp_path):

@@ -206,22 +206,35 @@ def grouped_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(grouped(parameters), betas=(0.9, 0.99), eps=1e-4)
 
 
-class TorchsFusedAdam(FusedAdam):
-    """To DeepSpeed its FusedAdam, which it wraps in another way beside fp16; with torch's step, which needs no compiler."""
-
-    step = torch.optim.AdamW.step
-    _init_group = torch.optim.AdamW._init_group
+class FusedAdamOnCPU(FusedAdam):
+    """DeepSpeed's FusedAdam, whose own ``step`` counts and calls, with a kernel that needs no compiler."""
 
     def __init__(self, parameters: Any) -> None:
         same = grouped_adamw(list(parameters))
-        torch.optim.Optimizer.__init__(self, same.param_groups, same.defaults)
+        defaults = {key: same.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        torch.optim.Optimizer.__init__(self, same.param_groups, {**defaults, "bias_correction": True})
+        self.adam_w_mode, self.set_grad_none, self._dummy_overflow_buf = 1, True, torch.zeros(1, dtype=torch.int)
+        self.multi_tensor_adam = _adam_of_lists
+
+
+def _adam_of_lists(
+    chunk: int, skipped: Tensor, lists: Sequence[Sequence[Tensor]], lr: float, beta1: float, beta2: float, eps: float,
+    step: int, decoupled: int, corrected: int, decay: float,
+) -> None:  # fmt: skip
+    """As csrc/adam/multi_tensor_adam.cu of DeepSpeed 0.19.8: one step count for all tensors."""
+    assert decoupled and corrected
+    for gradient, parameter, mean, square in zip(*lists, strict=True):
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (square / (1 - beta2**step)).sqrt().add_(eps)
+        parameter.mul_(1 - lr * decay).addcdiv_(mean, root, value=-lr / (1 - beta1**step))
 
 
 OPTIMIZERS: dict[str, tuple[Any, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
     # what DeepSpeed is given, what one process has
     "adamw": (lambda parameters: grouped_adamw(list(parameters)), grouped_adamw),
     "instance": (grouped_adamw, grouped_adamw),
-    "fused adam": (TorchsFusedAdam, grouped_adamw),
+    "fused adam": (FusedAdamOnCPU, grouped_adamw),
     "backwards": (lambda parameters: grouped_adamw(list(parameters)[::-1]), lambda p: grouped_adamw(p[::-1])),
     "sgd": (
         {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}},

@@ -137,7 +137,9 @@ class Holder(nn.Module):
 def test_a_part_of_the_layers_of_a_process_is_checkpointed_as_in_the_whole() -> None:
     for first, checkpoints in ((10, [0, 3, 6]), (11, [0, 2, 5]), (13, [0, 3]), (15, [0, 1])):
         module = Holder()
-        layers = LayerRange([partial(module.note, n) for n in range(first, 18)], first, lambda layer: None, module)
+        layers = LayerRange(
+            [partial(module.note, n) for n in range(first, 18)], first, lambda layer: None, lambda: None, module
+        )
         layers(torch.ones(1))
         assert module.checkpoints == checkpoints, first
         assert module.counted == [10, 11, 12, 10, 11, 12, 10, 11][first - 10 :]
@@ -145,7 +147,7 @@ def test_a_part_of_the_layers_of_a_process_is_checkpointed_as_in_the_whole() -> 
 
 def test_nothing_is_checkpointed_where_nothing_goes_backward() -> None:
     module = Holder()
-    layers = LayerRange([partial(module.note, n) for n in range(10, 18)], 10, lambda layer: None, module)
+    layers = LayerRange([partial(module.note, n) for n in range(10, 18)], 10, lambda layer: None, lambda: None, module)
     with torch.no_grad():
         layers(torch.ones(1))
     assert module.checkpoints == [] and len(module.counted) == 8

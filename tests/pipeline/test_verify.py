@@ -294,7 +294,7 @@ def context():
 def look(context, layers, inputs, cuts, lengths=(7, 2, 9, 1, 5)):
     """Verify a stage of ``layers``; the first layer's inputs are cut by ``cuts``, the others' [b, s, h]."""
     root = nn.Sequential(*layers)
-    stage = LayerRange(layers, 4, context.enter_layer)
+    stage = LayerRange(layers, 4, context.enter_layer, context.leave_layer)
     per_layer = [cuts] + [(TensorCut(row=1),)] * (len(layers) - 1)
     with undisturbed(root, context):
         return verify_stage(root, stage, context, inputs, per_layer, spans(lengths))

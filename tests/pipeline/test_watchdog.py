@@ -337,6 +337,15 @@ def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_report
     assert (told.step, told.action) == (4, 6) and told.ended
 
 
+def test_the_watching_thread_asks_on_the_stages_device(store, monkeypatch):
+    told: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
+    watchdog = Watchdog(SEAT, timeout_s=5.0, new_mark=Point, device=torch.device("cuda", 3))
+    wait_until(lambda: told)
+    watchdog.close()
+    assert told == [("ds_terapipe-watchdog", torch.device("cuda", 3))]
+
+
 def test_a_groups_own_limit_is_the_last_resort(streamed, watchdog):
     assert watchdog.group_timeout_s == watchdog.timeout_s  # the host's waits end by it
     assert streamed[0].group_timeout_s > 2 * streamed[0].timeout_s

@@ -338,6 +338,21 @@ def test_recomputation_that_makes_other_keys_is_an_error(context, reentrant):
         outs[1][0].sum().backward()
 
 
+def test_a_recomputation_that_ended_early_says_nothing_of_the_next_one(context):
+    """A layer's checkpoint may stop before its attention; what is recomputed then is known by its keys alone."""
+    span, (_, *of_four), (_, *of_five) = Span(0, 4, 8), rows(4), rows(4, seed=1)
+    with context.forward(Unit(3, 0), span):
+        for layer, (k, v) in ((4, of_four), (5, of_five)):
+            context.enter_layer(layer)
+            context.place(k, v).write(k, v, span)
+            context.leave_layer()
+    with context.backward(Unit(3, 0), span):
+        context.enter_layer(5)
+        context.leave_layer()
+        assert torch.equal(context.place(*of_four).k[:, :, :4], of_four[0])
+    context.check_recomputed()
+
+
 def test_recomputation_of_a_step_that_overflowed_is_placed(context):
     def overflowed(q, k, v):
         return attend(q, k * float("nan"), v)

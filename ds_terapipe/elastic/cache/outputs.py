@@ -22,6 +22,7 @@ from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.pipeline.layer_range import Layer, modules_of
 from ds_terapipe.pipeline.recording.trace import new_clock
 from ds_terapipe.pipeline.slicing import as_tuple, like
+from ds_terapipe.pipeline.transport.stream import take_device
 from ds_terapipe.plan.costs.memory import GIGABYTE
 
 _AHEAD = 2  # micro-batches that are read before their turn
@@ -117,8 +118,8 @@ class OutputCache:
         self.tiers, self._smaller, self._device = list(tiers), smaller, device
         self._agree, self._say = agree, say
         self._clock = new_clock(device)
-        self._readers = ThreadPoolExecutor(1, "cache-read")
-        self._writers = ThreadPoolExecutor(1, "cache-write")
+        self._readers = ThreadPoolExecutor(1, "cache-read", take_device, (device,))
+        self._writers = ThreadPoolExecutor(1, "cache-write", take_device, (device,))
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._warned: set[str] = set()
         self._level: Level | None = None
@@ -302,18 +303,14 @@ class OutputCache:
                 outputs = like(outputs, [tensor.cpu() for tensor in as_tuple(outputs)])
         for row, sample in enumerate(samples):
             parts = encode(outputs, dims, row, self._smaller)
-            if not self._put(_path(level.folder, sample), parts):
+            name = _path(level.folder, sample)
+            if not any(tier.write(name, parts) for tier in self.tiers):
                 self._warn("full", "there is no more room: what does not fit is computed in every step")
                 continue
             self.counts.kept += 1
             for tier in self.tiers:
                 if earlier is not None:
                     tier.remove(_path(earlier.folder, sample))
-
-    def _put(self, name: str, parts: Sequence[Any]) -> bool:
-        if any(tier.write(name, parts) for tier in self.tiers):
-            return True
-        return any(tier.make_room() and tier.write(name, parts) for tier in self.tiers)
 
     # ---------------------------------------------------------------------------------------------------- whether to use it
 

@@ -4,6 +4,9 @@ An entry stands under its name whole or not at all: it is written beside it and 
 read, so one that was torn, cut off or has a flipped bit is as good as none. Files are written and read, and never mapped: where
 a tmpfs is full a write is an error that can be handled (ENOSPC), while touching a mapping ends the process by SIGBUS.
 
+What is there stays until its level ends: where there is no room for all entries, those that are there serve their share of every
+epoch, and taking one out for another would have none of them there when its turn comes.
+
 Every process of a run that uses a folder holds a lock on it. A folder whose lock nobody holds is a dead run's: the next run
 removes it, unless it is the one that goes on.
 """
@@ -16,7 +19,6 @@ import os
 import shutil
 import struct
 import threading
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,8 +28,6 @@ from typing import Any
 _LOCK, _USED = "lock", "used"
 _HEADER = struct.Struct("<4sI16sQ")  # what it is, checksum, the name it was written under, bytes that follow
 _MAGIC = b"DTC1"
-_TOUCH_S = 60.0  # an entry that is read is marked as used when it was not for so long
-_AGE_S = 600.0  # of files that nobody finished, and of entries that may make room, where nothing else is known
 
 
 class Tier:
@@ -41,14 +41,12 @@ class Tier:
     Attributes:
         root: as it was given.
         full: whether the last entry that was to be written did not fit.
-        longest_reuse_s: the longest that an entry has waited to be read again.
     """
 
     def __init__(self, root: Path, run: str, limit: int | None) -> None:
         self.root, self.path, self.limit = root, root / run, limit
-        self.full, self.longest_reuse_s = False, 0.0
+        self.full = False
         self._mutex = threading.Lock()
-        self._swept = -float("inf")
         root.mkdir(mode=0o700, parents=True, exist_ok=True)  # of what a model makes of its user's data
         with _locked(root / _LOCK):  # lest a run that begins takes this one for a dead one
             self.path.mkdir(parents=True, exist_ok=True)
@@ -63,9 +61,7 @@ class Tier:
         """What was written under a name; None where there is nothing, or not what was written."""
         try:
             with open(self.path / name, "rb") as file:
-                data, age = memoryview(file.read()), time.time() - os.fstat(file.fileno()).st_mtime
-                if age > _TOUCH_S:
-                    os.utime(file.fileno())
+                data = memoryview(file.read())
         except OSError:
             return None
         if len(data) < _HEADER.size:
@@ -74,7 +70,6 @@ class Tier:
         found = data[_HEADER.size :]
         if magic != _MAGIC or count != len(found) or of != _named(name) or checksum != zlib.crc32(found):
             return None
-        self.longest_reuse_s = max(self.longest_reuse_s, age)
         return found
 
     def write(self, name: str, parts: Sequence[Any]) -> bool:
@@ -121,26 +116,6 @@ class Tier:
         for path in _files(self.path / folder):
             self._unlink(path)
         shutil.rmtree(self.path / folder, ignore_errors=True)
-
-    def make_room(self) -> bool:
-        """Remove what will not be read again: what nobody has asked for in twice the time that any entry has waited so far.
-
-        False where there is no such entry, or the folder has just been looked through.
-
-        Entries that are read in turn stay: where there is no room for all of them, those that are there serve their share, and
-        taking one out for another would have none of them there when its turn comes.
-        """
-        now = time.monotonic()
-        if now - self._swept < max(self.longest_reuse_s, 1.0):
-            return False
-        self._swept, oldest = now, time.time() - max(2 * self.longest_reuse_s, _AGE_S)
-        found = False
-        for path in _files(self.path):
-            with suppress(OSError):
-                if path.stat().st_mtime < oldest:
-                    self._unlink(path)
-                    found = True
-        return found
 
     def close(self, keep: bool) -> None:
         """Let go of the folder. The last process of the run removes it, unless it is to be kept for one that goes on."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import FusedAdam
 from torch import Tensor, nn
 
 from ds_terapipe.errors import ConfigError
@@ -139,6 +140,22 @@ def release(optimizer: torch.optim.Optimizer) -> int:
                 group[key] = [each for each, kept in zip(group[key], trained, strict=True) if kept]
     tell(optimizer)
     return _bytes(gone)
+
+
+def level_steps(optimizer: Any) -> None:
+    """Give every parameter the step count of its group, where DeepSpeed's FusedAdam has counted it in the last one's state alone.
+
+    What it counts there it hands to its kernel for all of them (ops/adam/fused_adam.py, 0.19.8), so with other parameters, or in
+    another order, it would begin anew.
+    """
+    if not isinstance(optimizer, FusedAdam):
+        return
+    for group in optimizer.param_groups:
+        states = [
+            state for p in group["params"] if (state := optimizer.state.get(p)) and isinstance(state.get("step"), int)
+        ]
+        for state in states:
+            state["step"] = max(each["step"] for each in states)
 
 
 def tell(optimizer: Any) -> None:

@@ -27,12 +27,14 @@ class AttentionState:
             for new, old in ((k, self.k), (v, self.v))
         )
 
-    def holds(self, k: Tensor, v: Tensor, span: Span) -> bool:
-        """True when exactly these keys and values of the slice are in the buffers, and its backward is still to come."""
-        if not self.fits(k, v) or self.filled < span.stop or self.differentiated_from <= span.start:
-            return False
+    def awaits(self, k: Tensor, v: Tensor, span: Span) -> bool:
+        """True when keys and values like these of the slice are in the buffers, and its backward is still to come."""
+        return self.fits(k, v) and self.filled >= span.stop and self.differentiated_from > span.start
+
+    def differs(self, k: Tensor, v: Tensor, span: Span) -> Tensor:
+        """Whether other keys and values of the slice are in the buffers: a scalar where they are, which nobody has read yet."""
         rows = slice(span.start, span.stop)
-        return _same_bits(self.k[:, :, rows], k) and _same_bits(self.v[:, :, rows], v)
+        return _other_bits(self.k[:, :, rows], k).any() | _other_bits(self.v[:, :, rows], v).any()
 
     def write(self, k: Tensor, v: Tensor, span: Span) -> None:
         """Store the slice's keys and values [b, kv heads, slice, d]."""
@@ -61,7 +63,7 @@ class AttentionState:
         return complete
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    # not torch.equal on the numbers: a step that has overflowed has NaN among them, and is the loss scaler's to skip
+def _other_bits(a: Tensor, b: Tensor) -> Tensor:
+    # not the numbers themselves: a step that has overflowed has NaN among them, and is the loss scaler's to skip
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.view(whole), b.view(whole))
+    return a.view(whole) != b.view(whole)

@@ -68,10 +68,12 @@ class SliceContext:
         self.layer_text: Callable[[int], str] = "layer {}".format  # what errors call a layer
         self._recomputing = False
         self.layer: int | None = None
+        self._inside = False  # from the beginning to the end of `layer`
         self._call = 0
         self._calls: dict[int, int] = {}
         self._states: dict[int, dict[CallKey, AttentionState]] = defaultdict(dict)
         self._forms: dict[CallKey, CallForm] = {}  # of the model, not of a step
+        self._differs: dict[int, torch.Tensor] = {}  # by layer: whether it was recomputed otherwise, read when the step is over
 
     @contextmanager
     def forward(self, unit: Unit, span: Span) -> Iterator[None]:
@@ -107,19 +109,23 @@ class SliceContext:
         torch.backends.mha.set_fastpath_enabled(False)
         SliceContext.current = self
         self.span, self.micro_batch, self._recomputing = span, unit.micro_batch, recomputing
-        self.layer, self._call = None, 0
+        self.layer, self._inside, self._call = None, False, 0
         try:
             yield
         finally:
             SliceContext.current = previous
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            self.span, self.layer = None, None
+            self.span, self.layer, self._inside = None, None, False
 
     def enter_layer(self, layer: int) -> None:
         """Layer ``layer`` of the ``PipelineModule`` is about to run."""
-        self.layer, self._call = layer, 0
+        self.layer, self._inside, self._call = layer, True, 0
         if self.streams is not None and self.span is not None:
             self.streams.enter(layer, self.micro_batch, self.span)
+
+    def leave_layer(self) -> None:
+        """It is through; what of it is recomputed from here on doesn't say where it is."""
+        self._inside = False
 
     def note_call(self, form: CallForm) -> None:
         """The attention call that comes next, in a slice of more than one token, has this form."""
@@ -168,20 +174,37 @@ class SliceContext:
         return state
 
     def _recomputed(self, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
-        # A checkpoint inside a layer recomputes just its own part, in reverse order, and says to nobody where it is. But
-        # the keys and values that it makes again are those in the buffers, bit for bit: they name the call.
         states, span = self._states[self.micro_batch], self.span
         assert span is not None
         guess = CallKey(-1 if self.layer is None else self.layer, self._call)
+        if self._inside and guess in states and states[guess].awaits(k, v, span):
+            # a layer that runs again from its beginning makes its calls in their order
+            self._call += 1
+            differs = states[guess].differs(k, v, span)
+            known = self._differs.get(guess.layer)
+            self._differs[guess.layer] = differs if known is None else known | differs
+            return states[guess]
+        # A checkpoint inside a layer recomputes just its own part, in reverse order, and says to nobody where it is. But
+        # the keys and values that it makes again are those in the buffers, bit for bit: they name the call.
         for key in sorted(states, key=lambda key: (key != guess, -key.layer, -key.call)):
-            if states[key].holds(k, v, span):
+            if states[key].awaits(k, v, span) and not states[key].differs(k, v, span):
                 self._call = key.call + 1
                 return states[key]
         where = "the first layer" if self.layer is None else self.layer_text(self.layer)
-        raise PlacementError(
-            f"recomputation for backward of micro-batch {self.micro_batch}, tokens {span.start} to {span.stop}, made "
-            f"keys that no attention call of the forward pass made (near {where}): is it deterministic, and "
-            "does it restore the random state (preserve_rng_state)?"
+        raise self._not_recomputed(f"micro-batch {self.micro_batch}, tokens {span.start} to {span.stop},", where)
+
+    def check_recomputed(self) -> None:
+        """Raise :class:`PlacementError` for a layer that was not recomputed as it was; the host waits for the answer."""
+        differs, self._differs = self._differs, {}
+        found = torch.stack(list(differs.values())).tolist() if differs else []
+        for layer, different in zip(differs, found, strict=True):
+            if different:
+                raise self._not_recomputed("a step", self.layer_text(layer))
+
+    def _not_recomputed(self, what: str, where: str) -> PlacementError:
+        return PlacementError(
+            f"recomputation for backward of {what} made keys that no attention call of the forward pass made (near {where}): is "
+            "it deterministic, and does it restore the random state (preserve_rng_state)?"
         )
 
     def buffers(self, micro_batch: int) -> list[torch.Tensor]:
@@ -200,6 +223,7 @@ class SliceContext:
     def clear(self) -> None:
         """Free all buffers (a step that ended in an error leaves some)."""
         self._states.clear()
+        self._differs.clear()
 
     def describe(self) -> str:
         """Where the process is, for messages."""

@@ -57,18 +57,30 @@ def deferred_embedding(
 def keeper_of(weight: Tensor) -> WeightGradients | None:
     """Where the gradients of a weight are kept for later, if they are."""
     context = SliceContext.current
-    if context is None or context.weight_gradients is None or context.span is None or context.span.is_whole:
-        return None
-    trained = weight.is_leaf and weight.requires_grad and weight.dim() == 2
-    return context.weight_gradients if trained and torch.is_grad_enabled() else None
+    return context.weight_gradients if context is not None and torch.is_grad_enabled() and _waits(weight) else None
 
 
 def keeper_of_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> WeightGradients | None:
-    """:func:`keeper_of` a linear layer's weight. Under autocast it multiplies with a copy, whose gradient is autograd's to make;
-    so is that of a bias that is made of something else."""
+    """:func:`keeper_of` a linear layer's weight."""
+    return keeper_of(weight) if waits_as_linear(input, weight, bias) else None
+
+
+def waits_as_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the gradients of a linear layer's weight are kept for later in this slice, when it runs with a graph.
+
+    In the first of a checkpoint's runs there is none, and both have to round alike. Under autocast the layer multiplies with a
+    copy, whose gradient is autograd's to make; so is that of a bias that is made of something else.
+    """
     if bias is not None and not bias.is_leaf:
-        return None
-    return None if torch.is_autocast_enabled(input.device.type) else keeper_of(weight)
+        return False
+    return not torch.is_autocast_enabled(input.device.type) and _waits(weight)
+
+
+def _waits(weight: Tensor) -> bool:
+    context = SliceContext.current
+    if context is None or context.weight_gradients is None or context.span is None or context.span.is_whole:
+        return False
+    return weight.is_leaf and weight.requires_grad and weight.dim() == 2
 
 
 class EmbeddingCalls(TorchFunctionMode):

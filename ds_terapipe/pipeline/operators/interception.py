@@ -25,7 +25,7 @@ from ds_terapipe.pipeline.operators.deferred import (
     deferred_embedding,
     deferred_linear,
     keeper_of,
-    keeper_of_linear,
+    waits_as_linear,
 )
 from ds_terapipe.pipeline.operators.sdpa import Overrides
 
@@ -203,7 +203,7 @@ def _parallel_linear(module: Any, input: Tensor, weight: Tensor, *args: Any, **k
     kind, bias, reduces = type(module), kwargs.get("bias"), kwargs.get("allreduce_dgrad", False)
     enter_region = getattr(sys.modules.get(kind.__module__), "copy_to_tensor_model_parallel_region", None)
     if (
-        keeper_of_linear(input, weight, bias) is None
+        not waits_as_linear(input, weight, bias)
         or args
         or kwargs.get("sequence_parallel")
         or kwargs.get("gradient_accumulation_fusion")

@@ -32,6 +32,13 @@ class StreamMark:
             return True
 
 
+def take_device(device: torch.device) -> None:
+    """What a new thread calls first: until then its device is the machine's first, where CUDA makes a context of some hundred MB
+    when it is asked for anything."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class Loader:
     """Brings tensors, alone or in tuples, to a device.
 

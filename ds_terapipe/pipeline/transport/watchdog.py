@@ -31,7 +31,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from ds_terapipe.pipeline.seat import Seat
-from ds_terapipe.pipeline.transport.stream import Mark
+from ds_terapipe.pipeline.transport.stream import Mark, take_device
 from ds_terapipe.schedule import Action, grid_text
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ _GRACE_S = 5.0  # what the wait itself gets to fail by its own timeout, before t
 _LAST_RESORT_S = 60.0
 _LISTED_OUTSIDE = 8  # ranks of other pipelines that a report names
 _EXIT_CODE = 70  # EX_SOFTWARE
+_HOST = torch.device("cpu")
 
 
 class PipelineStalled(RuntimeError):
@@ -151,11 +152,18 @@ class Watchdog:
         seat: where this rank is in its pipeline; a step may begin on another (:meth:`begin`).
         timeout_s: longest wait, in seconds.
         new_mark: puts a mark on the device's current stream; None where the host waits for messages.
+        device: of the marks.
     """
 
-    def __init__(self, seat: Seat, timeout_s: float, new_mark: Callable[[], Mark] | None = None) -> None:
+    def __init__(
+        self,
+        seat: Seat,
+        timeout_s: float,
+        new_mark: Callable[[], Mark] | None = None,
+        device: torch.device = _HOST,
+    ) -> None:
         self.timeout_s = timeout_s
-        self._new_mark = new_mark
+        self._new_mark, self._device = new_mark, device
         self._marks: deque[_Passed] = deque()  # those that the stream has not come to, as far as is known
         self._marks_lock, self._progress = threading.Lock(), 0.0
         self.waited_s = 0.0
@@ -269,6 +277,7 @@ class Watchdog:
         atexit.unregister(self.close)
 
     def _run(self) -> None:
+        take_device(self._device)
         self._publish()
         while not self._closed.wait(_PUBLISH_EVERY_S):
             self._publish()
