@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_terapipe.pipeline.operators.context import current_span
+from ds_terapipe.pipeline.operators.context import SliceContext, current_span
 from ds_terapipe.pipeline.slicing import Span
 
 _KEPT = 8  # lengths of which cosines and sines are kept
@@ -38,7 +38,8 @@ class Places:
         span: of the slice.
         positions: of all tokens of the micro-batch, [b | 1, S].
         documents: their numbers likewise, 0: padding; None: all are of one.
-        rotary: cosines and sines of these positions, as :class:`Rotary` keeps them.
+        rotary: cosines and sines of these positions, as :class:`Rotary` keeps them; in our engines for all slices of the
+            micro-batch, each of which has a tensor of its own to say where it is.
     """
 
     def __init__(self, given: Tensor | None, tokens: Tensor) -> None:
@@ -49,7 +50,8 @@ class Places:
         else:
             self.positions, self.documents = given[:, 0].chunk(2, dim=1)
         self._mask: Tensor | None = None
-        self.rotary: dict[Any, tuple[Tensor, Tensor]] = {}
+        context = SliceContext.current
+        self.rotary: dict[Any, tuple[Tensor, Tensor]] = {} if context is None else context.notes.setdefault(Rotary, {})
 
     @classmethod
     def of(cls, given: Tensor | None, tokens: Tensor) -> Places:
@@ -94,6 +96,7 @@ class Rotary:
         self._module = module
         self._by_type = "layer_type" in inspect.signature(module.forward).parameters
         self._plain: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._on: dict[torch.device, nn.Module] = {}
 
     def __call__(self, hidden: Tensor, places: Places, layer_type: str | None) -> tuple[Tensor, Tensor]:
         """(cosines, sines) of a slice's tokens, [b | 1, s, d] each, of the type of ``hidden`` [b, s, hidden]."""
@@ -114,7 +117,10 @@ class Rotary:
         return kept[key]
 
     def _whole(self, hidden: Tensor, places: Places, layer_type: str | None, *_: Any) -> tuple[Tensor, Tensor]:
-        module = copy.deepcopy(self._module).to(hidden.device)
+        device = hidden.device
+        if device not in self._on:  # a copy from ordinary memory holds the host until the device has come to it
+            self._on[device] = copy.deepcopy(self._module).to(device)
+        module = copy.deepcopy(self._on[device])
         with torch.no_grad():
             cos, sin = module(hidden, places.positions, *([layer_type] if self._by_type else []))
         return cos, sin

@@ -127,6 +127,31 @@ def test_four_stages_and_two_stages_of_two_replicas(whole: bool) -> None:
 CHECKPOINTED = {"pipeline": {"use_reentrant": False}}
 
 
+def padded(rank: int, world: int) -> tuple[int, list[str]]:
+    """Of a step of padded batches whose layers are recomputed: how often positions are worked out, and what the host reads."""
+    from ds_terapipe import hf
+    from ds_terapipe.hf.positions import Rotary
+    from tests.hf.families import features, model_of
+    from tests.pipeline.host_reads import host_reads
+    from tests.pipeline.training import build_engine
+
+    whole, made = Rotary._whole, []
+    Rotary._whole = lambda *args: (made.append(args), whole(*args))[1]
+    pipeline = hf.pipeline(model_of("llama"), num_stages=2, activation_checkpointing=True)
+    engine = build_engine([], None, made=pipeline, token_pipeline={"slices": 4}, config=CHECKPOINTED)
+    step = [hf.batch(features("front", number)) for number in range(MICRO_BATCHES)]
+    engine.train_batch(iter(step))
+    made.clear()
+    with host_reads() as reads:
+        engine.train_batch(iter(step))
+    engine.destroy()
+    return len(made), reads
+
+
+def test_positions_of_a_micro_batch_are_worked_out_once_and_no_host_waits() -> None:
+    assert run_ranks(padded, 2) == [(MICRO_BATCHES, [])] * 2
+
+
 def own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """As a user writes it, of whole sequences."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

@@ -7,15 +7,19 @@ import math
 import random
 import re
 from collections.abc import Sequence
+from unittest import mock
 
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.inspection import first_batch
 from ds_terapipe.pipeline.inspection.verify import TOLERANCE, _corresponding, undisturbed, verify_stage
 from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.operators.context import SliceContext
@@ -24,7 +28,7 @@ from ds_terapipe.pipeline.slicing import Span, TensorCut, spans
 from tests.mutants import applied
 from tests.mutants.claims import holds
 from tests.pipeline.attention_layers import Attention, EncoderLayer
-from tests.pipeline.models import HIDDEN, Block, Embedding, Head, mean_loss, micro_batch
+from tests.pipeline.models import HIDDEN, Block, Embedding, Head, mean_loss, micro_batch, token_losses
 from tests.pipeline.training import build_engine
 from tests.spawn import run_ranks
 
@@ -282,6 +286,117 @@ def test_a_run_with_verify_is_the_run_without_bit_for_bit():
         assert one["numbers"] == without["numbers"] and one["modes"] == without["modes"]
         assert [name for name, value in one["state"].items() if value != without["state"][name]] == []
     assert first["state"]["1.calls"][0] > 0
+
+
+class Narrow(Attention):
+    """A device that has memory for so many tokens of a layer."""
+
+    most = 24
+    longest = 0
+
+    def forward(self, hidden):
+        Narrow.longest = max(Narrow.longest, hidden.shape[1])
+        if hidden.shape[1] > Narrow.most:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {hidden.shape[1]} tokens")
+        return super().forward(hidden)
+
+
+class WholeMask(Attention):
+    """Keeps a mask of all tokens, as Megatron-DeepSpeed does, which attention of fewer of them does not fit."""
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(24, 24, dtype=torch.bool).tril())
+
+
+class LateMean(nn.Module):
+    """Mixes tokens, but none of the first twelve."""
+
+    def forward(self, hidden):
+        return hidden + hidden.mean(1, keepdim=True) * (hidden.shape[1] > 12)
+
+
+class SumOfTokens:
+    """The mean loss, as a sum over tokens."""
+
+    def __call__(self, logits, targets):
+        return self.token_sum(logits, targets) / self.token_weight(targets)
+
+    def token_sum(self, logits, targets):
+        return token_losses(logits, targets).sum()
+
+    def token_weight(self, targets):
+        return torch.tensor(float(targets.numel()))
+
+
+LONG = {
+    # model, tokens that fit, loss, what is said; the sequences have 24 tokens, of which at first 12 are looked at
+    "fits": (Narrow, 12, mean_loss, "trained"),
+    "a loss of tokens": (Narrow, 12, SumOfTokens(), "trained"),
+    "does not fit": (
+        Narrow,
+        10,
+        mean_loss,
+        "token_pipeline.verify: got true, must be false where 24 tokens of a layer",
+    ),
+    "a mask of all": (WholeMask, 24, mean_loss, "trained"),
+    "changed": (
+        MeanOverTokens,
+        24,
+        mean_loss,
+        "token_pipeline.slices: got a model that can't be cut: the output of layer 3",
+    ),
+    "changed late": (LateMean, 24, mean_loss, "trained"),
+    "labels": (
+        Block,
+        24,
+        lambda outputs, labels: mean_loss(outputs, labels[:, 1:]),
+        "the data iterator: got labels that",
+    ),
+}
+
+
+def long_ones(rank: int, world_size: int) -> dict[str, tuple[str, int]]:
+    first_batch.LONGEST, found = 12, {}
+    for name, (kind, most, loss, _) in LONG.items():
+        Narrow.most, Narrow.longest = most, 0
+        engine = build_engine(with_middle(kind), loss, token_pipeline={"slices": [7, 2, 9, 1, 5]}, stages=world_size)
+        try:
+            engine.train_batch(iter(STEPS[0]))
+            said = "trained"
+        except ConfigError as error:
+            said = str(error)
+        engine.destroy()
+        found[name] = said, Narrow.longest
+    return found
+
+
+@pytest.fixture(scope="module")
+def long_sequences():
+    return run_ranks(long_ones, 2)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_of_long_sequences_the_beginning_is_looked_at(name, long_sequences):
+    for found in long_sequences:
+        said, longest = found[name]
+        assert said.startswith(LONG[name][3]), said
+        assert longest <= 12 or name == "does not fit"
+    assert max(found["fits"][1] for found in long_sequences) == 12
+
+
+@given(st.lists(st.integers(1, 400), min_size=2, max_size=12))
+def test_the_beginning_is_shared_as_the_whole_is(lengths):
+    whole = spans(tuple(lengths))
+    with mock.patch.object(first_batch, "LONGEST", 100):
+        part = first_batch.verified(whole)
+    total = whole[-1].stop
+    assert part == whole if total <= 100 else part[-1].stop == 100 and {span.total for span in part} == {100}
+    assert [span.start for span in part] == [0, *(span.stop for span in part[:-1])] and all(
+        span.length for span in part
+    )
+    if total > 100:
+        bounds = {round(100 * span.stop / total) for span in whole}
+        assert {span.stop for span in part} == {max(bound, 1) for bound in bounds}
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ sends when all have agreed: the next one then comes straight to its receives, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,28 @@ from ds_terapipe.pipeline.assembly import Assembly
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, check_outputs, probe_spans
 from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
+from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.operators.context import refuse_model
-from ds_terapipe.pipeline.slicing import Span, as_tuple
+from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, like
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.p2p import BoundarySpec
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled
 from ds_terapipe.schedule import Action, Op, Unit
+
+LONGEST = 2048  # tokens that are run whole
+
+
+def verified(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The slices that are compared with the whole: those of a sequence, or of its beginning where it is long, as they share it.
+
+    A layer that mixes tokens, or makes positions, does so there, too, and whole layers of long sequences may fit nowhere.
+    """
+    total = spans[-1].total
+    if total <= LONGEST:
+        return tuple(spans)
+    stops = sorted({max(round(span.stop * LONGEST / total), 1) for span in spans})
+    return tuple(Span(start, stop, LONGEST) for start, stop in zip([0, *stops], stops, strict=False))
 
 
 @dataclass
@@ -65,24 +80,50 @@ class Inspection:
             )
             self._together(probes)
             if self.config.verify:
-                whole = (Span(0, total, total),)
-                self._through_stages(batch, whole, lambda stage, inputs, _: self._verify(stage, batch, inputs))
+                self._compare(batch, *dict.fromkeys((verified(batch.spans[0]), batch.spans[0])))
 
-    def _verify(self, stage: Stage, batch: StepBatch, inputs: Any) -> Any:
+    def _compare(self, batch: StepBatch, spans: tuple[Span, ...], *others: tuple[Span, ...]) -> None:
+        """Whole and in these slices; if that fails, in the others. What a model keeps may be as long as its sequences: a mask."""
+        whole = (Span(0, spans[-1].stop, spans[-1].stop),)
+        try:
+            self._through_stages(batch, whole, lambda stage, inputs, _: self._verify(stage, batch, inputs, spans))
+        except ConfigError:  # on every rank
+            if not others:
+                raise
+            self._compare(batch, *others)
+
+    def _verify(self, stage: Stage, batch: StepBatch, inputs: Any, spans: Sequence[Span]) -> Any:
         assert stage.dims is not None
         adapted = [] if self.assembly.interception is None else self.assembly.interception.adapted
-        outputs = verify_stage(
-            stage.root, stage.layers, stage.context, inputs, stage.dims.layers, batch.spans[0], adapted
-        )
+        try:
+            outputs = verify_stage(stage.root, stage.layers, stage.context, inputs, stage.dims.layers, spans, adapted)
+        except torch.OutOfMemoryError as problem:
+            raise ConfigError(
+                f"token_pipeline.verify: got true, must be false where {spans[-1].stop} tokens of a layer, whole, do not fit "
+                f"beside all that goes in and out of its modules ({describe(problem)}), use false"
+            ) from problem
         if self.loss_fn is not None and self._is_last(stage):
             try:
-                self.loss_fn(outputs, batch.labels_of(0))
+                self._try_loss(batch, outputs, stage.dims.outputs, spans[-1].stop)
             except Exception as problem:
                 raise ConfigError(
                     f"the data iterator: got labels that the loss_fn fails with, {describe(problem)}; must fit the model's "
                     "outputs for the whole sequence, use e.g. labels of the shape of the tokens"
                 ) from problem
         return outputs
+
+    def _try_loss(self, batch: StepBatch, outputs: Any, cuts: Sequence[TensorCut], tokens: int) -> None:
+        """Make the loss of the first ``tokens``, or of outputs of the whole length where it is made of all of them."""
+        total = batch.lengths[0]
+        label_cuts = batch.label_cuts[0] if batch.label_cuts and tokens < total else None
+        if tokens < total and label_cuts is None:
+            shapes = [
+                [total if dimension == cut.row else size for dimension, size in enumerate(tensor.shape)]
+                for tensor, cut in zip(as_tuple(outputs), cuts, strict=True)
+            ]
+            outputs = like(outputs, [t.new_zeros(shape) for t, shape in zip(as_tuple(outputs), shapes, strict=True)])
+        spans = [Span(0, total, total)] if label_cuts is None else [Span(0, tokens, total), Span(tokens, total, total)]
+        MicroBatchLoss(self.loss_fn, batch.labels_of(0), label_cuts, cuts, spans).add(outputs)
 
     def _detached(self, batch: StepBatch) -> ConfigError | None:
         """Reentrant checkpointing of a first layer that gets no floating point input trains nothing: autograd sees no way."""

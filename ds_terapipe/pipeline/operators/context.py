@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,8 +72,11 @@ class SliceContext:
         self._call = 0
         self._calls: dict[int, int] = {}
         self._states: dict[int, dict[CallKey, AttentionState]] = defaultdict(dict)
+        self._notes: dict[int, dict[Any, Any]] = defaultdict(dict)
         self._forms: dict[CallKey, CallForm] = {}  # of the model, not of a step
-        self._differs: dict[int, torch.Tensor] = {}  # by layer: whether it was recomputed otherwise, read when the step is over
+        self._differs: dict[
+            int, torch.Tensor
+        ] = {}  # by layer: whether it was recomputed otherwise, read when the step is over
 
     @contextmanager
     def forward(self, unit: Unit, span: Span) -> Iterator[None]:
@@ -212,18 +215,24 @@ class SliceContext:
         return [buffer for state in self._states[micro_batch].values() for buffer in (state.k, state.v)]
 
     @property
+    def notes(self) -> dict[Any, Any]:
+        """What layers want to keep of the micro-batch that is being run; it is gone when that is through."""
+        return self._notes[self.micro_batch]
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches whose attention buffers are held."""
         return len(self._states)
 
     def release(self, micro_batch: int) -> None:
-        """Free the attention buffers of a micro-batch that is done."""
+        """Free the attention buffers of a micro-batch that is done, and what layers have kept of it."""
         self._states.pop(micro_batch, None)
+        self._notes.pop(micro_batch, None)
 
     def clear(self) -> None:
         """Free all buffers (a step that ended in an error leaves some)."""
-        self._states.clear()
-        self._differs.clear()
+        for kept in (self._states, self._notes, self._differs):
+            kept.clear()
 
     def describe(self) -> str:
         """Where the process is, for messages."""
