@@ -92,6 +92,12 @@ class Caching(Freezing):
                 self._shelf.keep = True
             raise
 
+    def destroy(self) -> None:
+        """As ``TokenPipelineEngine.destroy``; the cache's entries go, unless an error is on its way up."""
+        if self._shelf is not None:
+            self._shelf.done = True
+        super().destroy()
+
     def _release(self) -> None:
         super()._release()
         if self._shelf is not None:

@@ -198,6 +198,8 @@ class ElasticCheckpoints(Caching):
         self._follow_data()
         if state is not None:
             self._load_data_state(state.get("data"))
+        elif self.global_steps:
+            self._freezer.begin(self.global_steps)
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint keeps; collective."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tests.elastic.samples import Texts, micro_batch_of
 from tests.elastic.training import Case, data_of, engine_of, partly_frozen, reference_on
 from tests.pipeline.models import FrozenBlock
 from tests.pipeline.training import difference
-from tests.spawn import run_ranks
+from tests.spawn import mark, run_ranks, run_to_exit
 
 PERIOD = 3  # steps after which the samples come again
 EXACT, BF16 = {"enabled": True}, {"enabled": True, "dtype": "bf16"}
@@ -166,6 +168,32 @@ def test_a_run_that_goes_on_reads_what_the_last_one_kept(tmp_path):
         assert same and losses == pytest.approx(again, rel=1e-6)
         assert counts.read > 0 and counts.kept == 0 and counts.computed == RESUMED.size  # the first, to check it
         assert not any(path.name == run for root in Path("/dev/shm").glob("ds_terapipe-*") for path in root.iterdir())
+
+
+def ends(rank: int, world_size: int, how: str) -> None:
+    engine = engine_of(RESUMED, config={"elastic_pipeline": RESUMED.elastic(cache=EXACT)})
+    steps = steps_of(RESUMED)
+    for step in steps[:4]:
+        engine.train_batch(iter(step))
+    mark(f"run-{engine._shelf.run}")
+    if how == "of no data":
+        engine.train_batch(iter([]))
+    if how == "interrupted":
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("how", "stays"),
+    [("of no data", True), ("well", False), pytest.param("interrupted", True, marks=pytest.mark.full)],
+)
+def test_entries_stay_for_a_run_that_goes_on_after_any_error(how: str, stays: bool) -> None:
+    exits = run_to_exit(ends, 2, how)
+    assert all((end.code == 0) == (not stays) for end in exits), [end.output for end in exits]
+    (run,) = {name for end in exits for name in re.findall(r"MARK run-(\w+)", end.output)}
+    left = [path for root in Path("/dev/shm").glob("ds_terapipe-*") for path in root.iterdir() if path.name == run]
+    for path in left:
+        shutil.rmtree(path)
+    assert bool(left) == stays, [end.output for end in exits]
 
 
 def test_a_loader_that_shuffles(tmp_path):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ds_terapipe.elastic.shapes.history import read_history
 from tests.elastic.samples import Texts, in_order, micro_batch_of
-from tests.elastic.training import Case, engine_of, grouped_adamw, prefixes
+from tests.elastic.training import Case, data_of, engine_of, grouped_adamw, prefixes
 from tests.pipeline.models import Embedding, Plain, gpt, mean_loss
 from tests.spawn import run_ranks
 
@@ -127,8 +127,27 @@ def decided(policy: Policy, folder: str) -> dict[str, Any]:
     return {"run": begun + went_on, "kept": kept, "resumed": begun + resumed, **written}
 
 
+def frozen_late(folder: str) -> list[int]:
+    """Entries that are frozen in the steps after a training that knew of no policy, whose checkpoint is DeepSpeed's own."""
+    first, data = engine_of(CASE, config={"elastic_pipeline": {"enabled": False}}), data_of(CASE)
+    for step in data[:SAVED]:
+        first.train_batch(iter(step))
+    first.save_checkpoint(folder)
+    first.destroy()
+    block = {"freeze": {"policy": "alpha", "alpha": 0.3, "interval": 2}, "resize": {"policy": "off"}}
+    second = engine_of(CASE, config={"elastic_pipeline": block})
+    second.load_checkpoint(folder)
+    found = []
+    for step in data[SAVED:][:6]:
+        second.train_batch(iter(step))
+        found.append(second.frozen_layers)
+    second.destroy()
+    return found
+
+
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    return {name: decided(policy, f"{folder}/{name}") for name, policy in POLICIES.items()}
+    found = {name: decided(policy, f"{folder}/{name}") for name, policy in POLICIES.items()}
+    return {**found, "late": frozen_late(f"{folder}/late")}
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +240,7 @@ def test_the_history_has_the_steps_of_the_run_that_was_resumed(ranks, name):
     changes = [period for period in periods if not period.begins]
     assert changes and all(period.change_seconds > 0 for period in changes)
     assert periods[0].change_seconds == 0 and "history" not in second
+
+
+def test_a_policy_that_comes_late_counts_from_there(ranks):
+    assert [rank["late"] for rank in ranks] == [[0, 0, 2, 2, 3, 3]] * 2

@@ -122,6 +122,16 @@ def test_alpha_counts_trainable_entries_only():
     assert [frozen.decide(step, no_norms) for step in (0, 9, 10, 19, 20, 30, 1000)] == [0, 0, 3, 3, 4, 6, 6]
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_intervals_before_a_policy_was_asked_for_do_not_count(saved):
+    frozen = freezer(layers(12), interval=10, policy="alpha", alpha=1 / 3)
+    frozen.begin(95)
+    if saved:
+        state, frozen = frozen.state(), freezer(layers(12), interval=10, policy="alpha", alpha=1 / 3)
+        frozen.load(state)
+    assert [frozen.decide(step, no_norms) for step in (95, 99, 100, 110, 120)] == [0, 0, *TABLE[12, 1 / 3][:3]]
+
+
 def grad_norm(model: ModelLayers, alpha: float) -> GradNormPolicy:
     return GradNormPolicy(FreezeSettings(policy="grad_norm", alpha=alpha), model)
 

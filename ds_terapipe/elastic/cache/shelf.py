@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class Shelf:
         run: may be set before anything is kept.
         levels: numbers of layers of which outputs were kept, over the whole job.
         keep: whether entries stay when the process ends, for a job that goes on.
+        done: whether the training has come to its end; else entries stay after an error that ends the process, too.
         pulled: the inputs of the micro-batches of the step that begins, on the host.
     """
 
@@ -51,7 +53,7 @@ class Shelf:
         agree: Callable[[int], int],
         say: Callable[[str], None],
     ) -> None:
-        self.run, self.levels, self.keep = run, list[int](), False
+        self.run, self.levels, self.keep, self.done = run, list[int](), False, False
         self.pulled: Sequence[Any] = ()
         self._settings, self._device, self._agree, self._say = settings, device, agree, say
         self._flags = f"{flags} {settings.dtype}"
@@ -136,7 +138,9 @@ class Shelf:
         """Let go of everything; idempotent."""
         if self._cache is not None and not self._closed:
             self._closed = True
-            self._cache.close(self.keep)
+            # one on its way up, or one that nobody has handled
+            failed = sys.exc_info()[1] is not None or (not self.done and getattr(sys, "last_value", None) is not None)
+            self._cache.close(self.keep or failed)
 
 
 def _room(path: Path, share: float) -> int:

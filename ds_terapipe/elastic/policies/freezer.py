@@ -75,6 +75,7 @@ class Freezer:
         self._most = model.head
         self._completed = completed
         self._step: int | None = None
+        self._first = 0  # intervals that were over before the first decision
         self._since = 0  # intervals that were over when layers trained again
         self._rate = _Rate()
         self._best: float | None = None  # lowest mean loss of an interval with as much frozen
@@ -83,6 +84,16 @@ class Freezer:
     def needs_gradients(self) -> bool:
         """Whether the policy wants norms of gradients."""
         return self._policy.needs_gradients
+
+    def begin(self, step: int) -> None:
+        """The training has come so far without a policy: intervals count from here."""
+        if self._counts:
+            self._first = self._since = self._completed(step)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether intervals matter."""
+        return self._policy.decides_at_intervals or LOSS_RISE in self._settings.unfreeze
 
     def decide(self, step: int, norms: Callable[[], Sequence[float] | None], signals: Signals | None = None) -> int:
         """Entries that the step with this 0-based ``global_steps`` trains without.
@@ -99,8 +110,8 @@ class Freezer:
         if step == self._step:
             return self.frozen
         before = now = 0
-        if self._policy.decides_at_intervals or LOSS_RISE in self._settings.unfreeze:
-            before, now = 0 if self._step is None else self._completed(self._step), self._completed(step)
+        if self._counts:
+            before, now = self._first if self._step is None else self._completed(self._step), self._completed(step)
         self.reason = None if signals is None else self._restarts(signals, now > before)
         if self.reason is not None:
             self.frozen, self._since, self._best = 0, now, None
@@ -137,6 +148,7 @@ class Freezer:
             "policy": self._settings.policy,
             "frozen": self.frozen,
             "step": self._step,
+            "first": self._first,
             "since": self._since,
             "rate": [self._rate.highest, self._rate.lowest],
             "best": self._best,
@@ -147,6 +159,7 @@ class Freezer:
         """Go on from what `state` has returned; under another policy, with as many frozen entries as there were."""
         self.frozen = min(state["frozen"], self._most)
         self._step, self._since, self._best = state["step"], state.get("since", 0), state.get("best")
+        self._first = state.get("first", 0)
         self._rate.highest, self._rate.lowest = state.get("rate", (0.0, 0.0))
         if state["policy"] == self._settings.policy:
             self._policy.load(state["own"])

@@ -93,6 +93,8 @@ class Chooser:
             engine._memory.begin(engine.module.parameters())
         started = time.perf_counter()
         yield
+        if len(self._seconds) <= _LAST and engine.device.type == "cuda":  # nothing of one stage has made the host wait
+            torch.cuda.synchronize(engine.device)
         self._seconds.append(time.perf_counter() - started)
         if weighs:
             self._memory = engine._memory.end()
