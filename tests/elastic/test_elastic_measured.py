@@ -96,6 +96,7 @@ CASE = Case("gpt", "adamw", 2, ((5, 3),), (), slices=None, steps=10, batch=4, si
 TWICE = {"policy": "schedule", "frozen_layers": [[4, 2], [8, 4]]}
 KEPT = Case("gpt", "adamw", 2, ((4, 2), (8, 4)), (), slices=None, steps=10, batch=4, size=1)
 BY_HAND = Case("gpt", "adamw", 2, ((0, 3),), (), slices=None, steps=10, batch=4, size=1)
+CHECKPOINTS = {"activation_checkpoint_interval": 1, "checkpointable_layers": ["Sleeping"]}
 PERIOD = 2  # steps after which its samples come again
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # what is added to the block, and to the engine
@@ -108,6 +109,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "too large": ({"resize": {"policy": "measured", "memory_gb": 1e-4}}, {}),
     "like the start": ({"resize": {"policy": "measured"}}, {"peak": 1.0}),
+    "recomputed": ({"resize": {"policy": "measured"}}, {"module": CHECKPOINTS}),
     "a list": ({"resize": {"policy": [[99, 1]]}}, {}),
     "kept": ({"freeze": TWICE, "cache": {"enabled": True}}, {"case": KEPT}),
     "divided anew": (
@@ -135,7 +137,7 @@ def run(name: str) -> dict[str, Any]:
     said = [mock.patch(f"ds_terapipe.{module}.emit", lines.append) for module in where]
     with said[0], said[1], peak:
         config = {"elastic_pipeline": {"freeze": FREEZE, **block}}
-        more = {key: options[key] for key in ("kind", "lr_scheduler") if key in options}
+        more = {key: options[key] for key in ("kind", "lr_scheduler", "module") if key in options}
         case = options.get("case", CASE)
         engine = engine_of(case, specs=options.get("specs", sleeping)(), config=config, **more)
         found: dict[str, Any] = {"losses": [], "seen": [], "parts": list(map(int, engine.module.parts))}
@@ -177,6 +179,13 @@ def test_replicas_are_taken_where_they_are_faster(ranks):
     assert lines[0].startswith("elastic_pipeline: a step is predicted to take: as it is, 0.")
     assert "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0." in lines[0] and "(taken)" in lines[0]
     assert ranks[1]["taken"]["lines"] == []
+
+
+def test_layers_that_are_recomputed_stay_and_one_line_says_why(ranks):
+    check_losses(ranks, "recomputed", CASE)
+    said = [line for line in ranks[0]["recomputed"]["lines"] if "measured" in line]
+    assert len(said) == 1 and "beside activation checkpointing" in said[0] and "use e.g. " in said[0], said
+    assert [seen[0] for seen in ranks[0]["recomputed"]["seen"]] == [2] * 10
 
 
 def test_what_no_longer_pays_before_the_end_is_not_taken(ranks):

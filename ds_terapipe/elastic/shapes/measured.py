@@ -57,6 +57,7 @@ class Chooser:
         self._memory: dict[int, StageMemory] = {}
         self._beside_weights = 0.0  # bytes of optimiser state for each byte of trained weights
         self._update: tuple[Any, Any] | None = None
+        self._said = False
         self.begin()
 
     # -------------------------------------------------------------------------------------------------- what is measured
@@ -123,6 +124,7 @@ class Chooser:
             return None
         costs = self._costs()
         if costs is None:
+            self._say_untimed()
             return None
         engine, slices = self._engine, len(self._engine.slices_run[0])
         machine = self._machine = self._machine or self._measure_machine()
@@ -280,6 +282,15 @@ class Chooser:
             cut = "-".join(str(b - a) for a, b in zip(each.parts, each.parts[1:], strict=False))
             said.append(f"{shape_text(each.shape)} of {cut} layers, {each.seconds:.3f} s{why}{taken}")
         return f"elastic_pipeline: a step is predicted to take: {'; '.join(said)}"
+
+    def _say_untimed(self) -> None:
+        """Once, where no later step is timed either."""
+        if self._engine.global_rank == 0 and self._engine.module.activation_checkpoint_interval and not self._said:
+            emit(
+                'elastic_pipeline: "measured" changes nothing beside activation checkpointing, where layers are not timed, use '
+                'e.g. "resize": {"policy": [[1000, 1]]}'
+            )
+        self._said = True
 
     def _compare(self) -> None:
         if self._engine.global_rank == 0:
