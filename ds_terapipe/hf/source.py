@@ -17,6 +17,7 @@ from ds_terapipe.hf import attention
 from ds_terapipe.hf.parts import Parts, parts_of, refusal
 from ds_terapipe.hf.positions import Rotary
 from ds_terapipe.hf.weights import Weights, folder_of
+from ds_terapipe.staged_pipeline import is_building_empty
 
 
 class Source:
@@ -66,11 +67,13 @@ class Source:
         return sum(parameter.numel() for parameter in self.model.get_submodule(part).parameters())
 
     def take(self, part: str) -> nn.Module:
-        """A module with its weights, on the CPU; of a given model the very module."""
+        """A module with its weights, or room for them, on the CPU; of a given model the very module."""
         module: nn.Module = self.model.get_submodule(part)
         if self._given:
             return module
         module = copy.deepcopy(module, {id(self.config): self.config}).to_empty(device="cpu")
+        if is_building_empty():
+            return module if self._dtype is None else module.to(self._dtype)
         loaded = {name: self._weights.read(f"{part}.{name}") for name in module.state_dict()} if self._weights else {}
         for name, tensor in _tensors(module):
             vars(tensor)["_is_hf_initialized"] = name in loaded  # transformers draws no values for these

@@ -18,6 +18,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopolog
 from torch import Tensor, nn
 
 from ds_terapipe.pipeline.operators.random_streams import TorchStates
+from ds_terapipe.staged_pipeline import building_empty
 
 _TIED = "tied_modules"
 
@@ -75,24 +76,36 @@ def build(spec: LayerSpec | nn.Module, device: torch.device, dtype: torch.dtype 
     """A layer from its spec, in ``dtype`` where one is given; of a module that was given as it is, and is not here, the structure
     with room for values."""
     if isinstance(spec, LayerSpec):
-        built: nn.Module = spec.build().to(device, dtype)
+        with building_empty():
+            built: nn.Module = spec.build().to(device, dtype)
         return built
     for tensor in _tensors(spec):
         tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return spec
 
 
-def drop_copies(module: PipelineModule) -> None:
-    """Take the values from modules that were given in place of specs and are not on this rank.
+def structure_of(spec: LayerSpec, live: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """What a spec builds on another rank, to be looked at; where that is made of the live layer's own modules, they stay as they
+    are, on their device."""
+    with building_empty():
+        built: nn.Module = spec.build()
+    alive = set(map(id, _tensors(live)))
+    return built if any(id(tensor) in alive for tensor in _tensors(built)) else built.to(dtype=dtype)
+
+
+def drop_copies(module: PipelineModule, left: Iterable[nn.Module] = ()) -> None:
+    """Take the values from what is not on this rank and is kept by somebody: modules that were given in place of specs, and
+    layers that have ``left``, which may be of a model of the user's.
 
     Their structure stays, with weights that are used in several places of a module: one element stands for all of a tensor.
     """
     kept = {id(tensor) for tensor in _tensors(module)}
-    for entry, spec in enumerate(module._layer_specs):
-        if isinstance(spec, nn.Module) and not module._local_start <= entry < module._local_stop:
-            for tensor in _tensors(spec):
-                if id(tensor) not in kept:
-                    tensor.data, tensor.grad = tensor.new_zeros(()).expand(tensor.shape), None
+    entries = enumerate(module._layer_specs)
+    away = [spec for entry, spec in entries if not module._local_start <= entry < module._local_stop]
+    for layer in (*(spec for spec in away if isinstance(spec, nn.Module)), *left):
+        for tensor in _tensors(layer):
+            if id(tensor) not in kept:
+                tensor.data, tensor.grad = tensor.new_zeros(()).expand(tensor.shape), None
 
 
 def _tensors(layer: nn.Module) -> Iterator[Tensor]:

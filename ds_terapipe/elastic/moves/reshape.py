@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ds_terapipe.elastic.moves.anew import quietly
 from ds_terapipe.elastic.moves.groups import refill, settings_of
 from ds_terapipe.elastic.moves.layers import (
-    build,
     builder,
     drop_copies,
     layers_for,
@@ -26,6 +25,7 @@ from ds_terapipe.elastic.moves.layers import (
     prefix_of,
     random_states_kept,
     reassemble,
+    structure_of,
 )
 from ds_terapipe.elastic.moves.transfer import (
     Courier,
@@ -74,7 +74,7 @@ def check_movable(
         spec = module._layer_specs[entry]
         if isinstance(spec, LayerSpec):
             with random_states_kept(device):
-                check_structure(prefix, build(spec, torch.device("cpu"), dtype), mine)
+                check_structure(prefix, structure_of(spec, here[prefix], dtype), mine)
 
 
 class Reshape:
@@ -145,7 +145,7 @@ class Reshape:
             self._fill(name, layers, held[of].pieces[name], received=of != stage)
         with quietly(), self._watchdog.making_groups():
             reassemble(self._module, self._topology, self._parts, layers)
-        drop_copies(self._module)
+        drop_copies(self._module, [layer for prefix, layer in self._here.items() if layers.get(prefix) is not layer])
         groups = {
             name: piece.group for each in held.values() for name, piece in each.pieces.items() if piece.is_parameter
         }

@@ -1,0 +1,145 @@
+"""Hugging Face's decoders freeze and move: as the unmodified model in one process, whose same layers are frozen."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.spawn import run_ranks
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
+
+FREEZE, RESIZE, STEPS, MICRO_BATCHES = ((2, 2), (4, 3)), ((2, 1), (4, 2)), 6, 2
+CASES = [
+    ("llama", "front", "model"),
+    ("llama", "packed", "folder"),
+    ("gpt2", "plain", "model"),
+    ("qwen3", "plain", "folder"),
+]
+LIMIT = 1e-5
+
+
+def frozen(step: int) -> int:
+    return max((entries for first, entries in FREEZE if first <= step), default=0)
+
+
+def alone(model: Any, names: list[dict[str, str]], steps: list[list[Any]]) -> tuple[list[float], dict[str, Any]]:
+    """Losses and final weights of one process."""
+    from tests.hf.pipelines import SGD
+
+    model, losses = copy.deepcopy(model).train(), []
+    stepper = torch.optim.SGD(model.parameters(), lr=SGD["params"]["lr"])
+    for number, step in enumerate(steps):
+        first = tuple(name for entry in names[: frozen(number)] for name in entry.values())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(first or ("nothing",)))
+        stepper.zero_grad()
+        total = 0.0
+        for features in step:
+            loss = model(**features, use_cache=False).loss / len(step)
+            loss.backward()
+            total += float(loss)
+        losses.append(total)
+        stepper.step()
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def one(case: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    from ds_terapipe import hf
+    from ds_terapipe.elastic import engine as elastic_engine
+    from ds_terapipe.hf.record import names_of
+    from ds_terapipe.hf.weights import Weights
+    from tests.hf.families import features, model_of, without_key_biases
+    from tests.hf.pipelines import SGD, renamed
+    from tests.pipeline.training import Trace, build_engine, worst
+
+    family, kind, given = case
+    model, rank = model_of(family), torch.distributed.get_rank()
+    theirs: Any = copy.deepcopy(model)
+    if given == "folder":
+        if rank == 0:
+            model.save_pretrained(folder)
+        torch.distributed.barrier()
+    made = hf.pipeline(folder if given == "folder" else theirs, num_stages=2)
+    read = mock.patch.object(Weights, "read", side_effect=AssertionError("what trains is read again"))
+    moved: list[nn.Module] = []
+    to, look = nn.Module.to, elastic_engine.check_movable
+
+    def noted(module: nn.Module, *args: Any) -> None:
+        """Nothing that trains may be moved by the look at whether it can be: on a device that would be off it."""
+        with mock.patch.object(nn.Module, "to", lambda self, *a, **k: (moved.append(self), to(self, *a, **k))[1]):
+            look(module, *args)
+        assert not {id(p) for each in moved for p in each.parameters()} & set(map(id, module.parameters()))
+
+    block = {
+        "freeze": {"policy": "schedule", "frozen_layers": [list(pair) for pair in FREEZE]},
+        "resize": {"policy": [list(pair) for pair in RESIZE]},
+    }
+    read.start()
+    with mock.patch.object(elastic_engine, "check_movable", noted):
+        engine = build_engine(
+            [], None, made=made, token_pipeline={"slices": 3}, optimizer=SGD, config={"elastic_pipeline": block}
+        )
+    if given == "folder":
+        torch.distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(folder)
+        torch.distributed.barrier()
+    steps = [[features(kind, 10 * step + m) for m in range(MICRO_BATCHES)] for step in range(STEPS)]
+    losses, stages = [], []
+    for step in steps:
+        losses.append(float(engine.train_batch(iter([hf.batch(each) for each in step]))))
+        stages.append(engine.num_stages)
+    read.stop()
+    expected, weights = alone(model, names_of(made.source), steps)
+    names = dict(engine.module.named_parameters())
+    got = renamed(Trace(weights={name: p.detach().clone() for name, p in names.items()}), made).weights
+    pairs = [{name: without_key_biases(model.config, name, each[name]) for name in got} for each in (got, weights)]
+    here = set(map(id, engine.module.parameters()))
+    away = [p for p in theirs.parameters() if id(p) not in here] if given == "model" else []
+    found = {
+        "losses": max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)),
+        "weights": worst(*pairs),
+        "names": set(got),
+        "all": set(weights),
+        "stages": stages,
+        "kept away": sum(p.untyped_storage().nbytes() for p in away) / max(sum(p.numel() for p in away), 1),
+        "away": len(away),
+    }
+    engine.destroy()
+    return found
+
+
+def work(rank: int, world: int, folder: str) -> dict[Any, dict[str, Any]]:
+    return {case: one(case, Path(folder) / str(number)) for number, case in enumerate(CASES)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, dict[str, Any]]]:
+    return run_ranks(work, 2, str(tmp_path_factory.mktemp("folders")), timeout=200)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_decoder_freezes_and_moves_as_in_one_process(
+    ranks: list[dict[Any, dict[str, Any]]], case: tuple[str, ...]
+) -> None:
+    for found in ranks:
+        assert found[case]["losses"] <= LIMIT and found[case]["weights"] <= LIMIT, found[case]
+        assert found[case]["stages"] == [2, 2, 1, 1, 2, 2]
+    assert set().union(*(found[case]["names"] for found in ranks)) == ranks[0][case]["all"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[-1] == "model"])
+def test_of_a_model_that_was_given_nothing_is_kept_that_has_moved_away(
+    ranks: list[dict[Any, dict[str, Any]]], case: tuple[str, ...]
+) -> None:
+    for found in ranks:
+        assert found[case]["away"] > 0 and found[case]["kept away"] < 0.1, "bytes for each of its numbers"
