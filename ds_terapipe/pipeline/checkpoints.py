@@ -138,6 +138,7 @@ class Checkpoints(PipelineEngine):
         self._recover(load_dir, tag)
         load = super().load_checkpoint
         path, client_state = load_with_parts(self, load, load_dir, tag, *args, **kwargs)
+        self._follow_micro_batch()
         if client_state:
             self._cutting.load(client_state.pop(PLAN_STATE, None))
         return path, client_state

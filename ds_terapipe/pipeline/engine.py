@@ -75,6 +75,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                 'token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast, must be "slice" or "auto" (a layer '
                 'multiplies with a copy of its weight, whose gradient is made with it), use "auto"'
             )
+        self._first_micro_batch = self.train_micro_batch_size_per_gpu()
         pipelines = self.grid.pipe_groups
         seat = Seat.of(Placement.plain(self.num_stages), self.global_rank, pipelines)
         new_mark = StreamMark if self.device.type == "cuda" else None
@@ -94,10 +95,27 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._assembly = self._assemble(placement_of(self.module, self._consensus))
         self._watchdog.begin(self.global_steps, (), self._assembly.seat)
         self._layer_times = LayerTimes([stage.layers for stage in self._assembly.stages.values()], self.device)
+        self._begin_cutting()
+
+    def _begin_cutting(self) -> None:
+        """Know nothing of how steps are cut best; collective."""
         self._cutting = new_cutting(self, self._cutting_settings(), self._consensus, self._memory, self._layer_times)
+        self._cut_for = self.train_micro_batch_size_per_gpu()
 
     def _cutting_settings(self) -> TokenPipelineConfig:
-        return self._token_pipeline
+        """A plan, and a file of measurements, are for micro-batches of the start's size."""
+        settings: TokenPipelineConfig = self._token_pipeline
+        if self.train_micro_batch_size_per_gpu() != self._first_micro_batch:
+            settings = settings.model_copy(update={"plan_path": None, "measurements_path": None})
+        return settings
+
+    def _follow_micro_batch(self) -> None:
+        """What was measured of micro-batches of another size says nothing of these; collective."""
+        if self.train_micro_batch_size_per_gpu() == self._cut_for:
+            return
+        if self.global_rank == 0 and self._cutting.state():
+            emit(f"plan: a micro-batch has {self.train_micro_batch_size_per_gpu()} sequences now, not {self._cut_for}")
+        self._begin_cutting()
 
     def _assemble(self, placement: Placement) -> Assembly:
         """The stages of this rank on a placement; where nothing is cut, attention and the compiler are left alone."""
@@ -161,9 +179,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             self._assembly.intercept()
         self._token_pipeline = settings
         try:
-            self._cutting = new_cutting(
-                self, self._cutting_settings(), self._consensus, self._memory, self._layer_times
-            )
+            self._begin_cutting()
         except BaseException:
             self._token_pipeline = before
             raise
@@ -234,6 +250,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self.total_loss = self.total_additional_losses = None
         started = time.perf_counter()
         batch = self._next_step(self.micro_batches)
+        self._follow_micro_batch()
         cutting = self._cutting.cutting(batch.lengths, batch.everywhere)
         batch.cut(cutting.slices)
         self._inspect(batch)

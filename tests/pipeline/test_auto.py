@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.optim.schedules.mixed_batch import set_batch
 from ds_terapipe.pipeline.autotune.comparison import comparison_steps
 from ds_terapipe.pipeline.autotune.phases import ROUNDS, Compared
 from ds_terapipe.pipeline.autotune.planner import RIVALS
@@ -144,6 +145,22 @@ def odd_steps() -> dict[str, Any]:
     return {"before": before, "after": after, "longer": longest, "random_used": random_used}
 
 
+def larger_micro_batches() -> dict[str, Any]:
+    """As ``MixedBatch`` begins a phase of the same length and number of micro-batches, each of twice the sequences."""
+    engine = auto()
+    train(engine, steps_of(MEASURING, MICRO_BATCHES))
+    before = plans(engine)
+    set_batch(engine, 2 * BATCH * MICRO_BATCHES, 2 * BATCH)
+    larger = [[micro_batch(10 * step + m, batch=2 * BATCH) for m in range(MICRO_BATCHES)] for step in range(MEASURING)]
+    engine.train_batch(iter(larger[0]))
+    between = plans(engine)
+    for step in larger[1:]:
+        engine.train_batch(iter(step))
+    memory = engine._cutting._planner.budget.model.stages
+    engine.destroy()
+    return {"before": before, "between": between, "after": plans(engine), "memory": memory}
+
+
 def ragged_replicas(rank: int, world_size: int) -> dict[str, Any]:
     """Two replicas; every second step the second one has shorter sequences, in one micro-batch or in both."""
     engine = auto()
@@ -177,6 +194,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "odd": odd_steps(),
         "given": given(folder),
         "slow": slow_weights(),
+        "larger": larger_micro_batches(),
     }
 
 
@@ -291,6 +309,14 @@ def test_evaluation_and_other_lengths_are_no_trouble(results: list[dict[str, Any
     odd = results[0]["odd"]
     assert odd["before"] == 1 and odd["after"] == [SEQUENCE, SEQUENCE - 8]
     assert odd["longer"] == [SEQUENCE, SEQUENCE - 8, SEQUENCE + 8]
+
+
+def test_micro_batches_of_another_size_are_measured_anew(results: list[dict[str, Any]]) -> None:
+    first, second = (result["larger"] for result in results)
+    assert len(first["before"]) == 1 and first["between"] == [] and len(first["after"]) == 1
+    assert all(second[when] == first[when] for when in ("before", "between", "after"))
+    for one, two in zip(results[0]["numbers"]["memory"], first["memory"], strict=True):
+        assert two.keys_values == 2 * one.keys_values
 
 
 def test_replicas_whose_lengths_differ_now_and_then_measure_and_compare_together() -> None:
