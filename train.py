@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from ds_terapipe.plan.stages import even_layers, read_layers
 
 logger = logging.getLogger("train")
 
-STAGE_LAYERS_FILE = "stage_layers.json"  # in the folder of each checkpoint
+STAGE_LAYERS = "stage_layers"  # what a checkpoint says of its stages
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -103,6 +104,28 @@ class Share(NamedTuple):
         )
 
 
+def saved_stages(checkpoint: Path) -> list[int] | None:
+    """Layers of each stage as the checkpoint in this folder was saved; None where it doesn't say.
+
+    Raises:
+        ConfigError: a file that is not whole.
+    """
+    states, old = checkpoint / "mp_rank_00_model_states.pt", checkpoint / f"{STAGE_LAYERS}.json"
+    found, file = None, states
+    try:
+        if states.is_file():
+            mmap = zipfile.is_zipfile(states)  # tensors stay on the disk: the optimizer's are in it too
+            found = torch.load(states, map_location="cpu", mmap=mmap, weights_only=False).get(STAGE_LAYERS)
+        if found is None and old.is_file():
+            file = old
+            found = json.loads(old.read_text(encoding="utf-8"))
+    except Exception as error:  # whatever a pickle cut short raises
+        raise ConfigError(
+            f"--load: got {file}, must be a whole file ({type(error).__name__}), use another checkpoint"
+        ) from error
+    return found
+
+
 class Trainer:
     """The engine, where it is in the data, and what it tells about it."""
 
@@ -141,12 +164,23 @@ class Trainer:
     def _check_stages(self, folder: Path) -> None:
         """Weights are saved by layer, the optimiser's state by stage: with other stages it would go to other layers.
 
-        Rank 0 wrote the file and reads it for all. A checkpoint without one is of a time when stages were even. One of an elastic
-        pipeline has the engine's own record, from which the engine makes the stages.
+        Rank 0 reads for all. A checkpoint that doesn't say is of a time when stages were even. One of an elastic pipeline has the
+        engine's own record, from which the engine makes the stages.
         """
-        saved: list[Any] = [self._saved_stages(folder) if self.first else None]
+        if self.engine.load_universal_checkpoint():
+            return
+        if hasattr(self.engine, "recover_checkpoint"):
+            self.engine.recover_checkpoint(str(folder))
+        saved: list[Any] = [None]
+        if self.first:
+            try:
+                saved = [self._saved_stages(folder)]
+            except ConfigError as error:
+                saved = [error]
         torch.distributed.broadcast_object_list(saved, src=0)
-        if saved[0] is None or self.engine.load_universal_checkpoint():
+        if isinstance(saved[0], ConfigError):
+            raise saved[0]
+        if saved[0] is None:
             return
         then, now = tuple(saved[0]), self.engine.module.layers_per_stage
         must = f"as the checkpoint in {folder} was saved"
@@ -162,20 +196,11 @@ class Trainer:
         checkpoint = folder / latest.read_text(encoding="utf-8").strip()
         if isinstance(self.engine, ElasticPipelineEngine) and (checkpoint / elastic_state.FILE).exists():
             return None
-        saved = checkpoint / STAGE_LAYERS_FILE
-        if saved.exists():
-            return json.loads(saved.read_text(encoding="utf-8"))
-        return even_layers(self.args.num_layers, self.args.pipeline_model_parallel_size)
+        return saved_stages(checkpoint) or even_layers(self.args.num_layers, self.args.pipeline_model_parallel_size)
 
     def _save(self) -> None:
-        folder, tag = Path(self.args.save), f"global_step{self.engine.global_steps}"
-        if self.first:
-            (folder / tag).mkdir(parents=True, exist_ok=True)
-            stages = json.dumps(list(self.engine.module.layers_per_stage))
-            new = folder / tag / f"{STAGE_LAYERS_FILE}.tmp"
-            new.write_text(stages, encoding="utf-8")
-            new.replace(folder / tag / STAGE_LAYERS_FILE)  # whole or not at all
-        self.engine.save_checkpoint(self.args.save, tag=tag, client_state={"iteration": self.iteration})
+        state = {"iteration": self.iteration, STAGE_LAYERS: list(self.engine.module.layers_per_stage)}
+        self.engine.save_checkpoint(self.args.save, tag=f"global_step{self.engine.global_steps}", client_state=state)
 
     def _batches(self, dataset: Any, consumed: int) -> SampleIterator | None:
         if not self.share.reads:
