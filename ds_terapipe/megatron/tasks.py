@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -150,6 +150,14 @@ class Task(ABC):
             **self._stages(),
         }
 
+    def _check_lengths(self, steps: Iterable[int]) -> None:
+        """Of phases: the longest may come last, after days."""
+        longest = max(steps)
+        if longest > self.seq_length:
+            raise bad_value(
+                "--seq-length", self.seq_length, f"that of the longest phase ({longest}) or more", str(longest)
+            )
+
     def _text_data(self) -> dict[str, Any]:
         args = self.args
         return {"split": args.split, "seed": args.seed, "cache_path": args.data_cache_path}
@@ -168,6 +176,7 @@ class GPTTask(Task):
         return gpt_pipeline(self._config(), **self._text(self.args.vocab_size))
 
     def datasets(self, steps: Mapping[int, int], validation: int, needed: Callable[[], bool]) -> tuple[Any, Any]:
+        self._check_lengths(steps)
         train, valid, _ = gpt_datasets(
             self.args.data_path,
             vocab_size=self.args.vocab_size,
@@ -208,11 +217,7 @@ class BertTask(Task):
                 **self._text_data(),
             )
 
-        longest = max(steps)
-        if longest > self.seq_length:
-            raise bad_value(
-                "--seq-length", self.seq_length, f"that of the longest phase ({longest}) or more", str(longest)
-            )
+        self._check_lengths(steps)
         train = {length: made(length, [samples, 0, 0])[0] for length, samples in steps.items()}
         valid = made(self.seq_length, [0, validation, 0])[1] if validation else None
         return train, {self.seq_length: valid}
