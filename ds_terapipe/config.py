@@ -19,6 +19,7 @@ from .schedule import NAMES
 TOKEN_PIPELINE = "token_pipeline"
 AUTO = "auto"
 SLICES_RULE = 'a positive number, a list of lengths or "auto"'
+YEAR_S = 31536000  # in some 300 years a process group counts over, and its operations end at once
 _GONE = {"pack_weights": "weights are no longer packed"}
 
 Layout = Literal["auto", "bsh", "sbh"]
@@ -168,7 +169,11 @@ class TokenPipelineConfig(Block):
     @field_validator("timeout_s", mode="before")
     @classmethod
     def _check_timeout(cls, value: object) -> float:
-        return positive(_path("timeout_s"), value, "a positive number of seconds", "e.g. 600")
+        rule = f"a positive number of seconds, at most a year ({YEAR_S})"
+        seconds = positive(_path("timeout_s"), value, rule, "e.g. 600")
+        if seconds > YEAR_S:
+            raise bad_value(_path("timeout_s"), value, rule, "e.g. 600")
+        return seconds
 
     @field_validator("trace_path", "plan_path", "measurements_path", mode="before")
     @classmethod
