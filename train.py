@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import time
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ds_terapipe import tensor_files
 from ds_terapipe.elastic.engine import ElasticPipelineEngine
 from ds_terapipe.elastic.saved import state as elastic_state
 from ds_terapipe.errors import ConfigError, bad_value
@@ -52,19 +52,19 @@ def parse_arguments() -> argparse.Namespace:
 
 def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--tensor-model-parallel-size", type=int, default=1)
-    add("--pipeline-model-parallel-size", type=int, default=1)
+    add("--tensor-model-parallel-size", type=tasks.positive, default=1)
+    add("--pipeline-model-parallel-size", type=tasks.positive, default=1)
     add("--stage-layers", metavar="N,N", help="Transformer layers of each stage, default: even; see `ds_terapipe plan`")
     add("--split", default="969,30,1", help="parts of documents, or of each class, for training, validation, test")
-    add("--train-iters", type=int, required=True)
-    add("--eval-interval", type=int, default=1000)
-    add("--eval-iters", type=int, default=0, help="batches in an evaluation; 0: none")
-    add("--log-interval", type=int, default=10)
+    add("--train-iters", type=tasks.positive, required=True)
+    add("--eval-interval", type=tasks.positive, default=1000)
+    add("--eval-iters", type=tasks.at_least(0), default=0, help="batches in an evaluation; 0: none")
+    add("--log-interval", type=tasks.positive, default=10)
     add("--log-file", help="one line of JSON for each iteration")
     add("--save", help="folder to write checkpoints to")
-    add("--save-interval", type=int, default=1000)
+    add("--save-interval", type=tasks.positive, default=1000)
     add("--load", help="folder to continue from, if there is a checkpoint in it")
-    add("--exit-interval", type=int, help="stop after an iteration that is a multiple of this")
+    add("--exit-interval", type=tasks.positive, help="stop after an iteration that is a multiple of this")
     add("--seed", type=int, default=1234)
 
 
@@ -111,18 +111,12 @@ def saved_stages(checkpoint: Path) -> list[int] | None:
         ConfigError: a file that is not whole.
     """
     states, old = checkpoint / "mp_rank_00_model_states.pt", checkpoint / f"{STAGE_LAYERS}.json"
-    found, file = None, states
-    try:
-        if states.is_file():
-            mmap = zipfile.is_zipfile(states)  # tensors stay on the disk: the optimizer's are in it too
-            found = torch.load(states, map_location="cpu", mmap=mmap, weights_only=False).get(STAGE_LAYERS)
-        if found is None and old.is_file():
-            file = old
+    found = tensor_files.read("--load", states).get(STAGE_LAYERS) if states.is_file() else None
+    if found is None and old.is_file():
+        try:
             found = json.loads(old.read_text(encoding="utf-8"))
-    except Exception as error:  # whatever a pickle cut short raises
-        raise ConfigError(
-            f"--load: got {file}, must be a whole file ({type(error).__name__}), use another checkpoint"
-        ) from error
+        except ValueError as error:
+            raise ConfigError(f"--load: got {old} ({error}), must be a whole file, use another checkpoint") from error
     return found
 
 

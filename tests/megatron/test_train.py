@@ -166,11 +166,11 @@ def test_stages_are_read_from_the_checkpoint_whoever_wrote_it(tmp_path: Path) ->
         torch.save({"stage_layers": [3, 1]}, states, _use_new_zipfile_serialization=zipped)
         assert read(tmp_path) == [3, 1]
         states.write_bytes(states.read_bytes()[:-20])
-        with pytest.raises(ConfigError, match=re.escape(f"--load: got {states}, must be a whole file ")):
+        with pytest.raises(ConfigError, match=re.escape(f"--load: got {states} (")):
             read(tmp_path)
     states.unlink()
     old.write_text("[2, ")
-    with pytest.raises(ConfigError, match=r"stage_layers\.json, must be a whole file"):
+    with pytest.raises(ConfigError, match=r"stage_layers\.json \(.*\), must be a whole file"):
         read(tmp_path)
 
 
