@@ -42,19 +42,20 @@ def advise(config: Mapping[str, Any], model: Any, cut: bool = True) -> None:
         )
 
 
-def turn_off_partitioning(pipeline: dict[str, Any], model: Any) -> None:
+def turn_off_partitioning(pipeline: dict[str, Any], model: Any, beside: str = TOKEN_PIPELINE) -> None:
     """Set ``pipe_partitioned`` and ``grad_partitioned`` to False, with one warning where they would have counted.
 
     Args:
         pipeline: the block ``pipeline`` as ``DeepSpeedConfig`` has filled it in; changed in place, it is no user's.
         model: a ``PipelineModule``.
+        beside: the block that the user has written, for the warning.
     """
     names = [name for name in ("pipe_partitioned", "grad_partitioned") if pipeline.get(name)]
     if names and model.mpu().model_parallel_size > 1 and _first_rank():
         logger.warning(
             "%s ignored beside %s: a slice travels whole to every tensor-parallel rank; set to false to silence this",
             " and ".join(f"pipeline.{name}" for name in names),
-            TOKEN_PIPELINE,
+            beside,
         )
     pipeline.update(pipe_partitioned=False, grad_partitioned=False)
 
