@@ -234,8 +234,9 @@ def parse(config: Mapping[str, Any]) -> TokenPipelineConfig | None:
     if settings.trace_steps is not None and settings.trace_path is None:
         rule = "absent without trace_path, the file for them"
         raise bad_value(_path("trace_steps"), settings.trace_steps, rule, 'e.g. "trace_path": "trace.json"')
-    for name in ("plan_path", "measurements_path", "memory_gb"):
-        if settings.slices != AUTO and getattr(settings, name) is not None:
+    for name in ("plan_path", "measurements_path", "memory_gb", "granularity"):
+        written = name in settings.model_fields_set and getattr(settings, name) is not None
+        if settings.slices != AUTO and written:
             rule = 'absent beside slices that are given, it belongs to "slices": "auto"'
             raise bad_value(_path(name), getattr(settings, name), rule, "one of the two")
     return settings

@@ -111,6 +111,13 @@ SLICES = 'must be a positive number, a list of lengths or "auto"'
             {"slices": 8, "plan_path": "plan.json"},
             ['token_pipeline.plan_path: got "plan.json"', "absent beside slices"],
         ),
+        *(
+            (
+                {"slices": 8, "granularity": tokens},
+                [f"granularity: got {tokens}, must be absent beside slices that are"],
+            )
+            for tokens in (8, 16)
+        ),
         ({"plan_path": 3}, ["token_pipeline.plan_path: got 3", 'use "plan.json"']),
         ({"slices": 8, "schedule": "1F1b"}, ["token_pipeline.schedule", SCHEDULES, 'use "1f1b"']),
         ({"slices": 8, "schedule": "terrapipe"}, [SCHEDULES, 'use "terapipe"']),

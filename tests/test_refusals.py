@@ -398,6 +398,28 @@ def test_one_stage_is_warned_about(caplog):
     assert "one pipeline stage, slices gain nothing" in caplog.text
 
 
+AUTO_ALONE = {"slices": "auto", "memory_gb": 4, "measurements_path": "costs.json", "granularity": 16}
+DOES_NOTHING = "token_pipeline.granularity, memory_gb, measurements_path: nothing is planned with one pipeline stage"
+
+
+@pytest.mark.parametrize(
+    ("stages", "block", "said"),
+    [
+        (1, AUTO_ALONE, True),
+        (1, {**AUTO_ALONE, "slices": None}, True),  # "auto" where it is left out
+        (1, {**AUTO_ALONE, "plan_path": "plan.json"}, False),
+        (1, {"slices": "auto"}, False),
+        (1, {}, False),
+        (2, AUTO_ALONE, False),
+    ],
+)
+def test_what_a_plan_would_read_is_warned_about_where_there_is_none(caplog, stages, block, said):
+    block = {name: value for name, value in block.items() if value is not None}
+    refusals.advise({"gradient_clipping": 0, "token_pipeline": block}, one_or_more_stages(stages))
+    assert (DOES_NOTHING in caplog.text) == said
+    assert len(caplog.records) == (stages == 1) + said
+
+
 @pytest.mark.parametrize(
     ("config", "text"),
     [

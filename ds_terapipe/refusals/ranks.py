@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ds_terapipe.config import TOKEN_PIPELINE
+from ds_terapipe.config import AUTO, TOKEN_PIPELINE
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.refusals.configuration import above
 
@@ -29,6 +29,7 @@ def advise(config: Mapping[str, Any], model: Any, cut: bool = True) -> None:
         return
     if cut and model.num_pipeline_stages() == 1:
         logger.warning("%s: the model has one pipeline stage, slices gain nothing; use num_stages >= 2", TOKEN_PIPELINE)
+        _advise_unplanned(config.get(TOKEN_PIPELINE, {}))
     from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 
     clipping = config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
@@ -39,6 +40,17 @@ def advise(config: Mapping[str, Any], model: Any, cut: bool = True) -> None:
             GRADIENT_CLIPPING,
             shown(clipping),
             "" if GRADIENT_CLIPPING in config else " (DeepSpeed's default)",
+        )
+
+
+def _advise_unplanned(block: Mapping[str, Any]) -> None:
+    """Log which keys of the block ``token_pipeline`` only a plan would read, where the model has one stage."""
+    names = [name for name in ("granularity", "memory_gb", "measurements_path") if block.get(name) is not None]
+    if names and block.get("slices", AUTO) == AUTO and block.get("plan_path") is None:
+        logger.warning(
+            "%s.%s: nothing is planned with one pipeline stage, leave out what only a plan reads",
+            TOKEN_PIPELINE,
+            ", ".join(names),
         )
 
 

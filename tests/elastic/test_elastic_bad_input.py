@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from deepspeed.pipe import LayerSpec
 
 from ds_terapipe import ConfigError
 from ds_terapipe.elastic.saved import state
+from tests.elastic.samples import Texts
 from tests.elastic.training import Case, data_of, engine_of
 from tests.mutants.claims import holds, refused_or_let_pass
 from tests.pipeline.models import FrozenBlock, FrozenEmbedding
@@ -63,7 +66,7 @@ BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
 BESIDES: dict[str, tuple[dict[str, Any], str, str]] = {
     "offload": (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-        f"must be absent {BESIDE} (what is offloaded does not move)", "use the device",
+        f"must be absent {BESIDE} (what is offloaded does not move), or", 'use device "none"',
     ),
     "autocast": (
         {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast: got ",
@@ -109,7 +112,24 @@ def worker(rank: int, world_size: int, names: tuple[str, ...] | None = None) -> 
     found["ranks differ"] = refused(config={"elastic_pipeline": other})
     other = {"resize": {"policy": [[1, 1]] if rank else "off"}}
     found["ranks move differently"] = refused(config={"elastic_pipeline": other})
-    return {**found, "fine": trains(), "two rules": only_static_beside_zero()}
+    return {**found, "fine": trains(), "two rules": only_static_beside_zero(), "nobody reads": warnings()}
+
+
+def warnings() -> list[list[str]]:
+    """Of a block ``data``, without ``training_data`` and with it, and of none."""
+    found, logger = [], logging.getLogger("ds_terapipe.elastic")
+    shuffled: dict[str, Any] = {"elastic_pipeline": {"data": {"shuffle": True}}}
+    for options in (
+        {"config": shuffled},
+        {"config": shuffled, "training_data": Texts(8)},
+        {"config": {"elastic_pipeline": {}}},
+    ):
+        handler = BufferingHandler(100)
+        logger.addHandler(handler)
+        refused(**options)
+        logger.removeHandler(handler)
+        found.append([record.getMessage() for record in handler.buffer])
+    return found
 
 
 def trains() -> list[float]:
@@ -170,6 +190,11 @@ def test_ranks_that_would_decide_differently(ranks):
 
 def test_a_model_of_which_nothing_trains(ranks):
     check("nothing trains", ranks, "model: got no parameter with requires_grad")
+
+
+def test_an_order_of_samples_that_nobody_reads_is_one_line(ranks):
+    line = "elastic_pipeline.data: got shuffle without training_data, does nothing; give deepspeed.initialize training_data"
+    assert [found["nobody reads"] for found in ranks] == [[[line], [], []], [[], [], []]]
 
 
 def test_what_was_refused_leaves_nothing_behind(ranks):

@@ -230,7 +230,7 @@ SETTINGS: dict[str, tuple[Callable[[int, int], dict[str, Any]], str]] = {
     ),
     # a setting that these steps do not need: without the comparison they would run
     "other granularity": (
-        lambda rank, ranks: {"slices": 2, "granularity": 8 if rank < ranks - 1 else 16},
+        lambda rank, ranks: {"slices": "auto", "granularity": 8 if rank < ranks - 1 else 16},
         "token_pipeline: got other settings on rank ",
     ),
     "other micro-batches": (
