@@ -12,6 +12,7 @@ from deepspeed.pipe import LayerSpec
 
 from ds_terapipe import ConfigError
 from ds_terapipe.elastic.saved import state
+from tests.documents import ROOT
 from tests.elastic.samples import Texts
 from tests.elastic.training import Case, data_of, engine_of
 from tests.mutants.claims import holds, refused_or_let_pass
@@ -60,6 +61,9 @@ BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no folder": (
         {"history_path": "/dev/null/history.jsonl"}, 'elastic_pipeline.history_path: got "/dev/null/history.jsonl"',
         "must be a file that can be written (Not a directory), use e.g. history.jsonl",
+    ),
+    "another file": (
+        {"history_path": str(ROOT / "pyproject.toml")}, "pyproject.toml (line 1), must be a new file or one", "use another name",
     ),
     "seed": ({"data": {"seed": -1}}, "data.seed: got -1, must be an integer of 0 or more", "use e.g. 1234"),
 }  # fmt: skip
