@@ -101,7 +101,7 @@ class TokenPipelineConfig(Block):
     weight_gradients: WeightGradients = "auto"
     """Weight gradients of linear layers and embeddings: made once per micro-batch (faster), or per slice (less memory).
 
-    ``auto`` is ``slice`` with activation checkpointing, else ``micro_batch``.
+    ``auto`` is ``slice`` with activation checkpointing or ``torch_autocast``, else ``micro_batch``.
     """
 
     timeout_s: float = 600.0
