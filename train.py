@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ds_terapipe import tensor_files
 from ds_terapipe.elastic.engine import ElasticPipelineEngine
 from ds_terapipe.elastic.saved import state as elastic_state
 from ds_terapipe.errors import ConfigError, bad_value
@@ -25,7 +26,7 @@ from ds_terapipe.plan.stages import even_layers, read_layers
 
 logger = logging.getLogger("train")
 
-STAGE_LAYERS_FILE = "stage_layers.json"  # in the folder of each checkpoint
+STAGE_LAYERS = "stage_layers"  # what a checkpoint says of its stages
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -51,19 +52,19 @@ def parse_arguments() -> argparse.Namespace:
 
 def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--tensor-model-parallel-size", type=int, default=1)
-    add("--pipeline-model-parallel-size", type=int, default=1)
+    add("--tensor-model-parallel-size", type=tasks.positive, default=1)
+    add("--pipeline-model-parallel-size", type=tasks.positive, default=1)
     add("--stage-layers", metavar="N,N", help="Transformer layers of each stage, default: even; see `ds_terapipe plan`")
     add("--split", default="969,30,1", help="parts of documents, or of each class, for training, validation, test")
-    add("--train-iters", type=int, required=True)
-    add("--eval-interval", type=int, default=1000)
-    add("--eval-iters", type=int, default=0, help="batches in an evaluation; 0: none")
-    add("--log-interval", type=int, default=10)
+    add("--train-iters", type=tasks.positive, required=True)
+    add("--eval-interval", type=tasks.positive, default=1000)
+    add("--eval-iters", type=tasks.at_least(0), default=0, help="batches in an evaluation; 0: none")
+    add("--log-interval", type=tasks.positive, default=10)
     add("--log-file", help="one line of JSON for each iteration")
     add("--save", help="folder to write checkpoints to")
-    add("--save-interval", type=int, default=1000)
+    add("--save-interval", type=tasks.positive, default=1000)
     add("--load", help="folder to continue from, if there is a checkpoint in it")
-    add("--exit-interval", type=int, help="stop after an iteration that is a multiple of this")
+    add("--exit-interval", type=tasks.positive, help="stop after an iteration that is a multiple of this")
     add("--seed", type=int, default=1234)
 
 
@@ -101,6 +102,22 @@ class Share(NamedTuple):
             replicas=grid.get_data_parallel_world_size(),
             micro_batch=size if hasattr(engine.lr_scheduler, "phases") else size(),
         )
+
+
+def saved_stages(checkpoint: Path) -> list[int] | None:
+    """Layers of each stage as the checkpoint in this folder was saved; None where it doesn't say.
+
+    Raises:
+        ConfigError: a file that is not whole.
+    """
+    states, old = checkpoint / "mp_rank_00_model_states.pt", checkpoint / f"{STAGE_LAYERS}.json"
+    found = tensor_files.read("--load", states).get(STAGE_LAYERS) if states.is_file() else None
+    if found is None and old.is_file():
+        try:
+            found = json.loads(old.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"--load: got {old} ({error}), must be a whole file, use another checkpoint") from error
+    return found
 
 
 class Trainer:
@@ -141,12 +158,23 @@ class Trainer:
     def _check_stages(self, folder: Path) -> None:
         """Weights are saved by layer, the optimiser's state by stage: with other stages it would go to other layers.
 
-        Rank 0 wrote the file and reads it for all. A checkpoint without one is of a time when stages were even. One of an elastic
-        pipeline has the engine's own record, from which the engine makes the stages.
+        Rank 0 reads for all. A checkpoint that doesn't say is of a time when stages were even. One of an elastic pipeline has the
+        engine's own record, from which the engine makes the stages.
         """
-        saved: list[Any] = [self._saved_stages(folder) if self.first else None]
+        if self.engine.load_universal_checkpoint():
+            return
+        if hasattr(self.engine, "recover_checkpoint"):
+            self.engine.recover_checkpoint(str(folder))
+        saved: list[Any] = [None]
+        if self.first:
+            try:
+                saved = [self._saved_stages(folder)]
+            except ConfigError as error:
+                saved = [error]
         torch.distributed.broadcast_object_list(saved, src=0)
-        if saved[0] is None or self.engine.load_universal_checkpoint():
+        if isinstance(saved[0], ConfigError):
+            raise saved[0]
+        if saved[0] is None:
             return
         then, now = tuple(saved[0]), self.engine.module.layers_per_stage
         must = f"as the checkpoint in {folder} was saved"
@@ -162,20 +190,11 @@ class Trainer:
         checkpoint = folder / latest.read_text(encoding="utf-8").strip()
         if isinstance(self.engine, ElasticPipelineEngine) and (checkpoint / elastic_state.FILE).exists():
             return None
-        saved = checkpoint / STAGE_LAYERS_FILE
-        if saved.exists():
-            return json.loads(saved.read_text(encoding="utf-8"))
-        return even_layers(self.args.num_layers, self.args.pipeline_model_parallel_size)
+        return saved_stages(checkpoint) or even_layers(self.args.num_layers, self.args.pipeline_model_parallel_size)
 
     def _save(self) -> None:
-        folder, tag = Path(self.args.save), f"global_step{self.engine.global_steps}"
-        if self.first:
-            (folder / tag).mkdir(parents=True, exist_ok=True)
-            stages = json.dumps(list(self.engine.module.layers_per_stage))
-            new = folder / tag / f"{STAGE_LAYERS_FILE}.tmp"
-            new.write_text(stages, encoding="utf-8")
-            new.replace(folder / tag / STAGE_LAYERS_FILE)  # whole or not at all
-        self.engine.save_checkpoint(self.args.save, tag=tag, client_state={"iteration": self.iteration})
+        state = {"iteration": self.iteration, STAGE_LAYERS: list(self.engine.module.layers_per_stage)}
+        self.engine.save_checkpoint(self.args.save, tag=f"global_step{self.engine.global_steps}", client_state=state)
 
     def _batches(self, dataset: Any, consumed: int) -> SampleIterator | None:
         if not self.share.reads:

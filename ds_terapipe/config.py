@@ -19,6 +19,7 @@ from .schedule import NAMES
 TOKEN_PIPELINE = "token_pipeline"
 AUTO = "auto"
 SLICES_RULE = 'a positive number, a list of lengths or "auto"'
+YEAR_S = 31536000  # in some 300 years a process group counts over, and its operations end at once
 _GONE = {"pack_weights": "weights are no longer packed"}
 
 Layout = Literal["auto", "bsh", "sbh"]
@@ -100,7 +101,7 @@ class TokenPipelineConfig(Block):
     weight_gradients: WeightGradients = "auto"
     """Weight gradients of linear layers and embeddings: made once per micro-batch (faster), or per slice (less memory).
 
-    ``auto`` is ``slice`` with activation checkpointing, else ``micro_batch``.
+    ``auto`` is ``slice`` with activation checkpointing or ``torch_autocast``, else ``micro_batch``.
     """
 
     timeout_s: float = 600.0
@@ -168,7 +169,11 @@ class TokenPipelineConfig(Block):
     @field_validator("timeout_s", mode="before")
     @classmethod
     def _check_timeout(cls, value: object) -> float:
-        return positive(_path("timeout_s"), value, "a positive number of seconds", "e.g. 600")
+        rule = f"a positive number of seconds, at most a year ({YEAR_S})"
+        seconds = positive(_path("timeout_s"), value, rule, "e.g. 600")
+        if seconds > YEAR_S:
+            raise bad_value(_path("timeout_s"), value, rule, "e.g. 600")
+        return seconds
 
     @field_validator("trace_path", "plan_path", "measurements_path", mode="before")
     @classmethod
@@ -229,8 +234,9 @@ def parse(config: Mapping[str, Any]) -> TokenPipelineConfig | None:
     if settings.trace_steps is not None and settings.trace_path is None:
         rule = "absent without trace_path, the file for them"
         raise bad_value(_path("trace_steps"), settings.trace_steps, rule, 'e.g. "trace_path": "trace.json"')
-    for name in ("plan_path", "measurements_path", "memory_gb"):
-        if settings.slices != AUTO and getattr(settings, name) is not None:
+    for name in ("plan_path", "measurements_path", "memory_gb", "granularity"):
+        written = name in settings.model_fields_set and getattr(settings, name) is not None
+        if settings.slices != AUTO and written:
             rule = 'absent beside slices that are given, it belongs to "slices": "auto"'
             raise bad_value(_path(name), getattr(settings, name), rule, "one of the two")
     return settings

@@ -196,7 +196,7 @@ def _build(
         during.enter_context(_engine_class(engine))
         result = original(**given)
     if engine is not None and not isinstance(result[0], engine.ds_terapipe_builds):  # type: ignore[attr-defined]
-        raise RuntimeError(f"{TOKEN_PIPELINE}: DeepSpeed built a {type(result[0]).__name__} in spite of the key")
+        raise RuntimeError(f"{_written(config)}: DeepSpeed built a {type(result[0]).__name__} in spite of the key")
     if keys is not None:
         keys.finish(result[0])
     return result
@@ -233,7 +233,8 @@ def _pipeline_engine(model: Any, config: Mapping[str, Any]) -> Callable[..., Any
     except Exception as reason:
         _cannot_run(key, reason)
 
-    refusals.check_model_class(model)
+    beside = _written(config)
+    refusals.check_model_class(model, beside)
     check_open(model)
     settings = refusals.on_every_rank(model, lambda: _checked(config, model))
 
@@ -241,8 +242,8 @@ def _pipeline_engine(model: Any, config: Mapping[str, Any]) -> Callable[..., Any
         # DeepSpeed adds what deepspeed.tp_model_init asked for to the configuration after the first look at it.
         whole = engine_kwargs["config"]
         cut = settings[TOKEN_PIPELINE].model_dump()
-        refusals.check_config({**(whole if isinstance(whole, Mapping) else {}), TOKEN_PIPELINE: cut})
-        refusals.turn_off_partitioning(engine_kwargs["config_class"].pipeline, model)
+        refusals.check_config({**(whole if isinstance(whole, Mapping) else {}), TOKEN_PIPELINE: cut}, beside)
+        refusals.turn_off_partitioning(engine_kwargs["config_class"].pipeline, model, beside)
         return kind(*engine_args, **settings, **engine_kwargs)
 
     engine.ds_terapipe_builds = kind  # type: ignore[attr-defined]
@@ -251,6 +252,11 @@ def _pipeline_engine(model: Any, config: Mapping[str, Any]) -> Callable[..., Any
 
 def _is_on(config: Mapping[str, Any], key: str) -> bool:
     return key in config and not _switched_off(config[key])
+
+
+def _written(config: Mapping[str, Any]) -> str:
+    """The block that errors name: one that the user has written."""
+    return TOKEN_PIPELINE if _is_on(config, TOKEN_PIPELINE) else ELASTIC_PIPELINE
 
 
 def _checked(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
@@ -265,9 +271,9 @@ def _checked(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
         block = elastic.parse(config)
         assert block is not None  # it is on
         settings[ELASTIC_PIPELINE] = elastic.check_config(block, config)
-    beside = TOKEN_PIPELINE if _is_on(config, TOKEN_PIPELINE) else ELASTIC_PIPELINE
+    beside = _written(config)
     refusals.check_config({**config, TOKEN_PIPELINE: settings[TOKEN_PIPELINE].model_dump()}, beside)
-    refusals.check_model(model, refusals.cuts(settings[TOKEN_PIPELINE].slices))
+    refusals.check_model(model, refusals.cuts(settings[TOKEN_PIPELINE].slices), beside)
     refusals.advise(config, model, cut=_is_on(config, TOKEN_PIPELINE))
     return settings
 

@@ -75,6 +75,7 @@ def test_the_form_of_an_error():
         ({"slices": 8, "verify": False}, "verify", False),
         ({"slices": 8, "timeout_s": 5}, "timeout_s", 5.0),
         ({"slices": 8, "timeout_s": 0.5}, "timeout_s", 0.5),
+        ({"slices": 8, "timeout_s": 31536000}, "timeout_s", 31536000.0),
         ({"slices": 8, "trace_path": "runs/trace.json"}, "trace_path", "runs/trace.json"),
         ({"slices": 8, "trace_path": "t.json", "trace_steps": [1, 1]}, "trace_steps", [1, 1]),
         ({"slices": 8, "cut": None}, "cut", None),
@@ -110,6 +111,13 @@ SLICES = 'must be a positive number, a list of lengths or "auto"'
             {"slices": 8, "plan_path": "plan.json"},
             ['token_pipeline.plan_path: got "plan.json"', "absent beside slices"],
         ),
+        *(
+            (
+                {"slices": 8, "granularity": tokens},
+                [f"granularity: got {tokens}, must be absent beside slices that are"],
+            )
+            for tokens in (8, 16)
+        ),
         ({"plan_path": 3}, ["token_pipeline.plan_path: got 3", 'use "plan.json"']),
         ({"slices": 8, "schedule": "1F1b"}, ["token_pipeline.schedule", SCHEDULES, 'use "1f1b"']),
         ({"slices": 8, "schedule": "terrapipe"}, [SCHEDULES, 'use "terapipe"']),
@@ -137,6 +145,11 @@ SLICES = 'must be a positive number, a list of lengths or "auto"'
         ({"slices": 8, "timeout_s": "60"}, ['got "60"', "use e.g. 600"]),
         ({"slices": 8, "timeout_s": True}, ["got true", "positive number of seconds"]),
         ({"slices": 8, "timeout_s": float("inf")}, ["token_pipeline.timeout_s", "positive number of seconds"]),
+        (
+            {"slices": 8, "timeout_s": 1e15},
+            ["token_pipeline.timeout_s: got 1000000000000000.0", "at most a year (31536000)"],
+        ),
+        ({"slices": 8, "timeout_s": 31536001}, ["token_pipeline.timeout_s: got 31536001", "use e.g. 600"]),
         ({"slices": 8, "timeout_s": "auto"}, ['token_pipeline.timeout_s: got "auto"']),
         ({"slices": 8, "cut": [1]}, ["token_pipeline.cut: got [1]", "inputs, labels or both"]),
         ({"slices": 8, "cut": {}}, ["token_pipeline.cut: got {}"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -154,6 +155,9 @@ FINE = {
 }
 
 
+ELASTIC = {"elastic_pipeline": {"resize": {"policy": "off"}}}
+
+
 def refused(model, keys) -> tuple[str, str]:
     """Class and text of what ``deepspeed.initialize`` with the hook raises."""
     import deepspeed
@@ -217,6 +221,30 @@ def refused_models(rank, world_size):
     four = DualPipeVModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2, partition_method="uniform")
     found["DualPipeV"] = refused(four, {})
     return found
+
+
+def refused_elastic(rank, world_size):
+    """With the block ``elastic_pipeline`` alone: models, a layer, and what DeepSpeed adds to the configuration later."""
+    import deepspeed
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
+    four = DualPipeVModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2, partition_method="uniform")
+    found = {"no PipelineModule": refused(Plain(), ELASTIC), "DualPipeV": refused(four, ELASTIC)}
+    found["layer"] = refused(pipeline(lambda: Plain(sequence_parallel=True)), ELASTIC)
+    added = {"wall_clock_breakdown": True}  # as what deepspeed.tp_model_init asked for is added
+    with patch.object(deepspeed, "merge_tp_model_init_into_config", lambda config, *rest: config.update(added)):
+        found["added"] = refused(pipeline(), ELASTIC)
+    return found
+
+
+def test_users_of_elastic_pipeline_alone_read_of_that():
+    messages = on_every_rank(run_ranks(refused_elastic, 2))
+    assert messages["no PipelineModule"].startswith('elastic_pipeline: got "Plain", must be a PipelineModule')
+    assert messages["DualPipeV"].startswith('elastic_pipeline: got "DualPipeVModule"')
+    assert messages["layer"].startswith("elastic_pipeline: layer 1")
+    assert "beside elastic_pipeline, use" in messages["layer"]
+    assert messages["added"].startswith("wall_clock_breakdown: got true, must be false beside elastic_pipeline (")
+    assert not any("token_pipeline" in message for message in messages.values())
 
 
 def on_every_rank(results) -> dict[str, str]:
@@ -370,6 +398,28 @@ def test_one_stage_is_warned_about(caplog):
     assert "one pipeline stage, slices gain nothing" in caplog.text
 
 
+AUTO_ALONE = {"slices": "auto", "memory_gb": 4, "measurements_path": "costs.json", "granularity": 16}
+DOES_NOTHING = "token_pipeline.granularity, memory_gb, measurements_path: nothing is planned with one pipeline stage"
+
+
+@pytest.mark.parametrize(
+    ("stages", "block", "said"),
+    [
+        (1, AUTO_ALONE, True),
+        (1, {**AUTO_ALONE, "slices": None}, True),  # "auto" where it is left out
+        (1, {**AUTO_ALONE, "plan_path": "plan.json"}, False),
+        (1, {"slices": "auto"}, False),
+        (1, {}, False),
+        (2, AUTO_ALONE, False),
+    ],
+)
+def test_what_a_plan_would_read_is_warned_about_where_there_is_none(caplog, stages, block, said):
+    block = {name: value for name, value in block.items() if value is not None}
+    refusals.advise({"gradient_clipping": 0, "token_pipeline": block}, one_or_more_stages(stages))
+    assert (DOES_NOTHING in caplog.text) == said
+    assert len(caplog.records) == (stages == 1) + said
+
+
 @pytest.mark.parametrize(
     ("config", "text"),
     [
@@ -394,10 +444,11 @@ def test_no_clipping_no_line(caplog):
 def test_partitioned_activations_are_turned_off_with_one_warning(caplog, tensor_parallel, given, warnings):
     pipeline_block = {"stages": "auto", "pipe_partitioned": given, "grad_partitioned": given}
     model = SimpleNamespace(mpu=lambda: SimpleNamespace(model_parallel_size=tensor_parallel))
-    refusals.turn_off_partitioning(pipeline_block, model)
+    refusals.turn_off_partitioning(pipeline_block, model, "elastic_pipeline")
     assert pipeline_block == {"stages": "auto", "pipe_partitioned": False, "grad_partitioned": False}
     assert len(caplog.records) == warnings
-    assert ("pipeline.pipe_partitioned and pipeline.grad_partitioned ignored" in caplog.text) == bool(warnings)
+    line = "pipeline.pipe_partitioned and pipeline.grad_partitioned ignored beside elastic_pipeline: a slice"
+    assert (line in caplog.text) == bool(warnings)
 
 
 def test_the_block_that_the_user_wrote_is_named() -> None:

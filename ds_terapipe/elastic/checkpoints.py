@@ -75,7 +75,7 @@ class ElasticCheckpoints(Caching):
             )
         state = None
         if not load_module_only:
-            self._recover(load_dir, tag)
+            self.recover_checkpoint(load_dir, tag)
             state = self._consensus.decide(lambda: read(load_dir, tag))
         saved = None
         if state is not None:

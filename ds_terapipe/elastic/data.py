@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 from typing import Any
@@ -14,6 +15,8 @@ from ds_terapipe.elastic.sampler import ElasticBatchSampler, ElasticLoader, eval
 from ds_terapipe.elastic.settings import ElasticPipelineConfig
 from ds_terapipe.errors import bad_value
 from ds_terapipe.pipeline.engine import TokenPipelineEngine
+
+logger = logging.getLogger(__name__)
 
 
 class ElasticData(TokenPipelineEngine):
@@ -28,6 +31,14 @@ class ElasticData(TokenPipelineEngine):
     def _start_feeding(self) -> None:
         """The shape is that of the launch, which the user's iterators are made for."""
         self._feed = Feed(self._ranks(), self._consensus, self._watchdog)
+        given = self.elastic_pipeline.data
+        if self.training_data is None and given.model_fields_set and self.global_rank == 0:
+            names = ", ".join(sorted(given.model_fields_set))
+            logger.warning(
+                "%s: got %s without training_data, does nothing; give deepspeed.initialize training_data",
+                given.PATH,
+                names,
+            )
         self.start_shape: Shape = self.shape
 
     @property

@@ -32,7 +32,7 @@ from ds_terapipe.elastic.report import Transition, TransitionReport
 from ds_terapipe.elastic.settings import ElasticPipelineConfig, check_alike
 from ds_terapipe.elastic.shapes.costs import Costs, state_bytes, trained_sizes
 from ds_terapipe.elastic.shapes.history import KEY as HISTORY_KEY
-from ds_terapipe.elastic.shapes.history import History, StepShape
+from ds_terapipe.elastic.shapes.history import History, StepShape, check_history
 from ds_terapipe.elastic.shapes.measured import Chooser
 from ds_terapipe.pipeline.closing import shape_groups
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
@@ -85,6 +85,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         path = elastic_pipeline.history_path
         if path is not None:
             self._consensus.decide(lambda: check_writable(HISTORY_KEY, path, "e.g. history.jsonl"))
+            self._consensus.decide(lambda: check_history(path))
             self._history = History(path) if self.global_rank == 0 else None
         cache = elastic_pipeline.cache
         if cache.enabled and cache.disk_path is not None:  # every machine has its own

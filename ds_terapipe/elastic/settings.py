@@ -13,7 +13,7 @@ from ds_terapipe.config import Block, is_count, name_of, one_of, positive, switc
 from ds_terapipe.elastic.policies.freeze import READABLE, policy_class, policy_names
 from ds_terapipe.elastic.policies.freezer import REASONS
 from ds_terapipe.errors import ConfigError, bad_value, is_finite, nearest, shown
-from ds_terapipe.refusals.configuration import Rule, above, at, autocasts_to_fp16, is_true
+from ds_terapipe.refusals.configuration import Rule, above, at, autocasts_to_fp16, is_true, offloads
 
 ELASTIC_PIPELINE = "elastic_pipeline"
 EPOCH: Literal["epoch"] = "epoch"
@@ -27,9 +27,9 @@ _RULES = (
     Rule("zero_optimization.stage", above(1), f"0 or 1 {_BESIDE}", "1"),
     Rule(
         "zero_optimization.offload_optimizer",
-        lambda value: value is not None,
-        f"absent {_BESIDE} (what is offloaded does not move)",
-        "the device",
+        offloads,
+        f'absent {_BESIDE} (what is offloaded does not move), or have device "none"',
+        'device "none"',
     ),
     Rule("torch_autocast", autocasts_to_fp16, f"bfloat16 or off {_BESIDE}", "dtype bfloat16"),
 )
@@ -133,6 +133,9 @@ class FreezeSettings(Block):
     def _check_what_the_policy_reads(self) -> FreezeSettings:
         """A setting that does nothing is a mistake, and so is one that is missing."""
         reads = policy_class(self.policy).reads
+        if self.unfreeze and self.policy == "static":
+            rule = 'absent beside "policy": "static", which freezes nothing'
+            raise bad_value(f"{self.PATH}.unfreeze", self.unfreeze, rule, 'e.g. "policy": "alpha", or leave it out')
         for name in READABLE:
             value = getattr(self, name)
             if name in reads and value is None:

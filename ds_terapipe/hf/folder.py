@@ -20,6 +20,7 @@ from ds_terapipe.hf.record import FOLDER, NAMES, names_of, read_record, write_mo
 from ds_terapipe.hf.together import together
 from ds_terapipe.hf.weights import INDEX, SINGLE
 from ds_terapipe.plan.files import check_writable
+from ds_terapipe.tensor_files import read
 
 LARGEST = 5 * 10**9  # bytes of a shard, as transformers has it
 
@@ -105,7 +106,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = 
         ``out``.
 
     Raises:
-        ConfigError: the checkpoint is of another model, lacks a layer, or there is something at ``out``.
+        ConfigError: the checkpoint is of another model, lacks a layer or a part of a file, or there is something at ``out``.
     """
     checkpoint, folder = Path(checkpoint), Folder(Path(out))
     record = read_record(checkpoint)
@@ -133,7 +134,7 @@ def _of_layer(
         )
     prefix = "tied_modules.embed." if entry == 0 and record["tied"] else f"{entry}."
     found = {}
-    for own, weight in torch.load(files[0], map_location="cpu", mmap=True, weights_only=False).items():
+    for own, weight in read("export", files[0]).items():
         master = masters.find(prefix + own, weight)
         value = weight if master is None else master
         found[_renamed(own, names)] = (

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_terapipe.tensor_files import read
+
 _PARTS = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _STAGE = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 
@@ -24,6 +26,9 @@ class Masters:
 
     Args:
         checkpoint: folder of one step.
+
+    Raises:
+        ConfigError: a file that is not whole.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -32,9 +37,9 @@ class Masters:
         for file in sorted(checkpoint.iterdir()):
             if found := _PARTS.search(file.name):
                 replica, stage = map(int, found.groups())
-                self._add_parts(_load(file)["optimizer_state_dict"], stage, replica)
+                self._add_parts(read("export", file)["optimizer_state_dict"], stage, replica)
             elif _STAGE.match(file.name):
-                self._flat += _groups(_load(file).get("optimizer"))
+                self._flat += _groups(read("export", file).get("optimizer"))
 
     def _add_parts(self, state: Mapping[str, Any], stage: int, replica: int) -> None:
         groups = zip(state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True)
@@ -63,10 +68,6 @@ class Masters:
                 if not copies:
                     break
         return found
-
-
-def _load(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
 
 
 def _groups(optimizer: Any) -> Iterator[Tensor]:

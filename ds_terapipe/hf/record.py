@@ -9,8 +9,9 @@ from typing import Any
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.source import Source
+from ds_terapipe.names import HF_FOLDER, HF_NAMES
 
-FOLDER, NAMES = "hf", "names.json"
+FOLDER, NAMES = HF_FOLDER, HF_NAMES
 _VERSION = 1
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a tokenizer consists of
 _LARGEST = 64 * 2**20

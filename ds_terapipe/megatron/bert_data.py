@@ -15,7 +15,7 @@ from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERT
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.megatron.data import Batch, SampleIterator, blend_of, build, cache_path_of
+from ds_terapipe.megatron.data import Batch, SampleIterator, blend_of, build, cache_path_of, parts_of
 
 LONGEST_SENTENCE = (
     512  # megatron-core leaves out a document that has a longer one: LONG_SENTENCE_LEN of its helpers.cpp
@@ -44,13 +44,14 @@ class WordPieces:
         """A vocabulary of BERT's, one token a line.
 
         Raises:
-            ConfigError: no such file, or it lacks a special token.
+            ConfigError: no such file, none of UTF-8, or it lacks a special token.
         """
         try:
             tokens = Path(path).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "no UTF-8"
             raise ConfigError(
-                f"--vocab-file: got {path}, which cannot be read ({error.strerror}), must have a token a line, "
+                f"--vocab-file: got {path}, which cannot be read ({why}), must have a token a line, "
                 "use that of the data"
             ) from error
         missing = [token for token in SPECIAL if token not in tokens]
@@ -109,9 +110,10 @@ def bert_datasets(
         Three datasets, None where no samples are wanted or this process needs none.
 
     Raises:
-        ConfigError: there is no dataset at a prefix, or no document for a split that is wanted has two sentences, all of at most
-            512 tokens.
+        ConfigError: the split is none, there is no dataset at a prefix, or no document for a split that is wanted has two
+            sentences, all of at most 512 tokens.
     """
+    parts_of(split)
     blend = blend_of(data_path)
     config = BERTMaskedWordPieceDatasetConfig(
         random_seed=seed,

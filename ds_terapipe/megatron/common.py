@@ -8,7 +8,7 @@ from typing import Any, Literal
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.megatron.parallel import adopt_topology, initialize_parallel
 
 PositionEmbedding = Literal["learned", "rope"]
@@ -91,6 +91,9 @@ def check_config(config: TransformerConfig, topology: ProcessTopology, **sizes: 
         raise ConfigError(
             f"tensor_model_parallel_size: got {config.tensor_model_parallel_size}, must be that of the topology, use {tensor}"
         )
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if groups < 1 or heads % groups:
+        raise bad_value("num_query_groups", groups, f"a divisor of num_attention_heads ({heads})", f"e.g. {heads}")
     for name, size in {**sizes, "num_query_groups": config.num_query_groups}.items():
         if size % tensor:
             raise ConfigError(

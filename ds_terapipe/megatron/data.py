@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +19,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
 
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, bad_value
 
 Batch = tuple[Any, Any]
+SPLITS = ("training", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ def gpt_datasets(
         Three datasets, None where no samples are wanted or this process needs none.
 
     Raises:
-        ConfigError: there is no dataset at a prefix, or it has no documents for a split that is wanted.
+        ConfigError: the split is none, there is no dataset at a prefix, or it has no documents for a split that is wanted.
     """
+    parts_of(split)
     blend = blend_of(data_path)
     config = GPTDatasetConfig(
         random_seed=seed,
@@ -82,6 +86,22 @@ def gpt_datasets(
         create_attention_mask=False,
     )
     return build(GPTDataset, config, samples, needed, _has_tokens)
+
+
+def parts_of(split: str) -> list[float]:
+    """The weights of training, validation and test in ``969,30,1``; what is left out is 0.
+
+    megatron-core takes every digit that it finds, so that ``80,-20,0`` would be 80, 20 and 0.
+
+    Raises:
+        ConfigError: they are no such numbers.
+    """
+    parts = [part.strip() for part in split.split(",")]
+    numbers = [float(part) for part in parts if re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", part)]
+    if len(numbers) < len(parts) or len(parts) > len(SPLITS) or not 0 < sum(numbers) < math.inf:
+        rule = f"one to {len(SPLITS)} numbers of 0 or more, not all 0"
+        raise bad_value("--split", split, rule, "e.g. 969,30,1")
+    return numbers + [0.0] * (len(SPLITS) - len(numbers))
 
 
 def blend_of(data_path: Sequence[str]) -> Any:
@@ -125,7 +145,7 @@ def build(
     config.split_matrix = [part if wanted else None for part, wanted in zip(config.split_matrix, samples, strict=True)]
     for prefix in config.blend[0]:
         found = usable(IndexedDataset(prefix))
-        for name, part, wanted in zip(("training", "validation", "test"), config.split_matrix, samples, strict=True):
+        for name, part, wanted in zip(SPLITS, config.split_matrix, samples, strict=True):
             bounds = [round(edge * len(found)) for edge in part or (0, 0)]
             if wanted and not found[bounds[0] : bounds[1]].any():
                 raise ConfigError(

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.megatron.data import Batch, SampleIterator
+from ds_terapipe.megatron.data import SPLITS, Batch, SampleIterator, parts_of
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-SPLITS = ("training", "validation", "test")
 
 
 class Labelled(NamedTuple):
@@ -59,9 +58,11 @@ class ImageFolder:
         Args:
             parts: their weights, ``"969,30,1"``.
             seed: decides which image is where.
+
+        Raises:
+            ConfigError: they are none.
         """
-        weights = [float(part) for part in parts.split(",")][: len(SPLITS)]
-        weights += [0.0] * (len(SPLITS) - len(weights))
+        weights = parts_of(parts)
         edges = [0.0, *accumulate(weight / sum(weights) for weight in weights)]
         found: list[list[Labelled]] = [[] for _ in SPLITS]
         for label, images in enumerate(self.images):
@@ -99,7 +100,7 @@ class Images:
         return self._samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Raises ValueError for a file that is no image."""
+        """Raises ConfigError for a file that is no image, or a part of one."""
         epoch, place = divmod(index, len(self._images))
         path, label = self._images[self._order(epoch)[place]]
         return self._read(path), label
@@ -110,8 +111,11 @@ class Images:
         try:
             with Image.open(path) as file:
                 image = file.convert("RGB" if self._channels == 3 else "L")
-        except OSError as error:
-            raise ValueError(f"--data: got {path}, which is no image ({error}), remove it") from error
+        except Exception as error:  # Pillow raises SyntaxError, too, and what it decompresses with
+            why = " ".join(str(error).split())
+            raise ConfigError(
+                f"--data: got {path}, must be an image that Pillow reads ({why}), use another file or none"
+            ) from error
         pixels = np.asarray(image.resize(self._size[::-1]), dtype=np.float32).reshape(*self._size, self._channels)
         return torch.from_numpy(pixels / 127.5 - 1.0).permute(2, 0, 1).contiguous()
 
@@ -136,7 +140,7 @@ def image_datasets(
         seed: of what is in which part, and of the order.
 
     Raises:
-        ConfigError: no images for a split that is wanted.
+        ConfigError: the split is none, or leaves no images where some are wanted.
     """
     parts = folder.split(split, seed)
     for name, part, wanted in zip(SPLITS, parts, samples, strict=True):

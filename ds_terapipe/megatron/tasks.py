@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -14,21 +14,39 @@ from torch.nn import functional as F
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.megatron.bert import bert_pipeline
 from ds_terapipe.megatron.bert_data import BertBatches, WordPieces, bert_datasets
-from ds_terapipe.megatron.data import BatchIterator, SampleIterator, gpt_datasets
+from ds_terapipe.megatron.data import BatchIterator, SampleIterator, gpt_datasets, parts_of
 from ds_terapipe.megatron.gpt import gpt_pipeline
 from ds_terapipe.megatron.images import ImageBatches, ImageFolder, image_datasets
 from ds_terapipe.megatron.vit import vit_pipeline
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """For argparse: the type of an integer that is not smaller."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"got {text}, must be an integer of {least} or more, use e.g. {least}")
+        return value
+
+    return number
+
+
+positive = at_least(1)
 
 
 def add_model_arguments(group: argparse._ArgumentGroup) -> None:
     """Arguments of all models; which ones a model needs besides, its task says."""
     add = group.add_argument
     add("--model", choices=list(TASKS), default="gpt")
-    add("--num-layers", type=int, required=True)
-    add("--hidden-size", type=int, required=True)
-    add("--num-attention-heads", type=int, required=True)
-    add("--ffn-hidden-size", type=int, help="default: 4 x hidden size, 8/3 x with --swiglu")
-    add("--num-query-groups", type=int, help="key and value heads, default: one for each attention head")
+    add("--num-layers", type=positive, required=True)
+    add("--hidden-size", type=positive, required=True)
+    add("--num-attention-heads", type=positive, required=True)
+    add("--ffn-hidden-size", type=positive, help="default: 4 x hidden size, 8/3 x with --swiglu")
+    add("--num-query-groups", type=positive, help="key and value heads, default: one for each attention head")
     add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
     add("--swiglu", action="store_true")
     add("--disable-bias-linear", action="store_true")
@@ -40,13 +58,13 @@ def add_model_arguments(group: argparse._ArgumentGroup) -> None:
 def add_text_arguments(group: argparse._ArgumentGroup) -> None:
     """Arguments of GPT and BERT."""
     add = group.add_argument
-    add("--seq-length", type=int)
-    add("--max-position-embeddings", type=int, help="default: --seq-length")
+    add("--seq-length", type=positive)
+    add("--max-position-embeddings", type=positive, help="default: --seq-length")
     add("--position-embedding-type", choices=["learned_absolute", "rope"], default="learned_absolute")
     add("--rotary-percent", type=float, default=1.0)
-    add("--rotary-base", type=int, default=10000)
-    add("--vocab-size", type=int, help="GPT: token ids in the data, before padding")
-    add("--make-vocab-size-divisible-by", type=int, default=128, help="times the tensor parallel size")
+    add("--rotary-base", type=positive, default=10000)
+    add("--vocab-size", type=positive, help="GPT: token ids in the data, before padding")
+    add("--make-vocab-size-divisible-by", type=positive, default=128, help="times the tensor parallel size")
     add("--untie-embeddings-and-output-weights", action="store_true")
     add("--data-path", nargs="+", help="prefix of .bin and .idx, or weight prefix weight prefix ...")
     add("--data-cache-path", help="where the order of samples is kept, default: beside the data")
@@ -62,9 +80,9 @@ def add_image_arguments(group: argparse._ArgumentGroup) -> None:
     """Arguments of ViT."""
     add = group.add_argument
     add("--data", metavar="DIR", help="ViT: a folder with a folder of images for each class")
-    add("--img-h", type=int, default=224)
-    add("--img-w", type=int, default=224)
-    add("--patch-dim", type=int, default=16)
+    add("--img-h", type=positive, default=224)
+    add("--img-w", type=positive, default=224)
+    add("--patch-dim", type=positive, default=16)
     add("--num-channels", type=int, choices=[1, 3], default=3)
 
 
@@ -90,6 +108,8 @@ class Task(ABC):
         missing = [name for name in self.needs if getattr(args, name.removeprefix("--").replace("-", "_")) is None]
         if missing:
             raise ConfigError(f"the following arguments are required: {', '.join(missing)}")
+        parts_of(args.split)
+        self._check_heads()
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -108,6 +128,16 @@ class Task(ABC):
     @abstractmethod
     def batches(self, dataset: Any, micro_batch: int | Callable[[], int], **share: int) -> SampleIterator:
         """Micro-batches of what `datasets` returned; ``share``: as :class:`~ds_terapipe.megatron.data.SampleIterator` has it."""
+
+    def _check_heads(self) -> None:
+        heads, groups = self.args.num_attention_heads, self.args.num_query_groups
+        tensor = self.args.tensor_model_parallel_size
+        multiple = f"a multiple of --tensor-model-parallel-size ({tensor})"
+        if heads % tensor:
+            raise bad_value("--num-attention-heads", heads, multiple, f"e.g. {-(-heads // tensor) * tensor}")
+        if groups and (heads % groups or groups % tensor):
+            rule = f"a divisor of --num-attention-heads ({heads}) and {multiple}"
+            raise bad_value("--num-query-groups", groups, rule, f"e.g. {heads}")
 
     def _config(self) -> TransformerConfig:
         args = self.args
@@ -150,6 +180,14 @@ class Task(ABC):
             **self._stages(),
         }
 
+    def _check_lengths(self, steps: Iterable[int]) -> None:
+        """Of phases: the longest may come last, after days."""
+        longest = max(steps)
+        if longest > self.seq_length:
+            raise bad_value(
+                "--seq-length", self.seq_length, f"that of the longest phase ({longest}) or more", str(longest)
+            )
+
     def _text_data(self) -> dict[str, Any]:
         args = self.args
         return {"split": args.split, "seed": args.seed, "cache_path": args.data_cache_path}
@@ -168,6 +206,7 @@ class GPTTask(Task):
         return gpt_pipeline(self._config(), **self._text(self.args.vocab_size))
 
     def datasets(self, steps: Mapping[int, int], validation: int, needed: Callable[[], bool]) -> tuple[Any, Any]:
+        self._check_lengths(steps)
         train, valid, _ = gpt_datasets(
             self.args.data_path,
             vocab_size=self.args.vocab_size,
@@ -208,11 +247,7 @@ class BertTask(Task):
                 **self._text_data(),
             )
 
-        longest = max(steps)
-        if longest > self.seq_length:
-            raise bad_value(
-                "--seq-length", self.seq_length, f"that of the longest phase ({longest}) or more", str(longest)
-            )
+        self._check_lengths(steps)
         train = {length: made(length, [samples, 0, 0])[0] for length, samples in steps.items()}
         valid = made(self.seq_length, [0, validation, 0])[1] if validation else None
         return train, {self.seq_length: valid}
@@ -228,8 +263,6 @@ class ViTTask(Task):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        if args.patch_dim < 1:
-            raise bad_value("--patch-dim", args.patch_dim, "a positive number", "e.g. 16")
         self.seq_length = (args.img_h // args.patch_dim) * (args.img_w // args.patch_dim) + 1
         self.folder = ImageFolder(args.data)
 

@@ -13,6 +13,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_terapipe.bf16_parts import load_with_parts
+from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
 LATEST = "latest"
@@ -46,7 +47,10 @@ class WholeFolder:
         self._do(self._make)
 
     def finish(self, latest: bool) -> None:
-        """Give the checkpoint its name, in place of one that has had it; ``latest``: and write it in the file of that name."""
+        """Give the checkpoint its name, in place of one that has had it; ``latest``: and write it in the file of that name.
+
+        What somebody else has put into the one that is replaced stays.
+        """
         self._do(lambda: self._rename(latest))
 
     def recover(self) -> None:
@@ -68,8 +72,21 @@ class WholeFolder:
             self._replaced.rename(self._removed)  # a part of it is never put back
         shutil.rmtree(self._removed, ignore_errors=True)
 
+    def _keep_others(self) -> None:
+        """Copy what is not ours, not move it: a killed job leaves both checkpoints, or one of them, with all of it."""
+        for path in self._target.iterdir():
+            to = self.unfinished / self._tag / path.name
+            if _is_ours(path) or to.exists():
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, to, symlinks=True)
+            else:
+                shutil.copy2(path, to, follow_symlinks=False)
+
     def _rename(self, latest: bool) -> None:
         self._target.parent.mkdir(parents=True, exist_ok=True)
+        if self._target.is_dir():
+            self._keep_others()
         if self._target.exists():
             self._target.rename(self._replaced)
         (self.unfinished / self._tag).rename(self._target)
@@ -91,6 +108,16 @@ class WholeFolder:
         except OSError as problem:
             error = problem
         self._consensus.agree(error)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a save writes it into the folder of a checkpoint: DeepSpeed or we."""
+    name = path.name
+    return (
+        name.endswith("_states.pt")
+        or name in ("offloaded_tensors", ELASTIC_STATE)
+        or (name == HF_FOLDER and (path / HF_NAMES).exists())
+    )
 
 
 class Checkpoints(PipelineEngine):
@@ -135,7 +162,7 @@ class Checkpoints(PipelineEngine):
 
     def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As ``PipelineEngine.load_checkpoint``; a plan that is in the checkpoint is used again."""
-        self._recover(load_dir, tag)
+        self.recover_checkpoint(load_dir, tag)
         load = super().load_checkpoint
         path, client_state = load_with_parts(self, load, load_dir, tag, *args, **kwargs)
         self._follow_micro_batch()
@@ -143,8 +170,11 @@ class Checkpoints(PipelineEngine):
             self._cutting.load(client_state.pop(PLAN_STATE, None))
         return path, client_state
 
-    def _recover(self, folder: Any, tag: Any) -> None:
-        """Have a checkpoint that a killed job was about to replace under its name again; collective."""
+    def recover_checkpoint(self, folder: Any, tag: Any = None) -> None:
+        """Have a checkpoint that a killed job was about to replace under its name again; collective.
+
+        `load_checkpoint` begins with it; who reads from the folder before that calls it.
+        """
         tag = self._consensus.decide(lambda: tag_of(folder, tag))
         if tag is not None:
             self._whole(folder, tag).recover()

@@ -424,7 +424,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             )
         super().compile(*args, **kwargs)
         if self._is_compiled_autograd_enabled and self.global_rank == 0:
-            logger.warning("engine.compile(): compiled_autograd_enabled does nothing with token_pipeline, leave it out")
+            logger.warning("engine.compile(): compiled_autograd_enabled does nothing in a pipeline, leave it out")
 
 
 def _autocast(engine: weakref.ref[Any]) -> Any:

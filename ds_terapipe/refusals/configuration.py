@@ -87,7 +87,8 @@ CUT_RULES = (
 _LAMB = "with optimizer.type FusedLamb"
 
 
-def _offloads(value: Any) -> bool:
+def offloads(value: Any) -> bool:
+    """Whether a block ``offload_optimizer`` or ``offload_param`` asks for it: DeepSpeed's default is ``"device": "none"``."""
     return isinstance(value, Mapping) and value.get("device", "none") not in ("none", None)
 
 
@@ -113,11 +114,11 @@ LAMB_RULES = (
     ),
     Rule(
         "zero_optimization.offload_optimizer",
-        _offloads,
+        offloads,
         f'absent {_LAMB} (the optimizer steps where the parameters are), or have device "none"',
         'device "none"',
     ),
-    Rule("zero_optimization.offload_param", _offloads, f'absent {_LAMB}, or have device "none"', 'device "none"'),
+    Rule("zero_optimization.offload_param", offloads, f'absent {_LAMB}, or have device "none"', 'device "none"'),
     Rule("zero_optimization.cpu_offload", is_true, f"false {_LAMB}", "false"),
     Rule(
         "zero_optimization.zenflow",

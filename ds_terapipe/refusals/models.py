@@ -15,8 +15,12 @@ _UNCOMPILED = (
 )
 
 
-def check_model_class(model: Any) -> None:
+def check_model_class(model: Any, beside: str = TOKEN_PIPELINE) -> None:
     """Raise unless ``model`` is a ``PipelineModule`` that runs one stage per rank.
+
+    Args:
+        model: what ``deepspeed.initialize`` was given.
+        beside: the block that the user has written, for the error.
 
     Raises:
         ConfigError: naming the class and what to build instead.
@@ -27,7 +31,7 @@ def check_model_class(model: Any) -> None:
     name = type(model).__name__
     if isinstance(model, DualPipeVModule):
         use = "deepspeed.pipe.PipelineModule or remove the key"
-        raise bad_value(TOKEN_PIPELINE, name, "a model with one stage per rank (DualPipeV has two)", use)
+        raise bad_value(beside, name, "a model with one stage per rank (DualPipeV has two)", use)
     if not isinstance(model, PipelineModule):
         build = "deepspeed.pipe.PipelineModule(layers=..."
         if _is_bert(model):
@@ -36,7 +40,7 @@ def check_model_class(model: Any) -> None:
             build = "ds_terapipe.hf.pipeline(model"
         use = f"{build}, num_stages=2) or remove the key"
         rule = "left uncompiled" if name == "OptimizedModule" else "a PipelineModule"
-        raise bad_value(TOKEN_PIPELINE, name, rule, use)
+        raise bad_value(beside, name, rule, use)
 
 
 def _is_bert(model: Any) -> bool:
@@ -51,29 +55,30 @@ def _is_decoder(model: Any) -> bool:
     return "PreTrainedModel" in names and names[0].endswith("ForCausalLM")
 
 
-def check_model(model: Any, cut: bool = True) -> None:
+def check_model(model: Any, cut: bool = True, beside: str = TOKEN_PIPELINE) -> None:
     """Raise for the first layer of this rank's stage that does not go with token slices.
 
     Args:
         model: a ``PipelineModule``.
         cut: whether sequences may be cut; compiled layers are refused only there.
+        beside: the block that the user has written, for the error.
 
     Raises:
         ConfigError: naming the layer, the reason and the way out.
     """
     if cut and has_own_forward(model):
         rule = "PipelineModule's own where sequences are cut (a slice asks which layer it is in)"
-        raise _refuse(type(model).__name__, "has a forward of its own", rule, '"slices": 1, or layers that do the same')
+        use = '"slices": 1, or layers that do the same'
+        raise _refuse(beside, type(model).__name__, "has a forward of its own", rule, use)
     for index, layer in enumerate(model.forward_funcs, start=model._local_start):
         if cut and not hasattr(layer, "named_modules") and _compiled(layer):
-            raise _refuse(f"layer {index}", "is compiled", *_UNCOMPILED)
+            raise _refuse(beside, f"layer {index}", "is compiled", *_UNCOMPILED)
     for where, module in model.named_modules():
         for found in _findings(module, cut):
-            raise _refuse(f"layer {where or type(model).__name__} ({type(module).__name__})", *found)
+            raise _refuse(beside, f"layer {where or type(model).__name__} ({type(module).__name__})", *found)
     if _additional_losses(model):
-        raise _refuse(
-            "get_additional_losses", "returns losses beside the model's own", "None", "a loss_fn that adds them"
-        )
+        got = "returns losses beside the model's own"
+        raise _refuse(beside, "get_additional_losses", got, "None", "a loss_fn that adds them")
 
 
 def has_own_forward(model: Any) -> bool:
@@ -83,8 +88,8 @@ def has_own_forward(model: Any) -> bool:
     return isinstance(model, PipelineModule) and type(model).forward is not PipelineModule.forward
 
 
-def _refuse(where: str, got: str, rule: str, use: str) -> ConfigError:
-    return ConfigError(f"{TOKEN_PIPELINE}: {where} {got}, must be {rule} beside token_pipeline, use {use}")
+def _refuse(beside: str, where: str, got: str, rule: str, use: str) -> ConfigError:
+    return ConfigError(f"{beside}: {where} {got}, must be {rule} beside {beside}, use {use}")
 
 
 def _findings(module: Any, cut: bool) -> Iterator[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ds_terapipe.config import TOKEN_PIPELINE
+from ds_terapipe.config import AUTO, TOKEN_PIPELINE
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.refusals.configuration import above
 
@@ -29,6 +29,7 @@ def advise(config: Mapping[str, Any], model: Any, cut: bool = True) -> None:
         return
     if cut and model.num_pipeline_stages() == 1:
         logger.warning("%s: the model has one pipeline stage, slices gain nothing; use num_stages >= 2", TOKEN_PIPELINE)
+        _advise_unplanned(config.get(TOKEN_PIPELINE, {}))
     from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 
     clipping = config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
@@ -42,19 +43,31 @@ def advise(config: Mapping[str, Any], model: Any, cut: bool = True) -> None:
         )
 
 
-def turn_off_partitioning(pipeline: dict[str, Any], model: Any) -> None:
+def _advise_unplanned(block: Mapping[str, Any]) -> None:
+    """Log which keys of the block ``token_pipeline`` only a plan would read, where the model has one stage."""
+    names = [name for name in ("granularity", "memory_gb", "measurements_path") if block.get(name) is not None]
+    if names and block.get("slices", AUTO) == AUTO and block.get("plan_path") is None:
+        logger.warning(
+            "%s.%s: nothing is planned with one pipeline stage, leave out what only a plan reads",
+            TOKEN_PIPELINE,
+            ", ".join(names),
+        )
+
+
+def turn_off_partitioning(pipeline: dict[str, Any], model: Any, beside: str = TOKEN_PIPELINE) -> None:
     """Set ``pipe_partitioned`` and ``grad_partitioned`` to False, with one warning where they would have counted.
 
     Args:
         pipeline: the block ``pipeline`` as ``DeepSpeedConfig`` has filled it in; changed in place, it is no user's.
         model: a ``PipelineModule``.
+        beside: the block that the user has written, for the warning.
     """
     names = [name for name in ("pipe_partitioned", "grad_partitioned") if pipeline.get(name)]
     if names and model.mpu().model_parallel_size > 1 and _first_rank():
         logger.warning(
             "%s ignored beside %s: a slice travels whole to every tensor-parallel rank; set to false to silence this",
             " and ".join(f"pipeline.{name}" for name in names),
-            TOKEN_PIPELINE,
+            beside,
         )
     pipeline.update(pipe_partitioned=False, grad_partitioned=False)
 

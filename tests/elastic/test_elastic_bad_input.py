@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
+from logging.handlers import BufferingHandler
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,8 @@ from deepspeed.pipe import LayerSpec
 
 from ds_terapipe import ConfigError
 from ds_terapipe.elastic.saved import state
+from tests.documents import ROOT
+from tests.elastic.samples import Texts
 from tests.elastic.training import Case, data_of, engine_of
 from tests.mutants.claims import holds, refused_or_let_pass
 from tests.pipeline.models import FrozenBlock, FrozenEmbedding
@@ -62,12 +66,15 @@ BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"history_path": "/dev/null/history.jsonl"}, 'elastic_pipeline.history_path: got "/dev/null/history.jsonl"',
         "must be a file that can be written (Not a directory), use e.g. history.jsonl",
     ),
+    "another file": (
+        {"history_path": str(ROOT / "pyproject.toml")}, "pyproject.toml (line 1), must be a new file or one", "use another name",
+    ),
     "seed": ({"data": {"seed": -1}}, "data.seed: got -1, must be an integer of 0 or more", "use e.g. 1234"),
 }  # fmt: skip
 BESIDES: dict[str, tuple[dict[str, Any], str, str]] = {
     "offload": (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-        f"must be absent {BESIDE} (what is offloaded does not move)", "use the device",
+        f"must be absent {BESIDE} (what is offloaded does not move), or", 'use device "none"',
     ),
     "autocast": (
         {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast: got ",
@@ -115,7 +122,8 @@ def worker(rank: int, world_size: int, names: tuple[str, ...] | None = None) -> 
     found["ranks differ"] = refused(config={"elastic_pipeline": other})
     other = {"resize": {"policy": [[1, 1]] if rank else "off"}}
     found["ranks move differently"] = refused(config={"elastic_pipeline": other})
-    return {**found, "devices": devices_and_objects(), "fine": trains(), "two rules": only_static_beside_zero()}
+    found |= {"devices": devices_and_objects(), "nobody reads": warnings()}
+    return {**found, "fine": trains(), "two rules": only_static_beside_zero()}
 
 
 def devices_and_objects() -> list[Any]:
@@ -130,6 +138,23 @@ def devices_and_objects() -> list[Any]:
     with mock.patch.object(get_accelerator(), "set_device", found.append):
         with mock.patch.object(torch.distributed, "all_gather_object", noted):
             engine_of(CASE, config={"elastic_pipeline": HALVE}).destroy()
+    return found
+
+
+def warnings() -> list[list[str]]:
+    """Of a block ``data``, without ``training_data`` and with it, and of none."""
+    found, logger = [], logging.getLogger("ds_terapipe.elastic")
+    shuffled: dict[str, Any] = {"elastic_pipeline": {"data": {"shuffle": True}}}
+    for options in (
+        {"config": shuffled},
+        {"config": shuffled, "training_data": Texts(8)},
+        {"config": {"elastic_pipeline": {}}},
+    ):
+        handler = BufferingHandler(100)
+        logger.addHandler(handler)
+        refused(**options)
+        logger.removeHandler(handler)
+        found.append([record.getMessage() for record in handler.buffer])
     return found
 
 
@@ -205,6 +230,11 @@ def test_ranks_that_would_decide_differently(ranks):
 
 def test_a_model_of_which_nothing_trains(ranks):
     check("nothing trains", ranks, "model: got no parameter with requires_grad")
+
+
+def test_an_order_of_samples_that_nobody_reads_is_one_line(ranks):
+    line = "elastic_pipeline.data: got shuffle without training_data, does nothing; give deepspeed.initialize training_data"
+    assert [found["nobody reads"] for found in ranks] == [[[line], [], []], [[], [], []]]
 
 
 def test_what_was_refused_leaves_nothing_behind(ranks):

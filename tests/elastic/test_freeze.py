@@ -21,7 +21,7 @@ from ds_terapipe.elastic.policies.freeze import (
 )
 from ds_terapipe.elastic.policies.freezer import Freezer, Signals, completed_intervals
 from ds_terapipe.elastic.settings import FreezeSettings
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, shown
 from tests.elastic.policies import registered
 
 
@@ -206,6 +206,18 @@ class Wild(FreezePolicy):
 
     def load(self, state):
         self.asked = list(state["asked"])
+
+
+@pytest.mark.parametrize("answer", [None, 2.5, 2.0, True, "2", float("nan")])
+@pytest.mark.parametrize("method", ["at_step", "at_interval"])
+def test_a_policy_that_does_not_return_an_integer_is_named(answer, method):
+    kind = type("Mine", (FreezePolicy,), {method: lambda self, *asked: answer})
+    with registered("mine", kind):
+        asked = freezer(layers(4), interval=1, policy="mine")
+    with pytest.raises(ConfigError) as refused:
+        asked.decide(1, lambda: [])
+    got = f"elastic_pipeline.freeze.policy: got {shown(answer)} from Mine.{method}"
+    assert str(refused.value) == f"{got}, must be a number of entries, use an integer"
 
 
 @given(models, st.lists(st.integers(-5, 20), min_size=1), st.lists(st.integers(0, 3), max_size=20))

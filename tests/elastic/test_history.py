@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ds_terapipe import cli
-from ds_terapipe.elastic.shapes.history import History, StepShape, read_history
+from ds_terapipe.elastic.shapes.history import History, StepShape, check_history, read_history
 from ds_terapipe.elastic.shapes.picture import shapes_svg, shapes_text
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.schedule.svg import COLOURS, EMPTY
@@ -128,6 +128,47 @@ def test_a_resumed_run_takes_the_place_of_what_came_after_its_checkpoint(run: Pa
     train(third, ONE, 0, 1)
     third.close()
     assert [(period.first, period.stop) for period in read_history(str(run))] == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("Dear diary", 1),
+        ("{}\n", 1),
+        ('{"event": "start"', 0),
+        ('{"ev', 0),
+        ("", 0),
+        ('{"loss": 1.0', 1),
+        ("\n", 1),
+        ("{run}Dear diary", 5),
+        ("{run}Dear diary\n", 5),
+        ('{run}{"event": "begin", "step": 3, "time": 1.0}\n', 5),
+        ('{run}{"event": "sta', 0),
+        ("{run}", 0),
+        (b"\xff\xfe", 1),
+        (b"\xff\n", 1),
+    ],
+)
+def test_a_file_that_is_something_else_is_left_alone(run: Path, content: str | bytes, line: int) -> None:
+    """The rest of a line in whose middle a run was killed is taken away; of another file's, nothing is."""
+    whole = content if isinstance(content, bytes) else content.replace("{run}", run.read_text()).encode()
+    run.write_bytes(whole)
+    if not line:
+        check_history(str(run))
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_history(str(run))
+    rule = "a new file or one that a run has written"
+    assert (
+        str(refused.value)
+        == f"elastic_pipeline.history_path: got {run} (line {line}), must be {rule}, use another name"
+    )
+    assert run.read_bytes() == whole
+
+
+def test_what_is_no_file_is_no_history_of_something_else(tmp_path: Path) -> None:
+    for path in (tmp_path / "new.jsonl", Path("/dev/null")):
+        check_history(str(path))
 
 
 def test_load_checkpoint_in_the_middle_of_a_run(tmp_path: Path) -> None:

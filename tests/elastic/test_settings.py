@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_terapipe.elastic.policies.freeze import FreezePolicy
-from ds_terapipe.elastic.settings import ElasticPipelineConfig, FreezeSettings, parse
+from ds_terapipe.elastic.settings import ElasticPipelineConfig, FreezeSettings, check_config, parse
 from ds_terapipe.errors import ConfigError
 from tests.elastic.policies import registered
 
@@ -65,6 +65,7 @@ def test_absent_and_disabled_blocks_are_the_same():
         ({"resize": {"policy": [[0, 4], [10, 2], [11, 4]]}}, "resize.policy", ((0, 4), (10, 2), (11, 4))),
         ({"cache": {"enabled": True, "memory_gb": 8, "disk_path": "cache/"}}, "cache.memory_gb", 8.0),
         ({"data": {"shuffle": True, "seed": 0}}, "data.seed", 0),
+        ({"freeze": {"policy": "static", "unfreeze": []}}, "freeze.unfreeze", ()),
     ],
 )
 def test_accepted(block, keys, value):
@@ -127,6 +128,11 @@ PAIRS = "must be a list of [step, entries], steps increasing, entries 1 or more 
         ),
         ({"freeze": {"unfreeze": ["lr"]}}, 'freeze.unfreeze: got ["lr"], must be a list of'),
         ({"freeze": {"unfreeze": True}}, "freeze.unfreeze: got true, must be a list of"),
+        (
+            {"freeze": {"unfreeze": ["lr_restart"]}},
+            'freeze.unfreeze: got ["lr_restart"], must be absent beside "policy": "static", which freezes nothing, use '
+            'e.g. "policy": "alpha", or leave it out',
+        ),
         ({"freeze": {"policy": "schedule", "frozen_layers": [[-1, 2]]}}, PAIRS),
         ({"freeze": {"policy": "schedule", "frozen_layers": [[10, 2, 3]]}}, PAIRS),
         ({"freeze": {"policy": "schedule", "frozen_layers": [10, 2]}}, PAIRS),
@@ -190,6 +196,21 @@ def test_it_stays_as_it_was_read():
         settings.freeze.alpha = 0.5
     with pytest.raises(ConfigError, match=r"elastic_pipeline.resize: got an assignment"):
         settings.resize = None
+
+
+FREEZES = {"freeze": {"policy": "alpha", "interval": 3}}
+
+
+@pytest.mark.parametrize("block", [{"device": "none"}, {"device": None}, {}, None])
+def test_an_optimizer_whose_offloading_is_off_may_stand_beside(block):
+    settings = parsed(**FREEZES)
+    assert check_config(settings, {"zero_optimization": {"stage": 1, "offload_optimizer": block}}) is settings
+
+
+def test_one_that_is_offloaded_may_not():
+    rule = 'must be absent .* \\(what is offloaded does not move\\), or have device "none", use device "none"'
+    with pytest.raises(ConfigError, match=rf"zero_optimization.offload_optimizer: got .*, {rule}"):
+        check_config(parsed(**FREEZES), {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
 
 
 def test_a_registered_policy_says_what_it_reads():

@@ -349,6 +349,19 @@ def test_an_export_says_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
         export(checkpoint, tmp_path / "there")
     with pytest.raises(ConfigError, match=r"must be the folder of one step of a pipeline that ds_terapipe.hf.pipeline"):
         export(tmp_path / "there", tmp_path / "out")
+    for file in ("layer_02-model_states.pt", "mp_rank_00_model_states.pt"):
+        whole = (checkpoint / file).read_bytes() if (checkpoint / file).exists() else b""
+        for broken in (whole[:-100], b"PK", b""):
+            (checkpoint / file).write_bytes(broken)
+            with pytest.raises(ConfigError, match=rf"^export: got .*{file} \(.*\), must be a whole file, use another"):
+                export(checkpoint, tmp_path / "out")
+        (checkpoint / file).write_bytes(whole)
+    (checkpoint / "mp_rank_00_model_states.pt").unlink()
+    layer = torch.load(checkpoint / "layer_02-model_states.pt")
+    torch.save(
+        layer, checkpoint / "layer_02-model_states.pt", _use_new_zipfile_serialization=False
+    )  # DeepSpeed can, too
+    assert export(checkpoint, tmp_path / "legacy").exists()
     (checkpoint / "layer_02-model_states.pt").unlink()
     with pytest.raises(ConfigError, match=r"export: got 0 files of layer 2 in"):
         export(checkpoint, tmp_path / "out")

@@ -96,6 +96,11 @@ def test_a_vocabulary_is_that_of_the_file(tmp_path: Path) -> None:
             WordPieces.read(str(file))
     with pytest.raises(ConfigError, match=r"--vocab-file: got /nowhere, which cannot be read"):
         WordPieces.read("/nowhere")
+    file.write_bytes("\n".join(["[PAD]", "[SEP]", "[CLS]", "[MASK]", "caf\u00e9"]).encode("latin-1"))
+    with pytest.raises(
+        ConfigError, match=r"--vocab-file: got .*vocab\.txt, which cannot be read \(no UTF-8\), must have"
+    ):
+        WordPieces.read(str(file))
 
 
 def test_data_without_sentences_are_refused(tmp_path: Path) -> None:

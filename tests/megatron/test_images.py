@@ -15,6 +15,7 @@ from PIL import Image
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron.images import ImageBatches, ImageFolder, Images, image_datasets
+from tests.megatron.test_arguments import SPLIT, SPLITS
 
 
 def write(folder: Path, classes: dict[str, int]) -> str:
@@ -71,6 +72,14 @@ def test_classes_are_split_alike(tmp_path: Path) -> None:
         image_datasets(folder, samples=[50, 6, 0], size=(4, 4), split="100,0,0")
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_split_is_three_numbers(split: str, tmp_path: Path) -> None:
+    folder = ImageFolder(write(tmp_path / "images", {"cat": 2, "dog": 2}))
+    with pytest.raises(ConfigError) as refused:
+        image_datasets(folder, samples=[1, 0, 0], size=(4, 4), split=split)
+    assert str(refused.value) == SPLIT.format(split)
+
+
 def test_folders_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty" / "dog").mkdir(parents=True)
     write(tmp_path / "empty", {"cat": 1})
@@ -83,9 +92,13 @@ def test_folders_that_are_none_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     folder = ImageFolder(write(tmp_path / "images", {"cat": 1, "dog": 1}))
-    Path(folder.images[0][0].path).write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"--data: got .*cat/0\.png, which is no image \(.*\), remove it"):
-        Images(folder.images[0], 1, (2, 2), 3, seed=1)[0]
+    file = Path(folder.images[0][0].path)
+    whole = file.read_bytes()
+    for broken in (b"no image", b"", whole[:40], whole[:-24], whole.replace(b"\rIDAT", b"\2IDAT")):
+        file.write_bytes(broken)
+        message = r"^--data: got .*cat/0\.png, must be an image that Pillow reads \(.*\), use another file or none$"
+        with pytest.raises(ConfigError, match=message):
+            Images(folder.images[0], 1, (2, 2), 3, seed=1)[0]
 
 
 def test_without_pillow_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_frozen_and_reshaped_and_resumed_runs_have_the_same_losses(tmp_path: Pat
         (["--model", "vit"], "the following arguments are required: --data"),
         (
             ["--model", "vit", "--data", "x", "--patch-dim", "0"],
-            "--patch-dim: got 0, must be a positive number, use e.g. 16",
+            "argument --patch-dim: got 0, must be an integer of 1 or more, use e.g. 1",
         ),
     ],
 )

@@ -227,7 +227,7 @@ CHECKS = (
     _check(
         "refusals, settings and data",
         "tests.pipeline.test_bad_input:two_are_told",
-        (("other granularity", "misspelt"), ("labels of more tokens",)),
+        (("other time", "misspelt"), ("labels of more tokens",)),
         (UNKNOWN, SETTINGS, LABELS),
         "is about settings and data",
     ),

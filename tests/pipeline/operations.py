@@ -25,6 +25,11 @@ def _half_a_removal(folder: Any, *args: Any, **kwargs: Any) -> None:
             return
 
 
+def _half_a_copy(source: Any, to: Any, *args: Any, **kwargs: Any) -> None:
+    content = Path(source).read_bytes()
+    Path(to).write_bytes(content[: len(content) // 2])
+
+
 def _half_a_tensor_file(whole: Any, file: Any, *args: Any, **kwargs: Any) -> None:
     buffer = io.BytesIO()
     _SAVE(whole, buffer, *args, **kwargs)
@@ -39,6 +44,8 @@ _OPERATIONS: dict[str, tuple[Any, Callable[..., None] | None]] = {
     "replace": (Path, None),
     "write_text": (Path, _half_a_text),
     "rmtree": (shutil, _half_a_removal),
+    "copy2": (shutil, _half_a_copy),
+    "copytree": (shutil, None),
     "save": (torch, _half_a_tensor_file),
 }
 DIVISIBLE = frozenset(name for name, (_, half) in _OPERATIONS.items() if half is not None)

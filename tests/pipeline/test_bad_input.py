@@ -229,8 +229,8 @@ SETTINGS: dict[str, tuple[Callable[[int, int], dict[str, Any]], str]] = {
         "token_pipeline: got other settings on rank ",
     ),
     # a setting that these steps do not need: without the comparison they would run
-    "other granularity": (
-        lambda rank, ranks: {"slices": 2, "granularity": 8 if rank < ranks - 1 else 16},
+    "other time": (
+        lambda rank, ranks: {"slices": 2, "timeout_s": TIMEOUT_S + rank},
         "token_pipeline: got other settings on rank ",
     ),
     "other micro-batches": (

@@ -14,7 +14,7 @@ from tests.pipeline.operations import operations
 from tests.pipeline.training import build_engine
 from tests.spawn import launch
 
-FILES = ("layer_00.pt", "mp_rank_00.pt", "elastic_pipeline.json")
+FILES = ("layer_00-model_states.pt", "mp_rank_00_model_states.pt", "elastic_pipeline.json")
 SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it beside the checkpoints
 TAGS = ("global_step5", "epoch/5", "a_b")
 
@@ -130,6 +130,48 @@ def test_one_that_replaces_another_is_the_old_or_the_new(tmp_path, tag):
         save(folder, tag, "again")
         assert content(folder, tag) == "again" and not leftovers(folder)
     assert seen == {(False, "old"), (True, "old"), (False, "new")}
+
+
+def put_by_the_user(checkpoint: Path) -> None:
+    (checkpoint / "plots").mkdir()
+    for name in ("weights.pt", "hf", "plots/loss.svg"):
+        with (checkpoint / name).open("w") as file:  # no operation that is counted
+            file.write("user's")
+
+
+def users(checkpoint: Path) -> list[str]:
+    """Files that are nobody's but the user's, whole ones."""
+    found = {str(path.relative_to(checkpoint)): path for path in checkpoint.rglob("*") if path.is_file()}
+    return sorted(name for name, path in found.items() if name not in FILES and path.read_text() == "user's")
+
+
+def test_what_a_user_has_put_into_a_checkpoint_is_in_the_one_that_replaces_it(tmp_path):
+    put = []
+
+    def twice(folder: Path) -> None:
+        save(folder, "last", "old")
+        put_by_the_user(folder / "last")
+        put.append(folder)
+        save(folder, "last", "new")
+
+    for folder, _ in ends(tmp_path, twice):
+        whole(folder, "last").recover()
+        if folder in put:
+            assert users(folder / "last") == ["hf", "plots/loss.svg", "weights.pt"]
+    twice(tmp_path)
+    assert users(tmp_path / "last") == ["hf", "plots/loss.svg", "weights.pt"]
+    assert {(tmp_path / "last" / name).read_text() for name in FILES} == {"new"}
+
+
+def test_files_of_a_checkpoint_that_the_new_one_does_not_have_go(tmp_path):
+    """They are of more stages, of freezing, of a Hugging Face model: the new one would be read as if it were such."""
+    save(tmp_path, "last", "old")
+    (tmp_path / "last" / "layer_09-model_states.pt").write_text("old")
+    (tmp_path / "last" / "offloaded_tensors").mkdir()
+    (tmp_path / "last" / "hf").mkdir()
+    (tmp_path / "last" / "hf" / "names.json").write_text("old")
+    save(tmp_path, "last", "new")
+    assert content(tmp_path, "last") == "new"
 
 
 def test_a_recovery_that_dies_itself_leaves_it_to_the_next(tmp_path):

@@ -30,8 +30,8 @@ def test_layers_at_the_ends_stay_with_their_neighbours_and_do_not_count() -> Non
     assert (layers.best.text, layers.advice()) == ("2,2", "")  # 3,1 takes 7 as well
     layers = LayerSeconds(((1.0, 2.0), (2.0, 2.0, 2.0, 1.0, 2.0)), (1, 2))
     assert layers.advice() == (
-        "2,2 layers would take 22.2% less than 1,3 in the slowest stage: pass --stage-layers 2,2, or to "
-        "gpt_pipeline layers_per_stage=[2, 2]"
+        "2,2 layers would take 22.2% less than 1,3 in the slowest stage: build the pipeline with "
+        "layers_per_stage=[2, 2], in train.py --stage-layers 2,2"
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ds_terapipe.elastic.policies.freeze import ModelLayers, PolicySettings, policy_class
+from ds_terapipe.errors import ConfigError, shown
 
 LR_RESTART, LOSS_RISE = "lr_restart", "loss_rise"
 REASONS = (LR_RESTART, LOSS_RISE)
@@ -106,6 +108,9 @@ class Freezer:
             norms: for `FreezePolicy.at_interval`; called at the end of an interval and for a policy that needs it only, so it may
                 be collective.
             signals: None where nothing but the policy decides.
+
+        Raises:
+            ConfigError: naming the policy, where it doesn't answer with a number of entries.
         """
         if step == self._step:
             return self.frozen
@@ -120,8 +125,8 @@ class Freezer:
         if self._policy.decides_at_intervals and now > before:
             of_interval = norms() if self.needs_gradients else None
             if self.reason is None:
-                self._freeze(self._policy.at_interval(now - self._since, self.frozen, of_interval))
-        self._freeze(self._policy.at_step(step, self.frozen))
+                self._freeze("at_interval", self._policy.at_interval(now - self._since, self.frozen, of_interval))
+        self._freeze("at_step", self._policy.at_step(step, self.frozen))
         if self.frozen and not had and signals is not None:
             self._rate.begin(signals.lr)
         self._step = step
@@ -139,7 +144,10 @@ class Freezer:
             found = LR_RESTART
         return found
 
-    def _freeze(self, entries: int) -> None:
+    def _freeze(self, asked: str, entries: object) -> None:
+        if not isinstance(entries, numbers.Integral) or isinstance(entries, bool):
+            got = f"{shown(entries)} from {type(self._policy).__name__}.{asked}"
+            raise ConfigError(f"elastic_pipeline.freeze.policy: got {got}, must be a number of entries, use an integer")
         self.frozen = max(self.frozen, min(int(entries), self._most))
 
     def state(self) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.names import ELASTIC_STATE
 from ds_terapipe.pipeline.checkpoints import tag_of
 
-FILE = "elastic_pipeline.json"
+FILE = ELASTIC_STATE
 
 
 def write(folder: Path, state: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from ds_terapipe.plan.files import Fields
 
 KEY = "elastic_pipeline.history_path"
 START, CHANGE, END = "start", "change", "end"
+_BEGINS = b'{"event": "'  # every line
 _RULE, _USE = "a file that elastic_pipeline.history_path names", "that of a run"
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class History:
     """Writes the file, on one rank.
 
     Args:
-        path: of the file; what is in it stays.
+        path: of the file; what is in it stays. `check_history` has let it pass.
     """
 
     def __init__(self, path: str) -> None:
@@ -140,6 +141,34 @@ class Period:
         """All of it, but when it was."""
         fields = {name: value for name, value in asdict(self).items() if name not in ("ran_on", "begun")}
         return {**fields, **self.ran_on._asdict()}
+
+
+def check_history(path: str) -> None:
+    """Refuse a file that is there and no history: `History` would take its last line for one that a killed run left.
+
+    Raises:
+        ConfigError: naming the line that no run has written.
+    """
+    try:
+        *lines, rest = Path(path).read_bytes().split(b"\n") if Path(path).is_file() else (b"",)
+    except OSError as error:
+        raise bad_value(KEY, path, f"a file that can be read ({error.strerror})", "another name") from error
+    wrong = next((number for number, line in enumerate(lines, start=1) if not _is_line(line)), None)
+    if wrong is None and not (rest.startswith(_BEGINS) or _BEGINS.startswith(rest)):
+        wrong = len(lines) + 1
+    if wrong is not None:
+        got = f"{path} (line {wrong})"
+        raise ConfigError(f"{KEY}: got {got}, must be a new file or one that a run has written, use another name")
+
+
+def _is_line(line: bytes) -> bool:
+    try:
+        fields = _fields(line.decode(), KEY)
+        fields.one_of("event", (START, CHANGE, END))
+        _whole(fields, "step"), fields.number("time")
+    except (ConfigError, UnicodeDecodeError):
+        return False
+    return True
 
 
 def read_history(path: str) -> list[Period]:

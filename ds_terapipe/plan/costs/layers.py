@@ -63,7 +63,9 @@ class LayerSeconds:
             return ""
         present, best = self.present, self.best
         if any(self.ends):
-            how = f"pass --stage-layers {best.text}, or to gpt_pipeline layers_per_stage={list(best.layers)}"
+            how = (
+                f"build the pipeline with layers_per_stage={list(best.layers)}, in train.py --stage-layers {best.text}"
+            )
         else:
             how = f"begin the stages of the PipelineModule at its layers {_starts(best)} in place of {_starts(present)}"
         return f"{best.text} layers would take {self.gain:.1%} less than {present.text} in the slowest stage: {how}"
