@@ -18,10 +18,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ds_terapipe import tensor_files
 from ds_terapipe.elastic.engine import ElasticPipelineEngine
-from ds_terapipe.elastic.saved import state as elastic_state
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.megatron import tasks
 from ds_terapipe.megatron.data import SampleIterator
+from ds_terapipe.names import ELASTIC_STATE
 from ds_terapipe.plan.stages import even_layers, read_layers
 
 logger = logging.getLogger("train")
@@ -188,7 +188,7 @@ class Trainer:
         if not latest.exists():
             return None
         checkpoint = folder / latest.read_text(encoding="utf-8").strip()
-        if isinstance(self.engine, ElasticPipelineEngine) and (checkpoint / elastic_state.FILE).exists():
+        if isinstance(self.engine, ElasticPipelineEngine) and (checkpoint / ELASTIC_STATE).exists():
             return None
         return saved_stages(checkpoint) or even_layers(self.args.num_layers, self.args.pipeline_model_parallel_size)
 

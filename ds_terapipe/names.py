@@ -1,4 +1,5 @@
-"""The keys and types of ds_config.json that are ours, and our files. Standard library only: what hooks into DeepSpeed is, too."""
+"""The keys and types of ds_config.json that are ours, and our files in a checkpoint. Like the hook that waits for DeepSpeed, it
+imports nothing but the standard library."""
 
 from __future__ import annotations
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -12,23 +10,6 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_terapipe.errors import ConfigError
-
-_empty = ContextVar("ds_terapipe_empty", default=False)
-
-
-@contextmanager
-def building_empty() -> Iterator[None]:
-    """Within it layers are built for weights that come from elsewhere: nobody has to read or draw them."""
-    token = _empty.set(True)
-    try:
-        yield
-    finally:
-        _empty.reset(token)
-
-
-def is_building_empty() -> bool:
-    """Whether a layer that is built now will be given its weights."""
-    return _empty.get()
 
 
 class StagedPipeline(PipelineModule):

@@ -17,6 +17,7 @@ from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.elastic.cache.stage import CachedStage
 from ds_terapipe.elastic.freezing import Freezing
 from ds_terapipe.elastic.moves.layers import layers_here, names_in
+from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.schedule import Placement
@@ -26,6 +27,7 @@ class Caching(Freezing):
     """Part of the engine: where the model begins with frozen layers, their outputs are kept by sample."""
 
     _shelf: Shelf | None = None
+    _length: int | None = None  # of the samples of the present phase
 
     def _first_stage(self, placement: Placement) -> Callable[..., Stage]:
         settings = self.elastic_pipeline.cache
@@ -62,6 +64,14 @@ class Caching(Freezing):
             self._shelf.pulled = [item[0] for item in pulled if isinstance(item, (tuple, list)) and len(item)]
         return pulled
 
+    def follow_phase(self, batch: int, micro_batch: int) -> None:
+        """As ``ElasticPhases.follow_phase``; samples of another length are others."""
+        super().follow_phase(batch, micro_batch)
+        length = self.lr_scheduler.phase.seq_length
+        if self._shelf is not None and length != self._length:
+            self._shelf.forget()
+        self._length = length
+
     def _enter_training(self) -> None:
         super()._enter_training()
         stage = self._assembly.stages.get(0)
@@ -81,6 +91,15 @@ class Caching(Freezing):
         """Seconds of the entries forward, where the outputs of the first ``frozen`` ones are read and not computed."""
         kept = self.elastic_pipeline.cache.enabled and (self._shelf is None or self._shelf.wanted)
         return [0.0 if kept and entry < frozen else seconds for entry, seconds in enumerate(forward)]
+
+    def _next_step(self, micro_batches: int) -> StepBatch:
+        shelf = self._shelf
+        if shelf is not None:
+            shelf.failed = True
+        batch: StepBatch = super()._next_step(micro_batches)
+        if shelf is not None:
+            shelf.failed = False
+        return batch
 
     @contextmanager
     def _no_way_back(self) -> Iterator[None]:

@@ -187,7 +187,6 @@ class ElasticCheckpoints(Caching):
     def _go_on(self, state: Any) -> None:
         """With a checkpoint's decisions, norms, random numbers and order of samples; None: with the samples alone."""
         if state is not None:
-            self._freezer.load(state["policy"])
             self._load_cache_state(state.get("cache"))
             total, count = state.get("losses", (0.0, 0))
             self._losses = total, count
@@ -198,7 +197,9 @@ class ElasticCheckpoints(Caching):
         self._follow_data()
         if state is not None:
             self._load_data_state(state.get("data"))
+            self._freezer.load(state["policy"])
         elif self.global_steps:
+            self._note_epochs(self.global_steps)
             self._freezer.begin(self.global_steps)
 
     def _state(self) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.masters import Masters
-from ds_terapipe.hf.record import FOLDER, NAMES, names_of, read_record, write_model
+from ds_terapipe.hf.record import names_of, read_record, write_model
 from ds_terapipe.hf.together import together
 from ds_terapipe.hf.weights import INDEX, SINGLE
+from ds_terapipe.names import HF_FOLDER, HF_NAMES
 from ds_terapipe.plan.files import check_writable
 from ds_terapipe.tensor_files import read
 
@@ -112,8 +113,8 @@ def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = 
     record = read_record(checkpoint)
     masters = Masters(checkpoint)
     folder.begin()
-    for file in (checkpoint / FOLDER).iterdir():
-        if file.name != NAMES:
+    for file in (checkpoint / HF_FOLDER).iterdir():
+        if file.name != HF_NAMES:
             shutil.copyfile(file, folder.unfinished / file.name)
     layers = (_of_layer(checkpoint, record, masters, entry, dtype) for entry in range(len(record["entries"])))
     folder.finish([folder.write(f"{number}", tensors) for number, tensors in enumerate(_shards(layers, largest))])

@@ -11,7 +11,6 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.source import Source
 from ds_terapipe.names import HF_FOLDER, HF_NAMES
 
-FOLDER, NAMES = HF_FOLDER, HF_NAMES
 _VERSION = 1
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a tokenizer consists of
 _LARGEST = 64 * 2**20
@@ -30,7 +29,7 @@ def names_of(source: Source) -> list[dict[str, str]]:
 
 def write_record(source: Source, checkpoint: Path) -> None:
     """Into a folder ``hf`` of a checkpoint."""
-    folder = checkpoint / FOLDER
+    folder = checkpoint / HF_FOLDER
     write_model(source.config, source.model, folder)
     record = {
         "version": _VERSION,
@@ -38,7 +37,7 @@ def write_record(source: Source, checkpoint: Path) -> None:
         "tied": source.parts.tied,
         "entries": names_of(source),
     }
-    (folder / NAMES).write_text(json.dumps(record, indent=1))
+    (folder / HF_NAMES).write_text(json.dumps(record, indent=1))
 
 
 def write_model(config: Any, model: Any, folder: Path) -> None:
@@ -61,7 +60,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or another version's.
     """
-    file = checkpoint / FOLDER / NAMES
+    file = checkpoint / HF_FOLDER / HF_NAMES
     if not file.is_file():
         raise ConfigError(
             f"export: got {checkpoint}, must be the folder of one step of a pipeline that ds_terapipe.hf.pipeline has built, use "

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ds_terapipe.empty_layers import is_building_empty
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf import attention
 from ds_terapipe.hf.parts import Parts, parts_of, refusal
 from ds_terapipe.hf.positions import Rotary
 from ds_terapipe.hf.weights import Weights, folder_of
-from ds_terapipe.staged_pipeline import is_building_empty
 
 
 class Source:

@@ -66,6 +66,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
     """
 
     _streams: RandomStreams | None = None  # layers draw random numbers from the process's own
+    _followed = False  # micro-batches have had another size than at the start
 
     def __init__(self, *args: Any, token_pipeline: TokenPipelineConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,7 +76,6 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                 'token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast, must be "slice" or "auto" (a layer '
                 'multiplies with a copy of its weight, whose gradient is made with it), use "auto"'
             )
-        self._first_micro_batch = self.train_micro_batch_size_per_gpu()
         pipelines = self.grid.pipe_groups
         seat = Seat.of(Placement.plain(self.num_stages), self.global_rank, pipelines)
         new_mark = StreamMark if self.device.type == "cuda" else None
@@ -103,9 +103,9 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._cut_for = self.train_micro_batch_size_per_gpu()
 
     def _cutting_settings(self) -> TokenPipelineConfig:
-        """A plan, and a file of measurements, are for micro-batches of the start's size."""
+        """A plan, and a file of measurements, are for the micro-batches of the start, and read then."""
         settings: TokenPipelineConfig = self._token_pipeline
-        if self.train_micro_batch_size_per_gpu() != self._first_micro_batch:
+        if self._followed:
             settings = settings.model_copy(update={"plan_path": None, "measurements_path": None})
         return settings
 
@@ -115,6 +115,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             return
         if self.global_rank == 0 and self._cutting.state():
             emit(f"plan: a micro-batch has {self.train_micro_batch_size_per_gpu()} sequences now, not {self._cut_for}")
+        self._followed = True
         self._begin_cutting()
 
     def _assemble(self, placement: Placement) -> Assembly:

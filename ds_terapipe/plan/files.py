@@ -158,7 +158,7 @@ def _check_folder(key: str, path: str | Path, folder: Path, use: str, what: str)
         # processes may look at the same time
         probe = folder / f".{Path(path).name}.{os.getpid()}.probe"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
         # a file where a folder would have to be is an error of making the folder
         why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror

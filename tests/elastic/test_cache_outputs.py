@@ -298,6 +298,26 @@ def test_epochs_longer_than_an_hour_and_half_the_room(tmp_path, said, monkeypatc
     assert read[1:] == [5.0] * 3, read  # of nine micro-batches those four that fit, one of which comes twice
 
 
+def test_room_is_made_for_other_samples(tmp_path, said):
+    stage = Stage(Slow())
+    (tmp_path / "size").mkdir()
+    one = OutputCache([Tier(tmp_path / "size", "one", None)], False, torch.device("cpu"), int, said.append)
+    one.begin(stage.level(), None)
+    step(one, stage, batch(0))
+    size = one.tiers[0].used_bytes
+    one.close(keep=False)
+    one = OutputCache([Tier(tmp_path, "one", size)], False, torch.device("cpu"), int, said.append)
+    one.begin(stage.level(), None)
+    for number in (0, 1, 1):
+        step(one, stage, batch(number))
+    assert one.counts.kept == 3 and one.counts.read == 0  # those of the first micro-batch
+    one.forget()
+    for number in (1, 1, 1):
+        step(one, stage, batch(number))
+    assert one.counts.kept == 3 and one.counts.read == 6 - 3, one.counts  # the first that is read is computed, too
+    one.close(keep=False)
+
+
 def test_threads_that_copy_are_on_the_stages_device(tmp_path, monkeypatch):
     """CUDA is told by each thread; this machine's stands in for it with a note of who has."""
     told: list[tuple[str, torch.device]] = []

@@ -16,6 +16,7 @@ from deepspeed.pipe import LayerSpec
 
 from ds_terapipe import ConfigError
 from ds_terapipe.elastic.saved import state
+from ds_terapipe.names import ELASTIC_STATE
 from tests.documents import ROOT
 from tests.elastic.samples import Texts
 from tests.elastic.training import Case, data_of, engine_of
@@ -284,8 +285,8 @@ def test_what_is_saved_is_read_again(tmp_path):
     state.write(tmp_path / "one", {**NOW, "layers": 7})
     assert state.read(folder, "one") == {**NOW, "layers": 7} and state.read(folder, None) is None
     (tmp_path / "latest").write_text("one\n")
-    assert state.read(folder, None) == json.loads((tmp_path / "one" / state.FILE).read_text())
-    assert [path.name for path in (tmp_path / "one").iterdir()] == [state.FILE]
-    (tmp_path / "one" / state.FILE).write_text("{")
+    assert state.read(folder, None) == json.loads((tmp_path / "one" / ELASTIC_STATE).read_text())
+    assert [path.name for path in (tmp_path / "one").iterdir()] == [ELASTIC_STATE]
+    (tmp_path / "one" / ELASTIC_STATE).write_text("{")
     with pytest.raises(ConfigError, match=r"^load_checkpoint: got .* must be JSON, use another checkpoint$"):
         state.read(folder, "one")

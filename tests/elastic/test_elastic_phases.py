@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 
+from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.elastic.sampler import SampleOrder
 from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
 from tests.elastic.training import Objects, prefixes
@@ -167,6 +169,17 @@ def epochs(folder: str) -> dict[str, Any]:
     return found
 
 
+def forgotten() -> list[int]:
+    """The steps after which the cache makes room, for samples are others from there on."""
+    data, found = Texts(), []
+    engine = engine_of(ANY, data, {**blocks(ANY), "cache": {"enabled": True}})
+    forget = Shelf.forget
+    with mock.patch.object(Shelf, "forget", lambda shelf: (found.append(engine.global_steps), forget(shelf))):
+        Seen(engine, data).train(STEPS)
+    engine.destroy()
+    return found
+
+
 def refused() -> dict[str, str]:
     odd = [*PHASES[:2], {**PHASES[2], "batch_size": 3, "micro_batch_size": 1}]
     listed, halved = {"resize": {"policy": [[4, 1]]}}, {"resize": {"policy": "halve"}}
@@ -175,7 +188,7 @@ def refused() -> dict[str, str]:
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found = {name: whole(name, f"{folder}/{name}") for name in CASES}
-    return {**found, "epochs": epochs(f"{folder}/epochs"), "refused": refused()}
+    return {**found, "epochs": epochs(f"{folder}/epochs"), "refused": refused(), "forgotten": forgotten()}
 
 
 @pytest.fixture(scope="module")
@@ -304,3 +317,9 @@ def holds_for(mutant: str | None) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(one, 2, folder, mutant=mutant)
     return holds(check, ANY, ranks)
+
+
+def test_the_cache_makes_room_where_a_phase_has_samples_of_another_length(ranks):
+    """From step 2 on a rank of the first stage has one; phases begin after steps 3 and 7."""
+    assert [3, 7] in [found["forgotten"] for found in ranks]
+    assert all(set(found["forgotten"]) <= {3, 7} for found in ranks)

@@ -200,13 +200,14 @@ def check_numbers(case: Case, ranks: Sequence[dict[str, Any]]) -> None:
     skipped, before, after = (tuple(ranks[0][key]) for key in ("skipped", "scales", "scales after"))
     exact, single = (in_one_process(case, dtype, skipped, before, after) for dtype in (wide, narrow))
     assert 1e-6 < off(single.losses, exact.losses) < 1e-2
-    masters: dict[str, Tensor] = {}
     for found in ranks:
         assert off(found["losses"], exact.losses) <= max(1.2 * off(single.losses, exact.losses), LOSS_ROUNDING[narrow])
-        masters |= found["masters"]
-    ours, theirs = masters, {name: single.masters[name] for name in masters}
-    assert worst(ours, exact.masters) <= 1.5 * worst(theirs, exact.masters)
-    assert together([(ours, exact.masters)]) <= 1.2 * together([(theirs, exact.masters)])
+        assert most_off(found["losses"], exact.losses) <= 3 * most_off(single.losses, exact.losses)
+        ours = found["masters"]
+        theirs = {name: single.masters[name] for name in ours}
+        assert worst(ours, exact.masters) <= 1.5 * worst(theirs, exact.masters)
+        if ours:
+            assert together([(ours, exact.masters)]) <= 1.2 * together([(theirs, exact.masters)])
 
 
 def check_kept(case: Case, ranks: Sequence[dict[str, Any]]) -> None:
@@ -256,6 +257,10 @@ def by_the_rules(case: Case, skipped: Sequence[int]) -> list[float]:
 
 def off(losses: Sequence[float], exact: Sequence[float]) -> float:
     return sum(abs(a - b) / abs(b) for a, b in zip(losses, exact, strict=True)) / len(losses)
+
+
+def most_off(losses: Sequence[float], exact: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, exact, strict=True))
 
 
 class OneProcess(NamedTuple):

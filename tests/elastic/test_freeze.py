@@ -132,6 +132,14 @@ def test_intervals_before_a_policy_was_asked_for_do_not_count(saved):
     assert [frozen.decide(step, no_norms) for step in (95, 99, 100, 110, 120)] == [0, 0, *TABLE[12, 1 / 3][:3]]
 
 
+def test_intervals_under_another_policy_do_not_count():
+    frozen = freezer(layers(12), interval=10, policy="static")
+    assert [frozen.decide(step, no_norms) for step in range(96)] == [0] * 96
+    state, frozen = frozen.state(), freezer(layers(12), interval=10, policy="alpha", alpha=1 / 3)
+    frozen.load(state)
+    assert [frozen.decide(step, no_norms) for step in (96, 99, 100, 110, 120)] == [0, 0, *TABLE[12, 1 / 3][:3]]
+
+
 def grad_norm(model: ModelLayers, alpha: float) -> GradNormPolicy:
     return GradNormPolicy(FreezeSettings(policy="grad_norm", alpha=alpha), model)
 

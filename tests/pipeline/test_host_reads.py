@@ -38,6 +38,27 @@ class Noisy(Block):
     generator = torch.Generator().manual_seed(0)
 
 
+READS: dict[str, Any] = {
+    "item": lambda hidden: hidden.sum().item(),
+    "tolist": lambda hidden: hidden[0, 0].tolist(),
+    "a mask": lambda hidden: hidden[hidden > 0],
+    "unique": lambda hidden: hidden.unique(),
+    "to the host": lambda hidden: hidden.detach().cpu(),
+}
+
+
+class Reading(Block):
+    """A block that reads numbers, one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        READS[self.way](hidden)
+        return super().forward(hidden)
+
+
 def reads_of(engine: Any, data: Iterator[Any]) -> dict[str, Any]:
     """What is read in a second step; the first one looks at the model."""
     losses = [float(engine.train_batch(data))]
@@ -59,6 +80,12 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
         once = {"slices": SLICES, "weight_gradients": "micro_batch"}
         engine = build_engine([], None, made=made, token_pipeline=once, batch=MICRO_BATCH, config=BF16)
         found[name] = reads_of(engine, batches())
+    for name in READS:
+        specs = tied_gpt(4)
+        specs[2] = LayerSpec(Reading, name)
+        engine = build_engine(specs, masked_loss, token_pipeline={"slices": SLICES})
+        data = iter([micro_batch(m, length=24) for m in range(2 * MICRO_BATCHES)])
+        found[f"reads, {name}"] = reads_of(engine, data)["reads"]
     found["noisy"] = noisy()
     return found
 
@@ -86,7 +113,14 @@ def ranks() -> list[dict[str, Any]]:
 def test_no_action_reads_numbers(ranks: list[dict[str, Any]], name: str) -> None:
     for found in ranks:
         assert not found[name]["reads"]
-        assert found[name]["ran"] == (SLICES,) * MICRO_BATCHES or len(found[name]["ran"][0]) == SLICES
+        assert [len(slices) for slices in found[name]["ran"]] == [SLICES] * MICRO_BATCHES
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_layer_that_reads_is_found(ranks: list[dict[str, Any]], name: str) -> None:
+    """Of the first stage, in every unit; so the test before can fail."""
+    first, second = (found[f"reads, {name}"] for found in ranks)
+    assert sum(first.values()) >= SLICES * MICRO_BATCHES and not second, first
 
 
 def test_megatron_in_bf16_rounds_alike_in_a_recomputation(ranks: list[dict[str, Any]]) -> None:

@@ -301,6 +301,13 @@ class Narrow(Attention):
         return super().forward(hidden)
 
 
+class NarrowMean(Narrow):
+    """The same, and mixes tokens."""
+
+    def forward(self, hidden):
+        return super().forward(hidden) + hidden.mean(1, keepdim=True)
+
+
 class WholeMask(Attention):
     """Keeps a mask of all tokens, as Megatron-DeepSpeed does, which attention of fewer of them does not fit."""
 
@@ -336,7 +343,7 @@ LONG = {
         Narrow,
         10,
         mean_loss,
-        "token_pipeline.verify: got true, must be false where 24 tokens of a layer",
+        "token_pipeline.verify: got true, must be false where 12 tokens of a layer",
     ),
     "a mask of all": (WholeMask, 24, mean_loss, "trained"),
     "changed": (
@@ -344,6 +351,13 @@ LONG = {
         24,
         mean_loss,
         "token_pipeline.slices: got a model that can't be cut: the output of layer 3",
+    ),
+    # what was found at the beginning counts, not that the rest does not fit
+    "changed, does not fit": (
+        NarrowMean,
+        12,
+        mean_loss,
+        "token_pipeline.slices: got a model that can't be cut: the output",
     ),
     "changed late": (LateMean, 24, mean_loss, "trained"),
     "labels": (
@@ -380,7 +394,7 @@ def test_of_long_sequences_the_beginning_is_looked_at(name, long_sequences):
     for found in long_sequences:
         said, longest = found[name]
         assert said.startswith(LONG[name][3]), said
-        assert longest <= 12 or name == "does not fit"
+        assert longest <= 12 or name.endswith("does not fit")
     assert max(found["fits"][1] for found in long_sequences) == 12
 
 
@@ -395,8 +409,8 @@ def test_the_beginning_is_shared_as_the_whole_is(lengths):
         span.length for span in part
     )
     if total > 100:
-        bounds = {round(100 * span.stop / total) for span in whole}
-        assert {span.stop for span in part} == {max(bound, 1) for bound in bounds}
+        inner = {min(max(round(100 * span.stop / total), 1), 99) for span in whole[:-1]}
+        assert {span.stop for span in part} == {*inner, 100} and len(part) > 1
 
 
 @pytest.fixture

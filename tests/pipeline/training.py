@@ -201,9 +201,10 @@ def worst(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def errors(got: Trace, reference: Trace) -> dict[str, float]:
-    """Of all gradients of all steps together, of all weights together, and of the mean loss of a step, against the reference.
+    """Of all gradients of all steps together, of the worst weight, of all weights together, and of the mean loss of a step,
+    against the reference.
 
-    In 16 bits the worst of a few small tensors is a matter of luck, and of the processor: what all of them are off together is
+    In 16 bits the worst of a few small tensors is a matter of luck, and of the processor; what all of them are off together is
     not.
     """
     off = sum(abs(a - b) / b for a, b in zip(got.losses, reference.losses, strict=True)) / len(got.losses)
@@ -212,8 +213,8 @@ def errors(got: Trace, reference: Trace) -> dict[str, float]:
         "loss": off,
         "gradients": together(zip(got.gradients, reference.gradients, strict=True)),
         "norms": norms,
-        "weights": together([(got.weights, reference.weights)]),
-        "worst weight": worst(got.weights, reference.weights),
+        "weights": worst(got.weights, reference.weights),
+        "weights together": together([(got.weights, reference.weights)]),
     }
 
 

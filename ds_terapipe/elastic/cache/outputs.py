@@ -145,6 +145,15 @@ class OutputCache:
             self._writers.submit(self._drop, folder)
         self._begin_level()
 
+    def forget(self) -> None:
+        """Begin the level anew, without the entries that there are."""
+        self.tell()
+        for level in (self._level, self._earlier):
+            if level is not None:
+                self._writers.submit(self._drop, level.folder)
+        self._earlier = None
+        self._begin_level()
+
     def tell(self) -> None:
         """Say what became of this level."""
         counts = self.counts

@@ -41,6 +41,7 @@ class Shelf:
         levels: numbers of layers of which outputs were kept, over the whole job.
         keep: whether entries stay when the process ends, for a job that goes on.
         done: whether the training has come to its end; else entries stay after an error that ends the process, too.
+        failed: whether the last step has not begun.
         pulled: the inputs of the micro-batches of the step that begins, on the host.
     """
 
@@ -53,7 +54,8 @@ class Shelf:
         agree: Callable[[int], int],
         say: Callable[[str], None],
     ) -> None:
-        self.run, self.levels, self.keep, self.done = run, list[int](), False, False
+        self.run, self.levels = run, list[int]()
+        self.keep = self.done = self.failed = False
         self.pulled: Sequence[Any] = ()
         self._settings, self._device, self._agree, self._say = settings, device, agree, say
         self._flags = f"{flags} {settings.dtype}"
@@ -94,6 +96,11 @@ class Shelf:
 
     def _level(self, layers: Sequence[Any]) -> Level:
         return level_of(layers, self._flags)
+
+    def forget(self) -> None:
+        """Other samples come from now on: what is kept makes room for theirs."""
+        if self._cache is not None:
+            self._cache.forget()
 
     def outputs(self, number: int, inputs: Any, compute: Compute) -> Any:
         """As `OutputCache.outputs`."""
@@ -138,9 +145,10 @@ class Shelf:
         """Let go of everything; idempotent."""
         if self._cache is not None and not self._closed:
             self._closed = True
-            # one on its way up, or one that nobody has handled
-            failed = sys.exc_info()[1] is not None or (not self.done and getattr(sys, "last_value", None) is not None)
-            self._cache.close(self.keep or failed)
+            # an error is on its way up, or nobody has handled it, or somebody has and ends the process
+            rises = not isinstance(sys.exc_info()[1], (StopIteration, type(None)))
+            ended = not self.done and (self.failed or getattr(sys, "last_value", None) is not None)
+            self._cache.close(self.keep or rises or ended)
 
 
 def _room(path: Path, share: float) -> int:

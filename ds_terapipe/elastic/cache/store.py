@@ -4,8 +4,8 @@ An entry stands under its name whole or not at all: it is written beside it and 
 read, so one that was torn, cut off or has a flipped bit is as good as none. Files are written and read, and never mapped: where
 a tmpfs is full a write is an error that can be handled (ENOSPC), while touching a mapping ends the process by SIGBUS.
 
-What is there stays until its level ends: where there is no room for all entries, those that are there serve their share of every
-epoch, and taking one out for another would have none of them there when its turn comes.
+What is there stays until its level ends, or other samples come: where there is no room for all entries, those that are there
+serve their share of every epoch, and taking one out for another would have none of them there when its turn comes.
 
 Every process of a run that uses a folder holds a lock on it. A folder whose lock nobody holds is a dead run's: the next run
 removes it, unless it is the one that goes on.

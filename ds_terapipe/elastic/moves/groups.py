@@ -154,8 +154,9 @@ def level_steps(optimizer: Any) -> None:
         states = [
             state for p in group["params"] if (state := optimizer.state.get(p)) and isinstance(state.get("step"), int)
         ]
+        most = max((state["step"] for state in states), default=0)
         for state in states:
-            state["step"] = max(each["step"] for each in states)
+            state["step"] = most
 
 
 def tell(optimizer: Any) -> None:

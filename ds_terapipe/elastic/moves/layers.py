@@ -17,8 +17,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from torch import Tensor, nn
 
+from ds_terapipe.empty_layers import building_empty
 from ds_terapipe.pipeline.operators.random_streams import TorchStates
-from ds_terapipe.staged_pipeline import building_empty
 
 _TIED = "tied_modules"
 

@@ -164,13 +164,15 @@ class Freezer:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` has returned; under another policy, with as many frozen entries as there were."""
+        """Go on from what `state` has returned; under another policy, which counts from there, with as many frozen entries."""
         self.frozen = min(state["frozen"], self._most)
         self._step, self._since, self._best = state["step"], state.get("since", 0), state.get("best")
         self._first = state.get("first", 0)
         self._rate.highest, self._rate.lowest = state.get("rate", (0.0, 0.0))
         if state["policy"] == self._settings.policy:
             self._policy.load(state["own"])
+        elif self._step is not None and self._counts:
+            self._since = self._completed(self._step)
 
 
 def completed_intervals(interval: int | str, step: int, batch: int, samples: int | None) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_terapipe import tensor_files
 from ds_terapipe.elastic.moves.groups import numbers, settings_of, tell
 from ds_terapipe.elastic.moves.masters import MASTER, is_wrapped, places
 from ds_terapipe.errors import ConfigError, bad_value
@@ -121,7 +122,7 @@ class SavedStates:
                     state[key] = torch.cat(value).view(wanted[name].shape)
 
     def _read_plain(self, folder: Path, part: Mapping[str, Any]) -> list[dict[str, Any]]:
-        saved = torch.load(folder / part["file"], map_location="cpu", weights_only=False)["optimizer"]
+        saved = tensor_files.read("load_checkpoint", folder / part["file"], mapped=False)["optimizer"]
         for group, names in zip(saved["param_groups"], part["groups"], strict=True):
             for number, name in zip(group["params"], names, strict=True):
                 if name in self._wanted and number in saved["state"]:
@@ -129,7 +130,7 @@ class SavedStates:
         return [settings_of(group) for group in saved["param_groups"]]
 
     def _read_flat(self, folder: Path, part: Mapping[str, Any]) -> list[dict[str, Any]]:
-        saved = torch.load(folder / part["file"], map_location="cpu", weights_only=False)["optimizer_state_dict"]
+        saved = tensor_files.read("load_checkpoint", folder / part["file"], mapped=False)["optimizer_state_dict"]
         base, flats = saved["base_optimizer_state"], saved["single_partition_of_fp32_groups"]
         for group, flat, of_names in zip(base["param_groups"], flats, saved["param_slice_mappings"], strict=True):
             (number,) = group["params"]

@@ -10,12 +10,10 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import ELASTIC_STATE
 from ds_terapipe.pipeline.checkpoints import tag_of
 
-FILE = ELASTIC_STATE
-
 
 def write(folder: Path, state: dict[str, Any]) -> None:
     """Write it into the folder of a checkpoint, whole or not at all."""
-    path = folder / FILE
+    path = folder / ELASTIC_STATE
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".tmp")
     new.write_text(json.dumps(state, indent=1), encoding="utf-8")
@@ -29,7 +27,7 @@ def read(folder: str, tag: str | None) -> dict[str, Any] | None:
         ConfigError: a file that is none.
     """
     tag = tag_of(folder, tag)
-    path = Path(folder) / str(tag) / FILE
+    path = Path(folder) / str(tag) / ELASTIC_STATE
     if tag is None or not path.is_file():
         return None
     try:

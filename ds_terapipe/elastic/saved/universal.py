@@ -23,6 +23,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
+from ds_terapipe import tensor_files
 from ds_terapipe.elastic.saved.restore import numbers_of
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.telemetry import UNUSED
@@ -154,7 +155,7 @@ class Universal:
         self._groups: dict[str, int] = {}
         parts: dict[str, dict[int, Part]] = {}
         for path in sorted(self.folder.glob("mp_rank_*_model_states.pt")):
-            carried = torch.load(path, map_location="cpu", weights_only=False).get(CARRIED)
+            carried = tensor_files.read(KEY, path, mapped=False).get(CARRIED)
             if carried is not None:
                 self.state = self.state or carried["state"]
                 self._groups |= carried["groups"]
@@ -206,7 +207,7 @@ class _Nothing:
         known = [folder / "zero" / name for name in names if name != UNUSED]
         self._keys = sorted(path.stem for path in known[0].glob("exp_avg*.pt")) if known else []
         if known and (known[0] / "step.pt").is_file():
-            self._step = torch.load(known[0] / "step.pt", map_location="cpu", weights_only=False)
+            self._step = tensor_files.read(KEY, known[0] / "step.pt", mapped=False)
 
     def load_hp_checkpoint_state(self, *args: Any, **kwargs: Any) -> Any:
         return self._step

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ds_terapipe.pipeline.transport.watchdog import PipelineStalled
 from ds_terapipe.schedule import Action, Op, Unit
 
 LONGEST = 2048  # tokens that are run whole
+_NO_ROOM = "token_pipeline.verify"
 
 
 def verified(spans: Sequence[Span]) -> tuple[Span, ...]:
@@ -39,7 +41,8 @@ def verified(spans: Sequence[Span]) -> tuple[Span, ...]:
     total = spans[-1].total
     if total <= LONGEST:
         return tuple(spans)
-    stops = sorted({max(round(span.stop * LONGEST / total), 1) for span in spans})
+    inner = {min(max(round(span.stop * LONGEST / total), 1), LONGEST - 1) for span in spans[:-1]}
+    stops = [*sorted(inner), LONGEST]
     return tuple(Span(start, stop, LONGEST) for start, stop in zip([0, *stops], stops, strict=False))
 
 
@@ -80,26 +83,31 @@ class Inspection:
             )
             self._together(probes)
             if self.config.verify:
-                self._compare(batch, *dict.fromkeys((verified(batch.spans[0]), batch.spans[0])))
+                self._compare(batch)
 
-    def _compare(self, batch: StepBatch, spans: tuple[Span, ...], *others: tuple[Span, ...]) -> None:
-        """Whole and in these slices; if that fails, in the others. What a model keeps may be as long as its sequences: a mask."""
-        whole = (Span(0, spans[-1].stop, spans[-1].stop),)
-        try:
-            self._through_stages(batch, whole, lambda stage, inputs, _: self._verify(stage, batch, inputs, spans))
-        except ConfigError:  # on every rank
-            if not others:
-                raise
-            self._compare(batch, *others)
+    def _compare(self, batch: StepBatch) -> None:
+        """The beginning of a long sequence, and if that fails all of it: a model may keep a mask as long as its sequences.
 
-    def _verify(self, stage: Stage, batch: StepBatch, inputs: Any, spans: Sequence[Span]) -> Any:
+        Where all of it does not fit, what was found at the beginning counts.
+        """
+        found: list[str] = []
+        for spans in dict.fromkeys((verified(batch.spans[0]), batch.spans[0])):
+            whole = (Span(0, spans[-1].stop, spans[-1].stop),)
+            try:
+                self._through_stages(batch, whole, partial(self._verify, batch, spans))
+                return
+            except ConfigError as error:  # on every rank
+                found.append(str(error))  # and not the error, whose frames hold tensors
+        raise ConfigError(next((each for each in reversed(found) if not each.startswith(_NO_ROOM)), found[0]))
+
+    def _verify(self, batch: StepBatch, spans: Sequence[Span], stage: Stage, inputs: Any, _: Span) -> Any:
         assert stage.dims is not None
         adapted = [] if self.assembly.interception is None else self.assembly.interception.adapted
         try:
             outputs = verify_stage(stage.root, stage.layers, stage.context, inputs, stage.dims.layers, spans, adapted)
         except torch.OutOfMemoryError as problem:
             raise ConfigError(
-                f"token_pipeline.verify: got true, must be false where {spans[-1].stop} tokens of a layer, whole, do not fit "
+                f"{_NO_ROOM}: got true, must be false where {spans[-1].stop} tokens of a layer, whole, do not fit "
                 f"beside all that goes in and out of its modules ({describe(problem)}), use false"
             ) from problem
         if self.loss_fn is not None and self._is_last(stage):

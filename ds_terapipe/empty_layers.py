@@ -1,0 +1,24 @@
+"""Layers that are built for weights which come from elsewhere: who builds them says so, who would read or draw weights asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_empty = ContextVar("ds_terapipe_empty", default=False)
+
+
+@contextmanager
+def building_empty() -> Iterator[None]:
+    """Within it layers are built for weights that come from elsewhere: nobody has to read or draw them."""
+    token = _empty.set(True)
+    try:
+        yield
+    finally:
+        _empty.reset(token)
+
+
+def is_building_empty() -> bool:
+    """Whether a layer that is built now will be given its weights."""
+    return _empty.get()
