@@ -168,6 +168,7 @@ class Assembly:
             for index, action in enumerate(row):
                 self._watchdog.at(index)
                 run(action)
+                self.memory.acted()
             self._watchdog.at(len(row))
             self.links.finish()
             for stage in self.stages.values():

@@ -70,8 +70,11 @@ class Peak(Protocol):
     def begin(self) -> None:
         """Count from here."""
 
+    def mark(self, beside: float) -> None:
+        """From here on so many of the bytes that come are not counted."""
+
     def taken(self) -> float:
-        """Most bytes that there were since, beside those that were there already."""
+        """Most bytes that there were since, beside those that were there already and those that were not counted then."""
 
 
 class DevicePeak:
@@ -79,16 +82,34 @@ class DevicePeak:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, 0
+        self._beside = self._most = 0.0
 
     def begin(self) -> None:
         """Count from here."""
-        _highest[self._device] = highest_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._forget()
         self._before = torch.cuda.memory_allocated(self._device)
+        self._beside = self._most = 0.0
+
+    def mark(self, beside: float) -> None:
+        """As :meth:`Peak.mark`."""
+        self._look()
+        self._beside = beside
 
     def taken(self) -> float:
         """As :meth:`Peak.taken`."""
-        return float(torch.cuda.max_memory_allocated(self._device) - self._before)
+        self._look()
+        return self._most
+
+    def _look(self) -> None:
+        self._most = max(self._most, self._forget() - self._before - self._beside)
+
+    def _forget(self) -> int:
+        """Most bytes since this was called last."""
+        # as max_memory_allocated, which makes a flat table of some hundred figures first
+        peak = int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"])
+        _highest[self._device] = max(_highest.get(self._device, 0), peak)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
 
 
 def gradients_to_come(parameters: Iterable[Tensor]) -> int:
@@ -114,14 +135,19 @@ class StepMemory:
         peak: of this place, where it can be known.
 
     Attributes:
-        taken: bytes at the peak of the last step that was watched, gradients of weights aside; None where that is not known.
+        taken: bytes at the peak of the last step that was watched, the gradients of weights aside that were there; None where
+            that is not known.
     """
 
     def __init__(self, peak: Peak | None = None) -> None:
         self.on = False
         self.taken: float | None = None
         self._peak = peak
-        self._gradients = self._largest_gradient = 0
+        self._largest_gradient = 0
+        # of the step that is watched: what had no gradient before, and its bytes; the ids of those that have one; hooks on all
+        self._trained: list[tuple[Tensor, int]] = []
+        self._there: set[int] = set()
+        self._hooks: list[Any] = []
         self._watching = False
         self._tokens: dict[int, int] = {}  # by stage
         self._bytes: dict[int, dict[str, float]] = {}
@@ -135,20 +161,40 @@ class StepMemory:
         self._largest_gradient = max((p.numel() * p.element_size() for p in known if p.requires_grad), default=0)
 
     def note_peak(self, parameters: Iterable[Tensor]) -> None:
-        """Know the peak of the units that run next, where it can be known, but for the gradients of these parameters."""
-        self.taken = None
-        self._gradients, self._watching = gradients_to_come(parameters), self._peak is not None
+        """Know the peak of the units that run next, where it can be known, but for the gradients of these parameters.
+
+        What of these is there at the peak depends on the schedule, on when they are made and on who takes them away.
+        """
+        self.taken, self._watching = None, self._peak is not None
+        self._trained = [(p, p.numel() * p.element_size()) for p in parameters if p.requires_grad and p.grad is None]
 
     def runs(self) -> None:
         """The step's units begin to run; what came before, a look at the model, is no part of it."""
         if self._watching and self._peak is not None:
+            self._there.clear()
+            self._hooks = [p.register_post_accumulate_grad_hook(self._made) for p, _ in self._trained]
             self._peak.begin()
+
+    def _made(self, parameter: Tensor) -> None:
+        """A gradient has been added to; if it is new it is no part of what comes."""
+        if id(parameter) not in self._there:
+            self._there.add(id(parameter))
+            self.acted()
+
+    def acted(self) -> None:
+        """An action of the step has run: others may have taken gradients away, as BF16_Optimizer does."""
+        if self._watching and self._peak is not None:
+            there = [(parameter, size) for parameter, size in self._trained if parameter.grad is not None]
+            self._there = {id(parameter) for parameter, _ in there}
+            self._peak.mark(sum(size for _, size in there))
 
     def ran(self) -> None:
         """The step's units have run; the optimiser has not."""
         if self._watching and self._peak is not None:
-            self.taken = max(self._peak.taken() - self._gradients, 0.0)
-        self._watching = False
+            self.taken = max(self._peak.taken(), 0.0)
+        for hook in self._hooks:
+            hook.remove()
+        self._watching, self._trained, self._hooks = False, [], []
 
     def forward(self, stage: int, span: Span, buffers: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
         """Around the forward of a unit on a stage; ``buffers`` are those of its micro-batch's attention, afterwards."""
