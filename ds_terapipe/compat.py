@@ -280,6 +280,7 @@ NAMES: tuple[Name, ...] = (
     Name("deepspeed.runtime.config:DEEPSPEED_OPTIMIZERS", "0.19.8", "register: names that are DeepSpeed's own"),
     Name("deepspeed.runtime.lr_schedules:WarmupLR", "0.19.8", "register: the module of DeepSpeed's own schedules"),
     Name("torch:ops.aten.scaled_dot_product_attention", "2.13.0", "sdpa: overridden"),
+    Name("torch.utils.cpp_extension:_get_cuda_arch_flags", "2.13.0", "optim: what the CUDA op is compiled for"),
     Name("torch:ops.aten.embedding_dense_backward", "2.13.0", "weight_gradients: of an embedding"),
     Name("torch.nn.modules.linear:NonDynamicallyQuantizableLinear", "2.13.0", "interception: never called"),
     Name("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", "2.13.0", "kernels: CPU"),

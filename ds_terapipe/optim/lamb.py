@@ -353,7 +353,10 @@ class FusedLamb(torch.optim.Optimizer):
                 "parameter.lamb_rows = (rows, ...)",
             )
         return [
-            DeviceTable(device, held, records, self._groups, backends.pick(device, self.backend))
+            # of nothing, which may lie elsewhere than what others have, no op of a device is asked
+            DeviceTable(
+                device, held, records, self._groups, backends.pick(device, self.backend if held.tensors else "plain")
+            )
             for device, held in (by_device(records) or self._nothing_here()).items()
         ]
 

@@ -245,8 +245,8 @@ def _rows(rows: list[int], layers: int, device: torch.device) -> Tensor | None:
 
 
 def all_reduce(values: Tensor, group: Group) -> None:
-    """Sum ``values`` over the group in place, also where the group cannot send from host memory. Collective."""
-    if values.device.type == "cpu" and dist.get_backend(group) == "nccl":
+    """Sum ``values`` over the group in place, on devices where it has NCCL, as others' values are. Collective."""
+    if values.device.type == "cpu" and "nccl" in dist.get_backend_config(group):
         sent = values.cuda()
         dist.all_reduce(sent, group=group)
         values.copy_(sent)

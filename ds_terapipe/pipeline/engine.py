@@ -264,6 +264,8 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             with self._layer_times.step(self._times_layers()):
                 self._run(batch, grid, self.global_steps)
             self._finish_step()
+        if self._cutting.wants_seconds:
+            self._wait_for_device()
         seconds = time.perf_counter() - started
         events = self._recorder.end()
         if traced:
@@ -275,6 +277,10 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
 
     def _enter_training(self) -> None:
         self.module.train()
+
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _times_layers(self) -> bool:
         return self._cutting.wants_layers

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.nn import Parameter
 
-from ds_terapipe.optim import modes
+from ds_terapipe.optim import modes, sharding
 from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.optim.op import backends
 from ds_terapipe.optim.op.plain import FOUND_INF, Plain
 from ds_terapipe.optim.op.segments import Tables
 from ds_terapipe.optim.step_rules import DeviceSteps
 from tests.optim import checks
+from tests.spawn import run_ranks
 
 
 class StandIn(Plain):
@@ -126,3 +128,69 @@ def test_the_learning_rate_may_live_on_the_device(monkeypatch: pytest.MonkeyPatc
         step(host, second, grads)
     for a, b in zip(device, host, strict=True):
         assert torch.equal(a, b)
+
+
+# --------------------------------------------------------------------------------------------------------- several ranks
+
+PRIMING, REAL, BAD = 0.0, 1.0, float("nan")
+LED = {"all by the host": (False, False), "all by the device": (True, True), "the first by the device": (True, False)}
+
+
+def sharded(rank: int, world_size: int, by_device: tuple[bool, bool]) -> tuple[list[float], list[tuple[float, ...]]]:
+    """A matrix in two parts: steps of zeros (as DeepSpeed's wrappers begin), of numbers and of nan; its values and statistics."""
+    plain, group = backends.pick, torch.distributed.group.WORLD
+    backends.pick = lambda device, name: StandIn() if by_device[rank] else plain(device, "plain")
+    parameter = Parameter(torch.arange(1.0, 5.0) * (rank + 1))
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    optimizer = FusedLamb([parameter], lr=0.1)
+    optimizer.set_groups(tensor_parallel_group=group, norm_group=group)
+    found = []
+    for value in (PRIMING, REAL, REAL, BAD, BAD, REAL, BAD):
+        parameter.grad = torch.full((4,), value) * torch.arange(1.0, 5.0)
+        optimizer.step()
+        (layer,) = optimizer.statistics()
+        found.append((layer.weight_norm, layer.update_norm, layer.trust_ratio))
+    return parameter.tolist(), found
+
+
+@pytest.mark.parametrize("name", LED)
+def test_parts_of_a_layer_whatever_leads_their_ranks(name: str) -> None:
+    """An op that one node could not compile is PyTorch's there: steps that are skipped end for all of them all the same."""
+    wanted, found = (run_ranks(sharded, 2, LED[which], timeout=60) for which in ("all by the host", name))
+    assert [values for values, _ in found] == [values for values, _ in wanted]
+    for (_, ours), (_, theirs) in zip(found, wanted, strict=True):
+        assert ours[1:] == theirs[1:], "what is known of the last step that was made"
+        assert ours[3] == ours[4] == ours[2] and ours[5] != ours[2]
+
+
+def nothing_left(rank: int, world_size: int) -> list[float]:
+    """The first rank's layers are all frozen, on a device; the second's are not."""
+    plain, group = backends.pick, torch.distributed.group.WORLD
+    backends.pick = lambda device, name: StandIn() if name == "cuda" else plain(device, name)
+    parameter = Parameter(torch.ones(3))
+    optimizer = FusedLamb([parameter], lr=0.1, backend="cuda")
+    optimizer.set_groups(norm_group=group)
+    if rank == 0:
+        optimizer.param_groups[0]["params"] = []
+        optimizer.parameters_changed()
+        backends.pick = plain
+    for _ in range(2):
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+    return parameter.tolist()
+
+
+def test_a_rank_that_has_nothing_left_asks_for_no_op_of_a_device() -> None:
+    idle, trained = run_ranks(nothing_left, 2, timeout=60)
+    assert idle == [1.0] * 3 and trained[0] < 0.9
+
+
+def test_sums_of_a_job_that_has_nccl_are_made_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may have gloo for host memory beside it, which nobody else would come to."""
+    sent = torch.ones(3)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(Tensor, "cuda", lambda self: sent)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values, group: values.mul_(7 if values is sent else -1))
+    values = torch.zeros(3)
+    sharding.all_reduce(values, None)
+    assert values.tolist() == [7.0] * 3

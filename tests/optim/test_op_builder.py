@@ -63,6 +63,48 @@ def test_flags_are_explicit_and_fit_every_processor() -> None:
     assert not [flag for flag in flags if "march" in flag or "mtune" in flag or "fast" in flag]
 
 
+@pytest.mark.parametrize(
+    ("names", "codes"),
+    [
+        ("8.0+PTX", ["compute_80", "sm_80"]),
+        ("8.0;9.0+PTX", ["sm_80", "compute_90", "sm_90"]),
+        ("Hopper", ["compute_90", "sm_90"]),
+        ("", ["sm_80", "sm_90"]),
+    ],
+)
+def test_the_architectures_are_those_that_pytorch_takes(
+    names: str, codes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", names)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    flags = [flag for flag in CudaLambBuilder().nvcc_args() if "gencode" in flag]
+    assert sorted(flag.partition("code=arch=")[2].partition("code=")[2] for flag in flags) == sorted(codes)
+
+
+class _NoCode:
+    """A module that was compiled for other devices."""
+
+    @staticmethod
+    def blocks_of_device() -> None:
+        raise RuntimeError("FusedLamb on CUDA, occupancy: no kernel image is available for execution on the device")
+
+
+@pytest.mark.parametrize("names", ["not one", None])
+def test_an_op_that_has_no_code_for_the_device_is_pytorchs(
+    names: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it can be compiled for is wrong, or does not fit; it is said before the first step."""
+    if names is None:
+        monkeypatch.setattr(CudaLambBuilder, "load", lambda self: _NoCode())
+    else:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", names)
+        monkeypatch.setattr(CudaLambBuilder, "load", lambda self: self.nvcc_args())
+    assert backends.pick(torch.device("cuda", 0)).name == "plain"
+    assert "several times slower than its cuda op" in caplog.text
+    with pytest.raises(ConfigError, match="must be auto or plain where the op cannot be loaded"):
+        backends.pick(torch.device("cuda", 0), "cuda")
+
+
 def test_every_source_and_header_is_named_once() -> None:
     cpu = [*CpuLambBuilder.SOURCES, *CpuLambBuilder.HEADERS]
     there = sorted(path.name for path in jit.source_folder().glob("lamb_cpu*"))

@@ -52,6 +52,8 @@ def same_numbers() -> dict[str, Any]:
     wanted = train(fixed, steps)
     fixed.destroy()
     engine = auto()
+    waited: list[int] = []
+    engine._wait_for_device = lambda: waited.append(engine.global_steps)
     known: list[int] = []
     live: list[bool] = []
     cuts: list[tuple[int, ...]] = []
@@ -73,6 +75,7 @@ def same_numbers() -> dict[str, Any]:
         "known": known,
         "live": live,
         "cuts": cuts,
+        "waited": waited,
         "comparing": comparing,
         "plan": plans(engine),
     }
@@ -251,6 +254,14 @@ def test_the_plan_is_made_after_the_trials_and_all_ranks_have_it(results: list[d
     assert plan.step_s > 0 and len(plan.options) >= 4
     assert all(first["live"]) and all(second["live"])
     assert first["cuts"] == second["cuts"] and first["cuts"][-1] == plan.slices
+
+
+def test_a_device_is_waited_for_where_seconds_decide(results: list[dict[str, Any]]) -> None:
+    """In all steps but the last, when the plan is settled: a host that is ahead would compare how fast it launches."""
+    for result in results:
+        steps, comparing = len(result["numbers"]["known"]), sum(result["numbers"]["comparing"])
+        assert result["numbers"]["waited"] == list(range(1, MEASURING + comparing + 1))
+        assert len(result["numbers"]["waited"]) < steps
 
 
 def test_the_plan_is_compared_with_its_rivals_before_it_stays(results: list[dict[str, Any]]) -> None:

@@ -102,7 +102,8 @@ def test_dropout_is_the_same_in_forward_and_backward(dtype, kv_heads, masked):
     ("dtype", "kv_heads"), [(torch.bfloat16, 8), (torch.bfloat16, 2), (torch.float32, 8), (torch.float32, 2)]
 )
 def test_no_score_matrix_and_no_copy_of_the_cache(dtype, kv_heads):
-    heads, d, total, length = 8, 64, 16384, 1024
+    # so many rows that flash does not split keys, whose parts it would keep in fp32
+    heads, d, total, length = 8, 64, 65536, 2048
     context, item = SliceContext(), torch.finfo(dtype).bits // 8
     tiles = spans((total - 2 * length, length, length))
 

@@ -153,7 +153,7 @@ class CudaLambBuilder(_LambBuilder):
         return ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0"]
 
     def nvcc_args(self) -> list[str]:
-        """For the architectures of TORCH_CUDA_ARCH_LIST ("8.0;9.0"), else those of the devices here, else 8.0 and 9.0."""
+        """For the architectures of TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), else those of the devices here, else 8.0 and 9.0."""
         return ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", *self._architectures()]
 
     def why_not(self) -> str | None:
@@ -171,12 +171,14 @@ class CudaLambBuilder(_LambBuilder):
 
     @staticmethod
     def _architectures() -> list[str]:
-        names = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(" ", ";").replace("+PTX", "").split(";")
-        numbers = {name.replace(".", "") for name in names if name}
-        if not numbers and torch.cuda.is_available():
-            capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
-            numbers = {f"{major}{minor}" for major, minor in capabilities}
-        return [f"-gencode=arch=compute_{number},code=sm_{number}" for number in sorted(numbers or {"80", "90"})]
+        if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.device_count():
+            return [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ("80", "90")]
+        from torch.utils.cpp_extension import _get_cuda_arch_flags
+
+        try:
+            return list(_get_cuda_arch_flags())
+        except ValueError as error:  # a list of what PyTorch does not know
+            raise RuntimeError(f"TORCH_CUDA_ARCH_LIST: {error}") from error
 
 
 def builders() -> list[_LambBuilder]:

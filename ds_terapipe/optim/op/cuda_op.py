@@ -57,6 +57,7 @@ class CudaOp:
             from ds_terapipe.optim.op.builder import CudaLambBuilder
 
             library = CudaLambBuilder().load()
+            library.blocks_of_device()  # fails here, and not in a step, where there is no code for the device
         self._library: Any = library
         self._blocks: dict[torch.device, tuple[int, int, int]] = {}
         self._sent: dict[int, _Sent] = {}

@@ -69,7 +69,7 @@ class DeviceTable:
         self.active = np.zeros(len(self.tensors), dtype=bool)
         self._made_views = Views(self._views)
         self.tables = Tables(torch.from_numpy(self._arrays.segments), self._rules.values, len(rows), self._made_views)
-        self.norms = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
+        self.norms, self._sums = (torch.zeros(len(rows), 2, dtype=torch.float64, device=device) for _ in range(2))
         self.ratios = torch.ones(len(rows), dtype=torch.float64, device=device)
         self.control = torch.zeros(4, dtype=torch.float64, device=device)
 
@@ -269,6 +269,9 @@ class DeviceTable:
             self.control[FOUND_INF] = torch.maximum(self.control[FOUND_INF], is_priming.double())
         if done:
             self._update()
+        elif not self.reduction.is_local:
+            # a rank whose device decides is in every step's sum, and back ends may differ: an op that could not be compiled there
+            self.reduction.sum_norms(torch.zeros_like(self.norms))
         self._finish(done)
 
     def _has_started(self) -> bool:
@@ -280,8 +283,17 @@ class DeviceTable:
             self.op.step(self.tables, self.norms, self.control, self.ratios, **advances)
         else:
             self.op.moments(self.tables, self.norms, self.control)
-            self.reduction.sum_norms(self.norms)
+            self._sum_norms()
             self.op.apply(self.tables, self.norms, self.control, self.ratios, **advances)
+
+    def _sum_norms(self) -> None:
+        """Of whole layers, but for a step that the device skips: then the last one's stay, which are sums already."""
+        if self._is_host_led:
+            self.reduction.sum_norms(self.norms)
+            return
+        self._sums.copy_(self.norms)
+        self.reduction.sum_norms(self._sums)
+        self.norms.copy_(torch.where(self.control[FOUND_INF] != 0, self.norms, self._sums))
 
     def _finish(self, done: bool) -> None:
         """Write temporaries back and, on the host, count the step."""

@@ -10,7 +10,7 @@ from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import named
 from ds_terapipe.pipeline.autotune.budget import Budget
 from ds_terapipe.pipeline.autotune.cutting import DEFAULT_SCHEDULE, Cutting
-from ds_terapipe.pipeline.autotune.phases import SHORTEST, TRIALS, Compared, Phase, WarmUp
+from ds_terapipe.pipeline.autotune.phases import SHORTEST, TRIALS, Compared, Phase, Settled, WarmUp
 from ds_terapipe.pipeline.autotune.planner import Planner, Shape
 from ds_terapipe.pipeline.autotune.run_info import Agreement, MemoryMeter, RunInfo, check_plan, mismatch
 from ds_terapipe.plan.costs.layers import LayerSeconds
@@ -142,6 +142,11 @@ class AutoCutting:
     def wants_layers(self) -> bool:
         """Whether single layers are to be timed in the step that was cut last."""
         return self._shape is not None and self._phases[self._shape].wants_layers
+
+    @property
+    def wants_seconds(self) -> bool:
+        """Whether the time of the step that was cut last counts; the host may be ahead of its device."""
+        return self._shape is not None and not isinstance(self._phases[self._shape], Settled)
 
     def took(self, events: Sequence[Event], seconds: float) -> None:
         """The step is over: its events, on rank 0, and its wall time; collective where that decides something."""

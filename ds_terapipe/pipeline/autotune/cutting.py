@@ -41,6 +41,11 @@ class FixedCutting:
         """Whether the step's single layers are to be timed."""
         return False
 
+    @property
+    def wants_seconds(self) -> bool:
+        """Whether what the step takes decides something: a device has to be waited for, then."""
+        return False
+
     def took(self, events: Sequence[Event], seconds: float) -> None:
         """What the step took."""
 
