@@ -22,7 +22,8 @@ STREAM_BYTES = 12  # read, write, and the read that a write to memory begins wit
 # p, g, m, v read and m, v written, in phase 2 p, m, v read and p written, of which 12 fall away where phase 2 finds its
 # tensors in a cache; 4 more to look for nan and inf in the gradients. Eager: the 13 passes of lamb_eager._update,
 # temporaries counted as the stream is, with the read before a first write.
-BYTES = {"adamw": 28, "lamb": 44, "unchecked": 40, "eager": 128}
+BYTES = {"adamw": 28, "lamb": 44, "unchecked": 40, "search": 4, "read": 4, "eager": 128}
+UNMOVING = ("stream", "search", "read")  # these change no parameter
 _SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
 
 
@@ -74,10 +75,24 @@ class Case:
         if column == "stream":
             source, target = self._stream
             torch.mul(source, 1.000001, out=target)  # not copy_, which may write past the cache
+        elif column == "read":
+            for parameter in self.parameters:
+                parameter.grad.sum()
+        elif column == "search":
+            self._search()
         else:
-            if column not in self.optimizers:
-                self.optimizers[column] = self._make(column)
-            self.optimizers[column].step()
+            self._optimizer(column).step()
+
+    def _optimizer(self, column: str) -> torch.optim.Optimizer:
+        if column not in self.optimizers:
+            self.optimizers[column] = self._make(column)
+        return self.optimizers[column]
+
+    def _search(self) -> None:
+        """What a step of FusedLamb begins with, alone: the squares of the gradients, in which a nan or inf shows."""
+        ((_, (table,)),) = self._optimizer("lamb")._tables.values()  # type: ignore[attr-defined]
+        self.control = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)  # a scale, no clipping
+        table.op.square_sum(table.tables, self.control)
 
 
 def prepare(seat: Seat, model: str) -> None:
@@ -104,5 +119,5 @@ def timed(seat: Seat, column: str, threads: int, steps: int) -> float:
 
 def columns(eager: bool, classes: bool) -> list[str]:
     """What is timed in a round. AdamW is timed twice: what the two differ by is the noise."""
-    out = ["stream", "adamw", "lamb", "unchecked", *(["eager"] if eager else []), "adamw2"]
+    out = ["stream", "adamw", "lamb", "unchecked", "search", "read", *(["eager"] if eager else []), "adamw2"]
     return out + [f"{name}:{kind}" for kind in CLASSES for name in ("adamw", "lamb") if classes]
