@@ -67,6 +67,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
 
     _streams: RandomStreams | None = None  # layers draw random numbers from the process's own
     _followed = False  # micro-batches have had another size than at the start
+    _verified = False  # all layers have been run whole and sliced, on whatever rank: they stay so wherever they go
 
     def __init__(self, *args: Any, token_pipeline: TokenPipelineConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -369,7 +370,9 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             return
         check_loss(self.module.loss_fn)
         loss_fn = self.module.loss_fn if self._compute_loss else None
-        Inspection(self._assembly, self._consensus, self.token_pipeline, loss_fn).run(batch)
+        verifies = self.token_pipeline.verify and not self._verified
+        Inspection(self._assembly, self._consensus, self.token_pipeline, verifies, loss_fn).run(batch)
+        self._verified = True
         names = {name for of_rank in self._consensus.gather(self.not_deferred) for name in of_rank}
         if names and self.global_rank == 0:
             emit(not_deferred_line(sorted(names)))

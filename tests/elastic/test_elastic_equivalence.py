@@ -121,6 +121,7 @@ def check(case, ranks):
     check_numbers(case, ranks)
     check_shapes(case, ranks)
     check_settings(case, ranks)
+    check_verified(case, ranks)
     for found in ranks:
         assert found["wrong"] == [] and found["same"] and found["is_elastic"]
 
@@ -158,6 +159,13 @@ def check_shapes(case, ranks):
         # a copy of a tied layer is overwritten though it is there
         assert sent == lacked or (case.model == "tied" and sent > lacked)
     assert any(sent > 0 for found in ranks for _, sent, _ in found["moves"])
+
+
+def check_verified(case, ranks):
+    """Before the first step all entries were compared whole and sliced, and none again when it had gone elsewhere."""
+    entries = [entry for found in ranks for entry in found["verified"]]
+    times = 0 if case.slices is None else len(ranks) // case.stages
+    assert sorted(entries) == sorted(times * list(range(len(MODELS[case.model][0]()))))
 
 
 def check_alike(some, others):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from ds_terapipe import FusedLamb
 from ds_terapipe.elastic.engine import ElasticPipelineEngine
+from ds_terapipe.pipeline.inspection import first_batch
 from tests.pipeline.models import (
     HEADS,
     HIDDEN,
@@ -403,6 +405,19 @@ def moved(engine: Any) -> Iterator[list[tuple[int, int, int]]]:
     del engine._reshape
 
 
+@contextmanager
+def verified() -> Iterator[list[int]]:
+    """The entries that this rank ran whole and sliced, to compare them."""
+    verify_stage, entries = first_batch.verify_stage, []
+
+    def noted(root: Any, layers: Any, *args: Any) -> Any:
+        entries.extend(range(layers.first, layers.first + len(layers.functions)))
+        return verify_stage(root, layers, *args)
+
+    with mock.patch.object(first_batch, "verify_stage", noted):
+        yield entries
+
+
 def _bytes_by_name(engine: Any) -> dict[str, int]:
     state = engine.basic_optimizer.state
     return {
@@ -461,7 +476,7 @@ def elastic_run(case: Case) -> dict[str, Any]:
     start = engine.dp_world_size, engine.grid.data_parallel_id
     share = case.batch // case.size // start[0]
     torch.manual_seed(SEED)  # of dropout
-    with moved(engine) as moves:
+    with moved(engine) as moves, verified() as found["verified"]:
         for number, step in enumerate(data_of(case)):
             found["losses"].append(float(engine.train_batch(iter(step[start[1] * share :][:share]))))
             forward_only = engine.placement.forward_only

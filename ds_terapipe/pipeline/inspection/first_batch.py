@@ -50,12 +50,13 @@ def verified(spans: Sequence[Span]) -> tuple[Span, ...]:
 class Inspection:
     """A look at the model on the first micro-batch; the same on every rank, collective. Every stage learns where the sequence is.
 
-    ``loss_fn``: of the labels, None where no loss is made of them.
+    ``verifies``: whether to compare slices with the whole; ``loss_fn``: of the labels, None where no loss is made of them.
     """
 
     assembly: Assembly
     consensus: Consensus
     config: TokenPipelineConfig
+    verifies: bool
     loss_fn: Callable[..., Any] | None = None
 
     def run(self, batch: StepBatch) -> None:
@@ -82,7 +83,7 @@ class Inspection:
                 lambda stage, inputs, span: _probe(stage, probes[stage.number], inputs, span),
             )
             self._together(probes)
-            if self.config.verify:
+            if self.verifies:
                 self._compare(batch)
 
     def _compare(self, batch: StepBatch) -> None:
