@@ -159,22 +159,30 @@ def launch(
             process.join()
 
 
-# What every model of Hugging Face imports first; where transformers is not installed the server goes without.
-_HUGGING_FACE = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2")]
-
-_MUON = "deepspeed.runtime.zero.muon.muon_optimizer"  # imported by the first engine with ZeRO, and compiles a function
+# What processes would import themselves otherwise, in 5 to 10 s. The server goes without what is not installed.
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",  # by the first optimiser
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # by the first engine with ZeRO; it compiles a function
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2")),  # all models need these
+    "pytest",
+    "hypothesis",
+    "ds_terapipe.elastic.engine",
+    "tests.pipeline.training",
+    "tests.megatron.common",
+)
 
 
 def _context(settings: Mapping[str, str]) -> Any:
-    """Where new processes come from: a server that has imported torch and DeepSpeed, which takes seconds, and forks.
+    """Where new processes come from: a server that has imported what they use, which takes seconds, and forks.
 
-    So has it torch._dynamo, which the first optimiser that a process makes would import: more than a second for each.
     It has the settings of its first use. Others, of a GPU test, get interpreters of their own.
     """
     if settings["DS_ACCELERATOR"] != "cpu" or settings["OMP_NUM_THREADS"] != "1":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "deepspeed", _MUON, *_HUGGING_FACE])
+    context.set_forkserver_preload(list(_PRELOADED))
     return context
 
 
@@ -358,6 +366,8 @@ def _jobs(children: dict[int, Path]) -> Iterator[dict[str, Any]]:
 def _serve() -> dict[str, Any] | None:
     """Fork a child for every job. Returns the job in the child, and None in the server when there will be no more."""
     import deepspeed  # noqa: F401
+
+    import tests.pipeline.training  # noqa: F401
 
     children: dict[int, Path] = {}
     for job in _jobs(children):

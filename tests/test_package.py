@@ -258,7 +258,7 @@ def test_licence():
 
 def test_the_op_can_be_built_ahead_and_its_sources_come_with_the_package(tmp_path):
     source = tmp_path / "source"
-    kept_out = shutil.ignore_patterns(".git", ".venv", "build", "runs", "*.egg-info", "__pycache__", ".*_cache")
+    kept_out = shutil.ignore_patterns(".git", ".venv*", "build", "runs", "*.egg-info", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, source, ignore=kept_out)
     target, cache = tmp_path / "installed", tmp_path / "cache"
     command = [
