@@ -328,7 +328,7 @@ def _exit_of(rank: int, folder: Path, killed: bool) -> Exit:
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """A process that has imported torch and DeepSpeed, which takes seconds, and forks one that goes on from there for a job."""
+    """A process that has imported what they use, which takes seconds, and forks one that goes on from there for a job."""
     command = [sys.executable, "-m", "tests.spawn"]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment())
     atexit.register(server.communicate)  # closes its input, which ends it
@@ -365,10 +365,9 @@ def _jobs(children: dict[int, Path]) -> Iterator[dict[str, Any]]:
 
 def _serve() -> dict[str, Any] | None:
     """Fork a child for every job. Returns the job in the child, and None in the server when there will be no more."""
-    import deepspeed  # noqa: F401
-
-    import tests.pipeline.training  # noqa: F401
-
+    for name in _PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     children: dict[int, Path] = {}
     for job in _jobs(children):
         path = Path(job["folder"], str(job["rank"]))

@@ -13,6 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -101,8 +102,9 @@ print(json.dumps(failed))
 
 
 def test_python_blocks_run(tmp_path: Path) -> None:
-    for block in blocks("python"):
-        done = run_python(block.text, tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(lambda block: run_python(block.text, tmp_path), blocks("python")))
+    for block, done in zip(blocks("python"), ended, strict=True):
         assert done.returncode == 0, f"{block.where}\n{done.stderr[-3000:]}"
 
 

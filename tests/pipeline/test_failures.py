@@ -148,7 +148,7 @@ def launched(full: bool) -> dict[str, list[Exit]]:
         return run_to_exit(train, case.world_size, *case, timeout=ENDS_WITHIN_S, stopped=stopped)
 
     cases = {name: case for name, case in CASES.items() if (name in FULL) == full}
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(6) as pool:
         return dict(zip(cases, pool.map(run, cases.values()), strict=True))
 
 

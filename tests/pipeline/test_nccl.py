@@ -88,7 +88,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def exits() -> dict[str, list[Exit]]:
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         runs = {name: pool.submit(run_to_exit, train, *arguments, timeout=150.0) for name, arguments in RUNS.items()}
         return {name: run.result() for name, run in runs.items()}
 
