@@ -17,11 +17,14 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ds_terapipe import tensor_files
+from ds_terapipe.build_locks import waits_are_said
 from ds_terapipe.elastic.engine import ElasticPipelineEngine
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.megatron import tasks
 from ds_terapipe.megatron.data import SampleIterator
 from ds_terapipe.names import ELASTIC_STATE
+from ds_terapipe.pipeline.transport.watchdog import PipelineStalled
+from ds_terapipe.plan.files import check_writable_folder
 from ds_terapipe.plan.stages import even_layers, read_layers
 
 logger = logging.getLogger("train")
@@ -63,7 +66,7 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add("--log-file", help="one line of JSON for each iteration")
     add("--save", help="folder to write checkpoints to")
     add("--save-interval", type=tasks.positive, default=1000)
-    add("--load", help="folder to continue from, if there is a checkpoint in it")
+    add("--load", help="folder to continue from; may be empty or, if it is that of --save, missing")
     add("--exit-interval", type=tasks.positive, help="stop after an iteration that is a multiple of this")
     add("--seed", type=int, default=1234)
 
@@ -131,7 +134,10 @@ class Trainer:
         self.first = torch.distributed.get_rank() == 0
         # Dropout: another stream for each stage and replica, the same for the parts of a layer.
         torch.manual_seed(args.seed + 100 * self.engine.grid.get_stage_id() + 10 * self.share.replica)
+        if args.save:
+            self._agree(lambda: check_writable_folder("--save", args.save, "a folder that you may write to"))
         self.iteration = self._load()
+        self.losses: list[float] = []  # since the last line
         validation = args.eval_iters * self.engine.train_batch_size()
         self.train_data, self.valid_data = self.task.datasets(self._samples(), validation, lambda: self.share.reads)
 
@@ -148,12 +154,41 @@ class Trainer:
     def _load(self) -> int:
         if not self.args.load:
             return 0
-        self._check_stages(Path(self.args.load))
-        path, state = self.engine.load_checkpoint(self.args.load)
+        folder = Path(self.args.load)
+        self._agree(lambda: self._check_there(folder))
+        self._check_stages(folder)
+        try:
+            path, state = self.engine.load_checkpoint(self.args.load)
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):
+                raise
+            what = next(line.strip() for line in str(error).splitlines() if "size mismatch" in line)
+            raise bad_value(
+                "--load", str(folder), f"a checkpoint of this model ({what})", "another model or folder"
+            ) from error
         if path is None:
-            logger.warning("no checkpoint in %s: starting from random weights", self.args.load)
+            if self.first:
+                logger.warning("no checkpoint in %s: starting from random weights", self.args.load)
             return 0
         return int(state["iteration"])
+
+    def _check_there(self, folder: Path) -> None:
+        """A name that was mistyped is no reason to begin from random weights."""
+        saved = self.args.save is not None and Path(self.args.save).absolute() == folder.absolute()
+        if not folder.is_dir() and not saved:
+            raise bad_value("--load", str(folder), "a folder with checkpoints", "the one given as --save before")
+
+    def _agree(self, check: Callable[[], None]) -> None:
+        """Run a check on every process, and raise the first error on all of them; collective."""
+        errors: list[ConfigError | None] = [None] * torch.distributed.get_world_size()
+        mine: ConfigError | None = None
+        try:
+            check()
+        except ConfigError as error:
+            mine = error
+        torch.distributed.all_gather_object(errors, mine)
+        for error in filter(None, errors):
+            raise error
 
     def _check_stages(self, folder: Path) -> None:
         """Weights are saved by layer, the optimiser's state by stage: with other stages it would go to other layers.
@@ -166,14 +201,12 @@ class Trainer:
         if hasattr(self.engine, "recover_checkpoint"):
             self.engine.recover_checkpoint(str(folder))
         saved: list[Any] = [None]
-        if self.first:
-            try:
-                saved = [self._saved_stages(folder)]
-            except ConfigError as error:
-                saved = [error]
+
+        def read() -> None:
+            saved[0] = self._saved_stages(folder) if self.first else None
+
+        self._agree(read)
         torch.distributed.broadcast_object_list(saved, src=0)
-        if isinstance(saved[0], ConfigError):
-            raise saved[0]
         if saved[0] is None:
             return
         then, now = tuple(saved[0]), self.engine.module.layers_per_stage
@@ -234,15 +267,18 @@ class Trainer:
         return self.iteration % interval == 0 or self.iteration == self.args.train_iters
 
     def _report(self, bar: tqdm, loss: float, seconds: float, tokens: int) -> None:
+        """The loss in a line of the log is the mean since the line before."""
         if not self.first:
             return
         rate = tokens / seconds
         bar.update()
         bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        if self.iteration % self.args.log_interval == 0 or self.iteration == 1:
-            lr = self.engine.get_lr()[0]
+        self.losses.append(loss)
+        if self.iteration == 1 or self._at(self.args.log_interval):
+            lr, mean = self.engine.get_lr()[0], sum(self.losses) / len(self.losses)
+            self.losses.clear()
             logger.info(
-                f"iteration {self.iteration}/{self.args.train_iters} | loss {loss:.4f} | lr {lr:.3e} | "
+                f"iteration {self.iteration}/{self.args.train_iters} | loss {mean:.4f} | lr {lr:.3e} | "
                 f"{seconds * 1000:.0f} ms | {rate:,.0f} tokens/s"
             )
         if self.args.log_file:
@@ -266,7 +302,8 @@ def main() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     for name in ("train", "ds_terapipe"):
         logging.getLogger(name).setLevel(logging.INFO)
-    deepspeed.init_distributed()
+    with waits_are_said():  # DeepSpeed compiles an op here
+        deepspeed.init_distributed()
     if args.log_file and torch.distributed.get_rank() == 0:
         Path(args.log_file).parent.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args)
@@ -278,5 +315,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except ConfigError as problem:  # the same one on every process
+    except (ConfigError, PipelineStalled) as problem:  # a ConfigError is the same on every process
         raise SystemExit(f"train.py: error: {problem}") from None

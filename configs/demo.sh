@@ -44,6 +44,7 @@ train demo configs/demo.json --train-iters "$STEPS" --log-interval 20 --eval-int
 
 echo "== $COMPARE_STEPS steps from the same seed, with the key (the measurements are there now) and without"
 for run in with:demo without:demo_without; do
+  echo "   ${run%:*} the key ..."
   train "${run%:*}" "configs/${run#*:}.json" --train-iters "$COMPARE_STEPS" --log-interval 1 > "$OUT/${run%:*}.log" || {
     cat "$OUT/${run%:*}.log"
     exit 1

@@ -34,6 +34,8 @@ def main() -> None:
     options = parse()
     if options.out is not None:
         hf.check_new("--out", options.out)  # before the work
+    if not options.text.is_file():
+        raise ConfigError(f"--text: got {options.text}, must be a text file, use the path of one")
     model = hf.pipeline(options.model, num_stages=options.stages)
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)

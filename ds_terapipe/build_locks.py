@@ -28,12 +28,14 @@ class Lock(NamedTuple):
 
 
 def locks() -> list[Lock]:
-    """Those in PyTorch's folder of extensions, the oldest first."""
+    """Those in PyTorch's folder of extensions, the oldest first, but for FusedLamb's, which end with their process."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     found = []
     for path in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        if path.parent.name.startswith("ds_terapipe_"):
+            continue
         try:
             found.append(Lock(str(path), max(time.time() - path.stat().st_mtime, 0.0)))
         except OSError:  # gone by now

@@ -163,7 +163,7 @@ def test_uneven_stages_get_better_boundaries(capsys: pytest.CaptureFixture[str],
             (0, 0),
             "stages: 1,3 layers would take 25.0% less than 2,2 in the slowest stage: begin the stages of the",
         ),
-        ((1, 1), "stages: 1 layers on each is as good as any"),
+        ((1, 1), "stages: --stage-layers 1,1 is as good as any"),
     ],
 )
 def test_boundaries_from_measured_layers(

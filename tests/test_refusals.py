@@ -423,8 +423,8 @@ def test_what_a_plan_would_read_is_warned_about_where_there_is_none(caplog, stag
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({}, "gradient_clipping: got 1.0 (DeepSpeed's default), which clips by the true norm over all"),
-        ({"gradient_clipping": 0.5}, "gradient_clipping: got 0.5, which clips by the true norm over all"),
+        ({}, "gradient_clipping: 1.0 (DeepSpeed's default) clips by the true norm over all"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping: 0.5 clips by the true norm over all"),
     ],
 )
 def test_clipping_is_told_in_one_line(caplog, config, text):

@@ -123,8 +123,7 @@ def _measured_stages(layers: LayerSeconds) -> tuple[list[str], dict[str, Any]]:
 
 
 def _as_good(present: Partition) -> str:
-    text = present.text if len(set(present.layers)) > 1 else f"{present.layers[0]} layers on each"
-    return f"stages: {text} is as good as any"
+    return f"stages: --stage-layers {present.text} is as good as any"
 
 
 def _batch_advice(inputs: Inputs, found: Plan) -> tuple[list[str], list[dict[str, Any]]]:

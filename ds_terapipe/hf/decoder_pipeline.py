@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
 
+from ds_terapipe.build_locks import waits_are_said
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.check import check_chain
 from ds_terapipe.hf.layers import Decoder, Embed, Head, Norm, tied_head
@@ -83,7 +84,8 @@ def pipeline(
             missing or damaged file, more stages than layers.
     """
     if not torch.distributed.is_initialized():
-        deepspeed.init_distributed()
+        with waits_are_said():  # DeepSpeed compiles an op here
+            deepspeed.init_distributed()
     # as deepspeed.initialize does, but before NCCL is asked for anything: else all processes of a node would use its first device
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not callable(loss) and loss != CAUSAL_LM:

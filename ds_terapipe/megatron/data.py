@@ -229,4 +229,12 @@ class BatchIterator(SampleIterator):
             torch.stack([sample[name][: self._seq_length] for sample in samples])
             for name in ("tokens", "position_ids", "labels", "loss_mask")
         )
+        self._check_ids(max(int(tokens.max()), int(labels.max())))
         return (tokens, positions), (labels, mask)
+
+    def _check_ids(self, largest: int) -> None:
+        """An embedding on a GPU says less of a token that it does not have, and ends the process."""
+        tokenizer = getattr(getattr(self.dataset, "config", None), "tokenizer", None)
+        if tokenizer is not None and largest >= tokenizer.vocab_size:
+            must = f"above every token of the data, {largest} among them"
+            raise bad_value("--vocab-size", tokenizer.vocab_size, must, "what prepare-data said")

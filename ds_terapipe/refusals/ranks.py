@@ -35,8 +35,8 @@ def advise(config: Mapping[str, Any], model: Any, cut: bool = True) -> None:
     clipping = config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
     if above(0)(clipping):
         logger.warning(
-            "%s: got %s%s, which clips by the true norm over all pipeline stages; DeepSpeed's own engine counts the "
-            "first stage only, so a clipped run differs from one without ds_terapipe",
+            "%s: %s%s clips by the true norm over all pipeline stages here; DeepSpeed's own engine counts the first stage "
+            "only, so a clipped run differs from one without ds_terapipe",
             GRADIENT_CLIPPING,
             shown(clipping),
             "" if GRADIENT_CLIPPING in config else " (DeepSpeed's default)",

@@ -86,6 +86,14 @@ def test_datasets_are_text_shifted_by_one(tmp_path: Path) -> None:
     assert "quick brown" in text
 
 
+def test_a_token_that_the_vocabulary_does_not_have_is_named(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "text", "the quick brown fox")
+    train, *_ = gpt_datasets([prefix], vocab_size=100, seq_length=SEQ, samples=[50, 0, 0], split="100", seed=3)
+    with pytest.raises(ConfigError, match=r"--vocab-size: got 100, must be above every token of the data, \d{3} among"):
+        for _ in range(50):
+            next(BatchIterator(train, 1))
+
+
 def test_new_data_at_an_old_prefix_gets_a_new_index(tmp_path: Path) -> None:
     arguments = {"vocab_size": 257, "seq_length": SEQ, "samples": [10, 0, 0], "split": "1,0,0"}
     gpt_datasets([write(tmp_path / "text", "old old old old old old old")], **arguments)

@@ -10,8 +10,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -174,15 +175,57 @@ def test_stages_are_read_from_the_checkpoint_whoever_wrote_it(tmp_path: Path) ->
         read(tmp_path)
 
 
-def test_a_checkpoint_that_cannot_be_read_is_an_error_on_every_rank(tmp_path: Path, corpus: str) -> None:
-    folder = tmp_path / "saved" / "global_step3"
+def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_step(
+    tmp_path: Path, corpus: str
+) -> None:
+    """Whole or not: a checkpoint that can't be read, of another model, none at all, and a place where none can be written."""
+    folder, saved = tmp_path / "saved" / "global_step3", str(tmp_path / "one step")
     folder.mkdir(parents=True)
     (folder.parent / "latest").write_text("global_step3")
     (folder / "mp_rank_00_model_states.pt").write_bytes(b"PK")
-    errors = run_ranks(
-        launch_in, 2, str(tmp_path), {"broken": arguments(tmp_path, corpus, "--load", str(folder.parent))}
+    (tmp_path / "file").touch()
+    runs = {
+        "one step": arguments(tmp_path, corpus, "--save", saved, "--exit-interval", "1", "--save-interval", "1"),
+        "broken": arguments(tmp_path, corpus, "--load", str(folder.parent)),
+        "missing": arguments(tmp_path, corpus, "--load", str(tmp_path / "nowhere"), "--save", saved),
+        "another": arguments(tmp_path, corpus, "--load", saved),
+        "unwritable": arguments(tmp_path, corpus, "--save", str(tmp_path / "file" / "folder")),
+        "new": arguments(
+            tmp_path, corpus, "--load", str(tmp_path / "new"), "--save", str(tmp_path / "new"), "--exit-interval", "1"
+        ),
+    }
+    runs["another"][runs["another"].index("--hidden-size") + 1] = "64"
+    first, second = run_ranks(launch_in, 2, str(tmp_path), runs)
+    assert set(first) == set(second) == {"broken", "missing", "another", "unwritable"}
+    # each stage has its own tensors, and each its own size that does not fit
+    assert all(first[name] == second[name] for name in ("broken", "missing", "unwritable"))
+    assert "mp_rank_00_model_states.pt" in first["broken"]
+    assert first["missing"].startswith(
+        f'--load: got "{tmp_path}/nowhere", must be a folder with checkpoints, use the one'
     )
-    assert errors[0] == errors[1] and "mp_rank_00_model_states.pt" in errors[0]["broken"]
+    assert first["another"].startswith(f'--load: got "{saved}", must be a checkpoint of this model (size mismatch for ')
+    assert "torch.Size" in first["another"] and "\n" not in first["another"] + second["another"]
+    assert first["unwritable"].startswith(
+        f'--save: got "{tmp_path}/file/folder", must be a folder that can be written to ('
+    )
+    assert set(losses(tmp_path, "new")) == {1}
+
+
+def test_a_line_of_the_log_has_the_mean_since_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
+    train = train_module()
+    trainer = train.Trainer.__new__(train.Trainer)
+    trainer.args = SimpleNamespace(log_interval=3, train_iters=8, log_file=None)
+    trainer.engine, trainer.first, trainer.losses = SimpleNamespace(get_lr=lambda: [0.1]), True, []
+    with caplog.at_level("INFO", logger="train"):
+        for trainer.iteration in range(1, 9):
+            trainer._report(mock.MagicMock(), float(trainer.iteration), 1.0, 1)
+    said = [line.split(" | lr")[0] for line in caplog.messages]
+    assert said == [
+        "iteration 1/8 | loss 1.0000",
+        "iteration 3/8 | loss 2.5000",
+        "iteration 6/8 | loss 5.0000",
+        "iteration 8/8 | loss 7.5000",
+    ]
 
 
 def elastic(folder: Path, corpus: str, name: str, *more: str, **settings: Any) -> list[str]:

@@ -58,9 +58,10 @@ class Inputs:
     def lines(self) -> list[str]:
         """For a person: what the figures are from and for."""
         request = self.request
+        micro_batches = f"{request.micro_batches} micro-batch{'es' if request.micro_batches > 1 else ''}"
         return [
             f"costs: {self.source.text}",
-            f"step: {request.micro_batches} micro-batches of {self.sequences} x {request.seq_length} tokens",
+            f"step: {micro_batches} of {self.sequences} x {request.seq_length} tokens",
             *self.notes,
         ]
 

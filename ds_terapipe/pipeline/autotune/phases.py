@@ -146,8 +146,9 @@ class Compared:
             return self
         settled: Plan = self._planner.agree(self._decide)
         if _cutting(settled) != _cutting(self.plan):
-            what = f"{compact(settled.slices)} tokens in {settled.schedule}"
-            self._planner.say(f"plan: {what} took {seconds_text(settled.step_s)}, used instead")
+            whole = len(settled.slices) == 1
+            what = "uncut" if whole else f"{compact(settled.slices)} tokens in {settled.schedule}"
+            self._planner.say(f"plan: {what}, a step took {seconds_text(settled.step_s)}: used instead")
         return Settled(settled)
 
     def _decide(self) -> Plan:
