@@ -40,42 +40,6 @@ struct Plan {
   int64_t elements() const { return before.back(); }
 };
 
-double gradient_factor(const Control& control) {
-  if (!(control.max_grad_norm > 0)) return control.grad_scale;
-  const double norm = control.grad_scale * std::sqrt(control.square_sum);
-  return control.grad_scale * std::min(1.0, control.max_grad_norm / (norm + 1e-6));
-}
-
-Coefficients coefficients_of(const Rule& rule, double grad_scale) {
-  const auto flags = static_cast<int64_t>(rule.flags);
-  const bool corrects = flags & CORRECT_MOMENTS;
-  Coefficients c;
-  c.grad_scale = static_cast<float>(grad_scale);
-  c.beta1 = static_cast<float>(rule.beta1);
-  c.beta1_rest = static_cast<float>(rule.beta1 - c.beta1);
-  c.beta3 = static_cast<float>(rule.beta3);
-  c.beta2 = static_cast<float>(rule.beta2);
-  c.beta2_rest = static_cast<float>(rule.beta2 - c.beta2);
-  c.one_minus_beta2 = static_cast<float>(1 - rule.beta2);
-  c.correct_m = corrects ? static_cast<float>(1 / (1 - std::pow(rule.beta1, rule.step))) : 1.0f;
-  c.correct_v = corrects ? static_cast<float>(1 / (1 - std::pow(rule.beta2, rule.step))) : 1.0f;
-  c.eps_inside = flags & EPS_INSIDE_SQRT ? static_cast<float>(rule.eps) : 0.0f;
-  c.eps_outside = flags & EPS_INSIDE_SQRT ? 0.0f : static_cast<float>(rule.eps);
-  c.weight_decay = static_cast<float>(rule.weight_decay);
-  return c;
-}
-
-double step_factor(const Rule& rule) {
-  if (!(static_cast<int64_t>(rule.flags) & CORRECT_STEP)) return rule.lr;
-  return rule.lr * std::sqrt(1 - std::pow(rule.beta2, rule.step)) / (1 - std::pow(rule.beta1, rule.step));
-}
-
-double trust_ratio(const Rule& rule, double p_square, double u_square) {
-  if (!(static_cast<int64_t>(rule.flags) & ADAPT) || p_square == 0 || u_square == 0) return 1;
-  const double weight = std::min(std::max(std::sqrt(p_square), rule.min_weight_norm), rule.max_weight_norm);
-  return std::min(std::max(weight / std::sqrt(u_square), rule.min_coeff), rule.max_coeff);
-}
-
 Plan plan_of(const Tables& tables, const Control& control) {
   Plan plan;
   plan.first.assign(tables.layer_count + 1, 0);
@@ -93,7 +57,7 @@ Plan plan_of(const Tables& tables, const Control& control) {
   }
   for (; layer < tables.layer_count; ++layer) plan.first[layer + 1] = static_cast<int64_t>(plan.chunks.size());
   plan.before.push_back(elements);
-  const double factor = gradient_factor(control);
+  const double factor = gradient_factor(control.grad_scale, control.max_grad_norm, control.square_sum);
   for (int64_t i = 0; i < tables.rule_count; ++i) {
     plan.rules.push_back(coefficients_of(tables.rules[i], factor));
     plan.step_factors.push_back(step_factor(tables.rules[i]));

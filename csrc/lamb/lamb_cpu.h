@@ -1,14 +1,15 @@
 // The CPU back end: the four functions of a back end over the tables of segment.h.
 //
-// Every result, to the last bit, is the same for any number of threads and for every instruction set: elements are rounded
-// one operation at a time (no fused multiply-add, true division and square root), and sums are made in one order: sixteen lanes,
-// then chunks, then layers.
+// Every result, to the last bit, is the same for any number of threads and for every instruction set: what is fused is
+// written as fma and fused everywhere, division and square root are true ones, and sums are made in one order: sixteen lanes, then
+// chunks, then layers.
 #pragma once
 
 #include <cstdint>
 #include <mutex>
 #include <vector>
 
+#include "rules.h"
 #include "segment.h"
 
 namespace lamb {
@@ -32,17 +33,6 @@ struct Tables {
   const Rule* rules;
   int64_t rule_count;
   int64_t layer_count;
-};
-
-// A Rule and a Control as a kernel wants them. A decay rate is kept as the sum of two fp32 numbers: the rounding of 0.999 to one,
-// 1.3e-8, would be compounded with the age of the gradients in v.
-struct Coefficients {
-  float grad_scale;
-  float beta1, beta1_rest, beta3;
-  float beta2, beta2_rest, one_minus_beta2;
-  float correct_m, correct_v;        // 1 / (1 - beta^t), or 1
-  float eps_inside, eps_outside;     // one of them is zero
-  float weight_decay;
 };
 
 // The functions that exist once for each instruction set. Pointers need no alignment; lengths may be zero.

@@ -1,4 +1,4 @@
-// The kernels for processors with AVX2 and F16C: a Vector is two registers of eight.
+// The kernels for processors with AVX2, FMA and F16C: a Vector is two registers of eight.
 #include "lamb_cpu.h"
 
 #ifdef LAMB_X86
@@ -10,7 +10,7 @@
 
 #include "lamb_cpu_target.h"
 
-LAMB_TARGET_BEGIN("avx2,f16c")
+LAMB_TARGET_BEGIN("avx2,fma,f16c")
 
 namespace lamb {
 namespace avx2 {
@@ -30,12 +30,13 @@ inline void store(float* to, Vector a) {
 }
 inline void prefetch(uintptr_t address) { _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1); }
 inline Vector add(Vector a, Vector b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
-inline Vector sub(Vector a, Vector b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
 inline Vector mul(Vector a, Vector b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+inline Vector fma(Vector a, Vector b, Vector c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
 inline Vector div(Vector a, Vector b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
 inline Vector sqrt(Vector a) { return {_mm256_sqrt_ps(a.low), _mm256_sqrt_ps(a.high)}; }
 inline Vector min(Vector a, Vector b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
-inline Vector max(Vector a, Vector b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
 
 inline void accumulate_four(double* sums, __m128 a) {
   _mm256_storeu_pd(sums, _mm256_add_pd(_mm256_loadu_pd(sums), _mm256_cvtps_pd(a)));

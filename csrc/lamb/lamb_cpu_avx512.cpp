@@ -25,12 +25,11 @@ inline Vector load(const float* from) { return _mm512_loadu_ps(from); }
 inline void store(float* to, Vector a) { _mm512_storeu_ps(to, a); }
 inline void prefetch(uintptr_t address) { _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1); }
 inline Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
-inline Vector sub(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
 inline Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vector div(Vector a, Vector b) { return _mm512_div_ps(a, b); }
 inline Vector sqrt(Vector a) { return _mm512_sqrt_ps(a); }
 inline Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
-inline Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
 inline void accumulate(double* sums, Vector a) {
   const __m256 low = _mm512_castps512_ps256(a);
   const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1));

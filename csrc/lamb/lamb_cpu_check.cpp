@@ -14,8 +14,8 @@ const char* best() {
 #ifdef LAMB_X86
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f")) return "avx512";
-  // Every processor with AVX2 has F16C.
-  if (__builtin_cpu_supports("avx2")) return "avx2";
+  // Every processor with these has F16C.
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
 #endif
   return "scalar";
 }

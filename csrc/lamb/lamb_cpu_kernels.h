@@ -60,7 +60,7 @@ double square_sum(const float* x, int64_t n) {
     for (; i <= end; i += WIDTH) {
       ask_for(x + i);
       const Vector a = load(x + i);
-      run = add(run, mul(a, a));
+      run = fma(a, a, run);
     }
     accumulate(sums.lanes, run);
   }
@@ -74,31 +74,28 @@ double square_sum(const float* x, int64_t n) {
 
 // The Coefficients in every lane.
 struct Spread {
-  Vector grad_scale, beta1, beta1_rest, beta3, beta2, beta2_rest, one_minus_beta2;
-  Vector correct_m, correct_v, eps_inside, eps_outside, weight_decay, smallest, largest;
+  Vector grad_scale, beta1_less_one, beta3, beta2_less_one, one_minus_beta2;
+  Vector eps_inside, root_factor, eps_outside, weight_decay, largest;
 
   explicit Spread(const Coefficients& c)
-      : grad_scale(all(c.grad_scale)), beta1(all(c.beta1)), beta1_rest(all(c.beta1_rest)), beta3(all(c.beta3)),
-        beta2(all(c.beta2)), beta2_rest(all(c.beta2_rest)), one_minus_beta2(all(c.one_minus_beta2)),
-        correct_m(all(c.correct_m)), correct_v(all(c.correct_v)), eps_inside(all(c.eps_inside)),
-        eps_outside(all(c.eps_outside)), weight_decay(all(c.weight_decay)), smallest(all(FLT_MIN)), largest(all(FLT_MAX)) {}
+      : grad_scale(all(c.grad_scale)), beta1_less_one(all(c.beta1_less_one)), beta3(all(c.beta3)),
+        beta2_less_one(all(c.beta2_less_one)), one_minus_beta2(all(c.one_minus_beta2)), eps_inside(all(c.eps_inside)),
+        root_factor(all(c.root_factor)), eps_outside(all(c.eps_outside)), weight_decay(all(c.weight_decay)),
+        largest(all(FLT_MAX)) {}
 };
 
 inline Vector new_m(const Spread& c, Vector m, Vector g) {
-  return add(mul(c.beta1, m), add(mul(c.beta1_rest, m), mul(c.beta3, g)));
+  return fma(c.beta3, g, fma(c.beta1_less_one, m, m));
 }
 
 // Held at the largest fp32 number: an infinite v would never come back.
 inline Vector new_v(const Spread& c, Vector v, Vector g) {
-  const Vector v_new = add(mul(c.beta2, v), add(mul(c.beta2_rest, v), mul(c.one_minus_beta2, mul(g, g))));
-  return min(c.largest, v_new);
+  return min(c.largest, fma(c.one_minus_beta2, mul(g, g), fma(c.beta2_less_one, v, v)));
 }
 
-// The divisor is never zero, so that eps = 0 gives 0 where nothing has ever moved. m is corrected last: it may be near the largest number.
 inline Vector update_of(const Spread& c, Vector p, Vector m, Vector v) {
-  const Vector root = sqrt(add(mul(v, c.correct_v), c.eps_inside));
-  const Vector divisor = max(c.smallest, add(root, c.eps_outside));
-  return add(mul(div(m, divisor), c.correct_m), mul(c.weight_decay, p));
+  const Vector divisor = fma(c.root_factor, sqrt(add(v, c.eps_inside)), c.eps_outside);
+  return fma(c.weight_decay, p, div(m, divisor));
 }
 
 void update(const Spread& c, const float* p, const float* m, const float* v, float* u, int64_t n) {
@@ -141,8 +138,8 @@ inline void moments_with(const Spread& c, const float* p, const float* g, float*
       store(m + i, m_new);
       store(v + i, v_new);
       if (KEEP) store(u + i, change);
-      p_run = add(p_run, mul(weight, weight));
-      u_run = add(u_run, mul(change, change));
+      p_run = fma(weight, weight, p_run);
+      u_run = fma(change, change, u_run);
     }
     accumulate(p_sums.lanes, p_run);
     accumulate(u_sums.lanes, u_run);
@@ -177,33 +174,33 @@ void moments(const Coefficients& coefficients, const float* p, const float* g, f
 }
 
 void apply_kept(float size, const float* p, const float* u, float* to, int64_t n) {
-  const Vector s = all(size);
+  const Vector back = all(-size);
   int64_t i = 0;
   for (; i + WIDTH <= n; i += WIDTH) {
     ask_for(p + i);
     ask_for(u + i);
-    store(to + i, sub(load(p + i), mul(s, load(u + i))));
+    store(to + i, fma(back, load(u + i), load(p + i)));
   }
   if (const int64_t rest = n - i; rest > 0) {
-    store_tail(sub(load_tail(p + i, rest), mul(s, load_tail(u + i, rest))), to + i, rest);
+    store_tail(fma(back, load_tail(u + i, rest), load_tail(p + i, rest)), to + i, rest);
   }
 }
 
 void apply(const Coefficients& coefficients, float size, const float* p, const float* m, const float* v, float* to, int64_t n) {
   const Spread c(coefficients);
-  const Vector s = all(size);
+  const Vector back = all(-size);
   int64_t i = 0;
   for (; i + WIDTH <= n; i += WIDTH) {
     ask_for(p + i);
     ask_for(m + i);
     ask_for(v + i);
     const Vector weight = load(p + i);
-    store(to + i, sub(weight, mul(s, update_of(c, weight, load(m + i), load(v + i)))));
+    store(to + i, fma(back, update_of(c, weight, load(m + i), load(v + i)), weight));
   }
   if (const int64_t rest = n - i; rest > 0) {
     const Vector weight = load_tail(p + i, rest);
     const Vector change = update_of(c, weight, load_tail(m + i, rest), load_tail(v + i, rest));
-    store_tail(sub(weight, mul(s, change)), to + i, rest);
+    store_tail(fma(back, change, weight), to + i, rest);
   }
 }
 

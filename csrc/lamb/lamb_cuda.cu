@@ -80,49 +80,13 @@ __device__ __forceinline__ int64_t type_of_gradient(const Segment& s) { return (
 __device__ __forceinline__ int64_t type_of_copy(const Segment& s) { return (s.types >> 24) & 0xf; }
 __device__ __forceinline__ bool adds_to_norm(const Segment& s) { return ((s.types >> 28) & 1) != 0; }
 
-__device__ double correction(double beta, double step) { return 1.0 - pow(beta, step); }
-
-__device__ Coefficients coefficients_of(const Rule& rule, const double* control) {
-  const int64_t flags = static_cast<int64_t>(rule.flags);
-  double factor = control[0];
-  if (control[1] > 0.0) factor *= fmin(1.0, control[1] / (control[0] * sqrt(control[2]) + 1e-6));
-  Coefficients c;
-  c.grad_scale = static_cast<float>(factor);
-  c.beta1 = static_cast<float>(rule.beta1);
-  c.beta1_rest = static_cast<float>(rule.beta1 - static_cast<double>(c.beta1));
-  c.beta3 = static_cast<float>(rule.beta3);
-  c.beta2 = static_cast<float>(rule.beta2);
-  c.beta2_rest = static_cast<float>(rule.beta2 - static_cast<double>(c.beta2));
-  c.one_minus_beta2 = static_cast<float>(1.0 - rule.beta2);
-  const bool corrected = (flags & CORRECT_MOMENTS) != 0;
-  c.correct_m = corrected ? static_cast<float>(1.0 / correction(rule.beta1, rule.step)) : 1.0f;
-  c.correct_v = corrected ? static_cast<float>(1.0 / correction(rule.beta2, rule.step)) : 1.0f;
-  const bool inside = (flags & EPS_INSIDE_SQRT) != 0;
-  c.eps_inside = inside ? static_cast<float>(rule.eps) : 0.0f;
-  c.eps_outside = inside ? 0.0f : static_cast<float>(rule.eps);
-  c.weight_decay = static_cast<float>(rule.weight_decay);
-  return c;
-}
-
-__device__ double ratio_of(const Rule& rule, double weight_square, double update_square) {
-  const int64_t flags = static_cast<int64_t>(rule.flags);
-  if ((flags & ADAPT) == 0 || !(weight_square > 0.0) || !(update_square > 0.0)) return 1.0;
-  const double weight = fmin(fmax(sqrt(weight_square), rule.min_weight_norm), rule.max_weight_norm);
-  return fmin(fmax(weight / sqrt(update_square), rule.min_coeff), rule.max_coeff);
-}
-
-__device__ double step_size(const Rule& rule) {
-  if ((static_cast<int64_t>(rule.flags) & CORRECT_STEP) == 0) return rule.lr;
-  return rule.lr * sqrt(correction(rule.beta2, rule.step)) / correction(rule.beta1, rule.step);
-}
-
 // What thread 0 finds out for its block. The powers are made anew only where the rule changes.
 struct Work {
   Chunk chunk;
   Segment segment;
   int64_t rule;
   Coefficients coefficients;
-  double step_size;
+  double step_factor;
   double ratio;
 };
 
@@ -132,8 +96,8 @@ __device__ void find_work(Work& work, const Tables& tables, int64_t index, const
   const int64_t rule = rule_row(work.segment);
   if (rule != work.rule) {
     work.rule = rule;
-    work.coefficients = coefficients_of(tables.rules[rule], control);
-    work.step_size = step_size(tables.rules[rule]);
+    work.coefficients = coefficients_of(tables.rules[rule], gradient_factor(control[0], control[1], control[2]));
+    work.step_factor = step_factor(tables.rules[rule]);
   }
 }
 
@@ -193,7 +157,7 @@ __device__ void apply_to_chunk(const Work& work) {
                   at_chunk<const float>(s.exp_avg_sq, work),
                   s.copy == 0 ? 0 : moved_by(s.copy, work.chunk.offset, copied),
                   copied,
-                  static_cast<float>(work.step_size * work.ratio),
+                  static_cast<float>(work.step_factor * work.ratio),
                   work.coefficients};
   int phase = phase_of(s.parameter, sizeof(P));
   phase = common_phase(phase, phase_of(s.exp_avg, sizeof(float)));
@@ -294,7 +258,7 @@ __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) {
       find_work(work, tables, i, control);
       const int64_t layer = work.segment.layer;
-      work.ratio = ratio_of(tables.rules[work.rule], norms[2 * layer], norms[2 * layer + 1]);
+      work.ratio = trust_ratio(tables.rules[work.rule], norms[2 * layer], norms[2 * layer + 1]);
       if (i == tables.first_chunk[layer]) ratios[layer] = work.ratio;
     }
     __syncthreads();

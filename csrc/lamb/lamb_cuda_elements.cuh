@@ -1,6 +1,6 @@
-// What happens to an element: types, loads and stores, and the formula of segment.h in fp32. Every operation is rounded by itself,
-// whatever the compiler would like to fuse or approximate, and in the order of the CPU back end: m, v and u come out the same to
-// the last bit on both.
+// What happens to an element: types, loads and stores, and the formula of segment.h in fp32. What is fused is written as fma,
+// whatever the compiler would like to fuse or approximate, and the order is the CPU back end's: m, v and u come out the same to the
+// last bit on both.
 #pragma once
 
 #include <cfloat>
@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "rules.h"
 #include "segment.h"
 
 namespace lamb::cuda {
@@ -40,34 +41,21 @@ __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
-// A Rule and the gradient's factor as an element wants them. A decay rate is kept as the sum of two fp32 numbers: the rounding of
-// 0.999 to one would be compounded with the age of the gradients in v.
-struct Coefficients {
-  float grad_scale;
-  float beta1, beta1_rest, beta3;
-  float beta2, beta2_rest, one_minus_beta2;
-  float correct_m, correct_v;      // 1 / (1 - beta^t), or 1
-  float eps_inside, eps_outside;   // one of them is zero
-  float weight_decay;
-};
-
 __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 __device__ __forceinline__ float new_m(const Coefficients& c, float m, float g) {
-  return add(mul(c.beta1, m), add(mul(c.beta1_rest, m), mul(c.beta3, g)));
+  return fma(c.beta3, g, fma(c.beta1_less_one, m, m));
 }
 
 // Held at the largest fp32 number: an infinite v would never come back.
 __device__ __forceinline__ float new_v(const Coefficients& c, float v, float g) {
-  return fminf(FLT_MAX, add(mul(c.beta2, v), add(mul(c.beta2_rest, v), mul(c.one_minus_beta2, mul(g, g)))));
+  return fminf(FLT_MAX, fma(c.one_minus_beta2, mul(g, g), fma(c.beta2_less_one, v, v)));
 }
 
-// The divisor is never zero, so that eps = 0 gives 0 where nothing has ever moved.
 __device__ __forceinline__ float update_of(const Coefficients& c, float p, float m, float v) {
-  const float root = __fsqrt_rn(add(mul(v, c.correct_v), c.eps_inside));
-  const float divisor = fmaxf(FLT_MIN, add(root, c.eps_outside));
-  return add(mul(__fdiv_rn(m, divisor), c.correct_m), mul(c.weight_decay, p));
+  const float root = __fsqrt_rn(__fadd_rn(v, c.eps_inside));
+  return fma(c.weight_decay, p, __fdiv_rn(m, fma(c.root_factor, root, c.eps_outside)));
 }
 
 // fp64 holds the square of every fp32 number, and a product costs less than the eight bytes or more that an element moves.
@@ -145,7 +133,7 @@ struct ApplyOf {
 #pragma unroll
       for (int i = 0; i < W; ++i) {
         const float x = to_float(weight[n].value[i]);
-        moved.value[i] = add(x, -mul(size, update_of(c, x, first[n].value[i], second[n].value[i])));
+        moved.value[i] = fma(-size, update_of(c, x, first[n].value[i], second[n].value[i]), x);
         round_to(moved.value[i], weight[n].value[i]);
       }
       store<W>(p + at + n * stride, weight[n]);

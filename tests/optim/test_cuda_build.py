@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "lamb"
-DEVICE_FILES = ("lamb_cuda.cu", "lamb_cuda_elements.cuh", "lamb_cuda.h", "segment.h")
+DEVICE_FILES = ("lamb_cuda.cu", "lamb_cuda_elements.cuh", "lamb_cuda.h", "rules.h", "segment.h")
 ALLOWED = {
     *("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h"),
-    *("cstdint", "cstddef", "cfloat"),
-    *("lamb_cuda.h", "lamb_cuda_elements.cuh", "segment.h"),
+    *("cstdint", "cstddef", "cfloat", "cmath"),
+    *("lamb_cuda.h", "lamb_cuda_elements.cuh", "rules.h", "segment.h"),
 }
 NVCC = shutil.which("nvcc")
 

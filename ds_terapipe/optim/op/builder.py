@@ -147,7 +147,7 @@ class CudaLambBuilder(_LambBuilder):
     NAME = "fused_lamb_terapipe_cuda"
     MODULE = "_lamb_cuda"
     SOURCES = ("bindings_cuda.cpp", "lamb_cuda.cu")
-    HEADERS = ("segment.h", "lamb_cuda.h", "lamb_cuda_elements.cuh")
+    HEADERS = ("segment.h", "rules.h", "lamb_cuda.h", "lamb_cuda_elements.cuh")
 
     def cxx_args(self) -> list[str]:
         return ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0"]

@@ -84,7 +84,7 @@ CPU_SOURCES = (
     "lamb_cpu_avx2.cpp",
     "lamb_cpu_avx512.cpp",
 )
-CPU_HEADERS = ("segment.h", "lamb_cpu.h", "lamb_cpu_kernels.h", "lamb_cpu_target.h")
+CPU_HEADERS = ("segment.h", "rules.h", "lamb_cpu.h", "lamb_cpu_kernels.h", "lamb_cpu_target.h")
 # No -march and no fast maths; contraction is off because results must not depend on what a compiler likes to fuse.
 CPU_ARGS = (
     "-O3",

@@ -64,6 +64,7 @@ inline double __ldcg(const double* address) { return *address; }
 // The emulation is compiled with -ffp-contract=off: each of these is rounded by itself.
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 
