@@ -1,8 +1,8 @@
 // The CPU back end: the four functions of a back end over the tables of segment.h.
 //
-// Every result, to the last bit, is the same for any number of threads and for every instruction set: what is fused is
-// written as fma and fused everywhere, division and square root are true ones, and sums are made in one order: sixteen lanes, then
-// chunks, then layers.
+// Every result, to the last bit, is the same for any number of threads and for every instruction set: what is fused is written as
+// fma and fused everywhere, division and square root are true ones, and sums are made in one order: sixteen lanes, then chunks, then
+// layers.
 #pragma once
 
 #include <cstdint>

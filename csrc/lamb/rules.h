@@ -1,4 +1,4 @@
-// What both back ends make of a Rule before they touch an element: the coefficients of its formula, the step's size, the trust ratio.
+// What both back ends make of a Rule and of sums, in fp64, before they touch an element.
 #pragma once
 
 #include <cfloat>
@@ -19,8 +19,8 @@ namespace lamb {
 // is corrected:
 //   m = (m + (beta1 - 1) m) + beta3 g             v = (v + (beta2 - 1) v) + (1 - beta2) g^2
 //   u = m / (r sqrt(v + eps_inside) + eps_outside) + weight_decay p
-// beta - 1 rather than beta: a rounded 0.999 would be compounded with the age of the gradients in v. The sums in brackets are exact
-// where beta is 0, and each is one fma.
+// beta - 1 rather than beta: a rounded 0.999 would be compounded with the age of the gradients in v. Of a beta near 0 it leaves an
+// error of 3e-8 of the old moment, of 0 itself none. A sum in brackets is one fma.
 struct Coefficients {
   float grad_scale;
   float beta1_less_one, beta3;
@@ -36,14 +36,14 @@ LAMB_BOTH inline double gradient_factor(double grad_scale, double max_grad_norm,
   return grad_scale * fmin(1.0, max_grad_norm / (grad_scale * sqrt(square_sum) + 1e-6));
 }
 
-LAMB_BOTH inline Coefficients coefficients_of(const Rule& rule, double gradient_factor) {
+LAMB_BOTH inline Coefficients coefficients_of(const Rule& rule, double factor) {
   const auto flags = static_cast<int64_t>(rule.flags);
   const bool corrects = (flags & CORRECT_MOMENTS) != 0;
   const bool inside = (flags & EPS_INSIDE_SQRT) != 0;
   const double of_m = corrects ? correction(rule.beta1, rule.step) : 1;
   const double of_v = corrects ? correction(rule.beta2, rule.step) : 1;
   Coefficients c;
-  c.grad_scale = static_cast<float>(gradient_factor);
+  c.grad_scale = static_cast<float>(factor);
   c.beta1_less_one = static_cast<float>(rule.beta1 - 1);
   c.beta3 = static_cast<float>(rule.beta3);
   c.beta2_less_one = static_cast<float>(rule.beta2 - 1);

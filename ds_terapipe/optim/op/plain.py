@@ -122,7 +122,7 @@ def update(rule: Rule, view: View, parameter: Tensor) -> Tensor:
 
 def trust_ratio(rule: Rule, weight_square: float, update_square: float) -> float:
     """The layer's trust ratio from the sums of squares of its parameters and of its update."""
-    if not rule.has(ADAPT) or weight_square == 0 or update_square == 0:
+    if not rule.has(ADAPT) or not (weight_square > 0 and update_square > 0):
         return 1.0
     weight = min(max(math.sqrt(weight_square), rule.min_weight_norm), rule.max_weight_norm)
     return min(max(weight / math.sqrt(update_square), rule.min_coeff), rule.max_coeff)

@@ -14,7 +14,7 @@ from types import ModuleType
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[2] / "csrc" / "lamb"
 COMPILER = shutil.which("g++")
-# As on the device, every operation is rounded by itself.
+# As on the device, nothing is fused but what is written so.
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 # Few threads and short chunks: the same paths with less work for the sanitizer.
 SMALL = ("-DLAMB_CUDA_THREADS=64", "-DLAMB_CUDA_CHUNK=256")

@@ -61,7 +61,7 @@ inline unsigned atomicInc(unsigned* address, unsigned limit) {
 
 inline double __ldcg(const double* address) { return *address; }
 
-// The emulation is compiled with -ffp-contract=off: each of these is rounded by itself.
+// The emulation is compiled with -ffp-contract=off: each of these rounds once.
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
