@@ -26,7 +26,7 @@ from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like
 from ds_terapipe.pipeline.stage import Autocast, GradientRules, Stage
 from ds_terapipe.pipeline.transport.channels import Channels
 from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.pipeline.transport.p2p import Links
+from ds_terapipe.pipeline.transport.p2p import Links, check_sendable
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Action, Grid, Op, Placement, Unit
 
@@ -212,6 +212,7 @@ class Assembly:
         self.live.forward(number, unit, span, held=stage.trains and torch.is_grad_enabled())
         if number == len(self.placement.stages) - 1:
             return
+        check_sendable(outputs, stage.layers.last)
         if self.placement.sends_forward(number):
             self._outputs[number, unit] = outputs
         else:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, like, plan_cuts, slice_lengths, spans
+from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, part_of, plan_cuts, slice_lengths, spans
 from ds_terapipe.pipeline.transport.consensus import Header
 from ds_terapipe.schedule import Unit
 
@@ -67,11 +68,16 @@ class StepBatch:
         value, cuts = self._loaded[1], self.input_cuts[micro_batch]
         if span == self.spans[micro_batch][-1]:  # and not the whole of one that is cut, whose slices are to come
             self._loaded = None
-        return like(value, [cut.apply(t, span).detach() for t, cut in zip(as_tuple(value), cuts, strict=True)])
+        return part_of(value, cuts, span)
 
     def labels_of(self, micro_batch: int) -> Any:
-        """Labels of the last stage for a whole micro-batch."""
-        return self.load(self.labels[micro_batch])
+        """Labels of the last stage for a whole micro-batch, in memory of their own: a loss may write into them."""
+        return own(self.load(self.labels[micro_batch]))
+
+
+def own(item: Any) -> Any:
+    """Copy the tensors of a batch, in lists, tuples and dicts; an iterator may use their memory for the next one."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), item)
 
 
 def read_step(

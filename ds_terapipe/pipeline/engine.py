@@ -28,7 +28,7 @@ from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.assembly import Assembly, Step
 from ds_terapipe.pipeline.autotune.engine_facts import changed_settings, new_cutting
 from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
-from ds_terapipe.pipeline.batch import StepBatch, read_step
+from ds_terapipe.pipeline.batch import StepBatch, own, read_step
 from ds_terapipe.pipeline.checkpoints import Checkpoints
 from ds_terapipe.pipeline.closing import close_module, detach_engine
 from ds_terapipe.pipeline.evaluation import Evaluation
@@ -363,6 +363,10 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         """The micro-batches of a step, (inputs, labels) each, where this rank needs them."""
         seat = self._assembly.seat
         return [self._next_batch() for _ in range(micro_batches)] if seat.has_first or seat.has_last else []
+
+    def _next_batch(self) -> Any:
+        """Copy what the iterator yields: all of a step's micro-batches are read before the first of them runs."""
+        return own(super()._next_batch())
 
     def _inspect(self, batch: StepBatch) -> None:
         """Before the first sliced step: where the sequence is between layers, and whether the model can be cut at all."""

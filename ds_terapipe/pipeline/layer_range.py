@@ -73,6 +73,11 @@ class LayerRange:
         index = number - self.first
         return f"layer {number} ({self._names[index]})" if 0 <= index < len(self._names) else f"layer {number}"
 
+    @property
+    def last(self) -> str:
+        """The last layer as errors name it."""
+        return self.text(self.first + len(self.functions) - 1)
+
     def _forward(self, inputs: Any, first: int = 0) -> Any:
         module = self._module
         # a count of its own: what DeepSpeed counts once is a forward pass of each stage of the process

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.batch import StepBatch
-from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, like
+from ds_terapipe.pipeline.slicing import Span, TensorCut, aliases, as_tuple, like
 from ds_terapipe.schedule import Unit
 
 
@@ -80,7 +80,8 @@ class MicroBatchLoss:
             self._outputs.append(outputs)
             if len(self._outputs) == len(self._spans):
                 self._joined = self._join(requires_grad=torch.is_grad_enabled())
-                self.value = self._joined if self._loss_fn is None else self._loss_fn(self._joined, self._labels)
+                outputs = aliases(self._joined)
+                self.value = outputs if self._loss_fn is None else self._loss_fn(outputs, self._labels)
         if keep_outputs and len(self._outputs) == len(self._spans):
             self.outputs = self._join(requires_grad=False)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,46 @@ def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 def like(value: object, tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
     """``tensors`` in the form of ``value``: the inverse of :func:`as_tuple`."""
     return tensors[0] if isinstance(value, Tensor) else tuple(tensors)
+
+
+def part_of(value: Tensor | Sequence[Tensor], cuts: Sequence[TensorCut], span: Span) -> Any:
+    """Copy the part of ``value`` that belongs to a slice.
+
+    A layer may write into its input, so a part shares no memory with ``value`` or with another part.
+    """
+    pairs = zip(as_tuple(value), cuts, strict=True)
+    return like(value, [_apart(cut.apply(tensor, span), tensor) for tensor, cut in pairs])
+
+
+def copy_of(value: Tensor | Sequence[Tensor]) -> Any:
+    """Copy the tensors, in the form of ``value``."""
+    return like(value, [tensor.detach().clone() for tensor in as_tuple(value)])
+
+
+def _apart(part: Tensor, whole: Tensor) -> Tensor:
+    shares = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    return part.detach().clone() if shares else part.detach()
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory under a tensor that is neither a leaf nor a view, which autograd lets a layer write into."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def aliases(value: Tensor | Sequence[Tensor]) -> Any:
+    """Non-leaf tensors on the memory of ``value``, whose gradients reach the tensors in ``value``.
+
+    A layer may write into them or take their data away; a leaf that requires a gradient allows neither.
+    """
+    alias: Any = _Alias.apply
+    return like(value, [alias(t) if t.requires_grad else t.detach() for t in as_tuple(value)])
 
 
 def plan_cuts(

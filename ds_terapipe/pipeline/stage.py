@@ -23,7 +23,7 @@ from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.recording.accounting import StepMemory
-from ds_terapipe.pipeline.slicing import as_tuple, like
+from ds_terapipe.pipeline.slicing import aliases, as_tuple
 from ds_terapipe.schedule import Unit
 
 Autocast: TypeAlias = Callable[[], AbstractContextManager[Any]]
@@ -105,20 +105,17 @@ class Stage:
     def forward(self, unit: Unit, inputs: Any) -> Any:
         """Run a unit; its outputs, which on the last stage are the loss's already.
 
-        ``inputs`` are leaves; what requires a gradient gets one in `backward`.
+        ``inputs`` are leaves in memory that is the stage's; those that require a gradient get one in `backward`.
         """
         span, trains = self._batch.span(unit), self.trains and torch.is_grad_enabled()
-        given = kept = inputs
+        kept = inputs
         if trains and self.layers.is_reentrant and not any(tensor.requires_grad for tensor in as_tuple(inputs)):
             for tensor in as_tuple(inputs):  # else autograd sees no way to what the first checkpoint recomputes
                 tensor.requires_grad_(tensor.is_floating_point())
             kept = ()  # nobody has asked for their gradients
-        if checkpointing.PARTITION_ACTIVATIONS or checkpointing.CPU_CHECKPOINT:
-            # these checkpoints take the data out of the tensors that they are given, and ours wait for their gradients
-            given = like(inputs, [tensor.view_as(tensor) for tensor in as_tuple(inputs)])
         measured = self._memory.forward(self.number, span, lambda: self.context.buffers(unit.micro_batch))
         with torch.set_grad_enabled(trains), self.context.forward(unit, span), self._autocast(), measured:
-            outputs = self.layers(given)
+            outputs = self.layers(aliases(inputs))
         if not torch.is_grad_enabled():
             checkpointing.reset()  # as DeepSpeed does: no backward pass comes to empty the buffers of its checkpoints
         complete = self._batch.is_last_slice(unit)

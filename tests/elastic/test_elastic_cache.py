@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from ds_terapipe.elastic.cache import outputs as outputs_of_cache
 from tests.elastic.samples import Texts, micro_batch_of
-from tests.elastic.training import Case, data_of, engine_of, partly_frozen, reference_on
+from tests.elastic.training import Case, data_of, engine_of, reference_on, writing
 from tests.pipeline.models import FrozenBlock
 from tests.pipeline.training import difference
 from tests.spawn import mark, run_ranks, run_to_exit
@@ -27,7 +28,7 @@ CASES = {
     "tied, LAMB": (Case("tied texts", "lamb", 2, ((3, 2),), (), slices=None, steps=9), EXACT),
     "images": (Case("classifier", "sgd", 2, ((3, 2),), ((5, 1),), slices=None, steps=10), EXACT),
     "checkpointed": (Case("texts", "adamw", 2, ((3, 1), (7, 3)), ((7, 1),), slices=None, steps=12), EXACT),
-    "by hand": (Case("partly frozen", "adamw", 2, (), (), slices=None, steps=8), EXACT),
+    "by hand": (Case("writing", "adamw", 2, (), (), slices=None, steps=8), EXACT),
     "bf16 entries": (Case("texts", "sgd", 2, ((3, 2),), ((6, 1),), steps=100), BF16),
 }
 LOSS, LOSS_BF16, WEIGHTS = 1e-5, 1e-2, 1e-4
@@ -42,8 +43,21 @@ class DroppingBlock(FrozenBlock):
 
 def by_hand() -> list[Any]:
     """The case's model with dropout in a frozen layer, which runs in eval mode where its outputs are kept."""
-    specs = partly_frozen()
+    specs = writing()
     return [specs[0], LayerSpec(DroppingBlock), *specs[2:]]
+
+
+over = threading.Event()  # of this process: its step
+
+
+def write_when_the_step_is_over(write: Any) -> Any:
+    """The order in which a thread's work comes last."""
+
+    def late(*args: Any) -> None:
+        assert over.wait(60)
+        write(*args)
+
+    return late
 
 
 def steps_of(case: Case) -> list[list[Any]]:
@@ -58,7 +72,9 @@ def train(engine: Any, case: Case, steps: list[list[Any]]) -> tuple[list[float],
     share = case.batch // case.size // replicas
     mine = slice(engine.grid.data_parallel_id * share, None) if replicas > 1 else slice(None)
     for step in steps:
+        over.clear()
         losses.append(float(engine.train_batch(iter(step[mine][:share]))))
+        over.set()
         shelf = engine._shelf
         if shelf is not None and shelf.cache is not None:
             for job in shelf.cache._writing:
@@ -71,6 +87,7 @@ def train(engine: Any, case: Case, steps: list[list[Any]]) -> tuple[list[float],
 def trainings(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     # these layers take less than a file: whether reading pays is another test's
     outputs_of_cache.OutputCache._compare = lambda self: None
+    outputs_of_cache.OutputCache._write = write_when_the_step_is_over(outputs_of_cache.OutputCache._write)
     found = {}
     for name in names:
         case, cache = CASES[name]

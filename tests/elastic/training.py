@@ -168,12 +168,25 @@ def partly_frozen() -> list[Any]:
     return [LayerSpec(kind) for kind in (FrozenEmbedding, FrozenBlock, FrozenBlock, Block, Block, Head)]
 
 
+class WritingBlock(Block):
+    """Writes into its input."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.mul_(1.5))
+
+
+def writing() -> list[Any]:
+    """GPT of whose layers the user has frozen the first two; the next one writes into what these put out."""
+    return [LayerSpec(kind) for kind in (FrozenEmbedding, FrozenBlock, WritingBlock, Block, Block, Head)]
+
+
 MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Tensor], Callable[[int, int], Any]]] = {
     "gpt": (gpt, masked_loss, lambda seed, size: micro_batch(seed, batch=size)),
     "tied": (tied_gpt, masked_loss, lambda seed, size: micro_batch(seed, batch=size)),
     "dropping": (dropping, masked_loss, lambda seed, size: micro_batch(seed, batch=size)),
     "dropping texts": (dropping, mean_loss, lambda seed, size: micro_batch(seed, batch=size, masked=False)),
     "partly frozen": (partly_frozen, mean_loss, lambda seed, size: micro_batch(seed, batch=size, masked=False)),
+    "writing": (writing, mean_loss, lambda seed, size: micro_batch(seed, batch=size, masked=False)),
     "texts": (gpt, mean_loss, lambda seed, size: micro_batch(seed, batch=size, masked=False)),
     "tied texts": (tied_gpt, mean_loss, lambda seed, size: micro_batch(seed, batch=size, masked=False)),
     "classifier": (classifier, F.cross_entropy, images),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.transport import p2p as links_module
 from ds_terapipe.pipeline.transport.channels import Channels
-from ds_terapipe.pipeline.transport.p2p import BoundarySpec, Links, Outbox, TensorSpec
+from ds_terapipe.pipeline.transport.p2p import BoundarySpec, Links, Outbox, TensorSpec, check_sendable
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only
 from tests.spawn import run_ranks
@@ -58,10 +60,31 @@ def test_too_many_tensors_are_an_error_that_says_how_many(count, dims):
             spec.encode(CPU)
 
 
-@pytest.mark.parametrize("outputs", [(torch.zeros(1), "text"), (None,), torch.zeros(1, dtype=torch.complex64)])
-def test_only_tensors_that_can_be_sent_are_handed_on(outputs):
-    with pytest.raises(TypeError, match="a stage must hand on tensors of types that can be sent"):
-        BoundarySpec.of(outputs)
+NOT_SENT = {
+    "text in a tuple": ((torch.zeros(1), "text"), "outputs with str as entry 1,"),
+    "None in a list": ([None], "outputs with NoneType as entry 0,"),
+    "number": (3, "outputs with int,"),
+    "dict": ({"hidden": torch.zeros(1)}, "outputs with dict,"),
+    "8 bits": (torch.zeros(1).to(torch.float8_e5m2), "outputs with torch.float8_e5m2,"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SENT)
+def test_only_tensors_that_can_be_sent_are_handed_on(name):
+    outputs, said = NOT_SENT[name]
+    with pytest.raises(ConfigError, match=rf"^layer 2 \(Block\): got {said} must be a tensor or a tuple of tensors"):
+        check_sendable(outputs, "layer 2 (Block)")
+
+
+def test_a_tensor_that_changes_while_it_is_sent_is_an_error(monkeypatch):
+    monkeypatch.setattr(links_module.dist, "isend", lambda *args, **kwargs: None)
+    box, counter = Outbox(1, None, CPU, SimpleNamespace(wait=lambda work, what: None)), torch.zeros(2)
+    box.send(Unit(0, 0), [counter], "activations of 0.0")
+    box.finish()
+    box.send(Unit(0, 1), [counter], "activations of 0.1")
+    counter.add_(1)
+    with pytest.raises(RuntimeError, match=r"^activations of 0\.1: a layer wrote into them"):
+        box.finish()
 
 
 def all_kinds(unit: Unit) -> tuple[Tensor, ...]:
@@ -70,9 +93,11 @@ def all_kinds(unit: Unit) -> tuple[Tensor, ...]:
     whole = torch.randint(-100, 100, (3, 4), generator=random)
     tensors = [whole.to(dtype) if dtype != torch.bool else whole > 0 for dtype in links_module._DTYPES]
     tensors += [torch.tensor(float(unit.slice)), torch.tensor(unit.slice % 2 == 0), torch.empty(0, 5)]
+    pairs = torch.complex(whole.float(), whole.float() + 1)
+    tensors += [pairs.conj(), pairs.conj().imag]  # of which memory holds other values
     tensors += [torch.empty(0, dtype=torch.bool), whole.double().t(), (whole > 0).t(), whole.float()[:, ::2]]
     for tensor in tensors:
-        tensor.requires_grad_(tensor.is_floating_point())
+        tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
     return tuple(tensors)
 
 

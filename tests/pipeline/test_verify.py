@@ -52,6 +52,42 @@ class HandWritten(Attention):
         return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
 
 
+class HandWrittenIn16Bits(HandWritten):
+    """The same, computed in bf16 inside a model of fp32."""
+
+    def forward(self, hidden):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(hidden).float()
+
+
+class Rotary(Attention):
+    """Rotary positions from 0, made inside the layer."""
+
+    def mix(self, q, k, v):
+        angles = torch.outer(torch.arange(q.shape[2]), 1 / torch.arange(1, q.shape[3] // 2 + 1))
+        q, k = (x * torch.cat([angles, angles], -1).cos() for x in (q, k))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Table(nn.Module):
+    """Adds the first rows of a table of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 48, HIDDEN))
+
+    def forward(self, hidden):
+        return hidden + self.table[:, : hidden.shape[1]]
+
+
+class SquareMask(Attention):
+    """Causal by a mask of the tokens that are there."""
+
+    def mix(self, q, k, v):
+        mask = torch.tril(torch.ones(48, 48))[: q.shape[2], : q.shape[2]]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.log())
+
+
 class HandWrittenBehindZeros(HandWritten):
     """Its output projection starts at zero: nothing of the difference leaves the layer."""
 
@@ -136,9 +172,28 @@ def with_middle(layer: type, embedding: type = Embedding, head: type = Head) -> 
     return [LayerSpec(kind) for kind in (embedding, Block, Block, layer, Block, head)]
 
 
+# What an error says of the line to change.
+FROM_0, START = (
+    r".*; it numbers the tokens .* from 0 at test_verify\.py:\d+",
+    r"ds_terapipe\.current_span\(\), \"start\", 0",
+)
+BY_HAND = r".*; it writes causal attention out at test_verify\.py:\d+ \(return scores.*, is_causal=True\)$"
 CHANGED = {
-    "positions": (with_middle(Block, CountedPositions), r"layer 0 \(\w+\), module 0\.positions,"),
-    "hand-written": (with_middle(HandWritten), r"the input of layer 3 \(\w+\), module 3\.out,"),
+    "positions": (
+        with_middle(Block, CountedPositions),
+        rf"layer 0 \(\w+\), module 0\.positions,{FROM_0} .*arange.*{START}",
+    ),
+    "rotary": (with_middle(Rotary), rf"the input of layer 3 \(\w+\), module 3\.out,{FROM_0} \(angles = .*{START}"),
+    "table": (with_middle(Table), rf"the output of layer 3 \(\w+\)(, module 3,)? differs{FROM_0} .*table\[.*{START}"),
+    "square mask": (
+        with_middle(SquareMask),
+        r"an attention mask of 3 x 3 for tokens 2 to 5 .*layer 3.*, use is_causal=True in",
+    ),
+    "hand-written": (with_middle(HandWritten), rf"the input of layer 3 \(\w+\), module 3\.out,{BY_HAND}"),
+    "hand-written in 16 bits": (
+        with_middle(HandWrittenIn16Bits),
+        rf"the input of layer 3 \(\w+\), module 3\.out,{BY_HAND}",
+    ),
     "behind zeros": (with_middle(HandWrittenBehindZeros), r"the input of layer 3 \(\w+\), module 3\.out,"),
     "needs weights": (with_middle(NeedsWeights), r"layer 3 \(\w+\), module 3\.attention,"),
     "bert": (with_middle(Bert), r"attention that is not causal \(layer 3"),
@@ -151,7 +206,7 @@ CHANGED = {
     "last token": (with_middle(LastToken), r"the output of layer 3 \(\w+\)(, module 3,)? differs"),
 }
 UNCUT = ("hand-written", "bert", "recurrent", "pooling")
-WITH_AMOUNT = set(CHANGED) - {"bert", "bert with a mask", "pooling"}
+WITH_AMOUNT = set(CHANGED) - {"bert", "bert with a mask", "square mask", "pooling"}
 
 
 def refusals(rank: int, world_size: int) -> dict[str, tuple[str, bool, str]]:

@@ -10,7 +10,7 @@ from ds_terapipe.elastic.cache.outputs import Compute
 from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.loss import StepLosses
-from ds_terapipe.pipeline.slicing import Span, as_tuple, like
+from ds_terapipe.pipeline.slicing import Span, copy_of, part_of
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.refusals import has_own_forward
 from ds_terapipe.schedule import Unit
@@ -53,15 +53,14 @@ class CachedStage(Stage):
         if self._batch.is_last_slice(unit):
             del self._whole[number]
         if span.is_whole:
-            return outputs
+            return copy_of(outputs)  # the next stage may write into its inputs while a thread writes these to a file
         assert self.dims is not None
-        cuts = zip(as_tuple(outputs), self.dims.outputs, strict=True)
-        return like(outputs, [cut.apply(tensor, span) for tensor, cut in cuts])
+        return part_of(outputs, self.dims.outputs, span)
 
     def _run_whole(self, inputs: Any, start: int) -> Any:
         unit = Unit(0, 0)
         with torch.no_grad(), self.context.forward(unit, self._span(0)), self._autocast():
-            outputs = self.layers(inputs, start)
+            outputs = self.layers(copy_of(inputs), start)  # which may run again from the same
         self.context.release(unit.micro_batch)
         return outputs
 

@@ -25,7 +25,7 @@ from ds_terapipe.pipeline.operators.context import refuse_model
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, like
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.pipeline.transport.p2p import BoundarySpec
+from ds_terapipe.pipeline.transport.p2p import BoundarySpec, check_sendable
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled
 from ds_terapipe.schedule import Action, Op, Unit
 
@@ -200,6 +200,7 @@ class Inspection:
     def _run_unit(self, stage: Stage, inputs: Any, span: Span, run: Callable[[Stage, Any, Span], Any]) -> Any:
         outputs = run(stage, inputs, span)
         if not self._is_last(stage):
+            check_sendable(outputs, stage.layers.last)
             BoundarySpec.of(outputs).encode(torch.device("cpu"))  # whether it can be sent at all
         return outputs
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
 from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
-from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, like
+from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, copy_of, part_of
 from ds_terapipe.schedule import Unit
 
 # largest difference of a token's vector, relative to its length, that is rounding within one layer
@@ -28,11 +30,31 @@ _TINY = 1e-30
 
 
 class Record(NamedTuple):
-    """What one call of one module got or gave."""
+    """Inputs or output of one call of one module, and how far apart rounding may bring those of two runs."""
 
     module: str
     what: str
     tensors: tuple[Tensor, ...]
+    tolerance: float
+
+
+class _Rounding(TorchDispatchMode):
+    """The tolerance of the least precise type that an operator has put out since the last reset.
+
+    A layer may compute in fewer bits than its inputs and outputs have: under autocast, or between casts of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tolerance = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self.tolerance = max(self.tolerance, TOLERANCE.get(tensor.dtype, 0.0))
+        return result
 
 
 class _NoDropout(TorchFunctionMode):
@@ -100,6 +122,7 @@ class _Recorder:
 
     def __init__(self, root: nn.Module, skip: Sequence[nn.Module]) -> None:
         self.records: list[Record] = []
+        self.rounding = _Rounding()
         self._handles = []
         inside = {id(module) for outside in skip for module in outside.modules()}
         for name, module in root.named_modules():
@@ -121,11 +144,13 @@ class _Recorder:
 
     def add(self, module: str, what: str, value: Any) -> None:
         """Record the tensors in ``value``; clones, because modules may reuse their buffers."""
-        self.records.append(Record(module, what, tuple(t.detach().clone() for t in _tensors(value))))
+        tensors = tuple(t.detach().clone() for t in _tensors(value))
+        self.records.append(Record(module, what, tensors, self.rounding.tolerance))
 
     def take(self) -> list[Record]:
-        """What was recorded since the last call."""
+        """Return the records since the last call, and forget the types since then."""
         records, self.records = self.records, []
+        self.rounding.tolerance = 0.0
         return records
 
     def close(self) -> None:
@@ -170,21 +195,14 @@ def verify_stage(
     Raises:
         ConfigError: a module computes something else when its sequence is cut; its name and by how much.
     """
-    whole = Span(0, spans[0].total, spans[0].total)
     recorder = _Recorder(root, skip)
     try:
-        for index, layer in enumerate(layers.functions):
-            number = layers.first + index
-            outputs = _run(layer, number, context, recorder, inputs, whole)
-            expected = recorder.take()
-            pieces = [
-                like(inputs, [cut.apply(t, span) for t, cut in zip(as_tuple(inputs), cuts[index], strict=True)])
-                for span in spans
-            ]
-            batch = _batch_size(as_tuple(inputs), cuts[index])
-            for piece, span in zip(pieces, spans, strict=True):
-                _run(layer, number, context, recorder, piece, span)
-                _compare(layers.text(number), expected, recorder.take(), span, batch)
+        for index, (layer, layer_cuts) in enumerate(zip(layers.functions, cuts, strict=True)):
+            one = _OneLayer(layer, layers.first + index, layers.text(layers.first + index), context, recorder)
+            outputs = one.run_whole(inputs, spans[0].total)
+            batch = _batch_size(as_tuple(inputs), layer_cuts)
+            for span in spans:
+                one.compare(part_of(inputs, layer_cuts, span), span, batch)
             context.clear()
             inputs = outputs
     finally:
@@ -192,15 +210,44 @@ def verify_stage(
     return inputs
 
 
-def _run(
-    layer: Callable[..., Any], number: int, context: SliceContext, recorder: _Recorder, inputs: Any, span: Span
-) -> Any:
-    with context.forward(Unit(0, 0), span):
-        context.enter_layer(number)
-        recorder.add("", "input", inputs)
-        output = layer(inputs)
-        recorder.add("", "output", output)
-    return output
+class _OneLayer:
+    """A layer that is run whole first, and then slice by slice."""
+
+    def __init__(
+        self, layer: Callable[..., Any], number: int, text: str, context: SliceContext, recorder: _Recorder
+    ) -> None:
+        self._layer, self._number, self._text = layer, number, text
+        self._context, self._recorder = context, recorder
+        self._expected: list[Record] = []
+
+    def run_whole(self, inputs: Any, total: int) -> Any:
+        """Run the layer on a copy of its inputs, all ``total`` tokens of them, and return its outputs."""
+        with self._recorder.rounding:
+            outputs = self._run(copy_of(inputs), Span(0, total, total))
+        self._expected = self._recorder.take()
+        return outputs
+
+    def compare(self, inputs: Any, span: Span, batch: int) -> None:
+        """Run the layer on a slice. Raises ConfigError where it differs from the whole, with advice where there is some."""
+        again = copy_of(inputs)
+        self._run(inputs, span)
+        different = _different(self._text, self._expected, self._recorder.take(), span, batch)
+        if different is None:
+            return
+        diagnosis = SliceDiagnosis(span)
+        # a layer that fails with other positions is refused for the difference all the same
+        with suppress(Exception), diagnosis:
+            self._run(again, span)
+        cured = _different(self._text, self._expected, self._recorder.take(), span, batch) is None
+        raise refuse_model(different, diagnosis.advice(positions_are_all=cured))
+
+    def _run(self, inputs: Any, span: Span) -> Any:
+        with self._context.forward(Unit(0, 0), span):
+            self._context.enter_layer(self._number)
+            self._recorder.add("", "input", inputs)
+            output = self._layer(inputs)
+            self._recorder.add("", "output", output)
+        return output
 
 
 def _batch_size(tensors: Sequence[Tensor], cuts: Sequence[TensorCut]) -> int:
@@ -210,38 +257,25 @@ def _batch_size(tensors: Sequence[Tensor], cuts: Sequence[TensorCut]) -> int:
     return 1
 
 
-def _compare(layer: str, expected: list[Record], got: list[Record], span: Span, batch: int) -> None:
+def _different(layer: str, expected: list[Record], got: list[Record], span: Span, batch: int) -> str | None:
+    """The first difference between a slice and the whole sequence, in words; None where there is none."""
     if [record[:2] for record in expected] != [record[:2] for record in got]:
-        raise refuse_model(
-            f"{layer} calls other modules for tokens {span.start} to {span.stop} than for the whole sequence"
-        )
+        return f"{layer} calls other modules for tokens {span.start} to {span.stop} than for the whole sequence"
     for a, b in zip(expected, got, strict=True):
         where = f"the {a.what} of {layer}" + (f", module {a.module}," if a.module else "")
         if len(a.tensors) != len(b.tensors):
-            raise refuse_model(
-                f"{where} is {len(b.tensors)} tensors for a slice and {len(a.tensors)} for the whole sequence"
-            )
+            return f"{where} is {len(b.tensors)} tensors for a slice and {len(a.tensors)} for the whole sequence"
         for whole, part in zip(a.tensors, b.tensors, strict=True):
             candidates = list(_corresponding(whole, part, span, batch))
             if not candidates:
                 if a.module:
                     continue  # laid out in a way unknown here; what it leads to is compared further on
-                raise refuse_model(
-                    f"{where} has shape {list(part.shape)} for {span.length} tokens, {list(whole.shape)} for all"
-                )
+                return f"{where} has shape {list(part.shape)} for {span.length} tokens, {list(whole.shape)} for all"
             error = min(_difference(piece, part, row) for piece, row in candidates)
-            if error > _tolerance(part):
-                raise refuse_model(
-                    f"{where} differs by {error:.1e} between slice and whole sequence (tokens {span.start} to {span.stop})"
-                )
-
-
-def _tolerance(tensor: Tensor) -> float:
-    """Under autocast a tensor of 32 bits may be made of products of 16."""
-    limit, device = TOLERANCE.get(tensor.dtype, 0.0), tensor.device.type
-    if limit and torch.is_autocast_enabled(device):
-        return max(limit, TOLERANCE.get(torch.get_autocast_dtype(device), limit))
-    return limit
+            if error > max(a.tolerance, TOLERANCE.get(part.dtype, 0.0)):
+                between = f"between slice and whole sequence (tokens {span.start} to {span.stop})"
+                return f"{where} differs by {error:.1e} {between}"
+    return None
 
 
 def _corresponding(whole: Tensor, part: Tensor, span: Span, batch: int) -> Iterator[tuple[Tensor, int | None]]:

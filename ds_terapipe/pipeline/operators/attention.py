@@ -65,9 +65,12 @@ def cut_mask(mask: Tensor, span: Span, dtype: torch.dtype, where: str = "") -> T
     """
     rows, columns = mask.shape[-2:]
     if columns not in (span.stop, span.total) or rows not in (1, span.length, span.total):
+        advice = f"a mask must have {span.stop} (context and slice) or {span.total} columns"
+        if is_causal_square(mask if mask.dtype == torch.bool else mask == 0, span.length):
+            advice = "it is causal and hides nothing else, use is_causal=True in its place"
         raise refuse_model(
             f"an attention mask of {rows} x {columns} for tokens {span.start} to {span.stop} of {span.total} ({where})",
-            f"a mask must have {span.stop} (context and slice) or {span.total} columns, use is_causal=True where it is causal",
+            advice,
         )
     if rows == span.total and rows != span.length:
         mask = mask[..., span.start : span.stop, :]
@@ -75,6 +78,13 @@ def cut_mask(mask: Tensor, span: Span, dtype: torch.dtype, where: str = "") -> T
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
     return mask.to(dtype).expand(*mask.shape[:-2], span.length, span.stop)
+
+
+def is_causal_square(visible: Tensor, length: int) -> bool:
+    """Whether a mask of at least two rows, True where a token is seen, is square and shows each token those up to itself."""
+    if visible.dim() < 2 or visible.shape[-2:] != (length, length) or length < 2:
+        return False
+    return bool((visible == torch.ones(length, length, dtype=torch.bool, device=visible.device).tril()).all())
 
 
 def refuse_compiled(context: SliceContext, query: Tensor) -> None:

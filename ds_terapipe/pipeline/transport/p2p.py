@@ -17,7 +17,9 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.slicing import as_tuple
 from ds_terapipe.pipeline.transport.channels import Channels, channels_of, ends_of
 from ds_terapipe.pipeline.transport.stream import StreamClock
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
@@ -26,9 +28,9 @@ from ds_terapipe.schedule import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Action
 _META_SIZE = 256
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8,
-    torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
-_AS_BYTES = (torch.bool, torch.int16)  # NCCL has no such types
+_AS_BYTES = (torch.bool, torch.int16, torch.complex64, torch.complex128)  # NCCL has no such types
 
 
 class TensorSpec(NamedTuple):
@@ -47,14 +49,8 @@ class BoundarySpec(NamedTuple):
 
     @classmethod
     def of(cls, outputs: Tensor | Sequence[Tensor]) -> BoundarySpec:
-        """The spec of a stage's outputs. Raises TypeError for anything but tensors of the usual types."""
-        single = isinstance(outputs, Tensor)
-        tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
-                raise TypeError(
-                    f"a stage must hand on tensors of types that can be sent, got {type(tensor).__name__} {tensor}"
-                )
+        """Describe a stage's outputs, which `check_sendable` accepts."""
+        single, tensors = isinstance(outputs, Tensor), as_tuple(outputs)
         return cls(tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), single)
 
     def gradients(self) -> BoundarySpec:
@@ -85,9 +81,31 @@ class BoundarySpec(NamedTuple):
         return cls(tuple(specs), single)
 
 
+def check_sendable(outputs: Any, layer: str) -> None:
+    """Check that a stage can hand on its outputs.
+
+    Args:
+        outputs: of the stage's last layer.
+        layer: that layer, as errors name it.
+
+    Raises:
+        ConfigError: an entry is no tensor, or of a type that messages do not carry.
+    """
+    entries = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    for index, entry in enumerate(entries):
+        if isinstance(entry, Tensor) and entry.dtype in _DTYPES:
+            continue
+        got = str(entry.dtype) if isinstance(entry, Tensor) else type(entry).__name__
+        where = f" as entry {index}" if entries is outputs else ""
+        raise ConfigError(
+            f"{layer}: got outputs with {got}{where}, must be a tensor or a tuple of tensors where a stage ends, use a tensor "
+            "there or another partition_method"
+        )
+
+
 def raw(tensor: Tensor) -> Tensor:
-    """What a message carries of a tensor: the same memory, where that is contiguous."""
-    tensor = tensor.detach().contiguous()
+    """The tensor as a message carries it: the same memory, where that is contiguous and holds the values as they are."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor.view(-1).view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor
 
 
@@ -96,8 +114,14 @@ class _Sent(NamedTuple):
 
     work: Any
     tensor: Tensor
+    version: int
     what: str
     unit: Unit | None
+
+
+def _version(tensor: Tensor) -> int:
+    """Count of the writes to a tensor; tensors of inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Outbox:
@@ -118,7 +142,7 @@ class Outbox:
 
     def _send(self, tensor: Tensor, what: str, unit: Unit | None) -> None:
         work = dist.isend(tensor, self._peer, group=self._group)
-        self._pending.append(_Sent(work, tensor, what, unit))
+        self._pending.append(_Sent(work, tensor, _version(tensor), what, unit))
 
     def taken(self, unit: Unit) -> None:
         """The neighbour is known to have taken this unit, and so all before it: let go of them."""
@@ -139,6 +163,11 @@ class Outbox:
         while len(self._pending) > left:
             sent = self._pending[0]
             self._watchdog.wait(sent.work, f"rank {self._peer} to take {sent.what}")
+            if _version(sent.tensor) != sent.version:
+                raise RuntimeError(
+                    f"{sent.what}: a layer wrote into them while they were sent to rank {self._peer}; a stage must hand on "
+                    "tensors that its next micro-batch leaves alone, use .clone() on what it returns"
+                )
             self._pending.popleft()
 
 
