@@ -1,0 +1,1 @@
+"""Mechanical changes to the package, and which tests notice them."""

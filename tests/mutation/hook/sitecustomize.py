@@ -1,0 +1,71 @@
+"""Puts a mutant into the package, or marks its lines as run, in every interpreter that has this folder on PYTHONPATH.
+
+``MUTANT``: ``module:index``, or ``known:name`` of known.py. ``MUTANT_LINES``: a file, to which each process appends ``module:line`` of the lines that it runs.
+"""
+
+import importlib.machinery
+import os
+import sys
+import types
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[3]
+_TARGET, _, _INDEX = os.environ.get("MUTANT", "").partition(":")
+_LINES = os.environ.get("MUTANT_LINES")
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname):  # never from a cached file
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+    def source_to_code(self, data, path, *, _optimize=-1):
+        code = source = data.decode()
+        if _LINES:
+            code = _part("operators").traced(source)
+        elif _TARGET == "known":
+            code = _part("known").by_name(_INDEX).applied(self.name, source)
+        elif self.name == _TARGET:
+            code = _part("operators").mutated(source, int(_INDEX))
+        return compile(code, path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def exec_module(self, module):
+        if _LINES:
+            module.__dict__["__mutant_line__"] = _marker(self.name)
+        super().exec_module(module)
+
+
+def _part(name):
+    """A module of tests/mutation, under a name of its own: the package of that name is not imported for it."""
+    full = f"_mutation_{name}"
+    if full not in sys.modules:
+        loader = importlib.machinery.SourceFileLoader(full, str(_ROOT / "tests" / "mutation" / f"{name}.py"))
+        sys.modules[full] = module = types.ModuleType(full)
+        loader.exec_module(module)
+    return sys.modules[full]
+
+
+def _marker(name):
+    seen = set()
+    file = os.open(_LINES, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def mark(line):
+        if line not in seen:
+            seen.add(line)
+            os.write(file, f"{name}:{line}\n".encode())
+
+    return mark
+
+
+class _Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        if fullname != "ds_terapipe" and not fullname.startswith("ds_terapipe."):
+            return None
+        spec = super().find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+if _TARGET or _LINES:
+    sys.meta_path.insert(0, _Finder)

@@ -1,0 +1,189 @@
+"""Mechanical mutants: small changes to the syntax tree of a module, each with a number.
+
+The standard library only: every interpreter that a test starts imports this before anything else.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add,
+}  # fmt: skip
+# Whatever these calls do, no number depends on it.
+_TALK = {"debug", "info", "warning", "error", "exception", "emit", "print"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change.
+
+    Attributes:
+        index: among all of its module.
+        line: where it is.
+        kind: comparison, constant, arithmetic, negation, statement or arguments.
+        was, becomes: the changed piece of code.
+    """
+
+    index: int
+    line: int
+    kind: str
+    was: str
+    becomes: str
+
+
+def mutants_of(source: str) -> list[Mutant]:
+    """All mutants of a module, in the order of its text."""
+    found = []
+    for index, (node, kind, changed) in enumerate(_changes(ast.parse(source))):
+        was, becomes = (" ".join(ast.unparse(each).split())[:80] for each in (node, changed))
+        found.append(Mutant(index, node.lineno, kind, was, becomes))
+    return found
+
+
+def mutated(source: str, index: int) -> ast.Module:
+    """The module with one of its mutants."""
+    tree = ast.parse(source)
+    for number, (node, _, changed) in enumerate(_changes(tree)):
+        if number == index:
+            return ast.fix_missing_locations(_Replace(node, changed).visit(tree))
+    raise ValueError(f"there is no mutant {index}")
+
+
+def traced(source: str) -> ast.Module:
+    """The module with a call ``__mutant_line__(n)`` before every statement of a function that has mutants, n its line."""
+    lines = {mutant.line for mutant in mutants_of(source)}
+    return ast.fix_missing_locations(_Trace(lines).visit(ast.parse(source)))
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple[Any, str, Any]]:
+    """Nodes inside functions, with what becomes of each."""
+    for function in _functions(tree):
+        body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+        for statement in body:
+            yield from _in_statement(statement)
+
+
+def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    """The outermost functions and methods; those within them belong to them."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node)
+
+
+def _in_statement(statement: ast.AST) -> Iterator[tuple[Any, str, Any]]:
+    if isinstance(statement, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)):
+        return
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        if _name(statement.value) in _TALK:
+            return
+        yield statement, "statement", ast.copy_location(ast.Pass(), statement)
+    if isinstance(statement, ast.AugAssign):
+        yield statement, "statement", ast.copy_location(ast.Pass(), statement)
+    for node in ast.iter_child_nodes(statement):
+        if isinstance(node, (ast.JoinedStr, ast.arguments)):
+            continue
+        if isinstance(statement, ast.AnnAssign) and node is statement.annotation:
+            continue
+        if isinstance(node, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            yield from _in_statement(node)
+            continue
+        change = _of_expression(node)
+        if change is not None:
+            yield change
+        yield from _in_statement(node)
+
+
+def _of_expression(node: ast.AST) -> tuple[Any, str, Any] | None:
+    changed: Any = copy.deepcopy(node)
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
+        changed.ops[0] = _COMPARISONS[type(node.ops[0])]()
+        return node, "comparison", changed
+    if isinstance(node, ast.BoolOp):
+        changed.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        return node, "comparison", changed
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return node, "negation", node.operand
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC and not _is_text(node):
+        changed.op = _ARITHMETIC[type(node.op)]()
+        return node, "arithmetic", changed
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
+        changed.value = not node.value if isinstance(node.value, bool) else node.value + 1
+        return node, "constant", changed
+    if (
+        isinstance(node, ast.Call)
+        and len(node.args) >= 2
+        and not any(isinstance(a, ast.Starred) for a in node.args[:2])
+    ):
+        if _name(node) not in {"isinstance", "getattr", "hasattr", "setattr", "zip", *_TALK}:
+            changed.args[:2] = changed.args[1::-1]
+            return node, "arguments", changed
+    return None
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    sides = (node.left, node.right)
+    return any(
+        isinstance(s, ast.JoinedStr) or (isinstance(s, ast.Constant) and isinstance(s.value, str)) for s in sides
+    )
+
+
+def _name(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, node: ast.AST, changed: ast.AST) -> None:
+        self._node, self._changed = node, changed
+
+    def visit(self, node: ast.AST) -> Any:
+        return self._changed if node is self._node else self.generic_visit(node)
+
+
+class _Trace(ast.NodeTransformer):
+    """A mark before each statement that has one of the lines, its own or inside its first line's expressions."""
+
+    def __init__(self, lines: set[int]) -> None:
+        self._lines = lines
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        skip = 1 if ast.get_docstring(node) is not None else 0
+        node.body = node.body[:skip] + self._marked(node.body[skip:])
+        return node
+
+    def _marked(self, statements: list[Any]) -> list[Any]:
+        result: list[Any] = []
+        for statement in statements:
+            for line in sorted(self._lines & set(_own_lines(statement))):
+                mark = ast.Call(ast.Name("__mutant_line__", ast.Load()), [ast.Constant(line)], [])
+                result.append(ast.copy_location(ast.Expr(mark), statement))
+            for field in ("body", "orelse", "finalbody"):
+                if isinstance(inner := getattr(statement, field, None), list) and not isinstance(
+                    statement, ast.ClassDef
+                ):
+                    setattr(statement, field, self._marked(inner))
+            for handler in getattr(statement, "handlers", []):
+                handler.body = self._marked(handler.body)
+            for case in getattr(statement, "cases", []):
+                case.body = self._marked(case.body)
+            result.append(statement)
+        return result
+
+
+def _own_lines(statement: ast.stmt) -> range:
+    """Lines of a statement without those of the statements inside it."""
+    inner = getattr(statement, "body", None) or getattr(statement, "cases", None)
+    if isinstance(inner, list):
+        first = inner[0].lineno if hasattr(inner[0], "lineno") else inner[0].pattern.lineno
+        return range(statement.lineno, max(first, statement.lineno + 1))
+    return range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
