@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         KEYS,
         "Keys that do not go with token slices, or with FusedLamb, are let pass.",
-        ("ds_terapipe.refusals.configuration:_check_rules",),
+        ("ds_terapipe.refusals.configuration:check_rules",),
         _lets_pass,
         "refusals, ZeRO-3 beside FusedLamb",
     ),
