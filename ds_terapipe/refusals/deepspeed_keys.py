@@ -41,7 +41,7 @@ def _no_numbers(value: Any) -> bool:
 
 
 def _no_interval(value: Any) -> bool:
-    return not (isinstance(value, (int, float)) and value > 0)  # infinity is how some never print
+    return value is not None and not (isinstance(value, (int, float)) and value != 0)  # null and infinity: never
 
 
 def _no_dtype(value: Any) -> bool:
@@ -75,7 +75,7 @@ VALUE_RULES = (
     Rule("train_micro_batch_size_per_gpu", _but_count(1, _NULL), "a positive number of samples", "e.g. 1"),
     Rule("gradient_accumulation_steps", _but_count(1, _NULL), "a positive number of micro-batches", "e.g. 8"),
     Rule("gradient_clipping", _no_number, "a number, the largest norm of all gradients", "e.g. 1.0, or 0 for none"),
-    Rule("steps_per_print", _no_interval, "a positive number of steps", "e.g. 10"),
+    Rule("steps_per_print", _no_interval, "a number of steps other than 0, or null", "e.g. 10"),
     Rule("log_level", _but(str, _NULL), "the name of a level", 'e.g. "info"'),
     Rule("torch_autocast", _but(Mapping), "a block of keys", 'e.g. {"enabled": true, "dtype": "bfloat16"}'),
     Rule("torch_autocast.enabled", _but(bool), "true or false", "false"),
