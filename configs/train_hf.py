@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
-from transformers import AutoTokenizer, DataCollatorForLanguageModeling
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from ds_terapipe import hf
 from ds_terapipe.errors import ConfigError
@@ -30,19 +31,29 @@ def parse() -> argparse.Namespace:
     return deepspeed.add_config_arguments(parser).parse_args()
 
 
+def samples_of(tokenizer: Any, text: str, seq_length: int) -> list[dict[str, list[int]]]:
+    """The text and its end in pieces. A piece begins with the last token of the one before, so each token is predicted once."""
+    tokens = tokenizer(text)["input_ids"]
+    if tokenizer.eos_token_id is not None and tokens[-1:] != [tokenizer.eos_token_id]:
+        tokens.append(tokenizer.eos_token_id)
+    pieces = [tokens[start : start + seq_length] for start in range(0, len(tokens) - 1, seq_length - 1)]
+    return [{"input_ids": piece, "labels": piece} for piece in pieces]
+
+
 def main() -> None:
     options = parse()
     if options.out is not None:
         hf.check_new("--out", options.out)  # before the work
     if not options.text.is_file():
         raise ConfigError(f"--text: got {options.text}, must be a text file, use the path of one")
+    if options.seq_length < 2:
+        raise ConfigError(f"--seq-length: got {options.seq_length}, must be at least 2 tokens, use e.g. 1024")
     model = hf.pipeline(options.model, num_stages=options.stages)
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    tokens = tokenizer(options.text.read_text())["input_ids"]
-    samples = [tokens[start : start + options.seq_length] for start in range(0, len(tokens) - 1, options.seq_length)]
-    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    samples = samples_of(tokenizer, options.text.read_text(), options.seq_length)
+    collate = DataCollatorForSeq2Seq(tokenizer)  # ignores labels of padding, where others ignore all ends of texts, too
 
     engine, *_ = deepspeed.initialize(
         args=options,

@@ -89,6 +89,9 @@ NAMES: tuple[Name, ...] = (
     Name(
         "deepspeed.runtime.config:DeepSpeedConfig._initialize_params#pipeline", "0.19.8", "register: pipe_partitioned"
     ),
+    Name("deepspeed.runtime.config:DeepSpeedConfig", "0.19.8", "refusals: reads the configuration once before"),
+    Name("deepspeed.runtime.config:DtypeEnum", "0.19.8", "refusals: names of types"),
+    Name("deepspeed.utils:logger", "0.19.8", "refusals: silent during that"),
     Name("deepspeed.runtime.constants:GRADIENT_CLIPPING_DEFAULT", "0.19.8", "refusals: is clipping on"),
     Name("deepspeed.runtime.pipe.dualpipev:DualPipeVModule", "0.19.8", "refusals: refused"),
     Name("deepspeed.moe.layer:MoE", "0.19.8", "refusals: refused by the name of its package", needed=False),

@@ -6,19 +6,23 @@ every key whose value is the string ``"auto"`` before it is looked at.
 
 from __future__ import annotations
 
+import math
 import numbers
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, ValidationError, field_validator
 
-from .errors import ConfigError, bad_value, is_finite, nearest, shown
+from .errors import LARGEST_COUNT, ConfigError, bad_value, is_finite, nearest, shown
 from .schedule import NAMES
 
 TOKEN_PIPELINE = "token_pipeline"
 AUTO = "auto"
 SLICES_RULE = 'a positive number, a list of lengths or "auto"'
+LARGEST_GB = 10**9  # 1e18 bytes fit 64 bits
+LARGEST_64 = 2**63 - 1
 YEAR_S = 31536000  # in some 300 years a process group counts over, and its operations end at once
 _GONE = {"pack_weights": "weights are no longer packed"}
 
@@ -170,10 +174,7 @@ class TokenPipelineConfig(Block):
     @classmethod
     def _check_timeout(cls, value: object) -> float:
         rule = f"a positive number of seconds, at most a year ({YEAR_S})"
-        seconds = positive(_path("timeout_s"), value, rule, "e.g. 600")
-        if seconds > YEAR_S:
-            raise bad_value(_path("timeout_s"), value, rule, "e.g. 600")
-        return seconds
+        return positive(_path("timeout_s"), value, rule, "e.g. 600", most=YEAR_S)
 
     @field_validator("trace_path", "plan_path", "measurements_path", mode="before")
     @classmethod
@@ -184,16 +185,12 @@ class TokenPipelineConfig(Block):
     @field_validator("granularity", mode="before")
     @classmethod
     def _check_granularity(cls, value: object) -> int:
-        if not is_count(value):
-            raise bad_value(_path("granularity"), value, "a positive number of tokens", "e.g. 8")
-        return int(value)  # type: ignore[call-overload, no-any-return]
+        return count(_path("granularity"), value, "a positive number of tokens", "e.g. 8")
 
     @field_validator("memory_gb", mode="before")
     @classmethod
     def _check_memory(cls, value: object) -> float | None:
-        if value is None:
-            return None
-        return positive(_path("memory_gb"), value, "a positive number of 1e9 bytes", "e.g. 16")
+        return gigabytes(_path("memory_gb"), value, "e.g. 16")
 
     @field_validator("trace_steps", mode="before")
     @classmethod
@@ -253,23 +250,53 @@ def switch(key: str, value: object, default: bool) -> bool:
     return value
 
 
-def positive(key: str, value: object, rule: str, use: str) -> float:
-    """``value`` as a finite number above 0, else an error."""
-    if not is_finite(value) or value <= 0:  # type: ignore[operator]
+def positive(key: str, value: object, rule: str, use: str, most: float = math.inf) -> float:
+    """``value`` as a finite number above 0 and at most ``most``, else an error."""
+    if not is_finite(value) or not 0 < value <= most:  # type: ignore[operator]
         raise bad_value(key, value, rule, use)
     return float(value)  # type: ignore[arg-type]
 
 
+def gigabytes(key: str, value: object, use: str) -> float | None:
+    """``value`` as an amount of memory, or None; else an error."""
+    if value is None:
+        return None
+    return positive(key, value, f"a positive number of 1e9 bytes{_bound(value, LARGEST_GB)}", use, most=LARGEST_GB)
+
+
 def name_of(key: str, value: object, rule: str, example: str) -> str | None:
-    """``value`` where it is a name of something, or None; else an error with the example."""
-    if value is not None and (not isinstance(value, str) or not value.strip()):
+    """``value`` where it is the name of a file or folder, or None; else an error with the example."""
+    if value is not None and not _names_a_file(value):
         raise bad_value(key, value, rule, shown(example))
-    return value
+    return value  # type: ignore[return-value]
 
 
-def is_count(value: object, least: int = 1) -> bool:
-    """An integer of at least that; true is none."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least  # type: ignore[operator]
+def _names_a_file(value: object) -> bool:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        return False
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell
+        return False
+    return True
+
+
+def is_count(value: object, least: int = 1, most: int = LARGEST_COUNT) -> bool:
+    """Whether it is an integer from ``least`` to ``most``; true is none."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and least <= value <= most  # type: ignore[operator]
+
+
+def count(key: str, value: object, rule: str, use: str, least: int = 1, most: int = LARGEST_COUNT) -> int:
+    """``value`` as an integer from ``least`` to ``most``, else an error."""
+    if not is_count(value, least, most):
+        raise bad_value(key, value, rule + _bound(value, most), use)
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def _bound(value: object, most: int) -> str:
+    """The end of a rule that a value breaks by being too large."""
+    return f", at most {most}" if isinstance(value, (int, float)) and value > most else ""
 
 
 def one_of(key: str, value: object, names: Sequence[str], default: str) -> str:

@@ -9,6 +9,9 @@ import math
 import numbers
 from collections.abc import Iterable, Iterator
 
+LARGEST_COUNT = 2**53
+"""Up to here every whole number of a JSON file is exact in a double, and fits the integers that it is put into."""
+
 
 class ConfigError(ValueError):
     """A setting or a model that token pipelining cannot run; the message is one line.

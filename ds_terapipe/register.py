@@ -192,7 +192,9 @@ def _build(
             config = keys.config
             during.enter_context(keys.put_into(given))
         if wanted.pipeline:
-            engine = _pipeline_engine(given.get("model"), config)
+            engine = _pipeline_engine(given, config)
+        else:
+            importlib.import_module("ds_terapipe.refusals").check_keys(config, given)
         during.enter_context(_engine_class(engine))
         result = original(**given)
     if engine is not None and not isinstance(result[0], engine.ds_terapipe_builds):  # type: ignore[attr-defined]
@@ -215,7 +217,7 @@ def _optimizer_keys(config: Mapping[str, Any], arguments: Mapping[str, Any], wan
     return json_keys.read(config, arguments, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
 
-def _pipeline_engine(model: Any, config: Mapping[str, Any]) -> Callable[..., Any]:
+def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any]) -> Callable[..., Any]:
     """Called as a ``PipelineEngine``, makes one of ours; its ``ds_terapipe_builds`` is the class.
 
     A model that is not cut, beside ``elastic_pipeline`` alone, has one slice.
@@ -233,10 +235,10 @@ def _pipeline_engine(model: Any, config: Mapping[str, Any]) -> Callable[..., Any
     except Exception as reason:
         _cannot_run(key, reason)
 
-    beside = _written(config)
+    beside, model = _written(config), given.get("model")
     refusals.check_model_class(model, beside)
     check_open(model)
-    settings = refusals.on_every_rank(model, lambda: _checked(config, model))
+    settings = refusals.on_every_rank(model, lambda: _checked(config, given))
 
     def engine(*engine_args: Any, **engine_kwargs: Any) -> Any:
         # DeepSpeed adds what deepspeed.tp_model_init asked for to the configuration after the first look at it.
@@ -259,7 +261,7 @@ def _written(config: Mapping[str, Any]) -> str:
     return TOKEN_PIPELINE if _is_on(config, TOKEN_PIPELINE) else ELASTIC_PIPELINE
 
 
-def _checked(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
+def _checked(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The blocks of the pipeline that are there, by their names."""
     from . import refusals
     from .config import TokenPipelineConfig, parse
@@ -271,8 +273,9 @@ def _checked(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
         block = elastic.parse(config)
         assert block is not None  # it is on
         settings[ELASTIC_PIPELINE] = elastic.check_config(block, config)
-    beside = _written(config)
+    beside, model = _written(config), given.get("model")
     refusals.check_config({**config, TOKEN_PIPELINE: settings[TOKEN_PIPELINE].model_dump()}, beside)
+    refusals.check_keys(config, given)
     refusals.check_model(model, refusals.cuts(settings[TOKEN_PIPELINE].slices), beside)
     refusals.advise(config, model, cut=_is_on(config, TOKEN_PIPELINE))
     return settings

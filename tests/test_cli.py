@@ -25,17 +25,18 @@ def test_writes_bytes_as_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.txt").write_bytes(b"one")
     (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "c.json").write_text('{"of": "sources"}\n')
     (tmp_path / "binary.dat").write_bytes(b"\x00\x01")
     prefix = str(tmp_path / "out" / "corpus")
     status, out, _ = run(capsys, "--input", str(tmp_path), "--output-prefix", prefix, "--json", str(tmp_path / "said"))
     assert status == 0
-    said = {"data_path": prefix, "documents": 2, "tokens": 12, "vocab_size": 257, "padded_vocab_size": 384}
+    said = {"data_path": prefix, "documents": 3, "tokens": 31, "vocab_size": 257, "padded_vocab_size": 384}
     assert json.loads((tmp_path / "said").read_text()) == said
-    assert "2 documents, 12 tokens" in out and "--vocab-size 257 (padded: 384)" in out
+    assert "3 documents, 31 tokens" in out and "--vocab-size 257 (padded: 384)" in out
     dataset = indexed.IndexedDataset(prefix)
-    expected = [[*"zwölf\n".encode(), 256], [*b"one", 256]]
+    expected = [[*"zwölf\n".encode(), 256], [*b'{"of": "sources"}\n', 256], [*b"one", 256]]
     assert [dataset[i].tolist() for i in range(len(dataset))] == expected
-    assert dataset[0].dtype == np.uint16 and dataset.document_indices.tolist() == [0, 1, 2]
+    assert dataset[0].dtype == np.uint16 and dataset.document_indices.tolist() == [0, 1, 2, 3]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["corpus.bin", "corpus.idx"]
 
 
@@ -53,6 +54,12 @@ def test_takes_the_standard_library_without_its_tests() -> None:
         (["--input", "{tmp}/missing.txt"], "missing.txt, which does not exist, use a text file"),
         (["--input", "{tmp}/empty"], "no file matches *"),
         (["--input", "{tmp}/blank.txt"], "none of 1 files has text in it"),
+        (
+            ["--input", "{tmp}/lines.jsonl"],
+            "lines.jsonl, a document in each line of JSON, must be text files, of which each",
+        ),
+        (["--input", "{tmp}/loose.json"], "loose.json, a document in each line of JSON, must be"),
+        (["--input", "{tmp}"], "lines.jsonl, a document in each line of JSON, must be"),
         (["--input", "{tmp}", "--make-vocab-size-divisible-by", "0"], "got 0, must be a positive number, use e.g. 128"),
     ],
 )
@@ -62,6 +69,8 @@ def test_errors_are_one_line(
     pytest.importorskip("megatron.core")
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.txt").write_bytes(b"")
+    for name in ("lines.jsonl", "loose.json"):
+        (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
     arguments = [argument.format(tmp=tmp_path) for argument in arguments]
     status, _, err = run(capsys, *arguments, "--output-prefix", str(tmp_path / "out" / "x"))
     assert status == 1 and err.startswith("ds_terapipe prepare-data: error: ") and message in err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 
 from ds_terapipe import FusedLamb
 from ds_terapipe.config import TokenPipelineConfig, parse
-from ds_terapipe.errors import ConfigError, bad_value, nearest, shown
+from ds_terapipe.errors import LARGEST_COUNT, ConfigError, bad_value, nearest, shown
+from tests.json_values import JSON
 from tests.schedule.strategies import SCHEDULES
 
 
@@ -184,14 +187,7 @@ def test_direct_construction_gives_the_same_errors():
     assert TokenPipelineConfig(slices=3, layout="auto").layout == "auto"
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False) | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
-    max_leaves=6,
-)
-
-
-@given(key=st.sampled_from(sorted(TokenPipelineConfig.model_fields)), value=json_values)
+@given(key=st.sampled_from(sorted(TokenPipelineConfig.model_fields)), value=JSON)
 def test_any_value_is_taken_as_it_is_or_refused_in_one_line(key, value):
     block = {"slices": 8, key: value}
     try:
@@ -207,6 +203,8 @@ def test_any_value_is_taken_as_it_is_or_refused_in_one_line(key, value):
             }
         elif config is not None:
             assert getattr(config, key) == value
+            assert not isinstance(value, (int, float)) or value <= LARGEST_COUNT
+            assert not isinstance(value, str) or os.fsencode(value)
             assert isinstance(value, bool) == isinstance(getattr(config, key), bool)
         else:
             assert block.get("enabled") is False
@@ -222,23 +220,45 @@ def test_nearest():
     assert nearest("zzz", ["timeout_s", "slices"]) is None
 
 
-BIG = 10**400  # JSON has no limit
-BLOCKS: dict[str, dict[str, Any]] = {
-    "timeout_s": {"token_pipeline": {"timeout_s": BIG}},
-    "memory_gb": {"token_pipeline": {"memory_gb": BIG}},
-    "alpha": {"elastic_pipeline": {"freeze": {"policy": "alpha", "alpha": BIG}}},
-    "resize.memory_gb": {"elastic_pipeline": {"resize": {"memory_gb": BIG}}},
-    "cache.memory_gb": {"elastic_pipeline": {"cache": {"enabled": True, "memory_gb": BIG}}},
+BIG, EXACT = 10**400, 2**53  # JSON has no limit
+CACHE = {"enabled": True, "disk_path": "cache/"}
+BLOCKS: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "token_pipeline.timeout_s": ({}, [BIG]),
+    "token_pipeline.slices": ({}, [10**300, BIG, EXACT + 1, [1, 10**300]]),
+    "token_pipeline.granularity": ({}, [10**300, BIG, EXACT + 1]),
+    "token_pipeline.memory_gb": ({}, [10**300, BIG, 1e308, 1.1e9]),
+    "token_pipeline.trace_steps": ({"trace_path": "trace.json"}, [[1, BIG]]),
+    "token_pipeline.trace_path": ({}, ["a\0b", "\ud800"]),
+    "token_pipeline.plan_path": ({}, ["a\0b", "\ud800"]),
+    "token_pipeline.measurements_path": ({}, ["a\0b", "\ud800"]),
+    "elastic_pipeline.freeze.alpha": ({"policy": "alpha"}, [BIG]),
+    "elastic_pipeline.freeze.interval": ({"policy": "alpha"}, [10**300, BIG]),
+    "elastic_pipeline.freeze.patience": ({"policy": "plateau"}, [10**300, BIG]),
+    "elastic_pipeline.freeze.frozen_layers": ({"policy": "schedule"}, [[[10**300, 1]], [[1, BIG]]]),
+    "elastic_pipeline.resize.policy": ({}, [[[BIG, 1]]]),
+    "elastic_pipeline.resize.memory_gb": ({}, [BIG, 1e308]),
+    "elastic_pipeline.cache.memory_gb": (CACHE, [BIG, 1e308]),
+    "elastic_pipeline.cache.disk_gb": (CACHE, [BIG, 1e308]),
+    "elastic_pipeline.cache.disk_path": (CACHE, ["a\0b", "\ud800"]),
+    "elastic_pipeline.data.seed": ({}, [10**300, BIG, 2**63]),
+    "elastic_pipeline.history_path": ({}, ["a\0b", "\ud800"]),
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_number_that_no_float_holds_is_refused(name: str) -> None:
+@pytest.mark.parametrize("path", BLOCKS)
+def test_what_nothing_can_hold_is_refused(path: str) -> None:
     from ds_terapipe.elastic import settings
 
-    with pytest.raises(ConfigError, match=rf"{name}: got 1000+\.\.\., must be"):
-        parse(BLOCKS[name])
-        settings.parse(BLOCKS[name])
+    beside, values = BLOCKS[path]
+    for value in values:
+        block, *names = path.split(".")
+        config: Any = {**beside, names.pop(): value}
+        for name in reversed(names):
+            config = {name: config}
+        with pytest.raises(ConfigError, match=rf"^{re.escape(path)}: got .*, must be .*, use ") as caught:
+            parse({block: config})
+            settings.parse({block: config})
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +273,7 @@ def test_so_it_is_for_the_optimizer(name: str) -> None:
 def test_and_for_schedulers(name: str) -> None:
     from ds_terapipe.optim.schedules.lr_schedules import LambWarmup
 
-    params = {"reference_lr": 1e-3, "reference_batch_size": 32, "total_steps": 10, "warmup_ratio": 0.1, name: BIG}
-    with pytest.raises(ConfigError, match=rf"{name}: got 1000+"):
-        LambWarmup.checked(params)
+    params = {"reference_lr": 1e-3, "reference_batch_size": 32, "total_steps": 10, "warmup_ratio": 0.1}
+    for value in (BIG, 10**300) if name != "reference_lr" else (BIG,):
+        with pytest.raises(ConfigError, match=rf"{name}: got 1000+"):
+            LambWarmup.checked({**params, name: value})

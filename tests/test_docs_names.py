@@ -16,6 +16,7 @@ import pytest
 
 from ds_terapipe import cli
 from ds_terapipe.schedule import Action, Op
+from tests.benchmarks import elastic_finetune_picture
 
 from .documents import ASSIGNMENT, ROOT, commands
 from .programs import Rejected, check, check_setting, options_of
@@ -119,6 +120,17 @@ def test_the_picture_of_shapes_is_what_its_command_draws(tmp_path: Path) -> None
     where = {"docs/history.jsonl": str(ROOT / "docs" / "history.jsonl"), "docs/shapes.svg": str(target)}
     assert cli.main([where.get(word, word) for word in words[1:]]) == 0
     assert target.read_bytes() == (ROOT / "docs" / "shapes.svg").read_bytes()
+
+
+def test_the_picture_of_fine_tuning_has_every_row_of_its_tables(tmp_path: Path) -> None:
+    (command,) = [span.text for span in spans("command") if "elastic_finetune_picture docs/" in span.text]
+    target = tmp_path / "finetune.svg"
+    where = {"docs/elastic.md": str(ROOT / "docs" / "elastic.md"), "docs/finetune.svg": str(target)}
+    (words,) = [each.words for each in commands(command)]
+    assert elastic_finetune_picture.main([where.get(word, word) for word in words[3:]]) == 0
+    drawn = target.read_text()
+    assert drawn == (ROOT / "docs" / "finetune.svg").read_text()
+    assert drawn.count("<circle") == 10 and drawn.count(">ours") == 6
 
 
 def test_the_table_of_shapes_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

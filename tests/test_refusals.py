@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.config_utils import ScientificNotationEncoder
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from ds_terapipe import refusals
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.refusals.configuration import Rule
+from ds_terapipe.refusals.deepspeed_keys import VALUE_RULES
+from tests.json_values import JSON
 from tests.schedule.strategies import SCHEDULES
 
 from .mutants.claims import holds, refused_or_let_pass
 from .spawn import run_ranks
 
 KEY = {"token_pipeline": {"slices": 2}}
+
+LAMB = {"type": "FusedLamb", "params": {"lr": 1e-3}}
+RAMP = {"reference_lr": 1e-3, "reference_batch_size": 8, "total_steps": 100, "warmup_steps": 0}
+PHASE = {"steps": 10, "batch_size": 8, "seq_length": 16, "lr": 1e-3, "warmup_steps": 0}
 
 CONFIGS = {
     "zero-2": ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage: got 2, must be 0 or 1", "use 1"),
@@ -45,6 +58,65 @@ CONFIGS = {
     "schedule": ({"token_pipeline": {"slices": 2, "schedule": "gpipe"}}, 'got "gpipe"', SCHEDULES),
     "key": ({"token_pipeline": {"slises": 2}}, 'unknown key "slises"', 'use "slices"'),
     "top-level key": ({"token_pipline": {"slices": 2}}, "token_pipline: unknown key", 'use "token_pipeline"'),
+    "optimizer": ({"optimizer": ["AdamW"]}, 'optimizer: got ["AdamW"], must be a block of keys', "use e.g. {"),
+    "its type": ({"optimizer": {"type": ["AdamW"]}}, 'optimizer.type: got ["AdamW"], must be the name', "use e.g."),
+    "its rate": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}},
+        'optimizer.params.lr: got "1e-3", must be a number',
+        "use e.g. 1e-3",
+    ),
+    "scheduler": ({"scheduler": "WarmupLR"}, 'scheduler: got "WarmupLR", must be a block of keys', "use e.g. {"),
+    "its steps": (
+        {"scheduler": {"type": "LambWarmup", "params": {**RAMP, "total_steps": 10**300}}, "optimizer": LAMB},
+        "scheduler.params.total_steps: got 1000",
+        "at most 9007199254740992",
+    ),
+    "clipping": ({"gradient_clipping": "1"}, 'gradient_clipping: got "1", must be a number', "0 for none"),
+    "autocast": (
+        {"torch_autocast": {"enabled": "yes"}},
+        'torch_autocast.enabled: got "yes", must be true or false',
+        "use false",
+    ),
+    "a block of DeepSpeed's": (
+        {"flops_profiler": 3},
+        "flops_profiler: got 3, must be what DeepSpeed reads",
+        "leave it",
+    ),
+    "a value in one": (
+        {"zero_optimization": {"stage": 1, "reduce_bucket_size": "all"}},
+        'zero_optimization.reduce_bucket_size: got "all", must be what DeepSpeed reads (Input should be',
+        "leave it out",
+    ),
+    "what only rank 0 prints": ({"seed": [1, {"a": 10**400}]}, "seed[1].a: got 1000", "use a smaller one"),
+    "half a letter": (
+        {"communication_data_type": "\ud800"},
+        'communication_data_type: got "\\ud800", must be what DeepSpeed reads',
+        "Got: \\ud800), use another value, or leave it out",
+    ),
+    "batch sizes": (
+        {"train_batch_size": 8, "gradient_accumulation_steps": 3},
+        "train_batch_size: got 8, must be what DeepSpeed reads (Check batch related parameters.",
+        "8 != 1 * 3 * 1), use another value, or leave it out",
+    ),
+    "batch sizes beside MixedBatch": (
+        {
+            "scheduler": {"type": "MixedBatch", "params": {"phases": [PHASE]}},
+            "optimizer": LAMB,
+            "gradient_accumulation_steps": 3,
+        },
+        "gradient_accumulation_steps: got 3, must be scheduler.params.phases[0].batch_size / micro-batch size / data-parallel",
+        "= 8 / 1 / 1 = 8 or absent beside MixedBatch, use 8",
+    ),
+    "path": (
+        {"token_pipeline": {"trace_path": "a\0"}},
+        'trace_path: got "a\\u0000", must be the name of a file',
+        "trace.json",
+    ),
+    "path of half a letter": (
+        {"token_pipeline": {"plan_path": "\ud800"}},
+        'got "\\ud800", must be the name',
+        "plan.json",
+    ),
     "elastic": (
         {"elastic_pipeline": {"resize": {"policy": "halved"}}},
         'elastic_pipeline.resize.policy: got "halved", must be',
@@ -279,7 +351,7 @@ def found_by_one(rank, world_size):
 
     def check():
         if rank == world_size - 1:
-            raise ConfigError("key: got that, must be this")
+            raise ConfigError("key: got \ud800, must be this")  # which utf-8 cannot encode
         return rank
 
     model = pipeline()
@@ -295,7 +367,7 @@ def test_what_one_rank_finds_is_raised_on_all():
 
 
 def check_found(results):
-    assert results == [("key: got that, must be this", 0), ("key: got that, must be this", 1)]
+    assert results == [("key: got \\ud800, must be this", 0), ("key: got \ud800, must be this", 1)]
 
 
 # measures of these tests for tests.mutants
@@ -386,6 +458,28 @@ def test_ordinary_configs_pass():
         }
     )
     refusals.check_config({"zero_optimization": True})
+
+
+@given(st.sampled_from(VALUE_RULES), JSON)
+def test_any_value_of_deepspeeds_keys_is_taken_or_one_line(rule: Rule, value: Any) -> None:
+    config: Any = value
+    for name in reversed(rule.path.split(".")):
+        config = {name: config}
+    try:
+        refusals.check_keys(config, {})
+    except ConfigError as error:
+        assert re.match(rf"{re.escape(rule.path)}.*: got .*, must be .*, use ", str(error)) and "\n" not in str(error)
+    else:
+        assert not rule.refused(value)
+        json.dumps(config, cls=ScientificNotationEncoder)  # as DeepSpeed prints it, on rank 0 alone
+
+
+def test_a_block_that_an_argument_stands_in_for_is_not_read() -> None:
+    for block, argument in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
+        config = {block: {"type": "Mine", "params": {"lr": "auto", "warmup_num_steps": "auto"}}}
+        refusals.check_keys(config, {argument: object()})
+        with pytest.raises(ConfigError, match=rf'{block}.params.\w+: got "auto", must be'):
+            refusals.check_keys(config, {})
 
 
 def one_or_more_stages(stages):

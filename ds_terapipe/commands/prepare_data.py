@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sysconfig
 import warnings
@@ -71,8 +72,8 @@ def prepare_data(options: argparse.Namespace) -> None:
     """Write ``PREFIX.bin`` and ``PREFIX.idx``, both or neither.
 
     Raises:
-        CommandError: an input that is missing, nothing to write, nowhere to write it (the figures of ``--json`` among it), or
-            no megatron-core.
+        CommandError: an input that is missing or is JSON in lines, nothing to write, nowhere to write it (the figures of
+            ``--json`` among it), or no megatron-core.
     """
     multiple = options.make_vocab_size_divisible_by
     if multiple < 1:
@@ -143,6 +144,11 @@ def write_dataset(files: Sequence[Path], prefix: str, sentences: bool = False) -
                 text = _read(path)
                 if not text or b"\0" in text:
                     continue
+                if _is_json_lines(path, text):
+                    raise CommandError(
+                        f"--input: got {path}, a document in each line of JSON, must be text files, of which each is a document "
+                        "as it is, write the texts into files, or leave it out with --pattern"
+                    )
                 parts = split_sentences(text) if sentences else [text]
                 if sentences and len(parts) < 2:
                     continue
@@ -171,6 +177,23 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise CommandError(f"--input: cannot read {path} ({error.strerror})") from error
+
+
+def _is_json_lines(path: Path, text: bytes) -> bool:
+    """By its name, or by its first two lines: a file that is one object is taken as the text that it is."""
+    if path.suffix in (".jsonl", ".ndjson"):
+        return True
+    if path.suffix != ".json":
+        return False
+    first, _, rest = text.partition(b"\n")
+    return _is_object(first) and _is_object(rest.partition(b"\n")[0])
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _indexed_dataset_builder() -> type:

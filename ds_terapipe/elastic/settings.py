@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ds_terapipe.config import Block, is_count, name_of, one_of, positive, switch, unknown_key
+from ds_terapipe.config import LARGEST_64, Block, count, gigabytes, is_count, name_of, one_of, switch, unknown_key
 from ds_terapipe.elastic.policies.freeze import READABLE, policy_class, policy_names
 from ds_terapipe.elastic.policies.freezer import REASONS
 from ds_terapipe.errors import ConfigError, bad_value, is_finite, nearest, shown
@@ -86,9 +86,7 @@ class FreezeSettings(Block):
     @field_validator("patience", mode="before")
     @classmethod
     def _check_patience(cls, value: object) -> int:
-        if not is_count(value):
-            raise bad_value(f"{cls.PATH}.patience", value, "a positive number of intervals", "e.g. 3")
-        return int(value)  # type: ignore[call-overload, no-any-return]
+        return count(f"{cls.PATH}.patience", value, "a positive number of intervals", "e.g. 3")
 
     @field_validator("unfreeze", mode="before")
     @classmethod
@@ -106,10 +104,8 @@ class FreezeSettings(Block):
     def _check_interval(cls, value: object) -> int | str:
         if value == EPOCH:
             return EPOCH
-        if not is_count(value):
-            use = shown(EPOCH) if isinstance(value, str) else "e.g. 1000"
-            raise bad_value(f"{cls.PATH}.interval", value, '"epoch" or a positive number of steps', use)
-        return int(value)  # type: ignore[call-overload, no-any-return]
+        use = shown(EPOCH) if isinstance(value, str) else "e.g. 1000"
+        return count(f"{cls.PATH}.interval", value, '"epoch" or a positive number of steps', use)
 
     @field_validator("frozen_layers", mode="before")
     @classmethod
@@ -182,9 +178,7 @@ class ResizeSettings(Block):
     @field_validator("memory_gb", mode="before")
     @classmethod
     def _check_memory(cls, value: object) -> float | None:
-        if value is None:
-            return None
-        return positive(f"{cls.PATH}.memory_gb", value, "a positive number of 1e9 bytes", "e.g. 40")
+        return gigabytes(f"{cls.PATH}.memory_gb", value, "e.g. 40")
 
     @model_validator(mode="after")
     def _check_memory_is_read(self) -> ResizeSettings:
@@ -222,9 +216,7 @@ class CacheSettings(Block):
     @field_validator("memory_gb", "disk_gb", mode="before")
     @classmethod
     def _check_room(cls, value: object, info: ValidationInfo) -> float | None:
-        if value is None:
-            return None
-        return positive(f"{cls.PATH}.{info.field_name}", value, "a positive number of 1e9 bytes", "e.g. 8")
+        return gigabytes(f"{cls.PATH}.{info.field_name}", value, "e.g. 8")
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -272,9 +264,7 @@ class DataSettings(Block):
     @field_validator("seed", mode="before")
     @classmethod
     def _check_seed(cls, value: object) -> int:
-        if not is_count(value, least=0):
-            raise bad_value(f"{cls.PATH}.seed", value, "an integer of 0 or more", "e.g. 1234")
-        return int(value)  # type: ignore[call-overload, no-any-return]
+        return count(f"{cls.PATH}.seed", value, "an integer of 0 or more", "e.g. 1234", 0, LARGEST_64)
 
 
 class ElasticPipelineConfig(Block):

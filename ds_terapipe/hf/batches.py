@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,8 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.loss import IGNORED
 from ds_terapipe.hf.positions import travelling
 
+logger = logging.getLogger(__name__)
+
 _KNOWN = ("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids")
 
 
@@ -20,8 +24,8 @@ def batch(features: Mapping[str, Tensor]) -> tuple[Tensor | tuple[Tensor, Tensor
 
     Args:
         features: ``input_ids`` and ``labels`` [b, S] (those of the tokens themselves, -100 where none counts), and perhaps
-            ``attention_mask`` [b, S] (0: padding) and ``position_ids`` [b | 1, S]. Positions that begin anew, with no attention
-            mask, are packed documents, which do not see each other, as for transformers.
+            ``attention_mask`` [b, S] (1, or 0: padding) and ``position_ids`` [b | 1, S]. Positions that begin anew, with no
+            attention mask, are packed documents, which do not see each other; beside a mask they are one, as for transformers.
 
     Returns:
         (input_ids, labels), or ((input_ids, places), labels) where causal attention over positions 0, 1, 2, ... is not all:
@@ -47,6 +51,8 @@ def batch(features: Mapping[str, Tensor]) -> tuple[Tensor | tuple[Tensor, Tensor
             raise ConfigError(
                 f"hf.batch: got {name} of shape {list(given.shape)}, must be that of input_ids, use {list(tokens.shape)}"
             )
+    if mask is not None:
+        _check_mask(mask, positions)
     if not _travels(labels, mask, positions):
         return tokens, labels
     positions = _plain(tokens) if positions is None else positions.expand(tokens.shape).long()
@@ -59,10 +65,31 @@ def _tensor(features: Mapping[str, Any], name: str) -> Tensor:
     if not isinstance(found, Tensor) or found.dim() != 2:
         what = "none" if found is None else f"{type(found).__name__} {list(getattr(found, 'shape', []))}"
         raise ConfigError(
-            f"hf.batch: got {what} for {name}, must be a tensor [batch, sequence], use e.g. "
-            "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+            f"hf.batch: got {what} for {name}, must be a tensor [batch, sequence], use e.g. DataCollatorForSeq2Seq(tokenizer) "
+            "on samples with input_ids and labels"
         )
     return found
+
+
+def _check_mask(mask: Tensor, positions: Tensor | None) -> None:
+    """Refuse numbers of documents, and say that positions beside a mask number none."""
+    odd = mask[(mask != 0) & (mask != 1)]
+    if odd.numel():
+        raise ConfigError(
+            f"hf.batch: got {odd[0].item()} in attention_mask, must be 1, or 0 for padding, use position_ids that begin anew "
+            "with each document, without attention_mask"
+        )
+    if positions is not None and bool(mask.all()) and bool((_documents(positions) > 1).any()):
+        _say_that_documents_are_one()
+
+
+@functools.cache
+def _say_that_documents_are_one() -> None:
+    """Warn, once in a process."""
+    logger.warning(
+        "hf.batch: position_ids begin anew beside an attention_mask of ones: all tokens of a row are one document, as for "
+        "transformers; leave attention_mask out where documents must not see each other"
+    )
 
 
 def _travels(labels: Tensor, mask: Tensor | None, positions: Tensor | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from ds_terapipe.plan.files import check_writable
 from ds_terapipe.tensor_files import read
 
 LARGEST = 5 * 10**9  # bytes of a shard, as transformers has it
+# In names of peft's weights. transformers ignores them in a folder, and draws the layers that they stand for at random.
+_ADAPTERS = (".base_layer.", ".lora_", ".original_module.", ".modules_to_save.")
 
 Tensors = dict[str, Tensor]
 
@@ -107,10 +109,14 @@ def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = 
         ``out``.
 
     Raises:
-        ConfigError: the checkpoint is of another model, lacks a layer or a part of a file, or there is something at ``out``.
+        ConfigError: the checkpoint is of another model, lacks a layer or a part of a file, or has adapters; or there is something
+            at ``out``.
     """
     checkpoint, folder = Path(checkpoint), Folder(Path(out))
     record = read_record(checkpoint)
+    for entry in range(len(record["entries"])):
+        names = (_renamed(own, record["entries"][entry]) for own in _layer(checkpoint, record, entry))
+        _check_names("export", names, "the checkpoint itself, with load_checkpoint")
     masters = Masters(checkpoint)
     folder.begin()
     for file in (checkpoint / HF_FOLDER).iterdir():
@@ -121,11 +127,18 @@ def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = 
     return folder.path
 
 
-def _of_layer(
-    checkpoint: Path, record: Mapping[str, Any], masters: Masters, entry: int, dtype: torch.dtype | None
-) -> Tensors:
-    names = record["entries"][entry]
-    if not names:
+def _check_names(key: str, names: Iterable[str], use: str) -> None:
+    """Raise ConfigError, in the name of ``key``, for a weight that belongs to an adapter or to a layer beneath one."""
+    for name in names:
+        if any(mark in name for mark in _ADAPTERS):
+            raise ConfigError(
+                f"{key}: got {name}, which is an adapter's, must be weights of the model alone, use {use}"
+            )
+
+
+def _layer(checkpoint: Path, record: Mapping[str, Any], entry: int) -> Tensors:
+    """The file of an entry of the layer list; empty for a head that has no weights of its own."""
+    if not record["entries"][entry]:
         return {}
     files = sorted(checkpoint.glob(f"layer_{entry:02d}-*model_states.pt"))
     if len(files) != 1:
@@ -133,9 +146,17 @@ def _of_layer(
             f"export: got {len(files)} files of layer {entry} in {checkpoint}, must be one, use a checkpoint that was written to "
             "its end"
         )
+    found: Tensors = read("export", files[0])
+    return found
+
+
+def _of_layer(
+    checkpoint: Path, record: Mapping[str, Any], masters: Masters, entry: int, dtype: torch.dtype | None
+) -> Tensors:
+    names = record["entries"][entry]
     prefix = "tied_modules.embed." if entry == 0 and record["tied"] else f"{entry}."
     found = {}
-    for own, weight in read("export", files[0]).items():
+    for own, weight in _layer(checkpoint, record, entry).items():
         master = masters.find(prefix + own, weight)
         value = weight if master is None else master
         found[_renamed(own, names)] = (
@@ -175,10 +196,16 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
         ``out``.
 
     Raises:
-        ConfigError: on every process, where one can't write.
+        ConfigError: on every process, where one can't write or has adapters.
     """
     module, rank = engine.module, torch.distributed.get_rank()
-    folder = together(lambda: Folder(Path(out)))
+
+    def begin() -> Folder:
+        names = (_renamed(own, names) for names, layer in _live_layers(module) for own in layer.state_dict())
+        _check_names("hf.save_pretrained", names, "engine.save_checkpoint, which keeps them")
+        return Folder(Path(out))
+
+    folder = together(begin)
     together(lambda: folder.begin() if rank == 0 else None)
     writes, stage = engine.grid.data_parallel_id == 0, engine.grid.get_stage_id()
     layers = _live(module, dtype)
@@ -208,17 +235,20 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
     return folder.path
 
 
-def _live(module: Any, dtype: torch.dtype | None) -> Iterator[Tensors]:
-    """Of the layers of this stage, in order; a tied head has no weights of its own."""
+def _live_layers(module: Any) -> Iterator[tuple[dict[str, str], Any]]:
+    """Those of this stage that have weights of their own, with the beginnings of their names."""
     names = names_of(module.source)
     for index, layer in enumerate(module.forward_funcs, start=module._local_start):
-        if not names[index] or not hasattr(layer, "state_dict"):
-            continue
+        if names[index] and hasattr(layer, "state_dict"):
+            yield names[index], layer
+
+
+def _live(module: Any, dtype: torch.dtype | None) -> Iterator[Tensors]:
+    """Of the layers of this stage, in order; a tied head has no weights of its own."""
+    for names, layer in _live_layers(module):
         parameters, found = dict(layer.named_parameters()), {}
         for own, value in layer.state_dict().items():
             master = safe_get_full_fp32_param(parameters[own]) if own in parameters else None
             value = (value if master is None else master.view(value.shape)).detach().cpu()
-            found[_renamed(own, names[index])] = (
-                value.to(dtype) if dtype is not None and value.is_floating_point() else value
-            )
+            found[_renamed(own, names)] = value.to(dtype) if dtype is not None and value.is_floating_point() else value
         yield found

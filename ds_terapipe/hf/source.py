@@ -117,6 +117,10 @@ def source_of(what: Any, dtype: torch.dtype | None, seed: int, revision: str | N
     if isinstance(what, (str, Path)):
         folder = folder_of(str(what), revision)
         what = _config_of(folder)
+    if hasattr(what, "get_base_model"):
+        raise ConfigError(
+            f"hf.pipeline: got {type(what).__name__}, must be the model that its adapters are in, use model.get_base_model()"
+        )
     if not isinstance(what, PreTrainedConfig):
         raise ConfigError(
             f"hf.pipeline: got {type(what).__name__}, must be a model, its configuration, its folder or its name on the Hub, use "

@@ -108,8 +108,9 @@ def blend_of(data_path: Sequence[str]) -> Any:
     """Prefixes and weights as megatron-core wants them.
 
     Raises:
-        ConfigError: there is no dataset at a prefix.
+        ConfigError: a weight is none, or there is no dataset at a prefix.
     """
+    _check_weights(data_path)
     blend = get_blend_from_list(list(data_path))
     for prefix in blend[0]:
         missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
@@ -119,6 +120,28 @@ def blend_of(data_path: Sequence[str]) -> Any:
                 f"write them with e.g. ds_terapipe prepare-data --output-prefix {prefix}"
             )
     return blend
+
+
+def _check_weights(data_path: Sequence[str]) -> None:
+    """Refuse weights that megatron-core's assertions refuse without a word.
+
+    As there, every second word is a weight where their number is even and one of them is a number.
+    """
+    words = data_path[::2] if len(data_path) % 2 == 0 else []
+    weights = [_number(word) for word in words]
+    if all(weight is None for weight in weights):
+        return
+    total = sum(weight for weight in weights if weight is not None and 0 < weight < math.inf)
+    for word, weight in zip(words, weights, strict=True):
+        if weight is None or not 0 < weight < math.inf or not 0 < weight / total <= 1:
+            raise bad_value("--data-path", word, "a weight above 0 before each prefix", "e.g. 0.3 data/a 0.7 data/b")
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
 
 
 def build(

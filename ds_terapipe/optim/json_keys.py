@@ -89,7 +89,7 @@ def read(config: Mapping[str, Any], arguments: Mapping[str, Any], *, optimizer: 
         if not _block(config, OPTIMIZER).get("type") and arguments.get("optimizer") is None:
             kind = shown(config[SCHEDULER]["type"])
             raise ConfigError(f"{SCHEDULER}.type: got {kind} without an optimizer, must have one, use optimizer.type")
-        make_scheduler = _scheduler_maker(made)
+        make_scheduler = _scheduler_maker(made, _replicas(config, arguments))
     return JsonKeys(made, make_optimizer, make_scheduler)
 
 
@@ -178,10 +178,19 @@ def _optimizer_maker(
     return make
 
 
-def _scheduler_maker(made: dict[str, Any]) -> Callable[[Any], Any]:
+def _replicas(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> int | None:
+    """Data-parallel replicas, as DeepSpeed counts them for the batch size; None where it has not set up its groups."""
+    grid = arguments["model"].mpu() if hasattr(arguments.get("model"), "mpu") else arguments.get("mpu")
+    if grid is not None:
+        return int(grid.get_data_parallel_world_size()) if hasattr(grid, "get_data_parallel_world_size") else None
+    divided = arguments.get("mesh_param") or config.get("sequence_parallel_size") or config.get("tensor_parallel")
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() and not divided else None
+
+
+def _scheduler_maker(made: dict[str, Any], replicas: int | None) -> Callable[[Any], Any]:
     from ds_terapipe.optim.schedules.lr_schedules import build_scheduler, complete_config
 
-    complete = complete_config(made)
+    complete = complete_config(made, replicas)
     made.clear()
     made.update(complete)
     return build_scheduler(made[SCHEDULER]["type"], params_of(made, SCHEDULER), made)

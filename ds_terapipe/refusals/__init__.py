@@ -1,4 +1,4 @@
-"""What token slices, and FusedLamb, do not go with, refused by name before an engine exists.
+"""Refusals by name, before an engine exists: what token slices or FusedLamb do not go with, and what DeepSpeed cannot use.
 
 Every finding names the key or the layer, the reason and the way out. A layer lives on one stage only, so what one rank
 finds is exchanged, and all ranks raise.
@@ -7,6 +7,7 @@ finds is exchanged, and all ranks raise.
 from __future__ import annotations
 
 from ds_terapipe.refusals.configuration import check_checkpointing, check_config, check_lamb_config, cuts
+from ds_terapipe.refusals.deepspeed_keys import check_keys
 from ds_terapipe.refusals.models import check_model, check_model_class, has_own_forward
 from ds_terapipe.refusals.ranks import advise, on_every_rank, turn_off_partitioning
 
@@ -14,6 +15,7 @@ __all__ = [
     "advise",
     "check_checkpointing",
     "check_config",
+    "check_keys",
     "check_lamb_config",
     "check_model",
     "check_model_class",

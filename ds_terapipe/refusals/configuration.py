@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 from ds_terapipe.config import TOKEN_PIPELINE
 from ds_terapipe.errors import bad_value
 
+_ABSENT = object()
+
 
 class Rule(NamedTuple):
-    """A key of the DeepSpeed configuration and the values that do not go with token slices."""
+    """A key of the DeepSpeed configuration and the values that are refused."""
 
     path: str
     refused: Callable[[Any], bool]
@@ -165,9 +167,9 @@ def check_config(config: Mapping[str, Any], beside: str = TOKEN_PIPELINE) -> Non
     Raises:
         ConfigError: naming the key, its value, the reason and the value to use.
     """
-    _check_rules((rule._replace(rule=rule.rule.format(beside=beside)) for rule in RULES), config)
+    check_rules((rule._replace(rule=rule.rule.format(beside=beside)) for rule in RULES), config)
     if cuts(at(config, f"{TOKEN_PIPELINE}.slices")):
-        _check_rules(CUT_RULES, config)
+        check_rules(CUT_RULES, config)
 
 
 def check_checkpointing(slices: Any) -> None:
@@ -189,19 +191,24 @@ def check_lamb_config(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: naming the key, its value, the reason and the value to use.
     """
-    _check_rules(LAMB_RULES, config)
+    check_rules(LAMB_RULES, config)
 
 
-def _check_rules(rules: Iterable[Rule], config: Mapping[str, Any]) -> None:
+def check_rules(rules: Iterable[Rule], config: Mapping[str, Any]) -> None:
+    """Raise for the first rule whose key is there with a value that it refuses.
+
+    Raises:
+        ConfigError: naming the key, its value, the rule and the value to use.
+    """
     for rule in rules:
-        value = at(config, rule.path)
-        if rule.refused(value):
+        value = at(config, rule.path, _ABSENT)
+        if value is not _ABSENT and rule.refused(value):
             raise bad_value(rule.path, value, rule.rule, rule.use)
 
 
-def at(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path of nested blocks, None where a block or the key is missing."""
+def at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a dotted path of nested blocks, the default where a block or the key is missing."""
     value: Any = config
     for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
+        value = value.get(name, default) if isinstance(value, Mapping) else default
     return value

@@ -105,7 +105,7 @@ def _exchange(model: Any, message: str) -> list[str]:
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator().device_name(model.local_rank)
-    encoded = message.encode("utf-8")[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
+    encoded = message.encode("utf-8", errors="backslashreplace")[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
     mine = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
     received = [torch.empty_like(mine) for _ in range(model.world_size)]
     torch.distributed.all_gather(received, mine, group=model.world_group)

@@ -217,9 +217,12 @@ def chosen_alpha(plan: Plan, finished: Finished) -> float | None:
     """
     if CACHE not in plan.columns or len(plan.alphas) == 1:
         return plan.alphas[0]
-    of_alpha = {alpha: finished.of(CACHE, alpha) for alpha in plan.alphas}
-    pipeline = finished.of(PIPELINE)
-    if any(len(some) < len(plan.seeds) for some in of_alpha.values()):
+
+    def of(column: str, alpha: float | None = None) -> list[Result]:
+        return [one for one in finished.of(column, alpha) if one.run.seed in plan.seeds]
+
+    of_alpha, pipeline = {alpha: of(CACHE, alpha) for alpha in plan.alphas}, of(PIPELINE)
+    if not plan.seeds or any(len(some) < len(plan.seeds) for some in of_alpha.values()):
         return None
     if PIPELINE in plan.columns and len(pipeline) < len(plan.seeds):
         return None
@@ -321,8 +324,11 @@ class Store:
 
 
 def plan_of(finished: Finished) -> Plan:
-    """The plan that these runs are of, as far as they go."""
+    """The plan that these runs are of, as far as they go: with the seeds that all of them have, between which alpha is chosen."""
     runs = [one.run for one in finished.results]
     alphas = sorted({run.alpha for run in runs if run.alpha is not None})
     columns = tuple(column for column in COLUMNS if any(run.column == column for run in runs))
-    return Plan(0, tuple(sorted({run.seed for run in runs})), tuple(alphas) or (1 / 3,), columns)
+    compared = [run for run in runs if run.column in (PIPELINE, CACHE)] or runs
+    kinds = {(run.column, run.alpha) for run in compared}
+    seeds = [{run.seed for run in compared if (run.column, run.alpha) == kind} for kind in kinds]
+    return Plan(0, tuple(sorted(set.intersection(*seeds))), tuple(alphas) or (1 / 3,), columns)

@@ -235,6 +235,17 @@ def test_a_picture_has_a_line_for_each_column(tmp_path: Path) -> None:
         elastic_finetune_picture.main([str(tmp_path / "none"), "--output", str(picture)])
 
 
+def test_a_picture_has_our_columns_where_some_seeds_are_missing() -> None:
+    """An alpha is chosen by the seeds that all have; those of others are in the means."""
+    finished, _ = made(PLAN, usual)
+    finished.results = [one for one in finished.results if one.run.alpha != 1 / 2 or one.run.seed == 1]
+    found = {curve.column: curve.points[-1] for curve in curves(finished)}
+    assert list(found) == list(COLUMNS) and found[CACHE] == (pytest.approx(45.0), pytest.approx(88.1))
+    finished.results = [one for one in finished.results if one.run.alpha != 1 / 4 or one.run.seed != 1]
+    with pytest.raises(ValueError, match="got no seed of which all alphas have a run, must have one"):
+        curves(finished)
+
+
 # ------------------------------------------------------------------------------------------------------------- the file
 
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_terapipe.elastic.policies.freeze import FreezePolicy
-from ds_terapipe.elastic.settings import ElasticPipelineConfig, FreezeSettings, check_config, parse
+from ds_terapipe.elastic.settings import (
+    CacheSettings,
+    DataSettings,
+    ElasticPipelineConfig,
+    FreezeSettings,
+    ResizeSettings,
+    check_config,
+    parse,
+)
 from ds_terapipe.errors import ConfigError
 from tests.elastic.policies import registered
+from tests.json_values import JSON
+
+BLOCKS = {"freeze": FreezeSettings, "resize": ResizeSettings, "cache": CacheSettings, "data": DataSettings}
 
 
 def parsed(**block):
@@ -225,15 +238,13 @@ def test_a_registered_policy_says_what_it_reads():
     assert '"static"' in refused(freeze={"policy": "mine"})
 
 
-json = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 30) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-)
+KEYS = [(block, key) for block, kind in BLOCKS.items() for key in kind.model_fields]
 
 
-@given(st.sampled_from(["policy", "alpha", "interval", "frozen_layers"]), json)
-def test_any_json_is_accepted_or_one_line(key, value):
+@given(st.sampled_from(KEYS), JSON)
+def test_any_json_is_accepted_or_one_line(where, value):
+    block, key = where
     try:
-        assert isinstance(parsed(freeze={key: value}).freeze, FreezeSettings)
+        assert isinstance(getattr(parsed(**{block: {key: value}}), block), BLOCKS[block])
     except ConfigError as error:
-        assert str(error).startswith(f"elastic_pipeline.freeze.{key}: got ") and "\n" not in str(error)
+        assert re.match(rf"elastic_pipeline\.{block}\.\w+: (got |missing)", str(error)) and "\n" not in str(error)

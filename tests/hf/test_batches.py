@@ -25,17 +25,19 @@ def batches(draw: Any) -> dict[str, Tensor]:
     made = {"input_ids": tokens, "labels": tokens.clone()}
     bits = st.lists(st.booleans(), min_size=rows * length, max_size=rows * length)
     made["labels"][torch.tensor(draw(bits)).view(rows, length)] = -100
-    kind = draw(st.sampled_from(["plain", "mask", "behind", "documents", "positions"]))
+    kind = draw(st.sampled_from(["plain", "mask", "behind", "documents", "documents, masked", "positions"]))
     if kind == "mask":
         made["attention_mask"] = torch.tensor(draw(bits)).view(rows, length).long()
     elif kind == "behind":
         real = torch.tensor(draw(st.lists(st.integers(1, length), min_size=rows, max_size=rows)))
         made["attention_mask"] = (torch.arange(length) < real[:, None]).long()
-    elif kind == "documents":
+    elif kind.startswith("documents"):
         begins = torch.tensor(draw(bits)).view(rows, length)
         begins[:, 0] = True
         index = torch.arange(length).expand(rows, -1)
         made["position_ids"] = index - index.where(begins, 0).cummax(1).values
+        if kind == "documents, masked":
+            made["attention_mask"] = torch.ones_like(tokens)
     elif kind == "positions":
         made["position_ids"] = torch.arange(length)[None] + draw(st.integers(0, 3))
     return made
@@ -114,6 +116,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"attention_mask": torch.ones(2, 1, 4, 4)},
         r"got Tensor \[2, 1, 4, 4\] for attention_mask, must be a tensor \[batch, sequence\]",
     ),
+    "numbers of documents": (
+        {"attention_mask": torch.tensor([[1, 1, 2, 2], [1, 1, 1, 1]])},
+        "got 2 in attention_mask, must be 1, or 0 for padding, use position_ids that begin anew with each document, without",
+    ),
+    "an additive mask": ({"attention_mask": torch.tensor([[0.0, -1e4, 0, 0]] * 2)}, "got -10000.0 in attention_mask"),
     "a list for a mask": ({"attention_mask": [[1, 1, 1, 1]] * 2}, "got list"),
     "images": ({"pixel_values": torch.ones(2, 3)}, "got pixel_values, must be among input_ids"),
     "types": ({"token_type_ids": torch.ones(2, 4)}, "got token_type_ids other than 0"),
@@ -127,6 +134,21 @@ def test_what_is_no_batch_is_said(name: str) -> None:
     changed, said = BAD[name]
     with pytest.raises(ConfigError, match=f"hf.batch: {said}"):
         hf.batch({**GOOD, **changed})
+
+
+def test_documents_beside_a_mask_of_ones_are_one_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    from ds_terapipe.hf import batches
+
+    batches._say_that_documents_are_one.cache_clear()
+    packed, ones = torch.tensor([[0, 1, 0, 1]] * 2), torch.ones(2, 4, dtype=torch.long)
+    padded = {"attention_mask": torch.tensor([[0, 0, 1, 1]] * 2), "position_ids": torch.tensor([[1, 1, 0, 1]] * 2)}
+    for kept in ({"position_ids": packed}, padded, {"attention_mask": ones, "position_ids": torch.arange(4)[None]}):
+        batches.batch({**GOOD, **kept})
+    assert not caplog.records
+    for _ in range(2):
+        inputs, _ = batches.batch({**GOOD, "attention_mask": ones.bool(), "position_ids": packed})
+        assert torch.equal(inputs[1].chunk(2, dim=-1)[1], ones[:, None])
+    assert len(caplog.records) == 1 and "all tokens of a row are one document, as for transformers" in caplog.text
 
 
 def test_types_of_zeros_are_left_out() -> None:

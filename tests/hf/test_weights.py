@@ -67,12 +67,38 @@ def trained(rank: int, world: int, folder: Path, block: dict[str, Any] | None) -
             engine.train_batch(iter([hf.batch(one) for one in mine(engine, step)]))
         engine.save_checkpoint(str(folder / "checkpoints" / name), tag="step")
         hf.save_pretrained(engine, folder / "live" / name, largest=20_000)
+        if name == "bf16":
+            found["adapters"] = refused_adapters(engine, folder / "adapted")
         with contextlib.suppress(ConfigError):
             hf.save_pretrained(engine, folder / "live" / name)
             found[name] = "written over a folder that was there"
         if block is not None:
             engine.destroy()
     return found
+
+
+class Adapted(torch.nn.Module):
+    """A layer under a name of peft's, and the layer that it stands for."""
+
+    def __init__(self, layer: torch.nn.Module, name: str) -> None:
+        super().__init__()
+        within = torch.nn.ModuleDict({"default": layer})
+        self.add_module(name, within if name in ("lora_A", "modules_to_save") else layer)
+
+
+def refused_adapters(engine: Any, out: Path) -> tuple[str, list[str]]:
+    """What each process is told where the last stage alone has an adapter, and what is there of a folder."""
+    from ds_terapipe import hf
+
+    if engine.grid.is_last_stage:
+        attention = next(layer for layer in engine.module.forward_funcs if hasattr(layer, "layer")).layer.self_attn
+        attention.v_proj = Adapted(attention.v_proj, "base_layer")
+    try:
+        hf.save_pretrained(engine, out)
+    except ConfigError as error:
+        torch.distributed.barrier()
+        return str(error), [path.name for path in out.parent.glob("*adapted*")]
+    return "saved", []
 
 
 def hf_names(made: Any) -> list[dict[str, str]]:
@@ -134,7 +160,9 @@ def test_a_pipeline_from_a_folder_to_a_folder(block: dict[str, Any] | None, tmp_
             again = AutoModelForCausalLM.from_pretrained(narrow, dtype="auto")
             for own, parameter in again.named_parameters():
                 assert torch.equal(parameter, ours.get_parameter(own).bfloat16()), own
-    assert ranks == [{}, {}, {}, {}]
+    name = "model.layers.3.self_attn.v_proj.base_layer.weight"
+    said = f"hf.save_pretrained: got {name}, which is an adapter's, must be weights of the model alone, use "
+    assert ranks == [{"adapters": (f"{said}engine.save_checkpoint, which keeps them", [])}] * 4
 
 
 def trained_alone(model: Any, dtype: torch.dtype | None) -> Any:
@@ -178,6 +206,7 @@ def refused(rank: int, world: int, folder: Path) -> dict[str, str]:
         "loss": (llama, {"loss": "masked_lm"}),
         "mean": (llama, {"mean_over": "batch"}),
         "nothing": (None, {}),
+        "adapters around it": (type("PeftModel", (), {"get_base_model": None})(), {}),
         "no such name": ("/no/such/folder", {}),
         "missing shard": (str(folder / "missing"), {}),
         "truncated shard": (str(folder / "truncated"), {}),
@@ -214,6 +243,7 @@ SAID = {
     "loss": 'loss: got "masked_lm"',
     "mean": 'mean_over: got "batch"',
     "nothing": "hf.pipeline: got NoneType",
+    "adapters around it": "hf.pipeline: got PeftModel, must be the model that its adapters are in, use model.get_base_model()",
     "no such name": 'hf.pipeline: got "/no/such/folder"',
     "missing shard": "that is missing, must be whole",
     "truncated shard": "that is damaged",
@@ -307,6 +337,23 @@ def checkpoint_of(model: Any, folder: Path) -> Path:
         torch.save(dict(layer.state_dict()), folder / f"layer_{entry:02d}-model_states.pt")
     write_record(source, folder)
     return folder
+
+
+@pytest.mark.parametrize("name", ["base_layer", "lora_A", "original_module", "modules_to_save"])
+def test_a_checkpoint_with_adapters_is_no_folder(name: str, tmp_path: Path) -> None:
+    from ds_terapipe.hf import export
+    from tests.hf import families
+
+    model = families.model_of("llama")
+    attention = model.model.layers[2].self_attn
+    attention.q_proj = Adapted(attention.q_proj, name)
+    checkpoint = checkpoint_of(model, tmp_path / "checkpoint")
+    with pytest.raises(
+        ConfigError,
+        match=rf"^export: got model.layers.2.self_attn.q_proj.{name}\..*weight, which is an adapter's, must be",
+    ):
+        export(checkpoint, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"], "something was written"
 
 
 @pytest.mark.parametrize("narrow", [False, True])

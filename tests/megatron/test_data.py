@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 from ds_terapipe import cli
 from ds_terapipe.commands import prepare_data
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.megatron.data import BatchIterator, Vocabulary, gpt_datasets
+from ds_terapipe.megatron.data import BatchIterator, Vocabulary, blend_of, gpt_datasets
 
 SEQ = 32
 
@@ -115,6 +115,32 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
     prefix = str(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"--data-path: got .*nothing, but there is no .*\.bin and no .*\.idx"):
         gpt_datasets([prefix], vocab_size=257, seq_length=SEQ, samples=[1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("paths", "got"),
+    [
+        ("0 A 1 A", "0"),
+        ("0 A", "0"),
+        ("1 A nan A", "nan"),
+        ("1 A -1 A", "-1"),
+        ("2 A -1 A", "-1"),
+        ("1 A inf A", "inf"),
+        ("1e308 A 1e308 A", "1e308"),
+        ("1e-320 A 1e300 A", "1e-320"),
+        ("A A 1 A", "A"),
+    ],
+)
+def test_weights_are_above_0(tmp_path: Path, paths: str, got: str) -> None:
+    prefix = write(tmp_path / "text", "weighed")
+    words = [prefix if word == "A" else word for word in paths.split()]
+    with pytest.raises(ConfigError) as caught:
+        gpt_datasets(words, vocab_size=257, seq_length=SEQ, samples=[4, 0, 0], split="1,0,0")
+    said = prefix if got == "A" else got
+    rule = "must be a weight above 0 before each prefix, use e.g. 0.3 data/a 0.7 data/b"
+    assert str(caught.value) == f'--data-path: got "{said}", {rule}'
+    assert blend_of(["0.5", prefix, "1e-3", prefix]) == ([prefix, prefix], [0.5, 1e-3])
+    assert blend_of([prefix, prefix]) == ([prefix, prefix], None)
 
 
 def test_the_last_id_ends_a_document() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tests.mutants.harness import Check, Hit, Mutant
+from tests.mutants.refusals import _lets_pass
 
 
 def _begins_anew(original: Any, hit: Hit) -> Any:
@@ -120,8 +121,11 @@ SHIFT = "a token is to say itself"
 EDGE = "the last token of a slice is to say nothing"
 WEIGHT = "the labels of a step are those of its first micro-batch"
 LOGITS = "logits have no soft cap"
+NUMBERED = "numbers of documents are read as ones"
+ADAPTERS = "weights of adapters are written as a model's"
 
 _TRAINED, _STEP = "Hugging Face, trained", "Hugging Face, mean over a step"
+_MASK, _FOLDER = "Hugging Face, a mask of numbers", "Hugging Face, a checkpoint with adapters"
 _POSITIONS, _LOSS = "ds_terapipe.hf.positions:", "ds_terapipe.hf.loss:CausalLMLoss."
 _ATTEND = ("ds_terapipe.hf.attention:slice_attention",)
 
@@ -137,10 +141,20 @@ MUTANTS = (
     Mutant(SHIFT, "Labels are not shifted.", (_LOSS + "aligned",), _says_the_same_token, _TRAINED),
     Mutant(EDGE, "A slice's last label is left out.", (_LOSS + "token_sum",), _forgets_the_last_of_a_slice, _TRAINED),
     Mutant(WEIGHT, "One micro-batch stands for all.", (_LOSS + "step_weight",), _counts_its_own, _STEP),
+    Mutant(NUMBERED, "A mask's values are not looked at.", ("ds_terapipe.hf.batches:_check_mask",), _lets_pass, _MASK),
+    Mutant(ADAPTERS, "Names of weights are not looked at.", ("ds_terapipe.hf.folder:_check_names",), _lets_pass, _FOLDER),
     Mutant(LOGITS, "Logits are as they come.", ("ds_terapipe.hf.layers:_capped",), _caps_no_logits, _TRAINED),
 )  # fmt: skip
 
-_ABOUT_TRAINING = tuple(mutant.name for mutant in MUTANTS if mutant.name != WEIGHT)
+_REFUSED = (NUMBERED, ADAPTERS)
+_ABOUT_TRAINING = tuple(mutant.name for mutant in MUTANTS if mutant.name not in (WEIGHT, *_REFUSED))
+_REFUSES = "has only what is accepted"
+
+
+def _refusal(name: str, test: str, case: str, catches: str) -> Check:
+    blind = {mutant.name: "trains nothing" for mutant in MUTANTS if mutant.name != catches}
+    return Check(name, "tests.mutants.claims:passes", (test, case), (catches,), blind)
+
 
 CHECKS = (
     Check(
@@ -148,13 +162,16 @@ CHECKS = (
         "tests.hf.test_pipeline:off_by",
         (),
         _ABOUT_TRAINING,
-        {WEIGHT: "each micro-batch has its own mean"},
+        {WEIGHT: "each micro-batch has its own mean", **dict.fromkeys(_REFUSED, _REFUSES)},
     ),
     Check(
         _STEP,
         "tests.hf.test_pipeline:off_by_over_a_step",
         (),
         (WEIGHT, SHIFT, EDGE),
-        {name: "has nothing of it, or is about the loss only" for name in _ABOUT_TRAINING if name not in (SHIFT, EDGE)},
+        {name: "has nothing of it, or is about the loss only" for name in _ABOUT_TRAINING if name not in (SHIFT, EDGE)}
+        | dict.fromkeys(_REFUSED, _REFUSES),
     ),
+    _refusal(_MASK, "tests.hf.test_batches:test_what_is_no_batch_is_said", "numbers of documents", NUMBERED),
+    _refusal(_FOLDER, "tests.hf.test_weights:test_a_checkpoint_with_adapters_is_no_folder", "lora_A", ADAPTERS),
 )

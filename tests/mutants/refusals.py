@@ -21,6 +21,16 @@ def _lets_pass(original: Any, hit: Hit) -> Any:
     return check
 
 
+def _counts_on(original: Any, hit: Hit) -> Any:
+    def is_count(value: object, least: int = 1, most: float = 0) -> bool:
+        without = original(value, least, float("inf"))
+        if without and value > most > 0:  # type: ignore[operator]
+            hit()
+        return without
+
+    return is_count
+
+
 def _hears_nobody(original: Any, hit: Hit) -> Any:
     def exchange(model: Any, message: str) -> list[str]:
         told = original(model, message)
@@ -80,6 +90,8 @@ def _takes_any_settings(original: Any, hit: Hit) -> Any:
 
 
 KEYS = "no key is refused"
+VALUES = "values that DeepSpeed cannot use are let pass"
+BOUNDS = "whole numbers may be as large as one likes"
 LAYERS = "no layer is refused"
 ALONE = "what another rank finds is not raised"
 UNKNOWN = "unknown keys are accepted"
@@ -99,9 +111,23 @@ MUTANTS = (
     Mutant(
         KEYS,
         "Keys that do not go with token slices, or with FusedLamb, are let pass.",
-        ("ds_terapipe.refusals.configuration:_check_rules",),
+        ("ds_terapipe.refusals.configuration:check_rules",),
         _lets_pass,
         "refusals, ZeRO-3 beside FusedLamb",
+    ),
+    Mutant(
+        VALUES,
+        "DeepSpeed's own keys are not looked at.",
+        (_REFUSALS + "check_keys",),
+        _lets_pass,
+        "refusals, DeepSpeed's keys",
+    ),
+    Mutant(
+        BOUNDS,
+        "Whole numbers have no upper bound.",
+        ("ds_terapipe.config:is_count",),
+        _counts_on,
+        "refusals, large numbers",
     ),
     Mutant(
         LAYERS,
@@ -188,6 +214,20 @@ CHECKS = (
         ("tests.test_config:test_refused", {"slice": 8}, ['token_pipeline: unknown key "slice"', 'use "slices"']),
         (UNKNOWN,),
         "is about keys in token_pipeline",
+    ),
+    _check(
+        "refusals, DeepSpeed's keys",
+        "tests.mutants.claims:passes",
+        ("tests.test_refusals:test_a_block_that_an_argument_stands_in_for_is_not_read",),
+        (VALUES,),
+        "is about two of DeepSpeed's keys",
+    ),
+    _check(
+        "refusals, large numbers",
+        "tests.mutants.claims:passes",
+        ("tests.test_config:test_what_nothing_can_hold_is_refused", "token_pipeline.granularity"),
+        (BOUNDS,),
+        "is about a number in token_pipeline",
     ),
     _check(
         "refusals, configurations",

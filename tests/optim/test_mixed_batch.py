@@ -171,6 +171,42 @@ def test_what_does_not_go_with_the_phases(config: dict[str, Any], message: str) 
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "replicas", "message"),
+    [
+        (
+            {"gradient_accumulation_steps": 3},
+            2,
+            "gradient_accumulation_steps: got 3, must be scheduler.params.phases[0]",
+        ),
+        (
+            {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1},
+            2,
+            "= 8 / 1 / 2 = 4 or absent beside MixedBatch, use 4",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 3},
+            2,
+            "scheduler.params.phases[0].batch_size: got 8, must be a multiple of",
+        ),
+        ({}, 3, "scheduler.params.phases[0].batch_size: got 8"),
+        ({"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}, 2, None),
+        ({"gradient_accumulation_steps": 4}, 2, None),
+        ({"gradient_accumulation_steps": "4"}, 2, None),  # for the rules of DeepSpeed's own keys
+        ({"gradient_accumulation_steps": 3}, None, None),
+    ],
+)
+def test_the_batch_keys_agree_with_the_first_phase(config: dict[str, Any], replicas: int | None, message: str) -> None:
+    phases = [{name: value for name, value in phase.items() if name != "micro_batch_size"} for phase in SMALL[:1]]
+    whole = {**config, "scheduler": {"type": "MixedBatch", "params": {"phases": phases}}}
+    if message is None:
+        assert complete_config(whole, replicas)["train_batch_size"] == 8
+        return
+    with pytest.raises(ConfigError) as caught:
+        complete_config(whole, replicas)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_configuration_gets_the_first_batch() -> None:
     scheduler = {"type": "MixedBatch", "params": {"phases": SMALL}}
     config = {"scheduler": scheduler, "train_micro_batch_size_per_gpu": 2, "token_pipeline": {"slices": 4}}

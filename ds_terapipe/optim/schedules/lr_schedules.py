@@ -139,8 +139,12 @@ def validate(name: str, params: object, config: Mapping[str, Any]) -> None:
         raise bad_value("scheduler.type", name, f"one of {', '.join(NAMES)}", NAMES[0])
 
 
-def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def complete_config(config: Mapping[str, Any], replicas: int | None = None) -> dict[str, Any]:
     """The configuration with the batch sizes that ``MixedBatch`` implies, for DeepSpeed to read; else a copy as it is.
+
+    Args:
+        config: the whole DeepSpeed configuration.
+        replicas: data-parallel ones, where they are known.
 
     Raises:
         ConfigError: as :func:`validate`.
@@ -149,7 +153,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(block, Mapping) or block.get("type") != "MixedBatch":
         return dict(config)
     phases = parse_phases(block.get("params"))
-    check_config(phases, config)
+    check_config(phases, config, replicas)
     return with_first_batch(phases, config)
 
 

@@ -111,8 +111,13 @@ def check_division(phases: Sequence[Phase], micro_batch_size: int, replicas: int
             raise bad_value(f"{phase_path(index)}.batch_size", phase.batch_size, rule, use)
 
 
-def check_config(phases: Sequence[Phase], config: Mapping[str, Any]) -> None:
+def check_config(phases: Sequence[Phase], config: Mapping[str, Any], replicas: int | None = None) -> None:
     """Raise for what stands in the DeepSpeed configuration and does not go with these phases.
+
+    Args:
+        phases: of ``scheduler.params``.
+        config: the whole configuration.
+        replicas: data-parallel ones; None where they are not known yet, and batches are not divided.
 
     Raises:
         ConfigError: naming the key.
@@ -131,6 +136,24 @@ def check_config(phases: Sequence[Phase], config: Mapping[str, Any]) -> None:
             rule = "false beside MixedBatch (each would set batch size or sequence length on its own)"
             raise bad_value(f"{name}.enabled", True, rule, "false")
     _check_slices(phases, config.get("token_pipeline"))
+    if replicas is not None:
+        _check_batch(phases, config, replicas)
+
+
+def _check_batch(phases: Sequence[Phase], config: Mapping[str, Any], replicas: int) -> None:
+    """Raise where DeepSpeed, which gets the first phase's batch, would find that the three batch keys contradict each other."""
+    first, micro = phases[0], phases[0].micro_batch_size or config.get("train_micro_batch_size_per_gpu")
+    steps = config.get("gradient_accumulation_steps")
+    if not all(value is None or (isinstance(value, int) and value > 0) for value in (micro, steps)):
+        return  # DeepSpeed's keys have rules of their own
+    if micro is None:  # DeepSpeed's rule for it
+        micro = max(1, first.batch_size // (replicas * (steps or 1)))
+    check_division(phases, micro, replicas)
+    wanted = first.batch_size // (micro * replicas)
+    if steps not in (None, wanted):
+        rule = f"{phase_path(0)}.batch_size / micro-batch size / data-parallel replicas"
+        rule += f" = {first.batch_size} / {micro} / {replicas} = {wanted} or absent beside MixedBatch"
+        raise bad_value("gradient_accumulation_steps", steps, rule, str(wanted))
 
 
 def _check_slices(phases: Sequence[Phase], block: object) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ds_terapipe.errors import ConfigError, bad_value, is_finite, nearest
+from ds_terapipe.errors import LARGEST_COUNT, ConfigError, bad_value, is_finite, nearest
 
 PATH = "scheduler.params"
 DECAYS = ("peak", "start")
@@ -39,14 +39,15 @@ _EXAMPLES: Mapping[str, object] = {
 
 
 def count(path: str, value: object, least: int = 1) -> int:
-    """An integer of at least ``least``; 7038.0 counts as one.
+    """An integer from ``least`` to ``LARGEST_COUNT``; 7038.0 counts as one.
 
     Raises:
         ConfigError: naming ``path``.
     """
     whole = is_finite(value) and float(value).is_integer()  # type: ignore[arg-type]
-    if not whole or value < least:  # type: ignore[operator]
-        raise bad_value(path, value, f"a whole number of at least {least}", f"e.g. {max(least, 100)}")
+    if not whole or not least <= value <= LARGEST_COUNT:  # type: ignore[operator]
+        rule = f"a whole number of at least {least} and at most {LARGEST_COUNT}"
+        raise bad_value(path, value, rule, f"e.g. {max(least, 100)}")
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 

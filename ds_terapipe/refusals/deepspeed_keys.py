@@ -1,0 +1,179 @@
+"""DeepSpeed's own keys beside ours: a value that DeepSpeed cannot use is one line on every rank.
+
+DeepSpeed reads some values before it builds an engine and raises whatever they lead to, and looks at others only during the
+first step. The first are found by reading the configuration as DeepSpeed does, the others by a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
+from deepspeed.utils import logger as deepspeed_logger
+from pydantic import ValidationError
+
+from ds_terapipe.config import LARGEST_64, is_count
+from ds_terapipe.errors import ConfigError, bad_value, is_finite, shown
+from ds_terapipe.refusals.configuration import Rule, check_rules
+
+_Refused = Callable[[Any], bool]
+
+
+def _but(*kinds: type) -> _Refused:
+    """Refuse values of other types."""
+    return lambda value: not isinstance(value, kinds)
+
+
+def _but_count(least: int, *others: type) -> _Refused:
+    """Refuse all but whole numbers from ``least`` on and values of other types that are given."""
+    return lambda value: not is_count(value, least) and not isinstance(value, others)
+
+
+def _no_number(value: Any) -> bool:
+    return not is_finite(value) and not isinstance(value, bool)
+
+
+def _no_numbers(value: Any) -> bool:
+    return not isinstance(value, (list, tuple)) or any(map(_no_number, value))
+
+
+def _no_interval(value: Any) -> bool:
+    return value is not None and not (isinstance(value, (int, float)) and value != 0)  # null and infinity: never
+
+
+def _no_dtype(value: Any) -> bool:
+    try:
+        return value is not None and not DtypeEnum(value)
+    except ValueError:
+        return True
+
+
+_ARGUMENTS = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}
+_NULL = type(None)
+_DTYPES = "fp32, fp16, bf16 or null"
+
+# Spelt as in DeepSpeed 0.19.8: runtime/constants.py, runtime/config.py.
+VALUE_RULES = (
+    Rule("optimizer", _but(Mapping), "a block of keys", 'e.g. {"type": "AdamW", "params": {"lr": 1e-3}}'),
+    Rule("optimizer.type", _but(str, _NULL), "the name of an optimizer", 'e.g. "AdamW"'),
+    Rule("optimizer.params", _but(Mapping, _NULL), "a block of keys", 'e.g. {"lr": 1e-3}'),
+    Rule("optimizer.params.lr", _no_number, "a number", "e.g. 1e-3"),
+    Rule(
+        "optimizer.params.eps", lambda value: _no_number(value) and not isinstance(value, list), "a number", "e.g. 1e-8"
+    ),
+    Rule("optimizer.params.weight_decay", _no_number, "a number", "e.g. 0.01"),
+    Rule("optimizer.params.betas", _no_numbers, "a list of numbers", "e.g. [0.9, 0.999]"),
+    Rule("scheduler", _but(Mapping), "a block of keys", 'e.g. {"type": "WarmupLR", "params": {}}'),
+    Rule("scheduler.type", _but(str, _NULL), "the name of an LR scheduler", 'e.g. "WarmupLR"'),
+    Rule("scheduler.params", _but(Mapping, _NULL), "a block of keys", 'e.g. {"warmup_num_steps": 100}'),
+    Rule("scheduler.params.warmup_num_steps", _no_number, "a number of steps", "e.g. 100"),
+    Rule("scheduler.params.total_num_steps", _no_number, "a number of steps", "e.g. 1000"),
+    Rule("train_batch_size", _but_count(1, _NULL), "a positive number of samples", "e.g. 32, or leave it out"),
+    Rule("train_micro_batch_size_per_gpu", _but_count(1, _NULL), "a positive number of samples", "e.g. 1"),
+    Rule("gradient_accumulation_steps", _but_count(1, _NULL), "a positive number of micro-batches", "e.g. 8"),
+    Rule("gradient_clipping", _no_number, "a number, the largest norm of all gradients", "e.g. 1.0, or 0 for none"),
+    Rule("steps_per_print", _no_interval, "a number of steps other than 0, or null", "e.g. 10"),
+    Rule("log_level", _but(str, _NULL), "the name of a level", 'e.g. "info"'),
+    Rule("torch_autocast", _but(Mapping), "a block of keys", 'e.g. {"enabled": true, "dtype": "bfloat16"}'),
+    Rule("torch_autocast.enabled", _but(bool), "true or false", "false"),
+    *(
+        Rule(f"data_types.{name}", _no_dtype, _DTYPES, "null")
+        for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype")
+    ),
+    Rule("tensor_parallel.autotp_size", _but_count(0, _NULL), "a number of ranks", "0 for none"),
+    Rule("data_efficiency.data_routing.random_ltd.enabled", _but(bool), "true or false", "false"),
+    Rule("pipeline.activation_checkpoint_interval", _but_count(0, bool), "a number of layers", "e.g. 1, or 0 for none"),
+)
+
+
+def check_keys(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Raise for the first value that DeepSpeed cannot use.
+
+    How many replicas another model than a ``PipelineModule`` has is not known before DeepSpeed has set up its groups, so only the
+    table counts for one.
+
+    Args:
+        config: the whole configuration, as DeepSpeed is going to get it.
+        arguments: of ``deepspeed.initialize``; an optimizer or LR scheduler among them stands in for its block.
+
+    Raises:
+        ConfigError: naming the key and its value.
+    """
+    given = tuple(f"{block}." for block, name in _ARGUMENTS.items() if arguments.get(name) is not None)
+    check_rules((rule for rule in VALUE_RULES if not rule.path.startswith(given)), config)
+    for path, value in _integers(config):
+        if abs(value) > LARGEST_64:  # rank 0, which alone prints the configuration, fails at one that no float can hold
+            raise bad_value(path, value, f"a number of 64 bits, at most {LARGEST_64}", "a smaller one")
+    model = arguments.get("model")
+    if not isinstance(model, PipelineModule):
+        return
+    with _silent():
+        problem = _problem(config, model)
+        if problem is None:
+            return
+        without = {key: _problem({name: config[name] for name in config if name != key}, model) for key in config}
+    raise _error(config, problem, without) from problem
+
+
+def _problem(config: Mapping[str, Any], model: Any) -> Exception | None:
+    """The error of reading a configuration as ``deepspeed.initialize`` does."""
+    try:
+        DeepSpeedConfig(_copied(config), model.mpu())
+    except Exception as problem:
+        return problem
+    return None
+
+
+def _error(config: Mapping[str, Any], problem: Exception, without: Mapping[str, Exception | None]) -> ConfigError:
+    """The line for the key without which the configuration can be read, or has another error."""
+    harmless = [key for key, other in without.items() if other is None]
+    changes = [key for key, other in without.items() if str(other) != str(problem)]
+    said = " ".join(str(problem).split()).encode(errors="backslashreplace").decode()
+    if not changes:
+        return ConfigError(f"ds_config.json: got {shown(config)}, must be what DeepSpeed reads ({said}), use its keys")
+    key = (harmless or changes)[0]
+    path, value = _word(key), config[key]
+    if isinstance(problem, ValidationError):
+        first = problem.errors()[0]
+        path, value, said = ".".join(map(_word, [key, *first["loc"]])), first["input"], first["msg"]
+    reason = f"{type(problem).__name__}: {said}" if isinstance(problem, (AttributeError, TypeError)) else said
+    use = "another value, or leave it out" if harmless else "another value"
+    return ConfigError(f"{path}: got {shown(value)}, must be what DeepSpeed reads ({reason[:300]}), use {use}")
+
+
+def _integers(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """The integers in nested blocks and lists, with their paths."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _integers(each, f"{path}.{_word(name)}" if path else _word(name))
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from _integers(each, f"{path}[{index}]")
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield path, value
+
+
+def _word(name: object) -> str:
+    """A key as a part of a path, on one line whatever is in it."""
+    return str(name) if str(name).isidentifier() else shown(name)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of nested blocks and lists; what they hold may be no data of a JSON file and stays."""
+    if isinstance(value, Mapping):
+        return {name: _copied(each) for name, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep DeepSpeed from saying things twice: it reads the same configuration afterwards."""
+    before = deepspeed_logger.disabled
+    deepspeed_logger.disabled = True
+    try:
+        yield
+    finally:
+        deepspeed_logger.disabled = before
