@@ -1,6 +1,7 @@
 """Puts a mutant into the package, or marks its lines as run, in every interpreter that has this folder on PYTHONPATH.
 
-``MUTANT``: ``module:index``, or ``known:name`` of known.py. ``MUTANT_LINES``: a file, to which each process appends ``module:line`` of the lines that it runs.
+``MUTANT``: ``module:index``, or ``known:name`` of known.py.
+``MUTANT_LINES``: a file, to which each process appends ``module:line`` of the lines that it runs.
 """
 
 import importlib.machinery
