@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.mutants.table import mutant_table
+from tests.pool import POOL, Launch
 
 # Two cores may be shared with anything: how long an example takes to run or to make says nothing.
 settings.register_profile("ds_terapipe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -28,6 +30,24 @@ def pytest_configure() -> None:
     for lock in _EXTENSIONS.glob("*/*/lock"):
         if time.time() - lock.stat().st_mtime > _COMPILES_S:
             lock.unlink(missing_ok=True)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the launches that the selected tests will ask for."""
+    if session.config.option.collectonly:
+        return
+    found: dict[int, Launch] = {}
+    for item in session.items:
+        for definitions in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
+            launch = getattr(definitions[-1].func, "launch", None)
+            if launch is not None:
+                found[id(launch)] = launch
+    POOL.submit(list(found.values()))
+
+
+def pytest_sessionfinish() -> None:
+    """Begin none that no test waits for any more."""
+    POOL.stop()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

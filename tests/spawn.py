@@ -33,11 +33,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+import pytest
 import torch.multiprocessing as mp
 
 from tests.mutants import installed, verify_hits
+from tests.pool import ROOM, Launch
 
-_ASKING = threading.Lock()
+_ASKING, _STARTING = threading.Lock(), threading.Lock()
 LEAVES_AFTER_S = 5.0
 
 
@@ -123,6 +125,18 @@ def launch(
     Returns one result per rank, whatever happened to it. Raises ``TimeoutError`` (after killing every process) when a
     rank neither reported nor died within ``timeout`` seconds. No process outlives the call.
     """
+    with ROOM.of(world_size):
+        return _launch(function, world_size, args, timeout, env, mutant)
+
+
+def _launch(
+    function: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    mutant: str | None = None,
+) -> list[RankResult]:
     settings = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -130,27 +144,28 @@ def launch(
         "OMP_NUM_THREADS": "1",
         **(env or {}),
     }
-    previous = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)  # a spawned child, and the fork server, read these before their first import
-    context = _context(settings)
-    queues = [context.Queue() for _ in range(world_size)]
-    try:
-        processes = [
-            context.Process(
-                target=_worker,
-                args=(rank, world_size, settings, mutant, function, args, queues[rank]),
-                daemon=True,
-            )
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-    finally:
-        for name, value in previous.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with _STARTING:
+        previous = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)  # a spawned child, and the fork server, read these before their first import
+        context = _context(settings)
+        queues = [context.Queue() for _ in range(world_size)]
+        try:
+            processes = [
+                context.Process(
+                    target=_worker,
+                    args=(rank, world_size, settings, mutant, function, args, queues[rank]),
+                    daemon=True,
+                )
+                for rank in range(world_size)
+            ]
+            for process in processes:
+                process.start()
+        finally:
+            for name, value in previous.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
     try:
         return _collect(processes, queues, timeout)
     finally:
@@ -214,9 +229,31 @@ def run_ranks(
     So is a mutant that changed nothing on any rank (``tests.mutants.NeverRan``).
     """
     results = launch(function, world_size, *args, timeout=timeout, **options)
+    return _values(results, options.get("mutant"))
+
+
+def launched(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any) -> Any:
+    """A fixture of a module: what :func:`run_ranks` returns. The launch begins when collection is over (``tests/pool.py``).
+
+    ``timeout`` counts from the launch's own beginning.
+    """
+
+    def run() -> list[Any]:
+        return _values(_launch(function, world_size, args, timeout, **options), options.get("mutant"))
+
+    launch = Launch(f"{function.__module__}:{function.__name__}", world_size, run)
+
+    def ranks() -> list[Any]:
+        return launch.results()
+
+    ranks.launch = launch  # type: ignore[attr-defined]  # for conftest.py
+    return pytest.fixture(scope="module")(ranks)
+
+
+def _values(results: list[RankResult], mutant: str | None) -> list[Any]:
     failed = [f"rank {r.rank}: {r.error}\n{r.traceback}" for r in results if r.error]
     assert not failed, "\n".join(failed)
-    verify_hits(options.get("mutant"), [result.hits for result in results])
+    verify_hits(mutant, [result.hits for result in results])
     return [result.value for result in results]
 
 
