@@ -232,14 +232,26 @@ def run_ranks(
     return _values(results, options.get("mutant"))
 
 
-def launched(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any) -> Any:
+def launched(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    folder: bool = False,
+    **options: Any,
+) -> Any:
     """A fixture of a module: what :func:`run_ranks` returns. The launch begins when collection is over (``tests/pool.py``).
 
-    ``timeout`` counts from the launch's own beginning.
+    Args:
+        function, world_size, *args, **options: as for :func:`run_ranks`.
+        timeout: counts from the launch's own beginning.
+        folder: whether ``function`` gets an empty folder as one more argument; it is gone when the launch is over.
     """
 
     def run() -> list[Any]:
-        return _values(_launch(function, world_size, args, timeout, **options), options.get("mutant"))
+        with tempfile.TemporaryDirectory() if folder else contextlib.nullcontext() as path:
+            given = (*args, path) if folder else args
+            return _values(_launch(function, world_size, given, timeout, **options), options.get("mutant"))
 
     launch = Launch(f"{function.__module__}:{function.__name__}", world_size, run)
 
