@@ -25,7 +25,6 @@ from ds_terapipe.elastic.moves.groups import level_steps
 from ds_terapipe.elastic.moves.layers import drop_copies
 from ds_terapipe.elastic.moves.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.moves.reshape import Reshape, check_movable
-from ds_terapipe.elastic.optimizer import gathered
 from ds_terapipe.elastic.policies.freeze import ModelLayers
 from ds_terapipe.elastic.policies.resize import Shape, balanced, check, shape_of, wanted_stages
 from ds_terapipe.elastic.report import Transition, TransitionReport
@@ -38,7 +37,7 @@ from ds_terapipe.pipeline.closing import shape_groups
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.transport.consensus import error_of
 from ds_terapipe.plan.files import check_writable, check_writable_folder
-from ds_terapipe.process_groups import close_groups
+from ds_terapipe.process_groups import close_groups, gathered
 
 logger = logging.getLogger(__name__)
 

@@ -37,6 +37,7 @@ from ds_terapipe.pipeline.inspection.first_batch import Inspection
 from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
 from ds_terapipe.pipeline.operators.interception import not_deferred_line
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
+from ds_terapipe.pipeline.parameter_groups import check_inside, keep_trained, make_alike, occupy, unused
 from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.pipeline.recording.records import Records
 from ds_terapipe.pipeline.recording.report import StepReport, emit
@@ -47,14 +48,13 @@ from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.pipeline.transport.consensus import Consensus, Header
 from ds_terapipe.pipeline.transport.stream import Loader, StreamMark
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
-from ds_terapipe.process_groups import close_groups
+from ds_terapipe.process_groups import close_groups, gathered
 from ds_terapipe.refusals import check_checkpointing, check_config, check_model, cuts
 from ds_terapipe.schedule import Grid, Placement
 
 logger = logging.getLogger(__name__)
 
 _DESTROYED = "destroy() was called"
-_UNUSED = "ds_terapipe_nothing_is_trained_here"
 
 
 class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormClipping, PipelineEngine):
@@ -143,16 +143,30 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         return Stage
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """As DeepSpeed's; where a stage trains nothing the optimiser, which wants a parameter, gets one that nothing uses."""
-        if any(parameter.requires_grad for parameter in self.module.parameters()):
-            super()._configure_optimizer(client_optimizer, model_parameters)
-            return
-        first = next(self.module.parameters(), torch.empty(0))
-        unused = torch.nn.Parameter(torch.zeros(1, dtype=first.dtype, device=self.device))
-        self.param_names[unused] = _UNUSED
-        super()._configure_optimizer(client_optimizer, [unused])
+        """As DeepSpeed's; where a stage trains nothing the optimizer, which wants a parameter, gets one that nothing uses."""
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            model_parameters = [unused(self.module, self.device, self.param_names)]
+        super()._configure_optimizer(client_optimizer, model_parameters)
         if isinstance(self.optimizer, BF16_Optimizer):
             counting_nothing(self.optimizer)
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """As DeepSpeed's, which says what the optimizer is wrapped in; wrappers get the same groups on all ranks, none empty."""
+        kind = super()._do_optimizer_sanity_check(basic_optimizer)
+        self._arrange_groups(basic_optimizer, wrapped=kind is not None)
+        if kind is not None:
+            occupy(basic_optimizer, self.module, self.device, self.param_names)
+        return kind
+
+    def _arrange_groups(self, optimizer: Any, *, wrapped: bool) -> None:
+        """Give the optimizer the groups that it keeps; collective."""
+        if not wrapped:
+            return
+        gather = partial(gathered, group=self.module.world_group)
+        check_inside(optimizer, self.module, self.param_names, gather, "beside bf16, fp16 or ZeRO")
+        keep_trained(optimizer, self.param_names)
+        if len(set(gather(len(optimizer.param_groups)))) > 1:
+            make_alike(optimizer, self.client_lr_scheduler, gather)
 
     @property
     def token_pipeline(self) -> TokenPipelineConfig:

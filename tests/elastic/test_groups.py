@@ -15,6 +15,6 @@ def test_a_group_of_nothing_that_is_here_leaves_and_an_empty_one_stays() -> None
         [{"params": [unused], "lr": 5.0}, {"params": [bias, weight], "lr": 2.0}, {"params": [], "lr": 3.0}]
     )
     groups = optimizer.param_groups
-    in_order(optimizer, module)
+    in_order(optimizer, module, {})
     assert optimizer.param_groups is groups and [group["lr"] for group in groups] == [2.0, 3.0]
     assert [[id(p) for p in group["params"]] for group in groups] == [[id(weight), id(bias)], []]

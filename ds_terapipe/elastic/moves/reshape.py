@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
 from ds_terapipe.elastic.moves.anew import quietly
-from ds_terapipe.elastic.moves.groups import refill, settings_of
+from ds_terapipe.elastic.moves.groups import refill
 from ds_terapipe.elastic.moves.layers import (
     builder,
     drop_copies,
@@ -38,6 +38,7 @@ from ds_terapipe.elastic.moves.transfer import (
     sent_of,
 )
 from ds_terapipe.errors import bad_value
+from ds_terapipe.pipeline.parameter_groups import settings_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 

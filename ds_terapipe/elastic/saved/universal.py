@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ds_terapipe import tensor_files
 from ds_terapipe.elastic.saved.restore import numbers_of
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.optim.telemetry import UNUSED
+from ds_terapipe.names import UNUSED
 
 CARRIED = "ds_terapipe_elastic"
 LATEST = "latest_universal"
