@@ -22,7 +22,7 @@ from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.elastic.checkpoints import ElasticCheckpoints
 from ds_terapipe.elastic.moves.anew import build_anew
 from ds_terapipe.elastic.moves.groups import level_steps
-from ds_terapipe.elastic.moves.layers import drop_copies
+from ds_terapipe.elastic.moves.layers import drop_copies, leave_loss
 from ds_terapipe.elastic.moves.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.moves.reshape import Reshape, check_movable
 from ds_terapipe.elastic.policies.freeze import ModelLayers
@@ -67,6 +67,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         get_accelerator().set_device(kwargs["model"].local_rank)
         # before all that depends on it
         check_alike(gathered(elastic_pipeline.model_dump(), kwargs["model"].world_group))
+        leave_loss(kwargs["model"])
         super().__init__(*args, **kwargs)
         self._start_feeding()
         self._know_phases()

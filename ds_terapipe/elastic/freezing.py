@@ -13,12 +13,13 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
 from ds_terapipe.elastic.moves.groups import numbers, refill, release
-from ds_terapipe.elastic.moves.layers import layers_here, names_in
+from ds_terapipe.elastic.moves.layers import names_in
 from ds_terapipe.elastic.optimizer import ElasticOptimizer
 from ds_terapipe.elastic.policies.freeze import ModelLayers
 from ds_terapipe.elastic.policies.freezer import LOSS_RISE, LR_RESTART, Freezer, Signals, completed_intervals
 from ds_terapipe.elastic.policies.gradient_norms import GradientNorms
 from ds_terapipe.elastic.settings import EPOCH
+from ds_terapipe.pipeline.layer_list import layers_here
 from ds_terapipe.pipeline.recording.report import emit
 
 logger = logging.getLogger(__name__)

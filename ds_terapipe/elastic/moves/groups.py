@@ -12,6 +12,7 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import Tensor, nn
 
+from ds_terapipe.elastic.moves.layers import LOSS
 from ds_terapipe.pipeline.parameter_groups import OF_PARAMETERS, outside, tell
 
 
@@ -73,13 +74,15 @@ def refill(
 def in_order(optimizer: torch.optim.Optimizer, module: nn.Module, names: Mapping[Any, str]) -> None:
     """Have parameters in the module's order from the start, as after a reshape: checkpoints know them by their number.
 
-    Parameters that only stand for others leave, as on a stage that trains nothing, and groups that have had nothing else.
+    Parameters that only stand for others leave, as on a stage that trains nothing, and groups that have had nothing else. So does
+    the loss where it is not trained.
     """
     groups = optimizer.param_groups
     kept = set(map(id, [*module.parameters(), *outside(optimizer, module, names)]))
     groups[:] = [each for each in groups if not each["params"] or any(id(p) in kept for p in each["params"])]
     number_of = numbers(optimizer)
-    group_of = {name: number_of[id(p)] for name, p in module.named_parameters() if id(p) in number_of}
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad or not name.startswith(LOSS)]
+    group_of = {name: number_of[id(p)] for name, p in named if id(p) in number_of}
     refill(optimizer, module, group_of, {}, outside=outside(optimizer, module, names))
 
 

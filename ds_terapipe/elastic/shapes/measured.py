@@ -17,10 +17,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from ds_terapipe.elastic.moves.layers import layers_here, prefix_of
 from ds_terapipe.elastic.policies.resize import Shape, shapes
 from ds_terapipe.elastic.shapes.predict import Choice, LayerCosts, Machine, Prediction, choose, predict
 from ds_terapipe.elastic.shapes.shape_text import shape_text
+from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
 from ds_terapipe.pipeline.recording.accounting import highest_allocated
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.recording.trace import new_clock
