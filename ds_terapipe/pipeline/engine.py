@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
@@ -43,6 +44,7 @@ from ds_terapipe.pipeline.recording.records import Records
 from ds_terapipe.pipeline.recording.report import StepReport, emit
 from ds_terapipe.pipeline.recording.trace import Recorder
 from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.pipeline.transport.consensus import Consensus, Header
@@ -83,6 +85,8 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._watchdog = Watchdog(seat, token_pipeline.timeout_s, new_mark, self.device)
         weakref.finalize(self, self._watchdog.close)
         self._consensus = Consensus(self._watchdog, pipelines, _hash_of(token_pipeline))
+        self._shared = shared_weights(self.module, self._consensus)
+        refuse_split(self._shared, self.module.parts, "model")
         self._trace, self._memory, self._load = self._new_trace(), self._new_memory(), Loader(self.device)
         self._recorder = Recorder(self.stage_id, self._watchdog, self._consensus.group, self.device)
         self._settle()
@@ -95,6 +99,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._rules = DeepSpeedGradients(self)
         self._assembly = self._assemble(placement_of(self.module, self._consensus))
         self._watchdog.begin(self.global_steps, (), self._assembly.seat)
+        self._switches = [(name, p, p.requires_grad) for name, p in self.module.named_parameters()]
         self._layer_times = LayerTimes([stage.layers for stage in self._assembly.stages.values()], self.device)
         self._begin_cutting()
 
@@ -350,6 +355,8 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                     "optimizer: got none on a rank that trains, must be one on every rank, also where a stage has nothing to "
                     "train, use torch.optim.AdamW(model.parameters()) or an optimizer in the configuration"
                 )
+            if torch.is_grad_enabled():
+                self._refuse_switched()
             pulled = self._read(micro_batches)
             if seat.has_first or seat.has_last:
                 batch = read_step(
@@ -372,6 +379,26 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                 torch.distributed.all_reduce(weight, group=self.grid.get_data_parallel_group())
             self.module.loss_fn.begin_step(weight / self.dp_world_size)
         return batch
+
+    def _refuse_switched(self) -> None:
+        """Raise where ``requires_grad`` was set by hand and changes nothing.
+
+        Wrappers step with the flat tensors that they have made, and what only goes forward gets no gradient.
+        """
+        switched = [(name, p) for name, p, before in self._switches if p.requires_grad is not before]
+        if not switched:
+            return
+        wrapped, stages = isinstance(self.optimizer, DeepSpeedOptimizer), self._assembly.stages.values()
+        stepped = {id(p) for group in self.basic_optimizer.param_groups for p in group["params"]}
+        forward = {
+            id(p) for each in stages if not each.trains for layer in each.layers.modules for p in layer.parameters()
+        }
+        for name, parameter in switched:
+            if wrapped or (parameter.requires_grad and (id(parameter) in forward or id(parameter) not in stepped)):
+                raise ConfigError(
+                    f"model: got {name}.requires_grad {parameter.requires_grad} after initialize, must be set before it (it has no "
+                    'effect now), use elastic_pipeline.freeze, e.g. {"policy": "schedule", "frozen_layers": [[10, 2]]}'
+                )
 
     def _read(self, micro_batches: int) -> list[Any]:
         """The micro-batches of a step, (inputs, labels) each, where this rank needs them."""

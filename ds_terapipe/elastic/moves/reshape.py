@@ -34,6 +34,7 @@ from ds_terapipe.elastic.moves.transfer import (
     Holding,
     Piece,
     authority,
+    check_same,
     check_structure,
     holding,
     plan,
@@ -187,6 +188,8 @@ class Reshape:
             same = [s for s in held if builder(self._module, prefix, *self._module.parts[s : s + 2]) == entry]
             if same:
                 check_structure(prefix, layer, held[same[0]])
+        for each in held.values():
+            check_same(layers, each)
 
     def _names(self, prefix: str, layer: nn.Module, held: Mapping[int, Holding]) -> list[str]:
         """The names of a layer's tensors; of one that was built anew those that the live one has."""
