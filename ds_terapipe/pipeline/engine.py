@@ -393,11 +393,11 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         forward = {
             id(p) for each in stages if not each.trains for layer in each.layers.modules for p in layer.parameters()
         }
-        for name, parameter in switched:
-            if wrapped or (parameter.requires_grad and (id(parameter) in forward or id(parameter) not in stepped)):
+        for name, p in switched:
+            if wrapped or (p.requires_grad and (id(p) in forward or id(p) not in stepped)):
                 raise ConfigError(
-                    f"model: got {name}.requires_grad {parameter.requires_grad} after initialize, must be set before it (it has no "
-                    'effect now), use elastic_pipeline.freeze, e.g. {"policy": "schedule", "frozen_layers": [[10, 2]]}'
+                    f"model: got {name}.requires_grad {p.requires_grad} after initialize, must be set before it (now it has no "
+                    'effect), use elastic_pipeline.freeze, e.g. {"policy": "schedule", "frozen_layers": [[10, 2]]}'
                 )
 
     def _read(self, micro_batches: int) -> list[Any]:
