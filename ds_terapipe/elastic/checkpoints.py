@@ -24,6 +24,7 @@ from ds_terapipe.elastic.saved.universal import (
 )
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.pipeline.checkpoints import tag_of
+from ds_terapipe.pipeline.resuming import resuming
 from ds_terapipe.pipeline.transport.consensus import error_of
 
 
@@ -49,6 +50,7 @@ class ElasticCheckpoints(Caching):
             carried[PARAM_SHAPES] = self._get_zero_param_shapes()  # which DeepSpeed notes with ZeRO alone
         return carried
 
+    @resuming
     def load_checkpoint(
         self,
         load_dir: Any,

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ds_terapipe.bf16_parts import load_with_parts
 from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES
 from ds_terapipe.pipeline.loss_state import load_loss, save_loss
+from ds_terapipe.pipeline.resuming import resuming
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
 LATEST = "latest"
@@ -125,6 +126,7 @@ class Checkpoints(PipelineEngine):
     """Stands before ``PipelineEngine``: what is there under a checkpoint's name is whole, and the plan goes with it."""
 
     loads_parts = True  # FusedLamb's hook need not
+    continues_data = False  # whether training_data goes on behind the samples that a checkpoint has seen
 
     def save_checkpoint(
         self,
@@ -172,6 +174,7 @@ class Checkpoints(PipelineEngine):
         super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
         load_loss(self, self._curr_ckpt_path, strict)
 
+    @resuming
     def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As ``PipelineEngine.load_checkpoint``; a plan that is in the checkpoint is used again."""
         self.recover_checkpoint(load_dir, tag)
