@@ -57,7 +57,8 @@ def _groups(engine: Any) -> list[dict[str, Any]]:
 
 def _say_settings(engine: Any, before: list[dict[str, Any]]) -> None:
     """An optimizer takes over all settings of its groups from a checkpoint, a scheduler may keep its own."""
-    scheduler, found = engine.lr_scheduler, {}
+    scheduler = engine.lr_scheduler
+    found: dict[str, str] = {}
     ignored = {"step"}  # a count
     if scheduler is not None:
         ignored |= {"lr"} if hasattr(scheduler, "base_lrs") else {"lr", "initial_lr"}

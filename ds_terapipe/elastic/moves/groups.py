@@ -53,10 +53,10 @@ def refill(
         state = states.get(name, optimizer.state.get(parameter))
         if state:
             kept[parameter] = state
-    for parameter in outside:
-        lists[number_of[id(parameter)]].append(("", parameter))
-        if optimizer.state.get(parameter):
-            kept[parameter] = optimizer.state[parameter]
+    for other in outside:
+        lists[number_of[id(other)]].append(("", other))
+        if optimizer.state.get(other):
+            kept[other] = optimizer.state[other]
     alive = {id(value) for state in kept.values() for value in state.values()}
     gone = [value for state in optimizer.state.values() for value in state.values() if id(value) not in alive]
     optimizer.state.clear()

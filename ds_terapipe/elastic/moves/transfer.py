@@ -89,7 +89,8 @@ def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, s
         shared: prefixes of modules that several stages may have a copy of; of those it is looked up what is used.
     """
     group_of = numbers(optimizer)
-    pieces, modules, names = {}, {}, defaultdict(list)
+    pieces, modules = {}, {}
+    names: defaultdict[int, list[str]] = defaultdict(list)
     for prefix, layer in layers.items():
         for name, parameter in layer.named_parameters():
             names[id(parameter)] += [prefix + name] * parameter.requires_grad
