@@ -17,6 +17,7 @@ from ds_terapipe import ConfigError, FusedLamb
 from ds_terapipe.pipeline.slicing import as_tuple
 from ds_terapipe.schedule import Placement
 from tests.full import is_full, marked
+from tests.mutants.claims import holds
 from tests.pipeline.models import (
     HIDDEN,
     SEED,
@@ -353,7 +354,7 @@ def switched() -> dict[str, Any]:
                 layer.up.requires_grad_(not value)
             assert engine.train_batch(iter(data[0])) != first
         else:
-            found[name] = before is None or torch.equal(before, layer.up.weight)
+            found[name] = "stays" if before is None or torch.equal(before, layer.up.weight) else "moves"
         engine.destroy()
     return found
 
@@ -482,4 +483,16 @@ def test_what_is_frozen_or_trained_by_hand_where_that_has_no_effect_is_named(ran
     for rank in ranks:
         said = rank["switched"]
         assert said["off"].startswith(text.format(False)) and said["on"].startswith(text.format(True))
-        assert said["off in fp32"] is True
+        assert said["off in fp32"] == "stays"
+
+
+# for tests.mutants
+
+
+def only_switched(rank: int, world_size: int) -> dict[str, Any]:
+    return {"switched": switched()}
+
+
+def names_what_is_switched(mutant: str | None) -> bool:
+    ranks = run_ranks(only_switched, 2, mutant=mutant)
+    return holds(test_what_is_frozen_or_trained_by_hand_where_that_has_no_effect_is_named, ranks)
