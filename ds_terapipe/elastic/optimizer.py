@@ -48,7 +48,7 @@ class ElasticOptimizer(ElasticPhases):
             use = '[], or "torch_adam": true in optimizer.params'
             raise bad_value(f"{freeze.PATH}.unfreeze", freeze.unfreeze, must, use)
 
-    def _arrange_groups(self, optimizer: Any, *, wrapped: bool) -> None:
+    def _arrange_groups(self, optimizer: Any, kind: str | None) -> None:
         """As `TokenPipelineEngine._arrange_groups`, at the start; groups that layers may go to are the same on all ranks."""
         if hasattr(self, "_consensus"):
             return
@@ -64,7 +64,7 @@ class ElasticOptimizer(ElasticPhases):
                 raise
             if self.elastic_pipeline.moves:
                 self.elastic_pipeline = self.elastic_pipeline.staying(str(error))
-        super()._arrange_groups(optimizer, wrapped=wrapped)
+        super()._arrange_groups(optimizer, kind)
 
     def _wrapped(self, basic_optimizer: Any, before: Any) -> Any:
         """An optimiser that has parameters of the module, in what DeepSpeed puts around it; ``before``: that was around it."""

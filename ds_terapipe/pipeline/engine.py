@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
@@ -158,19 +159,20 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         """As DeepSpeed's, which says what the optimizer is wrapped in; wrappers get the same groups on all ranks, none empty."""
         kind = super()._do_optimizer_sanity_check(basic_optimizer)
-        self._arrange_groups(basic_optimizer, wrapped=kind is not None)
+        self._arrange_groups(basic_optimizer, kind)
         if kind is not None:
             occupy(basic_optimizer, self.module, self.device, self.param_names)
         return kind
 
-    def _arrange_groups(self, optimizer: Any, *, wrapped: bool) -> None:
-        """Give the optimizer the groups that it keeps; collective."""
-        if not wrapped:
+    def _arrange_groups(self, optimizer: Any, kind: str | None) -> None:
+        """Give the optimizer the groups that it keeps in a wrapper of DeepSpeed's, None for none; collective."""
+        if kind is None:
             return
         gather = partial(gathered, group=self.module.world_group)
         check_inside(optimizer, self.module, self.param_names, gather, "beside bf16, fp16 or ZeRO")
         keep_trained(optimizer, self.param_names)
-        if len(set(gather(len(optimizer.param_groups)))) > 1:
+        # BF16_Optimizer takes one norm of all groups, the others one of each
+        if kind != BFLOAT16 and len(set(gather(len(optimizer.param_groups)))) > 1:
             make_alike(optimizer, self.client_lr_scheduler, gather)
 
     @property

@@ -124,7 +124,9 @@ def make_alike(optimizer: torch.optim.Optimizer, scheduler: Any, gather: Callabl
                 "that was made for them, must be the same groups on all ranks, use a function that makes the scheduler, or "
                 "groups with a parameter on every stage"
             )
-    named: dict[str, Any] = {"param_names": []} if any("param_names" in group for group in optimizer.param_groups) else {}
+    named: dict[str, Any] = (
+        {"param_names": []} if any("param_names" in group for group in optimizer.param_groups) else {}
+    )
     for key, settings in known.items():
         if key not in mine:
             optimizer.add_param_group({"params": [], **named, **settings})

@@ -77,7 +77,8 @@ def build(spec: LayerSpec | nn.Module, device: torch.device, dtype: torch.dtype 
             built: nn.Module = spec.build().to(device, dtype)
         return built
     for tensor in _tensors(spec):
-        tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        tensor.data = torch.empty(tensor.shape, dtype=kind, device=device)
     return spec
 
 
