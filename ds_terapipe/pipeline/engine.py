@@ -39,7 +39,7 @@ from ds_terapipe.pipeline.inspection.first_batch import Inspection
 from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
 from ds_terapipe.pipeline.operators.interception import not_deferred_line
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
-from ds_terapipe.pipeline.parameter_groups import check_inside, keep_trained, make_alike, occupy, unused
+from ds_terapipe.pipeline.parameter_groups import check_inside, drop_unused, keep_trained, make_alike, occupy, unused
 from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.pipeline.recording.records import Records
 from ds_terapipe.pipeline.recording.report import StepReport, emit
@@ -170,9 +170,11 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             return
         gather = partial(gathered, group=self.module.world_group)
         check_inside(optimizer, self.module, self.param_names, gather, "beside bf16, fp16 or ZeRO")
-        keep_trained(optimizer, self.param_names)
-        # BF16_Optimizer takes one norm of all groups, the others one of each
-        if kind != BFLOAT16 and len(set(gather(len(optimizer.param_groups)))) > 1:
+        keep_trained(optimizer)
+        counts = set(gather(len(optimizer.param_groups)))
+        # BF16_Optimizer takes one norm of all groups, where there is one, the others take one of each
+        if len(counts) > 1 and (kind != BFLOAT16 or 0 in counts):
+            drop_unused(optimizer, self.param_names)
             make_alike(optimizer, self.client_lr_scheduler, gather)
 
     @property

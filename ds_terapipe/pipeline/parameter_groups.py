@@ -49,16 +49,20 @@ def is_unused(parameter: Any, names: Mapping[Any, str]) -> bool:
     return names.get(parameter) == UNUSED
 
 
-def keep_trained(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -> None:
-    """Take frozen parameters out of all groups, and groups that stand for nothing out of the list."""
-    groups = optimizer.param_groups
-    groups[:] = [each for each in groups if not all(is_unused(p, names) for p in each["params"]) or not each["params"]]
-    for group in groups:
+def keep_trained(optimizer: torch.optim.Optimizer) -> None:
+    """Take frozen parameters out of all groups, which may be empty then."""
+    for group in optimizer.param_groups:
         kept = [parameter.requires_grad for parameter in group["params"]]
         for key in OF_PARAMETERS:
             if key in group:
                 group[key] = [each for each, trained in zip(group[key], kept, strict=True) if trained]
     tell(optimizer)
+
+
+def drop_unused(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -> None:
+    """Take groups out of the list that have nothing but what :func:`unused` made."""
+    groups = optimizer.param_groups
+    groups[:] = [each for each in groups if not each["params"] or not all(is_unused(p, names) for p in each["params"])]
 
 
 def outside(optimizer: Any, module: nn.Module, names: Mapping[Any, str]) -> list[nn.Parameter]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from ds_terapipe.elastic.moves.groups import in_order
 from ds_terapipe.names import UNUSED
-from ds_terapipe.pipeline.parameter_groups import keep_trained, occupy, unused
+from ds_terapipe.pipeline.parameter_groups import drop_unused, keep_trained, occupy, unused
 
 
 def test_a_group_of_nothing_that_is_here_leaves_and_an_empty_one_stays() -> None:
@@ -45,7 +45,8 @@ def test_frozen_parameters_leave_and_an_empty_group_gets_one_that_nothing_uses()
         {"params": [gone], "lr": 3.0},
     ]
     optimizer = torch.optim.AdamW(groups)
-    keep_trained(optimizer, names)
+    keep_trained(optimizer)
+    drop_unused(optimizer, names)
     occupy(optimizer, module, torch.device("cpu"), names)
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0]
     first, second = ([*group["params"]] for group in optimizer.param_groups)

@@ -37,7 +37,7 @@ def _keeps_as_many(original: Any, hit: Hit) -> Any:
 
 
 def _keeps_frozen(original: Any, hit: Hit) -> Any:
-    def keep_trained(optimizer: Any, names: Any) -> None:
+    def keep_trained(optimizer: Any) -> None:
         hit()
 
     return keep_trained
