@@ -20,6 +20,7 @@ from ds_terapipe.elastic.policies.freezer import LOSS_RISE, LR_RESTART, Freezer,
 from ds_terapipe.elastic.policies.gradient_norms import GradientNorms
 from ds_terapipe.elastic.settings import EPOCH
 from ds_terapipe.pipeline.layer_list import layers_here
+from ds_terapipe.pipeline.parameter_groups import outside
 from ds_terapipe.pipeline.recording.report import emit
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,8 @@ class Freezing(ElasticOptimizer):
         if back and self.basic_optimizer is not None:
             number_of = numbers(self.basic_optimizer)
             here = {name: number_of[id(p)] for name, p in self.module.named_parameters() if id(p) in number_of}
-            refill(self.basic_optimizer, self.module, {**back, **here}, {})
+            others = outside(self.basic_optimizer, self.module, self.param_names)
+            refill(self.basic_optimizer, self.module, {**back, **here}, {}, outside=others)
 
     def _say_tied(self) -> None:
         specs = self.module._layer_specs
