@@ -34,12 +34,14 @@ def unused(like: nn.Module, device: torch.device, names: dict[Any, str]) -> nn.P
     """A parameter that stands for those that a rank lacks.
 
     Args:
-        like: has its type of numbers.
+        like: its first parameter has the type of numbers, and marks by which a function of the user's may make groups.
         device: where it is.
         names: of parameters, as the engine keeps them for its wrappers; gets its name.
     """
-    dtype = next((parameter.dtype for parameter in like.parameters()), torch.float32)
-    found = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+    first = next(like.parameters(), torch.zeros(0))
+    found = nn.Parameter(torch.zeros(1, dtype=first.dtype, device=device))
+    marks = {key: value for key, value in vars(first).items() if isinstance(value, (bool, int, float, str))}
+    vars(found).update(marks)
     names[found] = UNUSED
     return found
 

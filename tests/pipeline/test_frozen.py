@@ -286,11 +286,19 @@ class Matrices(Block):
             parameter.requires_grad_(parameter.dim() > 1)
 
 
+def labelled(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """As users mark what an optimizer has to know."""
+    found = list(parameters)
+    for parameter in found:
+        parameter.is_matrix = parameter.dim() > 1
+    return found
+
+
 def by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Weight decay for matrices alone."""
     kinds: tuple[list[nn.Parameter], ...] = ([], [])
     for parameter in parameters:
-        kinds[parameter.dim() > 1].append(parameter)
+        kinds[parameter.is_matrix].append(parameter)
     groups = [{"params": kinds[1], "lr": 1e-3}, {"params": kinds[0], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1)
 
@@ -317,7 +325,8 @@ def in_groups(name: str, folder: str) -> dict[str, Any]:
     options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, "dynamic_shape": True}
     loss = hidden_loss if frozen == "vectors" else masked_loss
     model = PipelineModule([LayerSpec(kind) for kind in UPPER[frozen]], num_stages=2, loss_fn=loss, **options)
-    optimizer = by_shape(list(model.parameters())) if given else by_shape
+    parameters = labelled(model.parameters())
+    optimizer = by_shape(parameters) if given else by_shape
     engine = build_engine((), loss, token_pipeline={"slices": SLICES}, made=model, optimizer=optimizer, config=config)
     found: dict[str, Any] = {"losses": train(engine, steps_of(STEPS, MICRO_BATCHES)).losses}
     engine.save_checkpoint(folder)
@@ -470,7 +479,7 @@ def test_a_tied_weight_is_trained_by_all_that_share_it_or_by_none(ranks):
 def test_a_stage_that_trains_nothing_of_a_group_has_it_all_the_same(launched, name):
     frozen, config, _ = GROUPS[name]
     specs, loss = [LayerSpec(kind) for kind in UPPER[frozen]], hidden_loss if frozen == "vectors" else masked_loss
-    wanted = train_plain(specs, loss, steps_of(STEPS, MICRO_BATCHES), by_shape).losses
+    wanted = train_plain(specs, loss, steps_of(STEPS, MICRO_BATCHES), lambda ps: by_shape(labelled(ps))).losses
     for rank in launched(False):
         found = rank["groups"][name]
         assert found["losses"] == pytest.approx(wanted, rel=1e-2 if "bf16" in config else 1e-5) and found["resumed"]
