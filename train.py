@@ -29,7 +29,7 @@ from ds_terapipe.plan.stages import even_layers, read_layers
 
 logger = logging.getLogger("train")
 
-STAGE_LAYERS = "stage_layers"  # what a checkpoint says of its stages
+STAGE_LAYERS, SAMPLES = "stage_layers", "samples"  # what a checkpoint says of its stages, and of the whole training
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -170,7 +170,19 @@ class Trainer:
             if self.first:
                 logger.warning("no checkpoint in %s: starting from random weights", self.args.load)
             return 0
+        self._say_order(state.get(SAMPLES))
         return int(state["iteration"])
+
+    def _say_order(self, then: dict[int, int] | None) -> None:
+        """What another number of samples than the checkpoint's training has does to their order."""
+        now = self._samples()
+        if self.first and self.task.order_of_all and then not in (None, now):
+            logger.warning(
+                "--train-iters: the checkpoint's training has %d samples and this one %d, and their order depends on the number: "
+                "from here on some come a second time, others not at all; for the same order use the same number",
+                sum(then.values()),
+                sum(now.values()),
+            )
 
     def _check_there(self, folder: Path) -> None:
         """A name that was mistyped is no reason to begin from random weights."""
@@ -226,7 +238,8 @@ class Trainer:
         return saved_stages(checkpoint) or even_layers(self.args.num_layers, self.args.pipeline_model_parallel_size)
 
     def _save(self) -> None:
-        state = {"iteration": self.iteration, STAGE_LAYERS: list(self.engine.module.layers_per_stage)}
+        stages = list(self.engine.module.layers_per_stage)
+        state = {"iteration": self.iteration, STAGE_LAYERS: stages, SAMPLES: self._samples()}
         self.engine.save_checkpoint(self.args.save, tag=f"global_step{self.engine.global_steps}", client_state=state)
 
     def _batches(self, dataset: Any, consumed: int) -> SampleIterator | None:

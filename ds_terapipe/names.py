@@ -9,3 +9,6 @@ TYPES = {"optimizer": ("FusedLamb",), "scheduler": ("LambWarmup", "MixedBatch")}
 # In the folder of a checkpoint.
 ELASTIC_STATE = "elastic_pipeline.json"
 HF_FOLDER, HF_NAMES = "hf", "names.json"
+
+UNUSED = "ds_terapipe_nothing_of_this_group_is_here"
+"""Name of a parameter that stands for a group which has none here: no layer, and none of its values count."""

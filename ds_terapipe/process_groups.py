@@ -1,4 +1,7 @@
-"""The end of process groups: who made them destroys them, all ranks of a group together, and nobody keeps them."""
+"""Process groups: a value of every rank, and the end of groups.
+
+Who made a group destroys it, all ranks of it together, and nobody keeps it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,13 @@ from typing import Any
 
 import torch.distributed
 from torch.distributed import ProcessGroup
+
+
+def gathered(value: Any, group: Any) -> list[Any]:
+    """Any value of every rank of a group of all; collective. Over NCCL a process has set its device before."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 def close_groups(groups: Iterable[Any], *holders: Any) -> None:

@@ -16,8 +16,9 @@ from ds_terapipe.elastic.cache.outputs import Counts
 from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.elastic.cache.stage import CachedStage
 from ds_terapipe.elastic.freezing import Freezing
-from ds_terapipe.elastic.moves.layers import layers_here, names_in
+from ds_terapipe.elastic.moves.layers import names_in
 from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.pipeline.layer_list import layers_here
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.schedule import Placement

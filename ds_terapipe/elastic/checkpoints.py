@@ -24,6 +24,8 @@ from ds_terapipe.elastic.saved.universal import (
 )
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.pipeline.checkpoints import tag_of
+from ds_terapipe.pipeline.parameter_groups import check_inside
+from ds_terapipe.pipeline.resuming import resuming
 from ds_terapipe.pipeline.transport.consensus import error_of
 
 
@@ -49,6 +51,7 @@ class ElasticCheckpoints(Caching):
             carried[PARAM_SHAPES] = self._get_zero_param_shapes()  # which DeepSpeed notes with ZeRO alone
         return carried
 
+    @resuming
     def load_checkpoint(
         self,
         load_dir: Any,
@@ -154,6 +157,9 @@ class ElasticCheckpoints(Caching):
 
     def _saved(self, folder: Path, state: Any) -> SavedStates:
         """What the optimiser will have, before anything is changed; collective."""
+        if not is_wrapped(self.optimizer):
+            where = "to read a checkpoint of another shape"
+            check_inside(self.basic_optimizer, self.module, self.param_names, self._consensus.gather, where)
         wanted = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         tensor = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
         parts, groups = state.get("optimizer") or [], len(self.basic_optimizer.param_groups)

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 class ElasticData(TokenPipelineEngine):
     """Part of the engine: micro-batches for the ranks that need them in the present shape."""
 
+    continues_data = True
     elastic_pipeline: ElasticPipelineConfig
     _feed: Feed | None = None
     _loader: ElasticLoader | None = None

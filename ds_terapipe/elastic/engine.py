@@ -22,12 +22,11 @@ from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.elastic.checkpoints import ElasticCheckpoints
 from ds_terapipe.elastic.moves.anew import build_anew
 from ds_terapipe.elastic.moves.groups import level_steps
-from ds_terapipe.elastic.moves.layers import drop_copies
+from ds_terapipe.elastic.moves.layers import drop_copies, leave_loss
 from ds_terapipe.elastic.moves.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.moves.reshape import Reshape, check_movable
-from ds_terapipe.elastic.optimizer import gathered
 from ds_terapipe.elastic.policies.freeze import ModelLayers
-from ds_terapipe.elastic.policies.resize import Shape, balanced, check, shape_of, wanted_stages
+from ds_terapipe.elastic.policies.resize import POLICY, Shape, balanced, check, shape_of, wanted_stages
 from ds_terapipe.elastic.report import Transition, TransitionReport
 from ds_terapipe.elastic.settings import ElasticPipelineConfig, check_alike
 from ds_terapipe.elastic.shapes.costs import Costs, state_bytes, trained_sizes
@@ -36,9 +35,10 @@ from ds_terapipe.elastic.shapes.history import History, StepShape, check_history
 from ds_terapipe.elastic.shapes.measured import Chooser
 from ds_terapipe.pipeline.closing import shape_groups
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
+from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights, split
 from ds_terapipe.pipeline.transport.consensus import error_of
 from ds_terapipe.plan.files import check_writable, check_writable_folder
-from ds_terapipe.process_groups import close_groups
+from ds_terapipe.process_groups import close_groups, gathered
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         get_accelerator().set_device(kwargs["model"].local_rank)
         # before all that depends on it
         check_alike(gathered(elastic_pipeline.model_dump(), kwargs["model"].world_group))
+        leave_loss(kwargs["model"])
         super().__init__(*args, **kwargs)
         self._start_feeding()
         self._know_phases()
@@ -203,14 +204,10 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             self.start_shape.micro_batch,
         )
         if parts is None and (new != shape or (self.elastic_pipeline.moves and stages > 1)):
-            forward, backward, _ = self.costs.now(self, self._consensus, self._layer_times)
-            present, first = (
-                list(map(int, self.module.parts)) if new == shape else None,
-                max(frozen, self.untrained_layers),
-            )
-            parts = balanced(self._without_kept(forward, first), backward, first, stages, present)
+            parts = self._balanced(new, frozen)
         reshape = None
         if parts is not None and (new != shape or list(parts) != list(self.module.parts)):
+            self._check_shared(parts, frozen)
             reshape = Reshape(
                 self.module, self.basic_optimizer, self._consensus, self._watchdog, self.device, self._layer_dtype
             )
@@ -231,6 +228,25 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             self._settle()
         self._trace.keep(self._recorder.end())
         self._tell(step, shape, before, time.perf_counter() - started, freed, sent)
+
+    def _balanced(self, shape: Shape, frozen: int) -> Sequence[int]:
+        """The entries of the stages of a shape by what they cost; collective."""
+        forward, backward, _ = self.costs.now(self, self._consensus, self._layer_times)
+        present = list(map(int, self.module.parts)) if shape == self.shape else None
+        first = max(frozen, self.untrained_layers)
+        parts = balanced(self._without_kept(forward, first), backward, first, shape.stages, present)
+        return parts if present is None or not split(self._shared, parts) else present
+
+    def _check_shared(self, parts: Sequence[int], frozen: int) -> None:
+        """Refuse stages that would each train a copy of what their layers share now; collective.
+
+        Raises:
+            ConfigError: on every rank; nothing has been changed.
+        """
+        self._shared = shared_weights(self.module, self._consensus, also=self._aside)
+        stays_frozen = 0 if self.elastic_pipeline.freeze.unfreeze else frozen
+        trained = [each for each in self._shared if each.entries[0] >= stays_frozen]
+        refuse_split(trained, parts, POLICY, ', or "off"')
 
     def _reshape(self, shape: Shape, reshape: Reshape) -> int:
         """Go to a shape that was prepared; bytes that this rank sent."""

@@ -13,12 +13,14 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
 from ds_terapipe.elastic.moves.groups import numbers, refill, release
-from ds_terapipe.elastic.moves.layers import layers_here, names_in
+from ds_terapipe.elastic.moves.layers import names_in
 from ds_terapipe.elastic.optimizer import ElasticOptimizer
 from ds_terapipe.elastic.policies.freeze import ModelLayers
 from ds_terapipe.elastic.policies.freezer import LOSS_RISE, LR_RESTART, Freezer, Signals, completed_intervals
 from ds_terapipe.elastic.policies.gradient_norms import GradientNorms
 from ds_terapipe.elastic.settings import EPOCH
+from ds_terapipe.pipeline.layer_list import layers_here
+from ds_terapipe.pipeline.parameter_groups import outside
 from ds_terapipe.pipeline.recording.report import emit
 
 logger = logging.getLogger(__name__)
@@ -135,7 +137,8 @@ class Freezing(ElasticOptimizer):
         if back and self.basic_optimizer is not None:
             number_of = numbers(self.basic_optimizer)
             here = {name: number_of[id(p)] for name, p in self.module.named_parameters() if id(p) in number_of}
-            refill(self.basic_optimizer, self.module, {**back, **here}, {})
+            others = outside(self.basic_optimizer, self.module, self.param_names)
+            refill(self.basic_optimizer, self.module, {**back, **here}, {}, outside=others)
 
     def _say_tied(self) -> None:
         specs = self.module._layer_specs

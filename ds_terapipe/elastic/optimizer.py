@@ -15,11 +15,13 @@ from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
 from ds_terapipe.elastic.moves.anew import Kept, quietly
-from ds_terapipe.elastic.moves.groups import in_order, make_alike
-from ds_terapipe.elastic.moves.masters import fill, occupy, taking_no_step
+from ds_terapipe.elastic.moves.groups import in_order
+from ds_terapipe.elastic.moves.masters import fill, taking_no_step
 from ds_terapipe.elastic.phases import ElasticPhases
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.pipeline.parameter_groups import check_inside, make_alike
+from ds_terapipe.process_groups import gathered
 
 # DeepSpeed's own methods and their arguments after the optimiser, by what its check says
 _WRAPPED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -46,23 +48,23 @@ class ElasticOptimizer(ElasticPhases):
             use = '[], or "torch_adam": true in optimizer.params'
             raise bad_value(f"{freeze.PATH}.unfreeze", freeze.unfreeze, must, use)
 
-    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        """As DeepSpeed's, which says what the optimiser is wrapped in; before that happens, groups are made what they stay."""
-        kind = super()._do_optimizer_sanity_check(basic_optimizer)
-        if not hasattr(self, "_consensus"):  # at the start
-            # where nothing moves, too: a checkpoint may, and ZeRO sums norms group by group, on all stages together
-            in_order(basic_optimizer, self.module)
-            gather = partial(gathered, group=self.module.world_group)
-            try:
-                make_alike(basic_optimizer, self.client_lr_scheduler, gather)
-            except ConfigError as error:  # on every rank
-                if self.elastic_pipeline.has_to_move:
-                    raise
-                if self.elastic_pipeline.moves:
-                    self.elastic_pipeline = self.elastic_pipeline.staying(str(error))
-        if kind in _WRAPPED:
-            occupy(basic_optimizer, self.module, self.device, self.param_names)
-        return kind
+    def _arrange_groups(self, optimizer: Any, kind: str | None) -> None:
+        """As `TokenPipelineEngine._arrange_groups`, at the start; groups that layers may go to are the same on all ranks."""
+        if hasattr(self, "_consensus"):
+            return
+        gather = partial(gathered, group=self.module.world_group)
+        # where nothing moves, too: a checkpoint may
+        in_order(optimizer, self.module, self.param_names)
+        try:
+            if self.elastic_pipeline.moves:
+                check_inside(optimizer, self.module, self.param_names, gather, "where layers may go to other ranks")
+            make_alike(optimizer, self.client_lr_scheduler, gather)
+        except ConfigError as error:  # on every rank
+            if self.elastic_pipeline.has_to_move:
+                raise
+            if self.elastic_pipeline.moves:
+                self.elastic_pipeline = self.elastic_pipeline.staying(str(error))
+        super()._arrange_groups(optimizer, kind)
 
     def _wrapped(self, basic_optimizer: Any, before: Any) -> Any:
         """An optimiser that has parameters of the module, in what DeepSpeed puts around it; ``before``: that was around it."""
@@ -111,10 +113,3 @@ def _nothing_to_collect() -> Iterator[None]:
     finally:
         if freezes:
             gc.unfreeze()
-
-
-def gathered(value: Any, group: Any) -> list[Any]:
-    """Any value of every rank."""
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value, group=group)
-    return values

@@ -95,12 +95,14 @@ class Task(ABC):
     Attributes:
         needs: arguments that this model has to have.
         seq_length: tokens or patches of a sample.
+        order_of_all: whether the order of samples depends on how many there are in the whole training, as megatron-core's.
 
     Raises:
         ConfigError: an argument is missing or wrong.
     """
 
     needs: tuple[str, ...] = ()
+    order_of_all = True
     seq_length: int
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -260,6 +262,7 @@ class ViTTask(Task):
     """``--model vit``: classes of images."""
 
     needs = ("--data",)
+    order_of_all = False
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_terapipe.names import UNUSED
 from ds_terapipe.optim.modes import ADAPT, RULE_COLUMNS
 from ds_terapipe.optim.op.plain import FOUND_INF
 
@@ -17,9 +18,6 @@ logger = logging.getLogger(__name__)
 
 Event = tuple[str, float, int]
 Monitor = Callable[[list[Event]], None]
-
-UNUSED = "ds_terapipe_nothing_of_this_group_is_here"
-"""Name of a parameter that stands for a group which has none here: no layer, and none of its values count."""
 
 _FLAGS, _LOW, _HIGH, _NORM_LOW, _NORM_HIGH = (
     RULE_COLUMNS.index(name) for name in ("flags", "min_coeff", "max_coeff", "min_weight_norm", "max_weight_norm")

@@ -14,6 +14,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_terapipe.bf16_parts import load_with_parts
 from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES
+from ds_terapipe.pipeline.loss_state import load_loss, save_loss
+from ds_terapipe.pipeline.resuming import resuming
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
 LATEST = "latest"
@@ -124,6 +126,7 @@ class Checkpoints(PipelineEngine):
     """Stands before ``PipelineEngine``: what is there under a checkpoint's name is whole, and the plan goes with it."""
 
     loads_parts = True  # FusedLamb's hook need not
+    continues_data = False  # whether training_data goes on behind the samples that a checkpoint has seen
 
     def save_checkpoint(
         self,
@@ -160,6 +163,18 @@ class Checkpoints(PipelineEngine):
     def _save_beside(self, folder: Path) -> None:
         """Write what an engine of another kind adds to a checkpoint; collective."""
 
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's, with the state of the loss."""
+        found = super().module_state_dict(*args, **kwargs)
+        save_loss(self, self._curr_ckpt_path)
+        return found
+
+    def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's, with the state of the loss."""
+        super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
+        load_loss(self, self._curr_ckpt_path, strict)
+
+    @resuming
     def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As ``PipelineEngine.load_checkpoint``; a plan that is in the checkpoint is used again."""
         self.recover_checkpoint(load_dir, tag)

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
@@ -37,24 +39,25 @@ from ds_terapipe.pipeline.inspection.first_batch import Inspection
 from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
 from ds_terapipe.pipeline.operators.interception import not_deferred_line
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
+from ds_terapipe.pipeline.parameter_groups import check_inside, drop_unused, keep_trained, make_alike, occupy, unused
 from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.pipeline.recording.records import Records
 from ds_terapipe.pipeline.recording.report import StepReport, emit
 from ds_terapipe.pipeline.recording.trace import Recorder
 from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.pipeline.transport.consensus import Consensus, Header
 from ds_terapipe.pipeline.transport.stream import Loader, StreamMark
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
-from ds_terapipe.process_groups import close_groups
+from ds_terapipe.process_groups import close_groups, gathered
 from ds_terapipe.refusals import check_checkpointing, check_config, check_model, cuts
 from ds_terapipe.schedule import Grid, Placement
 
 logger = logging.getLogger(__name__)
 
 _DESTROYED = "destroy() was called"
-_UNUSED = "ds_terapipe_nothing_is_trained_here"
 
 
 class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormClipping, PipelineEngine):
@@ -83,6 +86,8 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._watchdog = Watchdog(seat, token_pipeline.timeout_s, new_mark, self.device)
         weakref.finalize(self, self._watchdog.close)
         self._consensus = Consensus(self._watchdog, pipelines, _hash_of(token_pipeline))
+        self._shared = shared_weights(self.module, self._consensus)
+        refuse_split(self._shared, self.module.parts, "model")
         self._trace, self._memory, self._load = self._new_trace(), self._new_memory(), Loader(self.device)
         self._recorder = Recorder(self.stage_id, self._watchdog, self._consensus.group, self.device)
         self._settle()
@@ -95,6 +100,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._rules = DeepSpeedGradients(self)
         self._assembly = self._assemble(placement_of(self.module, self._consensus))
         self._watchdog.begin(self.global_steps, (), self._assembly.seat)
+        self._switches = [(name, p, p.requires_grad) for name, p in self.module.named_parameters()]
         self._layer_times = LayerTimes([stage.layers for stage in self._assembly.stages.values()], self.device)
         self._begin_cutting()
 
@@ -143,16 +149,33 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         return Stage
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """As DeepSpeed's; where a stage trains nothing the optimiser, which wants a parameter, gets one that nothing uses."""
-        if any(parameter.requires_grad for parameter in self.module.parameters()):
-            super()._configure_optimizer(client_optimizer, model_parameters)
-            return
-        first = next(self.module.parameters(), torch.empty(0))
-        unused = torch.nn.Parameter(torch.zeros(1, dtype=first.dtype, device=self.device))
-        self.param_names[unused] = _UNUSED
-        super()._configure_optimizer(client_optimizer, [unused])
+        """As DeepSpeed's; where a stage trains nothing the optimizer, which wants a parameter, gets one that nothing uses."""
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            model_parameters = [unused(self.module, self.device, self.param_names)]
+        super()._configure_optimizer(client_optimizer, model_parameters)
         if isinstance(self.optimizer, BF16_Optimizer):
             counting_nothing(self.optimizer)
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """As DeepSpeed's, which says what the optimizer is wrapped in; wrappers get the same groups on all ranks, none empty."""
+        kind = super()._do_optimizer_sanity_check(basic_optimizer)
+        self._arrange_groups(basic_optimizer, kind)
+        if kind is not None:
+            occupy(basic_optimizer, self.module, self.device, self.param_names)
+        return kind
+
+    def _arrange_groups(self, optimizer: Any, kind: str | None) -> None:
+        """Give the optimizer the groups that it keeps in a wrapper of DeepSpeed's, None for none; collective."""
+        if kind is None:
+            return
+        gather = partial(gathered, group=self.module.world_group)
+        check_inside(optimizer, self.module, self.param_names, gather, "beside bf16, fp16 or ZeRO")
+        keep_trained(optimizer)
+        counts = set(gather(len(optimizer.param_groups)))
+        # BF16_Optimizer takes one norm of all groups, where there is one, the others take one of each
+        if len(counts) > 1 and (kind != BFLOAT16 or 0 in counts):
+            drop_unused(optimizer, self.param_names)
+            make_alike(optimizer, self.client_lr_scheduler, gather)
 
     @property
     def token_pipeline(self) -> TokenPipelineConfig:
@@ -336,6 +359,8 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                     "optimizer: got none on a rank that trains, must be one on every rank, also where a stage has nothing to "
                     "train, use torch.optim.AdamW(model.parameters()) or an optimizer in the configuration"
                 )
+            if torch.is_grad_enabled():
+                self._refuse_switched()
             pulled = self._read(micro_batches)
             if seat.has_first or seat.has_last:
                 batch = read_step(
@@ -358,6 +383,26 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                 torch.distributed.all_reduce(weight, group=self.grid.get_data_parallel_group())
             self.module.loss_fn.begin_step(weight / self.dp_world_size)
         return batch
+
+    def _refuse_switched(self) -> None:
+        """Raise where ``requires_grad`` was set by hand and changes nothing.
+
+        Wrappers step with the flat tensors that they have made, and what only goes forward gets no gradient.
+        """
+        switched = [(name, p) for name, p, before in self._switches if p.requires_grad is not before]
+        if not switched:
+            return
+        wrapped, stages = isinstance(self.optimizer, DeepSpeedOptimizer), self._assembly.stages.values()
+        stepped = {id(p) for group in self.basic_optimizer.param_groups for p in group["params"]}
+        forward = {
+            id(p) for each in stages if not each.trains for layer in each.layers.modules for p in layer.parameters()
+        }
+        for name, p in switched:
+            if wrapped or (p.requires_grad and (id(p) in forward or id(p) not in stepped)):
+                raise ConfigError(
+                    f"model: got {name}.requires_grad {p.requires_grad} after initialize, must be set before it (now it has no "
+                    'effect), use elastic_pipeline.freeze, e.g. {"policy": "schedule", "frozen_layers": [[10, 2]]}'
+                )
 
     def _read(self, micro_batches: int) -> list[Any]:
         """The micro-batches of a step, (inputs, labels) each, where this rank needs them."""

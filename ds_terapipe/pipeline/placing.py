@@ -66,8 +66,11 @@ def placement_of(module: Any, consensus: Consensus) -> Placement:
 
 def _part(module: Any) -> _Part:
     layers = [_layer(function) for function in module.forward_funcs]
-    # weights of the module itself may be used anywhere
-    inside = {id(p) for f in module.forward_funcs for each in modules_of(f) for p in each.parameters()}
+    # weights of the module itself may be used anywhere, those of its loss are not
+    holders = [
+        each for function in (*module.forward_funcs, getattr(module, "loss_fn", None)) for each in modules_of(function)
+    ]
+    inside = {id(parameter) for each in holders for parameter in each.parameters()}
     whole = has_own_forward(module) or any(id(p) not in inside for p in module.parameters() if p.requires_grad)
     if whole:
         trains = any(p.requires_grad for p in module.parameters())

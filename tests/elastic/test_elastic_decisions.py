@@ -76,6 +76,13 @@ POLICIES = {
         (2, 2, 2, 1, 1, 1, 2, 2, 2, 2, 2, 1),
         (0.1, 1.0, 0.8, 0.6, 0.4, 0.2, 0.9, 0.7, 0.5, 0.4, 0.3, 0.2),
     ),
+    # fewer entries than before: the two behind them train again, from moments of zero
+    "back": Policy(
+        {"policy": "schedule", "frozen_layers": [[1, 4], [5, 2], [9, 4]], "unfreeze": ["policy"]},
+        "halve",
+        (0, 4, 4, 4, 4, 2, 2, 2, 2, 4, 4, 4),
+        (2, 1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1),
+    ),
     # the LR is far too high once layers are frozen, so that the second interval's mean loss is above the first one's
     "loss": Policy(
         {"policy": "alpha", "alpha": 0.6, "interval": 3, "unfreeze": ["loss_rise", "lr_restart"]},

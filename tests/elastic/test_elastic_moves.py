@@ -16,10 +16,11 @@ from torch import nn
 from ds_terapipe import ConfigError, FusedLamb
 from ds_terapipe.elastic import feed
 from ds_terapipe.elastic.feed import Ranks, parcels
-from ds_terapipe.elastic.moves.groups import in_order, make_alike, refill, release
+from ds_terapipe.elastic.moves.groups import in_order, refill, release
 from ds_terapipe.elastic.moves.reshape import check_movable
 from ds_terapipe.elastic.moves.transfer import Holding, Kind, Piece, authority, check_structure, holding, plan, sent_of
 from ds_terapipe.optim.step_rules import DeviceSteps
+from ds_terapipe.pipeline.parameter_groups import make_alike
 from tests.threads import Threads
 
 RANKS = st.integers(1, 6)
@@ -245,7 +246,7 @@ def test_what_an_optimizer_is_given_where_nothing_is_trained_makes_no_group():
     weights = [{"params": [module.weight], "lr": 1.0}, {"params": [], "lr": 2.0}]
     optimizers = [torch.optim.SGD([unused], lr=9.0), torch.optim.SGD(weights, lr=9.0)]
     for optimizer in optimizers:
-        in_order(optimizer, module)
+        in_order(optimizer, module, {})
     Threads(2).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
     assert [[(len(g["params"]), g["lr"]) for g in each.param_groups] for each in optimizers] == [
         [(0, 1.0), (0, 2.0)],

@@ -229,19 +229,34 @@ def test_a_policy_that_does_not_return_an_integer_is_named(answer, method):
 
 
 @given(models, st.lists(st.integers(-5, 20), min_size=1), st.lists(st.integers(0, 3), max_size=20))
-def test_it_never_shrinks_never_reaches_the_head_and_answers_a_step_once(model, answers, gaps):
+def test_it_follows_a_policy_that_may_unfreeze_never_to_the_head_and_answers_a_step_once(model, answers, gaps):
     kind = type("Any", (Wild,), {"answers": answers})
     with registered("wild", kind):
-        frozen = freezer(model, interval=2, policy="wild")
-    step, before = 0, 0
+        frozen = freezer(model, interval=2, policy="wild", unfreeze=["policy"])
+    step, before, signals = 0, 0, Signals(1.0, lambda: None)
     for gap in gaps:
         step += gap
-        now = frozen.decide(step, lambda: [])
-        assert before <= now == frozen.frozen <= model.head
-        asked = len(frozen._policy.asked), frozen._policy.steps
-        assert frozen.decide(step, no_norms) == now
+        now, asked = frozen.decide(step, lambda: [], signals), (len(frozen._policy.asked), frozen._policy.steps)
+        assert now == frozen.frozen == min(max(answers[step % len(answers)], 0), model.head)
+        assert frozen.reason == "policy" or now >= before
+        assert frozen.decide(step, no_norms, signals) == now
         assert (len(frozen._policy.asked), frozen._policy.steps) == asked
         before = now
+
+
+@pytest.mark.parametrize("unfreeze", [[], ["lr_restart", "loss_rise"]])
+def test_a_policy_that_answers_fewer_entries_than_before_and_may_not_is_named(unfreeze):
+    kind = type("Mine", (FreezePolicy,), {"at_step": lambda self, step, frozen: (4, 4, 2, 0)[step]})
+    with registered("mine", kind):
+        frozen = freezer(layers(6), policy="mine", unfreeze=unfreeze)
+    signals = Signals(1.0, lambda: None) if unfreeze else None
+    assert [frozen.decide(step, no_norms, signals) for step in range(2)] == [4, 4]
+    with pytest.raises(ConfigError) as refused:
+        frozen.decide(2, no_norms, signals)
+    assert str(refused.value) == (
+        "elastic_pipeline.freeze.policy: got 2 from Mine.at_step, with 4 entries frozen, must be as many or more, use "
+        'max(frozen, ...), or "unfreeze": ["policy"] to have layers train again'
+    )
 
 
 def test_a_policy_is_asked_once_an_interval_about_the_last_one():
@@ -402,6 +417,12 @@ def frozen_with(rates: list[float], pairs: list[list[int]], losses: list[float] 
 def test_an_lr_restart_has_all_train_again(rates, frozen):
     assert frozen_with(rates, [[1, 2]], unfreeze=["lr_restart"]) == frozen
     assert frozen_with(rates, [[1, 2]]) == [0, 2, 2, 2, 2, 2]
+
+
+def test_a_schedule_has_fewer_frozen_only_where_it_may():
+    pairs, rates = [[1, 3], [3, 1], [4, 2]], [1.0] * 6
+    assert frozen_with(rates, pairs, unfreeze=["policy"]) == [0, 3, 3, 1, 2, 2]
+    assert frozen_with(rates, pairs, unfreeze=["lr_restart"]) == [0, 3, 3, 3, 3, 3]
 
 
 def test_pairs_after_a_restart_freeze_again():

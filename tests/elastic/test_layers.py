@@ -84,6 +84,8 @@ def test_a_module_that_is_elsewhere_keeps_its_structure_without_its_values() -> 
     assert there.table.weight.untyped_storage().nbytes() == 5 * 3 * 4
     there.table.weight.data.copy_(here.table.weight.data)  # has a place for each element
     assert torch.equal(there.table.weight, here.table.weight)
+    build(there, CPU, torch.bfloat16)  # as DeepSpeed has made of the layers that are there
+    assert {tensor.dtype for tensor in there.state_dict().values()} == {torch.bfloat16}
 
 
 def test_a_user_s_frozen_objects_stay_so_and_ours_do_not() -> None:

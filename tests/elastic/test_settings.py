@@ -137,7 +137,7 @@ PAIRS = "must be a list of [step, entries], steps increasing, entries 1 or more 
         ({"freeze": {"policy": "alpha", "patience": 2}}, 'freeze.patience: got 2, must be absent beside "policy": "al'),
         (
             {"freeze": {"unfreeze": "loss_rises"}},
-            'freeze.unfreeze: got "loss_rises", must be a list of "lr_restart" or "loss_rise", use ["loss_rise"]',
+            'freeze.unfreeze: got "loss_rises", must be a list of "lr_restart" or "loss_rise" or "policy", use ["loss_rise"]',
         ),
         ({"freeze": {"unfreeze": ["lr"]}}, 'freeze.unfreeze: got ["lr"], must be a list of'),
         ({"freeze": {"unfreeze": True}}, "freeze.unfreeze: got true, must be a list of"),

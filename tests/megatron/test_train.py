@@ -82,7 +82,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def launch_in(rank: int, world: int, folder: str, runs: dict[str, list[str]]) -> dict[str, str]:
-    """Run train.py's own code once for each entry of ``runs``; the errors of those that it refused."""
+    """Run train.py's own code once for each entry of ``runs``; the errors of those that it refused, what it said of the order."""
     ds_terapipe.register()  # ranks are shared with tests that may have left the hook undone
     train, errors = train_module(), {}
     for name, arguments in runs.items():
@@ -91,10 +91,14 @@ def launch_in(rank: int, world: int, folder: str, runs: dict[str, list[str]]) ->
             saved = Path(arguments[arguments.index("--load") + 1])
             (saved / "global_step3").rename(saved / ".global_step3.replaced")
         try:
-            trainer = train.Trainer(train.parse_arguments())
+            with mock.patch.object(train.logger, "warning") as warning:
+                trainer = train.Trainer(train.parse_arguments())
         except ConfigError as error:
             errors[name] = str(error)
             continue
+        for line in (call.args[0] % call.args[1:] for call in warning.call_args_list):
+            if line.startswith("--train-iters"):
+                errors[name] = line
         trainer.train()
         engine = trainer.engine
         if name in SLICES:
@@ -126,6 +130,7 @@ def test_resumed_and_sliced_runs_have_the_same_losses(tmp_path: Path, corpus: st
         "whole": arguments(tmp_path, corpus, "--eval-interval", "3", "--eval-iters", "2"),
         "stopped": arguments(tmp_path, corpus, "--save", saved, *stop),
         "resumed": arguments(tmp_path, corpus, "--load", saved),
+        "longer": arguments(tmp_path, corpus, "--load", saved, "--train-iters", "8", "--exit-interval", "4"),
         "sliced": arguments(tmp_path, corpus, slices=SLICES["sliced"]),
         "uneven": arguments(tmp_path, corpus, *three_and_one, slices=SLICES["uneven"]),
         "uneven, stopped": arguments(tmp_path, corpus, *three_and_one, "--save", uneven, *stop, slices=4),
@@ -142,6 +147,10 @@ def test_resumed_and_sliced_runs_have_the_same_losses(tmp_path: Path, corpus: st
     assert losses(tmp_path, "uneven") == pytest.approx(whole, rel=1e-5)
     for step, loss in {**losses(tmp_path, "uneven, stopped"), **losses(tmp_path, "uneven, resumed")}.items():
         assert loss == losses(tmp_path, "uneven")[step]
+    order = "--train-iters: the checkpoint's training has 24 samples and this one 32, and their order depends on the number: "
+    assert [told.pop("longer", "")[: len(order)] for told in errors] == [order, ""] and set(
+        losses(tmp_path, "longer")
+    ) == {4}
     message = '--stage-layers: got "{}", must be as the checkpoint in {} was saved, use {}'
     assert (
         errors

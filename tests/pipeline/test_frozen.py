@@ -3,22 +3,24 @@ of its own. The frozen layers that a place begins with are such a stage too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 
 from ds_terapipe import ConfigError, FusedLamb
 from ds_terapipe.pipeline.slicing import as_tuple
 from ds_terapipe.schedule import Placement
 from tests.full import is_full, marked
+from tests.mutants.claims import holds
 from tests.pipeline.models import (
     HIDDEN,
+    SEED,
     Block,
     Embedding,
     FrozenBlock,
@@ -275,10 +277,103 @@ def tied_apart() -> str:
     return str(raised.value)
 
 
+class Matrices(Block):
+    """A block of whose parameters the vectors are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.dim() > 1)
+
+
+def labelled(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """As users mark what an optimizer has to know."""
+    found = list(parameters)
+    for parameter in found:
+        parameter.is_matrix = parameter.dim() > 1
+    return found
+
+
+def by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Weight decay for matrices alone."""
+    kinds: tuple[list[nn.Parameter], ...] = ([], [])
+    for parameter in parameters:
+        kinds[parameter.is_matrix].append(parameter)
+    groups = [{"params": kinds[1], "lr": 1e-3}, {"params": kinds[0], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1)
+
+
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+BF16_ZERO_1 = {**ZERO_1, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+UPPER = {  # of the second stage one group is frozen, or both
+    "vectors": [Embedding, Block, Block, Matrices, Matrices, Nothing],
+    "all": [Embedding, Block, Block, FrozenBlock, FrozenBlock, FrozenHead],
+}
+# what is frozen, the configuration, and whether the optimizer gets all parameters, or is a function of those that train
+GROUPS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "a group, all given": ("vectors", ZERO_1, True),
+    "a group, a function": ("vectors", ZERO_1, False),
+    "both, all given": ("all", ZERO_1, True),
+    "both, a function": ("all", ZERO_1, False),
+    "both, bf16": ("all", BF16_ZERO_1, True),
+    "both, bf16, a function": ("all", BF16_ZERO_1, False),
+}
+
+
+def in_groups(name: str, folder: str) -> dict[str, Any]:
+    frozen, config, given = GROUPS[name]
+    options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, "dynamic_shape": True}
+    loss = hidden_loss if frozen == "vectors" else masked_loss
+    model = PipelineModule([LayerSpec(kind) for kind in UPPER[frozen]], num_stages=2, loss_fn=loss, **options)
+    parameters = labelled(model.parameters())
+    optimizer = by_shape(parameters) if given else by_shape
+    engine = build_engine((), loss, token_pipeline={"slices": SLICES}, made=model, optimizer=optimizer, config=config)
+    found: dict[str, Any] = {"losses": train(engine, steps_of(STEPS, MICRO_BATCHES)).losses}
+    engine.save_checkpoint(folder)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    engine.load_checkpoint(folder)
+    found["resumed"] = all(map(torch.equal, before, model.parameters()))
+    found["groups"] = [(group["lr"], group["weight_decay"]) for group in engine.basic_optimizer.param_groups]
+    engine.destroy()
+    return found
+
+
+def switched() -> dict[str, Any]:
+    """What is said where ``requires_grad`` is set by hand, and the losses of a training that it was set back in."""
+    found: dict[str, Any] = {}
+    for name, model, config, value in (
+        ("off", "no weights", BF16_ZERO_1, False),
+        ("on", "first", {}, True),
+        ("off in fp32", "no weights", {}, False),
+    ):
+        loss = hidden_loss if model == "no weights" else masked_loss
+        engine = build_engine(specs_of(model), loss, token_pipeline={"slices": SLICES}, config=config, optimizer=ADAMW)
+        layer, data = dict(engine.module.named_children()).get("1"), steps_of(2, MICRO_BATCHES)
+        first = engine.train_batch(iter(data[0]))
+        before = None if layer is None else layer.up.weight.detach().clone()
+        if layer is not None:
+            layer.up.requires_grad_(value)
+        try:
+            engine.train_batch(iter(data[1]))
+        except ConfigError as error:
+            found[name] = str(error)
+            if layer is not None:
+                layer.up.requires_grad_(not value)
+            assert engine.train_batch(iter(data[0])) != first
+        else:
+            found[name] = "stays" if before is None or torch.equal(before, layer.up.weight) else "moves"
+        engine.destroy()
+    return found
+
+
 def worker(rank: int, world_size: int, folder: str, full: bool) -> dict[str, Any]:
     asked = [case for case in runs() if (case in half(runs())) == full]
     found = {f"{model} {config}": one(model, config, folder) for model, config in asked}
-    return {**found, "nothing": nothing_trained(), "tied": tied_apart()}
+    groups = {} if full else {name: in_groups(name, f"{folder}/groups {name}") for name in GROUPS}
+    return {**found, "nothing": nothing_trained(), "tied": tied_apart(), "groups": groups, "switched": switched()}
 
 
 @pytest.fixture(scope="module")
@@ -378,3 +473,39 @@ def test_a_tied_weight_is_trained_by_all_that_share_it_or_by_none(ranks):
             'model: got the tied layer "tokens" trained on stage 1 and not on stage 0, must be the same on all stages that '
             "share it, use requires_grad_() alike"
         )
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_stage_that_trains_nothing_of_a_group_has_it_all_the_same(launched, name):
+    frozen, config, _ = GROUPS[name]
+    specs, loss = [LayerSpec(kind) for kind in UPPER[frozen]], hidden_loss if frozen == "vectors" else masked_loss
+    wanted = train_plain(specs, loss, steps_of(STEPS, MICRO_BATCHES), lambda ps: by_shape(labelled(ps))).losses
+    for rank in launched(False):
+        found = rank["groups"][name]
+        assert found["losses"] == pytest.approx(wanted, rel=1e-2 if "bf16" in config else 1e-5) and found["resumed"]
+        if (
+            name != "both, bf16, a function"
+        ):  # there the second stage has one group, which DeepSpeed's BF16_Optimizer takes
+            assert found["groups"] == [(1e-3, 0.1), (2e-3, 0.0)]
+
+
+def test_what_is_frozen_or_trained_by_hand_where_that_has_no_effect_is_named(ranks):
+    text = (
+        "model: got 1.up.weight.requires_grad {} after initialize, must be set before it (now it has no effect), use "
+    )
+    for rank in ranks:
+        said = rank["switched"]
+        assert said["off"].startswith(text.format(False)) and said["on"].startswith(text.format(True))
+        assert said["off in fp32"] == "stays"
+
+
+# for tests.mutants
+
+
+def only_switched(rank: int, world_size: int) -> dict[str, Any]:
+    return {"switched": switched()}
+
+
+def names_what_is_switched(mutant: str | None) -> bool:
+    ranks = run_ranks(only_switched, 2, mutant=mutant)
+    return holds(test_what_is_frozen_or_trained_by_hand_where_that_has_no_effect_is_named, ranks)

@@ -5,21 +5,15 @@ Schedulers and checkpoints count groups, and a parameter that moves to another r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import Tensor, nn
 
-from ds_terapipe.errors import ConfigError
-
-_OF_PARAMETERS = ("params", "param_names")
-
-
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
-    return {key: value for key, value in group.items() if key not in _OF_PARAMETERS}
+from ds_terapipe.elastic.moves.layers import LOSS
+from ds_terapipe.pipeline.parameter_groups import OF_PARAMETERS, outside, tell
 
 
 def numbers(optimizer: Any) -> dict[int, int]:
@@ -28,56 +22,13 @@ def numbers(optimizer: Any) -> dict[int, int]:
     return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
 
 
-def make_alike(optimizer: torch.optim.Optimizer, scheduler: Any, gather: Callable[[Any], list[Any]]) -> None:
-    """Give all ranks the same list of groups; collective.
-
-    Groups of the same settings are the same group, those of a rank among each other by their order. A rank gets an empty group
-    for each that it has no parameter for.
-
-    Raises:
-        ConfigError: on every rank, for a scheduler that was made for fewer groups than there are.
-    """
-    mine = _numbered(optimizer.param_groups)
-    everybodys = gather(
-        [(repr(sorted(settings_of(group).items())), settings_of(group)) for group in optimizer.param_groups]
-    )
-    known: dict[tuple[str, int], dict[str, Any]] = {}
-    for groups in everybodys:
-        seen: dict[str, int] = {}
-        for text, settings in groups:
-            number = seen[text] = seen.get(text, -1) + 1
-            known.setdefault((text, number), settings)
-    schedulers = gather(len(getattr(scheduler, "base_lrs", known)))
-    for rank, count in enumerate(schedulers):
-        if count != len(known):
-            raise ConfigError(
-                f"optimizer: got {count} parameter groups on rank {rank} and {len(known)} on all ranks together, and a scheduler "
-                "that was made for them, must be the same groups on all ranks, use a function that makes the scheduler, or "
-                "groups with a parameter on every stage"
-            )
-    for key, settings in known.items():
-        if key not in mine:
-            optimizer.add_param_group({"params": [], **settings})
-            mine[key] = optimizer.param_groups[-1]
-    optimizer.param_groups[:] = [mine[key] for key in known]
-
-
-def _numbered(groups: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-    seen: dict[str, int] = {}
-    for group in groups:
-        text = repr(sorted(settings_of(group).items()))
-        number = seen[text] = seen.get(text, -1) + 1
-        found[text, number] = group
-    return found
-
-
 def refill(
     optimizer: torch.optim.Optimizer,
     module: nn.Module,
     group_of: Mapping[str, int],
     states: Mapping[str, dict[str, Any]],
     settings: Sequence[Mapping[str, Any]] | None = None,
+    outside: Sequence[Tensor] = (),
 ) -> int:
     """Give an optimiser, which keeps its identity, the parameters of a module, in the module's order.
 
@@ -87,10 +38,12 @@ def refill(
         group_of: the number of the group, for each name that the optimiser shall have.
         states: of names whose state came from elsewhere; others keep theirs.
         settings: of the groups; None: as they are.
+        outside: parameters that are not the module's and stay in their groups, behind the others.
 
     Returns:
         Bytes of state that were given up.
     """
+    number_of = numbers(optimizer)
     kept: dict[Tensor, dict[str, Any]] = {}
     lists: list[list[Any]] = [[] for _ in optimizer.param_groups]
     for name, parameter in module.named_parameters():
@@ -100,6 +53,10 @@ def refill(
         state = states.get(name, optimizer.state.get(parameter))
         if state:
             kept[parameter] = state
+    for other in outside:
+        lists[number_of[id(other)]].append(("", other))
+        if optimizer.state.get(other):
+            kept[other] = optimizer.state[other]
     alive = {id(value) for state in kept.values() for value in state.values()}
     gone = [value for state in optimizer.state.values() for value in state.values() if id(value) not in alive]
     optimizer.state.clear()
@@ -114,17 +71,19 @@ def refill(
     return _bytes(gone)
 
 
-def in_order(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+def in_order(optimizer: torch.optim.Optimizer, module: nn.Module, names: Mapping[Any, str]) -> None:
     """Have parameters in the module's order from the start, as after a reshape: checkpoints know them by their number.
 
-    What is none of the module's, as on a stage that trains nothing, leaves, and groups that have had nothing else.
+    Parameters that only stand for others leave, as on a stage that trains nothing, and groups that have had nothing else. So does
+    the loss where it is not trained.
     """
-    here = set(map(id, module.parameters()))
     groups = optimizer.param_groups
-    groups[:] = [each for each in groups if not each["params"] or any(id(p) in here for p in each["params"])]
+    kept = set(map(id, [*module.parameters(), *outside(optimizer, module, names)]))
+    groups[:] = [each for each in groups if not each["params"] or any(id(p) in kept for p in each["params"])]
     number_of = numbers(optimizer)
-    names = {name: number_of[id(p)] for name, p in module.named_parameters() if id(p) in number_of}
-    refill(optimizer, module, names, {})
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad or not name.startswith(LOSS)]
+    group_of = {name: number_of[id(p)] for name, p in named if id(p) in number_of}
+    refill(optimizer, module, group_of, {}, outside=outside(optimizer, module, names))
 
 
 def release(optimizer: torch.optim.Optimizer) -> int:
@@ -135,7 +94,7 @@ def release(optimizer: torch.optim.Optimizer) -> int:
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 gone += optimizer.state.pop(parameter, {}).values()
-        for key in _OF_PARAMETERS:
+        for key in OF_PARAMETERS:
             if key in group:
                 group[key] = [each for each, kept in zip(group[key], trained, strict=True) if kept]
     tell(optimizer)
@@ -157,13 +116,6 @@ def level_steps(optimizer: Any) -> None:
         most = max((state["step"] for state in states), default=0)
         for state in states:
             state["step"] = most
-
-
-def tell(optimizer: Any) -> None:
-    """``FusedLamb`` keeps tables of its parameters."""
-    changed = getattr(optimizer, "parameters_changed", None)
-    if changed is not None:
-        changed()
 
 
 def _bytes(values: Iterable[Any]) -> int:

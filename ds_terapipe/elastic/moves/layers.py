@@ -1,7 +1,6 @@
 """The layers of a live ``PipelineModule``, by the entries of its layer list: taken from it, built anew, put together again.
 
-An entry is a spec, which builds its layer; a tied spec, of which all entries of a key share one module; a module; or a plain
-function. Parameters are known by the names that ``PipelineModule`` gives them, which are the same whatever the stages are.
+A ``loss_fn`` that is a module is one more of them, behind the last entry.
 """
 
 from __future__ import annotations
@@ -18,35 +17,31 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopolog
 from torch import Tensor, nn
 
 from ds_terapipe.empty_layers import building_empty
+from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
 from ds_terapipe.pipeline.operators.random_streams import TorchStates
 
-_TIED = "tied_modules"
+LOSS = "loss_fn."  # what the names of the loss's own tensors begin with, where it is a module
 
 
-def prefix_of(module: PipelineModule, entry: int) -> str:
-    """What the names of an entry's parameters begin with: ``3.``, or ``tied_modules.embedding.``."""
-    spec = module._layer_specs[entry]
-    return f"{_TIED}.{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{entry}."
+def modules_here(module: PipelineModule) -> dict[str, nn.Module]:
+    """The layers of this rank and, where the model ends here, the loss that is a module: it lives on the last stage."""
+    here = layers_here(module)
+    if isinstance(module.loss_fn, nn.Module) and not copies(module):
+        here[LOSS] = module.loss_fn
+    return here
 
 
-def layers_here(module: PipelineModule) -> dict[str, nn.Module]:
-    """The modules of this rank by the prefix of their names, in the order of the layer list."""
-    found: dict[str, nn.Module] = {}
-    for entry in range(module._local_start, module._local_stop):
-        prefix = prefix_of(module, entry)
-        layer = module.get_submodule(prefix[:-1]) if _has(module, prefix) else None
-        if layer is not None:
-            found[prefix] = layer
-    return found
+def copies(module: PipelineModule) -> tuple[str, ...]:
+    """What the names of tensors begin with that other ranks have, and this one has a copy of that nothing uses."""
+    return () if module._local_stop == len(module._layer_specs) else (LOSS,)
 
 
-def _has(module: PipelineModule, prefix: str) -> bool:
-    parent: Any = module
-    for name in prefix[:-1].split("."):
-        if name not in parent._modules:
-            return False
-        parent = parent._modules[name]
-    return True
+def leave_loss(module: PipelineModule) -> None:
+    """Do not train the loss's copy on a rank where the model does not end."""
+    of_layers = {id(parameter) for layer in layers_here(module).values() for parameter in layer.parameters()}
+    for name, parameter in module.named_parameters():
+        if name.startswith(copies(module)) and id(parameter) not in of_layers:
+            parameter.requires_grad_(False)
 
 
 def builder(module: PipelineModule, prefix: str, start: int, stop: int) -> int | None:
@@ -61,7 +56,7 @@ def layers_for(
 
     The values of what is built are to be overwritten. The process's random states stay as they are.
     """
-    here, found = layers_here(module), {}
+    here, found = modules_here(module), {}
     with random_states_kept(device):
         for entry in range(start, stop):
             prefix, spec = prefix_of(module, entry), module._layer_specs[entry]
@@ -69,6 +64,8 @@ def layers_for(
                 continue
             same = builder(module, prefix, module._local_start, module._local_stop) == entry
             found[prefix] = here[prefix] if prefix in here and same else build(spec, device, dtype)
+    if isinstance(module.loss_fn, nn.Module) and stop == len(module._layer_specs):
+        found[LOSS] = module.loss_fn
     return found
 
 
@@ -80,7 +77,8 @@ def build(spec: LayerSpec | nn.Module, device: torch.device, dtype: torch.dtype 
             built: nn.Module = spec.build().to(device, dtype)
         return built
     for tensor in _tensors(spec):
-        tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        tensor.data = torch.empty(tensor.shape, dtype=kind, device=device)
     return spec
 
 

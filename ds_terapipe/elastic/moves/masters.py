@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from ds_terapipe.clipping import counting_nothing
 from ds_terapipe.elastic.moves.transfer import described
-from ds_terapipe.optim.lamb import FusedLamb
-from ds_terapipe.optim.telemetry import UNUSED
 
 MASTER = "ds_terapipe_master"
 _STEP = "step"
@@ -124,26 +122,6 @@ def _state_of(place: Place, state: dict[str, Any]) -> dict[str, Any]:
             found[key] = described(value).clone() if isinstance(described(value), Tensor) else described(value)
     found[MASTER] = _whole(place, place.master)
     return found
-
-
-def occupy(optimizer: torch.optim.Optimizer, module: nn.Module, device: torch.device, names: dict[Any, str]) -> None:
-    """Give each empty group a parameter that nothing uses: the wrappers have no flat tensor without one.
-
-    Args:
-        optimizer: about to be wrapped.
-        module: whose type of numbers it has.
-        device: where.
-        names: of parameters, as the engine keeps them for its wrappers.
-    """
-    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
-    for group in optimizer.param_groups:
-        if not group["params"]:
-            unused = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
-            names[unused] = UNUSED
-            group["params"] = [unused]
-    if isinstance(optimizer, FusedLamb):
-        optimizer.parameters_changed()
-        optimizer.set_names(dict.fromkeys((p for p, name in names.items() if name == UNUSED), UNUSED))
 
 
 @contextmanager

@@ -16,13 +16,15 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
 from ds_terapipe.elastic.moves.anew import quietly
-from ds_terapipe.elastic.moves.groups import refill, settings_of
+from ds_terapipe.elastic.moves.groups import refill
 from ds_terapipe.elastic.moves.layers import (
+    LOSS,
     builder,
+    copies,
     drop_copies,
     layers_for,
-    layers_here,
-    prefix_of,
+    leave_loss,
+    modules_here,
     random_states_kept,
     reassemble,
     structure_of,
@@ -32,12 +34,15 @@ from ds_terapipe.elastic.moves.transfer import (
     Holding,
     Piece,
     authority,
+    check_same,
     check_structure,
     holding,
     plan,
     sent_of,
 )
 from ds_terapipe.errors import bad_value
+from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
+from ds_terapipe.pipeline.parameter_groups import settings_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 
@@ -102,7 +107,7 @@ class Reshape:
         self._consensus, self._watchdog, self._device = consensus, watchdog, device
         self._rank = torch.distributed.get_rank()
         self._old = module._topo
-        self._here = layers_here(module)
+        self._here = modules_here(module)
         self._tied = {prefix_of(module, e) for e, s in enumerate(module._layer_specs) if isinstance(s, TiedLayerSpec)}
         self._rooms: dict[str, list[Tensor]] = {}
         self._states: dict[str, dict[str, Any]] = {}
@@ -145,12 +150,14 @@ class Reshape:
             self._fill(name, layers, held[of].pieces[name], received=of != stage)
         with quietly(), self._watchdog.making_groups():
             reassemble(self._module, self._topology, self._parts, layers)
+        leave_loss(self._module)
         drop_copies(self._module, [layer for prefix, layer in self._here.items() if layers.get(prefix) is not layer])
         groups = {
             name: piece.group for each in held.values() for name, piece in each.pieces.items() if piece.is_parameter
         }
         groups |= {name: held[of].pieces[name].group for name, of in owner.items()}
-        wanted = {name: number for name, number in groups.items() if number is not None}
+        away = copies(self._module)
+        wanted = {name: number for name, number in groups.items() if number is not None and not name.startswith(away)}
         refill(self._optimizer, self._module, wanted, self._states, _settings(said))
 
     @staticmethod
@@ -173,11 +180,16 @@ class Reshape:
         for prefix, layer in layers.items():
             if layer is self._here.get(prefix):
                 continue
+            if prefix == LOSS:
+                check_structure(prefix, layer, held[_stage_with(prefix, held)])
+                continue
             # the entries of a tied layer may build it each in its own way: only what the same entry has built is comparable
             entry = builder(self._module, prefix, self._parts[stage], self._parts[stage + 1])
             same = [s for s in held if builder(self._module, prefix, *self._module.parts[s : s + 2]) == entry]
             if same:
                 check_structure(prefix, layer, held[same[0]])
+        for each in held.values():
+            check_same(layers, each)
 
     def _names(self, prefix: str, layer: nn.Module, held: Mapping[int, Holding]) -> list[str]:
         """The names of a layer's tensors; of one that was built anew those that the live one has."""

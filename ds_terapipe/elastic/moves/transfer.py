@@ -6,6 +6,7 @@ was set on a parameter or a module after it was built. Only what a rank lacks is
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -58,10 +59,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a stage has: its pieces by name, and by the names of its modules their class, hooks and plain attributes."""
+    """What a stage has.
+
+    Attributes:
+        pieces: by name.
+        modules: class, hooks and plain attributes of its modules, by their names.
+        same: names in several layers that are one trained parameter.
+    """
 
     pieces: Mapping[str, Piece]
     modules: Mapping[str, Mapping[str, Any]]
+    same: Sequence[Sequence[str]] = ()
 
 
 class Move(NamedTuple):
@@ -82,8 +90,10 @@ def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, s
     """
     group_of = numbers(optimizer)
     pieces, modules = {}, {}
+    names: defaultdict[int, list[str]] = defaultdict(list)
     for prefix, layer in layers.items():
         for name, parameter in layer.named_parameters():
+            names[id(parameter)] += [prefix + name] * parameter.requires_grad
             state = optimizer.state.get(parameter, {})
             sent = sent_of(state)
             pieces[prefix + name] = Piece(
@@ -100,7 +110,7 @@ def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, s
             pieces[prefix + name] = Piece(kind_of(buffer))
         for name, module in layer.named_modules():
             modules[prefix + name] = _about(module)
-    return Holding(pieces, modules)
+    return Holding(pieces, modules, [each for each in names.values() if len(each) > 1])
 
 
 def kind_of(tensor: Tensor) -> Kind:
@@ -191,6 +201,19 @@ def check_structure(prefix: str, built: nn.Module, source: Holding) -> None:
             raise _lost(
                 f"parameter {name} of shape {_shape(live.get(name))}, built as {_shape(parameters.get(name))}", "set"
             )
+
+
+def check_same(layers: Mapping[str, nn.Module], source: Holding) -> None:
+    """Refuse layers, by the prefix of their names, of which several had one parameter and would have copies of it.
+
+    Raises:
+        ConfigError: naming two of them.
+    """
+    for names in source.same:
+        here = [(name, prefix) for name in names for prefix in layers if name.startswith(prefix)]
+        found = {id(layers[prefix].get_parameter(name.removeprefix(prefix))): name for name, prefix in here}
+        if len(found) > 1:
+            raise _lost(f"one parameter as {' and '.join(sorted(found.values())[:2])}", "set")
 
 
 def _shape(kind: Kind | None) -> str:

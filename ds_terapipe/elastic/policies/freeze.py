@@ -15,6 +15,7 @@ from ds_terapipe.config import one_of
 from ds_terapipe.errors import ConfigError, shown
 
 READABLE = ("alpha", "frozen_layers", "tolerance", "patience")
+BY_POLICY = "policy"  # of ``freeze.unfreeze``: the policy may answer with fewer entries than before
 
 # Rounding must not freeze a layer more: 10 (1 - (1 - 0.3)) is 3.0000000000000004.
 _ROUNDING = 1e-9
@@ -42,6 +43,10 @@ class PolicySettings(Protocol):
     @property
     def frozen_layers(self) -> tuple[tuple[int, int], ...] | None:
         """From which step on how many entries are frozen."""
+
+    @property
+    def unfreeze(self) -> tuple[str, ...]:
+        """What has layers train again."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,8 @@ class FreezePolicy:
     """Says how many entries are frozen. A policy of one's own overrides `at_step` or `at_interval`, and is registered.
 
     Every rank has an instance and asks it the same, so what it returns may depend on its arguments and its own state only.
-    Smaller numbers than before and numbers above ``model.head`` are allowed: the first change nothing, the second freeze all
-    that may be frozen.
+    A number above ``model.head`` freezes all that may be frozen. A smaller number than before has layers train again, and is an
+    error unless ``freeze.unfreeze`` has "policy".
 
     Attributes:
         reads: which of the settings in `READABLE` it reads; a configuration that gives another is refused.
@@ -156,7 +161,7 @@ class StaticPolicy(FreezePolicy):
 
 
 class SchedulePolicy(FreezePolicy):
-    """Freezes given numbers of entries from given steps on."""
+    """Freezes given numbers of entries from given steps on; fewer than before only where ``freeze.unfreeze`` has "policy"."""
 
     reads = ("frozen_layers",)
     _since = -1  # pairs up to this step have had their time
@@ -164,7 +169,10 @@ class SchedulePolicy(FreezePolicy):
     def at_step(self, step: int, frozen: int) -> int:
         """The entries of the last pair whose step is this one or an earlier one."""
         pairs = self.settings.frozen_layers or ()
-        return max((entries for begin, entries in pairs if self._since < begin <= step), default=frozen)
+        found = [entries for begin, entries in pairs if self._since < begin <= step]
+        if found and BY_POLICY in self.settings.unfreeze:
+            return found[-1]
+        return max([frozen, *found])
 
     def rejoined(self, step: int) -> None:
         """Only pairs with later steps freeze."""
@@ -185,9 +193,9 @@ class AlphaPolicy(FreezePolicy):
     reads = ("alpha",)
 
     def at_interval(self, completed: int, frozen: int, norms: Sequence[float] | None) -> int:
-        """The closed form, whatever was before."""
+        """The closed form, where that is more than before."""
         layers = len(self.model.before_head)
-        return self.model.prefix(_rounded_up(layers * (1 - (1 - self.settings.alpha) ** completed)))
+        return max(frozen, self.model.prefix(_rounded_up(layers * (1 - (1 - self.settings.alpha) ** completed))))
 
 
 class GradNormPolicy(FreezePolicy):
@@ -210,7 +218,7 @@ class GradNormPolicy(FreezePolicy):
         if not found:
             return frozen
         bound = _rounded_up(count + self.settings.alpha * (len(before) - count))
-        return self.model.prefix(min(bound, min(found)[1]))
+        return max(frozen, self.model.prefix(min(bound, min(found)[1])))
 
 
 class PlateauPolicy(FreezePolicy):

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from ds_terapipe.elastic.policies.freeze import ModelLayers, PolicySettings, policy_class
+from ds_terapipe.elastic.policies.freeze import BY_POLICY, ModelLayers, PolicySettings, policy_class
 from ds_terapipe.errors import ConfigError, shown
 
 LR_RESTART, LOSS_RISE = "lr_restart", "loss_rise"
-REASONS = (LR_RESTART, LOSS_RISE)
+REASONS = (LR_RESTART, LOSS_RISE, BY_POLICY)
 _FALLS, _RISES = 0.5, 2.0  # an LR that has fallen to half of the highest since, and rises to twice the lowest after it
 _WORSE = 1.05  # of the lowest mean loss of an interval
-
-
-class FreezerSettings(PolicySettings, Protocol):
-    """What of the block ``elastic_pipeline.freeze`` concerns `Freezer`."""
-
-    @property
-    def unfreeze(self) -> tuple[str, ...]:
-        """Which of `REASONS` have layers train again."""
 
 
 class Signals(NamedTuple):
@@ -57,7 +49,7 @@ class _Rate:
 
 
 class Freezer:
-    """Asks a policy at every step. Its answers reach the head never, and shrink only where all layers train again.
+    """Asks a policy at every step. Its answers never reach the head; layers train again only where the settings allow it.
 
     Args:
         settings: the block ``elastic_pipeline.freeze``.
@@ -66,10 +58,10 @@ class Freezer:
 
     Attributes:
         frozen: entries that are frozen since the last decision.
-        reason: of `REASONS`, why the last decision has all layers train again; None: it does not.
+        reason: of `REASONS`, why the last decision has layers train again; None: it does not.
     """
 
-    def __init__(self, settings: FreezerSettings, model: ModelLayers, completed: Callable[[int], int]) -> None:
+    def __init__(self, settings: PolicySettings, model: ModelLayers, completed: Callable[[int], int]) -> None:
         self.frozen = 0
         self.reason: str | None = None
         self._settings = settings
@@ -110,7 +102,8 @@ class Freezer:
             signals: None where nothing but the policy decides.
 
         Raises:
-            ConfigError: naming the policy, where it doesn't answer with a number of entries.
+            ConfigError: naming the policy, where it doesn't answer with a number of entries, or with fewer than are frozen and
+                may not.
         """
         if step == self._step:
             return self.frozen
@@ -148,7 +141,14 @@ class Freezer:
         if not isinstance(entries, numbers.Integral) or isinstance(entries, bool):
             got = f"{shown(entries)} from {type(self._policy).__name__}.{asked}"
             raise ConfigError(f"elastic_pipeline.freeze.policy: got {got}, must be a number of entries, use an integer")
-        self.frozen = max(self.frozen, min(int(entries), self._most))
+        wanted = max(0, min(int(entries), self._most))
+        if wanted < self.frozen:
+            if BY_POLICY not in self._settings.unfreeze:
+                got = f"{wanted} from {type(self._policy).__name__}.{asked}, with {self.frozen} entries frozen"
+                use = f'max(frozen, ...), or "unfreeze": [{shown(BY_POLICY)}] to have layers train again'
+                raise ConfigError(f"elastic_pipeline.freeze.policy: got {got}, must be as many or more, use {use}")
+            self.reason = BY_POLICY
+        self.frozen = wanted
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, as JSON can hold it."""

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
 
 from ds_terapipe.clipping import is_counted
-from ds_terapipe.elastic.moves.layers import layers_here, prefix_of
+from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
 

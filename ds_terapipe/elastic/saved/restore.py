@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_terapipe import tensor_files
-from ds_terapipe.elastic.moves.groups import numbers, settings_of, tell
+from ds_terapipe.elastic.moves.groups import numbers
 from ds_terapipe.elastic.moves.masters import MASTER, is_wrapped, places
 from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.pipeline.parameter_groups import settings_of, tell
 
 _PLAIN, _FLAT, _FP16 = "plain", "flat", "fp16"
 

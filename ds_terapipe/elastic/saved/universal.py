@@ -20,13 +20,15 @@ from deepspeed.checkpoint.constants import (
     TP_REPLICATED_PARAMETER_PATTERNS,
     UNIVERSAL_CHECKPOINT_INFO,
 )
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_terapipe import tensor_files
+from ds_terapipe.elastic.moves.layers import copies
 from ds_terapipe.elastic.saved.restore import numbers_of
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.optim.telemetry import UNUSED
+from ds_terapipe.names import UNUSED
 
 CARRIED = "ds_terapipe_elastic"
 LATEST = "latest_universal"
@@ -126,11 +128,12 @@ def to_carry(engine: Any, state: Mapping[str, Any], said: dict[str, Any] | None)
     return {UNIVERSAL_CHECKPOINT_INFO: said, CARRIED: carried}
 
 
-def untrained(module: nn.Module) -> dict[str, Tensor]:
+def untrained(module: PipelineModule) -> dict[str, Tensor]:
     """Frozen parameters and the buffers that checkpoints have, by name."""
     frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
     saved = module.state_dict(keep_vars=True)
-    return frozen | {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    found = frozen | {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    return {name: tensor for name, tensor in found.items() if not name.startswith(copies(module))}
 
 
 class Universal:
@@ -188,7 +191,7 @@ class Universal:
                 "use stages of which the first has parameters of every group"
             )
 
-    def fill(self, module: nn.Module, rank: int, ranks: int) -> None:
+    def fill(self, module: PipelineModule, rank: int, ranks: int) -> None:
         """Give a module's tensors that are not trained their values, where this rank is one of ``ranks`` tensor-parallel ones."""
         for name, tensor in untrained(module).items():
             if name in self.untrained:

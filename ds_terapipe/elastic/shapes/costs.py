@@ -7,8 +7,8 @@ from typing import Any
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
 
-from ds_terapipe.elastic.moves.layers import layers_here, prefix_of
 from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
+from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
 

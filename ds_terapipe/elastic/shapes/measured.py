@@ -17,13 +17,14 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from ds_terapipe.elastic.moves.layers import layers_here, prefix_of
 from ds_terapipe.elastic.policies.resize import Shape, shapes
 from ds_terapipe.elastic.shapes.predict import Choice, LayerCosts, Machine, Prediction, choose, predict
 from ds_terapipe.elastic.shapes.shape_text import shape_text
+from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
 from ds_terapipe.pipeline.recording.accounting import highest_allocated
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.recording.trace import new_clock
+from ds_terapipe.pipeline.shared_weights import split
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.plan.costs.memory import GIGABYTE, StageMemory
 
@@ -135,7 +136,11 @@ class Chooser:
         costs = replace(costs, forward=tuple(engine._without_kept(costs.forward, first)))
         present = predict(now, costs, machine, first, slices, parts)
         others = [predict(shape, costs, machine, first, slices) for shape in self._candidates(frozen)]
-        others = [each for each in others if (each.shape, each.parts) != (now, parts)]
+        others = [
+            each
+            for each in others
+            if (each.shape, each.parts) != (now, parts) and not split(engine._shared, each.parts)
+        ]
         change = _CHANGE_STEPS * present.seconds if self.change_seconds is None else self.change_seconds
         limit = None if self._limit is None else self._limit - self._beside
         found = self._consensus.decide(lambda: choose(present, others, limit, self._steps_left(), change))

@@ -95,7 +95,7 @@ class Schedule:
         if self.steps_taken >= self.total_steps and not self._told:
             self._told = True
             logger.info("%s: all %d steps are done, the LR stays at its end", type(self).__name__, self.total_steps)
-        self._set_lr()
+        self.take_effect()
 
     def get_lr(self) -> list[float]:
         """The LR of each parameter group for the next step."""
@@ -129,9 +129,10 @@ class Schedule:
             )
         self.steps_taken = int(state["steps_taken"])
         self._scales = [float(scale) for scale in state["lr_scales"]]
-        self._set_lr()
+        self.take_effect()
 
-    def _set_lr(self) -> None:
+    def take_effect(self) -> None:
+        """Give the optimizer's groups the LR of the next step, as after another has changed them."""
         # The groups are looked up each time: Optimizer.load_state_dict puts new ones in their place.
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             if hasattr(group["lr"], "fill_"):

@@ -48,7 +48,7 @@ class LambWarmup(Schedule):
         self._params = self.checked(params)
         self.ramp = None if batch_size is None else self.ramp_at(self._params, batch_size)
         if self.ramp is not None:
-            self._set_lr()
+            self.take_effect()
 
     @classmethod
     def checked(cls, params: object) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class LambWarmup(Schedule):
     def attach(self, engine: Any) -> None:
         """Take the batch size from the engine."""
         self.ramp = self.ramp_at(self._params, engine.train_batch_size())
-        self._set_lr()
+        self.take_effect()
 
 
 # ------------------------------------------------------------------------------------------------- from ``ds_config.json``

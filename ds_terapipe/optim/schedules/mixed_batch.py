@@ -58,7 +58,7 @@ class MixedBatch(Schedule):
         self._in_force: int | None = None
         self._checked_data = False
         self._iterator_before: Any = None
-        self._set_lr()
+        self.take_effect()
 
     # --------------------------------------------------------------------------------------------------- where it stands
 

@@ -1,0 +1,40 @@
+"""The entries of a ``PipelineModule``'s layer list, and the modules that they are on this rank.
+
+An entry is a spec, which builds its layer; a tied spec, of which all entries of a key share one module; a module; or a plain
+function. Parameters are known by the names that ``PipelineModule`` gives them, which are the same whatever the stages are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from torch import nn
+
+_TIED = "tied_modules"
+
+
+def prefix_of(module: PipelineModule, entry: int) -> str:
+    """What the names of an entry's parameters begin with: ``3.``, or ``tied_modules.embedding.``."""
+    spec = module._layer_specs[entry]
+    return f"{_TIED}.{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{entry}."
+
+
+def layers_here(module: PipelineModule) -> dict[str, nn.Module]:
+    """The modules of this rank by the prefix of their names, in the order of the layer list."""
+    found: dict[str, nn.Module] = {}
+    for entry in range(module._local_start, module._local_stop):
+        prefix = prefix_of(module, entry)
+        layer = module.get_submodule(prefix[:-1]) if _has(module, prefix) else None
+        if layer is not None:
+            found[prefix] = layer
+    return found
+
+
+def _has(module: PipelineModule, prefix: str) -> bool:
+    parent: Any = module
+    for name in prefix[:-1].split("."):
+        if name not in parent._modules:
+            return False
+        parent = parent._modules[name]
+    return True

@@ -1,0 +1,47 @@
+"""The state of a ``loss_fn`` that is a module, in a checkpoint: DeepSpeed 0.19.8 saves the layers and leaves it out.
+
+It has a file like a layer's, numbered behind the last entry of the layer list, which DeepSpeed's own reader does not ask for.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from torch import nn
+
+from ds_terapipe import tensor_files
+
+logger = logging.getLogger(__name__)
+
+
+def save_loss(engine: Any, folder: str) -> None:
+    """Write the loss's state into the folder of a checkpoint, from the first replica of the last stage."""
+    loss, checkpoints = engine.module.loss_fn, engine.checkpoint_engine
+    if not _has_state(loss) or not engine.is_last_stage() or engine.grid.data_parallel_id != 0:
+        return
+    state = loss.state_dict()
+    if checkpoints.preserves_storage_sharing():  # else a view is saved with all that it is a view of
+        state = clone_tensors_for_torch_save(state)
+    checkpoints.save(state_dict=state, path=str(_path(engine.module, folder)))
+
+
+def load_loss(engine: Any, folder: str, strict: bool) -> None:
+    """Give the loss the state that a checkpoint has of it; one without leaves it as it is, and rank 0 says so."""
+    loss, path = engine.module.loss_fn, _path(engine.module, folder)
+    if not _has_state(loss):
+        return
+    if path.is_file():
+        loss.load_state_dict(tensor_files.read("load_checkpoint", path), strict=strict)
+    elif engine.global_rank == 0:
+        logger.warning("load_checkpoint: %s has no %s, the state of loss_fn, which stays as it is", folder, path.name)
+
+
+def _has_state(loss: Any) -> bool:
+    return isinstance(loss, nn.Module) and bool(loss.state_dict())
+
+
+def _path(module: Any, folder: str) -> Path:
+    return Path(module.ckpt_layer_path(folder, len(module._layer_specs) - module._local_start))

@@ -1,0 +1,169 @@
+"""Parameter groups of an optimizer on the stages of a pipeline: the same list on every rank, none of them empty.
+
+DeepSpeed's wrappers make a flat tensor of each group, and ZeRO takes norms group by group over all stages (0.19.8). A stage that
+trains nothing of a group ends there with an IndexError, and one that lacks a group leaves the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.names import UNUSED
+
+OF_PARAMETERS = ("params", "param_names")
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key not in OF_PARAMETERS}
+
+
+def tell(optimizer: Any) -> None:
+    """``FusedLamb`` keeps tables of its parameters."""
+    changed = getattr(optimizer, "parameters_changed", None)
+    if changed is not None:
+        changed()
+
+
+def unused(like: nn.Module, device: torch.device, names: dict[Any, str]) -> nn.Parameter:
+    """A parameter that stands for those that a rank lacks.
+
+    Args:
+        like: its first parameter has the type of numbers, and marks by which a function of the user's may make groups.
+        device: where it is.
+        names: of parameters, as the engine keeps them for its wrappers; gets its name.
+    """
+    first = next(like.parameters(), torch.zeros(0))
+    found = nn.Parameter(torch.zeros(1, dtype=first.dtype, device=device))
+    marks = {key: value for key, value in vars(first).items() if isinstance(value, (bool, int, float, str))}
+    vars(found).update(marks)
+    names[found] = UNUSED
+    return found
+
+
+def is_unused(parameter: Any, names: Mapping[Any, str]) -> bool:
+    """Whether :func:`unused` made it."""
+    return names.get(parameter) == UNUSED
+
+
+def keep_trained(optimizer: torch.optim.Optimizer) -> None:
+    """Take frozen parameters out of all groups, which may be empty then."""
+    for group in optimizer.param_groups:
+        kept = [parameter.requires_grad for parameter in group["params"]]
+        for key in OF_PARAMETERS:
+            if key in group:
+                group[key] = [each for each, trained in zip(group[key], kept, strict=True) if trained]
+    tell(optimizer)
+
+
+def drop_unused(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -> None:
+    """Take groups out of the list that have nothing but what :func:`unused` made."""
+    groups = optimizer.param_groups
+    groups[:] = [each for each in groups if not each["params"] or not all(is_unused(p, names) for p in each["params"])]
+
+
+def outside(optimizer: Any, module: nn.Module, names: Mapping[Any, str]) -> list[nn.Parameter]:
+    """Trained parameters of an optimizer that are not the module's.
+
+    On a rank that trains nothing of the module there are none: those in the optimizer are there because it wants one.
+    """
+    here, members = set(map(id, module.parameters())), [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p.requires_grad and id(p) in here for p in members):
+        return []
+    return [p for p in members if p.requires_grad and id(p) not in here and not is_unused(p, names)]
+
+
+def check_inside(
+    optimizer: Any, module: nn.Module, names: Mapping[Any, str], gather: Callable[[Any], list[Any]], where: str
+) -> None:
+    """Refuse parameters of :func:`outside`; collective.
+
+    Args:
+        optimizer, module, names: as there.
+        gather: any value of every rank.
+        where: they must be the module's.
+
+    Raises:
+        ConfigError: naming the first, on every rank.
+    """
+    found, said = outside(optimizer, module, names), None
+    if found:
+        groups = optimizer.param_groups
+        number, place = next((n, i) for n, g in enumerate(groups) for i, p in enumerate(g["params"]) if p is found[0])
+        name = groups[number].get("param_names", {place: place})[place]
+        said = f"got parameter {name} of group {number}, of shape {list(found[0].shape)}"
+    for got in filter(None, gather(said)):
+        raise ConfigError(
+            f"optimizer: {got}, must be in the PipelineModule {where}, use a layer, or a loss_fn that is an nn.Module, to hold it"
+        )
+
+
+def make_alike(optimizer: torch.optim.Optimizer, scheduler: Any, gather: Callable[[Any], list[Any]]) -> None:
+    """Give all ranks the same list of groups; collective.
+
+    Groups of the same settings are the same group, those of a rank among each other by their order. A rank gets an empty group
+    for each that it has no parameter for.
+
+    Raises:
+        ConfigError: on every rank, for a scheduler that was made for fewer groups than there are.
+    """
+    mine = _numbered(optimizer.param_groups)
+    everybodys = gather(
+        [(repr(sorted(settings_of(group).items())), settings_of(group)) for group in optimizer.param_groups]
+    )
+    known: dict[tuple[str, int], dict[str, Any]] = {}
+    for groups in everybodys:
+        seen: dict[str, int] = {}
+        for text, settings in groups:
+            number = seen[text] = seen.get(text, -1) + 1
+            known.setdefault((text, number), settings)
+    schedulers = gather(len(getattr(scheduler, "base_lrs", known)))
+    for rank, count in enumerate(schedulers):
+        if count != len(known):
+            raise ConfigError(
+                f"optimizer: got {count} parameter groups on rank {rank} and {len(known)} on all ranks together, and a scheduler "
+                "that was made for them, must be the same groups on all ranks, use a function that makes the scheduler, or "
+                "groups with a parameter on every stage"
+            )
+    named: dict[str, Any] = (
+        {"param_names": []} if any("param_names" in group for group in optimizer.param_groups) else {}
+    )
+    for key, settings in known.items():
+        if key not in mine:
+            optimizer.add_param_group({"params": [], **named, **settings})
+            mine[key] = optimizer.param_groups[-1]
+    optimizer.param_groups[:] = [mine[key] for key in known]
+
+
+def _numbered(groups: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    seen: dict[str, int] = {}
+    for group in groups:
+        text = repr(sorted(settings_of(group).items()))
+        number = seen[text] = seen.get(text, -1) + 1
+        found[text, number] = group
+    return found
+
+
+def occupy(optimizer: torch.optim.Optimizer, module: nn.Module, device: torch.device, names: dict[Any, str]) -> None:
+    """Give each empty group a parameter that nothing uses.
+
+    Args:
+        optimizer: about to be wrapped.
+        module: whose type of numbers it has.
+        device: where.
+        names: of parameters, as the engine keeps them for its wrappers.
+    """
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            group["params"] = [unused(module, device, names)]
+            if "param_names" in group:
+                group["param_names"] = [UNUSED]
+    tell(optimizer)
+    if hasattr(optimizer, "set_names"):  # FusedLamb's, whose statistics leave these out
+        optimizer.set_names({parameter: name for parameter, name in names.items() if name == UNUSED})

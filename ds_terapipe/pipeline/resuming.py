@@ -1,0 +1,91 @@
+"""What a training that goes on from a checkpoint goes on with, in the log, where that is not what the configuration says now."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ds_terapipe.errors import shown
+from ds_terapipe.pipeline.parameter_groups import settings_of
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = (bool, int, float, str, tuple, list, type(None))
+
+
+def resuming(load: Callable[..., Any]) -> Callable[..., Any]:
+    """``load_checkpoint``, after which the LR is the schedule's, and rank 0 says which settings and samples the training has.
+
+    Of methods that call each other the outermost does that.
+    """
+
+    @functools.wraps(load)
+    def loading(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if "_resumes" in vars(engine):
+            return load(engine, *args, **kwargs)
+        engine._resumes, before, step = True, _groups(engine), engine.global_steps
+        try:
+            found = load(engine, *args, **kwargs)
+        finally:
+            del engine._resumes
+        if hasattr(engine.lr_scheduler, "take_effect"):
+            engine.lr_scheduler.take_effect()  # ZeRO's states, with the LR of their time, are read behind the scheduler's
+        if engine.global_rank == 0 and engine.global_steps != step:
+            _say_settings(engine, before)
+            _say_samples(engine)
+        return found
+
+    return loading
+
+
+def _say_samples(engine: Any) -> None:
+    if engine.training_dataloader is None or engine.continues_data or hasattr(engine.lr_scheduler, "seek"):
+        return
+    logger.warning(
+        "load_checkpoint: training_data begins at its first sample again, as in DeepSpeed, not behind the %d that were read; "
+        'to go on there, use "elastic_pipeline": {"resize": {"policy": "off"}}',
+        engine.global_samples,
+    )
+
+
+def _groups(engine: Any) -> list[dict[str, Any]]:
+    groups = [] if engine.basic_optimizer is None else engine.basic_optimizer.param_groups
+    return [settings_of(group) for group in groups]
+
+
+def _say_settings(engine: Any, before: list[dict[str, Any]]) -> None:
+    """An optimizer takes over all settings of its groups from a checkpoint, a scheduler may keep its own."""
+    scheduler = engine.lr_scheduler
+    found: dict[str, str] = {}
+    ignored = {"step"}  # a count
+    if scheduler is not None:
+        ignored |= {"lr"} if hasattr(scheduler, "base_lrs") else {"lr", "initial_lr"}
+    for given, loaded in zip(before, _groups(engine), strict=False):
+        for key in _differing(given, loaded) - ignored - found.keys():
+            found[key] = f"{'lr' if key == 'initial_lr' else key} {shown(loaded[key])}, not {shown(given[key])}"
+    if not found:
+        return
+    of_scheduler = scheduler is not None and not hasattr(scheduler, "base_lrs")
+    rest = f"; the LR is that of {type(scheduler).__name__} as configured now" if of_scheduler else ""
+    logger.warning(
+        "load_checkpoint: the settings of the checkpoint's optimizer count, not those of this engine's: %s%s",
+        "; ".join(found[key] for key in sorted(found)),
+        rest,
+    )
+
+
+def _differing(given: Mapping[str, Any], loaded: Mapping[str, Any]) -> set[str]:
+    both = given.keys() & loaded.keys()
+    return {
+        key
+        for key in both
+        if isinstance(given[key], _PLAIN)
+        and isinstance(loaded[key], _PLAIN)
+        and _bare(given[key]) != _bare(loaded[key])
+    }
+
+
+def _bare(value: Any) -> Any:
+    return list(value) if isinstance(value, (tuple, list)) else value

@@ -1,0 +1,171 @@
+"""Trained weights that several entries of a layer list use without a ``TiedLayerSpec``.
+
+Entries on one stage train such a weight together. On several stages each stage would train a copy, and the copies drift apart.
+A rank builds its own layers only, so it sees the weights of its layers, and of all modules that stand in the list as they are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
+from types import CellType
+from typing import Any, NamedTuple
+
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
+from ds_terapipe.pipeline.transport.consensus import Consensus
+
+_SHOWN = 4
+
+
+class Shared(NamedTuple):
+    """Weights that the same entries use.
+
+    Attributes:
+        entries: of the layer list, in order; behind the last one is the loss.
+        names: of the weights within the first entry that has them.
+        kind: class of the first entry.
+    """
+
+    entries: tuple[int, ...]
+    names: tuple[str, ...]
+    kind: str
+
+
+class _Weight(NamedTuple):
+    """A name that all ranks give a weight.
+
+    Attributes:
+        entry: the first that has it.
+        part: of what stands there; -1: the layer that is built.
+        name: there.
+    """
+
+    entry: int
+    part: int
+    name: str
+
+
+def shared_weights(module: PipelineModule, consensus: Consensus, also: Collection[str] = ()) -> list[Shared]:
+    """What entries of different names share, the same list on all ranks; collective.
+
+    Args:
+        module: live.
+        consensus: of the job.
+        also: names of parameters that count although they are frozen now.
+    """
+    users: dict[_Weight, set[int]] = {}
+    for of_rank in consensus.gather(_users(module, also)):
+        for weight, entries in of_rank.items():
+            users.setdefault(weight, set()).update(entries)
+    owners = [*(prefix_of(module, entry) for entry in range(len(module._layer_specs))), "loss_fn."]
+    weights: dict[tuple[int, ...], list[_Weight]] = {}
+    for weight, entries in users.items():
+        if len({owners[entry] for entry in entries}) > 1:
+            weights.setdefault(tuple(sorted(entries)), []).append(weight)
+    return [
+        Shared(entries, tuple(each.name for each in of_entries), _class_of(module, of_entries[0].entry))
+        for entries, of_entries in weights.items()
+    ]
+
+
+def split(shared: Sequence[Shared], parts: Sequence[int]) -> Shared | None:
+    """The first that stages with these first entries would not have together; ``parts`` ends with the number of entries."""
+    return next((each for each in shared if len(set(_stages(each, parts))) > 1), None)
+
+
+def refuse_split(shared: Sequence[Shared], parts: Sequence[int], key: str, use: str = "") -> None:
+    """Raise where stages would not have together what their entries share.
+
+    Args:
+        shared, parts: as for `split`.
+        key: what the error begins with.
+        use: another way out than to tie the entries.
+
+    Raises:
+        ConfigError: naming the entries, the stages and the weights.
+    """
+    found = split(shared, parts)
+    if found is None:
+        return
+    entries = _and("the loss" if entry == parts[-1] else entry for entry in found.entries)
+    stages = _and(sorted(set(_stages(found, parts))))
+    names = [f'"{name}"' for name in found.names[:_SHOWN]] + ["..."] * (len(found.names) > _SHOWN)
+    raise ConfigError(
+        f"{key}: got entries {entries} of the layer list on stages {stages}, which share trained "
+        f'weights and would train copies, must be tied or on one stage, use TiedLayerSpec("shared", {found.kind}, ..., '
+        f"tied_weight_attr=[{', '.join(names)}]) at each of them, with a forward_fn where it does something else{use}"
+    )
+
+
+def _and(items: Iterable[Any]) -> str:
+    *others, last = map(str, items)
+    return f"{', '.join(others)} and {last}"
+
+
+def _stages(shared: Shared, parts: Sequence[int]) -> list[int]:
+    return [min(bisect_right(parts, entry), len(parts) - 1) - 1 for entry in shared.entries]
+
+
+def _users(module: PipelineModule, also: Collection[str]) -> dict[_Weight, set[int]]:
+    """Entries by weight, as far as this rank sees, of weights that other ranks may see, too, or several entries use here."""
+    here, specs, loss = layers_here(module), module._layer_specs, module.loss_fn
+    holders: list[list[nn.Module]] = [[each] if isinstance(each, nn.Module) else [] for each in (*specs, loss)]
+    for entry in range(module._local_start, module._local_stop):
+        holders[entry] += [here[name] for name in [prefix_of(module, entry)] if name in here]
+    known = {id(inside) for of_entry in holders[:-1] for holder in of_entry for inside in holder.modules()}
+    for entry, function in enumerate((*specs, loss)):
+        holders[entry] += [each for each in _captured(function) if id(each) in known]
+    named, counting = _named(module), {id(p) for name, p in module.named_parameters() if name in also}
+    found: dict[_Weight, set[int]] = {}
+    for entry, of_entry in enumerate(holders):
+        for name, parameter in (pair for holder in of_entry for pair in holder.named_parameters()):
+            if parameter.requires_grad or id(parameter) in counting:
+                weight = named.setdefault(id(parameter), _Weight(entry, -1, name))
+                found.setdefault(weight, set()).add(entry)
+    return {weight: entries for weight, entries in found.items() if weight.part >= 0 or len(entries) > 1}
+
+
+def _named(module: PipelineModule) -> dict[int, _Weight]:
+    """The weights that are in the layer list before anything is built, or in what a spec builds its layer from."""
+    found: dict[int, _Weight] = {}
+    for entry, spec in enumerate(module._layer_specs):
+        given = [*spec.module_args, *spec.module_kwargs.values()] if isinstance(spec, LayerSpec) else [spec]
+        for number, part in enumerate(given):
+            for name, parameter in _parameters_in(part):
+                found.setdefault(id(parameter), _Weight(entry, number, name))
+    return found
+
+
+def _parameters_in(given: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    if isinstance(given, nn.Parameter):
+        yield "weight", given
+    elif isinstance(given, nn.Module):
+        yield from given.named_parameters()
+    elif isinstance(given, (list, tuple)):
+        for number, part in enumerate(given):
+            yield from ((f"{number}.{name}", parameter) for name, parameter in _parameters_in(part))
+
+
+def _captured(function: Any) -> Iterator[nn.Module]:
+    """The modules that a function has with it: arguments of a ``partial``, the object of a bound method, those of a closure."""
+    if isinstance(function, (nn.Module, LayerSpec)):
+        return
+    parts = [function]
+    if isinstance(function, partial):
+        parts = [function.func, *function.args, *function.keywords.values()]
+    for part in parts:
+        cells = [
+            cell for cell in getattr(part, "__closure__", None) or () if cell != CellType()
+        ]  # an empty one has no contents
+        held = [part, getattr(part, "__self__", None), *(cell.cell_contents for cell in cells)]
+        yield from (each for each in held if isinstance(each, nn.Module))
+
+
+def _class_of(module: PipelineModule, entry: int) -> str:
+    spec = (*module._layer_specs, module.loss_fn)[entry]
+    return spec.typename.__name__ if isinstance(spec, LayerSpec) else type(spec).__name__
