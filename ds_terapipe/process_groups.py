@@ -1,6 +1,6 @@
 """Process groups: a value of every rank, and the end of groups.
 
-Who made a group destroys it, all ranks of it together, and nobody keeps it.
+The object that made a group destroys it, on all of its ranks together.
 """
 
 from __future__ import annotations

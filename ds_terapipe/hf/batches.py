@@ -24,7 +24,7 @@ def batch(features: Mapping[str, Tensor]) -> tuple[Tensor | tuple[Tensor, Tensor
 
     Args:
         features: ``input_ids`` and ``labels`` [b, S] (those of the tokens themselves, -100 where none counts), and perhaps
-            ``attention_mask`` [b, S] (1, or 0: padding) and ``position_ids`` [b | 1, S]. Positions that begin anew, with no
+            ``attention_mask`` [b, S] (1, or 0: padding) and ``position_ids`` [b | 1, S]. Positions that restart, with no
             attention mask, are packed documents, which do not see each other; beside a mask they are one, as for transformers.
 
     Returns:
@@ -76,7 +76,7 @@ def _check_mask(mask: Tensor, positions: Tensor | None) -> None:
     odd = mask[(mask != 0) & (mask != 1)]
     if odd.numel():
         raise ConfigError(
-            f"hf.batch: got {odd[0].item()} in attention_mask, must be 1, or 0 for padding, use position_ids that begin anew "
+            f"hf.batch: got {odd[0].item()} in attention_mask, must be 1, or 0 for padding, use position_ids that restart "
             "with each document, without attention_mask"
         )
     if positions is not None and bool(mask.all()) and bool((_documents(positions) > 1).any()):
@@ -87,7 +87,7 @@ def _check_mask(mask: Tensor, positions: Tensor | None) -> None:
 def _say_that_documents_are_one() -> None:
     """Warn, once in a process."""
     logger.warning(
-        "hf.batch: position_ids begin anew beside an attention_mask of ones: all tokens of a row are one document, as for "
+        "hf.batch: position_ids restart beside an attention_mask of ones: all tokens of a row are one document, as for "
         "transformers; leave attention_mask out where documents must not see each other"
     )
 

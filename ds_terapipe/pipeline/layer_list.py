@@ -15,7 +15,7 @@ _TIED = "tied_modules"
 
 
 def prefix_of(module: PipelineModule, entry: int) -> str:
-    """What the names of an entry's parameters begin with: ``3.``, or ``tied_modules.embedding.``."""
+    """Prefix of the names of an entry's parameters: ``3.``, or ``tied_modules.embedding.``."""
     spec = module._layer_specs[entry]
     return f"{_TIED}.{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{entry}."
 

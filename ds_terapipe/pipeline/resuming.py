@@ -1,4 +1,4 @@
-"""What a training that goes on from a checkpoint goes on with, in the log, where that is not what the configuration says now."""
+"""Log lines of a resumed training: settings and samples that differ from the configuration's."""
 
 from __future__ import annotations
 

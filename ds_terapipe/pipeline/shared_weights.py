@@ -51,7 +51,7 @@ class _Weight(NamedTuple):
 
 
 def shared_weights(module: PipelineModule, consensus: Consensus, also: Collection[str] = ()) -> list[Shared]:
-    """What entries of different names share, the same list on all ranks; collective.
+    """Find the weights that entries of different names share, the same list on all ranks; collective.
 
     Args:
         module: live.

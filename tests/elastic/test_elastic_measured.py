@@ -1,4 +1,4 @@
-"""Shapes that are chosen by what layers take, in real runs by a clock that only layers move: what is fastest is no matter of luck."""
+"""Shapes chosen by measured layer times, in real runs by a clock that only layers move: nothing depends on the load."""
 
 from __future__ import annotations
 

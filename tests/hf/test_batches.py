@@ -118,7 +118,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "numbers of documents": (
         {"attention_mask": torch.tensor([[1, 1, 2, 2], [1, 1, 1, 1]])},
-        "got 2 in attention_mask, must be 1, or 0 for padding, use position_ids that begin anew with each document, without",
+        "got 2 in attention_mask, must be 1, or 0 for padding, use position_ids that restart with each document, without",
     ),
     "an additive mask": ({"attention_mask": torch.tensor([[0.0, -1e4, 0, 0]] * 2)}, "got -10000.0 in attention_mask"),
     "a list for a mask": ({"attention_mask": [[1, 1, 1, 1]] * 2}, "got list"),

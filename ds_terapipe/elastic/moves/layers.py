@@ -32,7 +32,7 @@ def modules_here(module: PipelineModule) -> dict[str, nn.Module]:
 
 
 def copies(module: PipelineModule) -> tuple[str, ...]:
-    """What the names of tensors begin with that other ranks have, and this one has a copy of that nothing uses."""
+    """Prefixes of the names of tensors of other ranks, of which this rank holds an unused copy."""
     return () if module._local_stop == len(module._layer_specs) else (LOSS,)
 
 

@@ -59,7 +59,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a stage has.
+    """Tensors of a stage.
 
     Attributes:
         pieces: by name.

@@ -46,7 +46,7 @@ class PolicySettings(Protocol):
 
     @property
     def unfreeze(self) -> tuple[str, ...]:
-        """What has layers train again."""
+        """Events after which layers train again."""
 
 
 @dataclass(frozen=True)
