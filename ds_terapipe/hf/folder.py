@@ -19,7 +19,8 @@ from ds_terapipe.hf.masters import Masters
 from ds_terapipe.hf.record import names_of, read_record, write_model
 from ds_terapipe.hf.together import together
 from ds_terapipe.hf.weights import INDEX, SINGLE
-from ds_terapipe.names import HF_FOLDER, HF_NAMES
+from ds_terapipe.manifest import Manifest
+from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES
 from ds_terapipe.plan.files import check_writable
 from ds_terapipe.tensor_files import read
 
@@ -107,9 +108,11 @@ def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = 
         ``out``.
 
     Raises:
-        ConfigError: the checkpoint is of another model, lacks a layer or a part of a file, or there is something at ``out``.
+        ConfigError: the checkpoint is of another model, lacks a layer or a part of a file, has a file that is not as it was
+            saved, or there is something at ``out``.
     """
     checkpoint, folder = Path(checkpoint), Folder(Path(out))
+    check_saved(checkpoint)
     record = read_record(checkpoint)
     masters = Masters(checkpoint)
     folder.begin()
@@ -119,6 +122,17 @@ def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = 
     layers = (_of_layer(checkpoint, record, masters, entry, dtype) for entry in range(len(record["entries"])))
     folder.finish([folder.write(f"{number}", tensors) for number, tensors in enumerate(_shards(layers, largest))])
     return folder.path
+
+
+def check_saved(checkpoint: Path) -> None:
+    """Refuse a checkpoint of which a file that an export reads is missing or not as it was saved, where it has a manifest.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    manifest = Manifest.of("export", checkpoint)
+    if manifest is not None:
+        manifest.check(checkpoint / name for name in sorted(manifest.names()) if name != ELASTIC_STATE)
 
 
 def _of_layer(
@@ -135,13 +149,20 @@ def _of_layer(
         )
     prefix = "tied_modules.embed." if entry == 0 and record["tied"] else f"{entry}."
     found = {}
-    for own, weight in read("export", files[0]).items():
+    weights = read("export", files[0])
+    if not isinstance(weights, Mapping) or not all(_is_of(own, value, names) for own, value in weights.items()):
+        raise ConfigError(f"export: got {files[0]} of another layer, must be of entry {entry}, use another checkpoint")
+    for own, weight in weights.items():
         master = masters.find(prefix + own, weight)
         value = weight if master is None else master
         found[_renamed(own, names)] = (
             value.to(dtype) if dtype is not None and value.is_floating_point() else value.clone()
         )
     return found
+
+
+def _is_of(own: Any, value: Any, names: Mapping[str, str]) -> bool:
+    return isinstance(value, Tensor) and any(str(own).startswith(beginning) for beginning in names)
 
 
 def _renamed(own: str, names: Mapping[str, str]) -> str:

@@ -189,7 +189,7 @@ def test_what_is_missing_or_in_another_group_is_refused(tmp_path):
     """DeepSpeed gives groups their rates by number, and a stage numbers those that it has a parameter of."""
     for name in ("0.weight", "1.weight"):
         (tmp_path / "one" / "zero" / name).mkdir(parents=True)
-        (tmp_path / "one" / "zero" / name / "fp32.pt").touch()
+        torch.save({"param": torch.ones(2)}, tmp_path / "one" / "zero" / name / "fp32.pt")
     carried = {"state": {}, "groups": {"0.weight": 0, "1.weight": 1}, "tensor": 0, "untrained": {}}
     torch.save({CARRIED: carried}, tmp_path / "one" / "mp_rank_00_model_states.pt")
     universal = Universal(tmp_path, "one")
