@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -199,7 +199,9 @@ class Checkpoints(PipelineEngine):
         )  # fmt: skip
 
     def _load_checked(self, load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
-        path, client_state = load_with_parts(self, super().load_checkpoint, load_dir, tag, *args, **kwargs)
+        load = super().load_checkpoint
+        with read_once(self.checkpoint_engine):
+            path, client_state = load_with_parts(self, load, load_dir, tag, *args, **kwargs)
         self._follow_micro_batch()
         if client_state:
             self._cutting.load(client_state.pop(PLAN_STATE, None))
@@ -245,6 +247,25 @@ class Checkpoints(PipelineEngine):
             return None
         self._whole(folder, tag).recover()
         return Path(folder) / str(tag)
+
+
+@contextmanager
+def read_once(reader: Any) -> Iterator[None]:
+    """While DeepSpeed reads files twice in succession, the first time to see how many there must be: read them once."""
+    load = reader.load
+    last: dict[Any, Any] = {}
+
+    def loaded(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if path in last:
+            return last.pop(path)
+        last.clear()
+        return last.setdefault(path, load(path, *args, **kwargs))
+
+    reader.load = loaded
+    try:
+        yield
+    finally:
+        del reader.load
 
 
 def tag_of(folder: str | Path, tag: str | None, key: str = KEY, file: str = LATEST) -> str | None:

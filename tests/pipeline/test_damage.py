@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from torch import Tensor
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.manifest import Entry, measured
 from ds_terapipe.names import ELASTIC_STATE, MANIFEST
+from tests.mutants.claims import holds
 from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.training import ADAMW, build_engine
 from tests.spawn import run_ranks
 
-BLOCK = 1 << 18  # bytes that the checksum takes at a time
+BLOCK = 8 * 256 * 257  # bytes that the checksum takes at a time
 ZERO1 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 MOVES = {"elastic_pipeline": {"resize": {"policy": [[900, 2]]}}}
 STAYS = {"elastic_pipeline": {"resize": {"policy": "off"}}}
@@ -55,12 +57,12 @@ def test_one_changed_byte_changes_the_checksum(tmp_path_factory, size, at, mask)
 def test_what_sums_alone_would_not_see(tmp_path):
     """Words, rows and blocks that change places; a bit that is stuck; an end that is gone, where it was zero."""
     data = os.urandom(2 * BLOCK)
-    words = torch.frombuffer(bytearray(data), dtype=torch.int64).view(-1, 256)
+    words = torch.frombuffer(bytearray(data), dtype=torch.int64).view(-1, 512)  # pages
     others = [words.clone() for _ in range(5)]
     others[0][3, [5, 9]] = words[3, [9, 5]]
     others[1][[3, 7], 5] = words[[7, 3], 5]
     others[2][[3, 7]] = words[[7, 3]]
-    others[3] = words.roll(128, 0)
+    others[3] = words.flatten().roll(BLOCK // 8).view(-1, 512)
     others[4] &= 2**63 - 1
     entries = {entry_of(tmp_path, other.numpy().tobytes()) for other in [words, *others]}
     assert len(entries) == 6
@@ -177,7 +179,7 @@ def sweep(rank: int, world_size: int, folder: str, kinds: list[str]) -> dict[str
     return found
 
 
-def problems(found: dict[str, list[tuple[str, str, str, bool]]], folder: Path) -> list[tuple[str, ...]]:
+def problems(found: dict[str, list[tuple[str, str, str, bool]]]) -> list[tuple[str, ...]]:
     """Damages that were not named in one line, or after something had been changed."""
     bad = []
     for kind, rows in found.items():
@@ -194,7 +196,7 @@ def test_each_damage_is_named_on_every_rank_and_changes_nothing(kind, tmp_path):
     assert ranks[0].keys() == ranks[1].keys()
     for found in ranks:
         assert len(found[kind]) > 60
-        assert not problems(found, tmp_path)
+        assert not problems(found)
 
 
 # --------------------------------------------------------------------------------------------------- without a manifest
@@ -281,7 +283,11 @@ def foreign(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, boo
 
 
 def test_what_can_be_told_without_a_manifest_is(tmp_path):
-    for found in run_ranks(foreign, 2, str(tmp_path)):
+    check_foreign(run_ranks(foreign, 2, str(tmp_path)))
+
+
+def check_foreign(ranks: list[dict[str, tuple[str, bool]]]) -> None:
+    for found in ranks:
         for name, (text, unchanged) in found.items():
             assert unchanged and text.startswith("load_checkpoint: got ") and "\n" not in text, (name, text)
             assert FOREIGN[name][1] in text and ", use " in text, (name, text)
@@ -316,7 +322,11 @@ def overwritten(rank: int, world_size: int, folder: str, config: dict[str, Any])
     "config", [{}, {"elastic_pipeline": {"enabled": False}}], ids=["without our keys", "switched off"]
 )
 def test_what_deepspeed_saved_over_it_is_not_called_damaged(tmp_path, config):
-    for stale, after, steps in run_ranks(overwritten, 2, str(tmp_path), config):
+    check_overwritten(run_ranks(overwritten, 2, str(tmp_path), config))
+
+
+def check_overwritten(ranks: list[tuple[str, str, int]]) -> None:
+    for stale, after, steps in ranks:
         assert "of a later save than ds_terapipe_manifest.json (DeepSpeed has saved here without our keys)" in stale
         assert stale.endswith(
             "use another tag, or remove ds_terapipe_manifest.json and elastic_pipeline.json to read what DeepSpeed saved"
@@ -326,9 +336,16 @@ def test_what_deepspeed_saved_over_it_is_not_called_damaged(tmp_path, config):
 
 # for tests.mutants
 def damages_are_named(mutant: str | None) -> bool:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
-        return not any(
-            problems(found, Path(folder)) for found in run_ranks(sweep, 2, folder, ["stages"], mutant=mutant)
-        )
+        ranks = run_ranks(sweep, 2, folder, ["stages"], mutant=mutant)
+    return not any(problems(found) for found in ranks)
+
+
+def foreign_files_are_named(mutant: str | None) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        return holds(check_foreign, run_ranks(foreign, 2, folder, mutant=mutant))
+
+
+def overwritten_is_told(mutant: str | None) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        return holds(check_overwritten, run_ranks(overwritten, 2, folder, {}, mutant=mutant))
