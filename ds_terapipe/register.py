@@ -192,7 +192,7 @@ def _build(
             config = keys.config
             during.enter_context(keys.put_into(given))
         if wanted.pipeline:
-            engine = _pipeline_engine(given.get("model"), config)
+            engine = _pipeline_engine(given.get("model"), config, during)
         during.enter_context(_engine_class(engine))
         result = original(**given)
     if engine is not None and not isinstance(result[0], engine.ds_terapipe_builds):  # type: ignore[attr-defined]
@@ -215,16 +215,17 @@ def _optimizer_keys(config: Mapping[str, Any], arguments: Mapping[str, Any], wan
     return json_keys.read(config, arguments, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
 
-def _pipeline_engine(model: Any, config: Mapping[str, Any]) -> Callable[..., Any]:
+def _pipeline_engine(model: Any, config: Mapping[str, Any], during: ExitStack) -> Callable[..., Any]:
     """Called as a ``PipelineEngine``, makes one of ours; its ``ds_terapipe_builds`` is the class.
 
-    A model that is not cut, beside ``elastic_pipeline`` alone, has one slice.
+    A model that is not cut, beside ``elastic_pipeline`` alone, has one slice. ``during``: until the engine is there.
     """
     key = ELASTIC_PIPELINE if _is_on(config, ELASTIC_PIPELINE) else TOKEN_PIPELINE
     try:
         from . import compat, refusals
         from .pipeline.closing import check_open
         from .pipeline.engine import TokenPipelineEngine
+        from .pipeline.transport.watchdog import launching
 
         compat.require(key)
         kind: type[TokenPipelineEngine] = TokenPipelineEngine
@@ -236,7 +237,9 @@ def _pipeline_engine(model: Any, config: Mapping[str, Any]) -> Callable[..., Any
     beside = _written(config)
     refusals.check_model_class(model, beside)
     check_open(model)
+    watchdog = during.enter_context(launching(_timeout_s(config)))
     settings = refusals.on_every_rank(model, lambda: _checked(config, model))
+    watchdog.learn_processes()
 
     def engine(*engine_args: Any, **engine_kwargs: Any) -> Any:
         # DeepSpeed adds what deepspeed.tp_model_init asked for to the configuration after the first look at it.
@@ -248,6 +251,16 @@ def _pipeline_engine(model: Any, config: Mapping[str, Any]) -> Callable[..., Any
 
     engine.ds_terapipe_builds = kind  # type: ignore[attr-defined]
     return engine
+
+
+def _timeout_s(config: Mapping[str, Any]) -> float:
+    """Before the configuration has been checked, on all ranks together."""
+    from .config import TokenPipelineConfig, parse
+
+    try:
+        return (parse(config) or TokenPipelineConfig(slices=1)).timeout_s
+    except Exception:  # is raised on every rank
+        return TokenPipelineConfig(slices=1).timeout_s
 
 
 def _is_on(config: Mapping[str, Any], key: str) -> bool:

@@ -17,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.transport import board
 from ds_terapipe.pipeline.transport import watchdog as watchdog_module
+from ds_terapipe.pipeline.transport.board import Board
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Position, Positions, Watchdog
 from ds_terapipe.schedule import Placement, order, with_messages
 from tests.pipeline.models import gpt, mean_loss, micro_batch
@@ -67,7 +69,8 @@ def store(monkeypatch) -> Store:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
     monkeypatch.setattr(watchdog_module, "_SILENT_AFTER_S", 0.3)
     monkeypatch.setattr(watchdog_module, "_PUBLISH_EVERY_S", 0.05)
-    monkeypatch.setattr(watchdog_module, "_READ_WITHIN_S", 0.5)
+    monkeypatch.setattr(watchdog_module, "_LOOKS", 0)
+    monkeypatch.setattr(board, "_READ_WITHIN_S", 0.5)
     return store
 
 
@@ -195,7 +198,7 @@ def test_the_report(watchdog, store, caplog):
 
 
 def test_who_failed_says_why_and_then_nobody_is_suspected(watchdog, store):
-    failing = Positions(store, 1)
+    failing = Positions(Board(store), 1)
     other(store, 2)
     failing.publish(Position(time.time(), 4, 3, "failed: KeyError: 'x'", ended=True))
     with pytest.raises(PipelineStalled) as caught:
