@@ -23,6 +23,7 @@ from ds_terapipe.pipeline.transport.consensus import Consensus, error_of
 
 LATEST = "latest"
 PLAN_STATE = "ds_terapipe_plan"
+_LONG: dict[str, Any] = {"counts": False, "bounded": False}  # a rank may have far more to read than another
 
 
 class WholeFolder:
@@ -153,7 +154,10 @@ class Checkpoints(PipelineEngine):
         whole.begin()
         folder = whole.unfinished / tag
         self._save_beside(folder)
-        with manifest.measuring(self.checkpoint_engine) as found:
+        with (
+            self._watchdog.waiting("all ranks to write their files", **_LONG),
+            manifest.measuring(self.checkpoint_engine) as found,
+        ):
             saved = super().save_checkpoint(str(whole.unfinished), tag, client_state, False, *args, **kwargs)
         of_ranks = self._consensus.gather(manifest.entries_of(found, folder))
         whole.finish(save_latest, {name: entry for of_rank in of_ranks for name, entry in of_rank.items()})
@@ -200,7 +204,7 @@ class Checkpoints(PipelineEngine):
 
     def _load_checked(self, load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
         load = super().load_checkpoint
-        with read_once(self.checkpoint_engine):
+        with self._watchdog.waiting("all ranks to read their files", **_LONG), read_once(self.checkpoint_engine):
             path, client_state = load_with_parts(self, load, load_dir, tag, *args, **kwargs)
         self._follow_micro_batch()
         if client_state:
@@ -231,7 +235,8 @@ class Checkpoints(PipelineEngine):
             files.check_bytes(beside)
 
         error = error_of(check)
-        torch.distributed.barrier()  # a rank may have far more to read than another: as long as the job's own timeout
+        with self._watchdog.waiting("all ranks to look at their files", **_LONG):
+            torch.distributed.barrier()
         self._consensus.agree(error)
 
     def recover_checkpoint(self, folder: Any, tag: Any = None) -> Path | None:

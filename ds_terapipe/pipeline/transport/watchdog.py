@@ -184,6 +184,7 @@ class Watchdog:
         ``counts``: whether the time is waiting and nothing else, and belongs to ``waited_s``. The others as in `Waiting`.
         """
         outer, mine = self._waiting, Waiting(what, time.monotonic(), bounded, in_store)
+        self._seen = self._seen if bounded else None
         self._waiting = mine
         try:
             yield
