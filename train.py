@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ds_terapipe import tensor_files
+from ds_terapipe import shared_memory, tensor_files
 from ds_terapipe.build_locks import waits_are_said
 from ds_terapipe.elastic.engine import ElasticPipelineEngine
 from ds_terapipe.errors import ConfigError, bad_value
@@ -313,6 +313,7 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
     with waits_are_said():  # DeepSpeed compiles an op here
         deepspeed.init_distributed()
+    shared_memory.release()
     if args.log_file and torch.distributed.get_rank() == 0:
         Path(args.log_file).parent.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args)

@@ -187,14 +187,18 @@ def _build(
     engine, keys = None, None
     with ExitStack() as during:
         during.enter_context(importlib.import_module("ds_terapipe.build_locks").waits_are_said())
+        shared_memory = importlib.import_module("ds_terapipe.shared_memory")
+        shared_memory.release_at_exit()
         if wanted.optimizer or wanted.scheduler:
             keys = _optimizer_keys(config, given, wanted)
             config = keys.config
             during.enter_context(keys.put_into(given))
         if wanted.pipeline:
             engine = _pipeline_engine(given.get("model"), config, during)
+            shared_memory.release()
         during.enter_context(_engine_class(engine))
         result = original(**given)
+        shared_memory.release()  # of a job whose process group was made just now
     if engine is not None and not isinstance(result[0], engine.ds_terapipe_builds):  # type: ignore[attr-defined]
         raise RuntimeError(f"{_written(config)}: DeepSpeed built a {type(result[0]).__name__} in spite of the key")
     if keys is not None:
