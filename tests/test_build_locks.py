@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from torch.utils.file_baton import FileBaton
 
 from ds_terapipe import build_locks, cli
 from ds_terapipe.commands import report
+from tests.mutants import applied
 
 
 @pytest.fixture
@@ -85,6 +87,17 @@ def test_the_report_lists_it(lock: Path) -> None:
     assert found.stale
     text = as_text(locks=[found._asdict()])
     assert f"{lock}, 10 minutes old, stale: no process holds it" in text and "report --remove-stale-locks" in text
+
+
+# for tests.mutants
+def held_one_stays(mutant: str | None) -> bool:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch, applied(mutant):
+        patch.setenv("TORCH_EXTENSIONS_DIR", folder)
+        path = Path(folder, "deepspeed_shm_comm", "lock")
+        path.parent.mkdir()
+        path.touch()
+        with held(path):
+            return build_locks.remove_stale() == [] and path.exists()
 
 
 def as_text(**data: Any) -> str:

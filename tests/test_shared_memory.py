@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_terapipe import shared_memory
+from tests.mutants.claims import holds
 from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.training import build_engine
 from tests.spawn import run_ranks
@@ -84,5 +85,18 @@ def trained(rank: int, world_size: int, name: str) -> tuple[list[str], bytes]:
 
 
 def test_an_engine_needs_no_names(path: Path) -> None:
-    ranks = run_ranks(trained, 2, str(path).removesuffix("_0"))
+    check(run_ranks(trained, 2, str(path).removesuffix("_0")))
+
+
+def check(ranks: list[tuple[list[str], bytes]]) -> None:
     assert ranks == [([], b"rank1"), ([], b"rank0")]
+
+
+# for tests.mutants
+def names_go(mutant: str | None) -> bool:
+    name = str(shared_memory.FOLDER / f"deepspeed_allreduce_buffer_{os.getuid()}_mutant_{os.getpid()}")
+    try:
+        return holds(check, run_ranks(trained, 2, name, mutant=mutant))
+    finally:
+        for rank in (0, 1):
+            Path(f"{name}_{rank}").unlink(missing_ok=True)

@@ -15,6 +15,8 @@ import torch.distributed
 from ds_terapipe.pipeline.transport import processes as processes_module
 from ds_terapipe.pipeline.transport.board import Board
 from ds_terapipe.pipeline.transport.processes import Processes
+from tests.mutants import applied
+from tests.mutants.claims import holds
 
 
 class Store(torch.distributed.HashStore):
@@ -44,8 +46,8 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, board: Board, rank: int, pid: int) 
         return Processes(board, rank)
 
 
-def until(found: Callable[[], Any], wanted: Any) -> None:
-    deadline = time.monotonic() + 60
+def until(found: Callable[[], Any], wanted: Any, within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
     while found() != wanted:
         assert time.monotonic() < deadline, found()
         time.sleep(0.01)
@@ -62,10 +64,29 @@ def test_a_stopped_process_is_told_and_ended(board, other, monkeypatch):
     other.send_signal(signal.SIGSTOP)
     until(me.lost, {1: f"process {other.pid} is stopped"})
     assert me.gone() == set()
+    check_end(me, other)
+
+
+def check_end(me: Processes, other: subprocess.Popen[bytes], within_s: float = 60.0) -> None:
     me.end_stopped()
-    until(me.lost, {1: f"process {other.pid} is gone"})  # a zombie: its parent has not asked for it
+    until(me.lost, {1: f"process {other.pid} is gone"}, within_s)  # a zombie: its parent has not asked for it
     assert me.gone() == {1} and other.wait() == -signal.SIGKILL
     assert me.gone() == {1}
+
+
+# for tests.mutants
+def stopped_is_ended(mutant: str | None) -> bool:
+    board = Board(Store())
+    me = Processes(board, 0)
+    with subprocess.Popen(["sleep", "600"]) as other, pytest.MonkeyPatch.context() as patch, applied(mutant):
+        as_rank(patch, board, 1, other.pid)
+        me.learn()
+        other.send_signal(signal.SIGSTOP)
+        until(me.lost, {1: f"process {other.pid} is stopped"})
+        try:
+            return holds(check_end, me, other, 5.0)
+        finally:
+            other.kill()
 
 
 def test_another_process_of_the_same_number_is_not_the_one(board, other, monkeypatch):

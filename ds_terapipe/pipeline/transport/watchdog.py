@@ -39,6 +39,7 @@ from ds_terapipe.schedule import Action, grid_text
 logger = logging.getLogger(__name__)
 
 _PUBLISH_EVERY_S = 1.0
+_LAUNCH_LOOKS = 5  # at processes, for one at positions
 _SILENT_AFTER_S = 2.5  # in which every living process publishes at least once
 _JOINS_WITHIN_S = 2.0
 _LOOKS, _BETWEEN_LOOKS_S = 5, 0.1  # in which a process is gone whose connections are
@@ -273,8 +274,15 @@ class Watchdog:
     def _run(self) -> None:
         take_device(self._device)
         self._publish()
-        while not self._closed.wait(_PUBLISH_EVERY_S):
-            self._publish()
+        # a launcher that saw a process die ends the others within a second, maybe before they wait for it
+        looks = _LAUNCH_LOOKS if self._seat is None else 1
+        for look in itertools.count(1):
+            if self._closed.wait(_PUBLISH_EVERY_S / looks):
+                return
+            if look % looks == 0:
+                self._publish()
+                if self._seat is None:
+                    self.learn_processes()  # ranks come to their launch one by one
             waiting, late = self._waiting, self._late()
             if waiting is not None and self._is_over(waiting):
                 late = waiting  # the main thread is inside a collective of a group with a longer timeout
@@ -294,11 +302,10 @@ class Watchdog:
 
     def _someone_is_gone(self, now: float) -> bool:
         """Whether a process has ended, and the main thread had the time to notice it."""
-        if self._seat is None:
-            self.learn_processes()
-        if not self._processes.gone():
-            self._gone_since = None
-        elif self._gone_since is None:
+        gone = self._processes.gone()
+        if gone and self._gone_since is None:
+            lost = [f"rank {rank} ({why})" for rank, why in self._processes.lost().items() if rank in gone]
+            logger.error("rank %d: lost %s", self._rank, ", ".join(lost))
             self._gone_since = now
         return self._gone_since is not None and now - self._gone_since > _GRACE_S
 
