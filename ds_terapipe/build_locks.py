@@ -45,7 +45,7 @@ def locks() -> list[Lock]:
 
 
 def remove_stale() -> list[Lock]:
-    """Remove the stale ones; those that were."""
+    """Remove stale locks, and return them."""
     removed = []
     for lock in locks():
         if lock.stale:
@@ -80,7 +80,7 @@ def waits_are_said() -> Iterator[None]:
 
 
 def say_waits() -> object:
-    """From now on such a wait says so; what was in place before."""
+    """Have such waits say so from now on; returns the method that was in place."""
     original = _baton().wait
     if hasattr(original, "ds_terapipe_says"):
         return original

@@ -76,7 +76,7 @@ def measuring(writer: Any) -> Iterator[dict[str, Future[Entry]]]:
 
 
 def entries_of(found: Mapping[str, Future[Entry]], folder: Path) -> dict[str, Entry]:
-    """What :func:`measuring` found, by name in the folder of the checkpoint; without files that could not be read."""
+    """The results of :func:`measuring`, by name in the checkpoint's folder; without files that could not be read."""
     entries = {}
     for path, future in found.items():
         with suppress(OSError):
@@ -98,7 +98,7 @@ def _of_text(files: Any) -> str:
 
 
 class Manifest:
-    """What a checkpoint's files were when they were saved.
+    """Sizes and checksums of a checkpoint's files when they were saved.
 
     Args:
         key: in whose name errors are raised.
@@ -111,7 +111,7 @@ class Manifest:
 
     @classmethod
     def of(cls, key: str, folder: Path) -> Manifest | None:
-        """That of a checkpoint; None where there is none, as of DeepSpeed's own.
+        """The manifest of a checkpoint; None where there is none, as of DeepSpeed's own.
 
         Raises:
             ConfigError: it is damaged.

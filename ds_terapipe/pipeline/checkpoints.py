@@ -256,7 +256,7 @@ class Checkpoints(PipelineEngine):
 
 @contextmanager
 def read_once(reader: Any) -> Iterator[None]:
-    """While DeepSpeed reads files twice in succession, the first time to see how many there must be: read them once."""
+    """Read files once that DeepSpeed reads twice in succession, the first time for the number of files."""
     load = reader.load
     last: dict[Any, Any] = {}
 

@@ -51,7 +51,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, topology: ProcessTopology, parts: Sequence[int]) -> Share:
-        """That of a rank where the stages begin at the entries ``parts``."""
+        """The share of a rank where the stages begin at the entries ``parts``."""
         at = topology.get_coord(rank)
         replica = sorted(topology.get_axis_list("data", at.data))
         entries = range(int(parts[at.pipe]), int(parts[at.pipe + 1]))
@@ -68,7 +68,7 @@ class Share(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What is read beside the weights.
+    """The states that are read beside the weights.
 
     Attributes:
         states: whether the optimizer's states are, of the state file or of flat parts.
@@ -86,7 +86,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(engine: Any, optimizer: bool, scheduler: bool, strict: bool) -> Wanted:
-    """What ``load_checkpoint`` of an engine reads, by its arguments."""
+    """The states that an engine's ``load_checkpoint`` reads, by its arguments."""
     states = optimizer and engine.optimizer is not None
     in_parts = states and (engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer))
     parts = ("bf16_" if engine.bfloat16_enabled() else "") if in_parts else None
@@ -125,7 +125,7 @@ class SavedFiles:
                 raise ConfigError(f"{KEY}: got no {path}, must be there, use another checkpoint")
 
     def check_bytes_of(self, names: Iterable[str]) -> None:
-        """As :meth:`check_bytes`, of files that a checkpoint need not have."""
+        """Check files that a checkpoint need not have, see :meth:`check_bytes`."""
         self.check_bytes(name for name in names if self._names(name))
 
     def check(self, share: Share, wants: Wanted, layers: Mapping[int, Any]) -> None:
@@ -261,7 +261,7 @@ def _shape(value: Any) -> str:
 
 
 def _rewriting(layer: nn.Module) -> set[str]:
-    """Packages of what changes a layer's weights before it takes them: hooks, and methods in place of ``nn.Module``'s."""
+    """Packages of hooks and methods that change a layer's weights before it takes them."""
     found: list[Any] = []
     for module in layer.modules():
         found += [
@@ -274,20 +274,20 @@ def _rewriting(layer: nn.Module) -> set[str]:
 
 
 def _live(optimizer: Any) -> dict[str, Any]:
-    """What its state would say of parameters, by the same names."""
+    """The sizes of its parameters, under the names that its state has for them."""
     flat = {key: getattr(optimizer, key) for key in _FLAT if hasattr(optimizer, key)}
     of_parts = {PARAM_SLICE_MAPPINGS: getattr(optimizer, "_param_slice_mappings", None)}
     return of_parts | (flat or {"param_groups": optimizer.param_groups})
 
 
 def _of_parts(saved: Mapping[str, Any]) -> list[dict[str, int]] | None:
-    """Of each parameter group how many elements of which parameter are in this rank's part."""
+    """Elements of each parameter in this rank's part, by parameter group."""
     mappings = saved.get(PARAM_SLICE_MAPPINGS)
     return None if mappings is None else [{name: at.numel for name, at in group.items()} for group in mappings]
 
 
 def _of_groups(saved: Mapping[str, Any]) -> list[int] | None:
-    """Of each parameter group how many parameters it has, or elements where a wrapper has them in one tensor."""
+    """Parameters of each group, or elements where a wrapper has them in one tensor."""
     if "param_groups" in saved:
         return [len(group["params"]) for group in saved["param_groups"]]
     for key in _FLAT:

@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         STALE,
-        "Nobody looks at who wrote the files.",
+        "The writer of the files is not looked at.",
         ("ds_terapipe.manifest:_by_others",),
         _never,
         "damage, another save",

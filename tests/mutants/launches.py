@@ -33,7 +33,7 @@ def _always(original: Any, hit: Hit) -> Any:
 
 
 STOPPED = "a stopped process is left to the launcher"
-GONE = "nobody sees that a process is gone"
+GONE = "a process that is gone is not seen"
 NAMES = "buffers in shared memory keep their names"
 HELD = "a lock is stale whoever holds it"
 

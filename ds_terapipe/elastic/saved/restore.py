@@ -154,14 +154,14 @@ def _of_tensor(parts: Sequence[Mapping[str, Any] | None], tensor: int) -> list[M
 
 
 def read_by(parts: Sequence[Mapping[str, Any] | None], tensor: int, names: Collection[str]) -> list[Mapping[str, Any]]:
-    """Of what :func:`about` noted, the parts that a rank reads for the parameters ``names``; the first one for the settings."""
+    """The parts that a rank reads for the parameters ``names``, as :func:`about` noted them; the first one for the settings."""
     mine = _of_tensor(parts, tensor)
     return [p for n, p in enumerate(mine) if n == 0 or any(name in names for group in p["groups"] for name in group)]
 
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Around what reads a file of another checkpoint as if it were of this one."""
+    """Name a file that is of another checkpoint, and fails to be read as one of this."""
     try:
         yield
     except ConfigError:

@@ -26,7 +26,7 @@ def write(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_checked(folder: Path) -> dict[str, Any] | None:
-    """As :func:`read`, of a file that must be as it was saved.
+    """Read the file of a checkpoint where it is as it was saved; None where there is none.
 
     Raises:
         ConfigError: it is not, or it is none.
@@ -36,7 +36,7 @@ def read_checked(folder: Path) -> dict[str, Any] | None:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """That of a checkpoint; None where there is no checkpoint, or it was saved without.
+    """Read the file of a checkpoint; None where there is no checkpoint, or it was saved without.
 
     Raises:
         ConfigError: a file that is none.

@@ -42,7 +42,7 @@ class Processes:
             self._known[int(rank)] = _Process(int(pid), started)
 
     def lost(self) -> dict[int, str]:
-        """Ranks of this machine that can answer nobody, and why."""
+        """Ranks of this machine that are gone or stopped, and which process that is."""
         found = {}
         for rank, (pid, _) in self._known.items():
             state = self._state(rank)

@@ -432,9 +432,9 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def launching(timeout_s: float) -> Iterator[Watchdog]:
-    """While engines are built, which takes as long as it takes: a rank that dies or fails ends the others, which name it.
+    """Watch over the building of engines, without a time limit: a rank that dies or fails ends the others, which name it.
 
-    PyTorch's own waits for it do not say which one it was, and last half an hour where groups are made.
+    PyTorch's own waits do not say which rank it was, and last half an hour where groups are made.
     """
     watchdog = Watchdog(None, timeout_s)
     try:
