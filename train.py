@@ -16,13 +16,16 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ds_terapipe import tensor_files
+from ds_terapipe import shared_memory, tensor_files
 from ds_terapipe.build_locks import waits_are_said
 from ds_terapipe.elastic.engine import ElasticPipelineEngine
 from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.manifest import Manifest
 from ds_terapipe.megatron import tasks
 from ds_terapipe.megatron.data import SampleIterator
 from ds_terapipe.names import ELASTIC_STATE
+from ds_terapipe.pipeline.checkpoints import tag_of
+from ds_terapipe.pipeline.engine import TokenPipelineEngine
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled
 from ds_terapipe.plan.files import check_writable_folder
 from ds_terapipe.plan.stages import even_layers, read_layers
@@ -114,7 +117,8 @@ def saved_stages(checkpoint: Path) -> list[int] | None:
         ConfigError: a file that is not whole.
     """
     states, old = checkpoint / "mp_rank_00_model_states.pt", checkpoint / f"{STAGE_LAYERS}.json"
-    found = tensor_files.read("--load", states).get(STAGE_LAYERS) if states.is_file() else None
+    found = tensor_files.read("--load", states) if states.is_file() else None
+    found = found.get(STAGE_LAYERS) if isinstance(found, dict) else None
     if found is None and old.is_file():
         try:
             found = json.loads(old.read_text(encoding="utf-8"))
@@ -170,6 +174,8 @@ class Trainer:
             if self.first:
                 logger.warning("no checkpoint in %s: starting from random weights", self.args.load)
             return 0
+        if "iteration" not in state:
+            raise bad_value("--load", path, "a checkpoint that train.py has written", "another folder")
         self._say_order(state.get(SAMPLES))
         return int(state["iteration"])
 
@@ -229,12 +235,15 @@ class Trainer:
             raise bad_value("--stage-layers", ",".join(map(str, now)), must, ",".join(map(str, then)))
 
     def _saved_stages(self, folder: Path) -> Sequence[int] | None:
-        latest = folder / "latest"
-        if not latest.exists():
+        tag = tag_of(folder, None, "--load")
+        if tag is None:
             return None
-        checkpoint = folder / latest.read_text(encoding="utf-8").strip()
+        checkpoint = folder / tag
         if isinstance(self.engine, ElasticPipelineEngine) and (checkpoint / ELASTIC_STATE).exists():
             return None
+        manifest = Manifest.of("--load", checkpoint) if isinstance(self.engine, TokenPipelineEngine) else None
+        if manifest is not None:
+            manifest.check([checkpoint / "mp_rank_00_model_states.pt"])
         return saved_stages(checkpoint) or even_layers(self.args.num_layers, self.args.pipeline_model_parallel_size)
 
     def _save(self) -> None:
@@ -317,6 +326,7 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
     with waits_are_said():  # DeepSpeed compiles an op here
         deepspeed.init_distributed()
+    shared_memory.release()
     if args.log_file and torch.distributed.get_rank() == 0:
         Path(args.log_file).parent.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args)

@@ -55,6 +55,7 @@ def _cover(module: ModuleType | None) -> None:
     if hasattr(vars(module).get("initialize"), "ds_terapipe_original"):
         return
     plain = type(module)
+    _say_waits()
 
     def uncover(covered: ModuleType) -> None:
         covered.__class__ = plain
@@ -79,6 +80,18 @@ def _cover(module: ModuleType | None) -> None:
         del vars(covered)["initialize"]
 
     module.__class__ = type(plain.__name__, (plain,), {"initialize": property(read, write, delete)})
+
+
+def _say_waits() -> None:
+    """Where the command line has a configuration with our keys: a script may wait for a compilation before it hands it over."""
+    options = ("--deepspeed_config", "--deepscale_config")
+    after = dict(zip(sys.argv, [*sys.argv[1:], ""], strict=False))
+    given = [after.get(option) for option in options]
+    given += [word.partition("=")[2] for word in sys.argv if word.partition("=")[0] in options]
+    if any(_names_us(value) for value in given):
+        from .build_locks import say_waits
+
+        say_waits()
 
 
 def guard(original: Callable[..., Any], reason: Exception) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """Locks that a launch leaves behind which was killed while PyTorch compiled an extension: whoever comes later waits for ever.
 
 DeepSpeed's ops are compiled by ``torch.utils.cpp_extension``, which waits in silence until a file named ``lock`` is gone, in
-the folder of the extension. FusedLamb's op has locks that the kernel releases (``optim/op/jit.py``).
+the folder of the extension. A process that compiles has its lock open, so a lock that no process has open is stale. FusedLamb's
+op has locks that the kernel releases (``optim/op/jit.py``).
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-SAID_AFTER_S = 20.0
+STALE_AFTER_S, SAID_AFTER_S = 1.0, 20.0
+REMOVE = "ds_terapipe report --remove-stale-locks"
 
 
 class Lock(NamedTuple):
@@ -25,6 +27,7 @@ class Lock(NamedTuple):
 
     path: str
     age_s: float
+    stale: bool
 
 
 def locks() -> list[Lock]:
@@ -36,39 +39,91 @@ def locks() -> list[Lock]:
     for path in (*root.glob("*/lock"), *root.glob("*/*/lock")):
         if path.parent.name.startswith("ds_terapipe_"):
             continue
-        try:
-            found.append(Lock(str(path), max(time.time() - path.stat().st_mtime, 0.0)))
-        except OSError:  # gone by now
-            continue
+        with suppress(OSError):  # gone by now
+            found.append(Lock(str(path), max(time.time() - path.stat().st_mtime, 0.0), is_stale(str(path))))
     return sorted(found, key=lambda lock: -lock.age_s)
+
+
+def remove_stale() -> list[Lock]:
+    """Remove stale locks, and return them."""
+    removed = []
+    for lock in locks():
+        if lock.stale:
+            with suppress(OSError):
+                os.remove(lock.path)
+                removed.append(lock)
+    return removed
+
+
+def is_stale(path: str) -> bool:
+    """Whether no process of this machine has a lock of this user's open; False where there is no /proc."""
+    if not os.path.isdir("/proc/self/fd") or os.stat(path).st_uid != os.getuid():
+        return False
+    real = os.path.realpath(path)
+    for process in (name for name in os.listdir("/proc") if name.isdigit()):
+        with suppress(OSError):  # another user's, or it has ended
+            for file in os.scandir(f"/proc/{process}/fd"):
+                with suppress(OSError):
+                    if os.readlink(file.path) == real:
+                        return False
+    return True
 
 
 @contextmanager
 def waits_are_said() -> Iterator[None]:
-    """While this is open, a wait for such a file says so, once, after `SAID_AFTER_S`."""
-    from torch.utils.file_baton import FileBaton
-
-    original = FileBaton.wait
-
-    def wait(self: FileBaton) -> None:
-        timer = threading.Timer(SAID_AFTER_S, _say, [str(self.lock_file_path)])
-        timer.daemon = True
-        timer.start()
-        try:
-            original(self)
-        finally:
-            timer.cancel()
-
-    FileBaton.wait = wait  # type: ignore[method-assign]
+    """While this is open, a wait for such a file says so: at once where it is stale, else after `SAID_AFTER_S`."""
+    original = say_waits()
     try:
         yield
     finally:
-        FileBaton.wait = original  # type: ignore[method-assign]
+        _baton().wait = original
+
+
+def say_waits() -> object:
+    """Have such waits say so from now on; returns the method that was in place."""
+    original = _baton().wait
+    if hasattr(original, "ds_terapipe_says"):
+        return original
+
+    def wait(self: object) -> None:
+        path = str(self.lock_file_path)  # type: ignore[attr-defined]
+        timers = [threading.Timer(STALE_AFTER_S, _say_stale, [path]), threading.Timer(SAID_AFTER_S, _say, [path])]
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
+        try:
+            original(self)
+        finally:
+            for timer in timers:
+                timer.cancel()
+
+    wait.ds_terapipe_says = True  # type: ignore[attr-defined]
+    _baton().wait = wait
+    return original
+
+
+def _baton() -> Any:
+    from torch.utils.file_baton import FileBaton
+
+    return FileBaton
+
+
+def _say_stale(path: str) -> None:
+    with suppress(OSError):
+        if is_stale(path):
+            logger.warning(
+                "waiting for %s, which no process of this machine holds: a launch was killed while it compiled an extension; "
+                "remove it with %s",
+                path,
+                REMOVE,
+            )
 
 
 def _say(path: str) -> None:
-    logger.warning(
-        "waiting for %s, which another process holds while it compiles an extension; if none does (a launch was killed while it "
-        "compiled), remove this file",
-        path,
-    )
+    with suppress(OSError):
+        if not is_stale(path):
+            logger.warning(
+                "waiting for %s, which another process holds while it compiles an extension; if none does on any machine, remove "
+                "this file",
+                path,
+            )

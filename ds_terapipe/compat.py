@@ -200,6 +200,8 @@ NAMES: tuple[Name, ...] = (
     Name(f"{_BASE}._get_zero_ckpt_name", "0.19.8", "elastic: where a checkpoint has masters and moments"),
     Name(f"{_BASE}.use_node_local_storage", "0.19.8", "checkpoints: who renames"),
     Name("deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine", "0.19.8", "checkpoints: written here and now"),
+    Name(f"{_BF16}._setup_for_real_optimizer#_param_slice_mappings", "0.19.8", "saved_files: parts of this model"),
+    Name(f"{_ZERO12}.__init__#_param_slice_mappings", "0.19.8", "saved_files: parts of this model"),
     Name("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.__init__#bf16_groups", "0.19.8", "elastic: masters"),
     Name(
         "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.__init__#fp32_groups_flat_partition",

@@ -8,6 +8,7 @@ TYPES = {"optimizer": ("FusedLamb",), "scheduler": ("LambWarmup", "MixedBatch")}
 
 # In the folder of a checkpoint.
 ELASTIC_STATE = "elastic_pipeline.json"
+MANIFEST = "ds_terapipe_manifest.json"
 HF_FOLDER, HF_NAMES = "hf", "names.json"
 
 UNUSED = "ds_terapipe_nothing_of_this_group_is_here"

@@ -187,16 +187,20 @@ def _build(
     engine, keys = None, None
     with ExitStack() as during:
         during.enter_context(importlib.import_module("ds_terapipe.build_locks").waits_are_said())
+        shared_memory = importlib.import_module("ds_terapipe.shared_memory")
+        shared_memory.release_at_exit()
         if wanted.optimizer or wanted.scheduler:
             keys = _optimizer_keys(config, given, wanted)
             config = keys.config
             during.enter_context(keys.put_into(given))
         if wanted.pipeline:
-            engine = _pipeline_engine(given, config)
+            engine = _pipeline_engine(given, config, during)
+            shared_memory.release()
         else:
             importlib.import_module("ds_terapipe.refusals").check_keys(config, given)
         during.enter_context(_engine_class(engine))
         result = original(**given)
+        shared_memory.release()  # of a job whose process group was made just now
     if engine is not None and not isinstance(result[0], engine.ds_terapipe_builds):  # type: ignore[attr-defined]
         raise RuntimeError(f"{_written(config)}: DeepSpeed built a {type(result[0]).__name__} in spite of the key")
     if keys is not None:
@@ -217,16 +221,17 @@ def _optimizer_keys(config: Mapping[str, Any], arguments: Mapping[str, Any], wan
     return json_keys.read(config, arguments, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
 
-def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any]) -> Callable[..., Any]:
+def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during: ExitStack) -> Callable[..., Any]:
     """Called as a ``PipelineEngine``, makes one of ours; its ``ds_terapipe_builds`` is the class.
 
-    A model that is not cut, beside ``elastic_pipeline`` alone, has one slice.
+    A model that is not cut, beside ``elastic_pipeline`` alone, has one slice. ``during``: until the engine is there.
     """
     key = ELASTIC_PIPELINE if _is_on(config, ELASTIC_PIPELINE) else TOKEN_PIPELINE
     try:
         from . import compat, refusals
         from .pipeline.closing import check_open
         from .pipeline.engine import TokenPipelineEngine
+        from .pipeline.transport.watchdog import launching
 
         compat.require(key)
         kind: type[TokenPipelineEngine] = TokenPipelineEngine
@@ -238,7 +243,9 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any]) -> Cal
     beside, model = _written(config), given.get("model")
     refusals.check_model_class(model, beside)
     check_open(model)
+    watchdog = during.enter_context(launching(_timeout_s(config)))
     settings = refusals.on_every_rank(model, lambda: _checked(config, given))
+    watchdog.learn_processes()
 
     def engine(*engine_args: Any, **engine_kwargs: Any) -> Any:
         # DeepSpeed adds what deepspeed.tp_model_init asked for to the configuration after the first look at it.
@@ -250,6 +257,16 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any]) -> Cal
 
     engine.ds_terapipe_builds = kind  # type: ignore[attr-defined]
     return engine
+
+
+def _timeout_s(config: Mapping[str, Any]) -> float:
+    """Before the configuration has been checked, on all ranks together."""
+    from .config import TokenPipelineConfig, parse
+
+    try:
+        return (parse(config) or TokenPipelineConfig(slices=1)).timeout_s
+    except Exception:  # is raised on every rank
+        return TokenPipelineConfig(slices=1).timeout_s
 
 
 def _is_on(config: Mapping[str, Any], key: str) -> bool:

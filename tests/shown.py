@@ -31,7 +31,15 @@ BROKEN_IMPORTS = (
 )
 # Output is shown, not run: what the package says there is in its sources, and its first words tell which it is.
 OUTPUTS = {
-    "rank 0 (stage 0) waited": ("waited {", "gradients of", "last seen in step", "no sign of life for"),
+    "rank 0 (stage 0) waited": (
+        "waited {",
+        "gradients of",
+        "process {",
+        " is gone",
+        "last seen in step",
+        "no sign of life for",
+    ),
+    "load_checkpoint: got": (" with another checksum", ", must be as it was saved, {"),
     "[Rank 0] step 5: loss": ("tokens/s", "s per step", "waited", "slices"),
     "[Rank 0] elastic_pipeline: a step": (
         ": a step is predicted to take: ",

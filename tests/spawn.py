@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -300,14 +300,11 @@ def mark(name: str) -> None:
     print(f"MARK {name} {time.monotonic():.3f}", flush=True)
 
 
-def run_to_exit(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, stopped: Collection[int] = ()
-) -> list[Exit]:
+def run_to_exit(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Exit]:
     """Call ``function(rank, world_size, *args)`` in processes that end as scripts do: uncaught errors, then Python's own exit.
 
-    ``args`` go through JSON. The ranks in ``stopped`` will stop themselves: nobody waits for them, they are killed in the
-    end. So is, after ``timeout`` seconds, every process that hangs, with None as exit code. No process outlives the call.
-    May be called from several threads.
+    ``args`` go through JSON. After ``timeout`` seconds every process that hangs is killed, with None as exit code. No process
+    outlives the call. May be called from several threads.
     """
     with tempfile.TemporaryDirectory() as folder:
         job = {"target": f"{function.__module__}:{function.__qualname__}", "args": args, "folder": folder}
@@ -318,7 +315,7 @@ def run_to_exit(
                 ranked = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_SIZE": str(world_size)}
                 pids[rank] = _fork({**job, "rank": rank, "env": ranked})
             deadline = time.monotonic() + timeout
-            waited_for = [Path(folder, f"{rank}.exit") for rank in range(world_size) if rank not in stopped]
+            waited_for = [Path(folder, f"{rank}.exit") for rank in range(world_size)]
             while time.monotonic() < deadline and not all(path.exists() for path in waited_for):
                 time.sleep(0.02)
             late = [rank for rank in pids if not Path(folder, f"{rank}.exit").exists()]

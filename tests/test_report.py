@@ -46,6 +46,7 @@ def test_a_name_that_is_gone_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
         "names": report.names(),
         "ops": [],
         "locks": [],
+        "buffers": [],
     }
     assert "deepspeed       0 found, missing: deepspeed:no_such_thing" in report.as_text(data)
 

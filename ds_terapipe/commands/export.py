@@ -50,11 +50,10 @@ def export(options: argparse.Namespace) -> None:
     except ImportError as problem:
         raise CommandError(f"got no {problem.name}, must be installed, use pip install ds_terapipe[hf]") from problem
     from ds_terapipe.hf import folder
+    from ds_terapipe.pipeline.checkpoints import tag_of
 
     checkpoint: Path = options.checkpoint
-    latest = checkpoint / "latest"
-    if latest.is_file():
-        checkpoint = checkpoint / latest.read_text(encoding="utf-8").strip()
+    checkpoint = checkpoint / (tag_of(checkpoint, None, "export") or "")
     if not checkpoint.is_dir():
         raise CommandError(f"got {checkpoint}, must be the folder of a checkpoint, use e.g. CHECKPOINTS/global_step100")
     dtypes = dict(zip(_TYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import ds_terapipe.compat as compat
 from ds_terapipe.autoload import SWITCH
-from ds_terapipe.build_locks import locks
+from ds_terapipe.build_locks import REMOVE, locks, remove_stale
 from ds_terapipe.commands.output import add_json, show
 from ds_terapipe.commands.progress import progress
+from ds_terapipe.shared_memory import left_behind
 from ds_terapipe.version import __version__
 
 EXAMPLE = """\
@@ -52,10 +53,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "report",
         help="show versions, whether the hook on DeepSpeed is on, and the state of the ops",
         description="Show the installed versions, whether ds_terapipe's hook on deepspeed.initialize is on and what it "
-        "wraps, which private names of DeepSpeed and Megatron were found, whether FusedLamb's op can be used, and locks that a "
-        "killed compilation has left.",
+        "wraps, which private names of DeepSpeed and Megatron were found, whether FusedLamb's op can be used, and what killed "
+        "launches have left: locks of compilations, and DeepSpeed's buffers in shared memory.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--remove-stale-locks",
+        action="store_true",
+        help="remove locks of compilations that no process of this machine holds; not while another one that shares the folder "
+        "compiles",
     )
     add_json(parser)
     parser.set_defaults(run=report)
@@ -68,7 +75,8 @@ def report(options: argparse.Namespace) -> None:
         CommandError: the file of ``--json`` cannot be written.
     """
     with progress("looking"), _quiet() as said:
-        data = collect()
+        removed = remove_stale() if options.remove_stale_locks else []
+        data = {**collect(), "removed_locks": [lock.path for lock in removed]}
     data["messages"] = [line for line in said.getvalue().splitlines() if line.strip()]
     show(options, as_text(data), data)
 
@@ -85,6 +93,7 @@ def collect() -> dict[str, Any]:
         "names": names(),
         "ops": [line._asdict() for line in [*deepspeed_ops(), *our_ops()]],
         "locks": [lock._asdict() for lock in locks()],
+        "buffers": [buffer._asdict() for buffer in left_behind()],
     }
 
 
@@ -153,13 +162,27 @@ def as_text(data: dict[str, Any]) -> str:
     for op in data["ops"]:
         line = f"{op['name']:<32}{_yes(op['installed']):<12}{_yes(op['compatible']):<12}{op['remark']}"
         lines.append(line.rstrip())
+    return "\n".join([*lines, *_left(data)])
+
+
+def _left(data: dict[str, Any]) -> list[str]:
+    """Lines on what killed launches have left."""
+    lines = []
+    if data.get("removed_locks"):
+        lines += ["", "removed", *(f"  {path}" for path in data["removed_locks"])]
     if data["locks"]:
+        lines += ["", f"locks of compilations; a launch waits for ever for one that is stale: {REMOVE} removes those"]
+        for lock in data["locks"]:
+            state = "stale: no process holds it" if lock["stale"] else "held"
+            lines.append(f"  {lock['path']}, {lock['age_s'] / 60:.0f} minutes old, {state}")
+    if data["buffers"]:
+        size = sum(buffer["bytes"] for buffer in data["buffers"])
         lines += [
             "",
-            "locks of compilations; where none is going on, a launch was killed: remove the file, or later ones wait",
+            f"DeepSpeed's buffers of launches that have ended, {size / 1e6:.0f} MB of memory; remove the files",
         ]
-        lines += [f"  {lock['path']}, {lock['age_s'] / 60:.0f} minutes old" for lock in data["locks"]]
-    return "\n".join(lines)
+        lines += [f"  {buffer['path']}" for buffer in data["buffers"]]
+    return lines
 
 
 def _yes(value: bool) -> str:

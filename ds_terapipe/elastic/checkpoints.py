@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_terapipe.elastic.caching import Caching
 from ds_terapipe.elastic.moves.groups import level_steps
 from ds_terapipe.elastic.moves.masters import is_wrapped, unwrap
-from ds_terapipe.elastic.saved.restore import SavedStates, about, numbers_of, put
-from ds_terapipe.elastic.saved.state import check, read, same_shape, write
+from ds_terapipe.elastic.saved.restore import SavedStates, about, numbers_of, put, read_by
+from ds_terapipe.elastic.saved.state import check, read_checked, same_shape, write
 from ds_terapipe.elastic.saved.universal import (
     CARRIED,
     KEY,
@@ -23,9 +24,9 @@ from ds_terapipe.elastic.saved.universal import (
     untrained,
 )
 from ds_terapipe.errors import ConfigError, bad_value
-from ds_terapipe.pipeline.checkpoints import tag_of
 from ds_terapipe.pipeline.parameter_groups import check_inside
 from ds_terapipe.pipeline.resuming import resuming
+from ds_terapipe.pipeline.saved_files import Wanted, wanted
 from ds_terapipe.pipeline.transport.consensus import error_of
 
 
@@ -68,31 +69,31 @@ class ElasticCheckpoints(Caching):
         shape that is there. With ``load_module_only`` there is nothing to go on with: weights alone are read.
 
         Raises:
-            ConfigError: on every rank, a checkpoint of other layers, or with less frozen: nothing has been changed; one without
-                the optimiser's state of all that is trained here: nothing but what is frozen.
+            ConfigError: on every rank, a file that is not as it was saved, a checkpoint of other layers, or with less frozen:
+                nothing has been changed; one without the optimiser's state of all that is trained here: nothing but what is
+                frozen.
         """
         self._refuse_broken()
         if self.load_universal_checkpoint():
             return self._load_universal(
                 load_dir, tag, load_lr_scheduler_states, load_optimizer_states, load_module_only
             )
-        state = None
-        if not load_module_only:
-            self.recover_checkpoint(load_dir, tag)
-            state = self._consensus.decide(lambda: read(load_dir, tag))
-        saved = None
-        if state is not None:
-            now = self._state()
-            self._consensus.agree(error_of(lambda: check(state, now)))
-            by_name = not same_shape(state, now, self.elastic_pipeline.moves)
-            if by_name:
-                if state["frozen_layers"] != self._frozen:
-                    self._change(state["frozen_layers"], self.num_stages, step=None)
-            elif (state["frozen_layers"], state["parts"]) != (self._frozen, now["parts"]):
+        folder, whole = self.recover_checkpoint(load_dir, tag), not load_module_only
+        optimizer, scheduler = load_optimizer_states and whole, load_lr_scheduler_states and whole
+        state = self._consensus.decide(lambda: read_checked(folder)) if folder is not None and whole else None
+        by_name, saved = False, None
+        if folder is not None:
+            wants = wanted(self, optimizer, scheduler, bool(load_module_strict))
+            by_name = self._check_saved(folder, state, wants)
+        if state is not None and folder is not None:
+            now = (self._frozen, list(map(int, self.module.parts)))
+            if by_name and state["frozen_layers"] != self._frozen:
+                self._change(state["frozen_layers"], self.num_stages, step=None)
+            elif not by_name and (state["frozen_layers"], state["parts"]) != now:
                 self._change(state["frozen_layers"], state["stages"], state["parts"], step=None)
-            if by_name and load_optimizer_states and self.basic_optimizer is not None:
-                saved = self._saved(Path(load_dir) / str(tag_of(load_dir, tag)), state)
-        path, client_state = super().load_checkpoint(
+            if by_name and optimizer and self.basic_optimizer is not None:
+                saved = self._saved(folder, state)
+        path, client_state = self._load_checked(
             load_dir, tag, load_module_strict, load_optimizer_states and saved is None, load_lr_scheduler_states,
             load_module_only, custom_load_fn,
         )  # fmt: skip
@@ -100,6 +101,29 @@ class ElasticCheckpoints(Caching):
             self._put(saved)
         self._go_on(state)
         return path, _users(client_state)
+
+    def _check_saved(self, folder: Path, state: Any, wants: Wanted) -> bool:
+        """Refuse a checkpoint before anything is changed; whether it is read by name, in the shape that is there; collective."""
+        topology, parts = self.module._topo, self.module.parts
+        if state is None:
+            self._check_files(folder, topology, parts, wants)
+            return False
+        now = self._state()
+        self._consensus.agree(error_of(lambda: check(state, now)))
+        if same_shape(state, now, self.elastic_pipeline.moves):
+            if (state["frozen_layers"], state["parts"]) != (self._frozen, now["parts"]):
+                wants = wants._replace(optimizer=None)  # it gets another shape first
+            self._check_files(folder, resized(topology, state["stages"]), state["parts"], wants)
+            return False
+        trained = {name for name, p in self.module.named_parameters() if p.requires_grad}
+        files = [part["file"] for part in read_by(state.get("optimizer") or [], self._tensor_rank(), trained)]
+        self._check_files(
+            folder, topology, parts, wants._replace(states=False, parts=None), files if wants.states else ()
+        )
+        return True
+
+    def _tensor_rank(self) -> int:
+        return int(self.grid.get_slice_parallel_rank()) if self.grid.model_parallel_size > 1 else 0
 
     def _load_universal(self, load_dir: Any, tag: Any, lr_scheduler: bool, optimizer: bool, module_only: bool) -> Any:
         """What `ds_to_universal` has made of a checkpoint, in the shape that is there.
@@ -116,14 +140,13 @@ class ElasticCheckpoints(Caching):
         if state is not None and state["frozen_layers"] != self._frozen:
             self._change(state["frozen_layers"], self.num_stages, step=None)
         self._consensus.agree(error_of(lambda: universal.check(numbers_of(self), untrained(self.module))))
-        path, client_state = super().load_checkpoint(
+        path, client_state = self._load_checked(
             load_dir, tag, load_optimizer_states=self.zero_optimization(), load_lr_scheduler_states=lr_scheduler
         )
         if not self.zero_optimization():  # BF16_Optimizer could, but DeepSpeed asks for ZeRO
             self._load_zero_checkpoint(load_dir, universal.folder.name)
             self.optimizer.update_lp_params()
-        tensor = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
-        universal.fill(self.module, tensor, self.grid.model_parallel_size)
+        universal.fill(self.module, self._tensor_rank(), self.grid.model_parallel_size)
         self._go_on(state)
         return path, _users(client_state)
 
@@ -161,7 +184,7 @@ class ElasticCheckpoints(Caching):
             where = "to read a checkpoint of another shape"
             check_inside(self.basic_optimizer, self.module, self.param_names, self._consensus.gather, where)
         wanted = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        tensor = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
+        tensor = self._tensor_rank()
         parts, groups = state.get("optimizer") or [], len(self.basic_optimizer.param_groups)
         number_of: dict[str, int] = {}
         for numbers in self._consensus.gather(numbers_of(self)):
@@ -234,3 +257,10 @@ def _users(client_state: Any) -> Any:
     if client_state and client_state.pop(CARRIED, None) is not None:
         client_state.pop(UNIVERSAL_CHECKPOINT_INFO, None)
     return client_state
+
+
+def resized(topology: ProcessTopology, stages: int) -> ProcessTopology:
+    """The same axes and processes, with another number of stages."""
+    sizes = {"pipe": stages, "data": topology.get_dim("pipe") * topology.get_dim("data") // stages}
+    names = topology.get_axis_names()
+    return ProcessTopology(axes=names, dims=[sizes.get(name, topology.get_dim(name)) for name in names])

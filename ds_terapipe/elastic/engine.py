@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor
 
 from ds_terapipe.config import TokenPipelineConfig
-from ds_terapipe.elastic.checkpoints import ElasticCheckpoints
+from ds_terapipe.elastic.checkpoints import ElasticCheckpoints, resized
 from ds_terapipe.elastic.moves.anew import build_anew
 from ds_terapipe.elastic.moves.groups import level_steps
 from ds_terapipe.elastic.moves.layers import drop_copies, leave_loss
@@ -211,7 +210,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             reshape = Reshape(
                 self.module, self.basic_optimizer, self._consensus, self._watchdog, self.device, self._layer_dtype
             )
-            reshape.prepare(_resized(self.module._topo, new), parts)
+            reshape.prepare(resized(self.module._topo, new.stages), parts)
         self._recorder.begin(self.global_steps + 1, wanted=step is not None and self._trace.wants(step + 1))
         with self._no_way_back(), self._recorder.collective("reshape"):
             self._assembly.close()
@@ -278,10 +277,3 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             self._history.changed(seconds)
         if self.global_rank == 0:
             self._transitions.tell(transition, self.monitor, self.global_samples)
-
-
-def _resized(topology: ProcessTopology, shape: Shape) -> ProcessTopology:
-    """The same axes, with other numbers of stages and replicas."""
-    sizes = {"pipe": shape.stages, "data": shape.replicas}
-    names = topology.get_axis_names()
-    return ProcessTopology(axes=names, dims=[sizes.get(name, topology.get_dim(name)) for name in names])

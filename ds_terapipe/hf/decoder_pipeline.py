@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
 
+from ds_terapipe import shared_memory
 from ds_terapipe.build_locks import waits_are_said
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.check import check_chain
@@ -86,6 +87,7 @@ def pipeline(
     if not torch.distributed.is_initialized():
         with waits_are_said():  # DeepSpeed compiles an op here
             deepspeed.init_distributed()
+        shared_memory.release()
     # as deepspeed.initialize does, but before NCCL is asked for anything: else all processes of a node would use its first device
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not callable(loss) and loss != CAUSAL_LM:

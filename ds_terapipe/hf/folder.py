@@ -19,7 +19,8 @@ from ds_terapipe.hf.masters import Masters
 from ds_terapipe.hf.record import names_of, read_record, write_model
 from ds_terapipe.hf.together import together
 from ds_terapipe.hf.weights import INDEX, SINGLE
-from ds_terapipe.names import HF_FOLDER, HF_NAMES
+from ds_terapipe.manifest import Manifest
+from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES
 from ds_terapipe.plan.files import check_writable
 from ds_terapipe.tensor_files import read
 
@@ -109,10 +110,11 @@ def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = 
         ``out``.
 
     Raises:
-        ConfigError: the checkpoint is of another model, lacks a layer or a part of a file, or has adapters; or there is something
-            at ``out``.
+        ConfigError: the checkpoint is of another model, lacks a layer or a part of a file, has adapters or a file that is not
+            as it was saved; or there is something at ``out``.
     """
     checkpoint, folder = Path(checkpoint), Folder(Path(out))
+    check_saved(checkpoint)
     record = read_record(checkpoint)
     for entry in range(len(record["entries"])):
         names = (_renamed(own, record["entries"][entry]) for own in _layer(checkpoint, record, entry))
@@ -136,6 +138,17 @@ def _check_names(key: str, names: Iterable[str], use: str) -> None:
             )
 
 
+def check_saved(checkpoint: Path) -> None:
+    """Refuse a checkpoint of which a file that an export reads is missing or not as it was saved, where it has a manifest.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    manifest = Manifest.of("export", checkpoint)
+    if manifest is not None:
+        manifest.check(checkpoint / name for name in sorted(manifest.names()) if name != ELASTIC_STATE)
+
+
 def _layer(checkpoint: Path, record: Mapping[str, Any], entry: int) -> Tensors:
     """The file of an entry of the layer list; empty for a head that has no weights of its own."""
     if not record["entries"][entry]:
@@ -156,13 +169,22 @@ def _of_layer(
     names = record["entries"][entry]
     prefix = "tied_modules.embed." if entry == 0 and record["tied"] else f"{entry}."
     found = {}
-    for own, weight in _layer(checkpoint, record, entry).items():
+    weights = _layer(checkpoint, record, entry)
+    if not isinstance(weights, Mapping) or not all(_is_of(own, value, names) for own, value in weights.items()):
+        raise ConfigError(
+            f"export: got {checkpoint} with another layer in the file of entry {entry}, must be its own, use another checkpoint"
+        )
+    for own, weight in weights.items():
         master = masters.find(prefix + own, weight)
         value = weight if master is None else master
         found[_renamed(own, names)] = (
             value.to(dtype) if dtype is not None and value.is_floating_point() else value.clone()
         )
     return found
+
+
+def _is_of(own: Any, value: Any, names: Mapping[str, str]) -> bool:
+    return isinstance(value, Tensor) and any(str(own).startswith(beginning) for beginning in names)
 
 
 def _renamed(own: str, names: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.tensor_files import read
 
 _PARTS = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
@@ -28,18 +29,23 @@ class Masters:
         checkpoint: folder of one step.
 
     Raises:
-        ConfigError: a file that is not whole.
+        ConfigError: a file that is not whole, or none of DeepSpeed's.
     """
 
     def __init__(self, checkpoint: Path) -> None:
         self._parts: dict[str, dict[int, list[tuple[int, Tensor]]]] = {}  # by name and stage: replica, elements
         self._flat: list[Tensor] = []
         for file in sorted(checkpoint.iterdir()):
-            if found := _PARTS.search(file.name):
-                replica, stage = map(int, found.groups())
-                self._add_parts(read("export", file)["optimizer_state_dict"], stage, replica)
-            elif _STAGE.match(file.name):
-                self._flat += _groups(read("export", file).get("optimizer"))
+            try:
+                if found := _PARTS.search(file.name):
+                    replica, stage = map(int, found.groups())
+                    self._add_parts(read("export", file)["optimizer_state_dict"], stage, replica)
+                elif _STAGE.match(file.name):
+                    self._flat += _groups(read("export", file).get("optimizer"))
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(
+                    f"export: got {file} ({type(error).__name__}), must be DeepSpeed's, use another checkpoint"
+                ) from error
 
     def _add_parts(self, state: Mapping[str, Any], stage: int, replica: int) -> None:
         groups = zip(state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True)

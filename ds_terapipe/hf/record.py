@@ -58,7 +58,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     """What :func:`write_record` has written.
 
     Raises:
-        ConfigError: there is none, or another version's.
+        ConfigError: there is none, a damaged one, or another version's.
     """
     file = checkpoint / HF_FOLDER / HF_NAMES
     if not file.is_file():
@@ -66,7 +66,13 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
             f"export: got {checkpoint}, must be the folder of one step of a pipeline that ds_terapipe.hf.pipeline has built, use "
             "e.g. CHECKPOINTS/global_step100"
         )
-    record: dict[str, Any] = json.loads(file.read_text())
+    try:
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        record.update(entries=[dict(entry) for entry in record["entries"]], tied=bool(record["tied"]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"export: got {file} ({type(error).__name__}), must be as it was saved, use another checkpoint"
+        ) from error
     if record.get("version") != _VERSION:
         raise ConfigError(
             f"export: got version {record.get('version')} in {file}, must be {_VERSION}, use the ds_terapipe it is of"

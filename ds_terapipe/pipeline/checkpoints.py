@@ -1,25 +1,31 @@
-"""Checkpoints that are whole or not there: written beside their name, and given it when all ranks are done."""
+"""Checkpoints that are whole or not there: written beside their name, and given it with a manifest when all ranks are done."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import torch.distributed
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import ProcessTopology
 
+from ds_terapipe import manifest
 from ds_terapipe.bf16_parts import load_with_parts
-from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES
-from ds_terapipe.pipeline.loss_state import load_loss, save_loss
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES, MANIFEST
+from ds_terapipe.pipeline.loss_state import load_loss, loss_file, save_loss
 from ds_terapipe.pipeline.resuming import resuming
-from ds_terapipe.pipeline.transport.consensus import Consensus
+from ds_terapipe.pipeline.saved_files import KEY, SavedFiles, Share, Wanted, wanted
+from ds_terapipe.pipeline.transport.consensus import Consensus, error_of
 
 LATEST = "latest"
 PLAN_STATE = "ds_terapipe_plan"
+_LONG: dict[str, Any] = {"counts": False, "bounded": False}  # a rank may have far more to read than another
 
 
 class WholeFolder:
@@ -48,12 +54,12 @@ class WholeFolder:
         self.recover()
         self._do(self._make)
 
-    def finish(self, latest: bool) -> None:
+    def finish(self, latest: bool, known: Mapping[str, manifest.Entry]) -> None:
         """Give the checkpoint its name, in place of one that has had it; ``latest``: and write it in the file of that name.
 
-        What somebody else has put into the one that is replaced stays.
+        What somebody else has put into the one that is replaced stays. ``known``: files that are measured, for the manifest.
         """
-        self._do(lambda: self._rename(latest))
+        self._do(lambda: self._rename(latest, known))
 
     def recover(self) -> None:
         """Between two renames a checkpoint that is replaced has no name: put it back."""
@@ -85,7 +91,8 @@ class WholeFolder:
             else:
                 shutil.copy2(path, to, follow_symlinks=False)
 
-    def _rename(self, latest: bool) -> None:
+    def _rename(self, latest: bool, known: Mapping[str, manifest.Entry]) -> None:
+        manifest.write(self.unfinished / self._tag, known)
         self._target.parent.mkdir(parents=True, exist_ok=True)
         if self._target.is_dir():
             self._keep_others()
@@ -117,7 +124,7 @@ def _is_ours(path: Path) -> bool:
     name = path.name
     return (
         name.endswith("_states.pt")
-        or name in ("offloaded_tensors", ELASTIC_STATE)
+        or name in ("offloaded_tensors", ELASTIC_STATE, MANIFEST)
         or (name == HF_FOLDER and (path / HF_NAMES).exists())
     )
 
@@ -143,13 +150,20 @@ class Checkpoints(PipelineEngine):
         state = self._cutting.state()
         client_state = {**self._client_state(), **(client_state or {}), **({PLAN_STATE: state} if state else {})}
         if not isinstance(self.checkpoint_engine, TorchCheckpointEngine):  # others write later, or elsewhere
+            self._consensus.decide(lambda: (Path(save_dir) / tag / MANIFEST).unlink(missing_ok=True))
             self._save_beside(Path(save_dir) / tag)
             return super().save_checkpoint(save_dir, tag, client_state, save_latest, *args, **kwargs)
         whole = self._whole(save_dir, tag)
         whole.begin()
-        self._save_beside(whole.unfinished / tag)
-        saved = super().save_checkpoint(str(whole.unfinished), tag, client_state, False, *args, **kwargs)
-        whole.finish(save_latest)
+        folder = whole.unfinished / tag
+        self._save_beside(folder)
+        with (
+            self._watchdog.waiting("all ranks to write their files", **_LONG),
+            manifest.measuring(self.checkpoint_engine) as found,
+        ):
+            saved = super().save_checkpoint(str(whole.unfinished), tag, client_state, False, *args, **kwargs)
+        of_ranks = self._consensus.gather(manifest.entries_of(found, folder))
+        whole.finish(save_latest, {name: entry for of_rank in of_ranks for name, entry in of_rank.items()})
         return saved
 
     def _whole(self, folder: Any, tag: str) -> WholeFolder:
@@ -175,29 +189,120 @@ class Checkpoints(PipelineEngine):
         load_loss(self, self._curr_ckpt_path, strict)
 
     @resuming
-    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As ``PipelineEngine.load_checkpoint``; a plan that is in the checkpoint is used again."""
-        self.recover_checkpoint(load_dir, tag)
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As ``PipelineEngine.load_checkpoint``; a plan that is in the checkpoint is used again.
+
+        Raises:
+            ConfigError: on every rank, a file that is missing, not as it was saved, or not of this model: nothing was changed.
+        """
+        folder = self.recover_checkpoint(load_dir, tag)
+        if folder is not None and not self.load_universal_checkpoint():
+            whole = not load_module_only
+            wants = wanted(
+                self, load_optimizer_states and whole, load_lr_scheduler_states and whole, bool(load_module_strict)
+            )
+            self._check_files(folder, self.module._topo, self.module.parts, wants)
+        return self._load_checked(
+            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
+            *args, **kwargs,
+        )  # fmt: skip
+
+    def _load_checked(self, load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
         load = super().load_checkpoint
-        path, client_state = load_with_parts(self, load, load_dir, tag, *args, **kwargs)
+        with self._watchdog.waiting("all ranks to read their files", **_LONG), read_once(self.checkpoint_engine):
+            path, client_state = load_with_parts(self, load, load_dir, tag, *args, **kwargs)
         self._follow_micro_batch()
         if client_state:
             self._cutting.load(client_state.pop(PLAN_STATE, None))
         return path, client_state
 
-    def recover_checkpoint(self, folder: Any, tag: Any = None) -> None:
+    def _check_files(
+        self,
+        folder: Path,
+        topology: ProcessTopology,
+        parts: Any,
+        wants: Wanted,
+        beside: Iterable[str] = (),
+    ) -> None:
+        """Look at what this rank is about to read, in the shape that it will have; collective.
+
+        Args:
+            folder: of the checkpoint.
+            topology, parts: the shape.
+            wants: beside weights.
+            beside: names of more files.
+        """
+        layers = dict(enumerate(self.module.forward_funcs, start=self.module._local_start))
+
+        def check() -> None:
+            files = SavedFiles(folder)
+            files.check(Share.of(self.global_rank, topology, parts), wants, layers)
+            files.check_bytes(beside)
+            loss = loss_file(self.module, str(folder))
+            files.check_bytes_of([] if loss is None else [loss.name])
+
+        error = error_of(check)
+        with self._watchdog.waiting("all ranks to look at their files", **_LONG):
+            torch.distributed.barrier()
+        self._consensus.agree(error)
+
+    def recover_checkpoint(self, folder: Any, tag: Any = None) -> Path | None:
         """Have a checkpoint that a killed job was about to replace under its name again; collective.
 
         `load_checkpoint` begins with it; who reads from the folder before that calls it.
+
+        Returns:
+            The folder of the checkpoint, by default of the latest; None where there is none.
         """
         tag = self._consensus.decide(lambda: tag_of(folder, tag))
-        if tag is not None:
-            self._whole(folder, tag).recover()
+        if tag is None:
+            return None
+        self._whole(folder, tag).recover()
+        return Path(folder) / str(tag)
 
 
-def tag_of(folder: str | Path, tag: str | None) -> str | None:
-    """The name of the checkpoint to read, by default the latest; None where there is none."""
-    latest = Path(folder) / LATEST
-    if tag is None and latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
-    return None if tag is None else str(tag)
+@contextmanager
+def read_once(reader: Any) -> Iterator[None]:
+    """Read files once that DeepSpeed reads twice in succession, the first time for the number of files."""
+    load = reader.load
+    last: dict[Any, Any] = {}
+
+    def loaded(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if path in last:
+            return last.pop(path)
+        last.clear()
+        return last.setdefault(path, load(path, *args, **kwargs))
+
+    reader.load = loaded
+    try:
+        yield
+    finally:
+        del reader.load
+
+
+def tag_of(folder: str | Path, tag: str | None, key: str = KEY, file: str = LATEST) -> str | None:
+    """The name of the checkpoint to read, by default the latest; None where there is none.
+
+    Raises:
+        ConfigError: in the name of ``key``, a ``file`` that names none.
+    """
+    latest = Path(folder) / file
+    if tag is not None or not latest.is_file():
+        return None if tag is None else str(tag)
+    try:
+        name = latest.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        name = ""
+    if not name.isprintable() or not name:
+        raise ConfigError(f"{key}: got {latest} that is damaged, must have the name of a checkpoint in it, use tag=...")
+    return name

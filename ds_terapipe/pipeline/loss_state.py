@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 def save_loss(engine: Any, folder: str) -> None:
     """Write the loss's state into the folder of a checkpoint, from the first replica of the last stage."""
-    loss, checkpoints = engine.module.loss_fn, engine.checkpoint_engine
-    if not _has_state(loss) or not engine.is_last_stage() or engine.grid.data_parallel_id != 0:
+    loss, checkpoints, path = engine.module.loss_fn, engine.checkpoint_engine, loss_file(engine.module, folder)
+    if path is None or not engine.is_last_stage() or engine.grid.data_parallel_id != 0:
         return
     state = loss.state_dict()
     if checkpoints.preserves_storage_sharing():  # else a view is saved with all that it is a view of
         state = clone_tensors_for_torch_save(state)
-    checkpoints.save(state_dict=state, path=str(_path(engine.module, folder)))
+    checkpoints.save(state_dict=state, path=str(path))
 
 
 def load_loss(engine: Any, folder: str, strict: bool) -> None:
     """Give the loss the state that a checkpoint has of it; one without leaves it as it is, and rank 0 says so."""
-    loss, path = engine.module.loss_fn, _path(engine.module, folder)
-    if not _has_state(loss):
+    loss, path = engine.module.loss_fn, loss_file(engine.module, folder)
+    if path is None:
         return
     if path.is_file():
         loss.load_state_dict(tensor_files.read("load_checkpoint", path), strict=strict)
@@ -39,9 +39,8 @@ def load_loss(engine: Any, folder: str, strict: bool) -> None:
         logger.warning("load_checkpoint: %s has no %s, the state of loss_fn, which stays as it is", folder, path.name)
 
 
-def _has_state(loss: Any) -> bool:
-    return isinstance(loss, nn.Module) and bool(loss.state_dict())
-
-
-def _path(module: Any, folder: str) -> Path:
+def loss_file(module: Any, folder: str) -> Path | None:
+    """The file of the loss in the folder of a checkpoint; None for a loss without a state."""
+    if not isinstance(module.loss_fn, nn.Module) or not module.loss_fn.state_dict():
+        return None
     return Path(module.ckpt_layer_path(folder, len(module._layer_specs) - module._local_start))

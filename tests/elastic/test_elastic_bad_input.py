@@ -252,7 +252,7 @@ def blocks_are_refused(mutant: str | None, *names: str) -> bool:
 
 NOW = {
     "frozen_layers": 2, "stages": 2, "parts": [0, 3, 6], "layers": 6, "processes": 4, "tensor_parallel_size": 1,
-    "train_batch_size": 8,
+    "train_batch_size": 8, "seed": None, "norms": None, "policy": None,
 }  # fmt: skip
 
 
@@ -279,14 +279,13 @@ def test_another_shape_is_gone_to_where_shapes_change_on_as_many_processes():
 
 
 def test_what_is_saved_is_read_again(tmp_path):
-    folder = str(tmp_path)
-    assert state.read(folder, None) is None and state.read(folder, "one") is None
-    state.write(tmp_path / "one", NOW)
-    state.write(tmp_path / "one", {**NOW, "layers": 7})
-    assert state.read(folder, "one") == {**NOW, "layers": 7} and state.read(folder, None) is None
-    (tmp_path / "latest").write_text("one\n")
-    assert state.read(folder, None) == json.loads((tmp_path / "one" / ELASTIC_STATE).read_text())
-    assert [path.name for path in (tmp_path / "one").iterdir()] == [ELASTIC_STATE]
-    (tmp_path / "one" / ELASTIC_STATE).write_text("{")
-    with pytest.raises(ConfigError, match=r"^load_checkpoint: got .* must be JSON, use another checkpoint$"):
-        state.read(folder, "one")
+    folder = tmp_path / "one"
+    assert state.read(folder) is None
+    state.write(folder, NOW)
+    state.write(folder, {**NOW, "frozen_layers": 3})
+    assert state.read(folder) == {**NOW, "frozen_layers": 3} == json.loads((folder / ELASTIC_STATE).read_text())
+    assert [path.name for path in folder.iterdir()] == [ELASTIC_STATE]
+    for content in ("{", "[]", "{}", json.dumps({**NOW, "parts": [0, 6]}), json.dumps({**NOW, "layers": "6"})):
+        (folder / ELASTIC_STATE).write_text(content)
+        with pytest.raises(ConfigError, match=r"^load_checkpoint: got .* must be .*, use another checkpoint$"):
+            state.read(folder)

@@ -189,11 +189,21 @@ def test_what_is_missing_or_in_another_group_is_refused(tmp_path):
     """DeepSpeed gives groups their rates by number, and a stage numbers those that it has a parameter of."""
     for name in ("0.weight", "1.weight"):
         (tmp_path / "one" / "zero" / name).mkdir(parents=True)
-        (tmp_path / "one" / "zero" / name / "fp32.pt").touch()
+        torch.save({"param": torch.ones(2)}, tmp_path / "one" / "zero" / name / "fp32.pt")
     carried = {"state": {}, "groups": {"0.weight": 0, "1.weight": 1}, "tensor": 0, "untrained": {}}
     torch.save({CARRIED: carried}, tmp_path / "one" / "mp_rank_00_model_states.pt")
     universal = Universal(tmp_path, "one")
     universal.check({"0.weight": 0, "1.weight": 1}, {})
+    file = tmp_path / "one" / "zero" / "1.weight" / "fp32.pt"
+    whole = file.read_bytes()
+    at = whole.index(torch.ones(2).numpy().tobytes())
+    for damaged in (whole[:at] + b"x" + whole[at + 1 :], whole[:100], b""):
+        file.write_bytes(damaged)
+        with pytest.raises(
+            ConfigError, match=r"^checkpoint\.load_universal: got .*1\.weight/fp32\.pt \(.*\), must be a whole"
+        ):
+            universal.check({"0.weight": 0, "1.weight": 1}, {})
+    file.write_bytes(whole)
     with pytest.raises(
         ConfigError, match=r"^checkpoint\.load_universal: got 1\.weight in parameter group 1, must be 0 as"
     ):

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_terapipe import cli
+from ds_terapipe import cli, manifest
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.names import MANIFEST
 from tests.spawn import launch, run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
@@ -405,6 +406,25 @@ def test_an_export_says_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
         (checkpoint / file).write_bytes(whole)
     (checkpoint / "mp_rank_00_model_states.pt").unlink()
     layer = torch.load(checkpoint / "layer_02-model_states.pt")
+    torch.save({"x": torch.ones(2)}, checkpoint / "layer_02-model_states.pt")
+    with pytest.raises(
+        ConfigError, match=r"^export: got .*layer_02-model_states.pt of another layer, must be of entry 2"
+    ):
+        export(checkpoint, tmp_path / "out")
+    torch.save(layer, checkpoint / "layer_02-model_states.pt")
+    manifest.write(checkpoint, {})
+    for file in ("layer_02-model_states.pt", "hf/names.json", "hf/config.json"):
+        whole = (checkpoint / file).read_bytes()
+        (checkpoint / file).write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        with pytest.raises(
+            ConfigError, match=rf"^export: got .*{file} with another checksum, must be as it was saved, use"
+        ):
+            export(checkpoint, tmp_path / "out")
+        (checkpoint / file).write_bytes(whole)
+    (checkpoint / MANIFEST).unlink()
+    (checkpoint.parent / "latest").write_bytes(b"\0")
+    assert cli.main(["export", str(checkpoint.parent), str(tmp_path / "out")]) == 1
+    assert "error: export: got " in capsys.readouterr().err
     torch.save(
         layer, checkpoint / "layer_02-model_states.pt", _use_new_zipfile_serialization=False
     )  # DeepSpeed can, too

@@ -59,6 +59,7 @@ SETTINGS = {
 }
 
 SLICES = {"sliced": 4, "uneven": 4, "uneven, stopped": 4, "uneven, resumed": 4}  # by name of the run
+DAMAGED = {"flipped layer": "layer_02-model_00-model_states.pt", "flipped states": "mp_rank_00_model_states.pt"}
 FREEZE = {"policy": "schedule", "frozen_layers": [[2, 3]]}  # the embedding and half of the layers
 
 
@@ -90,6 +91,10 @@ def launch_in(rank: int, world: int, folder: str, runs: dict[str, list[str]]) ->
         if name == "uneven, resumed" and rank == 0:  # as a job leaves it that is killed between two renames
             saved = Path(arguments[arguments.index("--load") + 1])
             (saved / "global_step3").rename(saved / ".global_step3.replaced")
+        if name in DAMAGED and rank == 0:
+            file = Path(arguments[arguments.index("--load") + 1], "global_step1", DAMAGED[name])
+            data = file.read_bytes()
+            file.write_bytes(data[:-300] + bytes([data[-300] ^ 1]) + data[-299:])
         try:
             with mock.patch.object(train.logger, "warning") as warning:
                 trainer = train.Trainer(train.parse_arguments())
@@ -194,10 +199,13 @@ def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_s
     (folder / "mp_rank_00_model_states.pt").write_bytes(b"PK")
     (tmp_path / "file").touch()
     runs = {
-        "one step": arguments(tmp_path, corpus, "--save", saved, "--exit-interval", "1", "--save-interval", "1"),
+        "one step": arguments(
+            tmp_path, corpus, "--save", saved, "--exit-interval", "1", "--save-interval", "1", slices=4
+        ),
         "broken": arguments(tmp_path, corpus, "--load", str(folder.parent)),
         "missing": arguments(tmp_path, corpus, "--load", str(tmp_path / "nowhere"), "--save", saved),
         "another": arguments(tmp_path, corpus, "--load", saved),
+        **{name: arguments(tmp_path, corpus, "--load", saved, slices=4) for name in DAMAGED},
         "unwritable": arguments(tmp_path, corpus, "--save", str(tmp_path / "file" / "folder")),
         "new": arguments(
             tmp_path, corpus, "--load", str(tmp_path / "new"), "--save", str(tmp_path / "new"), "--exit-interval", "1"
@@ -205,7 +213,10 @@ def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_s
     }
     runs["another"][runs["another"].index("--hidden-size") + 1] = "64"
     first, second = run_ranks(launch_in, 2, str(tmp_path), runs)
-    assert set(first) == set(second) == {"broken", "missing", "another", "unwritable"}
+    assert set(first) == set(second) == {"broken", "missing", "another", "unwritable", *DAMAGED}
+    for name, key in (("flipped layer", "load_checkpoint"), ("flipped states", "--load")):
+        text = f"{key}: got {saved}/global_step1/{DAMAGED[name]} with another checksum, must be as it was saved, use"
+        assert first[name] == second[name] and first[name].startswith(text)
     # each stage has its own tensors, and each its own size that does not fit
     assert all(first[name] == second[name] for name in ("broken", "missing", "unwritable"))
     assert "mp_rank_00_model_states.pt" in first["broken"]

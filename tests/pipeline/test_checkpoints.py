@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_terapipe.names import MANIFEST
 from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
 from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.operations import operations
@@ -43,7 +45,7 @@ def save(folder: Path, tag: str, content: str, latest: bool = True) -> None:
     for name in FILES:
         (checkpoint.unfinished / tag / name).write_text(content)
     (checkpoint.unfinished / SCRIPT).write_text("script")
-    checkpoint.finish(latest)
+    checkpoint.finish(latest, {})
 
 
 def content(folder: Path, tag: str) -> str | None:
@@ -51,6 +53,7 @@ def content(folder: Path, tag: str) -> str | None:
     if not (folder / tag).exists():
         return None
     found = {path.name: path.read_text() for path in (folder / tag).iterdir()}
+    assert set(json.loads(found.pop(MANIFEST))["files"]) == set(FILES)
     assert sorted(found) == sorted(FILES), found
     (text,) = set(found.values())
     return text

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_terapipe.names import MANIFEST
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import ADAMW, build_engine, train, worst
 from tests.spawn import run_ranks
@@ -58,7 +59,8 @@ def exchange(kind: str, saver: str, loader: str, folder: str) -> dict[str, Any]:
         "same bits": resumed.losses == uninterrupted.losses
         and all(torch.equal(weight, uninterrupted.weights[name]) for name, weight in resumed.weights.items()),
         "counted": counted,
-        "files": sorted(os.listdir(Path(folder) / "two")),
+        "files": sorted(set(os.listdir(Path(folder) / "two")) - {MANIFEST}),
+        "manifest": (Path(folder) / "two" / MANIFEST).exists(),
     }
 
 
@@ -98,3 +100,4 @@ def test_files_have_the_same_names(ranks: list[dict[Any, Any]], kind: str) -> No
     files = [found["files"] for way, found in ranks[0].items() if way[0] == kind]
     assert all(names == files[0] for names in files)
     assert any(name.startswith("layer_02-") for name in files[0])
+    assert all(found["manifest"] == (way[1] != "own") for way, found in ranks[0].items())

@@ -1,7 +1,9 @@
-"""A rank that is killed, stopped or fails: the others end in time and say who waited for whom."""
+"""A rank that is killed, stopped or fails: the others end in time, and it too, and say who waited for whom."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import re
 import signal
@@ -139,13 +141,61 @@ def train(rank: int, world_size: int, *case: Any) -> None:
     mark("trained")
 
 
+# Where DeepSpeed or we are when it happens to one of three ranks whose engines are being built.
+BUILDING = {
+    "the first look at the model": "ds_terapipe.refusals:on_every_rank",
+    "DeepSpeed's constructor": "deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model",
+    "groups": "ds_terapipe.pipeline.engine:Consensus",
+}
+BUILT = {
+    **{f"kill in {where}": Case("kill", 1, 3, 3, where, 60.0) for where in BUILDING},
+    "kill the store's host": Case("kill", 0, 3, 3, "DeepSpeed's constructor", 60.0),
+    "stop in groups": Case("stop", 1, 3, 3, "groups", 12.0),
+}
+
+
+def build(rank: int, world_size: int, *case: Any) -> None:
+    """Have it happen while engines are built."""
+    case = Case(*case)
+
+    def accident(*args: Any, **kwargs: Any) -> None:
+        mark("accident")
+        os.kill(os.getpid(), SIGNALS[case.what])
+
+    if rank == case.victim:
+        module, _, path = BUILDING[case.where].partition(":")
+        *owners, name = path.split(".")
+        setattr(functools.reduce(getattr, owners, importlib.import_module(module)), name, accident)
+    build_engine(gpt(6), mean_loss, token_pipeline={"slices": SLICES, "timeout_s": case.timeout_s}, stages=case.stages)
+    mark("built")
+
+
+def test_who_is_missing_while_engines_are_built_is_said():
+    def run(case: Case) -> list[Exit]:
+        return run_to_exit(build, case.world_size, *case, timeout=ENDS_WITHIN_S)
+
+    with ThreadPoolExecutor(len(BUILT)) as pool:
+        launches = dict(zip(BUILT, pool.map(run, BUILT.values()), strict=True))
+    for name, ends in launches.items():
+        case = BUILT[name]
+        assert ends[case.victim].code == -signal.SIGKILL, name
+        for end in (ends[rank] for rank in case.survivors()):
+            assert end.code in (1, 70) and "MARK built" not in end.output, (name, end.output)
+            assert re.search(rf"rank {end.rank} waited [\d.]+ s for all ranks to build their engines: ", end.output), (
+                end.output
+            )
+            assert re.search(rf"  rank {case.victim}: process \d+ is (gone|stopped)$", end.output, re.M), (
+                name,
+                end.output,
+            )
+
+
 @cache
 def launched(full: bool) -> dict[str, list[Exit]]:
     """Many cases, some at a time: they mostly wait."""
 
     def run(case: Case) -> list[Exit]:
-        stopped = [case.victim] if case.what == "stop" else []
-        return run_to_exit(train, case.world_size, *case, timeout=ENDS_WITHIN_S, stopped=stopped)
+        return run_to_exit(train, case.world_size, *case, timeout=ENDS_WITHIN_S)
 
     cases = {name: case for name, case in CASES.items() if (name in FULL) == full}
     with ThreadPoolExecutor(6) as pool:
@@ -181,6 +231,13 @@ def test_every_survivor_ends_in_time_and_says_who_waited_for_whom(exits, name):
         assert f"(token_pipeline.timeout_s is {case.timeout_s:g})" in first
         if case.where != "layer":
             assert f" for {COLLECTIVES[case.where][1]} in " in first
+        if case.what != "raise":  # that one may live a moment longer than its connections
+            assert re.search(
+                rf"^(\[rank\d\]: )?  rank {case.victim}: process \d+ is (gone|stopped)$", end.output, re.M
+            ), end.output
+    if case.what == "stop":
+        assert ends[case.victim].code == -signal.SIGKILL, "no launcher's SIGTERM ends a process that is stopped"
+        assert ends[case.victim].at - accident < limit
 
 
 @pytest.mark.parametrize("name", marked(CASES, FULL))

@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.transport import board, processes
 from ds_terapipe.pipeline.transport import watchdog as watchdog_module
-from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Position, Positions, Watchdog
+from ds_terapipe.pipeline.transport.board import Board
+from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Position, Positions, Watchdog, launching
 from ds_terapipe.schedule import Placement, order, with_messages
 from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.training import build_engine
@@ -67,7 +69,8 @@ def store(monkeypatch) -> Store:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
     monkeypatch.setattr(watchdog_module, "_SILENT_AFTER_S", 0.3)
     monkeypatch.setattr(watchdog_module, "_PUBLISH_EVERY_S", 0.05)
-    monkeypatch.setattr(watchdog_module, "_READ_WITHIN_S", 0.5)
+    monkeypatch.setattr(watchdog_module, "_LOOKS", 0)
+    monkeypatch.setattr(board, "_READ_WITHIN_S", 0.5)
     return store
 
 
@@ -195,7 +198,7 @@ def test_the_report(watchdog, store, caplog):
 
 
 def test_who_failed_says_why_and_then_nobody_is_suspected(watchdog, store):
-    failing = Positions(store, 1)
+    failing = Positions(Board(store), 1)
     other(store, 2)
     failing.publish(Position(time.time(), 4, 3, "failed: KeyError: 'x'", ended=True))
     with pytest.raises(PipelineStalled) as caught:
@@ -247,6 +250,68 @@ def test_living_ranks_keep_publishing_and_closing_ends_the_thread(watchdog, stor
     watchdog.close()
     watchdog.close()
     assert not watchdog._thread.is_alive()
+
+
+# ------------------------------------------------------------------------------------- while engines are built: no time limit
+
+
+@pytest.fixture
+def launch_of_three(store, monkeypatch):
+    """What rank 0 does while engines are built, and how often it would have ended the process."""
+    exits: list[int] = []
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(watchdog_module.os, "_exit", exits.append)
+    monkeypatch.setattr(watchdog_module, "_SILENT_AFTER_S", 0.0)
+    monkeypatch.setattr(watchdog_module, "_GRACE_S", 0.2)
+    monkeypatch.setattr(watchdog_module, "_LOOKS", 1)
+    return exits
+
+
+def launched(store: Store, rank: int, **known: Any) -> None:
+    at = Position(**{"written": time.time(), "step": 0, "action": 0, **known})
+    store.set(f"ds_terapipe/position/launch/{rank}", at.to_text())
+
+
+def test_building_engines_takes_as_long_as_ranks_do_something(store, launch_of_three):
+    with launching(0.2):
+        for _ in range(10):
+            launched(store, 1)  # rank 2 has not come yet
+            time.sleep(0.1)
+    assert not launch_of_three
+
+
+@pytest.mark.parametrize("what", ["silent", "failed", "gone"])
+def test_building_engines_ends_with_a_rank(store, launch_of_three, caplog, monkeypatch, what):
+    if what == "gone":
+        store.append(f"ds_terapipe/processes/{processes._machine()}", "1 99999999 5\n")
+    with launching(0.2 if what != "gone" else 60.0) as watchdog:
+        launched(store, 1)
+        until = time.monotonic() + 60
+        while not launch_of_three and time.monotonic() < until:
+            if what == "failed":
+                launched(store, 1, note="failed: KeyError: 'x'", ended=True)
+            time.sleep(0.02)
+        assert watchdog.ended.startswith("gave up waiting for all ranks to build their engines")
+    assert launch_of_three[0] == 70
+    messages = list(caplog.messages)
+    if what == "gone":
+        assert messages.pop(0) == "rank 0: lost rank 1 (process 99999999 is gone)"
+    assert re.match(r"rank 0 waited \d+\.\d s for all ranks to build their engines: no answer \(token", messages[0])
+    said = {"silent": "no sign of life", "failed": "failed: KeyError: 'x'", "gone": "rank 1: process 99999999 is gone"}
+    assert said[what] in caplog.text and "rank 2: position unknown" in caplog.text
+
+
+def test_an_error_of_another_ranks_is_read_by_those_that_wait(store, launch_of_three):
+    with pytest.raises(KeyError), launching(60.0):
+        raise KeyError("x")
+    assert "failed: KeyError: 'x'" in store.get("ds_terapipe/position/launch/0").decode()
+    with pytest.raises(
+        PipelineStalled, match=r"rank 0 waited .* for all ranks to build their engines: Connection closed"
+    ):
+        with launching(60.0):
+            raise closed()
+    with pytest.raises(ValueError, match="Connection closed"), launching(60.0):
+        raise ValueError("Connection closed")  # a user's
 
 
 # ----------------------------------------------------------------------------------------- where a stream waits, not the host

@@ -7,7 +7,8 @@ files there are is noted when a checkpoint is saved (:func:`about`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,7 @@ class SavedStates:
         self.states: dict[str, dict[str, Any]] = {}
         self.settings: list[dict[str, Any]] = []
         self._wanted = wanted
-        mine = [part for part in parts if part is not None and part["tensor"] == tensor]
-        mine.sort(key=lambda part: (part["stage"], part["data"]))
+        mine = _of_tensor(parts, tensor)
         known = {name for part in mine for group in part["groups"] for name in group}
         missing = sorted(set(wanted) - known)
         if missing or not mine:
@@ -110,17 +110,18 @@ class SavedStates:
                 "the same",
             )
         now = _numbers_now(mine, groups, number_of)
-        for part in mine:
-            if not self.settings or any(name in wanted for group in part["groups"] for name in group):
+        for part in read_by(parts, tensor, wanted):
+            with _named(folder / part["file"]):
                 of_groups = self._read_flat(folder, part) if part["kind"] == _FLAT else self._read_plain(folder, part)
-                self.settings = self.settings or [of_groups[now.index(number)] for number in range(groups)]
-                for then, members in enumerate(part["groups"]):
-                    if any(name in wanted for name in members):
-                        self.settings[now[then]] = of_groups[then]
+            self.settings = self.settings or [of_groups[now.index(number)] for number in range(groups)]
+            for then, members in enumerate(part["groups"]):
+                if any(name in wanted for name in members):
+                    self.settings[now[then]] = of_groups[then]
         for name, state in self.states.items():
             for key, value in state.items():
                 if isinstance(value, list):  # parts of flat tensors, in the order of replicas
-                    state[key] = torch.cat(value).view(wanted[name].shape)
+                    with _named(folder):
+                        state[key] = torch.cat(value).view(wanted[name].shape)
 
     def _read_plain(self, folder: Path, part: Mapping[str, Any]) -> list[dict[str, Any]]:
         saved = tensor_files.read("load_checkpoint", folder / part["file"], mapped=False)["optimizer"]
@@ -146,6 +147,31 @@ class SavedStates:
                 for key, value in {**pieces, MASTER: flat}.items():
                     mine.setdefault(key, []).append(value.detach()[place.start : place.start + place.numel].clone())
         return [settings_of(group) for group in base["param_groups"]]
+
+
+def _of_tensor(parts: Sequence[Mapping[str, Any] | None], tensor: int) -> list[Mapping[str, Any]]:
+    mine = [part for part in parts if part is not None and part["tensor"] == tensor]
+    return sorted(mine, key=lambda part: (part["stage"], part["data"]))
+
+
+def read_by(parts: Sequence[Mapping[str, Any] | None], tensor: int, names: Collection[str]) -> list[Mapping[str, Any]]:
+    """The parts that a rank reads for the parameters ``names``, as :func:`about` noted them; the first one for the settings."""
+    mine = _of_tensor(parts, tensor)
+    return [p for n, p in enumerate(mine) if n == 0 or any(name in names for group in p["groups"] for name in group)]
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name a file that is of another checkpoint, and fails to be read as one of this."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
+        raise ConfigError(
+            f"load_checkpoint: got {path} ({why}), must be as it was saved, use another checkpoint"
+        ) from error
 
 
 def _numbers_now(parts: Sequence[Mapping[str, Any]], groups: int, number_of: Mapping[str, int]) -> list[int]:

@@ -8,7 +8,12 @@ from typing import Any
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import ELASTIC_STATE
-from ds_terapipe.pipeline.checkpoints import tag_of
+from ds_terapipe.pipeline.saved_files import SavedFiles
+
+_KEYS = (
+    "frozen_layers", "stages", "parts", "layers", "processes", "tensor_parallel_size", "train_batch_size", "seed", "norms",
+    "policy",
+)  # fmt: skip
 
 
 def write(folder: Path, state: dict[str, Any]) -> None:
@@ -20,21 +25,43 @@ def write(folder: Path, state: dict[str, Any]) -> None:
     new.replace(path)
 
 
-def read(folder: str, tag: str | None) -> dict[str, Any] | None:
-    """That of a checkpoint, by default the latest; None where there is no checkpoint, or it was saved without.
+def read_checked(folder: Path) -> dict[str, Any] | None:
+    """Read the file of a checkpoint where it is as it was saved; None where there is none.
+
+    Raises:
+        ConfigError: it is not, or it is none.
+    """
+    SavedFiles(folder).check_bytes_of([ELASTIC_STATE])
+    return read(folder)
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """Read the file of a checkpoint; None where there is no checkpoint, or it was saved without.
 
     Raises:
         ConfigError: a file that is none.
     """
-    tag = tag_of(folder, tag)
-    path = Path(folder) / str(tag) / ELASTIC_STATE
-    if tag is None or not path.is_file():
+    path = folder / ELASTIC_STATE
+    if not path.is_file():
         return None
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
-    except ValueError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"load_checkpoint: got {path} ({error}), must be JSON, use another checkpoint") from error
+    missing = set(_KEYS) - set(found) if isinstance(found, dict) else set(_KEYS)
+    if missing or not _are_parts(found["parts"], found["stages"], found["layers"]):
+        what = f"without {min(missing)}" if missing else "whose parts are none"
+        raise ConfigError(
+            f"load_checkpoint: got {path} {what}, must be a file of this checkpoint, use another checkpoint"
+        )
+    return dict(found)
+
+
+def _are_parts(parts: Any, stages: Any, layers: Any) -> bool:
+    """The first entry of each stage and, last, the number of layers."""
+    if not isinstance(parts, list) or not all(isinstance(part, int) for part in [*parts, stages, layers]):
+        return False
+    return len(parts) == stages + 1 and [parts[0], parts[-1]] == [0, layers] and parts == sorted(parts)
 
 
 def check(state: dict[str, Any], now: dict[str, Any]) -> None:

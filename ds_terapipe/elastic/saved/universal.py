@@ -29,6 +29,7 @@ from ds_terapipe.elastic.moves.layers import copies
 from ds_terapipe.elastic.saved.restore import numbers_of
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import UNUSED
+from ds_terapipe.pipeline.checkpoints import tag_of
 
 CARRIED = "ds_terapipe_elastic"
 LATEST = "latest_universal"
@@ -150,15 +151,12 @@ class Universal:
     """
 
     def __init__(self, folder: Any, tag: Any) -> None:
-        latest = Path(folder) / LATEST
-        if tag is None and latest.is_file():
-            tag = latest.read_text(encoding="utf-8").strip()
-        self.folder = Path(folder) / str(tag)
+        self.folder = Path(folder) / str(tag_of(folder, tag, KEY, LATEST))
         self.state: dict[str, Any] | None = None
         self._groups: dict[str, int] = {}
         parts: dict[str, dict[int, Part]] = {}
         for path in sorted(self.folder.glob("mp_rank_*_model_states.pt")):
-            carried = tensor_files.read(KEY, path, mapped=False).get(CARRIED)
+            carried = tensor_files.read(KEY, path, mapped=False, proven=True).get(CARRIED)
             if carried is not None:
                 self.state = self.state or carried["state"]
                 self._groups |= carried["groups"]
@@ -167,14 +165,14 @@ class Universal:
         self.untrained = {name: (joined([each[n] for n in sorted(each)]), each[0].kind) for name, each in parts.items()}
 
     def check(self, names: Mapping[str, int], wanted: Mapping[str, Tensor]) -> None:
-        """Refuse what would not be whole.
+        """Refuse what would not be whole. There is no manifest: ``ds_to_universal`` has written the files.
 
         Args:
             names: of the parameters that this rank trains, with the number of their group.
             wanted: what is not trained here.
 
         Raises:
-            ConfigError: naming what is not there, or in another group: DeepSpeed gives groups their rates by number.
+            ConfigError: naming what is damaged, not there, or in another group: DeepSpeed gives groups their rates by number.
         """
         missing = [name for name in names if not (self.folder / "zero" / name / "fp32.pt").is_file()]
         if self.state is not None:
@@ -184,6 +182,12 @@ class Universal:
                 f"{KEY}: got {self.folder} without {', '.join(sorted(missing)[:3])}, must have all that this engine has, use "
                 "ds_to_universal on a checkpoint of the same layers"
             )
+        for path in (path for name in sorted(names) for path in sorted((self.folder / "zero" / name).glob("*.pt"))):
+            state = tensor_files.read(KEY, path, proven=True)
+            if path.stem != "step" and not (isinstance(state, dict) and isinstance(state.get("param"), Tensor)):
+                raise ConfigError(
+                    f"{KEY}: got {path} without a tensor, must be a file of ds_to_universal, use its output"
+                )
         other = [name for name in names if self._groups.get(name, names[name]) != names[name]]
         if other:
             raise ConfigError(

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -31,14 +31,18 @@ import torch.distributed
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.transport.board import Board
+from ds_terapipe.pipeline.transport.processes import Processes
 from ds_terapipe.pipeline.transport.stream import Mark, take_device
 from ds_terapipe.schedule import Action, grid_text
 
 logger = logging.getLogger(__name__)
 
 _PUBLISH_EVERY_S = 1.0
+_LAUNCH_LOOKS = 5  # at processes, for one at positions
 _SILENT_AFTER_S = 2.5  # in which every living process publishes at least once
-_READ_WITHIN_S = 2.0
+_JOINS_WITHIN_S = 2.0
+_LOOKS, _BETWEEN_LOOKS_S = 5, 0.1  # in which a process is gone whose connections are
 _GRACE_S = 5.0  # what the wait itself gets to fail by its own timeout, before the watching thread ends the process
 _LAST_RESORT_S = 60.0
 _LISTED_OUTSIDE = 8  # ranks of other pipelines that a report names
@@ -51,10 +55,17 @@ class PipelineStalled(RuntimeError):
 
 
 class Waiting(NamedTuple):
-    """A wait that is going on: for what, and since when (``time.monotonic``)."""
+    """A wait that is going on: for what, since when (``time.monotonic``), and what ends it.
+
+    Attributes:
+        bounded: whether it lasts ``timeout_s`` at most; else as long as all ranks do something.
+        in_store: whether it is one for the process group's store, which does not say that a rank is gone.
+    """
 
     what: str
     since: float
+    bounded: bool = True
+    in_store: bool = False
 
 
 class _Passed(NamedTuple):
@@ -89,54 +100,25 @@ class Position(NamedTuple):
 
 
 class Positions:
-    """The table of all ranks' positions in the process group's store.
+    """The table of all ranks' positions."""
 
-    The process that holds the store may be the very one that died or stopped: nothing here waits for it longer than about
-    two seconds, and after the first failure it is left alone.
-    """
-
-    def __init__(self, store: Any, rank: int, engine: int = 0) -> None:
-        self._store, self._rank = store.clone(), rank  # a connection of its own: the other one may be in use for long
-        self._table = f"ds_terapipe/position/{engine}"
-        self._lost = False
+    def __init__(self, board: Board, rank: int, table: object = 0) -> None:
+        self._board, self._rank, self._table = board, rank, f"ds_terapipe/position/{table}"
 
     def publish(self, position: Position) -> None:
         """Write this rank's position down; no answer is waited for."""
-        if self._lost:
-            return
-        try:
-            self._store.set(self._key(self._rank), position.to_text())
-        except (RuntimeError, OSError) as error:  # the store's host is gone: the wait itself will say so
-            self._lost = True
-            logger.debug("can't publish the position: %s", error)
+        self._board.put(self._key(self._rank), position.to_text())
 
     def read(self, ranks: Sequence[int]) -> dict[int, Position] | None:
         """The positions of those of ``ranks`` that have published one; None when the store does not answer."""
-        found: dict[int, Position] = {}
-        done, store = threading.Event(), self._store
-
-        def look() -> None:
-            for rank in ranks:
-                try:
-                    if store.check([self._key(rank)]):
-                        found[rank] = Position.from_text(store.get(self._key(rank)).decode())
-                except ValueError:
-                    continue
-                except (RuntimeError, OSError):
-                    return
-            done.set()
-
-        if self._lost:
+        texts = self._board.read([self._key(rank) for rank in ranks])
+        if texts is None:
             return None
-        reader = threading.Thread(target=look, name="ds_terapipe-positions", daemon=True)
-        reader.start()
-        reader.join(_READ_WITHIN_S)
-        self._lost = not done.is_set()
-        return None if self._lost else found
-
-    def close(self) -> None:
-        """Give the connection up; nothing is published or read any more."""
-        self._lost, self._store = True, None
+        found = {}
+        for rank in ranks:
+            with suppress(KeyError, ValueError):
+                found[rank] = Position.from_text(texts[self._key(rank)])
+        return found
 
     def _key(self, rank: int) -> str:
         return f"{self._table}/{rank}"
@@ -149,7 +131,7 @@ class Watchdog:
     """Knows what this rank is doing and waits for.
 
     Args:
-        seat: where this rank is in its pipeline; a step may begin on another (:meth:`begin`).
+        seat: where this rank is in its pipeline; a step may begin on another (:meth:`begin`). None: there is no engine yet.
         timeout_s: longest wait, in seconds.
         new_mark: puts a mark on the device's current stream; None where the host waits for messages.
         device: of the marks.
@@ -157,7 +139,7 @@ class Watchdog:
 
     def __init__(
         self,
-        seat: Seat,
+        seat: Seat | None,
         timeout_s: float,
         new_mark: Callable[[], Mark] | None = None,
         device: torch.device = _HOST,
@@ -167,13 +149,19 @@ class Watchdog:
         self._marks: deque[_Passed] = deque()  # those that the stream has not come to, as far as is known
         self._marks_lock, self._progress = threading.Lock(), 0.0
         self.waited_s = 0.0
-        self._seat, self._rank = seat, seat.ranks[seat.place]
+        self._seat = seat
+        self._rank = torch.distributed.get_rank() if seat is None else seat.ranks[seat.place]
         self._world_size = torch.distributed.get_world_size()
         self._grid: Sequence[Sequence[Action]] = ()
         self._step, self._index = 0, 0
         self._waiting: Waiting | None = None
         self.ended = ""  # why this rank's steps came to no end
-        self._positions = Positions(_get_default_store(), self._rank, next(_engines))
+        self._board = Board(_get_default_store())
+        self._positions = Positions(self._board, self._rank, "launch" if seat is None else next(_engines))
+        self._processes = Processes(self._board, self._rank)
+        self.learn_processes()
+        self._gone_since: float | None = None
+        self._seen: tuple[float, dict[int, Position] | None] | None = None  # during a wait without a limit
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds_terapipe-watchdog", daemon=True)
         self._thread.start()
@@ -189,12 +177,15 @@ class Watchdog:
         self._index = index
 
     @contextmanager
-    def waiting(self, what: str, *, counts: bool = True) -> Iterator[None]:
+    def waiting(
+        self, what: str, *, counts: bool = True, bounded: bool = True, in_store: bool = False
+    ) -> Iterator[None]:
         """A blocking wait for other processes; ``what`` completes "waited for". Raises PipelineStalled when it fails.
 
-        ``counts``: whether the time is waiting and nothing else, and belongs to ``waited_s``.
+        ``counts``: whether the time is waiting and nothing else, and belongs to ``waited_s``. The others as in `Waiting`.
         """
-        outer, mine = self._waiting, Waiting(what, time.monotonic())
+        outer, mine = self._waiting, Waiting(what, time.monotonic(), bounded, in_store)
+        self._seen = self._seen if bounded else None
         self._waiting = mine
         try:
             yield
@@ -213,7 +204,7 @@ class Watchdog:
 
         Torch waits half an hour for a rank that has died before it came to its group.
         """
-        return self.waiting("all ranks to make their groups", counts=False)
+        return self.waiting("all ranks to make their groups", counts=False, in_store=True)
 
     @property
     def group_timeout_s(self) -> float:
@@ -262,6 +253,10 @@ class Watchdog:
         first = self._drop_reached()
         return (self._step, self._index, self._grid) if first is None else (first.step, first.action, first.grid)
 
+    def learn_processes(self) -> None:
+        """Read which processes the ranks on this machine are: of all ranks, once all have come to their launch."""
+        self._processes.learn()
+
     def failed(self, error: BaseException) -> None:
         """This rank's step ends with an error: whoever waits for it will read why."""
         if not self.ended:
@@ -271,23 +266,59 @@ class Watchdog:
         """End the watching thread."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_READ_WITHIN_S)
+            self._thread.join(_JOINS_WITHIN_S)
         if not self._thread.is_alive():
-            self._positions.close()
+            self._board.close()
         atexit.unregister(self.close)
 
     def _run(self) -> None:
         take_device(self._device)
         self._publish()
-        while not self._closed.wait(_PUBLISH_EVERY_S):
-            self._publish()
+        # a launcher that saw a process die ends the others within a second, maybe before they wait for it
+        looks = _LAUNCH_LOOKS if self._seat is None else 1
+        for look in itertools.count(1):
+            if self._closed.wait(_PUBLISH_EVERY_S / looks):
+                return
+            if look % looks == 0:
+                self._publish()
+                if self._seat is None:
+                    self.learn_processes()  # ranks come to their launch one by one
             waiting, late = self._waiting, self._late()
-            if waiting is not None and time.monotonic() - waiting.since > self.timeout_s + _GRACE_S:
+            if waiting is not None and self._is_over(waiting):
                 late = waiting  # the main thread is inside a collective of a group with a longer timeout
             if late is not None:  # nothing can wake the main thread, or the stream
                 logger.error("%s", self._report(late, "no answer"))
                 sys.stderr.flush()
                 os._exit(_EXIT_CODE)
+
+    def _is_over(self, waiting: Waiting) -> bool:
+        """Whether a wait has been going on for longer than it may."""
+        now = time.monotonic()
+        if waiting.bounded and now - waiting.since > self.timeout_s + _GRACE_S:
+            return True
+        return (waiting.in_store and self._someone_is_gone(now)) or (
+            not waiting.bounded and self._someone_is_silent(now)
+        )
+
+    def _someone_is_gone(self, now: float) -> bool:
+        """Whether a process has ended, and the main thread had the time to notice it."""
+        gone = self._processes.gone()
+        if gone and self._gone_since is None:
+            lost = [f"rank {rank} ({why})" for rank, why in self._processes.lost().items() if rank in gone]
+            logger.error("rank %d: lost %s", self._rank, ", ".join(lost))
+            self._gone_since = now
+        return self._gone_since is not None and now - self._gone_since > _GRACE_S
+
+    def _someone_is_silent(self, now: float) -> bool:
+        """Whether a rank has failed, or said the same ``timeout_s`` ago; one that has not come says nothing yet."""
+        if self._seen is not None and now - self._seen[0] < self.timeout_s:
+            return False
+        before, found = self._seen, self._positions.read([r for r in range(self._world_size) if r != self._rank])
+        self._seen = now, found
+        if before is None:
+            return False
+        had = before[1] or {}
+        return found is None or any(position.ended or position == had.get(rank) for rank, position in found.items())
 
     def _publish(self) -> None:
         waiting, note = self._waiting, self.ended
@@ -304,34 +335,64 @@ class Watchdog:
         seconds = time.monotonic() - waiting.since
         step, action, grid = self._where()
         seat = self._seat
+        me, where = ("", "") if seat is None else (f" ({seat.name})", f" in step {step}")
         first = (
-            f"rank {self._rank} ({seat.name}) waited {seconds:.1f} s for {waiting.what} in step {step}: {reason} "
+            f"rank {self._rank}{me} waited {seconds:.1f} s for {waiting.what}{where}: {reason} "
             f"(token_pipeline.timeout_s is {self.timeout_s:g})"
         )
         if self.ended:
             return first
         logger.error("%s", first)  # at once: a launcher that saw a process die ends the others within a moment
+        lines = [first, *(f"  rank {rank}: {why}" for rank, why in self._look_for_lost().items())]
+        if len(lines) > 1:
+            logger.error("%s", "\n".join(lines[1:]))
         self._end(f"gave up waiting for {waiting.what}: {reason}")
-        known, silent = self._observe()
-        lines, at = [first], {seat.place: action}
-        if known is None:
-            lines.append("  positions unknown: the process with the store (rank 0, or the launcher) does not answer")
-            known = {}
-        else:
-            lines += self._outside(known, silent)
-            others = [(seat.at(place).name, rank) for place, rank in enumerate(seat.ranks) if place != seat.place]
-            lines += [_describe(rank, known.get(rank), rank in silent, where) for where, rank in others]
-        for place, rank in enumerate(seat.ranks):
-            if rank in known and known[rank].step == step:
-                at[place] = known[rank].action
-        if grid:
-            lines.append(grid_text(grid, at=at, placement=seat.placement))
+        lines += self._whereabouts(seat, step, action, grid)
+        self._processes.end_stopped()
         return "\n".join(lines)
 
+    def _look_for_lost(self) -> dict[int, str]:
+        """Ranks of this machine that are gone or stopped; a process that dies breaks its connections a moment before."""
+        for _ in range(_LOOKS):
+            if self._seat is None:
+                self.learn_processes()
+            found = self._processes.lost()
+            if found:
+                return found
+            time.sleep(_BETWEEN_LOOKS_S)
+        return {}
+
+    def _whereabouts(self, seat: Seat | None, step: int, action: int, grid: Sequence[Sequence[Action]]) -> list[str]:
+        """Lines that say where the ranks are."""
+        known, silent = self._observe()
+        if known is None:
+            known, lines = (
+                {},
+                ["  positions unknown: the process with the store (rank 0, or the launcher) does not answer"],
+            )
+        else:
+            lines = self._outside(known, silent)
+            others = (
+                []
+                if seat is None
+                else [(seat.at(p).name, rank) for p, rank in enumerate(seat.ranks) if p != seat.place]
+            )
+            lines += [_describe(rank, known.get(rank), rank in silent, where) for where, rank in others]
+        if seat is None or not grid:
+            return lines
+        at = {place: known[rank].action for place, rank in enumerate(seat.ranks) if _is_at(known.get(rank), step)}
+        return [*lines, grid_text(grid, at={**at, seat.place: action}, placement=seat.placement)]
+
     def _outside(self, known: Mapping[int, Position], silent: Collection[int]) -> list[str]:
-        """Those ranks of other pipelines that ended or fell silent: what all ranks wait for may be one of them."""
-        odd = [rank for rank in known if rank not in self._seat.ranks and (rank in silent or known[rank].ended)]
-        return [_describe(rank, known[rank], rank in silent) for rank in odd[:_LISTED_OUTSIDE]]
+        """Those ranks of other pipelines that ended or fell silent: what all ranks wait for may be one of them.
+
+        Without an engine all others are of other pipelines, and the one that is waited for may not have come at all.
+        """
+        here: Collection[int] = (self._rank,) if self._seat is None else self._seat.ranks
+        odd = [rank for rank in known if rank not in here and (rank in silent or known[rank].ended)]
+        if self._seat is None:
+            odd += [rank for rank in range(self._world_size) if rank not in here and rank not in known]
+        return [_describe(rank, known.get(rank), rank in silent) for rank in odd[:_LISTED_OUTSIDE]]
 
     def _observe(self) -> tuple[dict[int, Position] | None, set[int]]:
         """All ranks' positions, and who has stopped publishing. Two looks tell; clocks of other machines do not.
@@ -359,10 +420,31 @@ def _describe(rank: int, position: Position | None, silent: bool, seat: str = ""
     return f"{text}; no sign of life for {_SILENT_AFTER_S} s" if silent else text
 
 
+def _is_at(position: Position | None, step: int) -> bool:
+    return position is not None and position.step == step
+
+
 def _first_line(error: BaseException) -> str:
     line = next(iter(str(error).splitlines()), "")
     line = re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo begins with the place in its source
     return line.split(". This is typically caused by")[0][:300]
+
+
+@contextmanager
+def launching(timeout_s: float) -> Iterator[Watchdog]:
+    """Watch over the building of engines, without a time limit: a rank that dies or fails ends the others, which name it.
+
+    PyTorch's own waits do not say which rank it was, and last half an hour where groups are made.
+    """
+    watchdog = Watchdog(None, timeout_s)
+    try:
+        with watchdog.waiting("all ranks to build their engines", bounded=False, in_store=True):
+            yield watchdog
+    except BaseException as error:
+        watchdog.failed(error)
+        raise
+    finally:
+        watchdog.close()
 
 
 def bounded_group(ranks: Sequence[int] | None, timeout_s: float, backend: str | None = None) -> Any:

@@ -1,0 +1,311 @@
+"""The files of a checkpoint that a rank reads, checked before anything is changed: as they were saved, and of this model.
+
+DeepSpeed 0.19.8 reads a file for each layer, a state file for each rank of a replica (``mp_rank``) and, where replicas share out
+masters and moments, a file of each rank's parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deepspeed.checkpoint.constants import PARAM_SLICE_MAPPINGS
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import Tensor, nn
+
+from ds_terapipe import tensor_files
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.manifest import Manifest
+
+KEY = "load_checkpoint"
+_STATES = "mp_rank_*_model_states.pt"
+_OF_STATES = ("module", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
+_MOMENTS = (
+    "exp_avg",
+    "exp_avg_sq",
+    "momentum_buffer",
+)  # each as large as its parameter, in whatever optimizer has them
+_FLAT = ("fp32_groups_flat", "fp32_groups")  # of fp16 without ZeRO
+_REWRITING = ("_load_from_state_dict", "load_state_dict")
+
+
+class Share(NamedTuple):
+    """A rank's part of a checkpoint.
+
+    Attributes:
+        entries: numbers in the layer list.
+        tensor: number of this rank among ``tensors`` tensor-parallel ones.
+        model: number of this rank among ``models`` ranks of a replica, by which DeepSpeed names state files.
+        data: number of this rank's replica, among ``replicas``.
+    """
+
+    entries: range
+    tensor: int
+    tensors: int
+    model: int
+    models: int
+    data: int
+    replicas: int
+
+    @classmethod
+    def of(cls, rank: int, topology: ProcessTopology, parts: Sequence[int]) -> Share:
+        """The share of a rank where the stages begin at the entries ``parts``."""
+        at = topology.get_coord(rank)
+        replica = sorted(topology.get_axis_list("data", at.data))
+        entries = range(int(parts[at.pipe]), int(parts[at.pipe + 1]))
+        tensors = max(topology.get_dim("model"), 1)
+        return cls(
+            entries,
+            getattr(at, "model", 0),
+            tensors,
+            replica.index(rank),
+            len(replica),
+            at.data,
+            topology.get_dim("data"),
+        )
+
+
+class Wanted(NamedTuple):
+    """The states that are read beside the weights.
+
+    Attributes:
+        states: whether the optimizer's states are, of the state file or of flat parts.
+        parts: beginning of the names of files with flat parts of them; None where there are no parts.
+        scheduler: whether the scheduler's state is.
+        strict: whether layers must have the same weights.
+        optimizer: whose sizes the saved one must have; None where it is about to get another shape.
+    """
+
+    states: bool
+    parts: str | None
+    scheduler: bool
+    strict: bool
+    optimizer: Any = None
+
+
+def wanted(engine: Any, optimizer: bool, scheduler: bool, strict: bool) -> Wanted:
+    """The states that an engine's ``load_checkpoint`` reads, by its arguments."""
+    states = optimizer and engine.optimizer is not None
+    in_parts = states and (engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer))
+    parts = ("bf16_" if engine.bfloat16_enabled() else "") if in_parts else None
+    return Wanted(states, parts, scheduler and engine.lr_scheduler is not None, strict, engine.optimizer)
+
+
+class SavedFiles:
+    """The files of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+
+    Raises:
+        ConfigError: there is no such folder, or its manifest is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{KEY}: got {folder}, must be the folder of a checkpoint, use a tag that was saved (the file latest names one)"
+            )
+        self._folder = folder
+        self._manifest = Manifest.of(KEY, folder)
+
+    def check_bytes(self, names: Iterable[str]) -> None:
+        """Refuse a file that is not there, or not as it was saved.
+
+        Raises:
+            ConfigError: naming it.
+        """
+        paths = [self._folder / name for name in names]
+        if self._manifest is not None:
+            self._manifest.check(paths)
+        for path in paths:
+            if not path.is_file():
+                raise ConfigError(f"{KEY}: got no {path}, must be there, use another checkpoint")
+
+    def check_bytes_of(self, names: Iterable[str]) -> None:
+        """Check files that a checkpoint need not have, see :meth:`check_bytes`."""
+        self.check_bytes(name for name in names if self._names(name))
+
+    def check(self, share: Share, wants: Wanted, layers: Mapping[int, Any]) -> None:
+        """Refuse a share that is not whole, or not of this model.
+
+        Args:
+            share: of a rank.
+            wants: beside weights.
+            layers: what is here of the layer list, by entry; of others only the files are checked.
+
+        Raises:
+            ConfigError: naming a file.
+        """
+        of_layers = dict(self._layer_files(share, layers))
+        states, parts = self._state_file(share, wants.states), self._parts_files(share, wants.parts)
+        self.check_bytes([*of_layers.values(), states, *parts])
+        for entry, name in of_layers.items():
+            if entry in layers:
+                _check_layer(self._folder / name, layers[entry], wants.strict)
+        self._check_states(self._folder / states, share, wants)
+        for path in map(self._folder.joinpath, parts):
+            saved = _read(path, ["optimizer_state_dict"])["optimizer_state_dict"]
+            if wants.optimizer is not None:
+                _check_same(path, "parts of parameters", _of_parts(saved), _of_parts(_live(wants.optimizer)))
+
+    def _names(self, pattern: str) -> list[str]:
+        """Files of a pattern that are there, and those that were saved."""
+        there = {path.name for path in self._folder.glob(pattern)}
+        saved = [] if self._manifest is None else self._manifest.names()
+        return sorted(there.union(name for name in saved if Path(name).match(pattern)))
+
+    def _layer_files(self, share: Share, layers: Mapping[int, Any]) -> Iterator[tuple[int, str]]:
+        for entry in share.entries:
+            if entry in layers and not hasattr(layers[entry], "load_state_dict"):
+                continue  # a function
+            names = self._names(f"layer_{entry:02d}-*model_states.pt")
+            if entry in layers and not names:
+                raise ConfigError(
+                    f"{KEY}: got no file of layer {entry} in {self._folder}, must be one of each layer, use a checkpoint of this "
+                    "model"
+                )
+            if names and len(names) != share.tensors:
+                raise ConfigError(
+                    f"{KEY}: got {len(names)} files of layer {entry} in {self._folder}, must be one for each of {share.tensors} "
+                    "tensor-parallel ranks, use as many ranks as it was saved with, or another checkpoint"
+                )
+            if names:
+                yield entry, names[share.tensor]
+
+    def _state_file(self, share: Share, own: bool) -> str:
+        names = self._names(_STATES)
+        if not names:
+            raise ConfigError(
+                f"{KEY}: got no {_STATES} in {self._folder}, must be the folder of a checkpoint, use a tag that was saved"
+            )
+        if own and len(names) != share.models:
+            raise ConfigError(
+                f"{KEY}: got {len(names)} files {_STATES} in {self._folder}, must be {share.models} (pipeline stages times "
+                f"tensor-parallel ranks), use as many as it was saved with, or load_optimizer_states=False"
+            )
+        return names[share.model if len(names) == share.models else 0]
+
+    def _parts_files(self, share: Share, beginning: str | None) -> list[str]:
+        """The file of this rank's parts, if any is read."""
+        if beginning is None:
+            return []
+        pattern = f"{beginning}zero_pp_rank_{share.data}_mp_rank_{share.model:02d}*optim_states.pt"
+        if not self._names(pattern):
+            raise ConfigError(
+                f"{KEY}: got no {pattern} in {self._folder}, must have the optimizer's parts of every rank, use "
+                "load_optimizer_states=False, or the stages, replicas and types that it was saved with"
+            )
+        return self._names(pattern)[:1]
+
+    def _check_states(self, path: Path, share: Share, wants: Wanted) -> None:
+        states, names = _read(path, _OF_STATES), self._names(_STATES)
+        if states["mp_world_size"] != len(names):
+            raise _foreign(
+                path, f"of a checkpoint with {states['mp_world_size']} {_STATES}", f"of one with {len(names)}"
+            )
+        if wants.parts is not None and states["dp_world_size"] != share.replicas:
+            raise ConfigError(
+                f"{KEY}: got {path} of {states['dp_world_size']} replicas, must be {share.replicas} as now for the optimizer's "
+                "parts, use as many, or load_optimizer_states=False"
+            )
+        if wants.scheduler and states.get("lr_scheduler") is None:
+            raise ConfigError(
+                f"{KEY}: got {path} without the state of a scheduler, must have one, use load_lr_scheduler_states=False"
+            )
+        if wants.states and wants.parts is None:
+            if not isinstance(states.get("optimizer"), Mapping):
+                raise ConfigError(
+                    f"{KEY}: got {path} without the optimizer's state, must have it, use load_optimizer_states=False, or the "
+                    "types that it was saved with"
+                )
+            if wants.optimizer is not None:
+                saved, live = states["optimizer"], wants.optimizer
+                _check_same(path, "parameter groups", _of_groups(saved), _of_groups(_live(live)))
+                _check_moments(path, saved, live)
+
+
+def _read(path: Path, keys: Iterable[str]) -> Mapping[str, Any]:
+    """The content of a file that DeepSpeed has written."""
+    found = tensor_files.read(KEY, path)
+    missing = sorted(set(keys) - set(found)) if isinstance(found, Mapping) else ["states"]
+    if missing:
+        raise _foreign(path, f"without {', '.join(missing[:3])}", "a file of this checkpoint")
+    return dict(found)
+
+
+def _foreign(path: Path, got: str, must: str) -> ConfigError:
+    return ConfigError(f"{KEY}: got {path} {got}, must be {must}, use a checkpoint of this model")
+
+
+def _check_layer(path: Path, layer: nn.Module, strict: bool) -> None:
+    """Refuse weights that ``layer.load_state_dict`` would refuse; one that changes them first is left to itself."""
+    saved, here = _read(path, ()), layer.state_dict()
+    rewriting = _rewriting(layer) - {"torch"}
+    if rewriting - {"megatron"}:
+        return
+    for name in sorted(here.keys() & saved.keys()):
+        got, must = saved[name], here[name]
+        if isinstance(must, Tensor) and getattr(got, "shape", None) != must.shape:
+            raise _foreign(path, f"with {name} of shape {_shape(got)}", _shape(must))
+    missing, unknown = here.keys() - saved.keys(), saved.keys() - here.keys()
+    if strict and (missing or unknown) and not rewriting:
+        got = f"without {min(missing)}" if missing else f"with {min(unknown)}"
+        raise _foreign(path, got, "of the same layer")
+
+
+def _shape(value: Any) -> str:
+    return str(list(getattr(value, "shape", ("no tensor",))))
+
+
+def _rewriting(layer: nn.Module) -> set[str]:
+    """Packages of hooks and methods that change a layer's weights before it takes them."""
+    found: list[Any] = []
+    for module in layer.modules():
+        found += [
+            getattr(type(module), name)
+            for name in _REWRITING
+            if getattr(type(module), name) is not getattr(nn.Module, name)
+        ]
+        found += module._load_state_dict_pre_hooks.values()
+    return {getattr(one, "__module__", "").partition(".")[0] for one in found}
+
+
+def _live(optimizer: Any) -> dict[str, Any]:
+    """The sizes of its parameters, under the names that its state has for them."""
+    flat = {key: getattr(optimizer, key) for key in _FLAT if hasattr(optimizer, key)}
+    of_parts = {PARAM_SLICE_MAPPINGS: getattr(optimizer, "_param_slice_mappings", None)}
+    return of_parts | (flat or {"param_groups": optimizer.param_groups})
+
+
+def _of_parts(saved: Mapping[str, Any]) -> list[dict[str, int]] | None:
+    """Elements of each parameter in this rank's part, by parameter group."""
+    mappings = saved.get(PARAM_SLICE_MAPPINGS)
+    return None if mappings is None else [{name: at.numel for name, at in group.items()} for group in mappings]
+
+
+def _of_groups(saved: Mapping[str, Any]) -> list[int] | None:
+    """Parameters of each group, or elements where a wrapper has them in one tensor."""
+    if "param_groups" in saved:
+        return [len(group["params"]) for group in saved["param_groups"]]
+    for key in _FLAT:
+        if key in saved:
+            return [sum(t.numel() for t in (group if isinstance(group, list) else [group])) for group in saved[key]]
+    return None
+
+
+def _check_same(path: Path, what: str, saved: Any, live: Any) -> None:
+    if saved is not None and live is not None and saved != live:
+        raise _foreign(path, f"with other {what}", "of the same, on the same stages")
+
+
+def _check_moments(path: Path, saved: Mapping[str, Any], optimizer: Any) -> None:
+    """Moments of another parameter's shape would fail at the next step."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, state in saved.get("state", {}).items():
+        for key in _MOMENTS:
+            shape = getattr(state.get(key), "shape", None)
+            if shape is not None and shape != parameters[number].shape:
+                raise _foreign(path, f"with {key} of shape {list(shape)}", _shape(parameters[number]))
