@@ -24,7 +24,9 @@ _COMPILES_S = 300  # at most: a lock that is older is nobody's
 
 
 def pytest_configure() -> None:
-    """A place for compiled extensions, in the environment of everything that tests start."""
+    """The environment of everything that tests start: our hook is on, compiled extensions have a place of their own."""
+    for name in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "DS_TERAPIPE_AUTOLOAD"):
+        os.environ.pop(name, None)
     if os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_EXTENSIONS)) != str(_EXTENSIONS):
         return
     for lock in _EXTENSIONS.glob("*/*/lock"):

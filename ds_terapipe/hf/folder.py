@@ -160,6 +160,9 @@ def _layer(checkpoint: Path, record: Mapping[str, Any], entry: int) -> Tensors:
             "its end"
         )
     found: Tensors = read("export", files[0])
+    names = record["entries"][entry]
+    if not isinstance(found, Mapping) or not all(_is_of(own, value, names) for own, value in found.items()):
+        raise ConfigError(f"export: got {files[0]} of another layer, must be of entry {entry}, use another checkpoint")
     return found
 
 
@@ -169,12 +172,7 @@ def _of_layer(
     names = record["entries"][entry]
     prefix = "tied_modules.embed." if entry == 0 and record["tied"] else f"{entry}."
     found = {}
-    weights = _layer(checkpoint, record, entry)
-    if not isinstance(weights, Mapping) or not all(_is_of(own, value, names) for own, value in weights.items()):
-        raise ConfigError(
-            f"export: got {checkpoint} with another layer in the file of entry {entry}, must be its own, use another checkpoint"
-        )
-    for own, weight in weights.items():
+    for own, weight in _layer(checkpoint, record, entry).items():
         master = masters.find(prefix + own, weight)
         value = weight if master is None else master
         found[_renamed(own, names)] = (

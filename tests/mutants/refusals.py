@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         NOTHING,
         "Verify runs the model whole and sliced and compares nothing.",
-        (_VERIFY + "_compare",),
+        (_VERIFY + "_OneLayer.compare",),
         _compares_nothing,
         "refusals, verify on one stage",
     ),
