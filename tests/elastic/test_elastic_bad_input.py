@@ -22,7 +22,7 @@ from tests.elastic.samples import Texts
 from tests.elastic.training import Case, data_of, engine_of
 from tests.mutants.claims import holds, refused_or_let_pass
 from tests.pipeline.models import FrozenBlock, FrozenEmbedding
-from tests.spawn import run_ranks
+from tests.spawn import launched, run_ranks
 
 CASE = Case("gpt", "sgd", 2, (), (), steps=1, slices=None)
 SCHEDULE = {"policy": "schedule"}
@@ -172,9 +172,7 @@ def only_static_beside_zero() -> tuple[str, str]:
     return refused(config={"zero_optimization": {"stage": 1}, "elastic_pipeline": {"enabled": True}})
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(worker, 2, timeout=200)
+ranks = launched(worker, 2, timeout=200)
 
 
 def check(name: str, ranks: Any, *parts: str) -> None:

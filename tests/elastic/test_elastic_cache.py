@@ -19,7 +19,7 @@ from tests.elastic.samples import Texts, micro_batch_of
 from tests.elastic.training import Case, data_of, engine_of, reference_on, writing
 from tests.pipeline.models import FrozenBlock
 from tests.pipeline.training import difference
-from tests.spawn import mark, run_ranks, run_to_exit
+from tests.spawn import launched, mark, run_ranks, run_to_exit
 
 PERIOD = 3  # steps after which the samples come again
 EXACT, BF16 = {"enabled": True}, {"enabled": True, "dtype": "bf16"}
@@ -103,9 +103,7 @@ def trainings(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(trainings, 2, list(CASES), timeout=240)
+ranks = launched(trainings, 2, list(CASES), timeout=240)
 
 
 @pytest.mark.parametrize("name", CASES)

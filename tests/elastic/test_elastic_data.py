@@ -14,7 +14,7 @@ from tests.elastic.samples import LENGTH, Texts, in_order, micro_batch_of
 from tests.elastic.training import Case, engine_of, reference_on
 from tests.mutants.claims import holds
 from tests.pipeline.models import mean_loss, micro_batch
-from tests.spawn import run_ranks
+from tests.spawn import launched, run_ranks
 
 SAMPLES, SEED = 20, 5
 EVALUATED = (3, 11)  # sizes of datasets: less than a micro-batch for each replica, odd
@@ -240,14 +240,10 @@ def worker(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, Any]
     return found
 
 
-@pytest.fixture(scope="module")
-def two():
-    return run_ranks(worker, 2, TWO, timeout=200)
+two = launched(worker, 2, TWO, timeout=200)
 
 
-@pytest.fixture(scope="module")
-def four():
-    return run_ranks(worker, 4, FOUR, timeout=200)
+four = launched(worker, 4, FOUR, timeout=200)
 
 
 @pytest.mark.parametrize("name", [*TWO, *FOUR])

@@ -15,7 +15,7 @@ from ds_terapipe.elastic.shapes.history import read_history
 from tests.elastic.samples import Texts, in_order, micro_batch_of
 from tests.elastic.training import Case, data_of, engine_of, grouped_adamw, prefixes
 from tests.pipeline.models import Embedding, Plain, gpt, mean_loss
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 SAMPLES = 20  # an epoch is 2.5 steps
 CASE = Case("texts", "adamw", 2, (), (), slices=None, steps=12)
@@ -157,9 +157,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {**found, "late": frozen_late(f"{folder}/late")}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(worker, 2, str(tmp_path_factory.mktemp("decisions")), timeout=200)
+ranks = launched(worker, 2, timeout=200, folder=True)
 
 
 def alone(policy: Policy) -> tuple[list[int], list[float], dict[int, list[float]]]:

@@ -26,7 +26,7 @@ from tests.mutants.claims import holds
 from tests.pipeline.models import VOCABULARY, Plain, gpt, mean_loss
 from tests.pipeline.test_shared_weights import SHARED, sharing
 from tests.pipeline.training import difference
-from tests.spawn import run_ranks
+from tests.spawn import launched, run_ranks
 
 LOSS = Case("texts", "adamw", 2, (), ((2, 1), (5, 2)), steps=8)
 LOSSES = {
@@ -218,9 +218,7 @@ def worker(rank: int, world_size: int, folder: str, only: tuple[str, str] | None
     }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(worker, 2, str(tmp_path_factory.mktemp("checkpoints")), timeout=250)
+ranks = launched(worker, 2, timeout=250, folder=True)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -20,7 +20,7 @@ from tests.mutants.claims import holds
 from tests.optim.phase_runs import SAMPLES, Texts, error_of, stacked
 from tests.pipeline.models import Plain, gpt, mean_loss
 from tests.pipeline.training import SGD, build_engine, difference
-from tests.spawn import run_ranks
+from tests.spawn import launched, run_ranks
 
 PHASES: list[dict[str, Any]] = [
     {"steps": 3, "batch_size": 4, "seq_length": 8, "lr": 0.2, "warmup_steps": 2},
@@ -191,9 +191,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {**found, "epochs": epochs(f"{folder}/epochs"), "refused": refused(), "forgotten": forgotten()}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(worker, 2, str(tmp_path_factory.mktemp("phases")), timeout=240)
+ranks = launched(worker, 2, timeout=240, folder=True)
 
 
 def positions() -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
 
@@ -122,9 +122,7 @@ def work(rank: int, world: int, folder: str) -> dict[Any, dict[str, Any]]:
     return {case: one(case, Path(folder) / str(number)) for number, case in enumerate(CASES)}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, dict[str, Any]]]:
-    return run_ranks(work, 2, str(tmp_path_factory.mktemp("folders")), timeout=200)
+ranks = launched(work, 2, timeout=200, folder=True)
 
 
 @pytest.mark.parametrize("case", CASES)

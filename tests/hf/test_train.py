@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ds_terapipe.errors import ConfigError
 from tests.pipeline.models import mean_loss
 from tests.pipeline.training import Trace, build_engine, train, train_plain, worst
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
 
@@ -193,9 +193,7 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
     return {"trained": trained(), "checkpointed": checkpointed(), "masked": masked(), "refused": refused()}
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(worker, 2, timeout=240, env={"HF_HUB_OFFLINE": "1"})
+ranks = launched(worker, 2, timeout=240, env={"HF_HUB_OFFLINE": "1"})
 
 
 def check(result: dict[str, Any], lengths: list[int], calls: set[Any]) -> None:

@@ -16,6 +16,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     mapping = commands.add_parser("map", help="which test files run which lines")
     mapping.add_argument("--out", type=Path, required=True)
     mapping.add_argument("--each", nargs="*", default=[], metavar="FILE", help="files whose tests are run one by one")
+    mapping.add_argument("--jobs", type=int, default=2)
     mapping.add_argument("files", nargs="*", help="test files; default all")
     mapping.set_defaults(action=_map)
     running = commands.add_parser("run", help="draw mutants and run the tests that come to them")
@@ -62,19 +64,29 @@ def _map(options: Any) -> None:
     for file in options.files or sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")):
         units += _tests_in(file) if file in options.each else [file]
     found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    for unit in units:
-        if unit in found:
-            continue
-        with tempfile.NamedTemporaryFile() as lines:
-            begin = time.monotonic()
-            code, text = _pytest([unit], {"MUTANT_LINES": lines.name}, 1800.0)
-            seconds = time.monotonic() - begin
-            seen = sorted(set(Path(lines.name).read_text().split()))
-        print(f"{unit}: {seconds:.0f} s, {len(seen)} lines, exit {code}", flush=True)
-        if code == 1:
-            print(text[-2000:])
-        found[unit] = {"seconds": seconds, "code": code, "lines": seen}
-        options.out.write_text(json.dumps(found))
+    written = threading.Lock()
+
+    def look(unit: str) -> None:
+        about = _lines_of(unit)
+        with written:
+            found[unit] = about
+            options.out.write_text(json.dumps(found))
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(look, [unit for unit in units if unit not in found]))
+
+
+def _lines_of(unit: str) -> dict[str, Any]:
+    """The lines that tests run, in all their processes."""
+    with tempfile.NamedTemporaryFile() as lines:
+        begin = time.monotonic()
+        code, text = _pytest([unit], {"MUTANT_LINES": lines.name}, 1800.0)
+        seconds = time.monotonic() - begin
+        seen = sorted(set(Path(lines.name).read_text().split()))
+    print(f"{unit}: {seconds:.0f} s, {len(seen)} lines, exit {code}", flush=True)
+    if code == 1:
+        print(text[-2000:])
+    return {"seconds": seconds, "code": code, "lines": seen}
 
 
 def _tests_in(file: str) -> list[str]:

@@ -18,7 +18,7 @@ from tests.optim.replay import decayed_and_not, lamb, off_by, replay, same, stat
 from tests.pipeline.models import SEED, masked_loss, steps_of, tied_gpt
 from tests.pipeline.test_engine_fp16 import allow_fp16
 from tests.pipeline.training import mine
-from tests.spawn import run_ranks
+from tests.spawn import launched, run_ranks
 
 # Each step rounds to fp32 once more: 3 steps of 6e-8, and the ratio's own rounding of 1e-7 times lr.
 CLOSE = 1e-6
@@ -151,9 +151,7 @@ NANS = ["fp32", "fp32, four stages", "fp32, slices", "fp32 zero1, two groups", "
 RESUMED = ["fp32", "fp32 zero1, two groups", "bf16", "bf16 zero1"]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(worker, 4, str(tmp_path_factory.mktemp("checkpoints")), timeout=400)
+ranks = launched(worker, 4, timeout=400, folder=True)
 
 
 @pytest.mark.parametrize("name", SETUPS)

@@ -17,7 +17,7 @@ import ds_terapipe
 from tests.mutants.claims import holds
 from tests.optim.replay import decayed_and_not, lamb, masters, off_by, replay, same, state
 from tests.pipeline.test_engine_fp16 import allow_fp16
-from tests.spawn import run_ranks
+from tests.spawn import launched, run_ranks
 
 CLOSE = 1e-6  # rounding of fp32, as in test_deepspeed_pipeline.py
 CLIP = 0.05
@@ -153,9 +153,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(worker, 3, str(tmp_path_factory.mktemp("checkpoints")), timeout=400)
+ranks = launched(worker, 3, timeout=400, folder=True)
 
 
 @pytest.mark.parametrize("name", SETUPS)

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 import ds_terapipe
 from tests.megatron.common import Model, batches, build, deepspeed_config
 from tests.optim.replay import lamb, off_by, replay, same, state
-from tests.spawn import run_ranks
+from tests.spawn import launched, run_ranks
 
 CLOSE = 1e-6  # rounding of fp32, as in test_deepspeed_pipeline.py
 CLIP = 0.3
@@ -74,9 +74,7 @@ def run(names: Iterable[str], rank: int) -> Iterator[tuple[str, tuple[dict[str, 
         destroy_parallel()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(worker, 4, timeout=400)
+ranks = launched(worker, 4, timeout=400)
 
 
 @pytest.mark.parametrize("name", SETUPS)

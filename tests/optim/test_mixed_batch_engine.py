@@ -29,7 +29,7 @@ from tests.optim.phase_runs import (
     whole_run,
 )
 from tests.pipeline.training import worst
-from tests.spawn import run_ranks
+from tests.spawn import launched, run_ranks
 
 TOKENS = {"slices": 3, "verify": False}
 ENGINES: dict[str, dict[str, Any] | None] = {"DeepSpeed's": None, "ours": TOKENS}
@@ -51,9 +51,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(worker, 2, str(tmp_path_factory.mktemp("phases")), timeout=240)
+ranks = launched(worker, 2, timeout=240, folder=True)
 
 
 @pytest.fixture(scope="module")

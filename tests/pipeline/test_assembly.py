@@ -28,7 +28,7 @@ from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Op, Placement, Unit
 from tests.pipeline.fake_links import assemblies, run
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 VOCABULARY, WIDTH, BLOCKS = 17, 8, 6
 LENGTHS = (12, 9)  # of the micro-batches
@@ -283,9 +283,7 @@ def step(case: Case, assembly: Assembly, evaluation: bool = False) -> float | No
     return None if losses is None else float(losses.total) / len(LENGTHS)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[InProcess]:
-    return run_ranks(worker, 2, timeout=240)
+ranks = launched(worker, 2, timeout=240)
 
 
 @pytest.mark.parametrize("index", range(len(REAL)), ids=lambda index: str(REAL[index]))

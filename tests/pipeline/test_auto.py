@@ -21,7 +21,7 @@ from tests.mutants.claims import holds
 from tests.pipeline.models import HIDDEN, VOCABULARY, gpt, masked_loss, micro_batch, steps_of, tied_gpt
 from tests.pipeline.training import build_engine, train
 from tests.plan.costs import ExampleCost
-from tests.spawn import RankResult, launch, run_ranks
+from tests.spawn import RankResult, launch, launched, run_ranks
 
 MICRO_BATCHES, SEQUENCE = 2, 24
 BATCH = 2  # sequences of a micro-batch
@@ -205,9 +205,7 @@ def bad(rank: int, world_size: int, keys: dict[str, Any], steps: int) -> None:
     train(auto(**keys), steps_of(steps, MICRO_BATCHES))
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(worker, 2, str(tmp_path_factory.mktemp("auto")))
+results = launched(worker, 2, folder=True)
 
 
 def test_a_run_with_trials_has_the_losses_and_weights_of_one_without(results: list[dict[str, Any]]) -> None:

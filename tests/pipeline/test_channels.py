@@ -15,7 +15,7 @@ from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.transport.channels import Channels
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Channel, Placement
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 RANKS = 4
 PIPELINES: dict[str, tuple[Placement, list[list[int]]]] = {
@@ -51,9 +51,7 @@ def open_and_close(rank: int, world_size: int) -> dict[str, tuple[dict[Channel, 
     return found
 
 
-@pytest.fixture(scope="module")
-def opened() -> list[dict[str, tuple[dict[Channel, tuple[int, ...]], int]]]:
-    return run_ranks(open_and_close, RANKS)
+opened = launched(open_and_close, RANKS)
 
 
 def wanted(placement: Placement, ranks: Sequence[int], rank: int) -> dict[Channel, tuple[int, ...]]:

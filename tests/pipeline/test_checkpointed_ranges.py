@@ -9,7 +9,7 @@ import torch
 
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import SGD, build_engine, train, train_plain, worst
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 STEPS, BLOCKS = 2, 6
 CASES = [(1, True, 4), (1, False, [7, 2, 9, 6]), (2, True, [7, 2, 9, 6]), (2, False, 4), (3, True, 4)]
@@ -36,9 +36,7 @@ def compare(rank: int, world_size: int) -> dict[tuple[int, bool], tuple[float, f
     return found
 
 
-@pytest.fixture(scope="module")
-def differences() -> list[dict[tuple[int, bool], tuple[float, float]]]:
-    return run_ranks(compare, 2, timeout=120)
+differences = launched(compare, 2, timeout=120)
 
 
 @pytest.mark.parametrize(("interval", "reentrant"), [case[:2] for case in CASES])

@@ -26,7 +26,7 @@ from ds_terapipe.process_groups import close_groups
 from tests.pipeline.footprint import Footprint, footprint, settled
 from tests.pipeline.models import gpt, mean_loss, micro_batch, tied_gpt
 from tests.pipeline.training import ADAMW, build_engine, difference
-from tests.spawn import run_ranks
+from tests.spawn import launched, run_ranks
 
 RANKS, STEPS = 2, 2
 ROUNDS, SETTLED = 30, 5  # the first rounds fill caches
@@ -198,9 +198,7 @@ def all_kinds(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {kind: left_by(kind, str(Path(folder) / kind)) for kind in KINDS}
 
 
-@pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(all_kinds, RANKS, str(tmp_path_factory.mktemp("events")))
+left = launched(all_kinds, RANKS, folder=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

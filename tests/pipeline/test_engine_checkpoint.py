@@ -12,7 +12,7 @@ import torch
 from ds_terapipe.names import MANIFEST
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import ADAMW, build_engine, train, worst
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6}}}
 KINDS: dict[str, dict[str, Any]] = {
@@ -78,9 +78,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[tuple[str, str, str]
     return {way: exchange(*way, folder=str(Path(folder) / "-".join(way))) for way in WAYS}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    return run_ranks(worker, 2, str(tmp_path_factory.mktemp("checkpoints")), timeout=180)
+ranks = launched(worker, 2, timeout=180, folder=True)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ds_terapipe import ConfigError
 from tests.pipeline.models import MaskedTokenLoss, gpt, masked_loss, mean_loss, micro_batch, steps_of, tied_gpt
 from tests.pipeline.training import build_engine, train, train_plain, worst
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 SLICED = {"slices": 5}
 sgd = partial(torch.optim.SGD, lr=0.2)
@@ -179,9 +179,7 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
     return {name: case() for name, case in CASES.items()}
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(worker, 2, timeout=180)
+ranks = launched(worker, 2, timeout=180)
 
 
 def test_evaluation_equals_deepspeeds(ranks: list[dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ from tests.pipeline.models import (
     tied_gpt,
 )
 from tests.pipeline.training import build_engine, train, train_plain, worst
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 LOSS_NUMBERS = 2  # numbers: what DeepSpeed keeps of a step is its loss, here and averaged over replicas
 
@@ -301,9 +301,7 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
     return results | {schedule: live_units(schedule) for schedule in ("1f1b", "terapipe")}
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(worker, 2, timeout=180)
+ranks = launched(worker, 2, timeout=180)
 
 
 @pytest.mark.parametrize("name", [*MODELS, "one buffer", "16 bits inside"])

@@ -29,7 +29,7 @@ from tests.pipeline.fake_links import assemblies, run
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import Trace, build_engine, errors, train, train_plain
 from tests.schedule.strategies import RandomGrid, few_slices, interleaved_grid, placements, random_grid, random_grids
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 WIDTH, TOKENS_PER_SLICE = 6, 2
 
@@ -195,9 +195,7 @@ def exact(bf16: bool) -> Trace:
     )
 
 
-@pytest.fixture(scope="module")
-def measured() -> list[dict[tuple[str, str, str], dict[str, float]]]:
-    return run_ranks(train_in_random_orders, 2, timeout=240)
+measured = launched(train_in_random_orders, 2, timeout=240)
 
 
 @pytest.mark.parametrize("keys", ["micro_batch", "slice"])

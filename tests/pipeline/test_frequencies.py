@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_terapipe import ConfigError
 from tests.pipeline.models import HIDDEN, VOCABULARY, Block, Embedding, Head, masked_loss, steps_of
 from tests.pipeline.training import SGD, build_engine, train, train_plain, worst
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 SLICES, STEPS = 4, 2
 
@@ -100,9 +100,7 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(worker, 2, timeout=200)
+ranks = launched(worker, 2, timeout=200)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -16,7 +16,7 @@ from tests.megatron.common import build as build_megatron
 from tests.pipeline.host_reads import host_reads
 from tests.pipeline.models import Block, LayerSpec, masked_loss, micro_batch, tied_gpt
 from tests.pipeline.training import build_engine
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 SLICES, MICRO_BATCHES, BF16 = 4, 2, {"bf16": {"enabled": True}}
 RANGES = {"activation_checkpoint_interval": 1, "checkpointable_layers": ["Block"]}
@@ -104,9 +104,7 @@ def noisy() -> str:
     return "nothing was raised"
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(work, 2, timeout=200)
+ranks = launched(work, 2, timeout=200)
 
 
 @pytest.mark.parametrize("name", [*CASES, *MEGATRON])

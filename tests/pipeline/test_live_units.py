@@ -8,7 +8,7 @@ import pytest
 
 from ds_terapipe.schedule import Op, order, simulate
 from tests.benchmarks.emulated import Case, SleepCost, data_for, new_engine
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 STAGES, MICRO_BATCHES, TOKENS = 8, 32, 12
 CASES = {"1f1b": ("1f1b", 4), "flush": ("terapipe", 4), "plain 1f1b": ("1f1b", 1)}
@@ -32,9 +32,7 @@ def worker(rank: int, world_size: int) -> dict[str, Peak]:
     return peaks
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Peak]]:
-    return run_ranks(worker, STAGES, timeout=180)
+ranks = launched(worker, STAGES, timeout=180)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
@@ -15,7 +14,7 @@ from ds_terapipe.pipeline.inspection.sequence_dims import probe_spans
 from ds_terapipe.schedule import Op
 from tests.pipeline.models import Block, gpt, mean_loss, micro_batch
 from tests.pipeline.training import build_engine
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 SLICES, LENGTH, MICRO_BATCHES = 4, 24, 2
 COPIES = 61
@@ -149,9 +148,7 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
     return {**found, "break down": break_down(rank, world_size)}
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(everything, 2)
+ranks = launched(everything, 2)
 
 
 def test_after_an_error_before_the_step_an_engine_goes_on(ranks):

@@ -16,7 +16,7 @@ from ds_terapipe.pipeline.slicing import TensorCut
 from tests.pipeline.attention_layers import DocumentMask
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, mean_loss, micro_batch
 from tests.pipeline.training import build_engine, train, train_plain, worst
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 B, H = 4, 7
 SHORT, LONG = LEAST_TOKENS, 100  # sequences that are looked at in slices of two tokens and one, and of two and three
@@ -179,9 +179,7 @@ def train_all(rank: int, world_size: int) -> dict[str, float]:
     return result
 
 
-@pytest.fixture(scope="module")
-def differences() -> list[dict[str, float]]:
-    return run_ranks(train_all, 2)
+differences = launched(train_all, 2)
 
 
 @pytest.mark.parametrize("name", MODELS)

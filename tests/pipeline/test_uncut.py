@@ -20,7 +20,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from ds_terapipe.pipeline.operators.interception import Overrides
 from tests.pipeline.models import Block, Embedding, Head, gpt, masked_loss, steps_of
 from tests.pipeline.training import SGD, build_engine, train, train_plain, worst
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 STAGES, BLOCKS, MICRO_BATCHES, STEPS = 2, 4, 3, 2
 SAME = 1e-6  # relative; the same operations in the same order
@@ -171,9 +171,7 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
     return {"checkpointed": checkpointed(rank), "compiled": compiled(), "own": own_forward()}
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(everything, STAGES, timeout=240)
+ranks = launched(everything, STAGES, timeout=240)
 
 
 def same_course(ours: dict[str, Any], deepspeeds: dict[str, Any]) -> None:

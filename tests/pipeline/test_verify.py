@@ -30,7 +30,7 @@ from tests.mutants.claims import holds
 from tests.pipeline.attention_layers import Attention, EncoderLayer
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, mean_loss, micro_batch, token_losses
 from tests.pipeline.training import build_engine
-from tests.spawn import run_ranks
+from tests.spawn import launched, run_ranks
 
 STEPS = [[micro_batch(10 * step + m, masked=False) for m in range(2)] for step in range(3)]
 
@@ -243,9 +243,7 @@ def pooled_loss(logits, targets):
     return F.cross_entropy(logits, targets[:, 0])
 
 
-@pytest.fixture(scope="module")
-def said() -> list[dict[str, tuple[str, bool, str]]]:
-    return run_ranks(refusals, 2)
+said = launched(refusals, 2)
 
 
 @pytest.mark.parametrize("name", CHANGED)
@@ -439,9 +437,7 @@ def long_ones(rank: int, world_size: int) -> dict[str, tuple[str, int]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def long_sequences():
-    return run_ranks(long_ones, 2)
+long_sequences = launched(long_ones, 2)
 
 
 @pytest.mark.parametrize("name", LONG)
