@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutation.operators import Mutant, mutants_of
+from tests.mutation.runs import ROOT, run_tests
 
-ROOT = Path(__file__).resolve().parents[2]
 PURE = ("schedule", "plan", "tracing", "elastic.policies", "elastic.shapes", "elastic.sampler", "elastic.settings", "config",
         "optim.lamb", "optim.schedules", "pipeline.slicing", "clipping")  # fmt: skip
 ENGINE = ("pipeline", "elastic", "hf", "optim", "megatron")
@@ -80,7 +78,7 @@ def _lines_of(unit: str) -> dict[str, Any]:
     """The lines that tests run, in all their processes."""
     with tempfile.NamedTemporaryFile() as lines:
         begin = time.monotonic()
-        code, text = _pytest([unit], {"MUTANT_LINES": lines.name}, 1800.0)
+        code, text = run_tests(["-m", SELECTED, unit], {"MUTANT_LINES": lines.name}, 1800.0)
         seconds = time.monotonic() - begin
         seen = sorted(set(Path(lines.name).read_text().split()))
     print(f"{unit}: {seconds:.0f} s, {len(seen)} lines, exit {code}", flush=True)
@@ -90,31 +88,9 @@ def _lines_of(unit: str) -> dict[str, Any]:
 
 
 def _tests_in(file: str) -> list[str]:
-    code, text = _pytest([file, "--collect-only"], {}, 300.0)
+    code, text = run_tests(["-m", SELECTED, file, "--collect-only"], {}, 300.0)
     assert code == 0, text
     return [line for line in text.splitlines() if line.startswith(file + "::")]
-
-
-def _pytest(arguments: list[str], env: dict[str, str], limit: float) -> tuple[int | None, str]:
-    """Exit status, None where the time was up, and what it printed."""
-    paths = [str(ROOT / "tests" / "mutation" / "hook"), str(ROOT)]
-    settings = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", SELECTED, *arguments]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        text, _ = process.communicate(timeout=limit)
-        return process.returncode, text
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        return None, process.communicate()[0]
 
 
 def draw(known: dict[str, Any], pure: int, engine: int, seed: int) -> list[tuple[str, Mutant]]:
@@ -166,7 +142,7 @@ def _judge(module: str, mutant: Mutant, known: dict[str, Any], most_s: float) ->
         if runs and spent + seconds > most_s:
             break
         begin = time.monotonic()
-        code, _ = _pytest([unit], {"MUTANT": f"{module}:{mutant.index}"}, 3 * seconds + _SLACK_S)
+        code, _ = run_tests(["-m", SELECTED, unit], {"MUTANT": f"{module}:{mutant.index}"}, 3 * seconds + _SLACK_S)
         spent, runs = spent + time.monotonic() - begin, runs + 1
         if code != 0:
             fate, by = ("timeout" if code is None else "killed"), unit

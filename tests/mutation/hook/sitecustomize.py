@@ -1,9 +1,10 @@
 """Puts a mutant into the package, or marks its lines as run, in every interpreter that has this folder on PYTHONPATH.
 
-``MUTANT``: ``module:index``, or ``known:name`` of known.py.
+``MUTANT``: ``module:index``, or ``known:name`` of known/.
 ``MUTANT_LINES``: a file, to which each process appends ``module:line`` of the lines that it runs.
 """
 
+import importlib
 import importlib.machinery
 import os
 import sys
@@ -24,7 +25,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         if _LINES:
             code = _part("operators").traced(source)
         elif _TARGET == "known":
-            code = _part("known").by_name(_INDEX).applied(self.name, source)
+            code = importlib.import_module("tests.mutation.known").by_name(_INDEX).applied(self.name, source)
         elif self.name == _TARGET:
             code = _part("operators").mutated(source, int(_INDEX))
         return compile(code, path, "exec", dont_inherit=True, optimize=_optimize)

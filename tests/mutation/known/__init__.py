@@ -1,10 +1,13 @@
 """Defects that the tests must notice, each as a change of text and the test that fails under it.
 
-The standard library only: every interpreter that runs under a mutant imports this before anything else.
+Each module here has a tuple ``KNOWN`` of :class:`Known`, by area. An interpreter that runs under a defect reads them before
+anything else, so they import nothing but this.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import NamedTuple
 
 
@@ -12,10 +15,10 @@ class Known(NamedTuple):
     """One defect.
 
     Attributes:
-        name: what tables and ``-k`` call it.
+        name: what is wrong, in a few words.
         module: below ``ds_terapipe``, e.g. ``pipeline.slicing``.
         was, becomes: the text that is replaced; ``was`` occurs once in the module.
-        test: what fails under it, as pytest takes it, options included.
+        test: what fails under it, as pytest takes it; several words where an option like ``-k`` is among them.
     """
 
     name: str
@@ -29,9 +32,12 @@ class Known(NamedTuple):
         return source.replace(self.was, self.becomes) if module == f"ds_terapipe.{self.module}" else source
 
 
-KNOWN: tuple[Known, ...] = ()
+def known() -> tuple[Known, ...]:
+    """All defects, by area and place."""
+    modules = sorted(found.name for found in pkgutil.iter_modules(__path__))
+    return tuple(each for name in modules for each in importlib.import_module(f"{__name__}.{name}").KNOWN)
 
 
 def by_name(name: str) -> Known:
     """The defect of this name."""
-    return next(each for each in KNOWN if each.name == name)
+    return next(each for each in known() if each.name == name)
