@@ -10,7 +10,7 @@ VERSIONS ?= 3.11 3.12 3.10
 RUN := $(if $(VENV),PATH="$(abspath $(VENV))/bin:$$PATH") OMP_NUM_THREADS=1
 MYPY_CACHE ?= .mypy_cache
 
-.PHONY: help venv demo test test-full test-versions smoke test-smoke test-mutants lint format clean gpu-attention gpu-lamb gpu-one gpu-memory gpu-two gpu-four
+.PHONY: help venv demo test-fast test test-full test-versions smoke test-smoke lint format clean gpu-attention gpu-lamb gpu-one gpu-memory gpu-two gpu-four
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/'
@@ -27,11 +27,15 @@ venv: ## make the environment .venv and install the package in it
 demo: venv ## train a Megatron GPT on two processes with token slices, then compare with and without
 	@$(RUN) bash configs/demo.sh
 
-test: venv ## the tests that CI runs
-	$(RUN) python -m pytest -q -m "not full and not mutants" --durations 15 --durations-min 5 $(ARGS)
+test-fast: venv ## the tests that start no process
+	$(RUN) python -m pytest -q -m "not full and not processes" $(ARGS)
 
-test-full: venv ## every combination of settings, some tens of minutes
-	$(RUN) python -m pytest -q $(ARGS)
+test: venv ## the tests that CI runs
+	$(RUN) python -m pytest -q -m "not full" --slowest 10 $(ARGS)
+
+test-full: venv ## all tests, known defects among them, and other versions: for the night
+	$(RUN) python -m pytest -q --slowest 10 $(ARGS)
+	@$(MAKE) smoke
 
 test-versions: ## the tests under other versions of Python, megatron-core and PyTorch, e.g. VERSIONS="3.10 3.12:torch==2.13.0"
 	bash configs/versions.sh test $(VERSIONS)
@@ -40,10 +44,7 @@ smoke: ## what another megatron-core and Python could break, in their own enviro
 	bash configs/versions.sh test-smoke 3.12
 
 test-smoke: venv ## names that the package relies on, and Megatron models against one process
-	$(RUN) python -m pytest -q -m "not full and not mutants" tests/test_compat.py tests/test_package.py tests/megatron $(ARGS)
-
-test-mutants: venv ## every known defect put into the package, and which tests find it
-	$(RUN) python -m pytest -q tests/test_mutants.py $(ARGS)
+	$(RUN) python -m pytest -q -m "not full" tests/test_compat.py tests/test_package.py tests/megatron $(ARGS)
 
 gpu-attention: venv ## on a GPU: the attention of slices (docs/gpu.md says what these are for)
 	$(RUN) python -m pytest -q -m gpu tests/pipeline $(ARGS)

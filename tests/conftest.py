@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.mutants.table import mutant_table
+from tests import timing
 from tests.pool import POOL, Launch
+from tests.tiers import starts_processes
 
 # Two cores may be shared with anything: how long an example takes to run or to make says nothing.
 settings.register_profile("ds_terapipe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -21,6 +22,7 @@ settings.load_profile("ds_terapipe")
 # and that everybody then waits for without end. The user's own cache is none of the tests' business.
 _EXTENSIONS = Path(__file__).resolve().parents[1] / ".pytest_cache" / "torch_extensions"
 _COMPILES_S = 300  # at most: a lock that is older is nobody's
+_BEGIN = time.monotonic()
 
 
 def pytest_configure() -> None:
@@ -34,36 +36,50 @@ def pytest_configure() -> None:
             lock.unlink(missing_ok=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start processes."""
+    for item in items:
+        if starts_processes(item):
+            item.add_marker("processes")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the launches that the selected tests will ask for."""
     if session.config.option.collectonly:
         return
     found: dict[int, Launch] = {}
     for item in session.items:
-        for definitions in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
-            launch = getattr(definitions[-1].func, "launch", None)
-            if launch is not None:
-                found[id(launch)] = launch
+        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+        launches = [getattr(definitions[-1].func, "launch", None) for definitions in fixtures]
+        launches += item.callspec.params.values() if hasattr(item, "callspec") else []
+        found.update((id(launch), launch) for launch in launches if isinstance(launch, Launch))
     POOL.submit(list(found.values()))
 
 
-def pytest_sessionfinish() -> None:
-    """Begin none that no test waits for any more."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slowest", type=int, default=0, help="print so many of the slowest tests and launches")
+    parser.addoption("--most-minutes", type=float, help="fail above; more on a slower machine, see tests/timing.py")
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Print the slowest tests and launches."""
+    reports = [report for each in terminalreporter.stats.values() for report in each if hasattr(report, "duration")]
+    took = [(f"{report.nodeid} ({report.when})", report.duration) for report in reports]
+    took += [(f"launch {launch.name} x {launch.world_size}", launch.seconds) for launch in POOL.launches]
+    if config.option.slowest:
+        terminalreporter.section("slowest")
+        for line in timing.slowest(took, config.option.slowest):
+            terminalreporter.write_line(line)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Begin no launch that no test waits for, and fail above the limit."""
     POOL.stop()
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print what each check made of each mutant, see test_mutants.py."""
-    found = [
-        value
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        if getattr(report, "when", None) == "call"
-        for name, value in report.user_properties
-        if name == "mutant"
-    ]
-    if not found:
+    most = session.config.option.most_minutes
+    if most is None:
         return
-    terminalreporter.section("mutants: how far off in tolerances")
-    for line in mutant_table(found):
-        terminalreporter.write_line(line)
+    minutes, limit = (time.monotonic() - _BEGIN) / 60, timing.limit_here(most, timing.probe())
+    if minutes > limit:
+        print(f"\n--most-minutes: took {minutes:.1f}, must be at most {limit:.1f}, see the slowest")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -232,6 +232,11 @@ def run_ranks(
     return _values(results, options.get("mutant"))
 
 
+def values_of(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """As :func:`run_ranks`, for a caller that has room for the ranks: the run of a :class:`tests.pool.Launch`."""
+    return _values(_launch(function, world_size, args, timeout), None)
+
+
 def launched(
     function: Callable[..., Any],
     world_size: int,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -14,26 +13,16 @@ import torch
 from ds_terapipe.tracing.chrome import read
 from tests.elastic.samples import Texts, in_order, micro_batch_of
 from tests.elastic.training import Case, engine_of
-from tests.mutants.claims import holds
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 SAMPLES, SAVED, STEPS = 20, 6, 10
 TRACED = [9, 10]  # the third to the fifth step of the resumed run, which ends with the fourth
 FREEZE = ((2, 1), (4, 3))
-TWO = {
+CASES = {
     "shrunk": Case("texts", "adamw", 2, FREEZE, ((4, 1),), scheduler="lambda"),
     "grown": Case("texts", "lamb", 2, FREEZE, ((2, 1), (4, 2)), scheduler="warmup"),
     "in another order": Case("texts", "backwards", 1, FREEZE, ((2, 2), (4, 1))),
-    "partly frozen": Case("partly frozen", "lamb", 2, ((5, 4),), ((2, 1), (4, 2))),
-    "frozen": Case("texts", "sgd", 2, FREEZE, ()),
-    "ZeRO-1": Case("texts", "adamw", 2, FREEZE, ((4, 1),), precision="ZeRO-1"),
-    "bf16": Case("texts", "lamb", 2, FREEZE, ((2, 1), (4, 2)), precision="bf16 ZeRO-1"),
-    "fp16": Case("texts", "adamw", 2, FREEZE, ((2, 1), (4, 2)), precision="fp16"),
     "fp16 ZeRO-1": Case("texts", "adamw", 2, FREEZE, ((4, 1),), precision="fp16 ZeRO-1"),
-}
-FOUR = {
-    "shrunk": Case("texts", "lamb", 2, FREEZE, ((4, 1),)),
-    "halved": Case("texts", "adamw", 4, FREEZE, ((4, 2),), scheduler="lambda"),
 }
 
 
@@ -133,33 +122,16 @@ def started_in(case: Case, state: dict[str, Any]) -> tuple[list[float], dict[str
     return found
 
 
-def worker(rank: int, world_size: int, cases: dict[str, Case], folder: str) -> dict[str, Any]:
-    return {name: bits(case, f"{folder}/{name}") for name, case in cases.items()}
+def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    return {name: bits(case, f"{folder}/{name}") for name, case in CASES.items()}
 
 
-def run(processes: int, cases: dict[str, Case], folder: Any, **options: Any) -> dict[str, list[Any]]:
-    ranks = run_ranks(worker, processes, cases, str(folder), timeout=200, **options)
-    return {name: [found[name] for found in ranks] for name in cases}
+ranks = launched(worker, 2, timeout=200, folder=True)
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return run(2, TWO, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return run(4, FOUR, tmp_path_factory.mktemp("four"))
-
-
-@pytest.mark.parametrize("name", TWO)
-def test_two_processes(two, name):
-    check(TWO[name], two[name])
-
-
-@pytest.mark.parametrize("name", FOUR)
-def test_four_processes(four, name):
-    check(FOUR[name], four[name])
+@pytest.mark.parametrize("name", CASES)
+def test_after_a_transition_it_is_the_training_that_starts_there(ranks: list[Any], name: str) -> None:
+    check(CASES[name], [found[name] for found in ranks])
 
 
 def check(case: Case, ranks: list[Any]) -> None:
@@ -195,10 +167,3 @@ def check_samples(case: Case, ranks: list[Any]) -> None:
                 for t in range(STEPS - SAVED)
             ]
             assert steps == in_order(STEPS, case.batch, SAMPLES)[SAVED:], (which, stage)
-
-
-def holds_for(mutant: str | None, name: str) -> bool:
-    """For tests.mutants."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = run(2, {name: TWO[name]}, folder, mutant=mutant)
-    return holds(check, TWO[name], ranks[name])

@@ -5,115 +5,43 @@ None of the models has a key bias, or another parameter whose true gradient is z
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import product
+from typing import Any
 
 import pytest
 
 from tests.elastic.training import MODELS, Case, elastic_runs, off, reference
-from tests.mutants.claims import holds
 from tests.pipeline.training import difference
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 LIMIT, USUAL = 1e-4, 1e-5  # what is promised, of a loss and of a tensor by norm; what rounding leaves of it
 
-TWO = {
-    "gpt": Case("gpt", "adamw", 2, ((6, 1), (12, 3), (18, 5)), ((12, 1), (24, 2)), scheduler="lambda"),
-    "tied": Case("tied", "sgd", 2, ((6, 1), (12, 3), (18, 5)), ((12, 1), (24, 2)), scheduler="warmup"),
+CASES = {
     "classifier": Case("classifier", "lamb", 2, ((6, 1), (12, 2), (18, 6)), ((12, 1), (24, 2)), slices=None),
     # DeepSpeed's own for fp32 on GPUs, which counts the steps of a group in the state of its last parameter
     "FusedAdam": Case("gpt", "fused adam", 2, ((6, 1), (12, 3)), ((12, 1), (24, 2)), scheduler="lambda"),
+    "tied": Case("tied", "sgd", 2, ((6, 1), (12, 3), (18, 5)), ((12, 1), (24, 2)), scheduler="warmup"),
 }
-FOUR = {
-    "from four": Case("gpt", "adamw", 4, ((6, 1), (10, 2), (18, 3)), ((10, 2), (18, 1), (26, 4)), scheduler="lambda"),
-    "from two": Case("tied", "lamb", 2, ((6, 1), (12, 3), (18, 5)), ((12, 1), (24, 2)), 2, "warmup"),
-}
-SHORT = Case("gpt", "adamw", 2, ((1, 1), (2, 2)), ((2, 1),), slices=None, scheduler="lambda", steps=6)
 DROPOUT = {
     "never reshaped": Case("dropping", "adamw", 2, ((2, 1), (4, 3)), (), steps=10),
     "reshaped": Case("dropping", "adamw", 2, ((2, 1), (4, 3)), ((4, 1), (7, 2)), steps=10),
     "started as replicas": Case("dropping", "adamw", 1, ((2, 1), (4, 3)), ((7, 2),), steps=10),
 }
-INSTANCE = {"instance": Case("gpt", "instance", 2, ((2, 1), (4, 3)), ((4, 1), (7, 2)), scheduler="lambda", steps=10)}
-TOGETHER = {**TWO, **DROPOUT, **INSTANCE}
-SHAPES = {
-    "2: 2 1 2": (2, 2, ((12, 1), (24, 2))),
-    "4: 4 2 1": (4, 4, ((12, 2), (18, 1))),
-    "4: 2 1 4 2": (4, 2, ((12, 1), (18, 4), (24, 2))),
-    "4: 1 4 1": (4, 1, ((12, 4), (24, 1))),
-}
-FREEZE = {
-    "gpt": ((6, 1), (12, 3), (18, 4)),
-    "tied": ((6, 1), (12, 3), (18, 5)),
-    "classifier": ((6, 1), (12, 2), (18, 4)),
-}
+trained = launched(elastic_runs, 2, [*CASES.values(), *DROPOUT.values()], timeout=240)
 
 
-def everything(processes: int) -> dict[str, Case]:
-    """Models, optimisers, shapes, cut and uncut."""
-    return {
-        f"{model} {optimizer} {shape} {slices}": Case(
-            model,
-            optimizer,
-            stages,
-            FREEZE[model],
-            resize,
-            slices,
-            "lambda",
-            steps=28,
-            batch=8 if processes == 2 else 16,
-        )
-        for model, optimizer, (shape, (world, stages, resize)), slices in product(
-            FREEZE, ("adamw", "sgd", "lamb"), SHAPES.items(), (None, 4)
-        )
-        if world == processes and (model != "classifier" or slices is None)
-    }
+def of_case(trained: list[Any], name: str) -> list[Any]:
+    """Findings of each rank."""
+    number = [*CASES, *DROPOUT].index(name)
+    return [found[number] for found in trained]
 
 
-@pytest.fixture(scope="module")
-def trained(request):
-    """For processes and cases: what their ranks saw, by the name of the case; one pool for all of them."""
-    pools = {}
-
-    def results(processes, cases, timeout=240.0):
-        key = processes, tuple(cases)
-        if key not in pools:
-            ranks = run_ranks(elastic_runs, processes, list(cases.values()), timeout=timeout)
-            pools[key] = {name: [rank[n] for rank in ranks] for n, name in enumerate(cases)}
-        return pools[key]
-
-    return results
-
-
-@pytest.mark.parametrize("name", TWO)
-def test_two_processes(trained, name):
-    check(TWO[name], trained(2, TOGETHER)[name])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_training_in_one_process(trained, name):
+    check(CASES[name], of_case(trained, name))
 
 
 def test_dropout_does_not_depend_on_the_shape(trained):
-    check_dropout(trained(2, TOGETHER))
-
-
-def test_an_optimizer_given_as_an_instance(trained):
-    case, ranks = INSTANCE["instance"], trained(2, TOGETHER)["instance"]
-    check_numbers(case, ranks)
-    for found in ranks:
-        assert found["settings"] == {name: reference(case).settings[name] for name in found["settings"]}
-        assert found["wrong"] == [] and found["same"] and len({shape for _, shape, *_ in found["seen"]}) == 2
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", FOUR)
-def test_four_processes(trained, name):
-    check(FOUR[name], trained(4, FOUR)[name])
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("processes", "name"), [(n, name) for n in (2, 4) for name in everything(n)])
-def test_all_models_optimizers_and_shapes(trained, processes, name):
-    cases = everything(processes)
-    check(cases[name], trained(processes, cases, timeout=3000.0)[name])
+    check_dropout({name: of_case(trained, name) for name in DROPOUT})
 
 
 def check(case, ranks):
@@ -192,21 +120,3 @@ def check_settings(case, ranks):
         assert found["rate"] == ranks[0]["rate"]
     assert {name for found in ranks for name in found["settings"]} == set(wanted)
     assert (len(set(wanted.values())) > 1) == (case.optimizer in ("adamw", "fused adam"))
-
-
-# measures of these tests for tests.mutants
-
-
-def off_by(mutant):
-    """In tolerances, of a short run; or that something of it is not as it must be."""
-    ranks = [found for (found,) in run_ranks(elastic_runs, 2, [SHORT], mutant=mutant)]
-    if not all(found["wrong"] == [] for found in ranks) or not holds(check_settings, SHORT, ranks):
-        return False
-    return max(off(SHORT, ranks)) / USUAL
-
-
-def dropout_off_by(mutant):
-    """Whether dropout is equal in two shapes."""
-    cases = {name: replace(case, steps=7, slices=None) for name, case in DROPOUT.items()}
-    ranks = run_ranks(elastic_runs, 2, [cases["never reshaped"], cases["reshaped"]], mutant=mutant)
-    return not any(found["wrong"] for rank in ranks for found in rank) and holds(check_alike, *zip(*ranks, strict=True))

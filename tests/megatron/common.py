@@ -118,7 +118,7 @@ def whole_tensors(
 
     Asserts on the way that what is held more than once is the same everywhere; with ``same`` false the first copy counts.
     """
-    tensor = pipeline.topology().get_dim("model")
+    tensor = max(1, pipeline.topology().get_dim("model"))  # 0 where the topology has no such axis
     mine = [
         (name, getattr(p, "partition_dim", -1), getattr(p, "partition_stride", 1), of(p).detach().clone())
         for name, p in pipeline.named_parameters()

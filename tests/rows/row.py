@@ -1,0 +1,169 @@
+"""The factors of a training, and the rows that cover all their pairs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ds_terapipe.schedule import NAMES
+from tests.rows.covering import Rule, covering
+
+UNEVEN = "uneven"
+PERIOD = 3  # steps after which the samples come again
+FREEZES, RESIZES = ((2, 1), (4, 3)), (4, 6)  # (step, entries), and steps
+SHORT, LONG = 4, 9  # steps of a training
+
+
+class Layout(NamedTuple):
+    """Ranks of a training when it starts."""
+
+    stages: int
+    replicas: int
+    tensor: int
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.replicas * self.tensor
+
+    @property
+    def other(self) -> Layout:
+        """The layout with half as many stages, or two, and as many ranks."""
+        stages = self.stages // 2 if self.stages > 1 else 2
+        return Layout(stages, self.ranks // stages // self.tensor, self.tensor)
+
+    def __str__(self) -> str:
+        named = (("PP", self.stages), ("DP", self.replicas), ("TP", self.tensor))
+        return "x".join(f"{name}{number}" for name, number in named if number > 1)
+
+
+class Row(NamedTuple):
+    """A training.
+
+    Attributes:
+        model: "gpt", "tied" (its head has the embedding's table); with megatron-core's layers "megatron" (biases, learned
+            positions, tied) and "modern" (grouped queries, RMS norm, SwiGLU, rotary positions).
+        layout: when it starts.
+        slices, schedule, weight_gradients: of ``token_pipeline``.
+        micro_batches: of a step, over all replicas; two sequences each.
+        precision, optimizer: of ``models.py``.
+        loss: "own" of the model, "masked" (its denominator depends on the data), "per token" (the same in slices), "focused"
+            (no sum over tokens).
+        recompute: ``activation_checkpoint_interval``.
+        clip: ``gradient_clipping``.
+        freeze: "none", "by hand" (the first two entries, by ``requires_grad``), "schedule" (`FREEZES`).
+        resize: "off", "once" (to `Layout.other`), "and back".
+        cache: whether the outputs of frozen layers are kept.
+        resume: "no", or from a checkpoint in the middle, "here" or "elsewhere" (in `Layout.other`).
+    """
+
+    model: str = "gpt"
+    layout: Layout = Layout(2, 1, 1)
+    slices: Any = UNEVEN
+    schedule: str = "1f1b"
+    weight_gradients: str = "auto"
+    micro_batches: int = 4
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    loss: str = "masked"
+    recompute: int = 0
+    clip: float = 0.5
+    freeze: str = "none"
+    resize: str = "off"
+    cache: bool = False
+    resume: str = "no"
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.freeze == "schedule" or self.resize != "off" or self.cache or self.resume == "elsewhere"
+
+    @property
+    def steps(self) -> int:
+        return LONG if self.is_elastic else SHORT
+
+    @property
+    def saved_after(self) -> int | None:
+        """Steps before the checkpoint that the training goes on from."""
+        return None if self.resume == "no" else 5 if self.is_elastic else 2
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether numbers have 16 bits."""
+        return self.precision.startswith(("bf16", "fp16"))
+
+    def frozen(self, step: int) -> int:
+        """Entries that this step trains without."""
+        if self.freeze == "by hand":
+            return 2
+        return max((n for begin, n in FREEZES if begin <= step), default=0) if self.freeze == "schedule" else 0
+
+    def layout_at(self, step: int, start: Layout) -> Layout:
+        """The layout of a step, in a run that started in one."""
+        if self.resize == "off" or step < RESIZES[0]:
+            return start
+        moved = start.other if start == self.layout else start
+        back = self.layout if start == self.layout else self.layout.other
+        return back if self.resize == "and back" and step >= RESIZES[1] else moved
+
+    def __str__(self) -> str:
+        """The values, those of the default row left out; ``pytest -k`` takes it as it is."""
+        plain = Row()
+        said = [str(self.model), str(self.layout)]
+        for name in self._fields[2:]:
+            value = getattr(self, name)
+            if value != getattr(plain, name):
+                said.append(f"{name}:{value}".replace(" ", "-"))
+        return "+".join(said)
+
+
+FACTORS: dict[str, Sequence[Any]] = {
+    "model": ("gpt", "tied", "megatron", "modern"),
+    "layout": tuple(Layout(*each) for each in ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 1))),
+    "slices": (1, 2, UNEVEN, 8),
+    "schedule": NAMES,
+    "weight_gradients": ("auto", "slice", "micro_batch"),
+    "micro_batches": (2, 4),
+    "precision": ("fp32", "fp64", "ZeRO-1", "bf16", "bf16 ZeRO-1", "fp16"),
+    "optimizer": ("sgd", "adamw", "instance", "lamb"),
+    "loss": ("own", "masked", "per token", "focused"),
+    "recompute": (0, 1, 2),
+    "clip": (0.0, 0.5),
+    "freeze": ("none", "by hand", "schedule"),
+    "resize": ("off", "once", "and back"),
+    "cache": (False, True),
+    "resume": ("no", "here", "elsewhere"),
+}
+OURS = ("gpt", "tied")
+
+RULES = (
+    Rule(("model", "layout"), lambda model, layout: layout.tensor == 1 or model in ("megatron", "modern")),
+    Rule(("model", "loss"), lambda model, loss: (loss != "own") == (model in OURS)),
+    # the gradient of key biases is rounding, and in LAMB's norms
+    Rule(("model", "optimizer"), lambda model, optimizer: optimizer != "lamb" or model != "megatron"),
+    Rule(("precision", "optimizer"), lambda precision, optimizer: precision != "fp64" or optimizer != "lamb"),
+    # megatron-core's layers have no fp16 on a CPU
+    Rule(("precision", "model"), lambda precision, model: precision != "fp16" or model in OURS),
+    Rule(("precision", "resize"), lambda precision, resize: precision != "fp64" or resize == "off"),
+    Rule(("precision", "freeze"), lambda precision, freeze: precision != "fp64" or freeze != "schedule"),
+    Rule(("precision", "cache"), lambda precision, cache: precision != "fp64" or not cache),
+    Rule(("precision", "resume"), lambda precision, resume: resume != "elsewhere" or precision not in ("fp64", "fp16")),
+    # in which every replica has a micro-batch
+    Rule(
+        ("layout", "micro_batches", "resize", "resume"),
+        lambda layout, micro_batches, resize, resume: (
+            micro_batches
+            >= max(layout.replicas, layout.other.replicas if resize != "off" or resume == "elsewhere" else 1)
+        ),
+    ),
+    Rule(("slices", "weight_gradients"), lambda slices, weight_gradients: slices != 1 or weight_gradients == "auto"),
+    Rule(("slices", "schedule"), lambda slices, schedule: slices != 1 or schedule == "1f1b"),
+    Rule(("cache", "freeze"), lambda cache, freeze: not cache or freeze != "none"),
+    # one entry of two that are tied cannot be frozen by hand
+    Rule(("model", "freeze"), lambda model, freeze: freeze != "by hand" or model not in ("tied", "megatron")),
+)
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """All rows that `make test` runs."""
+    return tuple(Row(**values) for values in covering(FACTORS, RULES))

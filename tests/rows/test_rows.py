@@ -1,0 +1,127 @@
+"""Every row trains as one process does: losses, gradients, weights, through freezes, reshapes and checkpoints.
+
+``-k`` with a row's name, or a part of it, runs it alone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from tests.pool import Launch
+from tests.rows.reference import references
+from tests.rows.row import FACTORS, PERIOD, Row, rows
+from tests.rows.train import Found, Trained, train
+from tests.spawn import values_of
+
+LIMITS = {"fp64": 1e-10}
+FP32 = 1e-5
+NARROW = 1.3  # times the error of one process in the same 16 bits
+ROUNDING = {"bf16": 2.0**-9, "bf16 ZeRO-1": 2.0**-9, "fp16": 2.0**-12}  # of a loss from such logits
+
+
+def launch_of(row: Row) -> Launch:
+    """The training in one process, and then on the row's ranks."""
+
+    def run() -> list[Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            alone = values_of(references, 1, row)
+            return [alone[0], values_of(train, row.layout.ranks, row, folder, timeout=200.0)]
+
+    return Launch(str(row), row.layout.ranks, run)
+
+
+LAUNCHES = {row: launch_of(row) for row in rows()}
+
+
+def test_rows_have_every_value() -> None:
+    for name, values in FACTORS.items():
+        assert {getattr(row, name) for row in rows()} == set(values), name
+
+
+@pytest.mark.parametrize(("row", "launch"), LAUNCHES.items(), ids=map(str, LAUNCHES))
+def test_a_row_trains_as_one_process_does(row: Row, launch: Launch) -> None:
+    alone, ranks = launch.results()
+    problems = [f"rank {rank}: {text}" for rank, found in enumerate(ranks) for text in found.wrong]
+    compare = narrow_differences if row.is_narrow else differences
+    problems += compare(row, ranks[0].trained, alone, 0)
+    if row.saved_after is not None:
+        problems += compare(row, ranks[0].again, alone, row.saved_after)
+        problems += [] if row.resume == "elsewhere" else other_bits(row, ranks)
+    if row.cache and row.freeze != "none":
+        problems += [] if sum(found.read for found in ranks) else ["nothing is read from the cache"]
+    assert not problems, "\n".join([*problems, f"alone: python -m pytest tests/rows -k {row}"])
+
+
+def differences(row: Row, got: Trained, alone: dict[str, Trained], begin: int) -> list[str]:
+    """Losses, tensors of the first gradient and of the weights that are off by more than rounding."""
+    limit, wanted, found = LIMITS.get(row.precision, FP32), alone["own"], []
+    for step, (a, b) in enumerate(zip(got.losses, wanted.losses[begin:], strict=True), begin):
+        found.append((abs(a - b) / abs(b), f"loss of step {step}"))
+    assert got.weights.keys() == wanted.weights.keys()
+    found += [(_off(row, name, got.weights, wanted.weights), f"weight {name}") for name in wanted.weights]
+    if begin == 0:
+        found += [(_off(row, name, got.gradients, wanted.gradients), f"gradient {name}") for name in wanted.gradients]
+    return [f"{what}: off by {error:.1e}" for error, what in found if not error <= limit]
+
+
+def _off(row: Row, name: str, some: dict[str, Any], others: dict[str, Any]) -> float:
+    a, b = (_without_key_bias(row, name, np.asarray(each[name], dtype=np.float64)) for each in (some, others))
+    norm = float(np.linalg.norm(b))
+    return float(np.linalg.norm(a - b)) / (norm if norm else 1.0)
+
+
+def _without_key_bias(row: Row, name: str, value: Any) -> Any:
+    """A key bias adds the same to all scores of a query: its true gradient is zero, what optimizers make of it is rounding."""
+    biased = row.model == "megatron" and name.endswith("linear_qkv.bias")
+    return value.reshape(4, 3, -1)[:, [0, 2]] if biased else value  # of each head the query, the key, the value
+
+
+def narrow_differences(row: Row, got: Trained, alone: dict[str, Trained], begin: int) -> list[str]:
+    """Errors against wide numbers that are more than those of one process in the same 16 bits.
+
+    All tensors together: the error of a small one is a matter of luck, and of the processor.
+    """
+    found = []
+    for what in ("losses", "gradients", "weights"):
+        if what == "gradients" and begin:
+            continue
+        own, exact = getattr(alone["own"], what), getattr(alone["exact"], what)
+        if what == "losses":
+            own, exact = own[begin:], exact[begin:]
+        error, usual = (_together(row, each, exact) for each in (getattr(got, what), own))
+        usual = max(usual, ROUNDING[row.precision]) if what == "losses" else usual
+        if not error <= NARROW * usual:
+            found.append(f"{what}: off by {error:.1e}, one process by {usual:.1e}")
+    return found
+
+
+def _together(row: Row, some: Any, exact: Any) -> float:
+    if isinstance(exact, list):
+        pairs = [(np.asarray(some), np.asarray(exact))]
+    else:
+        assert some.keys() == exact.keys()
+        pairs = [
+            tuple(_without_key_bias(row, name, np.asarray(each[name], dtype=np.float64)) for each in (some, exact))
+            for name in exact
+        ]
+    squares = [((a - b) ** 2).sum() for a, b in pairs], [(b**2).sum() for _, b in pairs]
+    return float(np.sqrt(sum(squares[0]) / sum(squares[1])))
+
+
+def other_bits(row: Row, ranks: list[Found]) -> list[str]:
+    """Whether a run that goes on from its checkpoint in the same layout has other bits than the run that was not interrupted."""
+    whole, again = ranks[0].trained, ranks[0].again
+    assert again is not None
+    same = whole.losses[row.saved_after :] == again.losses
+    same = same and all(np.array_equal(whole.weights[name], again.weights[name]) for name in whole.weights)
+    return [] if same else ["resumed, the bits are others"]
+
+
+def test_the_samples_come_again() -> None:
+    assert all(row.steps > PERIOD for row in rows())

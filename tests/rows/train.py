@@ -1,0 +1,278 @@
+"""A row's training on its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed, nn
+
+from ds_terapipe.elastic.cache import outputs as outputs_of_cache
+from ds_terapipe.optim.lamb import FusedLamb
+from tests.megatron import common
+from tests.pipeline.models import MaskedTokenLoss, focused_loss, gpt, masked_loss, micro_batch, tied_gpt
+from tests.pipeline.training import _gradient, allow_fp16, build_engine
+from tests.ran import lengths_of, watched
+from tests.rows.row import FREEZES, OURS, PERIOD, RESIZES, Layout, Row
+
+SEQUENCES = 2  # of a micro-batch
+LOSSES: dict[str, Any] = {"masked": masked_loss, "per token": MaskedTokenLoss(), "focused": focused_loss}
+SPECS: dict[str, Callable[[], list[Any]]] = {"gpt": gpt, "tied": tied_gpt}
+SCALE = 128.0  # of an fp16 loss
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp64": {},
+    "ZeRO-1": {"zero_optimization": {"stage": 1}},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16 ZeRO-1": {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+    "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}},
+}
+UNEVEN = {24: (7, 2, 9, 1, 5), common.SEQ: (5, 1, 4, 2, 4)}
+
+
+class Trained(NamedTuple):
+    """A training: loss of each step, gradients of the first before clipping, weights at the end, whole, by name."""
+
+    losses: list[float]
+    gradients: dict[str, Any]
+    weights: dict[str, Any]
+
+
+class Found(NamedTuple):
+    """A training on several ranks.
+
+    Attributes:
+        trained: of rank 0.
+        again: losses and weights of a run that went on from the checkpoint; None: there is none.
+        wrong: facts of this rank that are not those of the row.
+        read: samples whose frozen outputs this rank took from the cache.
+    """
+
+    trained: Trained
+    again: Trained | None
+    wrong: list[str]
+    read: int
+
+
+# ------------------------------------------------------------------------------------------------- what all runs share
+
+
+def megatron_model(row: Row, dtype: torch.dtype = torch.float32) -> common.Model:
+    """As the tests of megatron-core's layers build it."""
+    modern = row.model == "modern"
+    position = "rope" if modern else "learned"
+    return common.Model(position, tied=not modern, modern=modern, dtype=dtype, checkpoint_interval=row.recompute)
+
+
+def data_of(row: Row) -> list[list[Any]]:
+    """The micro-batches of every step, over all replicas; those of the first `PERIOD` steps come again and again."""
+    if row.model in OURS:
+        first = [[micro_batch(1000 * s + m, batch=SEQUENCES) for m in range(row.micro_batches)] for s in range(PERIOD)]
+    else:
+        endless = common.batches(seed=3)
+        first = [[next(endless) for _ in range(row.micro_batches)] for _ in range(PERIOD)]
+    return [first[step % PERIOD] for step in range(row.steps)]
+
+
+def slices_of(row: Row) -> Any:
+    """``token_pipeline.slices``."""
+    return list(UNEVEN[24 if row.model in OURS else common.SEQ]) if row.slices == "uneven" else row.slices
+
+
+def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Decay for matrices only; an epsilon above the rounding of gradients, out of which a smaller one makes whole steps."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=4e-3, betas=(0.9, 0.99), eps=1e-4)
+
+
+SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+LAMB = {"lr": 4e-3, "weight_decay": 0.1, "eps": 1e-4}
+PLAIN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, **SGD),
+    "adamw": adamw,
+    "instance": adamw,
+    "lamb": lambda parameters: FusedLamb(parameters, **LAMB),
+}
+GIVEN: dict[str, Any] = {
+    "sgd": {"type": "SGD", "params": SGD},
+    "adamw": lambda parameters: adamw(list(parameters)),
+    "instance": adamw,
+    "lamb": {"type": "FusedLamb", "params": LAMB},
+}
+
+
+def falling(optimizer: torch.optim.Optimizer) -> Any:
+    """A scheduler by which no two steps have the same rate."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step)
+
+
+# ------------------------------------------------------------------------------------------------------- several ranks
+
+
+def train(rank: int, world_size: int, row: Row, folder: str) -> Found:
+    """Train as the row says, and go on from its checkpoint."""
+    outputs_of_cache.OutputCache._compare = lambda self: None  # whether it pays to read is another test's
+    if row.precision == "fp16":
+        allow_fp16()
+    run = _Run(row, row.layout)
+    begin = row.saved_after
+    if begin is None:
+        trained = run.steps(range(row.steps))
+        return Found(trained, None, run.wrong, run.close())
+    before = run.steps(range(begin))
+    run.engine.save_checkpoint(folder)
+    after = run.steps(range(begin, row.steps))
+    read = run.close()
+    again = _Run(row, row.layout.other if row.resume == "elsewhere" else row.layout)
+    again.engine.load_checkpoint(folder)
+    went_on = again.steps(range(begin, row.steps))
+    whole = Trained(before.losses + after.losses, before.gradients, after.weights)
+    return Found(whole, went_on, run.wrong + again.wrong, read + again.close())
+
+
+class _Run:
+    """An engine that starts in a layout, and the data that its ranks get: those of the replica at the start."""
+
+    def __init__(self, row: Row, start: Layout) -> None:
+        self.row, self.start, self.wrong = row, start, list[str]()
+        self.engine = _engine_of(row, start)
+        replica, share = self.engine.grid.data_parallel_id, row.micro_batches // start.replicas
+        self.mine = slice(replica * share, (replica + 1) * share)
+        self.lengths = [lengths_of(24 if row.model in OURS else common.SEQ, slices_of(row))] * share
+
+    def steps(self, numbers: Sequence[int]) -> Trained:
+        engine, data, losses = self.engine, data_of(self.row), list[float]()
+        gradients: dict[str, Any] = {}
+        take = engine._take_model_step
+
+        def observed(*args: Any, **kwargs: Any) -> None:
+            if not gradients:
+                gradients.update(_gradients(self.row, engine))
+            take(*args, **kwargs)
+
+        engine._take_model_step = observed
+        plain = not self.row.is_elastic and self.row.freeze == "none"
+        with watched(engine) if plain else nullcontext() as ran:
+            for number in numbers:
+                mean = engine.train_batch(iter(data[number][self.mine]))
+                losses.append(_exact_loss(engine) if self.row.precision == "fp64" else float(mean))
+                if ran is not None:
+                    ran.check(self.lengths)
+                self._look(number)
+        del engine._take_model_step
+        return Trained(losses, gradients, common.whole_tensors(engine.module))
+
+    def _look(self, number: int) -> None:
+        """Note facts of the step that are not as they must be."""
+        row, engine = self.row, self.engine
+        here = row.layout_at(number, self.start)
+        facts: list[tuple[str, Any, Any]] = [
+            ("stages", engine.num_stages, here.stages),
+            ("replicas", engine.dp_world_size, here.replicas),
+            ("tensor", max(1, engine.grid.model_parallel_size), here.tensor),
+        ]
+        if row.is_elastic and row.freeze == "schedule":
+            facts.append(("frozen", engine.frozen_layers, row.frozen(number)))
+        if engine.slices_run:
+            facts.append(("slices", set(engine.slices_run), {self.lengths[0]}))
+        self.wrong += [f"step {number}: {what} {got}, not {wanted}" for what, got, wanted in facts if got != wanted]
+        shelf = getattr(engine, "_shelf", None)
+        if shelf is not None and shelf.cache is not None:
+            for job in shelf.cache._writing:  # a step as short as these would be over before its outputs are written
+                job.result()
+
+    def close(self) -> int:
+        """Destroy the engine; samples that it read from the cache."""
+        read = self.engine.cache_counts.read if self.row.cache else 0
+        self.engine.destroy()
+        return int(read)
+
+
+def _engine_of(row: Row, start: Layout) -> Any:
+    token_pipeline = {"slices": slices_of(row), "schedule": row.schedule, "weight_gradients": row.weight_gradients}
+    config = {"pipeline": {"use_reentrant": False}, **PRECISIONS[row.precision]}
+    if row.is_elastic:
+        config["elastic_pipeline"] = _elastic_block(row, start)
+    dtype = torch.float64 if row.precision == "fp64" else torch.float32
+    module = _module_of(row, start, dtype)
+    if row.freeze == "by hand":
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not name.startswith(("0.", "1.")))
+    return build_engine(
+        (),
+        None,
+        made=module,
+        token_pipeline=token_pipeline,
+        micro_batches=row.micro_batches // start.replicas,
+        batch=SEQUENCES,
+        clip=row.clip,
+        optimizer=GIVEN[row.optimizer],
+        instance=row.optimizer == "instance",
+        dtype=dtype,
+        config=config,
+        lr_scheduler=falling,
+    )
+
+
+def _elastic_block(row: Row, start: Layout) -> dict[str, Any]:
+    freeze: dict[str, Any] = {}
+    if row.freeze == "schedule":
+        freeze = {"policy": "schedule", "frozen_layers": [list(pair) for pair in FREEZES]}
+    steps = () if row.resize == "off" else RESIZES[:1] if row.resize == "once" else RESIZES
+    policy = [[step, row.layout_at(step, start).stages] for step in steps]
+    return {
+        "freeze": freeze,
+        "resize": {"policy": policy or "off"},
+        **({"cache": {"enabled": True}} if row.cache else {}),
+    }
+
+
+def _module_of(row: Row, start: Layout, dtype: torch.dtype) -> Any:
+    if row.model not in OURS:
+        from ds_terapipe.megatron import destroy_parallel
+
+        destroy_parallel()  # of another layout, before
+        return common.build(megatron_model(row, dtype), tensor=start.tensor, stages=start.stages)
+    from deepspeed.pipe import PipelineModule
+
+    from tests.pipeline.models import SEED
+
+    return PipelineModule(
+        SPECS[row.model](),
+        num_stages=start.stages,
+        loss_fn=LOSSES[row.loss],
+        partition_method="uniform",
+        seed_layers=True,
+        base_seed=SEED,
+        dynamic_shape=True,
+        activation_checkpoint_interval=row.recompute,
+    )
+
+
+def _gradients(row: Row, engine: Any) -> dict[str, Any]:
+    """Gradients that the optimizer is about to use, before clipping; zero where a parameter has none."""
+    scale = SCALE if row.precision == "fp16" else 1.0
+
+    def of(parameter: nn.Parameter) -> torch.Tensor:
+        gradient = _gradient(engine, parameter)
+        return torch.zeros_like(parameter) if gradient is None else gradient.view(parameter.shape).double() / scale
+
+    return common.whole_tensors(engine.module, of)
+
+
+def _exact_loss(engine: Any) -> float:
+    """The mean over replicas of what the last stages have: DeepSpeed rounds it to fp32 on its way to the others."""
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    mine = float(engine.total_loss) / engine.micro_batches if engine.is_last_stage() else None
+    distributed.all_gather_object(everyone, mine)
+    losses = [loss for loss in everyone if loss is not None]
+    return sum(losses) / len(losses)
