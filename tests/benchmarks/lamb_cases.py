@@ -1,75 +1,90 @@
-"""The columns of the LAMB benchmark on a CPU: optimizer steps over the same tensors, run inside a worker.
+"""The columns of the LAMB benchmark: steps over the tensors of BERT.
 
-All optimizers share parameters, gradients and moments: each keeps the same two averages of the same gradients, so what
-one leaves the next can go on with, and a model needs 16 bytes per parameter however many columns there are.
+All optimizers share parameters, gradients and moments: each keeps the same two averages of the same gradients, so
+what one leaves the next can go on with, and a model needs 16 bytes per parameter however many columns there are.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.benchmarks.lamb_eager import EagerLamb
-from tests.benchmarks.lamb_shapes import CLASSES, MODELS, of_class
-from tests.benchmarks.workers import Seat
-
-STREAM_ELEMENTS = 64 * 2**20  # 256 MB each way, eight times the last-level cache of what this was written on
+STREAM_ELEMENTS = 64 * 2**20  # 256 MB each way, many times the last-level cache
 STREAM_BYTES = 12  # read, write, and the read that a write to memory begins with
-# Bytes moved per parameter when no tensor stays in a cache. AdamW: p, g, m, v read, p, m, v written. LAMB: in phase 1
-# p, g, m, v read and m, v written, in phase 2 p, m, v read and p written, of which 12 fall away where phase 2 finds its
-# tensors in a cache; 4 more to look for nan and inf in the gradients. Eager: the 13 passes of lamb_eager._update,
-# temporaries counted as the stream is, with the read before a first write.
-BYTES = {"adamw": 28, "lamb": 44, "unchecked": 40, "search": 4, "read": 4, "eager": 128}
-UNMOVING = ("stream", "search", "read")  # these change no parameter
-_SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
+# Bytes moved per parameter when no tensor stays in a cache. AdamW: p, g, m, v read, p, m, v written. LAMB: in phase 1 p, g, m, v read
+# and m, v written, in phase 2 p, m, v read and p written; 4 more to look for nan and inf in the gradients. Eager: the 13 passes of
+# EagerLamb, temporaries counted as the stream is, with the read before a first write.
+BYTES = {"adamw": 28, "lamb": 44, "unchecked": 40, "search": 4, "read": 4, "eager": 128, "adamw2": 28}
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
 
 
-def fused_lamb(parameters: Sequence[Tensor], check_gradients: bool = True) -> torch.optim.Optimizer:
-    """The package's LAMB."""
-    from ds_terapipe.optim.lamb import FusedLamb
+def bert(layers: int, hidden: int, vocabulary: int = 30522, positions: int = 512) -> list[tuple[int, ...]]:
+    """Shapes of BERT for pre-training (Devlin et al., arXiv 1810.04805): tied output embedding, both heads, separate
+    q, k, v."""
 
-    return FusedLamb(parameters, **_SETTINGS, check_gradients=check_gradients)
+    def matrix(rows: int, columns: int) -> list[tuple[int, ...]]:
+        return [(rows, columns), (rows,)]
+
+    norm, square = [(hidden,), (hidden,)], matrix(hidden, hidden)
+    layer = 4 * square + norm + matrix(4 * hidden, hidden) + matrix(hidden, 4 * hidden) + norm
+    embeddings: list[tuple[int, ...]] = [(vocabulary, hidden), (positions, hidden), (2, hidden)]
+    return embeddings + norm + layers * layer + square + [(vocabulary,)] + square + norm + matrix(2, hidden)
+
+
+MODELS = {
+    "tiny": lambda: bert(2, 64, vocabulary=1000, positions=32),
+    "bert-base": lambda: bert(12, 768),
+    "bert-large": lambda: bert(24, 1024),
+}
+
+
+def parameters_of(model: str) -> int:
+    """How many numbers its tensors have."""
+    return sum(map(math.prod, MODELS[model]()))
+
+
+class EagerLamb(torch.optim.Optimizer):
+    """LAMB one tensor at a time in eager PyTorch, what a user has without a fused op. Written from the algorithm of
+    timm's ``Lamb`` (NVLAMB with every tensor adapted); every line is one pass over a tensor.
+    """
+
+    def __init__(self, params: Iterable[Tensor], **settings: Any) -> None:
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["step"] = group.get("step", 0) + 1
+        (beta1, beta2), count = group["betas"], group["step"]
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            for name in () if state else ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter)
+            mean, square = state["exp_avg"], state["exp_avg_sq"]
+            mean.lerp_(parameter.grad, 1 - beta1)
+            square.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+            denominator = (square.sqrt() / (1 - beta2**count) ** 0.5).add_(group["eps"])
+            update = (mean / (1 - beta1**count)).div_(denominator).add_(parameter, alpha=group["weight_decay"])
+            weight_norm, update_norm = parameter.norm(2.0), update.norm(2.0)
+            ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+            parameter.add_(update.mul_(ratio), alpha=-group["lr"])
 
 
 class Case:
     """The tensors of one model and what is timed on them. Called with a column's name, it takes one step."""
 
     def __init__(self, model: str) -> None:
-        self.shapes = MODELS[model]()
         generator = torch.Generator().manual_seed(0)
-        self.parameters = [torch.empty(one.shape).normal_(0, 0.02, generator=generator) for one in self.shapes]
+        self.parameters = [torch.empty(shape).normal_(0, 0.02, generator=generator) for shape in MODELS[model]()]
         for parameter in self.parameters:
             parameter.grad = torch.empty_like(parameter).normal_(0, 1e-3, generator=generator)
         self.moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in self.parameters}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._stream = torch.ones(STREAM_ELEMENTS), torch.zeros(STREAM_ELEMENTS)
-
-    def _chosen(self, column: str) -> tuple[str, list[Tensor]]:
-        """``adamw:attention`` is AdamW on the tensors of that class."""
-        name, _, kind = column.partition(":")
-        places = of_class(self.shapes, kind) if kind else range(len(self.parameters))
-        return name, [self.parameters[place] for place in places]
-
-    def _make(self, column: str) -> torch.optim.Optimizer:
-        name, parameters = self._chosen(column)
-        if name == "adamw":
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, **_SETTINGS, fused=True)
-        elif name == "eager":
-            optimizer = EagerLamb(parameters, **_SETTINGS)
-            optimizer.param_groups[0]["step"] = 1
-        else:
-            optimizer = fused_lamb(parameters, check_gradients=name == "lamb")
-        for parameter in parameters:
-            mean, square = self.moments[parameter]
-            # One step done: what each takes for the count of its steps.
-            step = {"adamw": torch.tensor(1.0), "eager": None}.get(name, 1)
-            state = {"exp_avg": mean, "exp_avg_sq": square} | ({} if step is None else {"step": step})
-            optimizer.state[parameter] = state
-        optimizer.step()
-        return optimizer
 
     def __call__(self, column: str) -> None:
         if column == "stream":
@@ -79,45 +94,32 @@ class Case:
             for parameter in self.parameters:
                 parameter.grad.sum()
         elif column == "search":
-            self._search()
+            self.search()
         else:
-            self._optimizer(column).step()
+            self.optimizer(column.removesuffix("2")).step()
 
-    def _optimizer(self, column: str) -> torch.optim.Optimizer:
-        if column not in self.optimizers:
-            self.optimizers[column] = self._make(column)
-        return self.optimizers[column]
+    def optimizer(self, name: str) -> torch.optim.Optimizer:
+        """As after a first step, whose moments it shares with the others."""
+        if name not in self.optimizers:
+            from ds_terapipe.optim.lamb import FusedLamb
 
-    def _search(self) -> None:
+            # what each takes for the count of its steps
+            if name == "adamw":
+                made, step = torch.optim.AdamW(self.parameters, **SETTINGS, fused=True), {"step": torch.tensor(1.0)}
+            elif name == "eager":
+                made, step = EagerLamb(self.parameters, **SETTINGS), {}
+                made.param_groups[0]["step"] = 1
+            else:
+                made, step = FusedLamb(self.parameters, **SETTINGS, check_gradients=name == "lamb"), {"step": 1}
+            for parameter, (mean, square) in self.moments.items():
+                made.state[parameter] = {"exp_avg": mean, "exp_avg_sq": square} | step
+                step = {key: value.clone() if isinstance(value, Tensor) else value for key, value in step.items()}
+            made.step()
+            self.optimizers[name] = made
+        return self.optimizers[name]
+
+    def search(self) -> None:
         """What a step of FusedLamb begins with, alone: the squares of the gradients, in which a nan or inf shows."""
-        ((_, (table,)),) = self._optimizer("lamb")._tables.values()  # type: ignore[attr-defined]
+        ((_, (table,)),) = self.optimizer("lamb")._tables.values()  # type: ignore[attr-defined]
         self.control = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)  # a scale, no clipping
         table.op.square_sum(table.tables, self.control)
-
-
-def prepare(seat: Seat, model: str) -> None:
-    """Request: allocate the model's tensors in this worker, in place of an earlier model's."""
-    seat.step = None
-    seat.step = Case(model)  # type: ignore[assignment]
-
-
-def timed(seat: Seat, column: str, threads: int, steps: int) -> float:
-    """Request: seconds of the fastest of ``steps`` steps of a column, after one that is not counted."""
-    case: Callable[[str], None] = seat.step  # type: ignore[assignment]
-    torch.set_num_threads(threads)
-    try:
-        best = float("inf")
-        for turn in range(steps + 1):
-            start = time.perf_counter()
-            case(column.removesuffix("2"))
-            if turn:
-                best = min(best, time.perf_counter() - start)
-        return best
-    finally:
-        torch.set_num_threads(1)
-
-
-def columns(eager: bool, classes: bool) -> list[str]:
-    """What is timed in a round. AdamW is timed twice: what the two differ by is the noise."""
-    out = ["stream", "adamw", "lamb", "unchecked", "search", "read", *(["eager"] if eager else []), "adamw2"]
-    return out + [f"{name}:{kind}" for kind in CLASSES for name in ("adamw", "lamb") if classes]
