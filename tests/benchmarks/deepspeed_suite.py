@@ -1,15 +1,13 @@
 """DeepSpeed's own pipeline tests twice, as they are and with our key in every configuration; ``deepspeed_suite.sh`` runs it.
 
-Its folder of tests is copied, and the copy is changed where the tests need more than a CPU and what is installed
-here. That our engine ran is taken from what ``deepspeed_suite_hooks.py`` writes down in the processes of the tests: a
-test that passes without it counts as failed.
+Its folder of tests is copied, and the copy is changed where the tests need more than a CPU and what is installed here. That our
+engine ran is taken from what ``deepspeed_suite_hooks.py`` writes down: a test that passes without it counts as failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import inspect
 import json
 import os
 import shutil
@@ -19,22 +17,23 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.benchmarks import deepspeed_suite_hooks as hooks
 
-REPOSITORY, HOOKS = Path(__file__).parents[2], Path(hooks.__file__).stem
-BLOCK = {"slices": 1}
+REPOSITORY, HOOKS, BLOCK = Path(__file__).parents[2], Path(hooks.__file__).stem, {"slices": 1}
 FILES = ("unit/pipe/test_pipe_module.py", "unit/runtime/pipe/test_pipe.py", "unit/checkpoint/test_pipeline.py")
-PLAIN, OURS = "PipelineEngine", "TokenPipelineEngine"
-WORST = ("passed", "skipped", "failed")
-MODEL, CHECKPOINT, COMPARISON = "unit/alexnet_model.py", "unit/checkpoint/test_pipeline.py", "unit/checkpoint/common.py"
+PLAIN, OURS, WORST = "PipelineEngine", "TokenPipelineEngine", ("passed", "skipped", "failed")
+MODEL, CHECKPOINT = "unit/alexnet_model.py", "unit/checkpoint/test_pipeline.py"
 EDITS = (  # in which file, what, by what it is replaced
     (MODEL, "fork_rng(devices=[get_accelerator().current_device_name()]", "fork_rng(devices=[]"),
     (CHECKPOINT, '"fp16": {', '"bf16": {'),
     (CHECKPOINT, "dtype=torch.float16 if", "dtype=torch.bfloat16 if"),
 )
-GONE = "sparse_tensor_module_names"  # an attribute of the engine before DeepSpeed 0.19.8
+COMPARISON, GONE = (
+    "unit/checkpoint/common.py",
+    "sparse_tensor_module_names",
+)  # an attribute that DeepSpeed 0.19.8 has no more
 RANDOM_IMAGES = """
 
 class _RandomImages(torch.utils.data.Dataset):  # as torchvision's FakeData, which is not installed
@@ -81,11 +80,8 @@ def prepare(checkout: Path, folder: Path) -> Path:
         if text.count(old) != 1:
             raise SystemExit(f"tests/{name}: has {old!r} {text.count(old)} times, must be once, use another version")
         (target / name).write_text(text.replace(old, new))
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    if GONE not in inspect.getsource(DeepSpeedEngine):
-        lines = (target / COMPARISON).read_text().splitlines(keepends=True)
-        (target / COMPARISON).write_text("".join(line for line in lines if GONE not in line))
+    lines = (target / COMPARISON).read_text().splitlines(keepends=True)
+    (target / COMPARISON).write_text("".join(line for line in lines if GONE not in line))
     if importlib.util.find_spec("torchvision") is None:
         with (target / MODEL).open("a") as model:
             model.write(RANDOM_IMAGES)
@@ -93,35 +89,32 @@ def prepare(checkout: Path, folder: Path) -> Path:
 
 
 def run(tests: Path, folder: Path, block: Mapping[str, object] | None, arguments: Sequence[str]) -> dict[str, Ran]:
-    """Run the three files, with ``block`` as ``token_pipeline`` in every configuration or without, and read what ran."""
+    """Run the three files, with ``block`` as ``token_pipeline`` in every configuration or without; what ran, by test."""
     folder.mkdir()
-    path = os.pathsep.join([str(tests), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    key = {"DS_TERAPIPE_AUTOLOAD": "0"} if block is None else {hooks.BLOCK: json.dumps(block)}
+    env = {**os.environ, hooks.FOLDER: str(folder), hooks.BLOCK: json.dumps(block)}
+    env["PYTHONPATH"] = os.pathsep.join([str(tests), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    env["DS_TERAPIPE_AUTOLOAD"] = str(int(block is not None))
     command = [sys.executable, "-m", "pytest", "-q", "-p", HOOKS, "-p", "no:cacheprovider"]
     command += [f"--basetemp={folder / 'files'}", *FILES, *arguments]
     print(f"running {', '.join(FILES)} {'without the key' if block is None else f'with {block}'}", flush=True)
     with (folder / "log").open("wb") as log:
-        env = {**os.environ, "PYTHONPATH": path, hooks.FOLDER: str(folder), **key}
         subprocess.run(command, cwd=tests, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
-    return read(folder)
-
-
-def read(folder: Path) -> dict[str, Ran]:
-    """What the hooks wrote down, by test; a test is what its worst phase is."""
-    outcomes, events = (
-        [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        for path in (folder / "outcomes", folder / "events")
-    )
+    outcomes, events = (lines_of(folder / name) for name in ("outcomes", "events"))
+    if not outcomes:
+        raise SystemExit((folder / "log").read_text())
     found: dict[str, Ran] = {}
-    for line in sorted(outcomes, key=lambda line: WORST.index(line["outcome"])):
+    for line in sorted(outcomes, key=lambda line: WORST.index(line["outcome"])):  # a test is what its worst phase is
         happened = Counter((one["engine"], one["event"]) for one in events if one["test"] == line["test"])
         found[line["test"]] = Ran(line["outcome"], line["text"], happened)
     return found
 
 
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def complaint(plain: Ran, ours: Ran) -> str:
-    """Why a test that passes without the key does not count as passed with it; empty where it does, or did not pass
-    before."""
+    """Why a test that passes without the key does not count as passed with it; empty where it does, or did not pass before."""
     if plain.outcome != "passed":
         return ""
     if ours.outcome != "passed":
@@ -134,19 +127,16 @@ def complaint(plain: Ran, ours: Ran) -> str:
 
 def report(plain: Mapping[str, Ran], ours: Mapping[str, Ran]) -> int:
     """Print the table and what is wrong; the number of complaints."""
-    complaints = {}
-    for test in dict.fromkeys([*plain, *ours]):
-        before, after = plain.get(test, Ran()), ours.get(test, Ran())
+    passed = trained = wrong = 0
+    for test, before in plain.items():
+        after = ours.get(test, Ran())
+        why = complaint(before, after)
+        passed, wrong = passed + (before.outcome == "passed"), wrong + bool(why)
+        trained += sum(after.events.get((OURS, name), 0) for name in hooks.BATCHES)
         print(f"{test}: {before.outcome} without the key, {after.outcome} with it {after.done()}")
-        if why := complaint(before, after):
-            complaints[test] = why
-            print(f"  {why}\n{after.text}")
-    passed = sum(ran.outcome == "passed" for ran in plain.values())
-    trained = sum(ran.events.get((OURS, name), 0) for ran in ours.values() for name in hooks.BATCHES)
-    print(
-        f"\n{passed} tests pass without the key, {passed - len(complaints)} of them with it; {OURS} ran {trained} batches"
-    )
-    return len(complaints) + (not trained)
+        print(f"  {why}\n{after.text}" if why else "", end="")
+    print(f"\n{passed} tests pass without the key, {passed - wrong} of them with it; {OURS} ran {trained} batches")
+    return wrong + (not trained)
 
 
 def main() -> None:
@@ -157,10 +147,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="deepspeed_suite_") as name:
         folder = Path(name)
         tests = prepare(known.checkout, folder)
-        plain = run(tests, folder / "plain", None, arguments)
-        if not plain:
-            raise SystemExit((folder / "plain/log").read_text())
-        raise SystemExit(bool(report(plain, run(tests, folder / "ours", BLOCK, arguments))))
+        plain, ours = (run(tests, folder / how, block, arguments) for how, block in (("plain", None), ("ours", BLOCK)))
+        raise SystemExit(bool(report(plain, ours)))
 
 
 if __name__ == "__main__":

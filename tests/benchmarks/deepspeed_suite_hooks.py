@@ -1,4 +1,4 @@
-"""What is imported in every process of DeepSpeed's tests: it puts our key into the configurations and writes down what ran.
+"""Imported in every process of DeepSpeed's tests: puts our key into the configurations and writes down what ran.
 
 A pytest plugin in the process that collects the tests, and a wrapper around ``deepspeed.initialize`` in those that run them.
 ``deepspeed_suite.py`` copies it beside the tests and reads what it writes into the folder ``DEEPSPEED_SUITE_FOLDER``.
@@ -7,7 +7,6 @@ A pytest plugin in the process that collects the tests, and a wrapper around ``d
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import os
 from collections.abc import Callable
@@ -19,8 +18,8 @@ import deepspeed
 FOLDER, BLOCK = (
     "DEEPSPEED_SUITE_FOLDER",
     "DEEPSPEED_SUITE_BLOCK",
-)  # the block token_pipeline, absent where DeepSpeed runs by itself
-BUILT, BATCHES = "engine", ("train_batch", "eval_batch")
+)  # the block token_pipeline, or null where DeepSpeed runs by itself
+BATCHES = ("train_batch", "eval_batch")
 
 
 def pytest_runtest_setup(item: Any) -> None:
@@ -34,43 +33,23 @@ def pytest_runtest_logreport(report: Any) -> None:
         note("outcomes", test=report.nodeid, outcome=report.outcome, text=report.longreprtext[-2000:])
 
 
-def observed(initialize: Callable[..., Any], block: dict[str, Any] | None) -> Callable[..., Any]:
-    """``deepspeed.initialize`` with the key in its configuration; engines that it builds and batches that they run
-    are noted."""
-    signature = inspect.signature(initialize)
+def noted(function: Callable[..., Any], event: str, block: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """The function, with the key in its argument ``config``; its calls are written down with the class of the engine."""
 
-    @functools.wraps(initialize)
+    @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
         if block is not None:
-            config = given.arguments.get("config")
-            if not isinstance(config, dict):
-                raise TypeError(f"config: got {type(config).__name__}, must be a dict for the key to go into")
-            given.arguments["config"] = {**config, "token_pipeline": block}
-        result = initialize(*given.args, **given.kwargs)
-        engine = result[0]
-        happened(BUILT, engine)
-        for name in BATCHES:
+            kwargs["config"] = {**kwargs["config"], "token_pipeline": block}
+        result = function(*args, **kwargs)
+        engine = getattr(function, "__self__", None) or result[0]
+        test = Path(os.environ[FOLDER], "current").read_text()
+        note("events", test=test, event=event, engine=type(engine).__name__)
+        for name in BATCHES if event == "engine" else ():
             if hasattr(engine, name):
-                setattr(engine, name, counted(getattr(engine, name), name, engine))
+                setattr(engine, name, noted(getattr(engine, name), name))
         return result
 
     return wrapped
-
-
-def counted(method: Callable[..., Any], name: str, engine: Any) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        happened(name, engine)
-        return result
-
-    return wrapped
-
-
-def happened(event: str, engine: Any) -> None:
-    test = Path(os.environ[FOLDER], "current").read_text()
-    note("events", test=test, event=event, engine=type(engine).__name__)
 
 
 def note(name: str, **line: str) -> None:
@@ -83,8 +62,9 @@ def note(name: str, **line: str) -> None:
 if FOLDER in os.environ:
     # compiled at first use, for a minute or more, and its shared memory stays behind
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if BLOCK in os.environ:
+    key = json.loads(os.environ[BLOCK])
+    if key is not None:
         import ds_terapipe
 
         ds_terapipe.register()
-    deepspeed.initialize = observed(deepspeed.initialize, json.loads(os.environ.get(BLOCK, "null")))
+    deepspeed.initialize = noted(deepspeed.initialize, "engine", key)

@@ -80,9 +80,6 @@ def columns(workload: Workload, frozen: int, slices: Sequence[int]) -> list[Colu
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------- transitions
-
-
 def transitions_in(seconds: Sequence[float], stay: int = STAY) -> list[tuple[float, float]]:
     """From the seconds of a run's steps, ``stay`` in each shape of which the first two are unsteady, for each change
     of shape: what these two take more than steady ones, in seconds and in steps of the faster of the two shapes."""
@@ -119,7 +116,6 @@ def transition_line(title: str, workload: Workload, slices: int, frozen: int, se
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
     options = measure.parser("elastic", __doc__, rounds=5)
     add = options.add_argument
     add("--batches", type=measure.numbers, help="sequences per step (default 2,4; 2 with --quick)")

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader
 
 from tests.benchmarks import measure
 from tests.benchmarks.elastic_finetune_tasks import Settings, collate, layers_of, mean_loss, read
+from tests.benchmarks.models import decay_groups
 
-PLACES, WARMUP, DECAY = 2, 0.1, 0.01
+PLACES, WARMUP = 2, 0.1
 COLUMNS = ("pipeline", "replicas", "freeze", "reshape", "cache")
 OURS = COLUMNS[2:]
 
@@ -79,7 +80,7 @@ class Training:
         import ds_terapipe
 
         self.settings, self.run, self.data, self.batches = settings, run, read(settings), []
-        self.steps = len(self.data.train) // settings.batch
+        self.steps = len(self.data["train"]) // settings.batch
         module = PipelineModule(
             layers_of(settings, run.seed), num_stages=1 if run.column == "replicas" else PLACES, loss_fn=mean_loss,
             partition_method=run.partition, seed_layers=False, activation_checkpoint_interval=0,
@@ -88,10 +89,10 @@ class Training:
             "model": module,
             "config": config_of(settings, run, settings.epochs * self.steps),
             "model_parameters": list(module.parameters()),
-            "optimizer": self.adamw,
+            "optimizer": lambda some: torch.optim.AdamW(decay_groups(some), lr=settings.lr, fused=True),
         }
         if run.column in OURS:
-            more = {"training_data": self.data.train, "collate_fn": collate}
+            more = {"training_data": self.data["train"], "collate_fn": collate}
             self.engine = ds_terapipe.initialize(**arguments, **more)[0]
         else:
             self.engine = deepspeed.initialize(**arguments)[0]
@@ -99,24 +100,15 @@ class Training:
         # where there is a cache or a reshape each layer draws its dropout from the first rank's seed; else each rank from its own
         torch.manual_seed(1000 * run.seed + (0 if run.column in OURS else dist.get_rank()))
 
-    def adamw(self, parameters: Any) -> torch.optim.Optimizer:
-        """Weight decay on matrices only, as BERT is trained."""
-        parameters = list(parameters)
-        groups = [
-            {"params": [one for one in parameters if one.dim() > 1], "weight_decay": DECAY},
-            {"params": [one for one in parameters if one.dim() == 1], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW([group for group in groups if group["params"]], lr=self.settings.lr, fused=True)
-
     def in_order(self) -> Any:
         """The micro-batches of a replica for DeepSpeed's engine, in the order that ours has."""
         from ds_terapipe.elastic.sampler import ElasticBatchSampler
 
         sampler = ElasticBatchSampler(
-            len(self.data.train), self.settings.batch, micro_batch=self.run.micro_batch, shuffle=True, seed=self.run.seed,
+            len(self.data["train"]), self.settings.batch, micro_batch=self.run.micro_batch, shuffle=True, seed=self.run.seed,
             replicas=self.engine.dp_world_size, replica=self.engine.grid.get_data_parallel_rank(),
         )  # fmt: skip
-        return iter(DataLoader(self.data.train, batch_sampler=sampler, collate_fn=collate))
+        return iter(DataLoader(self.data["train"], batch_sampler=sampler, collate_fn=collate))
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -159,7 +151,7 @@ class Training:
             found = {n.removeprefix(prefix): t for state in states for n, t in state.items() if n.startswith(prefix)}
             layer.load_state_dict(found)
             layer.eval()
-        samples, total = getattr(self.data, part), torch.zeros(2, dtype=torch.int64)
+        samples, total = self.data[part], torch.zeros(2, dtype=torch.int64)
         for indices in torch.arange(dist.get_rank(), len(samples), PLACES).split(64):
             value, labels = samples[indices]
             for layer in layers:
@@ -189,7 +181,7 @@ def trained(settings: Settings, run: Run, rounds: measure.Settings) -> dict[str,
         epochs[-1]["dev"] = training.evaluate("dev")
         measure.say(f"  epoch {epoch}: {epochs[-1]['seconds']:.1f} s, dev {epochs[-1]['dev']:.2f} %")
     found = {name: [epoch[name] for epoch in epochs] for name in epochs[0]}
-    samples = settings.epochs * len(training.data.train)
+    samples = settings.epochs * len(training.data["train"])
     wrong = what_is_wrong(run, found, training.steps, len(layers_of(settings, run.seed)))
     if training.engine.global_samples != samples:
         wrong.append(f"samples: got {training.engine.global_samples}, must be {samples}")

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,7 @@ TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attent
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a benchmark have in common; ``limit``: samples of each part at most; ``quick``: tiny, on
-    random data."""
+    """What all runs have in common; ``limit``: samples of each part at most; ``quick``: tiny, on random data."""
 
     task: str
     data: str | None
@@ -71,22 +70,14 @@ def collate(rows: Sequence[tuple[Any, Tensor]]) -> tuple[Any, Tensor]:
     return tuple(map(torch.stack, zip(*inputs, strict=True))) if several else torch.stack(inputs), torch.stack(labels)
 
 
-class Data(NamedTuple):
-    """The parts."""
-
-    train: Samples
-    dev: Samples
-    test: Samples
-
-
-def read(settings: Settings) -> Data:
-    """The data of a task. Raises ValueError where it is not there, or too little to train a batch."""
+def read(settings: Settings) -> dict[str, Samples]:
+    """The parts of a task. Raises ValueError where they are not there, or too little to train a batch."""
     parts = {"bert": _sentences, "vit": _images, "gpt": _texts}[settings.task](settings)
     parts = {name: part.first(settings.limit) for name, part in parts.items()}
     whole = len(parts["train"]) // settings.batch * settings.batch
     if not whole:
         raise ValueError(f"data: got {len(parts['train'])} samples, must be a batch of {settings.batch} or more")
-    return Data(**{**parts, "train": parts["train"].first(whole)})
+    return {**parts, "train": parts["train"].first(whole)}
 
 
 def _there(settings: Settings) -> Path:
@@ -137,10 +128,10 @@ def _images(settings: Settings) -> dict[str, Samples]:
             image = Image.open(io.BytesIO(archive.read(name))).convert("RGB")
             pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
             rows[part].append((pixels.view(SIDE, SIDE, -1).permute(2, 0, 1).contiguous(), classes.index(kind)))
-    tensors = {
-        part: (torch.stack([image for image, _ in some]), [label for _, label in some]) for part, some in rows.items()
+    return {
+        part: Samples([torch.stack([image for image, _ in some])], torch.tensor([label for _, label in some]))
+        for part, some in rows.items()
     }
-    return {part: Samples([images], torch.tensor(labels)) for part, (images, labels) in tensors.items()}
 
 
 def _texts(settings: Settings) -> dict[str, Samples]:
@@ -154,8 +145,6 @@ def _texts(settings: Settings) -> dict[str, Samples]:
         found[name] = Samples([rows[:, :-1].contiguous(), places], rows[:, 1:].contiguous())
     return found
 
-
-# ----------------------------------------------------------------------------------------------------------------- models
 
 # `sequence` are the patches of an image, `vocabulary` the classes
 VISION = Shape(layers=6, hidden=128, heads=4, vocabulary=CLASSES, sequence=(SIDE // PATCH) ** 2)
@@ -216,8 +205,7 @@ def fill(module: nn.Module, folder: str | None, prefix: str) -> None:
 
 
 class BertInput(nn.Module):
-    """(tokens [b, s], mask [b, s]) to (hidden states, mask). The mask is of integers: DeepSpeed wants gradients of
-    floats."""
+    """(tokens [b, s], mask [b, s]) to (hidden states, mask), of integers: DeepSpeed wants gradients of floats."""
 
     def __init__(self, folder: str | None, index: int) -> None:
         from transformers.models.bert.modeling_bert import BertEmbeddings

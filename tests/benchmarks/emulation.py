@@ -95,7 +95,6 @@ def stages(text: str) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
     options = measure.parser("emulation", __doc__)
     options.add_argument("--processes", type=stages, help="stages (default 4,8,16; 2 with --quick)")
     options.add_argument(

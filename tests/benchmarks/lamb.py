@@ -29,7 +29,6 @@ def stream_lines(result: Result, parameters: int) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
     options = measure.parser("lamb", __doc__, rounds=5)
     add = options.add_argument
     add("--models", type=measure.names(list(MODELS)), help="default bert-base,bert-large; tiny with --quick")

@@ -15,9 +15,9 @@ from torch import Tensor
 
 STREAM_ELEMENTS = 64 * 2**20  # 256 MB each way, many times the last-level cache
 STREAM_BYTES = 12  # read, write, and the read that a write to memory begins with
-# Bytes moved per parameter when no tensor stays in a cache. AdamW: p, g, m, v read, p, m, v written. LAMB: in phase 1 p, g, m, v read
-# and m, v written, in phase 2 p, m, v read and p written; 4 more to look for nan and inf in the gradients. Eager: the 13 passes of
-# EagerLamb, temporaries counted as the stream is, with the read before a first write.
+# Bytes moved per parameter when no tensor stays in a cache. AdamW: p, g, m, v read, p, m, v written. LAMB: in phase 1
+# p, g, m, v read and m, v written, in phase 2 p, m, v read and p written; 4 more to look for nan and inf. Eager: the 13
+# passes of EagerLamb, temporaries counted as the stream is, with the read before a first write.
 BYTES = {"adamw": 28, "lamb": 44, "unchecked": 40, "search": 4, "read": 4, "eager": 128, "adamw2": 28}
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
 

@@ -132,7 +132,6 @@ def report(plan: Plan, done: Losses) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
     options = measure.parser("large_batch", __doc__)
     options.add_argument("--folder", type=Path, default=Path("runs/large_batch"), help="of the finished runs")
     options.add_argument("--jobs", type=int, default=1, choices=(1, 2), help="runs at a time (default 1)")

@@ -10,7 +10,7 @@ import hashlib
 import math
 import sysconfig
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.benchmarks.models import decay_groups
+
 SEQUENCE, PREDICTED, MASK, VOCABULARY = 64, 10, 256, 257
 HELD_OUT = 16  # one file in so many
 MICRO_BATCH = 64  # samples of a forward pass: the activations of so many stay in the cache
 VALIDATION_SEED, VALIDATION_SAMPLES = 1_000_003, 4096
 # A feed-forward layer of twice the width, where BERT has four times, saves a quarter of the time.
 LAYERS, HIDDEN, HEADS, FEED_FORWARD = 2, 128, 2, 256
-WARMUP, DECAY = 0.1, 0.01
+WARMUP = 0.1
 
 
 class Run(NamedTuple):
@@ -140,17 +142,11 @@ def masked_loss(model: Any, tokens: Tensor, positions: Tensor, labels: Tensor) -
 
 
 def make_optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The package's LAMB as it comes, every tensor adapted, or PyTorch's AdamW; weight decay on matrices only."""
+    """The package's LAMB as it comes, every tensor adapted, or PyTorch's AdamW."""
     from ds_terapipe.optim.lamb import FusedLamb
 
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [one for one in parameters if one.ndim > 1], "weight_decay": DECAY},
-        {"params": [one for one in parameters if one.ndim == 1], "weight_decay": 0.0},
-    ]
-    if name == "lamb":
-        return FusedLamb(groups, lr=lr, betas=(0.9, 0.999), eps=1e-6)
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-6, fused=True)
+    kind = FusedLamb if name == "lamb" else partial(torch.optim.AdamW, fused=True)
+    return kind(decay_groups(model.parameters()), lr=lr, betas=(0.9, 0.999), eps=1e-6)
 
 
 def share_of_peak(step: int, steps: int) -> float:

@@ -31,8 +31,8 @@ from tests.spawn import run_ranks
 
 SLOWDOWN_LIMIT, CLEAN_ROUNDS, LOSS_TOLERANCE = 1.15, 3, 1e-4
 LONGEST_S = 7 * 24 * 3600.0
-# Peers run without our hook in DeepSpeed. In every column glibc keeps what a step frees for the next one: by itself it gives large
-# blocks back, and zeroes thousands of pages in every step.
+# Peers run without our hook in DeepSpeed. In every column glibc keeps what a step frees for the next one: by itself it gives
+# large blocks back, and zeroes thousands of pages in every step.
 ENVIRONMENT = {
     "DS_TERAPIPE_AUTOLOAD": "0",
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),  # bytes of a block; the most that glibc takes

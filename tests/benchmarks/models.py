@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,15 @@ def initialise(module: nn.Module, seed: int) -> None:
             nn.init.zeros_(parameter)
 
 
+def decay_groups(parameters: Iterable[nn.Parameter], decay: float = 0.01) -> list[dict[str, Any]]:
+    """Weight decay on matrices only, as BERT is trained."""
+    parameters = list(parameters)
+    groups = [
+        ([one for one in parameters if (one.dim() > 1) == matrices], matrices * decay) for matrices in (True, False)
+    ]
+    return [{"params": some, "weight_decay": weight} for some, weight in groups if some]
+
+
 class Embedding(nn.Module):
     """(tokens [b, s], positions [b, s]) to [b, s, hidden]."""
 
@@ -59,9 +68,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block. The rows of ``qkv`` are in Megatron's order (head, q|k|v, head size): tensor parallelism
-    replaces the four linear layers and changes nothing else.
-    """
+    """Pre-norm transformer block. The rows of ``qkv`` are in Megatron's order (head, q|k|v, head size)."""
 
     causal = True
 
@@ -113,12 +120,9 @@ def kinds(shape: Shape) -> list[Callable[[Shape, int], nn.Module]]:
     return [Embedding, *[Block] * shape.layers, Head]
 
 
-def stage(shape: Shape, index: int, stages: int) -> nn.Sequential:
-    """Equally many layer modules on each stage."""
-    each, rest = divmod(shape.modules, stages)
-    if rest:
-        raise ValueError(f"got {shape.modules} layer modules, must be divisible by {stages} stages")
-    return nn.Sequential(*(kinds(shape)[at](shape, at) for at in range(index * each, (index + 1) * each)))
+def whole(shape: Shape) -> nn.Sequential:
+    """The model in one piece."""
+    return nn.Sequential(*(kind(shape, index) for index, kind in enumerate(kinds(shape))))
 
 
 @dataclass(frozen=True)
@@ -128,26 +132,18 @@ class Workload:
     shape: Shape
     sequences: int
 
-    def batch(self) -> tuple[Any, Tensor]:
-        """((tokens, positions), labels), each tensor [sequences, sequence]; a Llama's tokens are their own labels."""
-        shape = (self.sequences, self.shape.sequence + (self.shape.family == "gpt"))
+    def micro_batches(self) -> list[tuple[Any, Tensor]]:
+        """((tokens, positions), labels), each tensor [1, sequence]; of a Llama (tokens, labels), which are the same."""
+        shape = (self.sequences, 1, self.shape.sequence + (self.shape.family == "gpt"))
         text = torch.randint(self.shape.vocabulary, shape, generator=torch.Generator().manual_seed(SEED))
         if self.shape.family == "llama":
-            return text, text
-        positions = torch.arange(self.shape.sequence).expand(self.sequences, -1).contiguous()
-        return (text[:, :-1].contiguous(), positions), text[:, 1:].contiguous()
-
-    def micro_batches(self) -> list[tuple[Any, Tensor]]:
-        inputs, labels = self.batch()
-        parts = inputs.split(1) if isinstance(inputs, Tensor) else zip(*(one.split(1) for one in inputs), strict=True)
-        return list(zip(parts, labels.split(1), strict=True))
+            return [(tokens, tokens) for tokens in text]
+        positions = torch.arange(self.shape.sequence).unsqueeze(0)
+        return [((tokens[:, :-1].contiguous(), positions), tokens[:, 1:].contiguous()) for tokens in text]
 
     def endlessly(self, replica: int = 0, replicas: int = 1) -> Iterator[tuple[Any, Tensor]]:
         """A replica's share of the micro-batches over and over, as a training loop's iterator."""
         return itertools.cycle(self.micro_batches()[replica::replicas])
-
-
-# ------------------------------------------------------------------------------------------------------------------ Llama
 
 
 def llama_config(shape: Shape) -> Any:

@@ -44,7 +44,6 @@ def make() -> Callable[[str], None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
     options = measure.parser("override", __doc__, rounds=3).parse_args(arguments)
     repeats = {f"{case}{how}": 2 if options.quick else REPEATS for case in CASES for how in ("", " with")}
     (result,) = measure.on_ranks(measure.calls, make, repeats, measure.settings_of(options))

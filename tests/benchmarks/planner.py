@@ -60,7 +60,6 @@ def make() -> Callable[[str], object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
     options = measure.parser("planner", __doc__, rounds=3).parse_args(arguments)
     names = [LOOP, *(f"{quanta} quanta" for quanta in QUANTA), *SCHEDULES, *([] if options.quick else [CHOICE])]
     repeats = {name: 1 if options.quick or name == CHOICE else 3 for name in names}

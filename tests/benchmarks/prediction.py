@@ -118,7 +118,6 @@ def table(result: Result, predicted: dict[str, float]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
     options: Any = measure.parser("prediction", __doc__, rounds=3)
     options.add_argument("--steps", type=int, default=2, help="of each run in a round (default 2)")
     options.add_argument("--batches", type=measure.numbers, default=[1, 2, 4], help="sequences (default 1,2,4)")

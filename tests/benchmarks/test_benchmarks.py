@@ -75,7 +75,6 @@ def test_columns_slicings_and_cases() -> None:
         "auto",
     ]
     assert list(columns(Workload(Shape(), 1))) == every
-    assert list(columns(Workload(Shape(family="llama"), 1))) == every[:3] + every[5:]
     found = elastic.columns(Workload(Shape(), 2), 5, [4])
     ours = ["ours4", "kept-4", "reshaped-4", "cached-4", "measured-4"]
     assert [column.name for column in found] == [*ours, "deepspeed6", "deepspeed7", "replicas"]
@@ -136,10 +135,9 @@ def test_fine_tuning_probes_first_and_trains_the_fastest_of_each_kind() -> None:
     ]
     assert [(run.column, run.alpha) for _, run in missing] == rows + rows[::-1] and len(finished.probes) == 24
     assert {run[3:] for _, run in missing} == {("uniform", 8)}
-    for number, (_, run) in enumerate(missing):
-        seconds = [50.0, 25.0 if run.column == "cache" else 50.0]
-        found = {"seconds": seconds, "fastest": [0.5] * 2, "steps": 10, "dev": [80.0, 88.0], "slowdown": [1.1]}
-        finished.results[run] = {**found, "test": 87.0 + number % 2}
+    for _, run in missing:
+        found = {"seconds": [50.0, 25.0 if run.column == "cache" else 50.0], "fastest": [0.5] * 2, "steps": 10}
+        finished.results[run] = {**found, "dev": [80.0, 88.0], "test": 87.0 + run.seed, "slowdown": [1.1]}
     assert elastic_finetune.needed(plan, finished) == []
     last = "| ours with cache, alpha 0.5 | 2 | 75.0 ± 0.0 | 1.33 | 10 ± 0 | 88.00 ± 0.00 | 87.50 ± 0.71 | 1.10 |"
     assert elastic_finetune.table(plan, finished)[-1] == last
@@ -153,7 +151,6 @@ READ = [{"read": 0, "continued": 0}] * 4 + [{"read": 160, "continued": 0}]
     ("column", "changed", "said"),
     [
         ("cache", {}, []),
-        ("cache", {"frozen": [0, 2, 4, 4, 5]}, ["frozen layers"]),
         ("cache", {"changes": [[(12, 2, 1, 2)], *MOVED[2:], []]}, ["frozen layers"]),
         ("freeze", {"counts": [{}] * 5}, ["shapes"]),
         ("cache", {"counts": READ[:1] * 5}, ["cache"]),
@@ -174,7 +171,7 @@ def test_every_task_is_read_and_trained(task: str) -> None:
     layers, again = ([spec.build() for spec in layers_of(settings, 0)] for _ in range(2))
     for one, other in zip(layers, again, strict=True):
         assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
-    value, labels = read(settings).train[torch.arange(4)]
+    value, labels = read(settings)["train"][torch.arange(4)]
     for layer in layers:
         value = layer(value)
     loss = mean_loss(value, labels)
@@ -187,18 +184,13 @@ def ran(outcome: str = "passed", engine: str = suite.OURS, trained: int = 6) -> 
     return suite.Ran(outcome, "its output", {(engine, "engine"): 2, (engine, "train_batch"): trained})
 
 
-@pytest.mark.parametrize(
-    ("plain", "ours", "said"),
-    [
-        (ran(engine=suite.PLAIN), ran(), ""),
-        (ran("failed"), ran("failed"), ""),
-        (ran(engine=suite.PLAIN), suite.Ran(), "missing with the key"),
-        (ran(engine=suite.PLAIN), ran(engine=suite.PLAIN), "with the key a PipelineEngine ran"),
-        (ran(engine=suite.PLAIN), ran(trained=5), "did {"),
-    ],
-)
-def test_a_test_of_deepspeeds_that_passes_without_our_engine_fails(
-    plain: suite.Ran, ours: suite.Ran, said: str
-) -> None:
-    assert suite.complaint(plain, ours).startswith(said)
-    assert suite.report({"case": plain, "good": ran(engine=suite.PLAIN)}, {"case": ours, "good": ran()}) == bool(said)
+def test_a_test_of_deepspeeds_that_passes_without_our_engine_fails() -> None:
+    plain = ran(engine=suite.PLAIN)
+    assert suite.complaint(plain, ran()) == suite.complaint(ran("failed"), ran("failed")) == ""
+    for ours, said in (
+        (suite.Ran(), "missing"),
+        (plain, "with the key a PipelineEngine ran"),
+        (ran(trained=5), "did {"),
+    ):
+        assert suite.complaint(plain, ours).startswith(said)
+        assert suite.report({"good": plain, "case": plain}, {"good": ran(), "case": ours}) == 1

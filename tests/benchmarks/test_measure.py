@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import measure, token_pipeline
+from tests.benchmarks import measure
 from tests.benchmarks.measure import Lines, Probe, Settings, WrongResult, run_rounds
-from tests.benchmarks.models import QUICK, Workload
 
 QUIET, NOISY, SLOW = Probe(1.0, 1.1), Probe(1.0, 1.3), Probe(1.2, 1.3)
 
@@ -79,11 +78,3 @@ def test_a_file_keeps_whole_lines_of_its_settings(tmp_path: Path):
     Lines(lines.path, {"lr": 2e-4}).add(run=4)
     assert lines.read() == [{"run": 1}, {"run": 3}]
     assert Lines(lines.path).read() == [{"run": 1}, {"run": 3}, {"run": 4}]
-
-
-@pytest.mark.full
-def test_columns_run_side_by_side():
-    every = token_pipeline.columns(Workload(QUICK, 2))
-    chosen = [every[name] for name in ("one", "deepspeed", "ours4")]
-    result = measure.on_ranks(measure.side_by_side, chosen, Settings(1, 1, 0, 1), 1)
-    assert list(result.seconds) == ["one", "deepspeed", "ours4"] and min(result.seconds.values()) > 0

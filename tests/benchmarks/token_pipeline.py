@@ -1,4 +1,4 @@
-"""A training step of a GPT in two processes: token slices against DeepSpeed's pipeline and what else there is.
+"""A training step of a GPT in two processes: token slices against DeepSpeed's pipeline.
 
 ``python -m tests.benchmarks.token_pipeline`` prints, for 1, 2, 4 and 8 sequences in micro-batches of one, the seconds
 per step of every column and the ratio to DeepSpeed's PipelineEngine, which is run twice: the two differ by the noise.
@@ -19,16 +19,7 @@ from torch import Tensor, nn
 
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Column
-from tests.benchmarks.models import (
-    QUICK,
-    Shape,
-    TokenLoss,
-    WholeLlama,
-    Workload,
-    kinds,
-    llama_pipeline,
-    stage,
-)
+from tests.benchmarks.models import QUICK, Shape, TokenLoss, WholeLlama, Workload, kinds, llama_pipeline, whole
 
 LEARNING_RATE = 0.1
 SLICES = (1, 2, 4, 8, 16)
@@ -42,9 +33,6 @@ def settling() -> int:
     from ds_terapipe.pipeline.autotune.planner import RIVALS
 
     return 1 + ROUNDS * len(TRIALS) + comparison_steps(1 + RIVALS)
-
-
-# ---------------------------------------------------------------------------------------------------------------- engines
 
 
 def new_engine(
@@ -91,15 +79,19 @@ def new_engine(
 
 def steps_of(engine: Any, workload: Workload, replica: int = 0, replicas: int = 1) -> Step:
     """Steps of an engine over the workload's micro-batches."""
+    from deepspeed.runtime.pipe import p2p
+
     iterator = workload.endlessly(replica, replicas)
-    return lambda: float(engine.train_batch(iterator))
+
+    def step() -> float:
+        p2p._grid = engine.grid  # DeepSpeed keeps one for the process, that of the engine which was made last
+        return float(engine.train_batch(iterator))
+
+    return step
 
 
 def token_slices(slices: int | str) -> dict[str, Any]:
     return {"token_pipeline": {"slices": slices, "verify": False}}
-
-
-# ---------------------------------------------------------------------------------------------------------------- columns
 
 
 def deepspeeds(workload: Workload) -> Step:
@@ -136,97 +128,12 @@ def one_process(workload: Workload) -> Step:
         from ds_terapipe.hf import CausalLMLoss
 
         return accumulating(WholeLlama(workload.shape), CausalLMLoss(), workload)
-    return accumulating(stage(workload.shape, 0, 1), TokenLoss(), workload)
-
-
-class Taking(nn.Module):
-    """torch's pipelining gives arguments one by one, where our layers take a tuple."""
-
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.layers(inputs if len(inputs) > 1 else inputs[0])
-
-
-def torch_pipelining(workload: Workload) -> Step:
-    """1F1B; GPipe with fewer micro-batches than stages, which torch's 1F1B refuses."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-
-    rank = dist.get_rank()
-    module = Taking(stage(workload.shape, rank, 2))
-    kind = ScheduleGPipe if workload.sequences < 2 else Schedule1F1B
-    place = PipelineStage(module, rank, 2, torch.device("cpu"))
-    schedule = kind(place, n_microbatches=workload.sequences, loss_fn=TokenLoss())
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
-    inputs, labels = workload.batch()
-
-    def step() -> float | None:
-        optimizer.zero_grad(set_to_none=True)
-        losses: list[Tensor] = []
-        if rank == 0:
-            schedule.step(*inputs)
-        else:
-            schedule.step(target=labels, losses=losses, return_outputs=False)
-        optimizer.step()
-        return float(torch.stack(losses).mean()) if losses else None
-
-    return step
-
-
-class FirstOf(nn.Module):
-    """A linear layer of megatron-core's without the second value that it returns, a bias that it did not add."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.inner(hidden)[0]
-
-
-def split_linear(linear: nn.Linear, dimension: int, config: Any) -> nn.Module:
-    """megatron-core's linear layer with this rank's part of ``linear``: rows (dimension 0) or columns (1)."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-    kind, more = ((ColumnParallelLinear, "gather_output"), (RowParallelLinear, "input_is_parallel"))[dimension]
-    inner = kind(
-        linear.in_features, linear.out_features, config=config, init_method=nn.init.zeros_,
-        bias=linear.bias is not None, skip_bias_add=False, **{more: dimension == 1},
-    )  # fmt: skip
-    with torch.no_grad():
-        inner.weight.copy_(linear.weight.chunk(2, dimension)[dist.get_rank()])
-        if linear.bias is not None:
-            inner.bias.copy_(linear.bias if dimension else linear.bias.chunk(2)[dist.get_rank()])
-    return FirstOf(inner)
-
-
-def tensor_parallel(workload: Workload) -> Step:
-    """The model with megatron-core's tensor-parallel linear layers, embedding of tokens and loss in it."""
-    from megatron.core import parallel_state
-    from megatron.core.model_parallel_config import ModelParallelConfig
-    from megatron.core.tensor_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    config = ModelParallelConfig(tensor_model_parallel_size=2, use_cpu_initialization=True)
-    model = stage(workload.shape, 0, 1)
-    embedding, *blocks, head = model
-    whole = embedding.tokens
-    embedding.tokens = VocabParallelEmbedding(*whole.weight.shape, init_method=nn.init.zeros_, config=config)
-    with torch.no_grad():
-        embedding.tokens.weight.copy_(whole.weight.chunk(2)[dist.get_rank()])
-    for block in blocks:
-        for name, dimension in (("qkv", 0), ("fc1", 0), ("proj", 1), ("fc2", 1)):
-            setattr(block, name, split_linear(getattr(block, name), dimension, config))
-    head.linear = split_linear(head.linear, 0, config)
-    return accumulating(model, lambda logits, labels: vocab_parallel_cross_entropy(logits, labels).mean(), workload)
+    return accumulating(whole(workload.shape), TokenLoss(), workload)
 
 
 def columns(workload: Workload) -> dict[str, Column]:
-    """All that have the model, by name. DeepSpeed is there twice."""
-    gpt_only = {"torch": torch_pipelining, "megatron": tensor_parallel} if workload.shape.family == "gpt" else {}
-    ways = {"one": one_process, "deepspeed": deepspeeds, "deepspeed2": deepspeeds, **gpt_only}
+    """By name. DeepSpeed is there twice."""
+    ways = {"one": one_process, "deepspeed": deepspeeds, "deepspeed2": deepspeeds}
     found = [Column(name, partial(prepare, workload)) for name, prepare in ways.items()]
     found += [Column(f"ours{count}", partial(ours, workload, count)) for count in SLICES]
     found.append(Column("auto", partial(ours, workload, "auto"), settling()))
@@ -234,12 +141,11 @@ def columns(workload: Workload) -> dict[str, Column]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
     known = list(columns(Workload(Shape(), 1)))
     options = measure.parser("token_pipeline", __doc__, rounds=5)
     add = options.add_argument
     add("--batches", type=measure.numbers, default=[1, 2, 4, 8], help="sequences per step (default 1,2,4,8)")
-    add("--columns", type=measure.names(known), help=f"of {','.join(known)} (default all that have the model)")
+    add("--columns", type=measure.names(known), help=f"of {','.join(known)} (default all)")
     add("--steps", type=int, help="of a column in a round, the fastest counts (default 2; 1 from B=4)")
     add("--model", choices=("gpt", "llama"), default="gpt", help="llama: Hugging Face's (default gpt)")
     add("--sequence", type=int, help="tokens (default 1024; 128 with --quick)")
