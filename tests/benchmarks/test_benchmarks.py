@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.benchmarks import deepspeed_suite as suite
-from tests.benchmarks import elastic, elastic_finetune, emulation, lamb_cases, large_batch, measure, prediction
+from tests.benchmarks import elastic, elastic_finetune, emulation, lamb, large_batch, measure, prediction
 from tests.benchmarks.elastic_finetune_run import Run, what_is_wrong
 from tests.benchmarks.elastic_finetune_tasks import TASKS, Settings, layers_of, mean_loss, read
 from tests.benchmarks.models import Shape, Workload
@@ -93,9 +93,9 @@ def test_a_change_of_shape_costs_what_its_first_steps_take_beside_the_others() -
 
 def test_every_column_of_lamb_works_on_the_tensors_of_bert() -> None:
     """Each optimizer moves all parameters, and the moments that all share."""
-    assert [lamb_cases.parameters_of(model) for model in ("bert-base", "bert-large")] == [110_106_428, 336_226_108]
-    case = lamb_cases.Case("tiny")
-    for column in lamb_cases.BYTES:
+    assert [lamb.parameters_of(model) for model in ("bert-base", "bert-large")] == [110_106_428, 336_226_108]
+    case = lamb.Case("tiny")
+    for column in lamb.BYTES:
         kept = [*case.parameters, *(moment for both in case.moments.values() for moment in both)]
         before = [tensor.clone() for tensor in kept]
         case(column)
@@ -108,7 +108,7 @@ def test_eager_lamb_is_the_papers() -> None:
     generator = torch.Generator().manual_seed(0)
     start, *gradients = (torch.randn(50, generator=generator, dtype=torch.float64) for _ in range(3))
     parameter, expected, mean, square = start.float(), start.clone(), 0, 0
-    optimizer = lamb_cases.EagerLamb([parameter], **{**lamb_cases.SETTINGS, "lr": 0.1})
+    optimizer = lamb.EagerLamb([parameter], **{**lamb.SETTINGS, "lr": 0.1})
     for step, gradient in enumerate(gradients, start=1):
         parameter.grad = gradient.float()
         optimizer.step()
