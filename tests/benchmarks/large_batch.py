@@ -103,8 +103,7 @@ def sweep(plan: Plan, lines: Lines, jobs: int) -> None:
 
 
 def report(plan: Plan, done: Losses) -> list[str]:
-    """Markdown: validation loss in nats, mean and standard deviation over the seeds; LAMB against AdamW; all LRs that
-    were tried."""
+    """Markdown: validation loss in nats, mean and standard deviation over the seeds; then LAMB against AdamW."""
     heads = "".join(f" batch {batch}, {plan.samples // batch} steps |" for batch in plan.batches)
     lines, cells = [f"| |{heads}", "|---" * (len(plan.batches) + 1) + "|"], rows(plan, done)
     means: dict[tuple[str, int], tuple[float, float]] = {}
@@ -124,10 +123,6 @@ def report(plan: Plan, done: Losses) -> list[str]:
             difference = mean - means[other][0]
             word = "no difference beyond the noise" if abs(difference) <= noise else "a difference"
             lines.append(f"- batch {batch}, {title} beside AdamW: {difference:+.3f}, noise {noise:.3f}: {word}")
-    for optimizer in NAMES:
-        for batch in plan.batches:
-            tried = sorted(run for run in done if run == plan.run(optimizer, batch, run.lr))
-            lines.append(f"- {optimizer}, batch {batch}: {', '.join(f'{run.lr:g}: {done[run]:.4f}' for run in tried)}")
     return lines
 
 

@@ -47,19 +47,6 @@ def test_figures_of_large_batches_in_the_docs_are_what_the_runs_say(name: str, p
         assert (line.split("|")[2].strip() if name else line) in text
 
 
-def test_large_batch_looks_beyond_the_edge_and_then_takes_all_seeds() -> None:
-    """The best LR of LAMB is four times its centre, that of AdamW its centre: two further LRs are tried, then no more."""
-    plan, done = large_batch.Plan((16, 128)), {}
-    while missing := large_batch.needed(plan, done):
-        run = missing[0]
-        best = large_batch.CENTRES[run.optimizer][run.batch] * (4 if run.optimizer == "lamb" else 1)
-        done[run] = 2.0 + abs(math.log2(run.lr / best))
-    assert {run.lr for run in done if run[:2] == ("lamb", 16)} == {0.004, 0.008, 0.016, 0.032, 0.064}
-    assert {run.lr for run in done if run[:2] == ("adamw", 16)} == {0.001, 0.002, 0.004}
-    ruled = large_batch.rows(plan, done)["LAMB, square-root rule"][128]
-    assert [(run.lr, run.seed) for run in ruled] == [(0.0905, 0), (0.0905, 1), (0.0905, 2)]
-
-
 def test_columns_slicings_and_cases() -> None:
     every = [
         "one",

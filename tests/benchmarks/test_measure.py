@@ -49,13 +49,6 @@ def test_a_round_begins_when_the_machine_is_quiet_or_patience_ends():
     assert [(one.before, one.after) for one in rounds] == [(QUIET, QUIET), (NOISY, QUIET)]
 
 
-def test_columns_take_turns_in_both_orders():
-    seen: list[str] = []
-    columns = {name: lambda name=name: seen.append(name) or 1.0 for name in "ab"}
-    run_rounds(columns, Settings(3, 3), lambda: QUIET)
-    assert "".join(seen) == "abbaab"
-
-
 def test_the_fastest_call_counts_and_the_first_does_not():
     clock, calls = iter([0.0, 5.0, 10.0, 12.0]), []
     assert measure.fastest(lambda: calls.append(1), 2, clock.__next__) == 2.0 and len(calls) == 3
