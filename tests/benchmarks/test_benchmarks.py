@@ -48,19 +48,7 @@ def test_figures_of_large_batches_in_the_docs_are_what_the_runs_say(name: str, p
 
 
 def test_columns_slicings_and_cases() -> None:
-    every = [
-        "one",
-        "deepspeed",
-        "deepspeed2",
-        "torch",
-        "megatron",
-        "ours1",
-        "ours2",
-        "ours4",
-        "ours8",
-        "ours16",
-        "auto",
-    ]
+    every = ["one", "deepspeed", "deepspeed2", "ours1", "ours2", "ours4", "ours8", "ours16", "auto"]
     assert list(columns(Workload(Shape(), 1))) == every
     found = elastic.columns(Workload(Shape(), 2), 5, [4])
     ours = ["ours4", "kept-4", "reshaped-4", "cached-4", "measured-4"]
