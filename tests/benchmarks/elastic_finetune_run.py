@@ -1,43 +1,39 @@
-"""A training of the fine-tuning benchmark, as requests to the two processes that do it: begin, train, evaluate, finish.
+"""A training of the fine-tuning benchmark, on two ranks.
 
-All columns train the same layers with the same optimizer, learning rates and order of samples. Evaluation is the benchmark's own
-and not timed: the weights of all stages are put together on every rank, and each rank classifies its share of the samples once.
+All columns train the same layers with the same optimizer, learning rates and order of samples. Evaluation is not timed: the
+weights of all stages are put together on every rank, and each rank classifies its share of the samples once.
 """
 
 from __future__ import annotations
 
-import gc
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.benchmarks.elastic_finetune_models import mean_loss
-from tests.benchmarks.elastic_finetune_tasks import Data, Settings, collate, layers_of, read
-from tests.benchmarks.workers import Seat
+from tests.benchmarks import measure
+from tests.benchmarks.elastic_finetune_tasks import Settings, collate, layers_of, mean_loss, read
+from tests.benchmarks.models import decay_groups
 
-PLACES = 2
-PIPELINE, REPLICAS, FREEZE, RESHAPE, CACHE = COLUMNS = ("pipeline", "replicas", "freeze", "reshape", "cache")
-OURS = (FREEZE, RESHAPE, CACHE)
-_EVALUATED = 64  # samples at once
-DECAY = 0.01
+PLACES, WARMUP = 2, 0.1
+COLUMNS = ("pipeline", "replicas", "freeze", "reshape", "cache")
+OURS = COLUMNS[2:]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One training.
 
     Attributes:
         column: of `COLUMNS`.
         seed: of the order of samples, new weights and dropout.
         alpha: of the freezing; None: nothing is frozen.
-        partition: ``partition_method`` of the ``PipelineModule`` at the launch.
-        micro_batch: samples of a micro-batch at the launch.
+        partition, micro_batch: ``partition_method`` and samples of a micro-batch at the launch.
     """
 
     column: str
@@ -46,229 +42,171 @@ class Run:
     partition: str
     micro_batch: int
 
-    @property
-    def stages(self) -> int:
-        """At the launch."""
-        return 1 if self.column == REPLICAS else PLACES
-
-    @property
-    def name(self) -> str:
-        """In a line of text."""
-        alpha = "" if self.alpha is None else f" alpha {self.alpha:.2f}"
-        return f"{self.column}{alpha}, seed {self.seed} ({self.partition}, micro-batch {self.micro_batch})"
-
-
-@dataclass(frozen=True)
-class Change:
-    """Before which step, counted from 0, there were other frozen layers or another shape, and which."""
-
-    step: int
-    frozen: int
-    stages: int
-    replicas: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a rank has trained in a request: some steps.
-
-    Attributes:
-        seconds: from the first step's begin to the last one's end on all ranks.
-        steps: seconds of each.
-        losses: of each.
-        changes: see `Change`.
-        frozen: entries of the layer list at the end.
-        stages, replicas: at the end.
-        counts: of the cache; samples of this rank.
-    """
-
-    seconds: float
-    steps: list[float]
-    losses: list[float]
-    changes: list[Change]
-    frozen: int
-    stages: int
-    replicas: int
-    counts: dict[str, int] = field(default_factory=dict)
-
-
-class Training:
-    """A model, an engine, and where it stands. Calling it trains a step and returns the loss."""
-
-    def __init__(self, settings: Settings, run: Run, data: Data) -> None:
-        self.settings, self.run, self.data = settings, run, data
-        self.engine = engine_of(settings, run, data)
-        self._batches = None if run.column in OURS else _batches(settings, run, data, self.engine)
-        # where there is a cache or a reshape each layer draws its dropout from the first rank's seed; else each rank from its own
-        torch.manual_seed(1000 * run.seed + (0 if run.column in OURS else dist.get_rank()))
-        self._whole: list[nn.Module] | None = None
-
-    def __call__(self) -> float:
-        return float(self.engine.train_batch(*([] if self._batches is None else [self._batches])))
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Frozen entries, stages, replicas."""
-        engine = self.engine
-        return getattr(engine, "frozen_layers", 0), engine.num_stages, engine.dp_world_size
-
-    def whole(self) -> list[nn.Module]:
-        """All layers with the present weights; collective."""
-        mine = dict(self.engine.module.state_dict())
-        states = [mine]
-        if self.engine.num_stages > 1:
-            states = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(states, mine)
-        if self._whole is None:
-            with torch.random.fork_rng(devices=[]):  # what building draws is not to be missed by the training
-                self._whole = [spec.build() for spec in layers_of(self.settings, self.run.seed)]
-        for index, layer in enumerate(self._whole):
-            prefix = f"{index}."
-            found = {n.removeprefix(prefix): t for state in states for n, t in state.items() if n.startswith(prefix)}
-            layer.load_state_dict(found)
-            layer.eval()
-        return self._whole
-
-
-def _batches(settings: Settings, run: Run, data: Data, engine: Any) -> Any:
-    """The micro-batches of a replica for DeepSpeed's engine, in the order that ours has."""
-    from ds_terapipe.elastic.sampler import ElasticBatchSampler
-
-    sampler = ElasticBatchSampler(
-        len(data.train), settings.batch, micro_batch=run.micro_batch, replicas=engine.dp_world_size,
-        replica=engine.grid.get_data_parallel_rank(), shuffle=True, seed=run.seed,
-    )  # fmt: skip
-    return iter(DataLoader(data.train, batch_sampler=sampler, collate_fn=collate))
-
-
-def adamw(parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """Weight decay on matrices only, as BERT is trained."""
-    groups = [
-        {"params": [one for one in parameters if one.dim() > 1], "weight_decay": DECAY},
-        {"params": [one for one in parameters if one.dim() == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, fused=True)
-
-
-def steps_of_epoch(settings: Settings, data: Data) -> int:
-    """All of them are whole."""
-    return len(data.train) // settings.batch
-
 
 def config_of(settings: Settings, run: Run, steps: int) -> dict[str, Any]:
     """``ds_config.json`` of a training of so many steps."""
-    replicas = PLACES // run.stages
     warmup = {
         "warmup_min_lr": 0.0,
         "warmup_max_lr": settings.lr,
-        "warmup_num_steps": max(2, round(settings.warmup * steps)),
+        "warmup_num_steps": max(2, round(WARMUP * steps)),
         "warmup_type": "linear",
         "total_num_steps": steps,
     }
     config: dict[str, Any] = {
         "train_batch_size": settings.batch,
         "train_micro_batch_size_per_gpu": run.micro_batch,
-        "gradient_accumulation_steps": settings.batch // (run.micro_batch * replicas),
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         "scheduler": {"type": "WarmupDecayLR", "params": warmup},
     }
     if run.column in OURS:
-        freeze = {"policy": "static"}
-        if run.alpha is not None:
-            freeze = {"policy": "alpha", "alpha": run.alpha, "interval": "epoch"}
+        alpha = {"policy": "alpha", "alpha": run.alpha, "interval": "epoch"}
         config["elastic_pipeline"] = {
-            "freeze": freeze,
-            "resize": {"policy": "off" if run.column == FREEZE else settings.resize},
-            "cache": {"enabled": run.column == CACHE, **dict(settings.cache)} if run.column == CACHE else {},
+            "freeze": {"policy": "static"} if run.alpha is None else alpha,
+            "resize": {"policy": "off" if run.column == "freeze" else "halve" if settings.quick else "measured"},
+            "cache": {"enabled": run.column == "cache"},
             "data": {"shuffle": True, "seed": run.seed},
         }
     return config
 
 
-def engine_of(settings: Settings, run: Run, data: Data) -> Any:
-    """DeepSpeed's engine, or ours, which reads the data itself; collective."""
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
+class Training:
+    """A model, an engine and its data."""
 
-    import ds_terapipe
+    def __init__(self, settings: Settings, run: Run) -> None:
+        import deepspeed
+        from deepspeed.pipe import PipelineModule
 
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    module = PipelineModule(
-        layers_of(settings, run.seed),
-        num_stages=run.stages,
-        loss_fn=mean_loss,
-        partition_method=run.partition,
-        seed_layers=False,
-        activation_checkpoint_interval=0,
-    )
-    steps = settings.epochs * steps_of_epoch(settings, data)
-    arguments: dict[str, Any] = {
-        "model": module,
-        "config": config_of(settings, run, steps),
-        "model_parameters": list(module.parameters()),
-        "optimizer": lambda parameters: adamw(list(parameters), settings.lr),
-    }
-    if run.column in OURS:
-        arguments |= {"training_data": data.train, "collate_fn": collate}
-    initialize = ds_terapipe.initialize if run.column in OURS else deepspeed.initialize
-    engine, *_ = initialize(**arguments)
-    return engine
+        import ds_terapipe
+
+        self.settings, self.run, self.data, self.batches = settings, run, read(settings), []
+        self.steps = len(self.data["train"]) // settings.batch
+        module = PipelineModule(
+            layers_of(settings, run.seed), num_stages=1 if run.column == "replicas" else PLACES, loss_fn=mean_loss,
+            partition_method=run.partition, seed_layers=False, activation_checkpoint_interval=0,
+        )  # fmt: skip
+        arguments: dict[str, Any] = {
+            "model": module,
+            "config": config_of(settings, run, settings.epochs * self.steps),
+            "model_parameters": list(module.parameters()),
+            "optimizer": lambda some: torch.optim.AdamW(decay_groups(some), lr=settings.lr, fused=True),
+        }
+        if run.column in OURS:
+            more = {"training_data": self.data["train"], "collate_fn": collate}
+            self.engine = ds_terapipe.initialize(**arguments, **more)[0]
+        else:
+            self.engine = deepspeed.initialize(**arguments)[0]
+            self.batches = [self.in_order()]
+        # where there is a cache or a reshape each layer draws its dropout from the first rank's seed; else each rank from its own
+        torch.manual_seed(1000 * run.seed + (0 if run.column in OURS else dist.get_rank()))
+
+    def in_order(self) -> Any:
+        """The micro-batches of a replica for DeepSpeed's engine, in the order that ours has."""
+        from ds_terapipe.elastic.sampler import ElasticBatchSampler
+
+        sampler = ElasticBatchSampler(
+            len(self.data["train"]), self.settings.batch, micro_batch=self.run.micro_batch, shuffle=True, seed=self.run.seed,
+            replicas=self.engine.dp_world_size, replica=self.engine.grid.get_data_parallel_rank(),
+        )  # fmt: skip
+        return iter(DataLoader(self.data["train"], batch_sampler=sampler, collate_fn=collate))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Frozen entries of the layer list, stages, replicas."""
+        return getattr(self.engine, "frozen_layers", 0), self.engine.num_stages, self.engine.dp_world_size
+
+    def train(self, count: int) -> dict[str, Any]:
+        """So many steps: seconds of all and of the fastest, mean loss, and (step, shape) where the shape has changed."""
+        taken, losses, changes, before = [], [], [], self.shape
+        dist.barrier()
+        start = last = time.perf_counter()
+        for _ in range(count):
+            losses.append(float(self.engine.train_batch(*self.batches)))
+            taken.append(time.perf_counter() - last)
+            last += taken[-1]
+            if self.shape != before:
+                before = self.shape
+                changes.append((self.engine.global_steps - 1, *before))
+        dist.barrier()
+        seconds = measure.slowest([time.perf_counter() - start])[0]
+        found = {"seconds": seconds, "fastest": min(taken[count // 4 :]), "losses": fmean(losses)}
+        return {**found, "frozen": before[0], "changes": changes, "counts": self.counts()}
+
+    def counts(self) -> dict[str, int]:
+        """Of the cache, samples of all ranks."""
+        ranks: list[Any] = [None] * PLACES
+        mine = getattr(self.engine, "cache_counts", None)
+        dist.all_gather_object(ranks, {} if mine is None else asdict(mine))
+        return {name: sum(each[name] for each in ranks) for name in ranks[0]}
+
+    @torch.no_grad()
+    def evaluate(self, part: str) -> float:
+        """Share of the labels of ``dev`` or ``test`` that are predicted, in per cent; every sample once."""
+        states: list[Any] = [None] * PLACES
+        dist.all_gather_object(states, dict(self.engine.module.state_dict()))
+        with torch.random.fork_rng(devices=[]):  # what building draws is not to be missed by the training
+            layers = [spec.build() for spec in layers_of(self.settings, self.run.seed)]
+        for index, layer in enumerate(layers):
+            prefix = f"{index}."
+            found = {n.removeprefix(prefix): t for state in states for n, t in state.items() if n.startswith(prefix)}
+            layer.load_state_dict(found)
+            layer.eval()
+        samples, total = self.data[part], torch.zeros(2, dtype=torch.int64)
+        for indices in torch.arange(dist.get_rank(), len(samples), PLACES).split(64):
+            value, labels = samples[indices]
+            for layer in layers:
+                value = layer(value)
+            total += torch.tensor([int((value.argmax(-1) == labels).sum()), labels.numel()])
+        dist.all_reduce(total)
+        return 100 * int(total[0]) / int(total[1])
 
 
-# ---------------------------------------------------------------------------------------------------------- requests
+def probed(settings: Settings, run: Run, steps: int, rounds: measure.Settings) -> float:
+    """Seconds of the fastest step; the first quarter of them is to settle in."""
+    training = Training(settings, run)
+    rounds.quiet(rounds.probe)
+    return training.train(steps)["fastest"]
 
 
-def begin(seat: Seat, settings: Settings, run: Run) -> None:
-    """Request: build the engine."""
-    seat.step = Training(settings, run, read(settings))
+def trained(settings: Settings, run: Run, rounds: measure.Settings) -> dict[str, Any]:
+    """All epochs of a training: lists with an item for each, dev after each, test at the end, and the probes' slowdowns.
+
+    Raises WrongResult where the training was not what its column is about.
+    """
+    training = Training(settings, run)
+    slowdown, epochs = [rounds.quiet(rounds.probe).slowdown], []
+    for epoch in range(settings.epochs):
+        epochs.append(training.train(training.steps))
+        slowdown.append(rounds.probe().slowdown)
+        epochs[-1]["dev"] = training.evaluate("dev")
+        measure.say(f"  epoch {epoch}: {epochs[-1]['seconds']:.1f} s, dev {epochs[-1]['dev']:.2f} %")
+    found = {name: [epoch[name] for epoch in epochs] for name in epochs[0]}
+    samples = settings.epochs * len(training.data["train"])
+    wrong = what_is_wrong(run, found, training.steps, len(layers_of(settings, run.seed)))
+    if training.engine.global_samples != samples:
+        wrong.append(f"samples: got {training.engine.global_samples}, must be {samples}")
+    if wrong:
+        raise measure.WrongResult(f"{run}: {'; '.join(wrong)}")
+    return {**found, "steps": training.steps, "slowdown": slowdown, "test": training.evaluate("test")}
 
 
-def train(seat: Seat, count: int) -> Part:
-    """Request: so many steps, begun and ended together with the other ranks."""
-    training: Any = seat.step
-    steps, losses, changes = [], [], []
-    before = training.shape
-    dist.barrier()
-    start = last = time.perf_counter()
-    for _ in range(count):
-        losses.append(training())
-        now = time.perf_counter()
-        steps.append(now - last)
-        last = now
-        if training.shape != before:
-            before = training.shape
-            changes.append(Change(training.engine.global_steps - 1, *before))
-    dist.barrier()
-    seconds = time.perf_counter() - start
-    counts = getattr(training.engine, "cache_counts", None)
-    return Part(seconds, steps, losses, changes, *before, {} if counts is None else asdict(counts))
-
-
-@torch.no_grad()
-def evaluate(seat: Seat, part: str) -> tuple[int, int]:
-    """Request: how many labels of ``dev`` or ``test`` are predicted, and how many there are; every sample once."""
-    training: Any = seat.step
-    samples, layers = getattr(training.data, part), training.whole()
-    mine = torch.arange(seat.rank, len(samples), seat.world)
-    right = count = 0
-    for indices in mine.split(_EVALUATED):
-        value, labels = samples.some(indices)
-        for layer in layers:
-            value = layer(value)
-        right += int((value.argmax(-1) == labels).sum())
-        count += labels.numel()
-    total = torch.tensor([right, count])
-    dist.all_reduce(total)
-    return int(total[0]), int(total[1])
-
-
-def finish(seat: Seat) -> int:
-    """Request: end the engine, with all that it keeps; how many samples it has trained."""
-    training: Any = seat.step
-    seat.step = None
-    trained = int(training.engine.global_samples)
-    training.engine.destroy()
-    del training
-    gc.collect()
-    return trained
+def what_is_wrong(run: Run, found: dict[str, Any], steps: int, entries: int) -> list[str]:
+    """Where a training was not what its column is about. Of the L entries before the head L (1 - (1 - alpha)^T), rounded up, are
+    frozen after T epochs."""
+    wrong, share = [], run.alpha or 0.0
+    expected = [math.ceil((entries - 1) * (1 - (1 - share) ** at) - 1e-9) for at in range(len(found["seconds"]))]
+    changes = [change for epoch in found["changes"] for change in epoch]
+    at = [
+        step for (step, now, *_), before in zip(changes, [0, *(c[1] for c in changes)], strict=False) if now != before
+    ]
+    begins = [steps * epoch for epoch, (a, b) in enumerate(pairwise(expected), 1) if a != b]
+    if found["frozen"] != expected or at != begins:
+        wrong.append(f"frozen layers: got {found['frozen']} at {at}, must be {expected} at {begins}")
+    if any(tuple(shape) == (1, PLACES) for _, _, *shape in changes) != (run.column in ("reshape", "cache")):
+        wrong.append(f"shapes: got {changes}")
+    # with more layers frozen than before, entries are what the further layers start from; with as many they are read
+    read, more = (sum(counts.get(name, 0) for counts in found["counts"]) for name in ("read", "continued"))
+    kept_on = any(a and a == b for a, b in pairwise(expected))
+    if (read + more > 0) != (run.column == "cache") or (run.column == "cache" and kept_on and not read):
+        wrong.append(f"cache: got {found['counts']}")
+    return wrong

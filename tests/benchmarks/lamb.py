@@ -1,113 +1,163 @@
 """The time of a LAMB step against fused AdamW and eager PyTorch, over the tensors of BERT.
 
-``python -m tests.benchmarks.lamb`` times BERT-base and BERT-large shapes with 1 and 2 threads on a CPU and, where there
-is a GPU, BERT-large and GPT-1.3B shapes on it (tests/benchmarks/lamb_cuda.py). tests/benchmarks/rounds.py says how CPU
-figures are taken; AdamW is timed twice in a round, what the two differ by is the noise. Bytes per parameter are counted
-from the algorithms (tests/benchmarks/lamb_cases.py) and held against a stream measured in the same rounds. ``--quick``
-runs tiny tensors through all of it and shows that the benchmark works, not how fast anything is.
+``python -m tests.benchmarks.lamb`` times BERT-base and BERT-large shapes with 1 and 2 threads. AdamW is timed twice in a round:
+the two differ by the noise. Bytes per parameter are counted from the algorithms and held against a stream in the same rounds.
+
+All optimizers share parameters, gradients and moments: each keeps the same two averages of the same gradients, so what one
+leaves the next can go on with, and a model needs 16 bytes per parameter however many columns there are.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import os
-import platform
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from tests.benchmarks import lamb_cases, lamb_cuda
-from tests.benchmarks.lamb_shapes import MODELS
-from tests.benchmarks.lamb_table import Case, as_json, class_table, table, target_lines
-from tests.benchmarks.rounds import PATIENCE, minima, probe, run_rounds
-from tests.benchmarks.workers import Workers
+from tests.benchmarks import measure
+from tests.benchmarks.measure import Result
+
+STREAM_ELEMENTS = 64 * 2**20  # 256 MB each way, many times the last-level cache
+STREAM_BYTES = 12  # read, write, and the read that a write to memory begins with
+# Bytes moved per parameter when no tensor stays in a cache. AdamW: p, g, m, v read, p, m, v written. LAMB: in phase 1
+# p, g, m, v read and m, v written, in phase 2 p, m, v read and p written; 4 more to look for nan and inf. Eager: the 13
+# passes of EagerLamb, temporaries counted as the stream is, with the read before a first write.
+BYTES = {"adamw": 28, "lamb": 44, "unchecked": 40, "search": 4, "read": 4, "eager": 128, "adamw2": 28}
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
 
 
-def measure(options: argparse.Namespace, say: Callable[[str], None]) -> list[Case]:
-    """Every model at every number of threads, one model in memory at a time.
+def bert(layers: int, hidden: int, vocabulary: int = 30522, positions: int = 512) -> list[tuple[int, ...]]:
+    """Shapes of BERT for pre-training (Devlin et al., arXiv 1810.04805): tied output embedding, both heads, separate
+    q, k, v."""
 
-    Worker 0 does the steps; worker 1 is there for the probe, which says whether the other core was free.
+    def matrix(rows: int, columns: int) -> list[tuple[int, ...]]:
+        return [(rows, columns), (rows,)]
+
+    norm, square = [(hidden,), (hidden,)], matrix(hidden, hidden)
+    layer = 4 * square + norm + matrix(4 * hidden, hidden) + matrix(hidden, 4 * hidden) + norm
+    embeddings: list[tuple[int, ...]] = [(vocabulary, hidden), (positions, hidden), (2, hidden)]
+    return embeddings + norm + layers * layer + square + [(vocabulary,)] + square + norm + matrix(2, hidden)
+
+
+MODELS = {
+    "tiny": lambda: bert(2, 64, vocabulary=1000, positions=32),
+    "bert-base": lambda: bert(12, 768),
+    "bert-large": lambda: bert(24, 1024),
+}
+
+
+def parameters_of(model: str) -> int:
+    """How many numbers its tensors have."""
+    return sum(map(math.prod, MODELS[model]()))
+
+
+class EagerLamb(torch.optim.Optimizer):
+    """LAMB one tensor at a time in eager PyTorch, what a user has without a fused op. Written from the algorithm of
+    timm's ``Lamb`` (NVLAMB with every tensor adapted); every line is one pass over a tensor.
     """
-    cases = []
-    repeats, patience = (2, 0) if options.quick else (16, PATIENCE)
-    with Workers(2, (), options.log, options.timeout) as workers:
-        for model in options.models:
-            say(f"{model}: allocating")
-            workers.call(lamb_cases.prepare, model, ranks=[0])
-            for threads in options.threads:
-                say(f"{model}, threads: {threads}")
-                names = lamb_cases.columns(eager=not options.no_eager, classes=not options.no_classes)
 
-                def one(column: str, threads: int = threads) -> Callable[[], float]:
-                    steps = min(2, options.steps) if column == "eager" else options.steps
-                    return lambda: workers.call(lamb_cases.timed, column, threads, steps, ranks=[0])[0]
+    def __init__(self, params: Iterable[Tensor], **settings: Any) -> None:
+        super().__init__(params, settings)
 
-                columns = {name: one(name) for name in names}
-                rounds = run_rounds(
-                    columns, lambda: probe(workers, repeats), options.rounds, options.attempts, say, patience
-                )
-                cases.append(Case(model, MODELS[model](), threads, minima(rounds)))
-                print("\n".join(["", *table(cases[-1]), "", *class_table(cases[-1])]), flush=True)
-    return cases
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["step"] = group.get("step", 0) + 1
+        (beta1, beta2), count = group["betas"], group["step"]
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            for name in () if state else ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter)
+            mean, square = state["exp_avg"], state["exp_avg_sq"]
+            mean.lerp_(parameter.grad, 1 - beta1)
+            square.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+            denominator = (square.sqrt() / (1 - beta2**count) ** 0.5).add_(group["eps"])
+            update = (mean / (1 - beta1**count)).div_(denominator).add_(parameter, alpha=group["weight_decay"])
+            weight_norm, update_norm = parameter.norm(2.0), update.norm(2.0)
+            ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+            parameter.add_(update.mul_(ratio), alpha=-group["lr"])
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.lamb", description=__doc__.split("\n\n")[0])
+class Case:
+    """The tensors of one model and what is timed on them. Called with a column's name, it takes one step."""
 
-    def models(text: str) -> list[str]:
-        if unknown := [name for name in text.split(",") if name not in MODELS]:
-            raise argparse.ArgumentTypeError(f"got {','.join(unknown)}, must be among {','.join(MODELS)}")
-        return text.split(",")
+    def __init__(self, model: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.parameters = [torch.empty(shape).normal_(0, 0.02, generator=generator) for shape in MODELS[model]()]
+        for parameter in self.parameters:
+            parameter.grad = torch.empty_like(parameter).normal_(0, 1e-3, generator=generator)
+        self.moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in self.parameters}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._stream = torch.ones(STREAM_ELEMENTS), torch.zeros(STREAM_ELEMENTS)
 
-    def numbers(text: str) -> list[int]:
-        if not all(part.isdecimal() and int(part) for part in text.split(",")):
-            raise argparse.ArgumentTypeError(f"got {text}, must be positive numbers, e.g. 1,2")
-        return [int(part) for part in text.split(",")]
+    def __call__(self, column: str) -> None:
+        if column == "stream":
+            source, target = self._stream
+            torch.mul(source, 1.000001, out=target)  # not copy_, which may write past the cache
+        elif column == "read":
+            for parameter in self.parameters:
+                parameter.grad.sum()
+        elif column == "search":
+            self.search()
+        else:
+            self.optimizer(column.removesuffix("2")).step()
 
-    parser.add_argument("--models", type=models, help="default bert-base,bert-large; tiny with --quick")
-    parser.add_argument("--threads", type=numbers, default=[1, 2], help="default 1,2")
-    parser.add_argument("--rounds", type=int, help="clean rounds wanted per table (default 5; 1 with --quick)")
-    parser.add_argument("--attempts", type=int, help="rounds tried at most per table (default: 4 times --rounds)")
-    parser.add_argument("--steps", type=int, default=5, help="steps per measurement, the fastest counts (default 5)")
-    parser.add_argument("--no-eager", action="store_true", help="without LAMB in eager PyTorch")
-    parser.add_argument("--no-classes", action="store_true", help="without the table by size class")
-    parser.add_argument("--device", choices=("cpu", "cuda", "all"), default="all", help="default: what there is")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured there")
-    parser.add_argument("--log", metavar="FILE", default=os.devnull, help="the workers' own output (default: nowhere)")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a worker (default 600)")
-    parser.add_argument("--quick", action="store_true", help="tiny tensors: does the benchmark work?")
-    options = parser.parse_args(arguments)
-    options.models = options.models or (["tiny"] if options.quick else ["bert-base", "bert-large"])
-    options.rounds = options.rounds or (1 if options.quick else 5)
-    options.attempts = options.attempts or (options.rounds if options.quick else 4 * options.rounds)
-    return options
+    def optimizer(self, name: str) -> torch.optim.Optimizer:
+        """As after a first step, whose moments it shares with the others."""
+        if name not in self.optimizers:
+            from ds_terapipe.optim.lamb import FusedLamb
+
+            # what each takes for the count of its steps
+            if name == "adamw":
+                made, step = torch.optim.AdamW(self.parameters, **SETTINGS, fused=True), {"step": torch.tensor(1.0)}
+            elif name == "eager":
+                made, step = EagerLamb(self.parameters, **SETTINGS), {}
+                made.param_groups[0]["step"] = 1
+            else:
+                made, step = FusedLamb(self.parameters, **SETTINGS, check_gradients=name == "lamb"), {"step": 1}
+            for parameter, (mean, square) in self.moments.items():
+                made.state[parameter] = {"exp_avg": mean, "exp_avg_sq": square} | step
+                step = {key: value.clone() if isinstance(value, Tensor) else value for key, value in step.items()}
+            made.step()
+            self.optimizers[name] = made
+        return self.optimizers[name]
+
+    def search(self) -> None:
+        """What a step of FusedLamb begins with, alone: the squares of the gradients, in which a nan or inf shows."""
+        ((_, (table,)),) = self.optimizer("lamb")._tables.values()  # type: ignore[attr-defined]
+        self.control = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)  # a scale, no clipping
+        table.op.square_sum(table.tables, self.control)
+
+
+def stream_lines(result: Result, parameters: int) -> list[str]:
+    """Bytes that each column moves per second, beside those of the stream."""
+    stream = STREAM_BYTES * STREAM_ELEMENTS / result.seconds["stream"]
+    lines = [f"{'':38}{'B/param':>13}{'GB/s':>12}{'of stream':>13}   {stream / 1e9:.1f} GB/s"]
+    for name, count in BYTES.items():
+        rate = count * parameters / result.seconds[name]
+        lines.append(f"{name:38}{count:13}{rate / 1e9:12.1f}{rate / stream:13.0%}")
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
-    options = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    say = logging.getLogger(__name__).info
-    written: dict[str, object] = {
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
-    }
-    if options.device != "cuda":
-        cases = measure(options, say)
-        print("\n".join(["", "Targets", *(line for case in cases for line in target_lines(case))]), flush=True)
-        written["cpu"] = [as_json(case) for case in cases]
-    if options.device != "cpu" and torch.cuda.is_available():
-        found = lamb_cuda.measure(["tiny"] if options.quick else ["bert-large", "gpt-1.3b"], say)
-        print("\n".join(["", *lamb_cuda.table(found), "", "Targets", *lamb_cuda.target_lines(found)]))
-        written["cuda"] = [one._asdict() for one in found]
-    elif options.device != "cpu":
-        print("\nCUDA: not measured, there is no GPU")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(written, file, indent=1)
+    options = measure.parser("lamb", __doc__, rounds=5)
+    add = options.add_argument
+    add("--models", type=measure.names(list(MODELS)), help="default bert-base,bert-large; tiny with --quick")
+    add("--threads", type=measure.numbers, default=[1, 2], help="default 1,2")
+    options, results = options.parse_args(arguments), {}
+    repeats, settings = {name: 2 if name == "eager" else 5 for name in ("stream", *BYTES)}, measure.settings_of(options)
+    for model in options.models or (["tiny"] if options.quick else ["bert-base", "bert-large"]):
+        found = measure.on_ranks(measure.calls, partial(Case, model), repeats, settings, options.threads)
+        for threads, result in zip(options.threads, found, strict=True):
+            parameters = parameters_of(model)
+            title = f"{model}, {parameters / 1e6:.1f} M parameters, threads: {threads}"
+            results[title] = result
+            print("\n".join([*result.table(title, "adamw"), *stream_lines(result, parameters), ""]), flush=True)
+    measure.write_json(options.json, results)
     return 0
 
 

@@ -1,69 +1,59 @@
-"""What the override of attention costs other models in the process: ``python -m tests.benchmarks.override``.
+"""What the override of attention costs other models in the process.
 
-Microseconds per call of ``F.scaled_dot_product_attention`` outside of a slice, with and without an engine's interception alive,
-in turn; the shortest of several repeats. The tensors are small, so that the call itself is what takes time.
+``python -m tests.benchmarks.override`` times calls outside of a slice, with and without an engine's interception alive. The
+tensors are small, so that the call itself is what takes time.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_terapipe.pipeline.operators.interception import Interception
+from tests.benchmarks import measure
 
-CALLS = 2000
-
-
-def microseconds(call: Callable[[], object]) -> float:
-    """Of one of many calls."""
-    for _ in range(CALLS // 10):
-        call()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        call()
-    return 1e6 * (time.perf_counter() - start) / CALLS
+CALLS, REPEATS = 2000, 15
+CASES = ("attention", "attention and its backward", "another model's linear layer", "the engine's own, without a slice")
 
 
-def with_and_without(call: Callable[[], object], engines: nn.Module, repeats: int) -> tuple[float, float]:
-    """The shortest, without and with an interception of the engine's own modules."""
-    without, with_one = [], []
-    for _ in range(repeats):
-        without.append(microseconds(call))
-        interception = Interception([engines])
-        with_one.append(microseconds(call))
-        interception.close()
-    return min(without), min(with_one)
+def make() -> Callable[[str], None]:
+    """What does the calls of a column: a case, or a case and " with"."""
+    from ds_terapipe.pipeline.operators.interception import Interception
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What the override of attention costs other models in the process.")
-    parser.add_argument(
-        "--repeats", type=int, default=15, metavar="N", help="of which the shortest counts (default: 15)"
-    )
-    repeats = parser.parse_args().repeats
-    torch.set_num_threads(1)
-    own, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    own, other, x = nn.Linear(8, 8), nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
     q, k, v = (torch.randn(1, 1, 4, 8, requires_grad=True) for _ in range(3))
-    x = torch.randn(4, 8, requires_grad=True)
 
     def attend() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    cases: dict[str, Callable[[], object]] = {
-        "attention, forward": attend,
-        "attention, forward and backward": lambda: torch.autograd.grad(attend().sum(), (q, k, v)),
-        "another model's linear layer": lambda: other(x),
-        "the engine's own, outside of a slice": lambda: own(x),
-    }
-    for name, call in cases.items():
-        without, with_one = with_and_without(call, own, repeats)
-        print(f"{name:<38}{without:8.2f} us without, {with_one:8.2f} us with", flush=True)
+    calls = [attend, lambda: torch.autograd.grad(attend().sum(), (q, k, v)), lambda: other(x), lambda: own(x)]
+    cases = dict(zip(CASES, calls, strict=True))
+
+    def run(column: str) -> None:
+        call = cases[column.removesuffix(" with")]
+        interception = Interception([own]) if column.endswith(" with") else None
+        for _ in range(CALLS):
+            call()
+        if interception is not None:
+            interception.close()
+
+    return run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = measure.parser("override", __doc__, rounds=3).parse_args(arguments)
+    repeats = {f"{case}{how}": 2 if options.quick else REPEATS for case in CASES for how in ("", " with")}
+    (result,) = measure.on_ranks(measure.calls, make, repeats, measure.settings_of(options))
+    print(result.state)
+    for case in CASES:
+        without, with_one = (1e6 * result.seconds[f"{case}{how}"] / CALLS for how in ("", " with"))
+        print(f"{case:38}{without:8.2f} us without, {with_one:8.2f} us with: {with_one / without:.2f}x")
+    measure.write_json(options.json, {"calls": result})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

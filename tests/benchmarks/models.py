@@ -1,0 +1,187 @@
+"""What the columns train: a GPT in plain PyTorch, one module per layer, and Hugging Face's Llama by ``ds_terapipe.hf``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model; ``sequence`` in tokens; ``family``: "gpt" or "llama"."""
+
+    layers: int = 8
+    hidden: int = 512
+    heads: int = 8
+    vocabulary: int = 1024
+    sequence: int = 1024
+    family: str = "gpt"
+
+    @property
+    def modules(self) -> int:
+        """The embedding, the blocks, the head."""
+        return self.layers + 2
+
+
+QUICK = Shape(layers=4, hidden=64, heads=4, vocabulary=128, sequence=128)
+
+
+def initialise(module: nn.Module, seed: int) -> None:
+    """Matrices that depend on the seed alone, and no biases: the same for every partition of the model."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], decay: float = 0.01) -> list[dict[str, Any]]:
+    """Weight decay on matrices only, as BERT is trained."""
+    parameters = list(parameters)
+    groups = [
+        ([one for one in parameters if (one.dim() > 1) == matrices], matrices * decay) for matrices in (True, False)
+    ]
+    return [{"params": some, "weight_decay": weight} for some, weight in groups if some]
+
+
+class Embedding(nn.Module):
+    """(tokens [b, s], positions [b, s]) to [b, s, hidden]."""
+
+    def __init__(self, shape: Shape, index: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.positions = nn.Embedding(shape.sequence, shape.hidden)
+        initialise(self, index)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, positions = inputs
+        return self.tokens(tokens) + self.positions(positions)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block. The rows of ``qkv`` are in Megatron's order (head, q|k|v, head size)."""
+
+    causal = True
+
+    def __init__(self, shape: Shape, index: int) -> None:
+        super().__init__()
+        self.head_size = shape.hidden // shape.heads
+        self.norm1, self.norm2 = nn.LayerNorm(shape.hidden), nn.LayerNorm(shape.hidden)
+        self.qkv, self.proj = nn.Linear(shape.hidden, 3 * shape.hidden), nn.Linear(shape.hidden, shape.hidden)
+        self.fc1, self.fc2 = nn.Linear(shape.hidden, 4 * shape.hidden), nn.Linear(4 * shape.hidden, shape.hidden)
+        initialise(self, index)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, _ = hidden.shape
+        qkv = self.qkv(self.norm1(hidden)).view(batch, length, -1, 3, self.head_size)
+        query, key, value = (part.transpose(1, 2) for part in qkv.unbind(3))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        hidden = hidden + self.proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return hidden + self.fc2(F.gelu(self.fc1(self.norm2(hidden))))
+
+
+class Head(nn.Module):
+    """[b, s, hidden] to logits [b, s, vocabulary]."""
+
+    def __init__(self, shape: Shape, index: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(shape.hidden)
+        self.linear = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        initialise(self, index)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(self.norm(hidden))
+
+
+class TokenLoss:
+    """Mean cross entropy over all tokens, in the form that the engine runs per slice."""
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.token_sum(logits, labels) / self.token_weight(labels)
+
+    def token_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
+
+    def token_weight(self, labels: Tensor) -> Tensor:
+        return torch.tensor(float(labels.numel()))
+
+
+def kinds(shape: Shape) -> list[Callable[[Shape, int], nn.Module]]:
+    """Classes of the layer modules, each called with shape and index."""
+    return [Embedding, *[Block] * shape.layers, Head]
+
+
+def whole(shape: Shape) -> nn.Sequential:
+    """The model in one piece."""
+    return nn.Sequential(*(kind(shape, index) for index, kind in enumerate(kinds(shape))))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and a batch of so many micro-batches of one sequence, the same for every column."""
+
+    shape: Shape
+    sequences: int
+
+    def micro_batches(self) -> list[tuple[Any, Tensor]]:
+        """((tokens, positions), labels), each tensor [1, sequence]; of a Llama (tokens, labels), which are the same."""
+        shape = (self.sequences, 1, self.shape.sequence + (self.shape.family == "gpt"))
+        text = torch.randint(self.shape.vocabulary, shape, generator=torch.Generator().manual_seed(SEED))
+        if self.shape.family == "llama":
+            return [(tokens, tokens) for tokens in text]
+        positions = torch.arange(self.shape.sequence).unsqueeze(0)
+        return [((tokens[:, :-1].contiguous(), positions), tokens[:, 1:].contiguous()) for tokens in text]
+
+    def endlessly(self, replica: int = 0, replicas: int = 1) -> Iterator[tuple[Any, Tensor]]:
+        """A replica's share of the micro-batches over and over, as a training loop's iterator."""
+        return itertools.cycle(self.micro_batches()[replica::replicas])
+
+
+def llama_config(shape: Shape) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        intermediate_size=8 * shape.hidden // 3 // 16 * 16,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=2,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.sequence,
+    )
+
+
+def llama_pipeline(shape: Shape, stages: int) -> Any:
+    """A ``PipelineModule`` with equally many layers on each stage."""
+    from ds_terapipe import hf
+
+    each = [shape.layers // stages] * stages
+    return hf.pipeline(llama_config(shape), num_stages=stages, layers_per_stage=each, seed=SEED, dynamic_shape=False)
+
+
+class WholeLlama(nn.Module):
+    """transformers' own model with the pipeline's weights, and its own attention."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        from ds_terapipe.hf.source import source_of
+
+        source = source_of(llama_config(shape), None, SEED)
+        self.model, parts = AutoModelForCausalLM.from_config(llama_config(shape)), source.parts
+        layers = [f"{parts.layers}.{index}" for index in range(shape.layers)]
+        for part in (parts.tokens, *layers, parts.norm, parts.head):
+            self.model.get_submodule(part).load_state_dict(source.take(part).state_dict())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens, use_cache=False).logits
