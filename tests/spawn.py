@@ -45,12 +45,15 @@ _ASKING = threading.Lock()
 _HERE = os.getcwd()  # servers stay there, wherever a test goes
 LEAVES_AFTER_S = 5.0
 # What each server imports, in 5 to 10 s. It goes without what is not installed.
+_ENGINES = (
+    "torch",
+    "torch._dynamo",  # by the first optimiser
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # by the first engine with ZeRO; it compiles a function
+)
 _SERVERS = {
     "ranks": (
-        "torch",
-        "torch._dynamo",  # by the first optimiser
-        "deepspeed",
-        "deepspeed.runtime.zero.muon.muon_optimizer",  # by the first engine with ZeRO; it compiles a function
+        *_ENGINES,
         *(
             f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2")
         ),  # all models need these
@@ -59,7 +62,7 @@ _SERVERS = {
         "tests.pipeline.training",
         "tests.megatron.common",
     ),
-    "scripts": ("torch", "deepspeed"),
+    "scripts": _ENGINES,
 }
 
 
@@ -148,8 +151,9 @@ def _launch(
     env: Mapping[str, str] | None = None,
     mutant: str | None = None,
 ) -> list[RankResult]:
-    deadline, results = time.monotonic() + timeout, dict[int, RankResult]()
+    results: dict[int, RankResult] = {}
     with _running(functools.partial(_report, function, args, mutant), world_size, env=env) as folder:
+        deadline = time.monotonic() + timeout
         while len(results) < world_size:
             for rank in set(range(world_size)) - results.keys():
                 gone, path = (folder / f"{rank}.exit").exists(), folder / f"{rank}.result"
@@ -198,13 +202,18 @@ def launched(
             given = (*args, path) if folder else args
             return _values(_launch(function, world_size, given, timeout, **options), options.get("mutant"))
 
-    launch = Launch(f"{function.__module__}:{function.__name__}", world_size, run)
+    return in_background(f"{function.__module__}:{function.__name__}", world_size, run)
 
-    def ranks() -> list[Any]:
+
+def in_background(name: str, ranks: int, run: Callable[[], Any]) -> Any:
+    """A fixture of a module: what ``run()`` returns, which begins when collection is over and there is room for the ranks."""
+    launch = Launch(name, ranks, run)
+
+    def results() -> Any:
         return launch.results()
 
-    ranks.launch = launch  # type: ignore[attr-defined]  # for conftest.py
-    return pytest.fixture(scope="module")(ranks)
+    results.launch = launch  # type: ignore[attr-defined]  # for conftest.py
+    return pytest.fixture(scope="module")(results)
 
 
 def _values(results: list[RankResult], mutant: str | None) -> list[Any]:
@@ -235,8 +244,8 @@ def run_script(text: str, folder: Path, *argv: str, env: Mapping[str, str] | Non
 
 
 def _until_exit(work: Callable[[], Any], world_size: int, timeout: float, **options: Any) -> list[Exit]:
-    deadline = time.monotonic() + timeout
     with _running(work, world_size, **options) as folder:
+        deadline = time.monotonic() + timeout
         waited_for = [folder / f"{rank}.exit" for rank in range(world_size)]
         while time.monotonic() < deadline and not all(path.exists() for path in waited_for):
             time.sleep(0.02)
