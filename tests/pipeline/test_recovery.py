@@ -151,33 +151,31 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
 ranks = launched(everything, 2)
 
 
+REFUSED = "ConfigError: token_pipeline.slices: got"
+UNUSABLE = "RuntimeError: this engine is no longer usable"
+
+
 def test_after_an_error_before_the_step_an_engine_goes_on(ranks):
-    for rank in ranks:
-        found = rank["come back"]
+    for found in (rank["come back"] for rank in ranks):
         for line in found["the model can't be cut"]:  # on every rank the same, and no message of the first is left over
-            assert line.startswith(
-                "ConfigError: token_pipeline.slices: got a model that can't be cut: run on a slice it fails"
-            )
+            assert line.startswith(f"{REFUSED} a model that can't be cut: run on a slice it fails")
             assert "a bug in the layer" in line
-        assert all(line.startswith("ConfigError: token_pipeline.slices: got 4") for line in found["data"])
+        assert all(line.startswith(f"{REFUSED} 4") for line in found["data"])
         assert found["good"] == ["", ""]
         summed, none, mean = found["evaluation"]
-        assert summed.startswith("ConfigError: eval_batch: got reduce_output") and none.startswith(
-            "ConfigError: eval_batch:"
-        )
-        assert not mean
-        assert found["destroyed"][0].startswith("RuntimeError: this engine is no longer usable (destroy() was called)")
+        assert summed.startswith("ConfigError: eval_batch: got reduce_output") and not mean
+        assert none.startswith("ConfigError: eval_batch:")
+        assert found["destroyed"][0].startswith(f"{UNUSABLE} (destroy() was called)")
     assert issubclass(ConfigError, ValueError)
 
 
 def test_what_one_stage_finds_is_said_on_all(ranks):
-    for rank in ranks:
-        for line in rank["refused"]["tensors"]:
-            assert line.startswith("ConfigError: token_pipeline.slices: got a model that can't be cut")
+    for found in (rank["refused"] for rank in ranks):
+        for line in found["tensors"]:
+            assert line.startswith(f"{REFUSED} a model that can't be cut")
             assert f"a stage hands on {COPIES} tensors" in line
-        refusal, step = rank["refused"]["compiled"]
-        assert refusal.startswith("ConfigError: token_pipeline: layer") and "is compiled" in refusal
-        assert not step
+        refusal, step = found["compiled"]
+        assert refusal.startswith("ConfigError: token_pipeline: layer") and "is compiled" in refusal and not step
 
 
 def test_after_an_error_in_a_step_an_engine_says_so(ranks):
@@ -185,17 +183,13 @@ def test_after_an_error_in_a_step_an_engine_says_so(ranks):
     assert first["good"] == last["good"] == [""]
     assert last["bad"] == ["KeyError: 'a bug in the layer'"]
     assert first["bad"][0].startswith("PipelineStalled: rank 0 (stage 0) waited")
-    for line in last["next"]:
-        assert line.startswith("RuntimeError: this engine is no longer usable (failed: KeyError")
-    for line in first["next"]:
-        assert line.startswith("RuntimeError: this engine is no longer usable (gave up waiting for")
+    for found, why in ((last, "failed: KeyError"), (first, "gave up waiting for")):
+        assert len(found["next"]) == 4 and all(line.startswith(f"{UNUSABLE} ({why}") for line in found["next"])
 
 
 def test_engine_and_grid_agree_on_what_is_deferred(ranks):
-    for rank in ranks:
-        found = rank["autocast"]
+    for found in (rank["autocast"] for rank in ranks):
         assert found["plain"] == (True, MICRO_BATCHES, MICRO_BATCHES, True)
         assert found["autocast"] == (False, 0, 0, True)
-        assert found["refused"].startswith(
-            'ConfigError: token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast'
-        )
+        text = 'token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast'
+        assert found["refused"].startswith(f"ConfigError: {text}")

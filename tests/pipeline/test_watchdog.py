@@ -287,9 +287,14 @@ def test_building_engines_ends_with_a_rank(store, clock, caplog, what, said):
     if what == "gone":
         store.append(f"ds_terapipe/processes/{processes._machine()}", "1 99999999 5\n")
     known = {"note": "failed: KeyError: 'x'", "ended": True} if what == "failed" else {}
+
+    def course() -> Iterator[None]:
+        for beat in range(1000):
+            store.say(LAUNCH_KEY.format(1), **known, written=beat if what == "failed" else 0)
+            yield
+
     with pytest.raises(Exited, match="70"), launching(2.0 if what != "gone" else 600.0) as watchdog:
-        store.say(LAUNCH_KEY.format(1), **known)
-        clock.watch(iter([None] * 1000))
+        clock.watch(course())
     assert watchdog.ended.startswith("gave up waiting for all ranks to build their engines")
     messages = list(caplog.messages)
     assert what != "gone" or messages.pop(0) == "rank 0: lost rank 1 (process 99999999 is gone)"
