@@ -21,17 +21,7 @@ from tests.benchmarks import elastic_finetune_picture as picture
 
 from .documents import ASSIGNMENT, ROOT, commands
 from .programs import Rejected, check, check_setting, options_of
-from .shown import (
-    MEGATRON_DEEPSPEED,
-    OUTPUTS,
-    PACKAGE,
-    SHORT,
-    at,
-    blocks,
-    shown,
-    span_kind,
-    spans,
-)
+from .shown import MEGATRON_DEEPSPEED, OUTPUTS, PACKAGE, SHORT, at, blocks, shown, span_kind, spans
 
 # ------------------------------------------------------------------------------------------------------------- commands
 

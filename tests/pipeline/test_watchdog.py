@@ -277,11 +277,7 @@ def test_building_engines_takes_as_long_as_ranks_do_something(store, clock):
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [
-        ("silent", "no sign of life"),
-        ("failed", "failed: KeyError: 'x'"),
-        ("gone", "rank 1: process 99999999 is gone"),
-    ],
+    [("silent", "no sign of life"), ("failed", "failed: KeyError: 'x'"), ("gone", "rank 1: process 99999999 is gone")],
 )
 def test_building_engines_ends_with_a_rank(store, clock, caplog, what, said):
     if what == "gone":
