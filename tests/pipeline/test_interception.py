@@ -41,9 +41,8 @@ class ParallelLinear(nn.Module):
         return torch.matmul(input, weight.t())
 
     def forward(self, x: Any) -> Any:
-        return self._forward_impl(
-            input=x, weight=self.weight, bias=None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None
-        )
+        others = {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
+        return self._forward_impl(input=x, weight=self.weight, **others)
 
 
 class VocabParallel(nn.Module):
@@ -57,9 +56,7 @@ class VocabParallel(nn.Module):
 
     def forward(self, tokens: Any) -> Any:
         elsewhere = tokens >= self.vocab_end_index
-        local = tokens.clone()
-        local[elsewhere] = 0
-        out = F.embedding(local, self.weight)
+        out = F.embedding(tokens.masked_fill(elsewhere, 0), self.weight)
         out[elsewhere, :] = 0.0
         return out
 
@@ -74,9 +71,8 @@ class CoreAttention(nn.Module):
 
     def forward(self, query: Any, key: Any, value: Any, attention_mask: Any = None) -> Any:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        scores = (q @ k.transpose(-1, -2) * self.softmax_scale).masked_fill(
-            torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1), float("-inf")
-        )
+        later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(-1, -2) * self.softmax_scale).masked_fill(later, float("-inf"))
         out = scores.softmax(-1) @ v
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 

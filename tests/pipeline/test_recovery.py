@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def said(call: Any) -> str:
     return ""
 
 
-def come_back(rank: int, world_size: int) -> dict[str, list[str]]:
+def come_back(rank: int) -> dict[str, list[str]]:
     """Errors before the first action of a step, each followed by a step that succeeds."""
     engine = build_engine(layers(), mean_loss, token_pipeline={"slices": SLICES, "timeout_s": 20})
     if rank == 1:
@@ -59,15 +60,14 @@ def come_back(rank: int, world_size: int) -> dict[str, list[str]]:
     Faulty.at = None
     found["data"] = [said(lambda: engine.train_batch(data(3))), said(lambda: engine.eval_batch(data(3)))]
     found["good"] = [said(lambda: engine.train_batch(data())) for _ in range(2)]
-    found["evaluation"] = [
-        said(lambda how=how: engine.eval_batch(data(), reduce_output=how)) for how in ("sum", None, "avg")
-    ]
+    reduced = [partial(engine.eval_batch, reduce_output=how) for how in ("sum", None, "avg")]
+    found["evaluation"] = [said(lambda call=call: call(data())) for call in reduced]
     engine.destroy()
     found["destroyed"] = [said(lambda: engine.train_batch(data()))]
     return found
 
 
-def refused(rank: int, world_size: int) -> dict[str, list[str]]:
+def refused() -> dict[str, list[str]]:
     """What is found while the stages look at the model, and what only a model that is never cut may be."""
     engine = build_engine(many_tensors(), mean_loss, token_pipeline={"slices": 2, "timeout_s": 20})
     found = {"tensors": [said(lambda: engine.train_batch(data())) for _ in range(2)]}
@@ -101,27 +101,23 @@ def many_tensors() -> list[Any]:
     return [first, block, LayerSpec(Spread), LayerSpec(Gather), block, last]
 
 
-def break_down(rank: int, world_size: int) -> dict[str, list[str]]:
-    """An error in the middle of a step, on the last stage; the other one waits in vain. Whoever goes on is told."""
+def break_down(rank: int) -> dict[str, list[str]]:
+    """An error in the middle of a step, on the last stage; the other one waits in vain. A call after that is told."""
     engine = build_engine(layers(), mean_loss, token_pipeline={"slices": SLICES, "timeout_s": 3})
     found = {"good": [said(lambda: engine.train_batch(data()))]}
     if rank == 1:
         Faulty.at = LENGTH // SLICES
     found["bad"] = [said(lambda: engine.train_batch(data()))]
     Faulty.at = None
-    calls = (
-        lambda: engine.train_batch(data()),
-        lambda: engine.eval_batch(data()),
-        lambda: engine.set_slices(2),
-        lambda: engine.save_checkpoint("never"),
-    )
-    found["next"] = [said(call) for call in calls]
+    batches = [partial(engine.train_batch, data()), partial(engine.eval_batch, data())]
+    others = [partial(engine.set_slices, 2), partial(engine.save_checkpoint, "never")]
+    found["next"] = [said(call) for call in (*batches, *others)]
     assert not Path("never").exists()
     engine.destroy()
     return found
 
 
-def autocast(rank: int, world_size: int) -> dict[str, Any]:
+def autocast(rank: int) -> dict[str, Any]:
     """What is deferred under autocast, as the engine, the grid and a micro-batch's leftovers have it."""
     found: dict[str, Any] = {}
     for name, config in (("plain", {}), ("autocast", AUTOCAST)):
@@ -143,9 +139,8 @@ def autocast(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
-    found = {"come back": come_back(rank, world_size), "autocast": autocast(rank, world_size)}
-    found["refused"] = refused(rank, world_size)
-    return {**found, "break down": break_down(rank, world_size)}
+    found = {"come back": come_back(rank), "autocast": autocast(rank), "refused": refused()}
+    return {**found, "break down": break_down(rank)}
 
 
 ranks = launched(everything, 2)
