@@ -262,7 +262,7 @@ def torchrun(function: Callable[..., Any], world_size: int, *args: Any, until: s
     """
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "job").write_bytes(pickle.dumps(functools.partial(_call, function, args)))
+        _write_job(folder, functools.partial(_call, function, args))
         command += [f"--master-port={free_port()}", "-m", "tests.spawn", folder]
         output = Path(folder, "out")
         with output.open("wb") as file:
@@ -297,18 +297,23 @@ def _running(
     """
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     settings |= {"LOCAL_SIZE": str(world_size), **(env or {})}
-    common = {"fresh": settings.get("DS_ACCELERATOR", "cpu") != "cpu"}
-    common["main"] = getattr(sys.modules["__main__"].__spec__, "name", None)
+    fresh = settings.get("DS_ACCELERATOR", "cpu") != "cpu"
     with tempfile.TemporaryDirectory() as path:
-        Path(path, "job").write_bytes(pickle.dumps(work))
+        _write_job(path, work)
         try:
             for rank in range(world_size):
                 ranked = {**settings, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                pid = _fork(server, {**common, "folder": path, "rank": rank, "env": ranked})
+                pid = _fork(server, {"folder": path, "rank": rank, "env": ranked, "fresh": fresh})
                 Path(path, f"{rank}.pid").write_text(str(pid))
             yield Path(path)
         finally:
             _end(Path(path))
+
+
+def _write_job(folder: str, work: Callable[[], Any]) -> None:
+    """Functions of a program that was started by its name, ``python -m tests.benchmarks...``, are found there."""
+    main = getattr(sys.modules["__main__"].__spec__, "name", None)
+    Path(folder, "job").write_bytes(pickle.dumps((main, pickle.dumps(work))))
 
 
 def _end(folder: Path) -> None:
@@ -370,8 +375,6 @@ def _serve(name: str) -> Path | None:
             os.environ.update(job["env"])
             if job["fresh"]:
                 os.execv(sys.executable, [sys.executable, "-m", "tests.spawn", job["folder"]])
-            if job["main"]:  # functions of a program that was started by its name are found there
-                multiprocessing.spawn._fixup_main_from_name(job["main"])
             return Path(job["folder"])
         children[pid] = path.with_suffix(".exit")
         os.write(1, f"{pid}\n".encode())
@@ -454,7 +457,10 @@ def _main() -> None:
     folder = _serve(sys.argv[2]) if sys.argv[1] == "--serve" else Path(sys.argv[1])
     if folder is not None:
         os.environ["TESTS_SPAWN_FOLDER"] = str(folder)
-        pickle.loads((folder / "job").read_bytes())()
+        main, work = pickle.loads((folder / "job").read_bytes())
+        if main is not None:
+            multiprocessing.spawn._fixup_main_from_name(main)
+        pickle.loads(work)()
 
 
 if __name__ == "__main__":
