@@ -188,60 +188,56 @@ def test_each_damage_is_named_on_every_rank_and_changes_nothing(swept: list[dict
 # --------------------------------------------------------------------------------------------------- without a manifest
 
 
-def swapped(folder: Path, one: str, other: str) -> None:
-    (folder / one).rename(folder / "other")
-    (folder / other).rename(folder / one)
-    (folder / "other").rename(folder / other)
+LAYER_0, LAYER = "layer_00-model_states.pt", "layer_01-model_states.pt"
+STATE_0, STATE = "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"
+Change = Callable[[Path], Any]
 
 
-def put(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
-    torch.save(change(torch.load(folder / name, weights_only=False)), folder / name)
+def swap(one: str, other: str) -> Change:
+    return lambda f: [(f / a).rename(f / b) for a, b in ((one, "other"), (other, one), ("other", other))]
+
+
+def copy(name: str, other: str) -> Change:
+    return lambda f: shutil.copy(f / name, f / other)
+
+
+def put(name: str, change: Callable[[Any], Any]) -> Change:
+    return lambda f: torch.save(change(torch.load(f / name, weights_only=False)), f / name)
 
 
 def without(key: str) -> Callable[[Any], Any]:
     return lambda state: {name: value for name, value in state.items() if name != key}
 
 
-LAYER, STATE = "layer_01-model_states.pt", "mp_rank_01_model_states.pt"
+def other_moments(state: Any) -> Any:
+    state["optimizer"]["state"][1].update(exp_avg=torch.zeros(3))
+    return state
+
+
 # What is done to DeepSpeed's own checkpoint of two stages, and what is said of it.
-FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
+FOREIGN: dict[str, tuple[Change, str]] = {
     "no layer": (lambda f: (f / LAYER).unlink(), "no file of layer 1 in "),
     "an empty layer": (lambda f: (f / LAYER).write_bytes(b""), f"{LAYER} (EOFError: "),
     "half a layer": (lambda f: (f / LAYER).write_bytes((f / LAYER).read_bytes()[:9000]), f"{LAYER} ("),
-    "layers of other shapes": (
-        lambda f: swapped(f, LAYER, "layer_00-model_states.pt"),
-        "layer_00-model_states.pt without",
-    ),
+    "layers of other shapes": (swap(LAYER, LAYER_0), f"{LAYER_0} without"),
     "a layer of another size": (
-        lambda f: put(f, LAYER, lambda s: {**s, "up.bias": s["up.bias"][:3]}),
-        f"{LAYER} with up.bias of shape [3], must be [64]",
+        put(LAYER, lambda s: {**s, "up.bias": s["up.bias"][:3]}),
+        " of shape [3], must be [64]",
     ),
-    "a weight too many": (lambda f: put(f, LAYER, lambda s: {**s, "x": s["up.bias"]}), f"{LAYER} with x, must be"),
-    "no weights at all": (lambda f: put(f, LAYER, lambda s: [1]), f"{LAYER} without states"),
-    "two tensor-parallel ranks": (
-        lambda f: shutil.copy(f / LAYER, f / "layer_01-model_01-model_states.pt"),
-        "2 files of layer 1 in ",
-    ),
+    "a weight too many": (put(LAYER, lambda s: {**s, "x": s["up.bias"]}), f"{LAYER} with x, must be"),
+    "no weights at all": (put(LAYER, lambda s: [1]), f"{LAYER} without states"),
+    "two tensor-parallel ranks": (copy(LAYER, "layer_01-model_01-model_states.pt"), "2 files of layer 1 in "),
     "no states": (lambda f: (f / STATE).unlink(), "1 files mp_rank_*_model_states.pt in "),
-    "states of three stages": (
-        lambda f: shutil.copy(f / STATE, f / "mp_rank_02_model_states.pt"),
-        "3 files mp_rank_*_model_states.pt in ",
-    ),
+    "states of three stages": (copy(STATE, "mp_rank_02_model_states.pt"), "3 files mp_rank_*_model_states.pt in "),
     "states of four stages": (
-        lambda f: put(f, STATE, lambda s: {**s, "mp_world_size": 4}),
+        put(STATE, lambda s: {**s, "mp_world_size": 4}),
         f"{STATE} of a checkpoint with 4 mp_rank",
     ),
-    "states of other stages": (
-        lambda f: swapped(f, STATE, "mp_rank_00_model_states.pt"),
-        "_model_states.pt with other parameter groups",
-    ),
-    "another file's states": (lambda f: put(f, STATE, lambda s: {"a": 1}), f"{STATE} without dp_world_size, "),
-    "no optimizer": (lambda f: put(f, STATE, without("optimizer")), f"{STATE} without the optimizer's state, "),
-    "another optimizer's moments": (
-        lambda f: put(f, STATE, lambda s: s["optimizer"]["state"][1].update(exp_avg=torch.zeros(3)) or s),
-        f"{STATE} with exp_avg of shape [3], must be [",
-    ),
-    "no scheduler": (lambda f: put(f, STATE, without("lr_scheduler")), f"{STATE} without the state of a scheduler"),
+    "states of other stages": (swap(STATE, STATE_0), "_model_states.pt with other parameter groups"),
+    "another file's states": (put(STATE, lambda s: {"a": 1}), f"{STATE} without dp_world_size, "),
+    "no optimizer": (put(STATE, without("optimizer")), f"{STATE} without the optimizer's state, "),
+    "another optimizer's moments": (put(STATE, other_moments), f"{STATE} with exp_avg of shape [3], must be ["),
+    "no scheduler": (put(STATE, without("lr_scheduler")), f"{STATE} without the state of a scheduler"),
 }
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6}}}
 
