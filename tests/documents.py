@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md show a reader: fenced blocks, inline code and links, each with the place it stands in."""
+"""Fenced blocks, inline code and links of README.md and docs/*.md, each with the place it stands in."""
 
 from __future__ import annotations
 

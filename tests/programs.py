@@ -32,7 +32,7 @@ class Rejected(AssertionError):
 
 
 def check(command: Command) -> str:
-    """What kind of command it is, after it was found that its program would take it.
+    """The kind of a command that its program would take.
 
     Raises:
         Rejected: no such program, target or option, or a value that the program refuses.
@@ -59,14 +59,14 @@ def check_setting(setting: str) -> None:
     """An environment variable is read by this repository, or by torch or DeepSpeed where they look for it.
 
     Raises:
-        Rejected: nobody reads it.
+        Rejected: no program reads it.
     """
     name = setting.partition("=")[0]
     readers = [ROOT / "setup.py", *(ROOT / "ds_terapipe").rglob("*.py"), *(ROOT / "configs").glob("*.sh")]
     for module in ("torch", "deepspeed.accelerator.real_accelerator"):
         readers.append(Path(importlib.util.find_spec(module).origin))
     if not any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in readers):
-        raise Rejected(f"nobody reads the variable {name}")
+        raise Rejected(f"no program reads the variable {name}")
 
 
 def options_of(command: Command) -> set[str]:

@@ -1,4 +1,4 @@
-"""What an engine's step really ran. A test that compares numbers asserts it: those of an uncut run prove nothing."""
+"""Records of what a step of an engine ran. A test that compares numbers asserts it: those of an uncut run prove nothing."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ _SERVERS = {
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank did: its return value, or the text of its error, or neither when it was killed.
+    """The result of one rank: its return value, or the text of its error, or neither when it was killed.
 
     ``hits``: how often a mutant changed something there, by name (see ``tests.mutants``).
     """
@@ -173,7 +173,7 @@ def _launch(
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any
 ) -> list:
-    """As :func:`launch`, for functions that must succeed: the ranks' values, or an AssertionError with their tracebacks.
+    """The same as :func:`launch` for functions that must succeed: the ranks' values, or an AssertionError with their tracebacks.
 
     So is a mutant that changed nothing on any rank (``tests.mutants.NeverRan``).
     """
@@ -255,7 +255,7 @@ def _until_exit(work: Callable[[], Any], world_size: int, timeout: float, **opti
 
 
 def torchrun(function: Callable[..., Any], world_size: int, *args: Any, until: str, timeout: float = 150.0) -> Exit:
-    """As :func:`run_to_exit`, started by torchrun on fresh interpreters; all output together, and the launcher's exit code.
+    """:func:`run_to_exit` by torchrun on fresh interpreters: all output together, and the exit code of the launcher.
 
     A worker may stop the launcher (``SIGSTOP``) before it dies: it goes on when the output matches ``until``, and does not end
     the others before they have said a word.

@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md name is there: commands and their options, names of code, files, links, lines of output."""
+"""README.md and docs/*.md name things that are there: commands, their options, names of code, files, links, output."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def classes_of_the_package() -> dict[str, str]:
 
 
 def resolved(dotted: str) -> Any:
-    """What a dotted name that begins with a package means.
+    """The object that a dotted name means, which begins with a package.
 
     Raises:
         AttributeError, ImportError: there is no such thing.

@@ -1,4 +1,4 @@
-"""What the installed package consists of: public names, entry points, pinned versions, and what it may import."""
+"""The installed package: public names, entry points, pinned versions, and what it may import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parity tests assert about a step that ran is false for every other one."""
+"""The assertions of parity tests about a step that ran are false for every other one."""
 
 from __future__ import annotations
 

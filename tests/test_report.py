@@ -81,7 +81,7 @@ def lock_in(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def held(lock: Path) -> Iterator[None]:
-    """As by a process that compiles."""
+    """A process that compiles holds it."""
     file = os.open(lock, os.O_RDONLY)
     try:
         yield
@@ -145,7 +145,7 @@ def test_a_lock_is_listed_and_removed_on_request_where_it_is_stale(
     monkeypatch.setattr(report, "collect", lambda: EMPTY)
     old = time.time() - 600
     os.utime(lock, (old, old))
-    lock_in(tmp_path / "ds_terapipe_lamb_cpu_311")  # ours stays, and holds nobody up
+    lock_in(tmp_path / "ds_terapipe_lamb_cpu_311")  # ours stays, and holds no process up
     with held(lock):
         (found,) = build_locks.locks()
         assert found.path == str(lock) and found.age_s == pytest.approx(600, abs=5) and not found.stale
@@ -248,7 +248,7 @@ def test_a_buffer_of_dead_processes_is_listed_and_a_launch_that_failed_takes_its
 
 
 def trained(rank: int, world_size: int, name: str) -> tuple[list[str], bytes]:
-    """What is there of the buffers of all ranks once engines are built, and what is in another rank's then."""
+    """Names of buffers that are left once engines are built, and the content of the other rank's after a step."""
     import torch.distributed
 
     def open_buffer(number: int) -> mmap.mmap:

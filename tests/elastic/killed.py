@@ -162,7 +162,7 @@ def run_whole(folder: Path, precision: str = "fp32", cached: bool = False) -> Un
 
 
 def losses_of(folder: Path) -> dict[int, set[str]]:
-    """What any rank of any attempt has written down for each step."""
+    """The losses that ranks of all attempts have written down for each step."""
     found: dict[int, set[str]] = {}
     for path in folder.glob("*.progress"):
         for line in path.read_text().splitlines():
@@ -195,7 +195,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Row:
-    """What one kill was, and what came of it."""
+    """One kill and its consequences."""
 
     kill: Kill
     resumed: int  # the step after which the checkpoint was saved that the attempt went on from; 0 for the start
@@ -297,7 +297,7 @@ def kill_after(progress: Path, lines: int, delay: float) -> None:
 
 
 def doing(end: Exit) -> str:
-    """What a process was at when it was killed."""
+    """The last thing that a process began before it was killed."""
     found = re.findall(r"^MARK (\S+) ", end.output, re.M)
     return (found[-1] if found else "starts").replace("_", " after step ")
 
@@ -309,7 +309,7 @@ _TELLS = r"waited .* (for|from|to) .*|Connection (closed|reset|refused) by peer.
 
 
 def survived(kill: Kill, ends: Sequence[Exit]) -> tuple[str, list[str]]:
-    """What the other rank said of its end, and what is wrong with that."""
+    """The last words of the other rank, and what is wrong with them."""
     (end,) = [end for end in ends if end.rank != kill.victim]
     # where this package waits, it says for whom; DeepSpeed's barriers and torch's store say that the connection is closed
     lines = [found[0] for line in end.output.splitlines() if (found := re.search(_TELLS, line, re.I))]
@@ -346,7 +346,7 @@ def step_in(content: dict[str, Any]) -> int:
 
 
 def put_back(saves: Path, tag: str) -> None:
-    """What a load of it begins with, in one process."""
+    """Begin a load of a checkpoint, in one process."""
 
     def agree(error: BaseException | None) -> None:
         if error is not None:
@@ -356,7 +356,7 @@ def put_back(saves: Path, tag: str) -> None:
 
 
 def broken(whole: Undisturbed, folder: Path) -> list[str]:
-    """What is not whole under the name of a checkpoint: each has to be the undisturbed run's at one step, file by file."""
+    """Checkpoints that are not whole: each has to be the undisturbed run's at one step, file by file."""
     saves, wrong = folder / "checkpoints", []
     latest = tag_of(saves, None)
     if latest is not None:
@@ -379,7 +379,7 @@ def broken(whole: Undisturbed, folder: Path) -> list[str]:
 
 
 def unlike(whole: Undisturbed, folder: Path) -> list[str]:
-    """What is not, to the bit, as in the undisturbed run."""
+    """Losses and weights that are not, to the bit, those of the undisturbed run."""
     losses = losses_of(folder)
     odd = [step for step, loss in whole.losses.items() if losses.get(step) != {loss}]
     wrong = [f"loss of step {step}: {sorted(losses.get(step, ()))}, must be {whole.losses[step]}" for step in odd]

@@ -135,7 +135,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def left_by(kind: str, folder: str) -> dict[str, Any]:
-    """What is there while somebody has the engine, then module and optimizer, then nothing of an engine that was destroyed."""
+    """Leftovers of a destroyed engine while the engine is held, then only its module and optimizer."""
     monitor = {"enabled": True, "output_path": folder, "job_name": "close"}
     options = {**KINDS[kind], "config": {**KINDS[kind].get("config", {}), "tensorboard": monitor}}
     before = footprint()
@@ -176,7 +176,7 @@ def names() -> set[str]:
 
 
 def collected() -> dict[str, Any]:
-    """An engine that nobody destroys; then one that is destroyed after its job."""
+    """An engine that is never destroyed; then one that is destroyed after its job."""
     before = names()
     engine = build_engine(gpt(2), mean_loss, token_pipeline=SLICED)
     engine.train_batch(data())

@@ -118,7 +118,7 @@ def step(engine: Any) -> None:
 
 
 def state_of(engine: Any) -> tuple[list[Tensor], Any]:
-    """What a checkpoint may change."""
+    """The state that a checkpoint may change."""
     tensors = [*engine.module.parameters()]
     for group in engine.basic_optimizer.param_groups:
         tensors += [value for p in group["params"] for value in engine.basic_optimizer.state[p].values()]
@@ -222,7 +222,7 @@ FOREIGN: dict[str, tuple[Change, str]] = {
     "layers of other shapes": (swap(LAYER, LAYER_0), f"{LAYER_0} without"),
     "a layer of another size": (
         put(LAYER, lambda s: {**s, "up.bias": s["up.bias"][:3]}),
-        " of shape [3], must be [64]",
+        f"{LAYER} with up.bias of shape [3], must be [64]",
     ),
     "a weight too many": (put(LAYER, lambda s: {**s, "x": s["up.bias"]}), f"{LAYER} with x, must be"),
     "no weights at all": (put(LAYER, lambda s: [1]), f"{LAYER} without states"),

@@ -38,7 +38,7 @@ COLLECTIVES = {
 
 
 class Case(NamedTuple):
-    """What happens to rank ``victim``, where: in a layer, or when it comes to a collective."""
+    """An accident of rank ``victim``, and where: in a layer, or when it comes to a collective."""
 
     what: str
     victim: int
@@ -86,7 +86,7 @@ TOLD = (
 
 
 class Bug(KeyError):
-    """What the user's layer raises."""
+    """An error of the user's layer."""
 
 
 def until_all_have_said_where_they_are() -> None:

@@ -1,4 +1,4 @@
-"""What an engine changes in modules: its own ones alone, their copies compute with their own weights, and nothing is left."""
+"""An engine changes its own modules alone, their copies compute with their own weights, and nothing is left."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_everything_that_is_a_module_is_deferred(recompute: bool) -> None:
 
 
 def state_of(model: nn.Module) -> Any:
-    """What an interception changes."""
+    """The state that an interception changes."""
     return [dict(module.__dict__) for module in model.modules()], Overrides._users, len(_users)
 
 

@@ -36,7 +36,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def me(other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Processes:
-    """What rank 0 has learnt of both; with a parameter, rank 1 is on the machine of that name."""
+    """The table of rank 0, which has learnt of both; with a parameter, rank 1 is on the machine of that name."""
     board = Board(Store())
     me = Processes(board, 0)
     assert me.lost() == {}

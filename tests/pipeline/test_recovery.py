@@ -1,4 +1,4 @@
-"""What an engine is good for after an error: one that was found before a step leaves it as it was, one within a step ends it."""
+"""An error that is found before a step leaves an engine as it was, and one within a step ends it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def data(length: int = LENGTH) -> Any:
 
 
 def said(call: Any) -> str:
-    """What a call raises, its type and first line; empty for one that succeeds."""
+    """Type and first line of the error that a call raises; empty for one that succeeds."""
     try:
         call()
     except Exception as error:
@@ -68,7 +68,7 @@ def come_back(rank: int) -> dict[str, list[str]]:
 
 
 def refused() -> dict[str, list[str]]:
-    """What is found while the stages look at the model, and what only a model that is never cut may be."""
+    """Errors that stages find while they look at the model, and a model that may be compiled as it is never cut."""
     engine = build_engine(many_tensors(), mean_loss, token_pipeline={"slices": 2, "timeout_s": 20})
     found = {"tensors": [said(lambda: engine.train_batch(data())) for _ in range(2)]}
     engine.destroy()
@@ -118,7 +118,7 @@ def break_down(rank: int) -> dict[str, list[str]]:
 
 
 def autocast(rank: int) -> dict[str, Any]:
-    """What is deferred under autocast, as the engine, the grid and a micro-batch's leftovers have it."""
+    """Deferred gradients under autocast, by the engine, by the grid, and by the leftovers of a micro-batch."""
     found: dict[str, Any] = {}
     for name, config in (("plain", {}), ("autocast", AUTOCAST)):
         engine = build_engine(gpt(4), mean_loss, token_pipeline={"slices": SLICES}, config=config)

@@ -104,7 +104,7 @@ def test_deepspeeds_activation_checkpointing(all_checkpointed):
 
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
-    """What the first batch, or the engine's construction, says of models that can't be placed."""
+    """The errors of the first batch, or of the construction, for models that can't be placed."""
     said = {}
 
     def attempt(name, layers, hook=None, slices=SLICES, **options):
@@ -231,12 +231,12 @@ def test_attention_outside_the_layers_is_an_error(context):
 
 
 def without_flag(q, k, v, mask=None):
-    """As Hugging Face calls it: ``is_causal`` for several queries only, and with a mask not at all."""
+    """Hugging Face's call: ``is_causal`` for several queries only, and with a mask not at all."""
     return sdpa(q, k, v, attn_mask=mask, is_causal=q.shape[-2] > 1 and mask is None)
 
 
 def look_at(context, *calls):
-    """What the look at the model before the first step leaves behind of a layer that makes these calls."""
+    """Look at a layer that makes these calls, which an engine does before the first step."""
     for span in probe_spans(8):
         calls_of(context, span, *calls)
     context.clear()
@@ -277,7 +277,7 @@ def with_mask_and_flag(q, k, v):
 
 # the calls of a layer; one more, of one token, without a mask or flag, comes behind the first of them
 NEVER_CAUSAL = {
-    "a layer that nobody looked at": (),
+    "a layer that was not looked at": (),
     "a call too many": (without_flag,),
     "a masked call": (without_flag, with_mask),
     "a call of other heads": (without_flag, lambda q, k, v: without_flag(q[:, :1], k[:, :1], v[:, :1])),

@@ -28,7 +28,7 @@ KNOWN = (
         f"{_REPORT} -k engine_needs_no_names",
     ),
     Known(
-        "a lock is stale whoever holds it",
+        "a lock that is held is stale",
         "build_locks",
         "                    if os.readlink(file.path) == real:\n",
         "                    if False:\n",
