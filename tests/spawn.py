@@ -41,7 +41,6 @@ import pytest
 from tests.mutants import installed, verify_hits
 from tests.pool import ROOM, Launch
 
-_ASKING = threading.Lock()
 _HERE = os.getcwd()  # servers stay there, wherever a test goes
 LEAVES_AFTER_S = 5.0
 # What each server imports, in 5 to 10 s. It goes without what is not installed.
@@ -54,9 +53,8 @@ _ENGINES = (
 _SERVERS = {
     "ranks": (
         *_ENGINES,
-        *(
-            f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2")
-        ),  # all models need these
+        # all models need these
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2")),
         "hypothesis",
         "ds_terapipe.elastic.engine",
         "tests.pipeline.training",
@@ -64,6 +62,7 @@ _SERVERS = {
     ),
     "scripts": _ENGINES,
 }
+_ASKING = {name: threading.Lock() for name in _SERVERS}
 
 
 @dataclass(frozen=True)
@@ -348,7 +347,7 @@ def _server(name: str) -> subprocess.Popen[str]:
 
 def _fork(name: str, job: Mapping[str, Any]) -> int:
     """Have a server fork a process for a job; its id."""
-    with _ASKING:
+    with _ASKING[name]:
         server = _server(name)
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
