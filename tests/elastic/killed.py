@@ -34,7 +34,7 @@ from tests.spawn import Exit, mark, run_to_exit
 
 PROCESSES, SAMPLES, STEPS, EVERY = 2, 20, 16, 2
 CASE = Case("dropping texts", "adamw", 2, freeze=((3, 1), (9, 3)), resize=((4, 1), (8, 2), (12, 1)), scheduler="lambda")
-ENDS_WITHIN_S = 150.0
+ENDS_WITHIN_S = 200.0
 
 
 def tag_at(step: int) -> str:

@@ -98,7 +98,7 @@ def dies_before_a_group(rank: int, world_size: int, victim: int, number: int) ->
 
 
 def died(number: int) -> list[Exit]:
-    return run_to_exit(dies_before_a_group, 2, 1, number, timeout=60)
+    return run_to_exit(dies_before_a_group, 2, 1, number, timeout=120)
 
 
 first_group = in_background(f"{__name__}:first_group", 2, lambda: died(1))

@@ -173,7 +173,7 @@ def sweep(rank: int, world_size: int, folder: str) -> dict[str, list[Row]]:
     return found
 
 
-swept = launched(sweep, 2, folder=True, timeout=240)
+swept = launched(sweep, 2, folder=True, timeout=280)
 
 
 @pytest.mark.parametrize("kind", KINDS)
