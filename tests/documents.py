@@ -1,22 +1,21 @@
-"""What README.md and docs/*.md show a reader: fenced blocks, inline code and links, each with the place it stands in."""
+"""Fenced blocks, inline code and links of README.md and docs/*.md, each with the place it stands in."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 LINK = re.compile(r"\]\(([^()\s]+)\)")
-ROOM = re.compile(r"^## `(\w+)/?`", re.MULTILINE)
+ROOM = re.compile(r"^## (?:`(\w+)/?`)?", re.MULTILINE)
 ASSIGNMENT = re.compile(r"[A-Z][A-Z_0-9]*=\S*")
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A block, a span of code or the target of a link.
 
     Attributes:
@@ -39,8 +38,7 @@ class Piece:
         return f"{self.document}:{self.line}: {self.text.splitlines()[0]}"
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A Markdown file taken apart."""
 
     blocks: list[Piece]
@@ -48,8 +46,7 @@ class Document:
     links: list[Piece]
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A command line: what is set in front of it, and its words."""
 
     settings: tuple[str, ...]
@@ -69,10 +66,8 @@ def take_apart(text: str, name: str) -> Document:
     """
 
     def piece(at: int, shown: str, language: str = "") -> Piece:
-        rooms = list(ROOM.finditer(text, 0, at))
-        sections = text.rfind("\n## ", 0, at) + 1
-        room = rooms[-1][1] if rooms and rooms[-1].start() == sections else ""
-        return Piece(name, text.count("\n", 0, at) + 1, shown, language, room)
+        sections = ROOM.findall(text, 0, at)
+        return Piece(name, text.count("\n", 0, at) + 1, shown, language, sections[-1] if sections else "")
 
     blocks = [piece(match.start(), match[2], match[1]) for match in FENCE.finditer(text)]
     # Blanked, not cut out: places stay what they are.
@@ -81,8 +76,7 @@ def take_apart(text: str, name: str) -> Document:
         if "```" in paragraph or paragraph.count("`") % 2:
             raise ValueError(f"{name}: paragraph {number} has an odd back-quote: {paragraph.strip()[:80]!r}")
     spans = [piece(match.start(), " ".join(match[1].split())) for match in CODE.finditer(prose)]
-    links = [piece(match.start(), match[1]) for match in LINK.finditer(prose)]
-    return Document(blocks, spans, links)
+    return Document(blocks, spans, [piece(match.start(), match[1]) for match in LINK.finditer(prose)])
 
 
 def commands(shell: str) -> list[Command]:
@@ -93,8 +87,6 @@ def commands(shell: str) -> list[Command]:
         while words:
             end = words.index("&&") if "&&" in words else len(words)
             one, words = words[:end], words[end + 1 :]
-            settings = []
-            while one and ASSIGNMENT.fullmatch(one[0]):
-                settings.append(one.pop(0))
-            found.append(Command(tuple(settings), tuple(one)))
+            first = next((n for n, word in enumerate(one) if not ASSIGNMENT.fullmatch(word)), len(one))
+            found.append(Command(tuple(one[:first]), tuple(one[first:])))
     return found

@@ -11,15 +11,17 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
+from deepspeed.launcher import runner
+
 from .documents import ROOT, Command
 
-LAUNCHER = ("deepspeed",)
 # Programs of other repositories, and so not here: of their arguments, those that DeepSpeed adds are checked.
 ELSEWHERE = ("pretrain_gpt.py", "pretrain_bert.py")
 DEEPSPEEDS = ("--deepspeed", "--deepspeed_config")
@@ -29,13 +31,8 @@ class Rejected(AssertionError):
     """The command would fail, and why."""
 
 
-class _Caught(Exception):
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self.parser = parser
-
-
 def check(command: Command) -> str:
-    """What kind of command it is, after it was found that its program would take it.
+    """The kind of a command that its program would take.
 
     Raises:
         Rejected: no such program, target or option, or a value that the program refuses.
@@ -45,45 +42,38 @@ def check(command: Command) -> str:
     if not command.words:
         return "setting"
     program, *arguments = command.words
-    if program == "make":
-        _make(arguments)
-        return "make"
-    if program == "pip":
-        _pip(arguments)
-        return "pip"
-    if program == "ds_terapipe":
-        _ours("ds_terapipe.cli", arguments)
-        return "ds_terapipe"
-    if program in LAUNCHER:
-        return _launch(arguments)
-    if program in ("python", "python3"):
-        return _python(arguments)
-    if program.endswith(".py"):
-        return _script(program, arguments)
-    raise Rejected(f"no such program: {program}")
+    kinds = {
+        "make": _make,
+        "pip": _pip,
+        "ds_terapipe": lambda words: _ours("ds_terapipe.cli", words),
+        "deepspeed": _launch,
+        "python": _python,
+        "python3": _python,
+    }
+    if program not in kinds and not program.endswith(".py"):
+        raise Rejected(f"no such program: {program}")
+    return kinds.get(program, lambda words: _script(program, words))(arguments) or program
 
 
 def check_setting(setting: str) -> None:
     """An environment variable is read by this repository, or by torch or DeepSpeed where they look for it.
 
     Raises:
-        Rejected: nobody reads it.
+        Rejected: no program reads it.
     """
     name = setting.partition("=")[0]
     readers = [ROOT / "setup.py", *(ROOT / "ds_terapipe").rglob("*.py"), *(ROOT / "configs").glob("*.sh")]
     for module in ("torch", "deepspeed.accelerator.real_accelerator"):
         readers.append(Path(importlib.util.find_spec(module).origin))
     if not any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in readers):
-        raise Rejected(f"nobody reads the variable {name}")
+        raise Rejected(f"no program reads the variable {name}")
 
 
 def options_of(command: Command) -> set[str]:
     """All options of the program that a ``ds_terapipe`` or ``python`` command runs, those of its subcommand among them."""
     if command.words[0] == "ds_terapipe":
         return _names(_parser("ds_terapipe.cli"), command.words[1:2])
-    if command.words[:2] == ("python", "-m"):
-        return _names(_parser(command.words[2]))
-    return set()
+    return _names(_parser(command.words[2])) if command.words[:2] == ("python", "-m") else set()
 
 
 # ------------------------------------------------------------------------------------------------------------- programs
@@ -125,19 +115,15 @@ def _pips_options() -> frozenset[str]:
 
 def _python(arguments: Sequence[str]) -> str:
     if arguments[0] != "-m":
-        return _script(*_head(arguments))
-    module, rest = _head(arguments[1:])
-    _ours(module, rest)
+        return _script(arguments[0], arguments[1:])
+    _ours(arguments[1], arguments[2:])
     return "python -m"
-
-
-def _head(words: Sequence[str]) -> tuple[str, list[str]]:
-    return words[0], list(words[1:])
 
 
 def _script(name: str, arguments: Sequence[str]) -> str:
     if name in ELSEWHERE:
-        _accept(_deepspeeds(), [word for word in arguments if word in DEEPSPEEDS or word.endswith("ds_config.json")])
+        parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+        _accept(parser, [word for word in arguments if word in DEEPSPEEDS or word.endswith("ds_config.json")])
         return "elsewhere"
     path = ROOT / name
     if not path.is_file():
@@ -148,8 +134,6 @@ def _script(name: str, arguments: Sequence[str]) -> str:
 
 
 def _launch(arguments: Sequence[str]) -> str:
-    from deepspeed.launcher import runner
-
     with _strictly():
         options = runner.parse_args(list(arguments))
     return _script(options.user_script, options.user_args)
@@ -172,44 +156,40 @@ def _parser(program: str) -> argparse.ArgumentParser:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(program)
-    run: Callable[[], Any] = module.main
+    found: list[argparse.ArgumentParser] = []
 
     def catch(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
-        raise _Caught(parser)
+        found.append(parser)
+        raise KeyboardInterrupt  # which no program handles
 
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", catch), mock.patch.object(sys, "argv", [program]):
-        try:
-            run()
-        except _Caught as caught:
-            return caught.parser
-    raise AssertionError(f"{program}: main() parses no arguments")
-
-
-def _deepspeeds() -> argparse.ArgumentParser:
-    import deepspeed
-
-    return deepspeed.add_config_arguments(argparse.ArgumentParser())
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", catch),
+        mock.patch.object(sys, "argv", [program]),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        module.main()
+    return found[0]
 
 
 def _accept(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     """Raise unless the parser takes the arguments; those that it requires besides may be missing, for prose leaves them out."""
     if list(arguments) != ["--help"]:
-        for each in _all_of(parser):
-            for action in each._actions:
-                if not isinstance(action, argparse._SubParsersAction):
-                    action.required = False
-                    if not action.option_strings and action.nargs is None:
-                        action.nargs = "?"
+        for action in _actions(parser):
+            action.required = False
+            if not action.option_strings and action.nargs is None:
+                action.nargs = "?"
     with _strictly():
         parser.parse_args(list(arguments))
 
 
-def _all_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    yield parser
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Those of all subcommands, too, but not what chooses among these."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():
-                yield from _all_of(each)
+                yield from _actions(each)
+        else:
+            yield action
 
 
 def _names(parser: argparse.ArgumentParser, subcommands: Sequence[str] = ()) -> set[str]:

@@ -1,4 +1,4 @@
-"""What an engine's step really ran. A test that compares numbers asserts it: those of an uncut run prove nothing."""
+"""Records of what a step of an engine ran. A test that compares numbers asserts it: those of an uncut run prove nothing."""
 
 from __future__ import annotations
 
@@ -25,16 +25,12 @@ class Ran:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.goes_backward = True  # False: nothing of this stage or of those before it is trained
-        self._cut: Counter[tuple[int, int, int, int]] = Counter()
-
-    def begin(self) -> None:
-        """A step begins, its inspection is over."""
-        self._cut.clear()
+        self.cut: Counter[tuple[int, int, int, int]] = Counter()
 
     def note(self, context: SliceContext) -> None:
         """A call of attention that is cut."""
         if not context._recomputing:
-            self._cut[context.layer, context.micro_batch, context.span.start, context.span.stop] += 1
+            self.cut[context.layer, context.micro_batch, context.span.start, context.span.stop] += 1
 
     def check(self, lengths: Sequence[Sequence[int]], layers: int | None = None, training: bool = True) -> None:
         """Assert that the last step ran slices of these lengths, by micro-batch, and all of them in so many layers' attention.
@@ -48,21 +44,15 @@ class Ran:
         back = units if training and self.goes_backward else 0
         forward = units * len(self._engine._assembly.stages)  # one for what goes forward only, one for the rest
         assert counts == (forward, back), f"ran {counts} units, not {(forward, back)}"
-        spans = Counter(
-            (m, sum(micro_batch[:index]), sum(micro_batch[: index + 1]))
-            for m, micro_batch in enumerate(wanted)
-            for index in range(len(micro_batch))
-            if len(micro_batch) > 1
-        )
-        seen = sorted({layer for layer, *_ in self._cut})
+        cut = [(m, micro_batch) for m, micro_batch in enumerate(wanted) if len(micro_batch) > 1]
+        spans = [(m, sum(each[:index]), sum(each[: index + 1])) for m, each in cut for index in range(len(each))]
+        seen = sorted({layer for layer, *_ in self.cut})
         if layers is not None:
             assert len(seen) == (layers if spans else 0), f"cut was the attention of layers {seen}, not of {layers}"
         for layer in seen:
-            calls = {(m, start, stop): n for (at, m, start, stop), n in self._cut.items() if at == layer}
+            calls = {(m, start, stop): n for (at, m, start, stop), n in self.cut.items() if at == layer}
             often = 1 if layers is not None else max(calls.values())
-            assert calls == dict.fromkeys(spans, often), (
-                f"layer {layer} called attention for {calls}, not for {list(spans)}"
-            )
+            assert calls == dict.fromkeys(spans, often), f"layer {layer} called attention for {calls}, not for {spans}"
 
 
 @contextmanager
@@ -79,8 +69,8 @@ def watched(engine: Any) -> Iterator[Ran]:
 
         return noted
 
-    def begun(*args: Any, **kwargs: Any) -> Any:
-        ran.begin()
+    def begun(*args: Any, **kwargs: Any) -> Any:  # a step begins, its inspection is over
+        ran.cut.clear()
         return run(*args, **kwargs)
 
     ways = [sdpa, core_attention, *filter(None, [sys.modules.get("ds_terapipe.hf.attention")])]

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_terapipe.schedule import Op
 
-from .documents import ASSIGNMENT, ROOT, Piece, documents, take_apart
+from .documents import ASSIGNMENT, ROOT, Document, Piece, documents, take_apart
 from .programs import ELSEWHERE, Rejected
 
 PACKAGE = ROOT / "ds_terapipe"
@@ -32,38 +28,21 @@ BROKEN_IMPORTS = (
 # Output is shown, not run: what the package says there is in its sources, and its first words tell which it is.
 OUTPUTS = {
     "rank 0 (stage 0) waited": (
-        "waited {",
-        "gradients of",
-        "process {",
-        " is gone",
-        "last seen in step",
-        "no sign of life for",
+        "waited {", "gradients of", "process {", " is gone", "last seen in step", "no sign of life for",
     ),
     "load_checkpoint: got": (" with another checksum", ", must be as it was saved, {"),
     "[Rank 0] step 5: loss": ("tokens/s", "s per step", "waited", "slices"),
     "[Rank 0] elastic_pipeline: a step": (
-        ": a step is predicted to take: ",
-        "as it is, {",
-        ", measured {",
-        " layers, {",
-        " (taken)",
+        ": a step is predicted to take: ", "as it is, {", ", measured {", " layers, {", " (taken)",
     ),
     "[Rank 0] elastic_pipeline.cache: 5": (
-        " samples read, {",
-        " computed from ",
-        "fewer layers' outputs, {",
-        " from the inputs; ",
-        " GB",
-        " kept",
+        " samples read, {", " computed from ", "fewer layers' outputs, {", " from the inputs; ", " GB", " kept",
     ),
     "16 of 24 layers frozen:": (
-        " layers frozen:",
-        "as launched, nothing frozen",
-        "as launched, frozen",
-        "  (taken)",
+        " layers frozen:", "as launched, nothing frozen", "as launched, frozen", "  (taken)",
     ),
     "[Rank 0] step 10: 4 of": (" layers frozen, ", " micro-batches of {", " MB freed, ", " MB moved"),
-}
+}  # fmt: skip
 # Words of Megatron-DeepSpeed, which is not here, and a commit of it. Its options are in its own arguments.py.
 THEIRS = ("4efb479d", "CoreAttention", "CoreAttention.forward", "evaluate", "key_layer", "query_layer", "value_layer",
           "reshape", "view", "megatron/training.py", "megatron/model/transformer.py")  # fmt: skip
@@ -73,12 +52,10 @@ SHORT = {"nn": "torch.nn", "F": "torch.nn.functional"}
 
 
 @functools.cache
-def shown() -> SimpleNamespace:
+def shown() -> Document:
     """All blocks, spans and links of all documents."""
     found = [take_apart((ROOT / name).read_text(encoding="utf-8"), name) for name in documents()]
-    return SimpleNamespace(
-        **{kind: [p for one in found for p in getattr(one, kind)] for kind in ("blocks", "spans", "links")}
-    )
+    return Document(*(list(itertools.chain(*pieces)) for pieces in zip(*found, strict=True)))
 
 
 def block_kind(block: Piece) -> str:
@@ -99,7 +76,7 @@ def span_kind(span: Piece) -> str:
         "place": lambda: text in PLACES,
         "theirs": lambda: text in ELSEWHERE or (span.document == MEGATRON_DEEPSPEED and text in THEIRS),
         "import": lambda: re.match(r"(from [\w.]+ )?import \w", text),
-        "command": lambda: text.startswith(PROGRAMS) or text.startswith("train.py ") or ASSIGNMENT.match(text),
+        "command": lambda: text.startswith((*PROGRAMS, "train.py ")) or ASSIGNMENT.match(text),
         "option": lambda: text.startswith("--"),
         "json": lambda: is_json(text) or is_json("{" + text + "}"),
         "action": lambda: re.fullmatch(r"\d+[A-Z_]+[\d.]+", text) or text in [op.value for op in Op],
@@ -122,15 +99,17 @@ def is_json(text: str) -> bool:
 
 def blocks(kind: str) -> list[Piece]:
     """The blocks of a kind, of which there have to be some."""
-    found = [block for block in shown().blocks if block_kind(block) == kind]
-    assert found, f"no {kind} block in any document: has the parser gone blind?"
-    return found
+    return _of(kind, shown().blocks, block_kind)
 
 
 def spans(kind: str) -> list[Piece]:
     """The spans of a kind, of which there have to be some."""
-    found = [span for span in shown().spans if span_kind(span) == kind]
-    assert found, f"no span of the kind {kind} in any document: has the parser gone blind?"
+    return _of(kind, shown().spans, span_kind)
+
+
+def _of(kind: str, pieces: list[Piece], kind_of: Callable[[Piece], str]) -> list[Piece]:
+    found = [piece for piece in pieces if kind_of(piece) == kind]
+    assert found, f"nothing of the kind {kind} in any document: has the parser gone blind?"
     return found
 
 
@@ -141,12 +120,3 @@ def at(piece: Piece) -> Iterator[None]:
         yield
     except (AssertionError, Rejected, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         pytest.fail(f"{piece.where}\n    {type(error).__name__}: {error}")
-
-
-def run_python(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A program in a new interpreter, outside the repository."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, "-c", program], env=env, cwd=folder, capture_output=True, text=True, timeout=240
-    )

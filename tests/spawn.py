@@ -1,7 +1,9 @@
 """Run one function in several gloo processes on this machine and collect what each rank returned or raised.
 
-:func:`launch` and :func:`run_ranks` are for functions that come to an end. :func:`run_to_exit` is for processes that are
-killed, stopped or fail: they end by themselves, as a user's script does, and what counts is when, and what they wrote.
+:func:`launch`, :func:`run_ranks` and :func:`launched` are for functions that come to an end. :func:`run_to_exit` and
+:func:`run_script` are for processes that end by themselves: what counts is when, and what they wrote.
+
+A process is forked by a server that has imported what it uses, which takes seconds. Nothing outlives a call.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import functools
 import gc
 import importlib
 import json
-import multiprocessing
+import multiprocessing.spawn
 import os
 import pickle
 import random
@@ -26,26 +28,46 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import pytest
-import torch.multiprocessing as mp
 
 from tests.mutants import installed, verify_hits
 from tests.pool import ROOM, Launch
 
-_ASKING, _STARTING = threading.Lock(), threading.Lock()
+_HERE = os.getcwd()  # servers stay there, wherever a test goes
 LEAVES_AFTER_S = 5.0
+# What each server imports, in 5 to 10 s. It goes without what is not installed.
+_ENGINES = (
+    "torch",
+    "torch._dynamo",  # by the first optimiser
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # by the first engine with ZeRO; it compiles a function
+)
+_SERVERS = {
+    "ranks": (
+        *_ENGINES,
+        # all models need these
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2")),
+        "hypothesis",
+        "ds_terapipe.elastic.engine",
+        "tests.pipeline.training",
+        "tests.megatron.common",
+    ),
+    "scripts": _ENGINES,
+}
+_ASKING = {name: threading.Lock() for name in _SERVERS}
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank did: its return value, or the text of its error, or neither when it was killed.
+    """The result of one rank: its return value, or the text of its error, or neither when it was killed.
 
     ``hits``: how often a mutant changed something there, by name (see ``tests.mutants``).
     """
@@ -56,6 +78,34 @@ class RankResult:
     traceback: str = ""
     exit_code: int | None = None
     hits: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one process ended.
+
+    Attributes:
+        rank: its rank.
+        code: exit status, negative for a signal; None for one that was still there and had to be killed.
+        output: stdout and stderr.
+        at: ``time.monotonic()`` when it was gone.
+    """
+
+    rank: int
+    code: int | None
+    output: str
+    at: float
+
+    def mark(self, name: str) -> float:
+        """The time at which the process called :func:`mark` with this name."""
+        found = re.search(rf"^MARK {re.escape(name)} (\S+)$", self.output, re.M)
+        assert found, f"rank {self.rank} never came to {name!r}:\n{self.output}"
+        return float(found[1])
+
+
+def mark(name: str) -> None:
+    """For workers: write down that it is now; see :meth:`Exit.mark`."""
+    print(f"MARK {name} {time.monotonic():.3f}", flush=True)
 
 
 def free_port() -> int:
@@ -70,44 +120,7 @@ def free_port() -> int:
             return port
 
 
-def _join_group() -> None:
-    import deepspeed
-    import torch
-
-    torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays; BF16_Optimizer collects garbage four times, a quarter of a second each, else
-    # DeepSpeed's shared-memory all-reduce is compiled at first use, under a lock that a killed test would leave behind
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=120), auto_mpi_discovery=False, verbose=False)
-
-
-def _worker(
-    rank: int,
-    world_size: int,
-    env: Mapping[str, str],
-    mutant: str | None,
-    function: Callable[..., Any],
-    args: tuple,
-    queue,
-) -> None:
-    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
-    try:
-        _join_group()
-        with installed(mutant) as hits:
-            result = RankResult(rank, value=function(rank, world_size, *args), hits=dict(hits))
-        # as bytes: by itself the queue shares every tensor's memory by an open file, of which there may be too many
-        sent = pickle.dumps(result)
-    except BaseException as error:
-        result = RankResult(rank, error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
-        sent = pickle.dumps(result)
-    queue.put(sent)
-    queue.close()
-    queue.join_thread()
-    # Rank 0 keeps the store that the others may still be making groups with: a rank stays until `launch` has heard from all
-    # of them and ends it. One that failed leaves after a while, so that whoever waits for it gets to know.
-    multiprocessing.parent_process().join(None if result.error is None else LEAVES_AFTER_S)
-    # Other ranks may already be gone: the orderly shutdown of the process group would wait for them.
-    os._exit(0)
+# ------------------------------------------------------------------------------------------- functions that come to an end
 
 
 def launch(
@@ -123,7 +136,7 @@ def launch(
     With ``mutant``, a name of ``tests.mutants``, that is in place on every rank, and the results have its hits.
 
     Returns one result per rank, whatever happened to it. Raises ``TimeoutError`` (after killing every process) when a
-    rank neither reported nor died within ``timeout`` seconds. No process outlives the call.
+    rank neither reported nor died within ``timeout`` seconds.
     """
     with ROOM.of(world_size):
         return _launch(function, world_size, args, timeout, env, mutant)
@@ -137,94 +150,29 @@ def _launch(
     env: Mapping[str, str] | None = None,
     mutant: str | None = None,
 ) -> list[RankResult]:
-    settings = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        **(env or {}),
-    }
-    with _STARTING:
-        previous = {name: os.environ.get(name) for name in settings}
-        os.environ.update(settings)  # a spawned child, and the fork server, read these before their first import
-        context = _context(settings)
-        queues = [context.Queue() for _ in range(world_size)]
-        try:
-            processes = [
-                context.Process(
-                    target=_worker,
-                    args=(rank, world_size, settings, mutant, function, args, queues[rank]),
-                    daemon=True,
-                )
-                for rank in range(world_size)
-            ]
-            for process in processes:
-                process.start()
-        finally:
-            for name, value in previous.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-    try:
-        return _collect(processes, queues, timeout)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-# What processes would import themselves otherwise, in 5 to 10 s. The server goes without what is not installed.
-_PRELOADED = (
-    "torch",
-    "torch._dynamo",  # by the first optimiser
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # by the first engine with ZeRO; it compiles a function
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2")),  # all models need these
-    "pytest",
-    "hypothesis",
-    "ds_terapipe.elastic.engine",
-    "tests.pipeline.training",
-    "tests.megatron.common",
-)
-
-
-def _context(settings: Mapping[str, str]) -> Any:
-    """Where new processes come from: a server that has imported what they use, which takes seconds, and forks.
-
-    It has the settings of its first use. Others, of a GPU test, get interpreters of their own.
-    """
-    if settings["DS_ACCELERATOR"] != "cpu" or settings["OMP_NUM_THREADS"] != "1":
-        return mp.get_context("spawn")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
-    return context
-
-
-def _collect(processes, queues, timeout: float) -> list[RankResult]:
-    deadline = time.monotonic() + timeout
     results: dict[int, RankResult] = {}
-    while len(results) < len(processes):
-        for rank, (process, queue) in enumerate(zip(processes, queues, strict=True)):
-            if rank in results:
-                continue
-            gone = not process.is_alive()
-            if not queue.empty():
-                results[rank] = pickle.loads(queue.get())
-            elif gone:
-                results[rank] = RankResult(rank, error="died without a word", exit_code=process.exitcode)
-        if time.monotonic() > deadline:
-            missing = sorted(set(range(len(processes))) - set(results))
-            known = "\n".join(result.traceback for result in results.values() if result.error)
-            raise TimeoutError(f"ranks {missing} did not report within {timeout} s\n{known}")
-        time.sleep(0.02)
-    return [results[rank] for rank in range(len(processes))]
+    with _running(functools.partial(_report, function, args, mutant), world_size, env=env) as folder:
+        deadline = time.monotonic() + timeout
+        while len(results) < world_size:
+            for rank in set(range(world_size)) - results.keys():
+                gone, path = (folder / f"{rank}.exit").exists(), folder / f"{rank}.result"
+                if path.exists():
+                    results[rank] = pickle.loads(path.read_bytes())
+                elif gone:
+                    end = _exit_of(rank, folder)
+                    results[rank] = RankResult(rank, None, "died without a word", end.output[-3000:], end.code)
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(world_size)) - results.keys())
+                known = "\n".join(result.traceback for result in results.values() if result.error)
+                raise TimeoutError(f"ranks {missing} did not report within {timeout} s\n{known}")
+            time.sleep(0.02)
+    return [results[rank] for rank in range(world_size)]
 
 
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any
 ) -> list:
-    """As :func:`launch`, for functions that must succeed: the ranks' values, or an AssertionError with their tracebacks.
+    """The same as :func:`launch` for functions that must succeed: the ranks' values, or an AssertionError with their tracebacks.
 
     So is a mutant that changed nothing on any rank (``tests.mutants.NeverRan``).
     """
@@ -258,13 +206,18 @@ def launched(
             given = (*args, path) if folder else args
             return _values(_launch(function, world_size, given, timeout, **options), options.get("mutant"))
 
-    launch = Launch(f"{function.__module__}:{function.__name__}", world_size, run)
+    return in_background(f"{function.__module__}:{function.__name__}", world_size, run)
 
-    def ranks() -> list[Any]:
+
+def in_background(name: str, ranks: int, run: Callable[[], Any]) -> Any:
+    """A fixture of a module: what ``run()`` returns, which begins when collection is over and there is room for the ranks."""
+    launch = Launch(name, ranks, run)
+
+    def results() -> Any:
         return launch.results()
 
-    ranks.launch = launch  # type: ignore[attr-defined]  # for conftest.py
-    return pytest.fixture(scope="module")(ranks)
+    results.launch = launch  # type: ignore[attr-defined]  # for conftest.py
+    return pytest.fixture(scope="module")(results)
 
 
 def _values(results: list[RankResult], mutant: str | None) -> list[Any]:
@@ -277,79 +230,53 @@ def _values(results: list[RankResult], mutant: str | None) -> list[Any]:
 # ---------------------------------------------------------------------------------------- processes that end by themselves
 
 
-@dataclass(frozen=True)
-class Exit:
-    """How one process ended.
-
-    Attributes:
-        rank: its rank.
-        code: exit status, negative for a signal; None for one that was still there and had to be killed.
-        output: stdout and stderr.
-        at: ``time.monotonic()`` when it was gone.
-    """
-
-    rank: int
-    code: int | None
-    output: str
-    at: float
-
-    def mark(self, name: str) -> float:
-        """The time at which the process called :func:`mark` with this name."""
-        lines = [line.split() for line in self.output.splitlines() if line.startswith(f"MARK {name} ")]
-        assert lines, f"rank {self.rank} never came to {name!r}:\n{self.output}"
-        return float(lines[0][2])
-
-
-def mark(name: str) -> None:
-    """For workers: write down that it is now; see :meth:`Exit.mark`."""
-    print(f"MARK {name} {time.monotonic():.3f}", flush=True)
-
-
 def run_to_exit(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Exit]:
     """Call ``function(rank, world_size, *args)`` in processes that end as scripts do: uncaught errors, then Python's own exit.
 
-    ``args`` go through JSON. After ``timeout`` seconds every process that hangs is killed, with None as exit code. No process
-    outlives the call. May be called from several threads.
+    After ``timeout`` seconds every process that hangs is killed, with None as exit code. May be called from several threads.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        job = {"target": f"{function.__module__}:{function.__qualname__}", "args": args, "folder": folder}
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
-        pids: dict[int, int] = {}
-        try:
-            for rank in range(world_size):
-                ranked = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_SIZE": str(world_size)}
-                pids[rank] = _fork({**job, "rank": rank, "env": ranked})
-            deadline = time.monotonic() + timeout
-            waited_for = [Path(folder, f"{rank}.exit") for rank in range(world_size)]
-            while time.monotonic() < deadline and not all(path.exists() for path in waited_for):
-                time.sleep(0.02)
-            late = [rank for rank in pids if not Path(folder, f"{rank}.exit").exists()]
-        finally:
-            for pid in pids.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        while not all(Path(folder, f"{rank}.exit").exists() for rank in pids):
+    return _until_exit(functools.partial(_call, function, args), world_size, timeout)
+
+
+def run_script(text: str, folder: Path, *argv: str, env: Mapping[str, str] | None = None) -> Exit:
+    """Run a script as ``python train.py *argv`` does in a folder, with torch and deepspeed imported but none of our modules.
+
+    ``torch._import_device_backends()`` does there what the end of ``import torch`` does: PyTorch's switch for it is off.
+    """
+    work = functools.partial(_run_script, text, str(folder), argv)
+    return _until_exit(work, 1, 240.0, server="scripts", env=env)[0]
+
+
+def _until_exit(work: Callable[[], Any], world_size: int, timeout: float, **options: Any) -> list[Exit]:
+    with _running(work, world_size, **options) as folder:
+        deadline = time.monotonic() + timeout
+        waited_for = [folder / f"{rank}.exit" for rank in range(world_size)]
+        while time.monotonic() < deadline and not all(path.exists() for path in waited_for):
             time.sleep(0.02)
-        assert not any(psutil.pid_exists(pid) for pid in pids.values())
-        return [_exit_of(rank, Path(folder), killed=rank in late) for rank in range(world_size)]
+        late = {rank for rank, path in enumerate(waited_for) if not path.exists()}
+        _end(folder)
+        return [_exit_of(rank, folder, killed=rank in late) for rank in range(world_size)]
 
 
 def torchrun(function: Callable[..., Any], world_size: int, *args: Any, until: str, timeout: float = 150.0) -> Exit:
-    """As :func:`run_to_exit`, started by torchrun on fresh interpreters; all output together, and the launcher's exit code.
+    """:func:`run_to_exit` by torchrun on fresh interpreters: all output together, and the exit code of the launcher.
 
     A worker may stop the launcher (``SIGSTOP``) before it dies: it goes on when the output matches ``until``, and does not end
     the others before they have said a word.
     """
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
-    command += [f"--master-port={free_port()}", "-m", "tests.spawn"]
-    command += [f"{function.__module__}:{function.__qualname__}", json.dumps(args)]
-    with tempfile.TemporaryFile() as output:
-        launcher = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=_environment())
+    with tempfile.TemporaryDirectory() as folder:
+        _write_job(folder, functools.partial(_call, function, args))
+        command += [f"--master-port={free_port()}", "-m", "tests.spawn", folder]
+        output = Path(folder, "out")
+        with output.open("wb") as file:
+            launcher = psutil.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=_environment())
         seen, deadline = {launcher}, time.monotonic() + timeout
         while launcher.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(psutil.NoSuchProcess):
                 seen.update(launcher.children(recursive=True))
-                if launcher.status() == psutil.STATUS_STOPPED and re.search(until, _text(output)):
+                stopped = launcher.status() == psutil.STATUS_STOPPED
+                if stopped and re.search(until, output.read_text(errors="replace")):
                     launcher.resume()
             time.sleep(0.02)
         code, at = launcher.poll(), time.monotonic()
@@ -358,12 +285,54 @@ def torchrun(function: Callable[..., Any], world_size: int, *args: Any, until: s
             process.kill()
         launcher.wait()
         assert not left, f"still there: {left}"
-        return Exit(-1, code, _text(output), at)
+        return Exit(-1, code, output.read_text(errors="replace"), at)
 
 
-def _text(output: IO[bytes]) -> str:
-    """What is in a file that processes are writing to; they share its position, which stays."""
-    return os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors="replace")
+# ------------------------------------------------------------------------------------------------------ here: ask a server
+
+
+@contextlib.contextmanager
+def _running(
+    work: Callable[[], Any], world_size: int, server: str = "ranks", env: Mapping[str, str] | None = None
+) -> Iterator[Path]:
+    """Processes that call ``work``; yields the folder with each one's output (RANK.out) and how it ended (RANK.exit).
+
+    Those of a GPU test have other settings than the server, and get interpreters of their own.
+    """
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    settings |= {"LOCAL_SIZE": str(world_size), **(env or {})}
+    fresh = settings.get("DS_ACCELERATOR", "cpu") != "cpu"
+    with tempfile.TemporaryDirectory() as path:
+        _write_job(path, work)
+        try:
+            for rank in range(world_size):
+                ranked = {**settings, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                pid = _fork(server, {"folder": path, "rank": rank, "env": ranked, "fresh": fresh})
+                Path(path, f"{rank}.pid").write_text(str(pid))
+            yield Path(path)
+        finally:
+            _end(Path(path))
+
+
+def _write_job(folder: str, work: Callable[[], Any]) -> None:
+    """Functions of a program that was started by its name, ``python -m tests.benchmarks...``, are found there."""
+    main = getattr(sys.modules["__main__"].__spec__, "name", None)
+    Path(folder, "job").write_bytes(pickle.dumps((main, pickle.dumps(work))))
+
+
+def _end(folder: Path) -> None:
+    """Kill what is left of a job's processes, and wait until they are gone."""
+    for path in folder.glob("*.pid"):
+        if not path.with_suffix(".exit").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.read_text()), signal.SIGKILL)
+    while not all(path.with_suffix(".exit").exists() for path in folder.glob("*.pid")):
+        time.sleep(0.02)
+
+
+def _exit_of(rank: int, folder: Path, killed: bool = False) -> Exit:
+    code, at = json.loads((folder / f"{rank}.exit").read_text())
+    return Exit(rank, None if killed else code, (folder / f"{rank}.out").read_text(errors="replace"), at)
 
 
 def _environment() -> dict[str, str]:
@@ -372,27 +341,50 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **settings}
 
 
-def _exit_of(rank: int, folder: Path, killed: bool) -> Exit:
-    code, at = json.loads((folder / f"{rank}.exit").read_text())
-    return Exit(rank, None if killed else code, (folder / f"{rank}.out").read_text(errors="replace"), at)
-
-
 @functools.cache
-def _server() -> subprocess.Popen[str]:
-    """A process that has imported what they use, which takes seconds, and forks one that goes on from there for a job."""
-    command = [sys.executable, "-m", "tests.spawn"]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment())
+def _server(name: str) -> subprocess.Popen[str]:
+    env = _environment() | ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if name == "scripts" else {})
+    command = [sys.executable, "-m", "tests.spawn", "--serve", name]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=_HERE)
     atexit.register(server.communicate)  # closes its input, which ends it
     return server
 
 
-def _fork(job: Mapping[str, Any]) -> int:
-    """Have the server fork a process for a job; its id."""
-    with _ASKING:
-        server = _server()
+def _fork(name: str, job: Mapping[str, Any]) -> int:
+    """Have a server fork a process for a job; its id."""
+    with _ASKING[name]:
+        server = _server(name)
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
         return int(server.stdout.readline())
+
+
+# ------------------------------------------------------------------------------------------------------------- there: serve
+
+
+def _serve(name: str) -> Path | None:
+    """Fork a child for every job. Returns the job's folder in the child, and None in the server when there will be no more."""
+    for module in _SERVERS[name]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    children: dict[int, Path] = {}
+    for job in _jobs(children):
+        path = Path(job["folder"], str(job["rank"]))
+        pid = os.fork()
+        if not pid:
+            output = os.open(path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            for stream in (1, 2):
+                os.dup2(output, stream)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.environ.update(job["env"])
+            if job["fresh"]:
+                os.execv(sys.executable, [sys.executable, "-m", "tests.spawn", job["folder"]])
+            return Path(job["folder"])
+        children[pid] = path.with_suffix(".exit")
+        os.write(1, f"{pid}\n".encode())
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    return None
 
 
 def _jobs(children: dict[int, Path]) -> Iterator[dict[str, Any]]:
@@ -409,42 +401,71 @@ def _jobs(children: dict[int, Path]) -> Iterator[dict[str, Any]]:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
-            path = children.pop(pid)
-            path.with_suffix(".new").write_text(json.dumps([os.waitstatus_to_exitcode(status), time.monotonic()]))
-            path.with_suffix(".new").rename(path)
+            _put(children.pop(pid), json.dumps([os.waitstatus_to_exitcode(status), time.monotonic()]).encode())
 
 
-def _serve() -> dict[str, Any] | None:
-    """Fork a child for every job. Returns the job in the child, and None in the server when there will be no more."""
-    for name in _PRELOADED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    children: dict[int, Path] = {}
-    for job in _jobs(children):
-        path = Path(job["folder"], str(job["rank"]))
-        pid = os.fork()
-        if not pid:
-            output = os.open(path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            for stream in (1, 2):
-                os.dup2(output, stream)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.environ.update(job["env"])
-            return job
-        children[pid] = path.with_suffix(".exit")
-        os.write(1, f"{pid}\n".encode())
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-    return None
+def _put(path: Path, data: bytes) -> None:
+    """Write a file that is whole as soon as it is there."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(data)
+    new.rename(path)
+
+
+# ---------------------------------------------------------------------------------------------------------- there: the work
+
+
+def _join_group() -> tuple[int, int]:
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays; BF16_Optimizer collects garbage four times, a quarter of a second each, else
+    # DeepSpeed's shared-memory all-reduce is compiled at first use, under a lock that a killed test would leave behind
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=120), auto_mpi_discovery=False, verbose=False)
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    function(*_join_group(), *args)
+
+
+def _report(function: Callable[..., Any], args: tuple[Any, ...], mutant: str | None) -> None:
+    server, rank = os.getppid(), int(os.environ["RANK"])
+    try:
+        where = _join_group()
+        with installed(mutant) as hits:
+            result = RankResult(rank, value=function(*where, *args), hits=dict(hits))
+        sent = pickle.dumps(result)
+    except BaseException as error:
+        result = RankResult(rank, error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+        sent = pickle.dumps(result)
+    _put(Path(os.environ["TESTS_SPAWN_FOLDER"], f"{rank}.result"), sent)
+    # Rank 0 keeps the store that the others may still be making groups with: a rank stays until `launch` has heard from all
+    # of them and ends it. One that failed leaves after a while, so that those who wait for it get to know.
+    until = float("inf") if result.error is None else time.monotonic() + LEAVES_AFTER_S
+    while os.getppid() == server and time.monotonic() < until:
+        time.sleep(0.1)
+    # Other ranks may already be gone: the orderly shutdown of the process group would wait for them.
+    os._exit(0)
+
+
+def _run_script(text: str, folder: str, argv: Sequence[str]) -> None:
+    os.chdir(folder)
+    sys.argv = ["train.py", *argv]
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    exec(compile(text, "train.py", "exec"), main.__dict__)
 
 
 def _main() -> None:
-    job = {"target": sys.argv[1], "args": json.loads(sys.argv[2])} if len(sys.argv) > 1 else _serve()
-    if job is None:
-        return
-    module, name = job["target"].split(":")
-    _join_group()
-    getattr(importlib.import_module(module), name)(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), *job["args"])
+    folder = _serve(sys.argv[2]) if sys.argv[1] == "--serve" else Path(sys.argv[1])
+    if folder is not None:
+        os.environ["TESTS_SPAWN_FOLDER"] = str(folder)
+        main, work = pickle.loads((folder / "job").read_bytes())
+        if main is not None:
+            multiprocessing.spawn._fixup_main_from_name(main)
+        pickle.loads(work)()
 
 
 if __name__ == "__main__":
-    _main()
+    importlib.import_module("tests.spawn")._main()  # not this module's: what is pickled belongs to that one

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import sys
 
-import deepspeed
 import pytest
 
 from ds_terapipe import compat
@@ -20,76 +19,49 @@ def test_name_exists(name):
     assert compat.exists(name.path), f"{name.path}, seen in {name.seen}, is gone; used for {name.reason}"
 
 
+def test_missing_names_are_noticed_and_none_is_listed_twice():
+    engine = "deepspeed.runtime.pipe.engine:PipelineEngine"
+    for path in ("deepspeed:no_such_name", "deepspeed.no_such_module:name", f"{engine}.no_such_method",
+                 f"{engine}.__init__#no_such_attribute"):  # fmt: skip
+        assert not compat.exists(path), path
+    assert len({name.path for name in compat.NAMES}) == len(compat.NAMES)
+
+
 @pytest.mark.parametrize(
-    "path",
+    ("version", "rank", "said"),
     [
-        "deepspeed:no_such_name",
-        "deepspeed.no_such_module:name",
-        "deepspeed.runtime.pipe.engine:PipelineEngine.no_such_method",
-        "deepspeed.runtime.pipe.engine:PipelineEngine.__init__#no_such_attribute",
+        *((version, "0", False) for version in ("0.19.8", "0.19.8+abc123", "0.19.12")),
+        *((version, "0", True) for version in ("0.18.9", "0.19.7", "0.20.0", "1.0")),
+        ("0.20.0", "1", False),
     ],
 )
-def test_missing_names_are_noticed(path):
-    assert not compat.exists(path)
-
-
-def test_no_name_is_listed_twice():
-    paths = [name.path for name in compat.NAMES]
-    assert len(paths) == len(set(paths))
-
-
-@pytest.mark.parametrize("version", ["0.19.8", "0.19.8+abc123", "0.19.12"])
-def test_of_versions_that_were_tested_nothing_is_said(monkeypatch, caplog, version):
-    monkeypatch.setattr(deepspeed, "__version__", version)
+def test_a_version_that_no_test_ran_on_is_said_once_by_one_rank(monkeypatch, caplog, version, rank, said):
+    monkeypatch.setattr("deepspeed.__version__", version)
     monkeypatch.setattr(compat, "_SAID", set())
-    compat.require()
-    assert not caplog.messages
-
-
-@pytest.mark.parametrize("version", ["0.18.9", "0.19.7", "0.20.0", "1.0"])
-def test_another_version_is_said_once_in_one_line(monkeypatch, caplog, version):
-    monkeypatch.setattr(deepspeed, "__version__", version)
-    monkeypatch.setattr(compat, "_SAID", set())
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("RANK", rank)
     for _ in range(2):
         compat.require("elastic_pipeline")
-    (line,) = caplog.messages
-    assert line == (
+    assert caplog.messages == said * [
         f"elastic_pipeline: got DeepSpeed {version}, which no test has run on, use pip install 'deepspeed>=0.19.8,<0.20' where "
         "something fails"
-    )
+    ]
 
 
-def test_the_other_processes_of_a_launch_say_nothing(monkeypatch, caplog):
-    monkeypatch.setattr(deepspeed, "__version__", "0.20.0")
-    monkeypatch.setattr(compat, "_SAID", set())
-    monkeypatch.setenv("RANK", "1")
-    compat.require()
-    assert not caplog.messages
+def test_another_megatron_is_said_and_used_and_one_that_does_not_fit_refused_in_one_line(monkeypatch, caplog):
+    def imported():
+        for name in [name for name in sys.modules if name.startswith("ds_terapipe.megatron")]:
+            monkeypatch.delitem(sys.modules, name)
+        return importlib.import_module("ds_terapipe.megatron")
 
-
-def _imported_anew(monkeypatch):
-    """``ds_terapipe.megatron``, imported a second time."""
-    for name in [name for name in sys.modules if name.startswith("ds_terapipe.megatron")]:
-        monkeypatch.delitem(sys.modules, name)
-    return importlib.import_module("ds_terapipe.megatron")
-
-
-def test_another_megatron_is_said_and_used(monkeypatch, caplog):
     monkeypatch.setattr("megatron.core.__version__", "0.21.0")
     monkeypatch.setattr(compat, "_SAID", set())
-    assert callable(_imported_anew(monkeypatch).gpt_pipeline)
+    assert callable(imported().gpt_pipeline)
     (line,) = caplog.messages
     assert line.startswith("ds_terapipe.megatron: got megatron-core 0.21.0, which no test has run on, use pip install ")
-
-
-def test_a_megatron_that_does_not_fit_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr("megatron.core.__version__", "0.21.0")
     monkeypatch.setitem(sys.modules, "megatron.core.models.gpt.gpt_layer_specs", None)
-    with pytest.raises(
-        ImportError, match=r"megatron-core 0\.21\.0 does not fit .*gpt_layer_specs.*, must be 0\.16 or newer"
-    ) as raised:
-        _imported_anew(monkeypatch)
+    text = r"megatron-core 0\.21\.0 does not fit .*gpt_layer_specs.*, must be 0\.16 or newer"
+    with pytest.raises(ImportError, match=text) as raised:
+        imported()
     assert "\n" not in str(raised.value)
 
 

@@ -1,7 +1,7 @@
-"""What README.md and docs/*.md show is run as it stands there: imports, JSON, commands, Python, names, files and links.
+"""README.md and docs/*.md show code that runs as it stands there: imports, Python, JSON, and tables of keys.
 
-Every fenced block and every span of code has to be of a known kind. A new block of a new kind fails here until somebody
-says what it is.
+Every fenced block and every span of code has to be of a known kind. A new block of a new kind fails here until its
+kind is added.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import importlib
 import inspect
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,81 +29,62 @@ from ds_terapipe.optim.op import backends
 from ds_terapipe.schedule import NAMES
 
 from .documents import ROOT, Piece, take_apart
-from .shown import (
-    BROKEN_IMPORTS,
-    MEGATRON_DEEPSPEED,
-    at,
-    block_kind,
-    blocks,
-    is_json,
-    run_python,
-    shown,
-    span_kind,
-    spans,
-)
-from .spawn import run_ranks
+from .shown import BROKEN_IMPORTS, MEGATRON_DEEPSPEED, at, block_kind, blocks, is_json, shown, span_kind, spans
+from .spawn import run_ranks, run_script
 
 ENGINES = {"elastic_pipeline": "ElasticPipelineEngine", "token_pipeline": "TokenPipelineEngine"}
+HOOK = "import torch\ntorch._import_device_backends()\n"
 
 
 def test_everything_is_of_a_known_kind() -> None:
-    block_kinds = Counter(map(block_kind, shown().blocks))
-    span_kinds = Counter(map(span_kind, shown().spans))
-    assert set(block_kinds) == {"json", "python", "shell", "output"}, block_kinds
-    assert set(span_kinds) == {
-        "place", "theirs", "import", "command", "option", "json", "action", "file", "name",
-    }, span_kinds  # fmt: skip
+    assert set(map(block_kind, shown().blocks)) == {"json", "python", "shell", "output"}
+    kinds = {"place", "theirs", "import", "command", "option", "json", "action", "file", "name"}
+    assert set(map(span_kind, shown().spans)) == kinds
 
 
 def test_what_is_odd_is_not_passed_over() -> None:
-    with pytest.raises(pytest.fail.Exception, match="unknown kind"):
-        block_kind(Piece("README.md", 1, "training:\n  slices: 4", "yaml"))
-    with pytest.raises(pytest.fail.Exception, match="unknown kind"):
-        block_kind(Piece("README.md", 1, "some words"))
-    with pytest.raises(pytest.fail.Exception, match="unknown kind"):
-        span_kind(Piece("README.md", 1, "two words"))
+    for kind_of, piece in (
+        (block_kind, Piece("README.md", 1, "training:\n  slices: 4", "yaml")),
+        (block_kind, Piece("README.md", 1, "some words")),
+        (span_kind, Piece("README.md", 1, "two words")),
+    ):
+        with pytest.raises(pytest.fail.Exception, match="unknown kind"):
+            kind_of(piece)
     for text in ("```json\n{}\n", "a `word\n", "a `word`` b\n"):
         with pytest.raises(ValueError, match="odd back-quote"):
             take_apart(text, "README.md")
 
 
-# -------------------------------------------------------------------------------------------------------------- imports
+# ------------------------------------------------------------------------------------------------------ imports and Python
 
 
 def test_imports_are_executed(tmp_path: Path) -> None:
     """Statements as they stand, and one for each ``ds_terapipe.<name>`` that the text shows."""
     statements = {span.text: span for span in spans("import")}
-    ours = {}
     for span in spans("name"):
         if span.text.startswith("ds_terapipe."):
             module, _, name = span.text.partition("(")[0].rpartition(".")
-            ours[f"from {module} import {name}"] = span
-    assert "from ds_terapipe import FusedLamb" in ours
+            statements.setdefault(f"from {module} import {name}", span)
+    assert "from ds_terapipe import FusedLamb" in statements
+    broken = [text for text in BROKEN_IMPORTS if statements[text].document == MEGATRON_DEEPSPEED]
+    assert len(broken) == len(BROKEN_IMPORTS)
     program = f"""
-import json
 failed = {{}}
-for statement in {list({**statements, **ours})!r}:
+for statement in {list(statements)!r}:
     try:
         exec(statement, {{}})
     except ImportError as error:
         failed[statement] = str(error)
-print(json.dumps(failed))
+assert set(failed) == set({broken!r}), failed
 """
-    done = run_python(program, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    failed = json.loads(done.stdout.splitlines()[-1])
-    expected = {
-        text for text in statements if text in BROKEN_IMPORTS and statements[text].document == MEGATRON_DEEPSPEED
-    }
-    assert set(failed) == expected, {text: ({**statements, **ours}[text].where, failed.get(text)) for text in failed}
-    assert len(expected) == len(BROKEN_IMPORTS)
+    end = run_script(HOOK + program, tmp_path)
+    assert end.code == 0, end.output[-3000:]
 
 
 def test_python_blocks_run(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        ended = list(pool.map(lambda block: run_python(block.text, tmp_path), blocks("python")))
-    for block, done in zip(blocks("python"), ended, strict=True):
-        assert done.returncode == 0, f"{block.where}\n{done.stderr[-3000:]}"
+    for block in blocks("python"):
+        end = run_script(HOOK + block.text, tmp_path)
+        assert end.code == 0, f"{block.where}\n{end.output[-3000:]}"
 
 
 # ----------------------------------------------------------------------------------------------------------------- JSON
@@ -115,11 +94,9 @@ def test_python_blocks_run(tmp_path: Path) -> None:
 def deepspeeds_words() -> frozenset[str]:
     """Values of the constants with which DeepSpeed names keys, and fields of the classes for its blocks."""
     modules = [importlib.import_module(f"deepspeed.runtime.{name}") for name in ("constants", "config", "zero.config")]
-    words = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
-    for module in modules:
-        for value in vars(module).values():
-            words.update(getattr(value, "model_fields", ()))
-    return frozenset(words)
+    values = [value for module in modules for value in vars(module).values()]
+    fields = [field for value in values for field in getattr(value, "model_fields", ())]
+    return frozenset([*fields, *(value for value in values if isinstance(value, str))])
 
 
 def check_top_level(settings: Mapping[str, Any]) -> None:
@@ -128,7 +105,7 @@ def check_top_level(settings: Mapping[str, Any]) -> None:
     assert not unknown, f"neither DeepSpeed nor ds_terapipe has the key {unknown}"
 
 
-def train_on(rank: int, world_size: int, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def train_on(rank: int, world_size: int, blocks: list[dict[str, Any]]) -> list[tuple[list[str], float]]:
     """One training step of a small GPT with each configuration; what was built, and the loss."""
     from deepspeed.pipe import PipelineModule
 
@@ -145,29 +122,27 @@ def train_on(rank: int, world_size: int, blocks: list[dict[str, Any]]) -> list[d
         rows = engine.train_micro_batch_size_per_gpu()
         batches = [micro_batch(n, length=24, batch=rows, masked=False) for n in range(engine.micro_batches)]
         loss = float(engine.train_batch(iter(batches)))
-        kinds = [type(thing).__name__ for thing in (engine, getattr(optimizer, "optimizer", optimizer), scheduler)]
-        seen.append({"kinds": kinds, "loss": loss, "groups": len(engine.optimizer.param_groups)})
+        things = (engine, getattr(optimizer, "optimizer", optimizer), scheduler)
+        seen.append(([type(thing).__name__ for thing in things], loss))
     return seen
 
 
 def test_json_blocks_train() -> None:
     """Through the package's own way in, as they stand; a block that has no batch size is shown beside the reader's own."""
-    found = blocks("json")
     settings = []
-    for block in found:
+    for block in blocks("json"):
         with at(block):
             keys = json.loads(block.text, object_pairs_hook=no_duplicates)
             check_top_level(keys)
-            batch = {} if any("batch" in key for key in keys) else {"train_batch_size": 2}
-            settings.append({**batch, **keys})
-    (seen,) = run_ranks(train_on, 1, settings)
+            settings.append({**({} if any("batch" in key for key in keys) else {"train_batch_size": 2}), **keys})
     assert all(any(key in each for each in settings) for key in (*ENGINES, "optimizer"))
-    for block, keys, built in zip(found, settings, seen, strict=True):
-        engine, optimizer, scheduler = built["kinds"]
-        assert engine == next((kind for key, kind in ENGINES.items() if key in keys), "PipelineEngine"), block.where
-        assert optimizer == keys.get("optimizer", {"type": "SGD"})["type"], block.where
-        assert scheduler == keys.get("scheduler", {"type": "NoneType"})["type"], block.where
-        assert 0 < built["loss"] < 10, block.where
+    (seen,) = run_ranks(train_on, 1, settings)
+    for block, keys, (kinds, loss) in zip(blocks("json"), settings, seen, strict=True):
+        engine = next((kind for key, kind in ENGINES.items() if key in keys), "PipelineEngine")
+        types = [
+            keys.get(key, {"type": other})["type"] for key, other in (("optimizer", "SGD"), ("scheduler", "NoneType"))
+        ]
+        assert kinds == [engine, *types] and 0 < loss < 10, block.where
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -176,27 +151,18 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-@functools.cache
 def lamb_settings() -> dict[str, inspect.Parameter]:
     """``optimizer.params`` of FusedLamb, as the signature has them."""
-    return {
-        name: parameter
-        for name, parameter in inspect.signature(FusedLamb).parameters.items()
-        if name not in ("params", "tensor_parallel_group")
-    }
+    found = dict(inspect.signature(FusedLamb).parameters)
+    return {name: found[name] for name in found if name not in ("params", "tensor_parallel_group")}
 
 
 def known_values() -> set[str]:
     """Words in quotation marks that are a value of some key or the name of a type."""
-    values = {*NAMES, *backends.NAMES, *get_args(config.Layout), *get_args(config.WeightGradients)}
-    return (
-        values
-        | {name for names in autoload.TYPES.values() for name in names}
-        | set(modes.MODES)
-        | set(policy_names())
-        | set(REASONS)
-        | {"bias_norm", "Lamb", "epoch", "off", "halve", "measured", "as_launched", "exact", "bf16"}
-    )
+    others = {"bias_norm", "Lamb", "epoch", "off", "halve", "measured", "as_launched", "exact", "bf16"}
+    types = {name for names in autoload.TYPES.values() for name in names}
+    choices = {*get_args(config.Layout), *get_args(config.WeightGradients), *policy_names(), *REASONS}
+    return {*NAMES, *backends.NAMES, *modes.MODES} | types | choices | others
 
 
 def test_json_in_the_text() -> None:
@@ -221,45 +187,31 @@ def test_json_in_the_text() -> None:
     assert pairs >= 3
 
 
-def table(first_key: str, document: str) -> list[tuple[list[str], str]]:
-    """Rows of the table that begins with this key: the keys of a row, and its cell of defaults."""
+def table(first_key: str, document: str) -> dict[str, Any]:
+    """Keys and defaults of the table that begins with this key; None where a word says what holds."""
     text = (ROOT / document).read_text(encoding="utf-8")
-    (found,) = [
-        part for part in re.split(r"\n(?!\|)", text) if re.search(rf"^\|---.*\n\| `{first_key}`", part, re.MULTILINE)
-    ]
-    rows = re.sub(r"\A.*?\n\|---[^\n]*\n", "", found, flags=re.DOTALL).splitlines()
-    cells = [row.strip("|").split(" | ") for row in rows]
-    return [(re.findall(r"`([^`]+)`", row[0]), row[1]) for row in cells]
+    start = re.compile(rf"^\|---.*\n\| `{first_key}`", re.MULTILINE)
+    (found,) = [part for part in re.split(r"\n(?!\|)", text) if start.search(part)]
+    defaults = {}
+    for row in re.sub(r"\A.*?\n\|---[^\n]*\n", "", found, flags=re.DOTALL).splitlines():
+        keys, given = (re.findall(r"`([^`]+)`", cell) for cell in row.strip("|").split(" | ")[:2])
+        defaults.update((key, json.loads(given[number]) if given else None) for number, key in enumerate(keys))
+    return defaults
 
 
-def default_of(cell: str, number: int) -> Any:
-    """The ``number``-th default in a cell, where it is given as code; else None, and a word says what holds."""
-    given = re.findall(r"`([^`]+)`", cell)
-    return json.loads(given[number]) if given else None
+def test_tables_have_every_key_and_its_default() -> None:
+    fields = config.TokenPipelineConfig.model_fields
+    assert table("enabled", "docs/token_slices.md") == {name: field.default for name, field in fields.items()}
 
-
-def test_the_table_of_token_pipeline_has_every_key_and_its_default() -> None:
-    rows = table("enabled", "docs/token_slices.md")
-    assert sorted(key for keys, _ in rows for key in keys) == sorted(config.TokenPipelineConfig.model_fields)
-    for keys, cell in rows:
-        for number, key in enumerate(keys):
-            assert config.TokenPipelineConfig.model_fields[key].default == default_of(cell, number), key
-
-
-def test_the_table_of_elastic_pipeline_has_every_key_and_its_default() -> None:
     defaults: dict[str, Any] = {}
     for block, value in elastic.ElasticPipelineConfig().model_dump(mode="json").items():
         keys = isinstance(value, dict)
         defaults.update({block: value} if not keys else {f"{block}.{key}": v for key, v in value.items()})
     assert {"enabled", "freeze.alpha", "resize.policy"} <= set(defaults)
-    rows = table("enabled", "docs/elastic.md")
-    assert {key: default_of(cell, 0) for (key,), cell in rows} == defaults
+    assert table("enabled", "docs/elastic.md") == defaults
 
-
-def test_the_table_of_fused_lamb_has_keys_of_its_own_and_their_defaults() -> None:
     rows = table("lr", "docs/lamb.md")
-    assert {"lr", "betas", "mode", "exclude", "max_grad_norm"} <= {key for keys, _ in rows for key in keys}
-    for keys, cell in rows:
-        for number, key in enumerate(keys):
-            default = lamb_settings()[key].default
-            assert (list(default) if isinstance(default, tuple) else default) == default_of(cell, number), key
+    assert {"lr", "betas", "mode", "exclude", "max_grad_norm"} <= set(rows)
+    for key, value in rows.items():
+        default = lamb_settings()[key].default
+        assert (list(default) if isinstance(default, tuple) else default) == value, key

@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md name is there: commands and their options, names of code, files, links, lines of output."""
+"""README.md and docs/*.md name things that are there: commands, their options, names of code, files, links, output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import functools
 import importlib
 import inspect
 import re
-from collections import Counter
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +17,23 @@ import pytest
 
 from ds_terapipe import cli
 from ds_terapipe.schedule import Action, Op
-from tests.benchmarks import elastic_finetune_picture
+from tests.benchmarks import elastic_finetune_picture as picture
 
 from .documents import ASSIGNMENT, ROOT, commands
 from .programs import Rejected, check, check_setting, options_of
-from .shown import (
-    MEGATRON_DEEPSPEED,
-    OUTPUTS,
-    PACKAGE,
-    SHORT,
-    at,
-    blocks,
-    run_python,
-    shown,
-    span_kind,
-    spans,
-)
+from .shown import MEGATRON_DEEPSPEED, OUTPUTS, PACKAGE, SHORT, at, blocks, shown, span_kind, spans
 
 # ------------------------------------------------------------------------------------------------------------- commands
 
 
 def test_commands_are_accepted() -> None:
     """By the programs' own parsers, which take the whole line or say what is wrong with it."""
-    kinds: Counter[str] = Counter()
+    kinds = set()
     for piece in [*blocks("shell"), *spans("command")]:
         with at(piece):
-            found = commands(piece.text)
-            assert found, "no command"
-            for command in found:
-                kinds[check(command)] += 1
-    assert set(kinds) >= {"make", "pip", "ds_terapipe", "python -m", "script", "elsewhere", "setting"}, kinds
+            assert commands(piece.text), "no command"
+            kinds.update(map(check, commands(piece.text)))
+    assert kinds >= {"make", "pip", "ds_terapipe", "python -m", "script", "elsewhere", "setting"}
 
 
 def test_options_by_themselves_are_of_the_command_before() -> None:
@@ -55,38 +43,36 @@ def test_options_by_themselves_are_of_the_command_before() -> None:
     for span in shown().spans:
         kind = span_kind(span)
         if kind == "command":
-            *_, before[span.document] = commands(span.text)
-        if kind != "option":
-            continue
-        if span.document == MEGATRON_DEEPSPEED:
+            before[span.document] = commands(span.text)[-1]
+        elif kind == "option" and span.document == MEGATRON_DEEPSPEED:
             assert re.fullmatch(r"(--[a-z][a-z0-9_.*-]+( [\w.]+)?\s?)+", span.text), span.where
-            continue
-        for option in re.findall(r"--[\w-]+", span.text):
-            assert option in options_of(before[span.document]), span.where
+        elif kind == "option":
+            found = re.findall(r"--[\w-]+", span.text)
+            assert found and set(found) <= options_of(before[span.document]), span.where
             checked += 1
     assert checked > 0
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "make tests",
-        "make demo STEP=3",
-        "pip install -e '.[megatorn]'",
-        "pip install --no-such-option torch",
-        "python -m tests.benchmarks.lamb --round 3",
-        "python -m tests.benchmarks.emulation --processes many",
-        "python -m tests.benchmarks.none",
-        "python docs/none.py",
-        "ds_terapipe plans",
-        "ds_terapipe prepare-data --output-prefixes data/python",
-        "deepspeed --num_gpu 4 train.py --deepspeed_config ds_config.json",
-        "deepspeed train.py --deepspeed_configs ds_config.json",
-        "train.py --stage-layer 5,3",
-        "DS_TERAPIPE_AUTOLOADS=0",
-        "poetry install",
-    ],
-)
+WRONG = """
+make tests
+make demo STEP=3
+pip install -e '.[megatorn]'
+pip install --no-such-option torch
+python -m tests.benchmarks.lamb --round 3
+python -m tests.benchmarks.emulation --processes many
+python -m tests.benchmarks.none
+python docs/none.py
+ds_terapipe plans
+ds_terapipe prepare-data --output-prefixes data/python
+deepspeed --num_gpu 4 train.py --deepspeed_config ds_config.json
+deepspeed train.py --deepspeed_configs ds_config.json
+train.py --stage-layer 5,3
+DS_TERAPIPE_AUTOLOADS=0
+poetry install
+"""
+
+
+@pytest.mark.parametrize("line", WRONG.strip().splitlines())
 def test_a_wrong_command_is_refused(line: str) -> None:
     (command,) = commands(line)
     with pytest.raises(Rejected):
@@ -95,52 +81,48 @@ def test_a_wrong_command_is_refused(line: str) -> None:
 
 def test_the_help_of_every_subcommand() -> None:
     """``--help`` of each one that the text names, and the text names all of them."""
-    named = {command.words[1] for piece in spans("command") for command in commands(piece.text)
-             if command.words[:1] == ("ds_terapipe",) and not command.words[1].startswith("-")}  # fmt: skip
-    from ds_terapipe.cli import build_parser
-
-    (action,) = [action for action in build_parser()._actions if isinstance(action.choices, dict)]
+    found = [command.words for piece in spans("command") for command in commands(piece.text)]
+    named = {words[1] for words in found if words[:1] == ("ds_terapipe",) and not words[1].startswith("-")}
+    (action,) = [action for action in cli.build_parser()._actions if isinstance(action.choices, dict)]
     assert named == set(action.choices)
     for name in sorted(named):
         assert check(commands(f"ds_terapipe {name} --help")[0]) == "ds_terapipe"
 
 
-def test_the_picture_is_what_its_command_draws(tmp_path: Path) -> None:
+def test_the_picture_of_schedules_is_what_its_command_draws(tmp_path: Path) -> None:
     script = tmp_path / "draw_schedules.py"
     script.write_bytes((ROOT / "docs" / script.name).read_bytes())
-    done = run_python(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')", tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
+    runpy.run_path(str(script), run_name="__main__")
     assert (tmp_path / "schedules.svg").read_bytes() == (ROOT / "docs" / "schedules.svg").read_bytes()
 
 
-def test_the_picture_of_shapes_is_what_its_command_draws(tmp_path: Path) -> None:
-    (command,) = [span.text for span in spans("command") if span.text.startswith("ds_terapipe shapes docs/")]
+@pytest.mark.parametrize(
+    ("begins", "source", "picture", "main", "at"),
+    [
+        ("ds_terapipe shapes docs/", "history.jsonl", "shapes.svg", cli.main, 1),
+        ("python -m tests.benchmarks.elastic_finetune_picture docs/", "elastic.md", "finetune.svg", picture.main, 3),
+    ],
+    ids=["shapes", "fine-tuning"],
+)
+def test_a_picture_is_what_its_command_draws(
+    tmp_path: Path, begins: str, source: str, picture: str, main: Callable[[list[str]], int], at: int
+) -> None:
+    (command,) = [span.text for span in spans("command") if span.text.startswith(begins)]
     (words,) = [each.words for each in commands(command)]
-    target = tmp_path / "shapes.svg"
-    where = {"docs/history.jsonl": str(ROOT / "docs" / "history.jsonl"), "docs/shapes.svg": str(target)}
-    assert cli.main([where.get(word, word) for word in words[1:]]) == 0
-    assert target.read_bytes() == (ROOT / "docs" / "shapes.svg").read_bytes()
-
-
-def test_the_picture_of_fine_tuning_has_every_row_of_its_tables(tmp_path: Path) -> None:
-    (command,) = [span.text for span in spans("command") if "elastic_finetune_picture docs/" in span.text]
-    target = tmp_path / "finetune.svg"
-    where = {"docs/elastic.md": str(ROOT / "docs" / "elastic.md"), "docs/finetune.svg": str(target)}
-    (words,) = [each.words for each in commands(command)]
-    assert elastic_finetune_picture.main([where.get(word, word) for word in words[3:]]) == 0
-    drawn = target.read_text()
-    assert drawn == (ROOT / "docs" / "finetune.svg").read_text()
-    assert drawn.count("<circle") == 10 and drawn.count(">ours") == 6
+    where = {f"docs/{source}": str(ROOT / "docs" / source), f"docs/{picture}": str(tmp_path / picture)}
+    assert main([where.get(word, word) for word in words[at:]]) == 0
+    assert (tmp_path / picture).read_bytes() == (ROOT / "docs" / picture).read_bytes()
 
 
 def test_the_table_of_shapes_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [span for span in spans("command") if "--frozen" in span.text and span.document == "docs/elastic.md"]
-    (command,) = [span.text for span in found]
-    (words,) = [each.words for each in commands(command)]
+    found = [span.text for span in spans("command") if "--frozen" in span.text and span.document == "docs/elastic.md"]
+    (words,) = [each.words for command in found for each in commands(command)]
     assert cli.main(list(words[1:])) == 0
-    out = capsys.readouterr().out
     (block,) = [block for block in blocks("output") if block.text.startswith("16 of 24 layers frozen:")]
-    assert block.text.strip() in out
+    assert block.text.strip() in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------- names and files
 
 
 @functools.cache
@@ -149,30 +131,23 @@ def words_of_the_package() -> frozenset[str]:
     words: set[str] = set()
     for path in [*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "setup.py"]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
-            for field in ("id", "attr", "name", "arg"):
-                name = getattr(node, field, None)
-                words.update([name] if isinstance(name, str) else ())
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                words.update(re.findall(r"[A-Za-z0-9_]+", node.value))
-        words.update(part for part in path.relative_to(ROOT).with_suffix("").parts)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                node.value = ast.Constant(None)
+        words.update(re.findall(r"\w+", ast.dump(tree)), path.relative_to(ROOT).with_suffix("").parts)
     return frozenset(words)
 
 
 @functools.cache
 def classes_of_the_package() -> dict[str, str]:
     """The module of each class at the top of a module of the package."""
-    return {
-        node.name: ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    }
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    found = {name: re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE) for name, path in modules.items()}
+    return {kind: name for name, kinds in found.items() for kind in kinds}
 
 
 def resolved(dotted: str) -> Any:
-    """What a dotted name that begins with a package means.
+    """The object that a dotted name means, which begins with a package.
 
     Raises:
         AttributeError, ImportError: there is no such thing.
@@ -182,10 +157,7 @@ def resolved(dotted: str) -> Any:
     thing = importlib.import_module(name)
     for part in rest:
         name = f"{name}.{part}"
-        if not hasattr(thing, part):
-            thing = importlib.import_module(name)
-        else:
-            thing = getattr(thing, part)
+        thing = getattr(thing, part) if hasattr(thing, part) else importlib.import_module(name)
     return thing
 
 
@@ -213,13 +185,8 @@ def test_names() -> None:
     for span in spans("name"):
         with at(span):
             check_name(span.text)
-    for wrong in (
-        "ds_terapipe.FusedLambs(params)",
-        "ds_terapipe.FusedLamb(parameters)",
-        "torch.optim.Optimiser",
-        "SliceContext.now",
-        "slises",
-    ):
+    ours = ("ds_terapipe.FusedLambs(params)", "ds_terapipe.FusedLamb(parameters)")
+    for wrong in (*ours, "torch.optim.Optimiser", "SliceContext.now", "slises"):
         with pytest.raises((AssertionError, AttributeError, ImportError)):
             check_name(wrong)
 
@@ -246,11 +213,9 @@ def test_links() -> None:
         target, _, anchor = link.text.partition("#")
         path = (ROOT / link.document).parent / target if target else ROOT / link.document
         assert path.exists(), link.where
-        if anchor:
-            headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], (
-                link.where
-            )
+        headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+        anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in anchors, link.where
 
 
 def test_variables_are_read_by_somebody() -> None:

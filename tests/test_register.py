@@ -1,96 +1,99 @@
 """How a launch reaches the package: import orders, what is loaded without our keys, and what a failed hook does.
 
-Every case is a Python process of its own, started outside the repository, with the package installed as a user has it.
+Import orders have interpreters of their own, outside the repository. All else is forked from one that has imported torch and
+deepspeed and none of our modules; ``HOOK`` runs the entry point as the end of ``import torch`` does.
 """
 
 from __future__ import annotations
 
-import json
+import inspect
 import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
 
 import pytest
+from deepspeed.runtime import config, constants
 
-from .spawn import free_port
+from ds_terapipe import autoload
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.register import _near_miss, wrap
 
-HARNESS = """
-import json, sys
-import torch
-import deepspeed
-from deepspeed.pipe import LayerSpec, PipelineModule
+from .spawn import run_script
 
-# compiled at first use, for a minute or more, under a lock that a killed test would leave behind
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-
-class Args:
-    local_rank = 0
-    deepspeed_config = None
-
-def engine(initialize, keys, how="config", stages=1):
-    layers = [LayerSpec(torch.nn.Linear, 4, 4) for _ in range(stages)]
-    model = PipelineModule(layers, num_stages=stages, loss_fn=torch.nn.functional.mse_loss)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, **keys}
-    if how in ("path", "args"):
-        with open("ds_config.json", "w") as file:
-            file.write("// a comment, as DeepSpeed's reader allows it\\n" + json.dumps(config))
-    if how == "positional":
-        return initialize(None, model, optimizer, config=config)
-    if how == "args":
-        args = Args()
-        args.deepspeed_config = "ds_config.json"
-        return initialize(args, model, optimizer)
-    if how == "path":
-        return initialize(model=model, optimizer=optimizer, config="ds_config.json")
-    return initialize(model=model, optimizer=optimizer, **{how: config})
-
-def name(thing):
-    return f"{type(thing).__module__}.{type(thing).__name__}"
+LOOKS = """
+import sys
 
 def ours():
     return sorted(name for name in sys.modules if name.partition(".")[0] == "ds_terapipe")
 
-def raised(call, *args):
+def raised(call, *args, **kwargs):
     try:
-        call(*args)
+        call(*args, **kwargs)
     except Exception as error:
-        return [type(error).__name__, str(error)]
-    return None
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+HOOK_MODULES = ["ds_terapipe", *(f"ds_terapipe.{name}" for name in ("autoload", "names", "register", "version"))]
+NEAR_MISS = "ConfigError", 'token_pipline: unknown key, must be spelt "token_pipeline", use "token_pipeline"'
+"""
+ENGINES = (
+    LOOKS
+    + """
+import json
+import torch
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule
+from types import SimpleNamespace
+
+assert ours() == []
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled at first use, for a minute or more
+deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+def engine(initialize, keys, how="config", plain=False, **given):
+    layers = [LayerSpec(torch.nn.Linear, 4, 4)]
+    model = torch.nn.Linear(4, 4) if plain else PipelineModule(layers, num_stages=1, loss_fn=torch.nn.functional.mse_loss)
+    config = {"train_micro_batch_size_per_gpu": 1, **keys}
+    if "optimizer" not in keys:
+        config["gradient_clipping"] = 0
+        given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), **given}
+    with open("ds_config.json", "w") as file:
+        file.write("// a comment, as DeepSpeed's reader allows it\\n" + json.dumps(config))
+    if how == "positional":
+        return initialize(None, model, *given.values(), config=config)
+    if how == "args":
+        args = SimpleNamespace(deepspeed_config="ds_config.json", local_rank=0)
+        result = initialize(args, model, **given)
+        assert args.deepspeed_config == "ds_config.json"
+        return result
+    return initialize(model=model, **{"config" if how == "path" else how: "ds_config.json" if how == "path" else config}, **given)
+
+def kind(result):
+    return type(result[0]).__module__ + "." + type(result[0]).__name__
 
 KEY = {"token_pipeline": {"slices": 2}}
-OFF = {"token_pipeline": {"enabled": False, "slices": 2}, "elastic_pipeline": {"enabled": False}}
 DEEPSPEED = "deepspeed.runtime.pipe.engine.PipelineEngine"
 OURS = "ds_terapipe.pipeline.engine.TokenPipelineEngine"
 """
+)
+HOOK = "torch._import_device_backends()\nfrom deepspeed import initialize\n"
+BLOCK = """
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name == blocked:
+            raise ImportError(f"{name} is broken today")
 
-HOOK_MODULES = ["ds_terapipe", *(f"ds_terapipe.{name}" for name in ("autoload", "names", "register", "version"))]
+sys.meta_path.insert(0, Blocked())
+"""
 
 
-def run(script: str, directory, **env: str) -> dict:
-    """Run a script as a user's, and return what it printed last, which is JSON."""
-    settings = {
-        key: value for key, value in os.environ.items() if key != "PYTHONPATH" and not key.startswith("DS_TERA")
-    }
-    settings.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        DS_ACCELERATOR="cpu",
-        OMP_NUM_THREADS="1",
-        **env,
-    )
-    settings.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
-    settings.update(env)
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=directory, env=settings, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return {**json.loads(done.stdout.strip().splitlines()[-1]), "stderr": done.stderr}
+def run(script: str, folder: Path, **env: str) -> str:
+    """Run a script whose assertions must hold, and return what it wrote."""
+    end = run_script(ENGINES + script, folder, env=env)
+    assert end.code == 0, end.output[-6000:]
+    return end.output
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,257 +105,266 @@ def _installed():
 
 ORDERS = {
     "torch first": "import torch\nimport deepspeed\nfrom deepspeed import initialize",
-    "deepspeed first": "import deepspeed\nimport torch\ninitialize = deepspeed.initialize",
-    "from deepspeed import initialize": "from deepspeed import initialize\nimport torch",
+    "deepspeed first": "from deepspeed import initialize\nimport torch\nimport deepspeed",
+    "nothing but ours": """
+before = set(sys.modules)
+import ds_terapipe
+tops = {name.partition(".")[0] for name in set(sys.modules) - before}
+assert tops - set(sys.stdlib_module_names) == {"ds_terapipe"} and ours() == HOOK_MODULES
+sys.exit()
+""",
 }
-
-ALL_WAYS = """
-plain = engine(initialize, {})
-switched_off = engine(initialize, OFF)
-loaded = ours()
-result = engine(initialize, KEY)
-print(json.dumps({
-    "plain": name(plain[0]),
-    "off": name(switched_off[0]),
-    "loaded": loaded,
-    "engines": {how: name(engine(initialize, KEY, how)[0]) for how in ("positional", "path", "args", "config_params")},
-    "tuple": [len(result), result[1] is result[0].optimizer, result[2], result[3]],
-    "class restored": deepspeed.PipelineEngine is type(plain[0]),
-    "module restored": type(deepspeed).__name__,
-    "same": deepspeed.initialize is initialize,
-    "near miss": raised(engine, initialize, {"token_pipline": {"slices": 2}}),
-    "wrong type": raised(engine, initialize, {"token_pipeline": {"slices": "8"}}),
-    "no model": raised(initialize, None, None, None, None, None, None, 29500, None, None, None, dict(KEY)),
-    "ordinary": raised(lambda: initialize(model=torch.nn.Linear(4, 4), config={"train_batch_size": 1, **KEY})),
-    "unknown argument": raised(lambda: initialize(model=None, config=KEY, colour="red")),
-    "two configs": raised(lambda: initialize(type("A", (), {"deepspeed_config": "x"}), torch.nn.Linear(4, 4), config=KEY)),
-    "missing file": raised(lambda: initialize(model=torch.nn.Linear(4, 4), config="no_such_file.json")),
-}))
-"""
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_import_orders(order, tmp_path):
-    seen = run(ORDERS[order] + HARNESS + ALL_WAYS, tmp_path)
-    deepspeeds, ours = "deepspeed.runtime.pipe.engine.PipelineEngine", "ds_terapipe.pipeline.engine.TokenPipelineEngine"
-    assert seen["plain"] == seen["off"] == deepspeeds
-    assert seen["loaded"] == HOOK_MODULES
-    assert seen["engines"] == dict.fromkeys(["positional", "path", "args", "config_params"], ours)
-    assert seen["tuple"] == [4, True, None, None]
-    assert seen["class restored"] and seen["same"] and seen["module restored"] == "module"
-    assert seen["near miss"] == ["ConfigError", 'token_pipline: unknown key, must be spelt "token_pipeline", use '
-                                 '"token_pipeline"']  # fmt: skip
-    assert seen["wrong type"][0] == "ConfigError" and 'got "8"' in seen["wrong type"][1]
-    assert seen["no model"][0] == seen["ordinary"][0] == "ConfigError"
-    assert "PipelineModule" in seen["ordinary"][1]
-    assert seen["unknown argument"][0] == "TypeError"
-    assert seen["two configs"][0] == "AssertionError"
-    assert seen["missing file"][0] == "ValueError"
-    assert seen["stderr"].count("one pipeline stage, slices gain nothing") == 5
-
-
-def test_explicit_import_after_deepspeed(tmp_path):
-    """With PyTorch's own switch off nothing runs by itself, and ``import ds_terapipe`` brings the hook."""
-    script = """
-import deepspeed
-import sys
-before = sorted(name for name in sys.modules if name.partition(".")[0] == "ds_terapipe")
-import ds_terapipe
-""" + HARNESS + """
-print(json.dumps({"before": before, "loaded": ours(), "with": name(engine(deepspeed.initialize, KEY)[0])}))
+def test_the_hook_is_there_in_any_import_order_and_loads_only_the_standard_library(order, tmp_path):
+    script = LOOKS + ORDERS[order] + """
+assert deepspeed.initialize is initialize and hasattr(initialize, "ds_terapipe_original")
+assert ours() == HOOK_MODULES and type(deepspeed).__name__ == "module"
+assert raised(initialize, config={"token_pipline": {"slices": 2}}) == NEAR_MISS
 """  # fmt: skip
-    seen = run(script, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert seen["before"] == []
-    assert seen["loaded"] == HOOK_MODULES
-    assert seen["with"] == "ds_terapipe.pipeline.engine.TokenPipelineEngine"
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
-def test_switched_off(tmp_path):
-    """``DS_TERAPIPE_AUTOLOAD=0`` leaves DeepSpeed alone; ``ds_terapipe.initialize`` works and leaves nothing behind."""
-    script = HARNESS + """
+def test_a_key_of_ours_brings_our_engine_however_the_configuration_is_given(tmp_path):
+    said = run(HOOK + """
+plain = engine(initialize, {})
+off = engine(initialize, {"token_pipeline": {"enabled": False, "slices": 2}, "elastic_pipeline": {"enabled": False}})
+assert kind(plain) == kind(off) == DEEPSPEED and ours() == HOOK_MODULES
+for how in ("config", "positional", "path", "args", "config_params"):
+    result = engine(initialize, KEY, how)
+    assert kind(result) == OURS, how
+assert len(result) == 4 and result[1] is result[0].optimizer and result[2:] == (None, None)
+assert deepspeed.PipelineEngine is type(plain[0]) and deepspeed.initialize is initialize
+
+assert raised(engine, initialize, {"token_pipline": {"slices": 2}}) == NEAR_MISS
+error, text = raised(engine, initialize, {"token_pipeline": {"slices": "8"}})
+assert error == "ConfigError" and 'got "8"' in text
+assert raised(initialize, None, None, None, None, None, None, 29500, None, None, None, dict(KEY))[0] == "ConfigError"
+linear = torch.nn.Linear(4, 4)
+error, text = raised(initialize, model=linear, config={"train_batch_size": 1, **KEY})
+assert error == "ConfigError" and "PipelineModule" in text
+# what DeepSpeed itself has to complain about
+assert raised(initialize, model=None, config=KEY, colour="red")[0] == "TypeError"
+assert raised(initialize, SimpleNamespace(deepspeed_config="x"), linear, config=KEY)[0] == "AssertionError"
+assert raised(initialize, model=linear, config="no_such_file.json")[0] == "ValueError"
+""", tmp_path)  # fmt: skip
+    assert said.count("one pipeline stage, slices gain nothing") == 5
+
+
+def test_an_explicit_import_brings_the_hook_where_pytorch_runs_none(tmp_path):
+    run(
+        "import ds_terapipe\nassert ours() == HOOK_MODULES\nassert kind(engine(deepspeed.initialize, KEY)) == OURS",
+        tmp_path,
+    )
+
+
+def test_switched_off_deepspeed_is_left_alone(tmp_path):
+    """``ds_terapipe.initialize`` works and leaves nothing behind; ``register`` brings the hook."""
+    run(HOOK + """
 import ds_terapipe
 original, engine_class = deepspeed.initialize, deepspeed.PipelineEngine
-seen = {"hook": hasattr(original, "ds_terapipe_original"), "with": name(engine(deepspeed.initialize, KEY)[0])}
-seen["explicit"] = name(engine(ds_terapipe.initialize, KEY)[0])
-seen["plain"] = name(engine(ds_terapipe.initialize, {})[0])
-seen["refused"] = raised(engine, ds_terapipe.initialize, {"token_pipeline": {"slices": 0}})
-seen["as before"] = deepspeed.initialize is original and deepspeed.PipelineEngine is engine_class
+assert not hasattr(original, "ds_terapipe_original")
+assert kind(engine(deepspeed.initialize, KEY)) == kind(engine(ds_terapipe.initialize, {})) == DEEPSPEED
+assert kind(engine(ds_terapipe.initialize, KEY)) == OURS
+assert raised(engine, ds_terapipe.initialize, {"token_pipeline": {"slices": 0}})[0] == "ConfigError"
+assert deepspeed.initialize is original and deepspeed.PipelineEngine is engine_class
 ds_terapipe.register()
 ds_terapipe.register()
-seen["registered"] = name(engine(deepspeed.initialize, KEY)[0])
-seen["once"] = deepspeed.initialize.ds_terapipe_original is original
-print(json.dumps(seen))
-"""  # fmt: skip
-    seen = run(script, tmp_path, DS_TERAPIPE_AUTOLOAD="0")
-    assert seen["hook"] is False and seen["as before"] and seen["once"]
-    assert seen["with"] == seen["plain"] == "deepspeed.runtime.pipe.engine.PipelineEngine"
-    assert seen["explicit"] == seen["registered"] == "ds_terapipe.pipeline.engine.TokenPipelineEngine"
-    assert seen["refused"][0] == "ConfigError"
+assert kind(engine(deepspeed.initialize, KEY)) == OURS and deepspeed.initialize.ds_terapipe_original is original
+""", tmp_path, DS_TERAPIPE_AUTOLOAD="0")  # fmt: skip
 
 
 LAMB = """
-from types import SimpleNamespace
+from pathlib import Path
 
 LAMB = {"optimizer": {"type": "FusedLamb", "params": {
     "lr": 0.1, "max_grad_norm": 0.5, "monitor_interval": 2, "backend": "plain"}}}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1, "torch_adam": True}}}
 WARMUP = {"scheduler": {"type": "LambWarmup", "params": {
     "reference_lr": 0.1, "reference_batch_size": 4, "total_steps": 10, "warmup_steps": 2}}}
 MIXED = {"scheduler": {"type": "MixedBatch", "params": {"phases": [
     {"steps": 2, "batch_size": 2, "seq_length": 4, "lr": 0.1, "warmup_steps": 0}]}}}
 CSV = {"csv_monitor": {"enabled": True, "output_path": "csv", "job_name": "job"}}
 
-def lamb_engine(initialize, keys, how="config", plain=False, **given):
-    layers = [LayerSpec(torch.nn.Linear, 4, 4)]
-    model = torch.nn.Linear(4, 4) if plain else PipelineModule(layers, num_stages=1, loss_fn=torch.nn.functional.mse_loss)
-    config = {"train_micro_batch_size_per_gpu": 1, **keys}
-    if how == "config":
-        return initialize(model=model, config=config, **given)
-    with open("lamb.json", "w") as file:
-        json.dump(config, file)
-    if how == "path":
-        return initialize(model=model, config="lamb.json", **given)
-    args = SimpleNamespace(deepspeed_config="lamb.json", local_rank=0)
-    result = initialize(args=args, model=model, **given)
-    assert args.deepspeed_config == "lamb.json"
-    return result
-
-def train(engine, steps):
-    for _ in range(steps):
-        if hasattr(engine, "train_batch"):
-            engine.train_batch(iter([(torch.randn(1, 4), torch.randn(1, 4))] * engine.gradient_accumulation_steps()))
+def trained(keys, how="config", plain=False):
+    \"\"\"Kind of the engine, its optimizer, rate and clipping at the start, and its scheduler; after four steps.\"\"\"
+    result = engine(initialize, keys, how, plain)
+    made, optimizer, _, scheduler = result
+    rate = made.get_lr()
+    for _ in range(4):
+        if hasattr(made, "train_batch"):
+            made.train_batch(iter([(torch.randn(1, 4), torch.randn(1, 4))] * made.gradient_accumulation_steps()))
         else:
-            engine.backward(engine(torch.randn(1, 4)).square().sum())
-            engine.step()
-
-def seen(result):
-    engine = result[0]
-    before = engine.get_lr()
-    train(engine, 4)
-    return [name(engine), engine.optimizer_name(), name(engine.basic_optimizer), before, engine.gradient_clipping(),
-            name(result[3]) if result[3] else None, result[1] is engine.optimizer, bool((engine.get_global_grad_norm() or 0) > 0)]
+            made.backward(made(torch.randn(1, 4)).square().sum())
+            made.step()
+    assert optimizer is made.optimizer and (keys["optimizer"] is ADAM["optimizer"] or made.get_global_grad_norm() > 0)
+    return (kind(result), made.optimizer_name(), type(made.basic_optimizer).__name__, rate, made.gradient_clipping(),
+            type(scheduler).__name__)
 """
 
-LAMB_WAYS = """
-nothing = lamb_engine(deepspeed.initialize, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
-loaded = ours()
-initialize = deepspeed.initialize
-result = {
-    "loaded": loaded, "nothing": [name(nothing[0]), nothing[0].optimizer_name()],
-    "pipeline": seen(lamb_engine(initialize, {**LAMB, **CSV})),
-    "path": seen(lamb_engine(initialize, LAMB, "path")),
-    "args": seen(lamb_engine(initialize, LAMB, "args")),
-    "plain": seen(lamb_engine(initialize, LAMB, plain=True)),
-    "sliced": seen(lamb_engine(initialize, {**LAMB, "token_pipeline": {"slices": 1}})),
-    "zero": seen(lamb_engine(initialize, {**LAMB, "zero_optimization": {"stage": 1}})),
-    "warmup": seen(lamb_engine(initialize, {**LAMB, **WARMUP})),
-    "mixed": seen(lamb_engine(initialize, {**LAMB, **MIXED, "token_pipeline": {"slices": 1}})),
-    "adam": seen(lamb_engine(initialize, {**WARMUP, "optimizer": {"type": "Adam", "params": {"lr": 1, "torch_adam": True}}})),
-    "both": raised(lambda: lamb_engine(initialize, LAMB, optimizer=torch.optim.SGD)),
-    "near": raised(lamb_engine, initialize, {"optimizer": {"type": "FusedLAMB"}}),
-    "offload": raised(lamb_engine, initialize, {**LAMB, "zero_optimization": {"stage": 3}}),
-    "restored": name(lamb_engine(initialize, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]),
-}
-from pathlib import Path
-result["events"] = {path.stem: path.read_text().split()[1:] for path in Path("csv").rglob("*Lamb*.csv")}
+
+def test_fused_lamb_and_its_schedules_are_built_from_the_configuration(tmp_path):
+    """With each engine and each way to give the configuration; nothing of ours is loaded by a configuration without them."""
+    run(HOOK + LAMB + """
+assert kind(engine(initialize, SGD)) == DEEPSPEED and ours() == HOOK_MODULES
+sliced = {**LAMB, "token_pipeline": {"slices": 1}}
+for keys, how, plain, expected in (
+    ({**LAMB, **CSV}, "config", False, DEEPSPEED), (LAMB, "path", False, DEEPSPEED), (LAMB, "args", False, DEEPSPEED),
+    (LAMB, "config", True, "deepspeed.runtime.engine.DeepSpeedEngine"), (sliced, "config", False, OURS),
+    ({**LAMB, "zero_optimization": {"stage": 1}}, "config", False, DEEPSPEED),
+):
+    assert trained(keys, how, plain) == (expected, "FusedLamb", "FusedLamb", [0.1], 0.5, "NoneType"), (keys, how)
+assert trained({**LAMB, **WARMUP})[3:] == ([0.025], 0.5, "LambWarmup")  # half of 0.1 sqrt(1 / 4)
+found = trained({**sliced, **MIXED})
+assert found[0] == OURS and found[5] == "MixedBatch"
+assert trained({**ADAM, **WARMUP})[1:4] == ("adam", "AdamW", [0.025])
+for refused, given in ((LAMB, {"optimizer": torch.optim.SGD}), ({"optimizer": {"type": "FusedLAMB"}}, {}),
+                       ({**LAMB, "zero_optimization": {"stage": 3}}, {})):
+    assert raised(engine, initialize, refused, **given)[0] == "ConfigError", refused
+assert kind(engine(initialize, SGD)) == DEEPSPEED
+
+events = {path.stem: path.read_text().split()[1:] for path in Path("csv").rglob("*Lamb*.csv")}
+assert events.keys() >= {"Train_Lamb_mean_trust_ratio", "Train_Lamb_clamped_share"}
+assert all([row.split(",")[0] for row in rows] == ["2", "4"] for rows in events.values())
 
 def again(config=None, **kwargs):
     return initialize(config=config, **kwargs)
 
-wrap = sys.modules["ds_terapipe.register"].wrap
-result["wrapped twice"] = name(lamb_engine(wrap(again), LAMB)[0].basic_optimizer)
-print(json.dumps(result))
-"""
+wrapped = sys.modules["ds_terapipe.register"].wrap(again)
+assert type(engine(wrapped, LAMB)[0].basic_optimizer).__name__ == "FusedLamb"
+""", tmp_path)  # fmt: skip
 
 
-def test_fused_lamb_and_its_schedules(tmp_path):
-    """With each engine and each way to give the configuration; nothing of ours is loaded by a configuration without them."""
-    seen = run("import torch\nimport deepspeed\n" + HARNESS + LAMB + LAMB_WAYS, tmp_path)
-    deepspeeds, ours = "deepspeed.runtime.pipe.engine.PipelineEngine", "ds_terapipe.pipeline.engine.TokenPipelineEngine"
-    lamb, schedules = "ds_terapipe.optim.lamb.FusedLamb", "ds_terapipe.optim.schedules.lr_schedules"
-    assert seen["loaded"] == HOOK_MODULES and seen["nothing"] == [deepspeeds, "SGD"] and seen["restored"] == deepspeeds
-    for way, kind in (("pipeline", deepspeeds), ("path", deepspeeds), ("args", deepspeeds), ("sliced", ours),
-                      ("zero", deepspeeds), ("plain", "deepspeed.runtime.engine.DeepSpeedEngine")):  # fmt: skip
-        assert seen[way] == [kind, "FusedLamb", lamb, [0.1], 0.5, None, True, True], way
-    assert seen["warmup"][3:] == [[0.025], 0.5, f"{schedules}.LambWarmup", True, True]  # half of 0.1 sqrt(1 / 4)
-    assert seen["mixed"][0] == ours and seen["mixed"][5] == "ds_terapipe.optim.schedules.mixed_batch.MixedBatch"
-    assert seen["adam"][5] == f"{schedules}.LambWarmup" and seen["adam"][1:4] == [
-        "adam",
-        "torch.optim.adamw.AdamW",
-        [0.025],
-    ]
-    for way in ("both", "near", "offload"):
-        assert seen[way][0] == "ConfigError"
-    assert seen["wrapped twice"] == lamb
-    assert set(seen["events"]) >= {"Train_Lamb_mean_trust_ratio", "Train_Lamb_clamped_share"}
-    for rows in seen["events"].values():
-        assert [row.split(",")[0] for row in rows] == ["2", "4"]
-
-
-BLOCK = """
-import sys
-
-class Blocked:
-    names = set()
-
-    def find_spec(self, name, path=None, target=None):
-        if name in self.names:
-            raise ImportError(f"{name} is broken today")
-
-sys.meta_path.insert(0, Blocked())
-"""
-
-
-def test_a_hook_that_cannot_be_loaded(tmp_path):
-    """torch and deepspeed import, a configuration without our keys works, one with a key says why it cannot."""
-    script = BLOCK + "Blocked.names = {'ds_terapipe.register'}" + HARNESS + """
-seen = {"plain": name(engine(deepspeed.initialize, {})[0])}
-for how in ("config", "path", "args"):
-    seen[how] = raised(engine, deepspeed.initialize, KEY, how)
-seen["lamb"] = raised(engine, deepspeed.initialize, {"optimizer": {"type": "FusedLamb"}})
+def test_a_hook_that_cannot_be_loaded_is_said_by_a_configuration_that_needs_it(tmp_path):
+    run("blocked = 'ds_terapipe.register'" + BLOCK + HOOK + """
+assert kind(engine(deepspeed.initialize, {})) == DEEPSPEED
+for keys, how in ((KEY, "config"), (KEY, "path"), (KEY, "args"), ({"optimizer": {"type": "FusedLamb"}}, "config")):
+    error, text = raised(engine, deepspeed.initialize, keys, how)
+    assert error == "RuntimeError" and "ds_terapipe" in text and "ds_terapipe.register is broken today" in text
 import ds_terapipe
-seen["explicit"] = raised(lambda: ds_terapipe.initialize(model=None, config=KEY))
-print(json.dumps(seen))
-"""  # fmt: skip
-    seen = run(script, tmp_path)
-    assert seen["plain"] == "deepspeed.runtime.pipe.engine.PipelineEngine"
-    for how in ("config", "path", "args", "lamb"):
-        assert seen[how][0] == "RuntimeError"
-        assert "ds_terapipe" in seen[how][1] and "ds_terapipe.register is broken today" in seen[how][1]
-    assert seen["explicit"] == ["ImportError", "ds_terapipe.register is broken today"]
+assert raised(lambda: ds_terapipe.initialize) == ("ImportError", "ds_terapipe.register is broken today")
+""", tmp_path)  # fmt: skip
 
 
-def test_a_package_that_cannot_run_here(tmp_path):
-    script = BLOCK + "Blocked.names = {'ds_terapipe.config'}" + HARNESS + """
-seen = {"plain": name(engine(deepspeed.initialize, {})[0]), "broken": raised(engine, deepspeed.initialize, KEY)}
-Blocked.names = set()
-deepspeed.__version__ = "0.18.9"
-seen["plain on another version"] = name(engine(deepspeed.initialize, {})[0])
-seen["another version"] = name(engine(deepspeed.initialize, KEY)[0])
+def test_a_package_that_cannot_run_here_leaves_other_configurations_alone(tmp_path):
+    run("blocked = 'ds_terapipe.config'" + BLOCK + HOOK + """
+assert kind(engine(initialize, {})) == DEEPSPEED
+error, text = raised(engine, initialize, KEY)
+assert error == "RuntimeError" and "ds_terapipe.config is broken today" in text
+blocked, deepspeed.__version__ = "", "0.18.9"
+assert kind(engine(initialize, {})) == DEEPSPEED and kind(engine(initialize, KEY)) == OURS
 from ds_terapipe import compat
-report, compat.report = compat.report, lambda packages: {compat.Name("deepspeed:gone", "0.19.8", "nothing"): False}
-seen["misfit"] = raised(engine, deepspeed.initialize, KEY)
-compat.report = report
-deepspeed.__version__ = "0.19.8"
-seen["restored"] = name(engine(deepspeed.initialize, KEY)[0])
-print(json.dumps(seen))
-"""  # fmt: skip
-    seen = run(script, tmp_path)
-    assert seen["plain"] == seen["plain on another version"] == "deepspeed.runtime.pipe.engine.PipelineEngine"
-    assert seen["broken"][0] == "RuntimeError" and "ds_terapipe.config is broken today" in seen["broken"][1]
-    assert seen["misfit"][0] == "ConfigError" and "DeepSpeed 0.18.9 lacks deepspeed:gone" in seen["misfit"][1]
-    assert seen["another version"] == seen["restored"] == "ds_terapipe.pipeline.engine.TokenPipelineEngine"
+compat.report = lambda packages: {compat.Name("deepspeed:gone", "0.19.8", "nothing"): False}
+error, text = raised(engine, initialize, KEY)
+assert error == "ConfigError" and "DeepSpeed 0.18.9 lacks deepspeed:gone" in text
+""", tmp_path)  # fmt: skip
 
 
-def test_the_hook_imports_only_the_standard_library(tmp_path):
-    script = """
-import sys
-before = set(sys.modules)
-import ds_terapipe
-tops = {name.partition(".")[0] for name in set(sys.modules) - before}
-import json
-print(json.dumps({"others": sorted(tops - set(sys.stdlib_module_names)), "modules": sorted(
-    name for name in sys.modules if name.partition(".")[0] == "ds_terapipe")}))
-"""
-    seen = run(script, tmp_path)
-    assert seen["others"] == ["ds_terapipe"]
-    assert seen["modules"] == HOOK_MODULES
+# ------------------------------------------------------------------------------------------------------- in this process
+
+
+@pytest.fixture
+def module(monkeypatch) -> ModuleType:
+    """A module ``deepspeed`` that is half imported."""
+    module = ModuleType("deepspeed")
+    monkeypatch.setitem(sys.modules, "deepspeed", module)
+    others = [finder for finder in sys.meta_path if not isinstance(finder, autoload._Watch)]
+    monkeypatch.setattr(sys, "meta_path", others)
+    monkeypatch.delenv("DS_TERAPIPE_AUTOLOAD", raising=False)
+    return module
+
+
+def initialize(args=None, model=None, config=None, config_params=None):
+    return args, model, config, config_params
+
+
+def watchers() -> list[autoload._Watch]:
+    return [finder for finder in sys.meta_path if isinstance(finder, autoload._Watch)]
+
+
+def test_a_half_imported_deepspeed(module):
+    """The name is not there yet: AttributeError as ever, and the wrapper as soon as it is."""
+    autoload.load()
+    with pytest.raises(AttributeError, match="initialize"):
+        module.initialize  # noqa: B018
+    assert not hasattr(module, "initialize")
+    vars(module)["initialize"] = initialize
+    assert module.initialize.ds_terapipe_original is initialize
+    assert module.initialize is vars(module)["initialize"]
+    assert inspect.signature(module.initialize) == inspect.signature(initialize)
+    assert type(module) is ModuleType and not watchers()
+
+
+def test_a_function_that_others_put_there_is_wrapped_too(module):
+    vars(module)["initialize"] = print
+    autoload.load()
+    module.initialize = initialize
+    assert module.initialize.ds_terapipe_original is initialize
+    assert module.initialize(config={}) == (None, None, {}, None)
+    del module.initialize
+    assert not hasattr(module, "initialize")
+
+
+def test_an_import_that_fails_and_is_tried_again(module, monkeypatch):
+    autoload.load()
+    second = ModuleType("deepspeed")
+    monkeypatch.setitem(sys.modules, "deepspeed", second)
+    assert [finder.find_spec("deepspeed.ops") for finder in watchers()] == [None]
+    vars(second)["initialize"] = initialize
+    assert second.initialize.ds_terapipe_original is initialize
+
+
+@pytest.mark.parametrize("value", ["0", "false", "OFF", " no "])
+def test_the_switch(module, monkeypatch, value):
+    monkeypatch.setenv("DS_TERAPIPE_AUTOLOAD", value)
+    autoload.load()
+    assert type(module) is ModuleType and not watchers()
+
+
+def test_load_never_raises(module, monkeypatch):
+    def broken(module):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(sys, "meta_path", ())
+    autoload.load()
+    monkeypatch.setattr(sys, "meta_path", [])
+    monkeypatch.setattr(autoload, "_cover", broken)
+    autoload.load()
+    assert sys.meta_path[0].find_spec("deepspeed.ops") is None
+
+
+@pytest.mark.parametrize("right", ["token_pipeline", "elastic_pipeline"])
+def test_keys_that_nearly_are_ours_are_refused(right):
+    camel = "".join(word.title() for word in right.split("_"))
+    for key in (right.replace("line", "lne"), right.replace("_", "-"), right.replace("_", ""), camel, f"{right}s"):
+        with pytest.raises(ConfigError, match=f'^{key}: unknown key, must be spelt "{right}", use "{right}"$'):
+            wrap(initialize)(config={key: {}, "train_batch_size": 1})
+
+
+def test_no_key_of_deepspeed_is_taken_for_ours():
+    """All lower-case words in DeepSpeed's sources of configuration keys, top-level ones among them."""
+    values = [value for module in (config, constants) for value in vars(module).values()]
+    words = {word for word in values if isinstance(word, str) and word.replace("_", "").isalnum()}
+    words |= {
+        "pipeline",
+        "tensor_parallel",
+        "data_efficiency",
+        "curriculum_learning",
+        "elasticity",
+        "sequence_parallel",
+    }
+    assert len(words) > 100
+    assert [word for word in words if _near_miss(word)] == []
+
+
+def test_deepspeed_gets_its_arguments_as_they_are():
+    args, model, settings = object(), object(), {"train_batch_size": 1, "my_section": {}}
+    given = wrap(initialize)(args, model, config_params=settings)
+    assert [id(each) for each in given] == [id(args), id(model), id(None), id(settings)]
+    assert wrap(initialize).ds_terapipe_original is wrap(wrap(initialize)).ds_terapipe_original is initialize
+    assert wrap(initialize)() == (None,) * 4

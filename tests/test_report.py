@@ -1,14 +1,36 @@
-"""``ds_terapipe report``."""
+"""``ds_terapipe report``, and what launches leave behind: locks of compilations, DeepSpeed's buffers in shared memory."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import logging
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.utils.file_baton import FileBaton
 
-from ds_terapipe import cli, compat
+from ds_terapipe import build_locks, cli, compat, shared_memory
 from ds_terapipe.commands import report
+from tests.pipeline.models import gpt, mean_loss, micro_batch
+from tests.pipeline.training import build_engine
+from tests.spawn import launched, run_script
+
+EMPTY = {"versions": {}, "hook": {"on": True, "wraps": "x"}, "names": {}, "ops": [], "locks": [], "buffers": []}
+
+
+def as_text(**data: Any) -> str:
+    return report.as_text({**EMPTY, **data})
 
 
 def test_it_shows_versions_hook_names_and_ops(
@@ -28,29 +50,226 @@ def test_it_shows_versions_hook_names_and_ops(
     ours = ops["fused_lamb_terapipe_cpu"]
     assert ours["compatible"] and ours["remark"].split()[-1] in ("avx512", "avx2", "scalar")
     assert "cpu_adam" in ops and "cpu_adam" in text
+    assert cli.main(["report", "--json", str(tmp_path / "no" / "report.json")]) == 1
+    assert "--json: cannot write" in capsys.readouterr().err
 
 
-def test_a_hook_that_is_off_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_is_off_says_why_and_a_name_that_is_gone_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_TERAPIPE_AUTOLOAD", "0")
     found = report.hook()
     assert not found["on"] and "DS_TERAPIPE_AUTOLOAD=0 turns it off" in found["problem"]
-
-
-def test_a_name_that_is_gone_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = compat.Name("deepspeed:no_such_thing", "0.19.8", "test")
     monkeypatch.setattr(compat, "NAMES", (gone,))
     monkeypatch.setattr(compat.report, "__defaults__", ((gone,), None))
-    data = {
-        "versions": {},
-        "hook": {"on": True, "wraps": "x", "problem": None},
-        "names": report.names(),
-        "ops": [],
-        "locks": [],
-        "buffers": [],
-    }
-    assert "deepspeed       0 found, missing: deepspeed:no_such_thing" in report.as_text(data)
+    assert "deepspeed       0 found, missing: deepspeed:no_such_thing" in as_text(names=report.names())
 
 
-def test_a_file_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["report", "--json", str(tmp_path / "no" / "report.json")]) == 1
-    assert "--json: cannot write" in capsys.readouterr().err
+# ---------------------------------------------------------------------------------------------------- locks of compilations
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return lock_in(tmp_path / "py311_cpu" / "deepspeed_shm_comm")
+
+
+def lock_in(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    return folder / "lock"
+
+
+@contextlib.contextmanager
+def held(lock: Path) -> Iterator[None]:
+    """A process that compiles holds it."""
+    file = os.open(lock, os.O_RDONLY)
+    try:
+        yield
+    finally:
+        os.close(file)
+
+
+STALE = "which no process of this machine holds: a launch was killed"
+HELD = "which another process holds while it compiles an extension"
+
+
+@pytest.mark.parametrize(
+    ("holder", "waited_s", "said"),
+    [
+        (contextlib.nullcontext, 0.5, None),
+        (contextlib.nullcontext, 2.0, STALE),
+        (contextlib.nullcontext, 30.0, STALE),
+        (held, 2.0, None),
+        (held, 30.0, HELD),
+    ],
+)
+def test_a_wait_is_said_once_and_names_the_file(
+    lock: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    holder: Any,
+    waited_s: float,
+    said: str | None,
+) -> None:
+    running = 0
+
+    class Timer:
+        """Its time has come, or it waits until it is cancelled."""
+
+        def __init__(self, after_s: float, say: Callable[[str], None], args: list[str]) -> None:
+            self.due, self.say = after_s <= waited_s, lambda: say(*args)
+
+        def start(self) -> None:
+            nonlocal running
+            running += 1
+            if self.due:
+                self.say()
+
+        def cancel(self) -> None:
+            nonlocal running
+            running -= 1
+
+    monkeypatch.setattr(build_locks.threading, "Timer", Timer)
+    monkeypatch.setattr(FileBaton, "wait", original := lambda self: None)
+    with caplog.at_level(logging.WARNING), holder(lock), build_locks.waits_are_said():
+        FileBaton(str(lock)).wait()
+        lock.unlink()
+        FileBaton(str(lock)).wait()  # it is gone: no word
+    assert [str(lock) in message and said in message for message in caplog.messages] == [True] * (said is not None)
+    assert FileBaton.wait is original and running == 0
+
+
+def test_a_lock_is_listed_and_removed_on_request_where_it_is_stale(
+    lock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "collect", lambda: EMPTY)
+    old = time.time() - 600
+    os.utime(lock, (old, old))
+    lock_in(tmp_path / "ds_terapipe_lamb_cpu_311")  # ours stays, and holds no process up
+    with held(lock):
+        (found,) = build_locks.locks()
+        assert found.path == str(lock) and found.age_s == pytest.approx(600, abs=5) and not found.stale
+        assert f"{lock}, 10 minutes old, held" in as_text(locks=[found._asdict()])
+        assert build_locks.remove_stale() == [] and lock.exists()
+    (found,) = build_locks.locks()
+    assert found.stale
+    text = as_text(locks=[found._asdict()])
+    assert f"{lock}, 10 minutes old, stale: no process holds it" in text and "report --remove-stale-locks" in text
+    assert cli.main(["report"]) == 0 and lock.exists()
+    other = lock_in(lock.parent.parent / "deepspeed_cpu_adam")
+    with held(other):
+        assert cli.main(["report", "--remove-stale-locks"]) == 0
+    assert other.exists() and not lock.exists()
+    assert f"\nremoved\n  {lock}\n" in capsys.readouterr().out
+
+
+def test_a_script_that_waits_before_initialize_says_it_where_its_arguments_have_our_keys(tmp_path: Path) -> None:
+    script = """
+import torch
+torch._import_device_backends()
+from torch.utils.file_baton import FileBaton
+print("says", hasattr(FileBaton.wait, "ds_terapipe_says"))
+"""
+    config = tmp_path / "ds_config.json"
+    for keys, arguments, says in (
+        ({"token_pipeline": {}}, ["--deepspeed_config", str(config)], True),
+        ({"token_pipeline": {}}, [f"--deepspeed_config={config}"], True),
+        ({"train_batch_size": 1}, ["--deepspeed_config", str(config)], False),
+    ):
+        config.write_text(json.dumps(keys))
+        assert f"says {says}" in run_script(script, tmp_path, *arguments).output
+
+
+def test_initialize_says_it_with_a_key_of_ours_and_leaves_deepspeed_alone_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register = importlib.import_module("ds_terapipe.register")
+    seen = []
+
+    def initialize(model: object = None, config: object = None) -> tuple[None, None, None, None]:
+        seen.append(FileBaton.wait is not original)
+        return None, None, None, None
+
+    def no_keys(config: object, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(config=config, put_into=contextlib.nullcontext, finish=lambda engine: None)
+
+    original = FileBaton.wait
+    wrapped = register.wrap(initialize)
+    wrapped(model=None, config={"train_batch_size": 1})
+    monkeypatch.setattr(register, "_wanted", lambda *_: register.Wanted(False, True, False))
+    monkeypatch.setattr(register, "_being_built", lambda: False)
+    monkeypatch.setattr(register, "_optimizer_keys", no_keys)
+    wrapped(model=None, config={"train_batch_size": 1})
+    assert seen == [False, True] and FileBaton.wait is original
+
+
+# ------------------------------------------------------------------------------------------------- buffers in shared memory
+
+# As DeepSpeed's op: the rank makes its file and maps it, and never takes the name away.
+MAPS = """
+import mmap, sys
+from ds_terapipe import shared_memory
+with open(sys.argv[1], "w+b") as file:
+    file.truncate(65536)
+    kept = mmap.mmap(file.fileno(), 0)
+if sys.argv[2] == "ours":
+    shared_memory.release_at_exit()
+print("mapped", flush=True)
+sys.stdin.readline()
+"""
+NAME = f"{shared_memory.FOLDER}/deepspeed_allreduce_buffer_{os.getuid()}_test_{os.getpid()}"
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """The name of a buffer of this test's."""
+    path = Path(f"{NAME}_alone")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_a_buffer_of_dead_processes_is_listed_and_a_launch_that_failed_takes_its_name_away(path: Path) -> None:
+    def maps(whose: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", MAPS, path, whose], stdin=-1, stdout=-1, text=True)
+
+    def listed() -> list[dict[str, Any]]:
+        return [buffer._asdict() for buffer in shared_memory.left_behind() if buffer.path == str(path)]
+
+    with maps("theirs") as process:
+        assert process.stdout.readline() == "mapped\n"
+        assert path.exists() and not listed()
+        process.send_signal(signal.SIGKILL)
+    text = as_text(buffers=listed())
+    assert f"of launches that have ended, 0 MB of memory; remove the files\n  {path}" in text
+    with maps("ours") as process:
+        assert process.stdout.readline() == "mapped\n" and path.exists()
+        process.communicate("go on\n")
+    assert process.returncode == 0 and not path.exists()
+
+
+def trained(rank: int, world_size: int, name: str) -> tuple[list[str], bytes]:
+    """Names of buffers that are left once engines are built, and the content of the other rank's after a step."""
+    import torch.distributed
+
+    def open_buffer(number: int) -> mmap.mmap:
+        with open(f"{name}_{number}", "r+b") as file:
+            return mmap.mmap(file.fileno(), 0)
+
+    Path(f"{name}_{rank}").write_bytes(bytes(1 << 16))
+    torch.distributed.barrier()
+    mine, others = open_buffer(rank), open_buffer(1 - rank)
+    engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2})
+    left = [str(path) for number in range(world_size) if (path := Path(f"{name}_{number}")).exists()]
+    mine[:5] = b"rank%d" % rank
+    engine.train_batch(iter([micro_batch(m, masked=False) for m in range(2)]))
+    torch.distributed.barrier()
+    engine.destroy()
+    Path(f"{name}_{rank}").unlink(missing_ok=True)
+    return left, others[:5]
+
+
+ranks = launched(trained, 2, NAME)
+
+
+def test_an_engine_needs_no_names_of_buffers(ranks: list[tuple[list[str], bytes]]) -> None:
+    assert ranks == [([], b"rank1"), ([], b"rank0")]

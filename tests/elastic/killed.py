@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import psutil
@@ -33,7 +34,7 @@ from tests.spawn import Exit, mark, run_to_exit
 
 PROCESSES, SAMPLES, STEPS, EVERY = 2, 20, 16, 2
 CASE = Case("dropping texts", "adamw", 2, freeze=((3, 1), (9, 3)), resize=((4, 1), (8, 2), (12, 1)), scheduler="lambda")
-ENDS_WITHIN_S = 150.0
+ENDS_WITHIN_S = 200.0
 
 
 def tag_at(step: int) -> str:
@@ -55,17 +56,17 @@ class Aim(NamedTuple):
 def train(
     rank: int,
     world_size: int,
-    folder: str,
+    where: Path,
     name: str,
     precision: str,
-    aims: dict[str, Sequence[Any]],
+    aims: dict[int, Aim],
     keeps: bool,
     cached: bool = False,
 ) -> None:
     """Train to the end, from the latest checkpoint on where there is one.
 
     Args:
-        folder: of everything.
+        where: the folder of everything.
         name: of this attempt, for what it writes down.
         aims: by rank, where it has to die.
         keeps: a copy of each checkpoint, for comparisons.
@@ -73,8 +74,7 @@ def train(
     """
     if cached:
         OutputCache._compare = lambda self: None  # type: ignore[method-assign]  # these layers take less than a file
-    where, saves = Path(folder), Path(folder, "checkpoints")
-    progress = Path(folder, f"{name}.{rank}.progress")
+    saves, progress = where / "checkpoints", where / f"{name}.{rank}.progress"
     note(progress, os.getpid())
     torch.manual_seed(SEED)
     engine = engine_of(
@@ -96,18 +96,18 @@ def train(
         note(progress, step, loss.hex())
         if step % EVERY == 0:
             mark(f"saves_{step}")
-            aim = Aim(*aims[str(rank)]) if str(rank) in aims else None
-            at, halfway = (aim.operation, aim.halfway) if aim is not None and aim.step == step else (None, False)
-            with operations(die, at, halfway) as begun:
+            aim = aims.get(rank)
+            at = aim.operation if aim is not None and aim.step == step else None
+            with operations(die, at, at is not None and aim.halfway) as begun:
                 engine.save_checkpoint(str(saves), tag_at(step))
             if keeps:
-                Path(folder, f"operations.{step}.{rank}").write_text(json.dumps(begun))
+                (where / f"operations.{step}.{rank}").write_text(json.dumps(begun))
                 if rank == 0:
                     shutil.copytree(saves / tag_at(step), where / "kept" / str(step))
             mark("trains")
     torch.save({n: p.detach().clone() for n, p in engine.module.named_parameters()}, where / f"{name}.{rank}.weights")
     note(progress, STEPS + 1)
-    Path(folder, f"{name}.{rank}.read").write_text(str(engine.cache_counts.read))
+    (where / f"{name}.{rank}.read").write_text(str(engine.cache_counts.read))
     engine.destroy()
 
 
@@ -128,25 +128,15 @@ def die() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Undisturbed:
-    """A run that nobody killed.
-
-    Attributes:
-        folder: of what it wrote.
-        precision: of ``tests.elastic.training.PRECISIONS``.
-        losses: of every step, in hexadecimal.
-        weights: at the end, of every rank.
-        seconds: from the time the engine was built to the first step's end, then each step with its save, at last the end.
-        operations: of every rank and every step with a save, by name.
-        cached: as in `train`.
-    """
+    """A run that none killed."""
 
     folder: Path
-    precision: str
-    losses: dict[int, str]
-    weights: list[dict[str, torch.Tensor]]
-    seconds: list[float]
-    operations: list[dict[int, list[str]]]
-    cached: bool = False
+    precision: str  # of tests.elastic.training.PRECISIONS
+    losses: dict[int, str]  # of every step, in hexadecimal
+    weights: list[dict[str, torch.Tensor]]  # at the end, of every rank
+    seconds: list[float]  # from the engine to the first step's end, then each step with its save, at last the end
+    operations: list[dict[int, list[str]]]  # of every rank and every step with a save, by name
+    cached: bool = False  # as in `train`
 
     @functools.cache  # noqa: B019
     def kept(self, step: int) -> dict[str, Any]:
@@ -157,24 +147,22 @@ class Undisturbed:
 def run_whole(folder: Path, precision: str = "fp32", cached: bool = False) -> Undisturbed:
     """Run the script to its end."""
     folder.mkdir(parents=True)
-    ends = run_to_exit(train, PROCESSES, str(folder), "whole", precision, {}, True, cached, timeout=ENDS_WITHIN_S)
+    ends = run(folder, "whole", precision, {}, True, cached)
     assert [end.code for end in ends] == [0] * PROCESSES, "\n".join(end.output for end in ends)
     assert all((int((folder / f"whole.{rank}.read").read_text()) > 0) == cached for rank in range(PROCESSES))
-    losses = losses_of(folder)
+    losses = {step: found.pop() for step, found in losses_of(folder).items()}
     times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()[1:]]
     saves = range(EVERY, STEPS + 1, EVERY)
     found = [
         {step: json.loads((folder / f"operations.{step}.{rank}").read_text()) for step in saves}
         for rank in range(PROCESSES)
     ]
-    return Undisturbed(
-        folder, precision, {step: losses[step].pop() for step in losses}, weights_of(folder, "whole"),
-        [after - before for before, after in itertools.pairwise(times)], found, cached,
-    )  # fmt: skip
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    return Undisturbed(folder, precision, losses, weights_of(folder, "whole"), seconds, found, cached)
 
 
 def losses_of(folder: Path) -> dict[int, set[str]]:
-    """What any rank of any attempt has written down for each step."""
+    """The losses that ranks of all attempts have written down for each step."""
     found: dict[int, set[str]] = {}
     for path in folder.glob("*.progress"):
         for line in path.read_text().splitlines():
@@ -193,49 +181,34 @@ def weights_of(folder: Path, name: str) -> list[dict[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill.
+    """One kill of rank ``victim``.
 
-    Attributes:
-        victim: the rank.
-        share: of the time that is left of the run, or of the file operations, at which it happens. The run begins when there
-            is an engine: before that PyTorch makes groups, waits without end for who is dead, and leaves it to the launcher.
-        operation: the kind of file operation in a save that is aimed at; "any" of them; None: any time.
-        halfway: in the middle of the operation.
+    ``share``: of the time that is left of the run, or of the file operations, at which it happens. The run begins when there is
+    an engine: before that PyTorch makes groups, waits without end for a rank that is dead, and leaves it to the launcher.
     """
 
     victim: int
     share: float
-    operation: str | None = None
-    halfway: bool = False
+    operation: str | None = None  # the kind of file operation in a save that is aimed at; "any" of them; None: any time
+    halfway: bool = False  # in the middle of the operation
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one kill was, and what came of it.
-
-    Attributes:
-        kill: as planned.
-        resumed: the step after which the checkpoint was saved that the attempt went on from; 0 for the start.
-        where: in words.
-        died: not where the run was over before.
-        said: by the other rank, in one line.
-        wrong: found after it.
-    """
+    """One kill and its consequences."""
 
     kill: Kill
-    resumed: int
+    resumed: int  # the step after which the checkpoint was saved that the attempt went on from; 0 for the start
     where: str
-    died: bool
-    said: str
-    wrong: tuple[str, ...]
+    died: bool  # not where the run was over before
+    said: str  # by the other rank, in one line
+    wrong: tuple[str, ...]  # found after it
 
 
 def random_kills(dice: random.Random, count: int) -> list[Kill]:
     """So many kills, half of them aimed into a save."""
-    return [
-        Kill(dice.randrange(PROCESSES), dice.random(), "any" if dice.random() < 0.5 else None, dice.random() < 0.5)
-        for _ in range(count)
-    ]
+    half = lambda: dice.random() < 0.5  # noqa: E731
+    return [Kill(dice.randrange(PROCESSES), dice.random(), "any" if half() else None, half()) for _ in range(count)]
 
 
 def run_killed(kills: Sequence[Kill], whole: Undisturbed, folder: Path) -> tuple[list[Row], list[str]]:
@@ -244,23 +217,24 @@ def run_killed(kills: Sequence[Kill], whole: Undisturbed, folder: Path) -> tuple
     Where something is wrong after a kill there is no more to find out, and no further attempt.
     """
     folder.mkdir(parents=True)
-    rows = []
-    for number, kill in enumerate(kills):
-        rows.append(attempt(kill, whole, folder, f"attempt{number}"))
+    rows: list[Row] = []
+    while len(rows) < len(kills) and (not rows or rows[-1].died):
+        rows.append(attempt(kills[len(rows)], whole, folder, f"attempt{len(rows)}"))
         if rows[-1].wrong:
             return rows, []
-        if not rows[-1].died:
-            break
-    options = (whole.precision, {}, False, whole.cached)
-    ends = run_to_exit(train, PROCESSES, str(folder), "end", *options, timeout=ENDS_WITHIN_S)
+    ends = run(folder, "end", whole.precision, {}, False, whole.cached)
     wrong = [f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}" for end in ends if end.code != 0]
     return rows, wrong or [*unlike(whole, folder), *broken(whole, folder)]
+
+
+def run(folder: Path, *args: Any) -> list[Exit]:
+    return run_to_exit(train, PROCESSES, folder, *args, timeout=ENDS_WITHIN_S)
 
 
 def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
     """Start the script, kill it, and look at what it has left."""
     resumed = step_of(folder / "checkpoints")
-    aims: dict[str, Aim] = {}
+    aims: dict[int, Aim] = {}
     assassin: threading.Thread | None = None
     if kill.operation is None or not (places := saves_after(whole, resumed, kill)):
         after, delay = moment(whole, resumed, kill.share)
@@ -270,12 +244,11 @@ def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
         assassin.start()
     else:
         aim = places[int(kill.share * len(places))]
-        aims = {str(kill.victim): aim}
+        aims = {kill.victim: aim}
         operation = whole.operations[kill.victim][aim.step][aim.operation]
         before = "halfway through" if aim.halfway and operation in DIVISIBLE else "before"
         where = f"save after step {aim.step}, {before} {operation}, its operation {aim.operation}"
-    options = (whole.precision, aims, False, whole.cached)
-    ends = run_to_exit(train, PROCESSES, str(folder), name, *options, timeout=ENDS_WITHIN_S)
+    ends = run(folder, name, whole.precision, aims, False, whole.cached)
     if assassin is not None:
         assassin.join()
         where += f", {doing(ends[kill.victim])}"
@@ -324,7 +297,7 @@ def kill_after(progress: Path, lines: int, delay: float) -> None:
 
 
 def doing(end: Exit) -> str:
-    """What a process was at when it was killed."""
+    """The last thing that a process began before it was killed."""
     found = re.findall(r"^MARK (\S+) ", end.output, re.M)
     return (found[-1] if found else "starts").replace("_", " after step ")
 
@@ -336,15 +309,13 @@ _TELLS = r"waited .* (for|from|to) .*|Connection (closed|reset|refused) by peer.
 
 
 def survived(kill: Kill, ends: Sequence[Exit]) -> tuple[str, list[str]]:
-    """What the other rank said of its end, and what is wrong with that."""
-    said, wrong = "", []
-    for end in (end for end in ends if end.rank != kill.victim):
-        # where this package waits, it says for whom; DeepSpeed's barriers and torch's store say that the connection is closed
-        lines = [found[0] for line in end.output.splitlines() if (found := re.search(_TELLS, line, re.I))]
-        said = lines[-1] if lines else ""
-        if end.code not in (1, 70) or not said:
-            wrong.append(f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}")
-    return said, wrong
+    """The last words of the other rank, and what is wrong with them."""
+    (end,) = [end for end in ends if end.rank != kill.victim]
+    # where this package waits, it says for whom; DeepSpeed's barriers and torch's store say that the connection is closed
+    lines = [found[0] for line in end.output.splitlines() if (found := re.search(_TELLS, line, re.I))]
+    if end.code in (1, 70) and lines:
+        return lines[-1], []
+    return "", [f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}"]
 
 
 def content_of(checkpoint: Path) -> dict[str, Any]:
@@ -375,18 +346,17 @@ def step_in(content: dict[str, Any]) -> int:
 
 
 def put_back(saves: Path, tag: str) -> None:
-    """What a load of it begins with."""
-    WholeFolder(saves, tag, True, _Alone()).recover()  # type: ignore[arg-type]
+    """Begin a load of a checkpoint, in one process."""
 
-
-class _Alone:
-    def agree(self, error: BaseException | None) -> None:
+    def agree(error: BaseException | None) -> None:
         if error is not None:
             raise error
 
+    WholeFolder(saves, tag, True, SimpleNamespace(agree=agree)).recover()  # type: ignore[arg-type]
+
 
 def broken(whole: Undisturbed, folder: Path) -> list[str]:
-    """What is not whole under the name of a checkpoint: each has to be the undisturbed run's at one step, file by file."""
+    """Checkpoints that are not whole: each has to be the undisturbed run's at one step, file by file."""
     saves, wrong = folder / "checkpoints", []
     latest = tag_of(saves, None)
     if latest is not None:
@@ -409,13 +379,10 @@ def broken(whole: Undisturbed, folder: Path) -> list[str]:
 
 
 def unlike(whole: Undisturbed, folder: Path) -> list[str]:
-    """What is not, to the bit, as in the undisturbed run."""
+    """Losses and weights that are not, to the bit, those of the undisturbed run."""
     losses = losses_of(folder)
-    wrong = [
-        f"loss of step {step}: {sorted(losses.get(step, ()))}, must be {loss}"
-        for step, loss in whole.losses.items()
-        if losses.get(step) != {loss}
-    ]
+    odd = [step for step, loss in whole.losses.items() if losses.get(step) != {loss}]
+    wrong = [f"loss of step {step}: {sorted(losses.get(step, ()))}, must be {whole.losses[step]}" for step in odd]
     for rank, (found, wanted) in enumerate(zip(weights_of(folder, "end"), whole.weights, strict=True)):
         wrong += [f"weights of rank {rank}: {text}" for text in differences(found, wanted)]
     return wrong

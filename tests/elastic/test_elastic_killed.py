@@ -9,7 +9,7 @@ import itertools
 import os
 import re
 import signal
-import time
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from tests.elastic.killed import (
     EVERY,
     Kill,
+    Row,
     Undisturbed,
     differences,
     moment,
@@ -28,13 +29,12 @@ from tests.elastic.killed import (
     tag_at,
 )
 from tests.elastic.training import Case, data_of, engine_of
-from tests.spawn import mark, run_to_exit
+from tests.spawn import Exit, in_background, mark, run_to_exit
 
 
 def while_the_latest_has_no_name(whole: Undisturbed) -> Kill:
     """Between the two renames of a save that replaces the latest checkpoint by one of the same name."""
-    kill = Kill(0, 0.0, "rename")
-    places = saves_after(whole, 0, kill)
+    places = saves_after(whole, 0, Kill(0, 0.0, "rename"))
     for number, (first, second) in enumerate(itertools.pairwise(places)):
         replaces = tag_at(first.step) == tag_at(first.step - EVERY)
         if replaces and first.step == second.step and second.operation == first.operation + 1:
@@ -42,45 +42,46 @@ def while_the_latest_has_no_name(whole: Undisturbed) -> Kill:
     raise AssertionError("no save has two renames")
 
 
-def test_three_kills_of_one_run(tmp_path: Path) -> None:
-    whole = run_whole(tmp_path / "whole")
-    kills = [while_the_latest_has_no_name(whole), Kill(1, 0.3, "save", halfway=True), Kill(0, 0.5)]
-    rows, wrong = run_killed(kills, whole, tmp_path / "killed")
+def killed_three_times() -> tuple[list[Row], list[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        whole = run_whole(Path(folder, "whole"))
+        kills = [while_the_latest_has_no_name(whole), Kill(1, 0.3, "save", halfway=True), Kill(0, 0.5)]
+        return run_killed(kills, whole, Path(folder, "killed"))
+
+
+killed = in_background(f"{__name__}:killed", 2, killed_three_times)
+
+
+def test_three_kills_of_one_run(killed: tuple[list[Row], list[str]]) -> None:
+    rows, wrong = killed
     assert not wrong and [row.wrong for row in rows] == [()] * 3, (wrong, rows)
     assert all(row.died for row in rows), rows
     assert rows[0].resumed == 0 and all(row.resumed for row in rows[1:]), rows
 
 
-def test_a_moment_is_a_share_of_what_is_left() -> None:
+def test_a_moment_is_a_share_of_what_is_left_and_differences_are_told() -> None:
     whole = Undisturbed(Path(), "fp32", {}, [], [4.0, 1.0, 1.0, 1.0, 1.0], [])
-    assert moment(whole, 0, 0.25) == (0, 2.0)
-    assert moment(whole, 0, 0.75) == (3, 0.0)
-    assert moment(whole, 2, 0.5) == (2, 3.0)
-    assert moment(whole, 2, 0.75) == (3, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("found", "text"),
-    [
-        ({"a": [torch.ones(2), 1.0]}, None),
-        ({"a": [torch.ones(2).bfloat16(), 1.0]}, "/a/0 differs"),
-        ({"a": [torch.ones(2) + 1e-7, 1.0]}, "/a/0 differs"),
-        ({"a": [torch.ones(2), 2.0]}, "/a/1: 2.0, must be 1.0"),
-        ({"a": [torch.ones(2)]}, "/a has another length"),
-        ({"b": 1}, " has other entries: ['b'], must be ['a']"),
-    ],
-)
-def test_differences_are_told(found: object, text: str | None) -> None:
-    assert differences(found, {"a": [torch.ones(2), 1.0]}) == ([] if text is None else [text])
+    assert [moment(whole, *at) for at in ((0, 0.25), (0, 0.75), (2, 0.5), (2, 0.75))] == [
+        (0, 2.0), (3, 0.0), (2, 3.0), (3, 0.5),
+    ]  # fmt: skip
+    ones = torch.ones(2)
+    for found, told in (
+        ({"a": [ones, 1.0]}, []),
+        ({"a": [ones.bfloat16(), 1.0]}, ["/a/0 differs"]),
+        ({"a": [ones + 1e-7, 1.0]}, ["/a/0 differs"]),
+        ({"a": [ones, 2.0]}, ["/a/1: 2.0, must be 1.0"]),
+        ({"a": [ones]}, ["/a has another length"]),
+        ({"b": 1}, [" has other entries: ['b'], must be ['a']"]),
+    ):
+        assert differences(found, {"a": [torch.ones(2), 1.0]}) == told
 
 
 CHANGE = Case("texts", "adamw", 2, ((1, 2),), ((1, 1), (2, 2)), slices=1, steps=3)
-TIMEOUT_S = 3.0
 
 
 def dies_before_a_group(rank: int, world_size: int, victim: int, number: int) -> None:
     """Changes to one stage and back, in which a rank dies before it makes its ``number``-th group; 0: none does."""
-    engine = engine_of(CHANGE, token_pipeline={"slices": 1, "timeout_s": TIMEOUT_S})
+    engine = engine_of(CHANGE, token_pipeline={"slices": 1, "timeout_s": 3.0})
     real, made = torch.distributed.new_group, 0
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -96,15 +97,26 @@ def dies_before_a_group(rank: int, world_size: int, victim: int, number: int) ->
     mark(f"made_{made}")
 
 
-@pytest.mark.parametrize("last", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_rank_that_dies_before_a_group_of_a_change_is_not_waited_for_without_end(last: bool) -> None:
-    """Torch would wait for half an hour: for the first group, of DeepSpeed's grid, and for the last, of a channel of ours."""
-    number = 1
-    if last:
-        whole = run_to_exit(dies_before_a_group, 2, 0, 0, timeout=60)
-        number = int(re.findall(r"MARK made_(\d+)", whole[0].output)[0])
-        assert [end.code for end in whole] == [0, 0] and number >= 4
-    begin = time.monotonic()
-    survivor = run_to_exit(dies_before_a_group, 2, 1, number, timeout=60)[0]
+def died(number: int) -> list[Exit]:
+    return run_to_exit(dies_before_a_group, 2, 1, number, timeout=120)
+
+
+first_group = in_background(f"{__name__}:first_group", 2, lambda: died(1))
+
+
+def check(survivor: Exit) -> None:
     assert survivor.code in (1, 70) and "for all ranks to make their groups" in survivor.output, survivor.output
-    assert time.monotonic() - begin < 50
+
+
+def test_a_rank_that_dies_before_a_group_of_a_change_is_not_waited_for_without_end(first_group: list[Exit]) -> None:
+    """Torch would wait for half an hour; this is the first group, of DeepSpeed's grid."""
+    check(first_group[0])
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_before_the_last_group_is_not_waited_for_without_end() -> None:
+    """Of a channel of ours."""
+    whole = died(0)
+    number = int(re.findall(r"MARK made_(\d+)", whole[0].output)[0])
+    assert [end.code for end in whole] == [0, 0] and number >= 4
+    check(died(number)[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,19 +24,18 @@ def made_since(before: Known) -> list[weakref.ref[Tensor]]:
     return [ref for key, ref in tensors().items() if before.get(key) is not ref]  # one tensor has one such reference
 
 
-def kept(made: Iterable[weakref.ref[Tensor]], larger_than: int = -1, within_s: float = 10.0) -> list[str]:
-    """Types and shapes of those of more numbers than ``larger_than`` that somebody keeps.
+def kept(made: Sequence[weakref.ref[Tensor]], larger_than: int = -1, within_s: float = 10.0) -> list[str]:
+    """Types and shapes of those of more numbers than ``larger_than`` that are kept.
 
-    They get ``within_s`` seconds to go, which nothing that is kept does. A thread of gloo's lets go of a collective's tensor only
-    after it has woken whoever waits for the collective, and it needs the interpreter's lock for that: the tensor is still there
-    when the wait has ended, for as long as the thread does not come to run.
+    They get ``within_s`` seconds to go, which nothing that is kept does: a thread of gloo's lets go of a collective's tensor only
+    after it has woken those that wait for the collective, and it needs the interpreter's lock for that.
     """
-    left, deadline = list(made), time.monotonic() + within_s
+    deadline = time.monotonic() + within_s
     while True:
         gc.collect()
-        left = [ref for ref in left if _describe(ref, larger_than)]
+        left = [text for ref in made if (text := _describe(ref, larger_than))]
         if not left or time.monotonic() > deadline:
-            return [text for ref in left if (text := _describe(ref, larger_than))]
+            return left
         time.sleep(0.02)
 
 

@@ -26,11 +26,10 @@ from ds_terapipe.process_groups import close_groups
 from tests.pipeline.footprint import Footprint, footprint, settled
 from tests.pipeline.models import gpt, mean_loss, micro_batch, tied_gpt
 from tests.pipeline.training import ADAMW, build_engine, difference
-from tests.spawn import launched, run_ranks
+from tests.spawn import launched
 
-RANKS, STEPS = 2, 2
-ROUNDS, SETTLED = 30, 5  # the first rounds fill caches
-MEMORY = 0.02  # of the resident memory, from the fifth round to the thirtieth
+RANKS, STEPS, SETTLED = 2, 2, 5  # the first rounds fill caches
+MEMORY = 0.02  # of the resident memory, in twenty-five rounds
 SLICED = {"slices": 4}
 MEGATRON = importlib.util.find_spec("megatron") is not None
 
@@ -42,16 +41,8 @@ def data() -> Any:
 # -------------------------------------------------------------------------------------------------------- many, one by one
 
 
-def ours(stages: int) -> Any:
-    engine = build_engine(tied_gpt(2), mean_loss, stages=stages, token_pipeline=SLICED)
-    for _ in range(STEPS):
-        engine.train_batch(data())
-    engine.destroy()
-    return engine
-
-
-def deepspeeds(stages: int) -> Any:
-    engine = build_engine(tied_gpt(2), mean_loss, stages=stages, token_pipeline=None)
+def small(stages: int, token_pipeline: dict[str, Any] | None = SLICED) -> Any:
+    engine = build_engine(tied_gpt(2), mean_loss, stages=stages, token_pipeline=token_pipeline)
     for _ in range(STEPS):
         engine.train_batch(data())
     engine.destroy()
@@ -73,56 +64,53 @@ def megatron(stages: int) -> Any:
     return engine
 
 
-LOOPS: dict[str, Callable[[int], Any]] = {"ours": ours, "megatron": megatron, "DeepSpeed's": deepspeeds}
+LOOPS: dict[str, tuple[Callable[[int], Any], int]] = {
+    "ours": (small, 16),
+    **({"megatron": (megatron, 12)} if MEGATRON else {}),
+    "DeepSpeed's": (partial(small, token_pipeline=None), 16),
+}
 
 
-def come_and_go(rank: int, world_size: int, loop: str, rounds: int) -> tuple[Footprint, Footprint, int]:
-    """Footprints after the fifth and the last of some engines, two stages and one by turns, and how many are alive then."""
+def come_and_go(loop: str) -> tuple[dict[str, int], float, int]:
+    """By how much counts and memory grew from the fifth to the last of some engines, and how many are alive then.
+
+    They have two stages and one by turns. Memory is a share of what was there, in as many rounds as :data:`MEMORY` is for.
+    """
+    build, rounds = LOOPS[loop]
     alive = []
     for number in range(1, rounds + 1):
-        alive.append(weakref.ref(LOOPS[loop](1 + number % 2)))
+        alive.append(weakref.ref(build(1 + number % 2)))
         gc.collect()  # at one time in each round: what is allocated between garbage keeps whole pages
         if number == SETTLED:
             torch.distributed.barrier()
             before = footprint()
     torch.distributed.barrier()
     after = footprint() if loop == "DeepSpeed's" else settled(before)
-    return before, after, sum(engine() is not None for engine in alive)
+    share = (after.resident / before.resident - 1) * 25 / (rounds - SETTLED)
+    counts = change(before, after, *(name for name in Footprint._fields if name != "resident"))
+    return counts, share, sum(engine() is not None for engine in alive)
 
 
-def growth(before: Footprint, after: Footprint, rounds: int) -> tuple[dict[str, int], float]:
-    """By how much the counts grew; and the memory, as a part of it, in as many rounds as :data:`MEMORY` is for."""
-    counts = {name: getattr(after, name) - getattr(before, name) for name in Footprint._fields if name != "resident"}
-    share = after.resident / before.resident - 1
-    print(f"grew from round {SETTLED} to {rounds}: {counts}, resident {share:.2%}")
-    return counts, share * (ROUNDS - SETTLED) / (rounds - SETTLED)
+def change(before: Footprint, after: Footprint, *names: str) -> dict[str, int]:
+    return {name: getattr(after, name) - getattr(before, name) for name in names}
 
 
-needs_megatron = pytest.mark.skipif(not MEGATRON, reason="needs megatron-core")
+def all_loops(rank: int, world_size: int) -> dict[str, tuple[dict[str, int], float, int]]:
+    return {loop: come_and_go(loop) for loop in LOOPS}
 
 
-@pytest.mark.parametrize(
-    ("loop", "rounds"),
-    [
-        ("ours", 16),
-        pytest.param("ours", ROUNDS, marks=pytest.mark.full),
-        pytest.param("megatron", 12, marks=needs_megatron),
-        pytest.param("megatron", ROUNDS, marks=[pytest.mark.full, needs_megatron]),
-    ],
-)
-def test_nothing_grows(loop: str, rounds: int) -> None:
-    for before, after, alive in run_ranks(come_and_go, RANKS, loop, rounds, timeout=240):
-        counts, memory = growth(before, after, rounds)
-        assert alive == 0
-        assert max(counts.values()) <= 0 and counts["groups"] == 0
-        assert memory < MEMORY
+grown = launched(all_loops, RANKS, timeout=240)
 
 
-def test_the_meter_sees_what_deepspeeds_own_engine_leaves() -> None:
-    for before, after, _ in run_ranks(come_and_go, RANKS, "DeepSpeed's", ROUNDS, timeout=240):
-        counts, memory = growth(before, after, ROUNDS)
-        assert all(counts[name] >= ROUNDS - SETTLED for name in ("groups", "threads", "files"))
-        assert memory > MEMORY
+def test_nothing_grows_but_with_deepspeeds_own_engine_by_which_the_meter_is_proven(grown: list[Any]) -> None:
+    for rank in grown:
+        for loop, (counts, memory, alive) in rank.items():
+            if loop == "DeepSpeed's":
+                assert all(counts[name] >= LOOPS[loop][1] - SETTLED for name in ("groups", "threads", "files"))
+                assert memory > MEMORY
+            else:
+                assert alive == 0 and max(counts.values()) <= 0 and counts["groups"] == 0, (loop, counts)
+                assert memory < MEMORY, loop
 
 
 # ------------------------------------------------------------------------------------------------------ what one leaves
@@ -147,43 +135,32 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def left_by(kind: str, folder: str) -> dict[str, Any]:
-    """What is there while somebody has the engine, then module and optimizer, then nothing of an engine that was destroyed."""
-    options = {**KINDS[kind], "config": {**KINDS[kind].get("config", {}), "tensorboard": monitor(folder)}}
+    """Leftovers of a destroyed engine while the engine is held, then only its module and optimizer."""
+    monitor = {"enabled": True, "output_path": folder, "job_name": "close"}
+    options = {**KINDS[kind], "config": {**KINDS[kind].get("config", {}), "tensorboard": monitor}}
     before = footprint()
-    # DeepSpeed starts two processes that load: none here, a test's process may not have children
+    # DeepSpeed starts two processes that load
     with mock.patch.object(dataloader, "DataLoader", lambda *a, **k: DataLoader(*a, **{**k, "num_workers": 0})):
         engine = build_engine(tied_gpt(2), mean_loss, token_pipeline=SLICED, training_data=Texts(), **options)
         for _ in range(STEPS):
             engine.train_batch()
-    loader = weakref.ref(engine.data_iterator)
-    held = footprint()
+    loader, held = weakref.ref(engine.data_iterator), footprint()
     engine.destroy()
     module, optimizer, engines = engine.module, engine.optimizer, weakref.ref(engine)
     found: dict[str, Any] = {
-        "grew": held.groups > before.groups and held.threads > before.threads and held.files > before.files,
-        "with the engine": change(before, footprint(), "groups", "threads"),
-        "the loader": loader() is not None,
+        "grew": min(change(before, held, "groups", "threads", "files").values()) > 0,
+        "left": [*change(before, footprint(), "groups", "threads").values()],
         "hooks": len(module._forward_pre_hooks) + len(module._forward_hooks),
-        "asks the grid": deepspeed_groups.mpu is not None,
-        "overrides": Overrides._library is not None,
+        "kept": [loader() is not None, deepspeed_groups.mpu is not None, Overrides._library is not None],
         "again": raised(engine.destroy) or raised(partial(engine.train_batch, data())),
         "another": raised(partial(ds_terapipe.initialize, model=module, config={"token_pipeline": SLICED})),
     }
     del engine
     torch.distributed.barrier()
-    found["with the module"] = change(before, settled(before), "groups", "threads", "files")
-    found["engine"] = engines() is not None
-    weights = sum(p.numel() for p in module.parameters())
-    del optimizer
-    return {**found, "weights": weights}
-
-
-def monitor(folder: str) -> dict[str, Any]:
-    return {"enabled": True, "output_path": folder, "job_name": "close"}
-
-
-def change(before: Footprint, after: Footprint, *names: str) -> dict[str, int]:
-    return {name: getattr(after, name) - getattr(before, name) for name in names}
+    found["left"] += change(before, settled(before), "groups", "threads", "files").values()
+    found["kept"].append(engines() is not None)  # by module and optimizer
+    assert optimizer is not None and sum(p.numel() for p in module.parameters()) > 0
+    return found
 
 
 def raised(call: Callable[[], Any]) -> str:
@@ -194,48 +171,20 @@ def raised(call: Callable[[], Any]) -> str:
     return ""
 
 
-def all_kinds(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    return {kind: left_by(kind, str(Path(folder) / kind)) for kind in KINDS}
+def names() -> set[str]:
+    return {group.group_name for group in distributed_c10d._world.pg_map}
 
 
-left = launched(all_kinds, RANKS, folder=True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_destroy_undoes_what_the_engine_did(left: list[dict[str, Any]], kind: str) -> None:
-    for rank in left:
-        found = rank[kind]
-        assert found["grew"], "there was nothing to undo"
-        assert found["with the engine"] == {"groups": 0, "threads": 0}
-        assert max(found["with the module"].values()) <= 0
-        assert not found["engine"], "module and optimizer keep it"
-        assert not found["the loader"]
-        assert found["hooks"] == 0 and not found["asks the grid"] and not found["overrides"]
-        assert found["weights"] > 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_engine_and_module_say_that_they_are_gone(left: list[dict[str, Any]], kind: str) -> None:
-    for rank in left:
-        assert rank[kind]["again"].startswith(
-            "RuntimeError: this engine is no longer usable (destroy() was called)"
-        )  # a second destroy() says nothing
-        assert rank[kind]["another"] == (
-            "ConfigError: model: got a PipelineModule whose engine was destroyed, must be built anew, "
-            "use PipelineModule(...) again and load its weights"
-        )
-
-
-def collected(rank: int, world_size: int) -> dict[str, Any]:
-    """An engine that nobody destroys; then one that is destroyed after its job."""
+def collected() -> dict[str, Any]:
+    """An engine that is never destroyed; then one that is destroyed after its job."""
     before = names()
     engine = build_engine(gpt(2), mean_loss, token_pipeline=SLICED)
     engine.train_batch(data())
     made, engines = names() - before, weakref.ref(engine)
     del engine
     footprint()  # collects
-    watching = sum(thread.name == "ds_terapipe-watchdog" for thread in threading.enumerate())
-    found = {"alive": engines() is not None, "watching": watching, "overrides": Overrides._library is not None}
+    watching = any(thread.name == "ds_terapipe-watchdog" for thread in threading.enumerate())
+    found = {"alive": [engines() is not None, watching, Overrides._library is not None]}
     found |= {"made": made, "kept": names() - before}
     users = torch.distributed.new_group([0, 1])
     torch.distributed.destroy_process_group(users)
@@ -247,21 +196,34 @@ def collected(rank: int, world_size: int) -> dict[str, Any]:
     return {**found, "after the job": raised(engine.destroy)}
 
 
-def names() -> set[str]:
-    return {group.group_name for group in distributed_c10d._world.pg_map}
+def megatrons_groups() -> tuple[set[str], set[str], list[str], dict[str, int]]:
+    from megatron.core import parallel_state
 
+    from ds_terapipe.megatron import destroy_parallel, initialize_parallel
 
-def test_an_engine_that_is_collected_leaves_its_groups_to_all_ranks() -> None:
-    for found in run_ranks(collected, RANKS):
-        assert not found["alive"] and found["watching"] == 0 and not found["overrides"]
-        assert found["made"] == found["kept"]  # a collector runs on every rank at another time
-        assert found["gone already"] == found["after the job"] == ""
+    users = torch.distributed.new_group([0, 1])
+    before, quiet = names(), footprint()
+    for _ in range(2):
+        initialize_parallel(tensor=2)
+        made = names() - before
+        destroy_parallel()
+        destroy_parallel()
+    torch.distributed.all_reduce(torch.zeros(1), group=users)
+    kept = [name for name, value in vars(parallel_state).items() if isinstance(value, torch.distributed.ProcessGroup)]
+    return made, names() ^ before, kept, change(quiet, settled(quiet), "threads")
 
 
 # -------------------------------------------------------------------------------------------------------- two at once
 
 
-def two_at_once(rank: int, world_size: int) -> list[list[float]]:
+def one_of_two(number: int) -> Any:
+    # clipping asks DeepSpeed's groups
+    return build_engine(
+        tied_gpt(2), mean_loss, stages=2 - number, module={"base_seed": number}, token_pipeline=SLICED, clip=0.5
+    )
+
+
+def two_at_once() -> list[list[float]]:
     """By how much two engines that train by turns differ from each alone. Two stages, and two replicas of one."""
     alone = []
     for number in (0, 1):
@@ -270,13 +232,6 @@ def two_at_once(rank: int, world_size: int) -> list[list[float]]:
         alone.append((losses, weights(engine)))
         engine.destroy()
     return [by_turns(alone, goes) for goes in (0, 1)]
-
-
-def one_of_two(number: int) -> Any:
-    # clipping asks DeepSpeed's groups
-    return build_engine(
-        tied_gpt(2), mean_loss, stages=2 - number, module={"base_seed": number}, token_pipeline=SLICED, clip=0.5
-    )
 
 
 def by_turns(alone: list[tuple[list[float], dict[str, torch.Tensor]]], goes: int) -> list[float]:
@@ -298,35 +253,43 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
-def test_two_engines_train_by_turns_as_each_alone() -> None:
-    for rank in run_ranks(two_at_once, RANKS):
-        for found in rank:  # the older goes first, the younger
-            assert len(found) > 6 and max(found) == 0.0
+def all_that_is_left(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {kind: left_by(kind, str(Path(folder, kind))) for kind in KINDS}
+    found |= {"two": two_at_once(), "megatron": megatrons_groups() if MEGATRON else None}
+    return {**found, "collected": collected()}  # which ends the job
 
 
-# ------------------------------------------------------------------------------------------------- megatron-core's groups
+left = launched(all_that_is_left, RANKS, folder=True)
 
 
-def megatrons_groups(rank: int, world_size: int) -> tuple[set[str], set[str], list[str], str]:
-    from megatron.core import parallel_state
-
-    from ds_terapipe.megatron import destroy_parallel, initialize_parallel
-
-    users = torch.distributed.new_group([0, 1])
-    before, quiet = names(), footprint()
-    for _ in range(2):
-        initialize_parallel(tensor=2)
-        made = names() - before
-        destroy_parallel()
-        destroy_parallel()
-    torch.distributed.all_reduce(torch.zeros(1), group=users)
-    kept = [name for name, value in vars(parallel_state).items() if isinstance(value, torch.distributed.ProcessGroup)]
-    return made, names() ^ before, kept, str(change(quiet, settled(quiet), "threads"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_destroy_undoes_what_the_engine_did_and_engine_and_module_say_so(left: list[dict[str, Any]], kind: str) -> None:
+    for rank in left:
+        found = rank[kind]
+        assert found["grew"], "there was nothing to undo"
+        assert max(found["left"]) <= 0 and found["left"][:2] == [0, 0]
+        assert found["hooks"] == 0 and not any(found["kept"])
+        # a second destroy() says nothing
+        assert found["again"].startswith("RuntimeError: this engine is no longer usable (destroy() was called)")
+        assert found["another"] == (
+            "ConfigError: model: got a PipelineModule whose engine was destroyed, must be built anew, "
+            "use PipelineModule(...) again and load its weights"
+        )
 
 
-@needs_megatron
-def test_megatron_cores_groups_are_destroyed_and_no_others() -> None:
-    for made, changed, kept, threads in run_ranks(megatrons_groups, RANKS):
-        assert len(made) > 5
-        assert not changed and not kept
-        assert threads == "{'threads': 0}"
+def test_an_engine_that_is_collected_leaves_its_groups_to_all_ranks(left: list[dict[str, Any]]) -> None:
+    for found in (rank["collected"] for rank in left):
+        assert not any(found["alive"])
+        assert found["made"] == found["kept"] != set()  # a collector runs on every rank at another time
+        assert found["gone already"] == found["after the job"] == ""
+
+
+def test_two_engines_train_by_turns_as_each_alone(left: list[dict[str, Any]]) -> None:
+    for found in (found for rank in left for found in rank["two"]):  # the older goes first, the younger
+        assert len(found) > 6 and max(found) == 0.0
+
+
+@pytest.mark.skipif(not MEGATRON, reason="needs megatron-core")
+def test_megatron_cores_groups_are_destroyed_and_no_others(left: list[dict[str, Any]]) -> None:
+    for made, changed, kept, threads in (rank["megatron"] for rank in left):
+        assert len(made) > 5 and not changed and not kept and threads == {"threads": 0}

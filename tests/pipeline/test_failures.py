@@ -8,8 +8,8 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,10 +19,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_terapipe import current_span
 from ds_terapipe.pipeline.transport.watchdog import Position
-from tests.full import is_full, marked
 from tests.pipeline.models import Block, gpt, mean_loss, micro_batch, tied_gpt
 from tests.pipeline.training import build_engine
-from tests.spawn import Exit, mark, run_to_exit, torchrun
+from tests.spawn import Exit, in_background, mark, run_to_exit, torchrun
 
 SLICES, LENGTH, MICRO_BATCHES, STEP = 4, 24, 2, 2
 GRACE_S = 5.0  # see watchdog.py
@@ -39,48 +38,55 @@ COLLECTIVES = {
 
 
 class Case(NamedTuple):
-    """What happens to rank ``victim``, where: in a layer, or when it comes to a collective."""
+    """An accident of rank ``victim``, and where: in a layer, or when it comes to a collective."""
 
     what: str
     victim: int
     world_size: int
     stages: int
-    where: str
-    timeout_s: float
+    where: str = "layer"
 
-    def stage_of(self, rank: int) -> int:
-        """DeepSpeed numbers the replicas of a stage one after the other."""
-        return rank // (self.world_size // self.stages)
+    @property
+    def timeout_s(self) -> float:
+        return 12.0 if self.what == "stop" else 60.0
 
-    def replica_of(self, rank: int) -> int:
-        return rank % (self.world_size // self.stages)
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Stage and replica; DeepSpeed numbers the replicas of a stage one after the other."""
+        return divmod(rank, self.world_size // self.stages)
 
     def survivors(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.victim]
 
 
 CASES = {
-    "kill the first of 2": Case("kill", 0, 2, 2, "layer", 60.0),
-    "kill the last of 2": Case("kill", 1, 2, 2, "layer", 60.0),
-    "kill the first of 4": Case("kill", 0, 4, 4, "layer", 60.0),
-    "kill the last of 4": Case("kill", 3, 4, 4, "layer", 60.0),
-    "kill in a replica": Case("kill", 3, 4, 2, "layer", 60.0),
-    "bug": Case("raise", 1, 2, 2, "layer", 60.0),
-    "stop the first of 2": Case("stop", 0, 2, 2, "layer", 12.0),
-    "stop the last of 4": Case("stop", 3, 4, 4, "layer", 12.0),
-    **{
-        f"stop before {where}": Case("stop", 1, 2, 1 if where == "gradients" else 2, where, 12.0)
-        for where in COLLECTIVES
-    },
-    "stop the store's host": Case("stop", 0, 2, 2, "header", 12.0),
+    "kill the first of 4": Case("kill", 0, 4, 4),
+    "kill the last of 4": Case("kill", 3, 4, 4),
+    "kill in a replica": Case("kill", 3, 4, 2),
+    "bug": Case("raise", 1, 2, 2),
+    "stop the first of 2": Case("stop", 0, 2, 2),
+    "stop the last of 4": Case("stop", 3, 4, 4),
+    "stop before header": Case("stop", 1, 2, 2, "header"),
+    "stop before gradients": Case("stop", 1, 2, 1, "gradients"),
 }
-
-
-FULL = ("stop before tied", "stop before optimizer", "stop before loss")
+FULL = {
+    "stop the store's host": Case("stop", 0, 2, 2, "header"),
+    **{f"stop before {where}": Case("stop", 1, 2, 2, where) for where in ("tied", "optimizer", "loss")},
+}
+# What a survivor's report says of those that it waited for, and of those that it did not.
+TOLD = (
+    ("kill the first of 4", 1, r" for activations of 0\.\d from rank 0 in .*(closed|reset)"),
+    ("kill the last of 4", 2, r" for gradients of 0\.\d from rank 3 in .*(closed|reset)"),
+    ("kill the last of 4", 0, r"rank 3 \(stage 3\): .*; no sign of life|rank 2 \(stage 2\): .* gave up waiting for"),
+    ("kill in a replica", 1, r" for gradients of 0\.\d from rank 3 in .*(closed|reset)"),
+    ("kill in a replica", 0, r"rank 3: .*; no sign of life|rank 1: .* gave up waiting for"),
+    ("stop the first of 2", 1, r" for activations of 0\.\d from rank 0 in .*Timed out"),
+    ("stop the last of 4", 2, r" for gradients of 0\.\d from rank 3 in .*Timed out"),
+    ("bug", 0, r"rank 1 \(stage 1\): last seen in step 2, action \d+, failed: Bug: 'a bug in the layer'"),
+)
 
 
 class Bug(KeyError):
-    """What the user's layer raises."""
+    """An error of the user's layer."""
 
 
 def until_all_have_said_where_they_are() -> None:
@@ -119,19 +125,15 @@ class Accident(Block):
         return super().forward(hidden)
 
 
-def train(rank: int, world_size: int, *case: Any) -> None:
+def train(rank: int, world_size: int, *fields: Any) -> None:
     """Train until it happens."""
-    case = Case(*case)
+    case = Case(*fields)
     layers = tied_gpt(6) if case.where == "tied" else gpt(6)
     if case.where == "layer":
         layers = [layers[0], *(LayerSpec(Accident, case.what, case.victim) for _ in range(6)), layers[-1]]
+    keys = {"slices": SLICES, "timeout_s": case.timeout_s}
     engine = build_engine(
-        layers,
-        mean_loss,
-        token_pipeline={"slices": SLICES, "timeout_s": case.timeout_s},
-        micro_batches=MICRO_BATCHES,
-        stages=case.stages,
-        clip=1.0,
+        layers, mean_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES, stages=case.stages, clip=1.0
     )
     for step in range(STEP + 2):
         if step == STEP and rank == case.victim and case.where != "layer":
@@ -141,25 +143,26 @@ def train(rank: int, world_size: int, *case: Any) -> None:
     mark("trained")
 
 
-# Where DeepSpeed or we are when it happens to one of three ranks whose engines are being built.
+# Where DeepSpeed or we are when it happens to a rank while engines are built.
 BUILDING = {
     "the first look at the model": "ds_terapipe.refusals:on_every_rank",
     "DeepSpeed's constructor": "deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model",
     "groups": "ds_terapipe.pipeline.engine:Consensus",
 }
 BUILT = {
-    **{f"kill in {where}": Case("kill", 1, 3, 3, where, 60.0) for where in BUILDING},
-    "kill the store's host": Case("kill", 0, 3, 3, "DeepSpeed's constructor", 60.0),
-    "stop in groups": Case("stop", 1, 3, 3, "groups", 12.0),
+    "kill in the first look at the model": Case("kill", 1, 2, 2, "the first look at the model"),
+    "kill in DeepSpeed's constructor": Case("kill", 1, 3, 3, "DeepSpeed's constructor"),
+    "kill the store's host": Case("kill", 0, 2, 2, "DeepSpeed's constructor"),
+    "kill in groups": Case("kill", 1, 2, 2, "groups"),
+    "stop in groups": Case("stop", 1, 3, 3, "groups"),
 }
 
 
-def build(rank: int, world_size: int, *case: Any) -> None:
+def build(rank: int, world_size: int, *fields: Any) -> None:
     """Have it happen while engines are built."""
-    case = Case(*case)
+    case = Case(*fields)
 
     def accident(*args: Any, **kwargs: Any) -> None:
-        mark("accident")
         os.kill(os.getpid(), SIGNALS[case.what])
 
     if rank == case.victim:
@@ -170,42 +173,34 @@ def build(rank: int, world_size: int, *case: Any) -> None:
     mark("built")
 
 
-def test_who_is_missing_while_engines_are_built_is_said():
-    def run(case: Case) -> list[Exit]:
-        return run_to_exit(build, case.world_size, *case, timeout=ENDS_WITHIN_S)
+def ends_of(function: Callable[..., None], cases: dict[str, Case]) -> Any:
+    """A fixture: the exits of all cases, some of which run at a time: they mostly wait."""
 
-    with ThreadPoolExecutor(len(BUILT)) as pool:
-        launches = dict(zip(BUILT, pool.map(run, BUILT.values()), strict=True))
-    for name, ends in launches.items():
-        case = BUILT[name]
-        assert ends[case.victim].code == -signal.SIGKILL, name
-        for end in (ends[rank] for rank in case.survivors()):
-            assert end.code in (1, 70) and "MARK built" not in end.output, (name, end.output)
-            assert re.search(rf"rank {end.rank} waited [\d.]+ s for all ranks to build their engines: ", end.output), (
-                end.output
+    def run() -> dict[str, list[Exit]]:
+        with ThreadPoolExecutor(6) as pool:
+            found = pool.map(
+                lambda case: run_to_exit(function, case.world_size, *case, timeout=ENDS_WITHIN_S), cases.values()
             )
-            assert re.search(rf"  rank {case.victim}: process \d+ is (gone|stopped)$", end.output, re.M), (
-                name,
-                end.output,
-            )
+            return dict(zip(cases, found, strict=True))
+
+    return in_background(f"{__name__}:{function.__name__}", 2, run)
 
 
-@cache
-def launched(full: bool) -> dict[str, list[Exit]]:
-    """Many cases, some at a time: they mostly wait."""
-
-    def run(case: Case) -> list[Exit]:
-        return run_to_exit(train, case.world_size, *case, timeout=ENDS_WITHIN_S)
-
-    cases = {name: case for name, case in CASES.items() if (name in FULL) == full}
-    with ThreadPoolExecutor(6) as pool:
-        return dict(zip(cases, pool.map(run, cases.values()), strict=True))
+built, exits, exits_full = ends_of(build, BUILT), ends_of(train, CASES), ends_of(train, FULL)
 
 
-@pytest.fixture
-def exits(request: pytest.FixtureRequest) -> dict[str, list[Exit]]:
-    """Of the launches that the test is for."""
-    return launched(full=is_full(request))
+def gone(rank: int) -> str:
+    return rf"^(\[rank\d\]: )?  rank {rank}: process \d+ is (gone|stopped)$"
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_who_is_missing_while_engines_are_built_is_said(built: dict[str, list[Exit]], name: str) -> None:
+    case, ends = BUILT[name], built[name]
+    assert ends[case.victim].code == -signal.SIGKILL
+    for end in (ends[rank] for rank in case.survivors()):
+        assert end.code in (1, 70) and "MARK built" not in end.output, end.output
+        said = rf"rank {end.rank} waited [\d.]+ s for all ranks to build their engines: "
+        assert re.search(said, end.output) and re.search(gone(case.victim), end.output, re.M), end.output
 
 
 def report(end: Exit) -> str:
@@ -216,84 +211,60 @@ def report(end: Exit) -> str:
     return "\n".join(lines[starts[-1] :]).removeprefix("ds_terapipe.pipeline.transport.watchdog.PipelineStalled: ")
 
 
-@pytest.mark.parametrize("name", marked(CASES, FULL))
-def test_every_survivor_ends_in_time_and_says_who_waited_for_whom(exits, name):
-    case, ends = CASES[name], exits[name]
+def check(case: Case, ends: list[Exit]) -> None:
+    """Every survivor ends in time, says for what it waited and how long, and shows where everybody is."""
     accident = ends[case.victim].mark("accident")
     limit = case.timeout_s + (0 if case.what == "kill" else GRACE_S + REPORT_S)
+    lost, lost_replica = case.place_of(case.victim)
     for rank in case.survivors():
-        end = ends[rank]
+        end, (stage, replica) = ends[rank], case.place_of(rank)
         assert end.code in (1, 70), end.output
         assert end.at - accident < limit, (end.at - accident, end.output)
-        first = report(end).splitlines()[0]
-        waited = rf"rank {rank} \(stage {case.stage_of(rank)}\) waited [\d.]+ s for .+ in step {STEP}: .+"
-        assert re.fullmatch(waited, first), first
+        text = report(end)
+        first = text.splitlines()[0]
+        assert re.fullmatch(rf"rank {rank} \(stage {stage}\) waited [\d.]+ s for .+ in step {STEP}: .+", first), first
         assert f"(token_pipeline.timeout_s is {case.timeout_s:g})" in first
-        if case.where != "layer":
-            assert f" for {COLLECTIVES[case.where][1]} in " in first
-        if case.what != "raise":  # that one may live a moment longer than its connections
-            assert re.search(
-                rf"^(\[rank\d\]: )?  rank {case.victim}: process \d+ is (gone|stopped)$", end.output, re.M
-            ), end.output
-    if case.what == "stop":
-        assert ends[case.victim].code == -signal.SIGKILL, "no launcher's SIGTERM ends a process that is stopped"
-        assert ends[case.victim].at - accident < limit
-
-
-@pytest.mark.parametrize("name", marked(CASES, FULL))
-def test_the_report_shows_where_everybody_is(exits, name):
-    case, ends = CASES[name], exits[name]
-    for rank in case.survivors():
-        text = report(ends[rank])
-        stage = case.stage_of(rank)
+        assert case.where == "layer" or f" for {COLLECTIVES[case.where][1]} in " in first
+        # a rank with a bug may live a moment longer than its connections
+        assert case.what == "raise" or re.search(gone(case.victim), end.output, re.M), end.output
         if case.where != "header":
             assert re.search(r"^step +stage 0", text, re.M), text
             assert re.search(rf"\[\S+\].*<-- .*stage {stage}\b", text), text
         if case.victim == 0 and case.what != "raise":  # it had the store
             assert "positions unknown: the process with the store" in text
-            continue
-        if case.replica_of(rank) == case.replica_of(case.victim):
-            assert (
-                f"rank {case.victim} (stage {case.stage_of(case.victim)}): last seen in step {STEP}, action " in text
-            ), text
+        elif replica == lost_replica:
+            assert f"rank {case.victim} (stage {lost}): last seen in step {STEP}, action " in text, text
         else:  # named by those who waited for it, or by its silence
-            assert re.search(
-                rf"  rank \d+: .* from rank {case.victim}: |  rank {case.victim}: .*; no sign of life", text
-            ), text
+            named = rf"  rank \d+: .* from rank {case.victim}: |  rank {case.victim}: .*; no sign of life"
+            assert re.search(named, text), text
+    if case.what == "stop":
+        assert ends[case.victim].code == -signal.SIGKILL, "no launcher's SIGTERM ends a process that is stopped"
+        assert ends[case.victim].at - accident < limit
 
 
-def test_neighbours_name_the_dead_rank_and_the_message(exits):
-    for name in ("kill the first of 2", "kill the first of 4"):
-        message = report(exits[name][1]).splitlines()[0]
-        assert re.search(r" for activations of 0\.\d from rank 0 in .*(closed|reset)", message, re.I), message
-    for name, rank, victim in (("kill the last of 2", 0, 1), ("kill the last of 4", 2, 3), ("kill in a replica", 1, 3)):
-        message = report(exits[name][rank]).splitlines()[0]
-        assert re.search(rf" for gradients of 0\.\d from rank {victim} in .*(closed|reset)", message, re.I), message
-        assert f"rank {victim} (stage" in report(exits[name][rank])
-    for name, rank, what in (("stop the first of 2", 1, "activations"), ("stop the last of 4", 2, "gradients")):
-        message = report(exits[name][rank]).splitlines()[0]
-        assert re.search(rf" for {what} of 0\.\d from rank {CASES[name].victim} in .*Timed out", message), message
+@pytest.mark.parametrize("name", CASES)
+def test_survivors_end_in_time_and_say_who_waited_for_whom(exits: dict[str, list[Exit]], name: str) -> None:
+    check(CASES[name], exits[name])
+    for rank, told in ((rank, told) for case, rank, told in TOLD if case == name):
+        assert re.search(told, report(exits[name][rank]), re.I), (rank, told, report(exits[name][rank]))
 
 
-def test_whoever_died_is_told_from_those_who_waited(exits):
-    far = report(exits["kill the last of 4"][0])
-    assert re.search(r"rank 3 \(stage 3\): .*; no sign of life|rank 2 \(stage 2\): .* gave up waiting for", far), far
-    other_replica = report(exits["kill in a replica"][0])
-    assert re.search(r"rank 3: .*; no sign of life|rank 1: .* gave up waiting for", other_replica), other_replica
+@pytest.mark.full
+@pytest.mark.parametrize("name", FULL)
+def test_survivors_say_for_which_collective_they_waited(exits_full: dict[str, list[Exit]], name: str) -> None:
+    check(FULL[name], exits_full[name])
 
 
-def test_a_bug_in_a_layer_is_the_failing_ranks_own_error(exits):
+def test_a_bug_in_a_layer_is_the_failing_ranks_own_error(exits: dict[str, list[Exit]]) -> None:
     survivor, failing = exits["bug"]
     assert failing.code == 1
     assert "Traceback" in failing.output and "Bug: 'a bug in the layer'" in failing.output
     assert "waited" not in failing.output and "PipelineStalled" not in failing.output
-    told = r"rank 1 \(stage 1\): last seen in step 2, action \d+, failed: Bug: 'a bug in the layer'"
-    assert re.search(told, report(survivor)), survivor.output
     assert survivor.at - failing.mark("accident") < CASES["bug"].timeout_s
 
 
-def test_under_torchrun_a_survivor_says_it():
+def test_under_torchrun_a_survivor_says_it() -> None:
     said = r"rank 0 \(stage 0\) waited [\d.]+ s for gradients of 0\.\d from rank 1 in step 2: "
-    end = torchrun(train, 2, *CASES["kill the last of 2"], until=said)
+    end = torchrun(train, 2, *Case("kill", 1, 2, 2), until=said)
     assert end.code == 1, end.output
     assert re.search(said, end.output), end.output

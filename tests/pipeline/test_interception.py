@@ -1,4 +1,4 @@
-"""What an engine changes in modules: its own ones alone, their copies compute with their own weights, and nothing is left."""
+"""An engine changes its own modules alone, their copies compute with their own weights, and nothing is left."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from ds_terapipe.pipeline.operators.sdpa import Overrides
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.slicing import spans
 from ds_terapipe.schedule import Unit
-from tests.mutants import applied
-from tests.mutants.claims import holds
 
 WIDTH, ROWS, TOKENS = 6, 12, 8
 
@@ -43,9 +41,8 @@ class ParallelLinear(nn.Module):
         return torch.matmul(input, weight.t())
 
     def forward(self, x: Any) -> Any:
-        return self._forward_impl(
-            input=x, weight=self.weight, bias=None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None
-        )
+        others = {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
+        return self._forward_impl(input=x, weight=self.weight, **others)
 
 
 class VocabParallel(nn.Module):
@@ -59,9 +56,7 @@ class VocabParallel(nn.Module):
 
     def forward(self, tokens: Any) -> Any:
         elsewhere = tokens >= self.vocab_end_index
-        local = tokens.clone()
-        local[elsewhere] = 0
-        out = F.embedding(local, self.weight)
+        out = F.embedding(tokens.masked_fill(elsewhere, 0), self.weight)
         out[elsewhere, :] = 0.0
         return out
 
@@ -76,9 +71,8 @@ class CoreAttention(nn.Module):
 
     def forward(self, query: Any, key: Any, value: Any, attention_mask: Any = None) -> Any:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        scores = (q @ k.transpose(-1, -2) * self.softmax_scale).masked_fill(
-            torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1), float("-inf")
-        )
+        later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(-1, -2) * self.softmax_scale).masked_fill(later, float("-inf"))
         out = scores.softmax(-1) @ v
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
@@ -138,10 +132,6 @@ def close_to(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> Non
         torch.testing.assert_close(gradient, want[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
-def attributes(model: nn.Module) -> list[dict[str, Any]]:
-    return [dict(module.__dict__) for module in model.modules()]
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_everything_that_is_a_module_is_deferred(recompute: bool) -> None:
     model = Model(recompute).double()
@@ -157,25 +147,24 @@ def test_everything_that_is_a_module_is_deferred(recompute: bool) -> None:
     interception.close()
 
 
-def test_closed_it_leaves_modules_as_they_were() -> None:
-    model, counts = Model(), (Overrides._users, len(_users))
-    before = attributes(model)
+def state_of(model: nn.Module) -> Any:
+    """The state that an interception changes."""
+    return [dict(module.__dict__) for module in model.modules()], Overrides._users, len(_users)
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten"])
+def test_closed_it_leaves_modules_as_they_were(how: str) -> None:
+    model = Model()
+    before = state_of(model)
     interception = Interception([model, model.linear])
-    assert attributes(model) != before
+    assert state_of(model)[0] != before[0]
     copy.deepcopy(model)
-    interception.close()
-    assert attributes(model) == before and (Overrides._users, len(_users)) == counts
-    interception.close()
-    assert attributes(model) == before and (Overrides._users, len(_users)) == counts
-
-
-def test_one_that_is_forgotten_is_closed() -> None:
-    model, counts = Model(), (Overrides._users, len(_users))
-    before = attributes(model)
-    interception = Interception([model])
-    del interception
-    gc.collect()
-    assert attributes(model) == before and (Overrides._users, len(_users)) == counts
+    for _ in range(2):
+        if how == "closed":
+            interception.close()
+        interception = interception if how == "closed" else None
+        gc.collect()
+        assert state_of(model) == before
 
 
 def test_one_that_fails_changes_nothing() -> None:
@@ -183,18 +172,19 @@ def test_one_that_fails_changes_nothing() -> None:
         def named_modules(self, *args: Any, **kwargs: Any) -> Any:
             raise ValueError("odd")
 
-    model, users = Model(), Overrides._users
-    before = attributes(model)
+    model = Model()
+    before = state_of(model)
     with pytest.raises(ValueError, match="odd"):
         Interception([model, Odd(1, 1)])
     gc.collect()
-    assert attributes(model) == before and Overrides._users == users
+    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_last_of_two_that_is_closed_leaves_modules_as_they_were(first: int) -> None:
     model = Model().double()
-    before, want = attributes(model), whole(model)
+    want, before = whole(model), state_of(model)
+    products = model.parallel.products
     layers = [model.linear, model.table, nn.ModuleDict({"core_attention": model.core_attention})]
     two = [Interception([model]), Interception(layers)]
     two[first].close()
@@ -203,17 +193,8 @@ def test_the_last_of_two_that_is_closed_leaves_modules_as_they_were(first: int) 
     assert ("vocabulary.weight" in late) == (first == 1)
     close_to(got, want)
     two[1 - first].close()
-    for each in (*before, *(after := attributes(model))):
-        each.pop("products", None)
-    assert after == before
-
-
-def other_weights(model: nn.Module) -> nn.Module:
-    """Every weight of it is another one now."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(-0.5)
-    return model
+    model.parallel.products = products
+    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("kind", ["deepcopy", "pickle"])
@@ -223,29 +204,19 @@ def test_a_copy_computes_with_its_own_weights(kind: str) -> None:
     interception = Interception([model])
     made = copy.deepcopy(model) if kind == "deepcopy" else pickle.loads(pickle.dumps(model))
     interception.close()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(-0.5)
     fresh = Model().double()
-    fresh.load_state_dict(other_weights(made).state_dict())
+    fresh.load_state_dict(made.state_dict())
     want = whole(fresh)
     close_to(whole(made), want)  # the other one is closed
-    before = attributes(Model())
     mine = Interception([made])
     late, got = sliced(made)
     assert late == want.keys()
     close_to(got, want)
     mine.close()
-    assert [each.keys() for each in attributes(made)] == [each.keys() for each in before]
-
-
-def copies_are_their_own(mutant: str | None) -> bool:
-    """Whether :func:`test_a_copy_computes_with_its_own_weights` holds under a mutant; for ``tests.mutants``."""
-    with applied(mutant):
-        return holds(test_a_copy_computes_with_its_own_weights, "deepcopy")
-
-
-def nothing_is_left(mutant: str | None) -> bool:
-    """Whether :func:`test_closed_it_leaves_modules_as_they_were` holds under a mutant; for ``tests.mutants``."""
-    with applied(mutant):
-        return holds(test_closed_it_leaves_modules_as_they_were)
+    assert [each.keys() for each in state_of(made)[0]] == [each.keys() for each in state_of(Model())[0]]
 
 
 # ---------------------------------------------------------------------------------------------------- what is not deferred
@@ -268,10 +239,10 @@ class OwnLinear(nn.Linear):
 
 
 def test_what_is_not_deferred_is_named() -> None:
-    table, model = nn.Embedding(ROWS, WIDTH), Model()
+    table = nn.Embedding(ROWS, WIDTH)
     everything = nn.ModuleDict(
         {
-            "model": model,
+            "model": Model(),
             "table": table,
             "own": OwnLinear(2, 2),
             "heads": nn.MultiheadAttention(4, 2),
@@ -282,27 +253,11 @@ def test_what_is_not_deferred_is_named() -> None:
         }
     )
     named = ["own.weight", "heads.in_proj_weight", "heads.out_proj.weight", "sparse.weight", "convolution.weight"]
-    for heads, expected in (
-        ([], named),
-        ([good_head], named),
-        ([bare_head], ["table.weight", *named]),
-        ([good_head, bare_head], ["table.weight", *named]),
-    ):
-        layers = [everything, *(functools.partial(head, table) for head in heads), F.gelu]
-        interception = Interception(layers)
+    for heads in ([], [good_head], [bare_head], [good_head, bare_head]):
+        interception = Interception([everything, *(functools.partial(head, table) for head in heads), F.gelu])
+        expected = ["table.weight", *named] if bare_head in heads else named
         assert interception.not_deferred(everything.named_parameters()) == expected
         interception.close()
-
-
-def test_a_function_of_a_module_has_its_module_changed() -> None:
-    table = nn.Embedding(ROWS, WIDTH)
-    interception = Interception([functools.partial(good_head, table)])
-    assert "forward" in table.__dict__
-    interception.close()
-    assert "forward" not in table.__dict__
-
-
-def test_the_line_of_what_is_not_deferred() -> None:
     assert not_deferred_line([]) == ""
     assert not_deferred_line(["a", "b"]) == (
         "weight gradients made slice by slice, not once per micro-batch (as exact, but slower): a, b"
@@ -310,14 +265,14 @@ def test_the_line_of_what_is_not_deferred() -> None:
     assert not_deferred_line(list("abcdef")).endswith(": a, b, c, d and 2 more")
 
 
-def test_what_somebody_else_put_there_stays() -> None:
-    layer = nn.Linear(2, 2)
-    layer.forward = lambda x: x  # type: ignore[method-assign]
-    theirs = layer.forward
-    interception = Interception([layer])
-    assert layer.forward is theirs and interception.not_deferred(layer.named_parameters()) == ["weight"]
+def test_a_function_of_a_module_has_its_module_changed_and_what_somebody_else_put_there_stays() -> None:
+    table, layer = nn.Embedding(ROWS, WIDTH), nn.Linear(2, 2)
+    layer.forward = theirs = lambda x: x  # type: ignore[method-assign]
+    interception = Interception([functools.partial(good_head, table), layer])
+    assert "forward" in table.__dict__ and layer.forward is theirs
+    assert interception.not_deferred(layer.named_parameters()) == ["weight"]
     interception.close()
-    assert layer.forward is theirs
+    assert "forward" not in table.__dict__ and layer.forward is theirs
 
 
 # ----------------------------------------------------------------------------------------------------- other models' layers

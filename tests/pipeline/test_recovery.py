@@ -1,7 +1,8 @@
-"""What an engine is good for after an error: one that was found before a step leaves it as it was, one within a step ends it."""
+"""An error that is found before a step leaves an engine as it was, and one within a step ends it."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def data(length: int = LENGTH) -> Any:
 
 
 def said(call: Any) -> str:
-    """What a call raises, its type and first line; empty for one that succeeds."""
+    """Type and first line of the error that a call raises; empty for one that succeeds."""
     try:
         call()
     except Exception as error:
@@ -50,7 +51,7 @@ def said(call: Any) -> str:
     return ""
 
 
-def come_back(rank: int, world_size: int) -> dict[str, list[str]]:
+def come_back(rank: int) -> dict[str, list[str]]:
     """Errors before the first action of a step, each followed by a step that succeeds."""
     engine = build_engine(layers(), mean_loss, token_pipeline={"slices": SLICES, "timeout_s": 20})
     if rank == 1:
@@ -59,16 +60,15 @@ def come_back(rank: int, world_size: int) -> dict[str, list[str]]:
     Faulty.at = None
     found["data"] = [said(lambda: engine.train_batch(data(3))), said(lambda: engine.eval_batch(data(3)))]
     found["good"] = [said(lambda: engine.train_batch(data())) for _ in range(2)]
-    found["evaluation"] = [
-        said(lambda how=how: engine.eval_batch(data(), reduce_output=how)) for how in ("sum", None, "avg")
-    ]
+    reduced = [partial(engine.eval_batch, reduce_output=how) for how in ("sum", None, "avg")]
+    found["evaluation"] = [said(lambda call=call: call(data())) for call in reduced]
     engine.destroy()
     found["destroyed"] = [said(lambda: engine.train_batch(data()))]
     return found
 
 
-def refused(rank: int, world_size: int) -> dict[str, list[str]]:
-    """What is found while the stages look at the model, and what only a model that is never cut may be."""
+def refused() -> dict[str, list[str]]:
+    """Errors that stages find while they look at the model, and a model that may be compiled as it is never cut."""
     engine = build_engine(many_tensors(), mean_loss, token_pipeline={"slices": 2, "timeout_s": 20})
     found = {"tensors": [said(lambda: engine.train_batch(data())) for _ in range(2)]}
     engine.destroy()
@@ -101,28 +101,24 @@ def many_tensors() -> list[Any]:
     return [first, block, LayerSpec(Spread), LayerSpec(Gather), block, last]
 
 
-def break_down(rank: int, world_size: int) -> dict[str, list[str]]:
-    """An error in the middle of a step, on the last stage; the other one waits in vain. Whoever goes on is told."""
+def break_down(rank: int) -> dict[str, list[str]]:
+    """An error in the middle of a step, on the last stage; the other one waits in vain. A call after that is told."""
     engine = build_engine(layers(), mean_loss, token_pipeline={"slices": SLICES, "timeout_s": 3})
     found = {"good": [said(lambda: engine.train_batch(data()))]}
     if rank == 1:
         Faulty.at = LENGTH // SLICES
     found["bad"] = [said(lambda: engine.train_batch(data()))]
     Faulty.at = None
-    calls = (
-        lambda: engine.train_batch(data()),
-        lambda: engine.eval_batch(data()),
-        lambda: engine.set_slices(2),
-        lambda: engine.save_checkpoint("never"),
-    )
-    found["next"] = [said(call) for call in calls]
+    batches = [partial(engine.train_batch, data()), partial(engine.eval_batch, data())]
+    others = [partial(engine.set_slices, 2), partial(engine.save_checkpoint, "never")]
+    found["next"] = [said(call) for call in (*batches, *others)]
     assert not Path("never").exists()
     engine.destroy()
     return found
 
 
-def autocast(rank: int, world_size: int) -> dict[str, Any]:
-    """What is deferred under autocast, as the engine, the grid and a micro-batch's leftovers have it."""
+def autocast(rank: int) -> dict[str, Any]:
+    """Deferred gradients under autocast, by the engine, by the grid, and by the leftovers of a micro-batch."""
     found: dict[str, Any] = {}
     for name, config in (("plain", {}), ("autocast", AUTOCAST)):
         engine = build_engine(gpt(4), mean_loss, token_pipeline={"slices": SLICES}, config=config)
@@ -143,41 +139,38 @@ def autocast(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
-    found = {"come back": come_back(rank, world_size), "autocast": autocast(rank, world_size)}
-    found["refused"] = refused(rank, world_size)
-    return {**found, "break down": break_down(rank, world_size)}
+    found = {"come back": come_back(rank), "autocast": autocast(rank), "refused": refused()}
+    return {**found, "break down": break_down(rank)}
 
 
 ranks = launched(everything, 2)
 
 
+REFUSED = "ConfigError: token_pipeline.slices: got"
+UNUSABLE = "RuntimeError: this engine is no longer usable"
+
+
 def test_after_an_error_before_the_step_an_engine_goes_on(ranks):
-    for rank in ranks:
-        found = rank["come back"]
+    for found in (rank["come back"] for rank in ranks):
         for line in found["the model can't be cut"]:  # on every rank the same, and no message of the first is left over
-            assert line.startswith(
-                "ConfigError: token_pipeline.slices: got a model that can't be cut: run on a slice it fails"
-            )
+            assert line.startswith(f"{REFUSED} a model that can't be cut: run on a slice it fails")
             assert "a bug in the layer" in line
-        assert all(line.startswith("ConfigError: token_pipeline.slices: got 4") for line in found["data"])
+        assert all(line.startswith(f"{REFUSED} 4") for line in found["data"])
         assert found["good"] == ["", ""]
         summed, none, mean = found["evaluation"]
-        assert summed.startswith("ConfigError: eval_batch: got reduce_output") and none.startswith(
-            "ConfigError: eval_batch:"
-        )
-        assert not mean
-        assert found["destroyed"][0].startswith("RuntimeError: this engine is no longer usable (destroy() was called)")
+        assert summed.startswith("ConfigError: eval_batch: got reduce_output") and not mean
+        assert none.startswith("ConfigError: eval_batch:")
+        assert found["destroyed"][0].startswith(f"{UNUSABLE} (destroy() was called)")
     assert issubclass(ConfigError, ValueError)
 
 
 def test_what_one_stage_finds_is_said_on_all(ranks):
-    for rank in ranks:
-        for line in rank["refused"]["tensors"]:
-            assert line.startswith("ConfigError: token_pipeline.slices: got a model that can't be cut")
+    for found in (rank["refused"] for rank in ranks):
+        for line in found["tensors"]:
+            assert line.startswith(f"{REFUSED} a model that can't be cut")
             assert f"a stage hands on {COPIES} tensors" in line
-        refusal, step = rank["refused"]["compiled"]
-        assert refusal.startswith("ConfigError: token_pipeline: layer") and "is compiled" in refusal
-        assert not step
+        refusal, step = found["compiled"]
+        assert refusal.startswith("ConfigError: token_pipeline: layer") and "is compiled" in refusal and not step
 
 
 def test_after_an_error_in_a_step_an_engine_says_so(ranks):
@@ -185,17 +178,13 @@ def test_after_an_error_in_a_step_an_engine_says_so(ranks):
     assert first["good"] == last["good"] == [""]
     assert last["bad"] == ["KeyError: 'a bug in the layer'"]
     assert first["bad"][0].startswith("PipelineStalled: rank 0 (stage 0) waited")
-    for line in last["next"]:
-        assert line.startswith("RuntimeError: this engine is no longer usable (failed: KeyError")
-    for line in first["next"]:
-        assert line.startswith("RuntimeError: this engine is no longer usable (gave up waiting for")
+    for found, why in ((last, "failed: KeyError"), (first, "gave up waiting for")):
+        assert len(found["next"]) == 4 and all(line.startswith(f"{UNUSABLE} ({why}") for line in found["next"])
 
 
 def test_engine_and_grid_agree_on_what_is_deferred(ranks):
-    for rank in ranks:
-        found = rank["autocast"]
+    for found in (rank["autocast"] for rank in ranks):
         assert found["plain"] == (True, MICRO_BATCHES, MICRO_BATCHES, True)
         assert found["autocast"] == (False, 0, 0, True)
-        assert found["refused"].startswith(
-            'ConfigError: token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast'
-        )
+        text = 'token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast'
+        assert found["refused"].startswith(f"ConfigError: {text}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,19 +19,16 @@ from hypothesis import strategies as st
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.transport import board, processes
 from ds_terapipe.pipeline.transport import watchdog as watchdog_module
-from ds_terapipe.pipeline.transport.board import Board
-from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Position, Positions, Watchdog, launching
+from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Position, Watchdog, launching
 from ds_terapipe.schedule import Placement, order, with_messages
 from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.training import build_engine
-from tests.spawn import mark, run_ranks, run_to_exit
+from tests.spawn import Exit, in_background, mark, run_to_exit
 
 GRID = with_messages(order("1f1b", 2, [3]))
 SEAT = Seat(Placement.plain(2), 0, (0, 1))
-
-
-def _key(rank: int) -> str:
-    return f"ds_terapipe/position/0/{rank}"
+KEY, LAUNCH_KEY = "ds_terapipe/position/0/{}", "ds_terapipe/position/launch/{}"
+GRADIENTS = "gradients of 0.2 from rank 1"
 
 
 class Store(torch.distributed.HashStore):
@@ -39,7 +36,7 @@ class Store(torch.distributed.HashStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lost, self.asked, self.hold = "", 0, threading.Event()
+        self.lost, self.asked, self.hold, self.held = "", 0, threading.Event(), False
 
     def clone(self) -> Store:
         return self
@@ -51,7 +48,7 @@ class Store(torch.distributed.HashStore):
     def check(self, keys: list[str]) -> bool:
         self._fail()
         if self.lost == "stopped":  # what is only sent goes into a buffer, an answer never comes
-            self.hold.wait(60)
+            self.held = not self.hold.wait(20)
         return super().check(keys)
 
     def _fail(self) -> None:
@@ -59,17 +56,74 @@ class Store(torch.distributed.HashStore):
         if self.lost == "gone":
             raise torch.distributed.DistNetworkError("Broken pipe")
 
+    def say(self, key: str, **known: Any) -> None:
+        """Write down where a rank is."""
+        self.set(key, Position(**{"written": 1e9, "step": 4, "action": 3, **known}).to_text())
+
+    def told(self) -> Position:
+        return Position.from_text(self.get(KEY.format(0)).decode())
+
+
+class Exited(BaseException):
+    """The process would have ended."""
+
+
+class Clock:
+    """Time that passes when somebody waits or sleeps. Stands in for the modules ``time`` and ``threading``.
+
+    ``watch(course)`` runs the watching thread: a beat of ``course`` for each of its waits, the last of which ends it.
+    """
+
+    Lock, current_thread = threading.Lock, staticmethod(threading.current_thread)
+
+    def __init__(self) -> None:
+        self.now, self.course, self.run = 100.0, iter(()), lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return 1e9 + self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def Event(self) -> Any:
+        def wait(seconds: float) -> bool:
+            self.sleep(seconds)
+            return next(self.course, True)
+
+        return SimpleNamespace(wait=wait, set=lambda: None)
+
+    def Thread(self, target: Callable[[], None], name: str, daemon: bool) -> Any:
+        self.run = target
+        return SimpleNamespace(start=lambda: None, join=lambda seconds: None, is_alive=lambda: False)
+
+    def watch(self, course: Iterator[None]) -> None:
+        self.course = course
+        self.run()
+
 
 @pytest.fixture
-def store(monkeypatch) -> Store:
-    """The store of a job of three: the two stages of a pipeline, and a rank of another pipeline."""
+def clock(monkeypatch) -> Clock:
+    def end(code: int) -> None:
+        raise Exited(code)
+
+    clock = Clock()
+    monkeypatch.setattr(watchdog_module, "time", clock)
+    monkeypatch.setattr(watchdog_module, "threading", clock)
+    monkeypatch.setattr(watchdog_module.os, "_exit", end)
+    return clock
+
+
+@pytest.fixture
+def store(clock, monkeypatch) -> Store:
+    """The store of a job of three: the two stages of a pipeline, and a rank of another pipeline. This is rank 0."""
     store = Store()
     monkeypatch.setattr(watchdog_module, "_get_default_store", lambda: store)
     monkeypatch.setattr(watchdog_module, "_engines", itertools.count())
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    monkeypatch.setattr(watchdog_module, "_SILENT_AFTER_S", 0.3)
-    monkeypatch.setattr(watchdog_module, "_PUBLISH_EVERY_S", 0.05)
-    monkeypatch.setattr(watchdog_module, "_LOOKS", 0)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(board, "_READ_WITHIN_S", 0.5)
     return store
 
@@ -81,29 +135,25 @@ def watchdog(store):
     watchdog.close()
 
 
-class Late:
-    """A message that arrives after a while, or not at all."""
+class Message:
+    """One that arrives when ``arrive`` has run, which may raise."""
 
-    def __init__(
-        self, after_s: float, error: Exception | None = None, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
-        self.after_s, self.error, self.sleep = after_s, error, sleep
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self.arrive = arrive
 
     def wait(self, timeout: timedelta) -> None:
         assert timeout == timedelta(seconds=5)
-        self.sleep(self.after_s)
-        if self.error is not None:
-            raise self.error
+        self.arrive()
 
 
-def closed() -> Exception:
-    return RuntimeError(
-        "[/src/gloo/tcp/pair.cc:553] Connection closed by peer [::1]:7. This is typically caused by what"
-    )
+def fails(error: BaseException) -> Message:
+    def arrive() -> None:
+        raise error
+
+    return Message(arrive)
 
 
-def other(store: Store, rank: int, **known: Any) -> None:
-    store.set(_key(rank), Position(**{"written": time.time(), "step": 4, "action": 3, **known}).to_text())
+CLOSED = RuntimeError("[/src/gloo/tcp/pair.cc:553] Connection closed by peer [::1]:7. This is typically caused by what")
 
 
 @given(
@@ -114,30 +164,10 @@ def test_a_position_survives_its_text(written, step, action, note, ended):
     assert Position.from_text(position.to_text()) == position
 
 
-class Clock:
-    """Time that passes when a test says so; stands in for the module ``time``."""
-
-    def __init__(self) -> None:
-        self.now, self.time = 100.0, time.time
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(watchdog, monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(watchdog_module, "time", clock)
-    return clock
-
-
-def test_time_waited_is_counted_once_and_begins_anew_with_a_step(watchdog, clock):
+def test_time_waited_is_counted_once_and_from_zero_with_a_step(watchdog, clock):
     watchdog.begin(0, GRID, SEAT)
     with watchdog.waiting("what holds the next one"):
-        watchdog.wait(Late(1.0, sleep=clock.sleep), "a message")
+        watchdog.wait(Message(lambda: clock.sleep(1.0)), "a message")
         clock.sleep(0.5)
     assert watchdog.waited_s == 1.5
     with watchdog.waiting("work in which others are waited for", counts=False):
@@ -147,169 +177,134 @@ def test_time_waited_is_counted_once_and_begins_anew_with_a_step(watchdog, clock
     assert watchdog.waited_s == 0.0
 
 
-def test_a_users_error_in_a_wait_is_left_alone(watchdog):
+def test_errors_of_communication_are_stalls_and_a_users_are_left_alone(watchdog):
     for error in (RuntimeError("shape '[2, 3]' is invalid"), ValueError("Connection closed"), StopIteration()):
         with pytest.raises(type(error)) as caught, watchdog.waiting("the optimiser step"):
             raise error
         assert caught.value is error
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        closed(),
+    for error in (
+        CLOSED,
         RuntimeError("Timed out waiting 5000ms for recv operation to complete"),
         RuntimeError("NCCL communicator was aborted on rank 0"),
         torch.distributed.DistBackendError("remote process exited"),
-    ],
-)
-def test_errors_of_communication_are_stalls(watchdog, error):
-    with pytest.raises(PipelineStalled) as caught:
-        watchdog.wait(Late(0.0, error), "activations of 0.1 from rank 1")
-    assert caught.value.__cause__ is error
+    ):
+        with pytest.raises(PipelineStalled) as caught:
+            watchdog.wait(fails(error), "activations of 0.1 from rank 1")
+        assert caught.value.__cause__ is error
 
 
 def test_the_report(watchdog, store, caplog):
-    other(store, 1)
-    other(store, 2, step=3, note="waits 2.0 s for the all-reduce")
+    store.say(KEY.format(1))
+    store.say(KEY.format(2), step=3, note="waits 2.0 s for the all-reduce")
     watchdog.begin(4, GRID, SEAT)
     watchdog.at(8)
     with pytest.raises(PipelineStalled) as caught, watchdog.waiting("the optimiser step of the other ranks"):
-        watchdog.wait(Late(0.1, closed()), "gradients of 0.2 from rank 1")
+        watchdog.wait(fails(CLOSED), GRADIENTS)
     lines = str(caught.value).splitlines()
-    assert re.fullmatch(
-        r"rank 0 \(stage 0\) waited \d+\.\d s for gradients of 0\.2 from rank 1 in step 4: Connection closed by peer "
-        r"\[::1\]:7 \(token_pipeline\.timeout_s is 5\)",
-        lines[0],
-    )
+    assert lines[:3] == [
+        f"rank 0 (stage 0) waited 0.0 s for {GRADIENTS} in step 4: Connection closed by peer [::1]:7 "
+        "(token_pipeline.timeout_s is 5)",
+        "  rank 2: last seen in step 3, action 3, waits 2.0 s for the all-reduce; no sign of life for 2.5 s",
+        "  rank 1 (stage 1): last seen in step 4, action 3; no sign of life for 2.5 s",
+    ]
     assert caplog.messages == [lines[0]]  # before anything else: there may be no time for more
-    assert (
-        lines[1] == "  rank 2: last seen in step 3, action 3, waits 2.0 s for the all-reduce; no sign of life for 0.3 s"
-    )
-    assert lines[2] == "  rank 1 (stage 1): last seen in step 4, action 3; no sign of life for 0.3 s"
     assert lines[3].split()[:3] == ["step", "stage", "0"]
     marked = {line.split("<--")[1].strip(): line for line in lines if "<--" in line}
     assert f"[{GRID[0][8]}]" in marked["stage 0"] and f"[{GRID[1][3]}]" in marked["stage 1"]
-    told = Position.from_text(store.get(_key(0)).decode())
-    assert (
-        told.ended
-        and told.note == "gave up waiting for gradients of 0.2 from rank 1: Connection closed by peer [::1]:7"
-    )
+    assert store.told().ended
+    assert store.told().note == f"gave up waiting for {GRADIENTS}: Connection closed by peer [::1]:7"
 
 
-def test_who_failed_says_why_and_then_nobody_is_suspected(watchdog, store):
-    failing = Positions(Board(store), 1)
-    other(store, 2)
-    failing.publish(Position(time.time(), 4, 3, "failed: KeyError: 'x'", ended=True))
+def test_a_rank_that_failed_says_why_and_then_none_is_suspected(watchdog, store):
+    store.say(KEY.format(2))
+    store.say(KEY.format(1), note="failed: KeyError: 'x'", ended=True)
     with pytest.raises(PipelineStalled) as caught:
-        watchdog.wait(Late(0.0, closed()), "gradients of 0.2 from rank 1")
+        watchdog.wait(fails(CLOSED), GRADIENTS)
     assert "  rank 1 (stage 1): last seen in step 4, action 3, failed: KeyError: 'x'" in str(caught.value)
     assert "no sign of life" not in str(caught.value) and "rank 2" not in str(caught.value)
 
 
-def test_an_error_is_written_down_for_the_others(watchdog, store):
+def test_living_ranks_keep_publishing_and_an_error_is_written_down_for_the_others(watchdog, store, clock):
+    texts = set()
+    clock.watch(texts.add(store.get(KEY.format(0))) for _ in range(4))
+    assert len(texts) == 4
     watchdog.begin(2, GRID, SEAT)
     watchdog.failed(KeyError("first\nsecond"))
     watchdog.failed(ValueError("what came of it"))
-    time.sleep(0.2)  # the thread publishes it again and again
-    told = Position.from_text(store.get(_key(0)).decode())
+    clock.watch(iter([None] * 3))  # the thread publishes it again and again
+    told = store.told()
     assert told.ended and told.note == r"failed: KeyError: 'first\nsecond'" and told.step == 2
 
 
 @pytest.mark.parametrize("how", ["gone", "stopped"])
-def test_a_lost_store_costs_neither_time_nor_a_second_try(watchdog, store, how):
+def test_a_lost_store_costs_neither_time_nor_a_second_try(watchdog, store, clock, how):
     watchdog.begin(0, GRID, SEAT)
-    time.sleep(0.1)
-    store.lost, start = how, time.monotonic()
-    with pytest.raises(
-        PipelineStalled, match=r"positions unknown: the process with the store .* does not answer\nstep"
-    ):
-        watchdog.wait(Late(0.0, closed()), "activations of 0.1 from rank 1")
-    assert time.monotonic() - start < 30.0  # a stopped store holds whoever waits for its answer for 60
+    store.lost = how
+    text = r"positions unknown: the process with the store .* does not answer\nstep"
+    with pytest.raises(PipelineStalled, match=text):
+        watchdog.wait(fails(CLOSED), "activations of 0.1 from rank 1")
+    assert not store.held
     asked = store.asked
-    time.sleep(0.3)
-    assert store.asked == asked
+    clock.watch(iter([None] * 3))
+    assert store.asked == asked > 0
     store.hold.set()
 
 
 def test_a_store_lost_between_two_looks_leaves_what_the_first_one_saw(watchdog, store, clock):
-    other(store, 1)
+    store.say(KEY.format(1))
     watchdog.begin(4, GRID, SEAT)
-    clock.sleep = lambda seconds: setattr(store, "lost", "gone")  # its host has written its own report, and ends
+    clock.sleep = lambda seconds: setattr(
+        store, "lost", "gone" if seconds > 1 else ""
+    )  # its host has reported, and ends
     with pytest.raises(PipelineStalled, match=r"rank 1 \(stage 1\): last seen in step") as caught:
-        watchdog.wait(Late(0.0, closed(), sleep=lambda seconds: None), "activations of 0.1 from rank 1")
+        watchdog.wait(fails(CLOSED), "activations of 0.1 from rank 1")
     assert store.lost and "positions unknown" not in str(caught.value) and "no sign of life" not in str(caught.value)
-
-
-def test_living_ranks_keep_publishing_and_closing_ends_the_thread(watchdog, store):
-    told, deadline = set(), time.monotonic() + 60
-    while len(told) < 4 and time.monotonic() < deadline:
-        time.sleep(0.02)
-        told.add(store.get(_key(0)))
-    assert len(told) == 4
-    watchdog.close()
-    watchdog.close()
-    assert not watchdog._thread.is_alive()
 
 
 # ------------------------------------------------------------------------------------- while engines are built: no time limit
 
 
-@pytest.fixture
-def launch_of_three(store, monkeypatch):
-    """What rank 0 does while engines are built, and how often it would have ended the process."""
-    exits: list[int] = []
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(watchdog_module.os, "_exit", exits.append)
-    monkeypatch.setattr(watchdog_module, "_SILENT_AFTER_S", 0.0)
-    monkeypatch.setattr(watchdog_module, "_GRACE_S", 0.2)
-    monkeypatch.setattr(watchdog_module, "_LOOKS", 1)
-    return exits
+def test_building_engines_takes_as_long_as_ranks_do_something(store, clock):
+    def course() -> Iterator[None]:
+        for beat in range(200):
+            store.say(LAUNCH_KEY.format(1), written=beat)  # rank 2 has not come yet
+            yield
+
+    with launching(1.0):
+        clock.watch(course())
+    assert clock.now > 130
 
 
-def launched(store: Store, rank: int, **known: Any) -> None:
-    at = Position(**{"written": time.time(), "step": 0, "action": 0, **known})
-    store.set(f"ds_terapipe/position/launch/{rank}", at.to_text())
-
-
-def test_building_engines_takes_as_long_as_ranks_do_something(store, launch_of_three):
-    with launching(0.2):
-        for _ in range(10):
-            launched(store, 1)  # rank 2 has not come yet
-            time.sleep(0.1)
-    assert not launch_of_three
-
-
-@pytest.mark.parametrize("what", ["silent", "failed", "gone"])
-def test_building_engines_ends_with_a_rank(store, launch_of_three, caplog, monkeypatch, what):
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("silent", "no sign of life"), ("failed", "failed: KeyError: 'x'"), ("gone", "rank 1: process 99999999 is gone")],
+)
+def test_building_engines_ends_with_a_rank(store, clock, caplog, what, said):
     if what == "gone":
         store.append(f"ds_terapipe/processes/{processes._machine()}", "1 99999999 5\n")
-    with launching(0.2 if what != "gone" else 60.0) as watchdog:
-        launched(store, 1)
-        until = time.monotonic() + 60
-        while not launch_of_three and time.monotonic() < until:
-            if what == "failed":
-                launched(store, 1, note="failed: KeyError: 'x'", ended=True)
-            time.sleep(0.02)
-        assert watchdog.ended.startswith("gave up waiting for all ranks to build their engines")
-    assert launch_of_three[0] == 70
+    known = {"note": "failed: KeyError: 'x'", "ended": True} if what == "failed" else {}
+
+    def course() -> Iterator[None]:
+        for beat in range(1000):
+            store.say(LAUNCH_KEY.format(1), **known, written=beat if what == "failed" else 0)
+            yield
+
+    with pytest.raises(Exited, match="70"), launching(2.0 if what != "gone" else 600.0) as watchdog:
+        clock.watch(course())
+    assert watchdog.ended.startswith("gave up waiting for all ranks to build their engines")
     messages = list(caplog.messages)
-    if what == "gone":
-        assert messages.pop(0) == "rank 0: lost rank 1 (process 99999999 is gone)"
+    assert what != "gone" or messages.pop(0) == "rank 0: lost rank 1 (process 99999999 is gone)"
     assert re.match(r"rank 0 waited \d+\.\d s for all ranks to build their engines: no answer \(token", messages[0])
-    said = {"silent": "no sign of life", "failed": "failed: KeyError: 'x'", "gone": "rank 1: process 99999999 is gone"}
-    assert said[what] in caplog.text and "rank 2: position unknown" in caplog.text
+    assert said in caplog.text and "rank 2: position unknown" in caplog.text
 
 
-def test_an_error_of_another_ranks_is_read_by_those_that_wait(store, launch_of_three):
+def test_an_error_of_another_ranks_is_read_by_those_that_wait(store):
     with pytest.raises(KeyError), launching(60.0):
         raise KeyError("x")
-    assert "failed: KeyError: 'x'" in store.get("ds_terapipe/position/launch/0").decode()
-    with pytest.raises(
-        PipelineStalled, match=r"rank 0 waited .* for all ranks to build their engines: Connection closed"
-    ):
-        with launching(60.0):
-            raise closed()
+    assert "failed: KeyError: 'x'" in store.get(LAUNCH_KEY.format(0)).decode()
+    text = r"rank 0 waited .* for all ranks to build their engines: Connection closed"
+    with pytest.raises(PipelineStalled, match=text), launching(60.0):
+        raise CLOSED
     with pytest.raises(ValueError, match="Connection closed"), launching(60.0):
         raise ValueError("Connection closed")  # a user's
 
@@ -342,98 +337,63 @@ def points() -> list[Point]:
 
 @pytest.fixture
 def streamed(store, points, monkeypatch):
-    """A watchdog of a device's stream, and how often it would have ended the process."""
-
-    def new_mark() -> Point:
-        points.append(Point())
-        return points[-1]
-
-    exits: list[int] = []
-    monkeypatch.setattr(watchdog_module.os, "_exit", exits.append)
-    monkeypatch.setattr(watchdog_module, "_SILENT_AFTER_S", 0.0)
-    watchdog = Watchdog(SEAT, timeout_s=0.5, new_mark=new_mark)
-    yield watchdog, exits
+    """A watchdog of a device's stream, whose marks are ``points``."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: points.append(device))
+    watchdog = Watchdog(SEAT, 3.0, lambda: points.append(Point()) or points[-1], torch.device("cuda", 3))
+    yield watchdog
     watchdog.close()
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_the_position_is_the_streams(streamed, points, store):
-    watchdog, _ = streamed
-    watchdog.begin(4, GRID, SEAT)
+def test_the_position_is_the_streams_and_asked_for_on_the_stages_device(streamed, points, store, clock):
+    streamed.begin(4, GRID, SEAT)
     for index in (2, 5, 7):
-        watchdog.at(index)
-        watchdog.wait(Streamed(), f"message {index}")
-    watchdog.at(9)
-    assert watchdog._where() == (4, 2, GRID)
-    points[0].reached = True
-    assert watchdog._where() == (4, 5, GRID)
-    points[1].reached = points[2].reached = True
-    assert watchdog._where() == (4, 9, GRID) and not watchdog._marks
+        streamed.at(index)
+        streamed.wait(Streamed(), f"message {index}")
+    streamed.at(9)
+    marks, seen = list(points), []
+
+    def course() -> Iterator[None]:
+        for reached in ([], marks[:1], marks):
+            for point in reached:
+                point.reached = True
+            yield
+            seen.append(store.told()[1:3])
+
+    clock.watch(course())
+    assert seen == [(4, 2), (4, 5), (4, 9)] and points[3] == torch.device("cuda", 3)
 
 
-def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_reported(streamed, points, store, caplog):
-    watchdog, exits = streamed
-    other(store, 1, note="waits 2.0 s for activations of 0.0 from rank 0")
-    watchdog.begin(4, GRID, SEAT)
+def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_reported(
+    streamed, points, store, clock, caplog
+):
+    store.say(KEY.format(1), note="waits 2.0 s for activations of 0.0 from rank 0")
+    streamed.begin(4, GRID, SEAT)
     for index in range(8):  # the host is through long before the stream
-        watchdog.at(index)
-        watchdog.wait(Streamed(), f"gradients of 0.{index} from rank 1")
-    for point in points[:6]:
-        time.sleep(0.15)  # in all longer than the limit
-        point.reached = True
-        watchdog._drop_reached()
-    assert not exits and not caplog.messages
-    wait_until(lambda: exits)
-    assert exits[0] == 70
-    first, *_ = caplog.messages
-    assert re.match(
-        r"rank 0 \(stage 0\) waited \d+\.\d s for gradients of 0\.6 from rank 1 in step 4: no answer", first
+        streamed.at(index)
+        streamed.wait(Streamed(), f"gradients of 0.{index} from rank 1")
+
+    def course() -> Iterator[None]:
+        for point in points[:6]:
+            yield from (None, None)  # in all longer than the limit
+            point.reached = True
+        assert not caplog.messages
+        yield from itertools.repeat(None)
+
+    with pytest.raises(Exited, match="70"):
+        clock.watch(course())
+    assert caplog.messages[0].startswith(
+        "rank 0 (stage 0) waited 4.0 s for gradients of 0.6 from rank 1 in step 4: no answer"
     )
     report = next(message for message in caplog.messages if "\n" in message)
-    marked = [line for line in report.splitlines() if "<-- stage 0" in line]
-    assert f"[{GRID[0][6]}]" in marked[0]
-    told = Position.from_text(store.get(_key(0)).decode())
+    (marked,) = [line for line in report.splitlines() if "<-- stage 0" in line]
+    assert f"[{GRID[0][6]}]" in marked
+    told = store.told()
     assert (told.step, told.action) == (4, 6) and told.ended
-
-
-def test_the_watching_thread_asks_on_the_stages_device(store, monkeypatch):
-    told: list[tuple[str, torch.device]] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
-    watchdog = Watchdog(SEAT, timeout_s=5.0, new_mark=Point, device=torch.device("cuda", 3))
-    wait_until(lambda: told)
-    watchdog.close()
-    assert told == [("ds_terapipe-watchdog", torch.device("cuda", 3))]
 
 
 def test_a_groups_own_limit_is_the_last_resort(streamed, watchdog):
     assert watchdog.group_timeout_s == watchdog.timeout_s  # the host's waits end by it
-    assert streamed[0].group_timeout_s > 2 * streamed[0].timeout_s
-
-
-def watching() -> int:
-    return sum(thread.name == "ds_terapipe-watchdog" for thread in threading.enumerate())
-
-
-def engines_come_and_go(rank: int, world_size: int) -> list[int]:
-    alive = []
-    for destroy in (True, False):
-        engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2})
-        engine.train_batch(iter([micro_batch(m, masked=False) for m in range(2)]))
-        alive.append(watching())
-        if destroy:
-            engine.destroy()
-        alive.append(watching())
-    return alive
-
-
-def test_destroy_ends_the_thread():
-    assert run_ranks(engines_come_and_go, 2) == [[1, 0, 1, 1]] * 2
+    assert streamed.group_timeout_s > 2 * streamed.timeout_s
 
 
 def run_off_the_end(rank: int, world_size: int, destroy: bool) -> None:
@@ -445,8 +405,13 @@ def run_off_the_end(rank: int, world_size: int, destroy: bool) -> None:
     mark("end")
 
 
-@pytest.mark.parametrize("destroy", [True, False])
-def test_nothing_keeps_the_interpreter_alive(destroy):
-    for end in run_to_exit(run_off_the_end, 2, destroy):  # kills what is still there after a minute
-        assert end.code == 0, end.output
-        assert end.mark("end")
+def both_ways() -> list[Exit]:
+    return [end for destroy in (True, False) for end in run_to_exit(run_off_the_end, 2, destroy)]
+
+
+exits = in_background(f"{__name__}:run_off_the_end", 2, both_ways)
+
+
+def test_nothing_keeps_the_interpreter_alive(exits):
+    for end in exits:  # one that is still there after a minute is killed
+        assert end.code == 0 and end.mark("end"), end.output

@@ -1,0 +1,36 @@
+"""Checkpoints that are read though a file is damaged, foreign or of another save."""
+
+from . import Known
+
+_TESTS = "tests/pipeline/test_damage.py"
+
+KNOWN = (
+    Known(
+        "files are read that are not as they were saved",
+        "manifest",
+        "        if found == saved:\n",
+        "        if True:\n",
+        f"{_TESTS} -k 'each_damage and stages'",
+    ),
+    Known(
+        "pages that change places have the checksum that they had",
+        "manifest",
+        "_ROWS, _COLUMNS = 256, 257",
+        "_ROWS, _COLUMNS = 256, 256",
+        f"{_TESTS} -k sums_alone",
+    ),
+    Known(
+        "layers are read whatever weights are in the files",
+        "pipeline.saved_files",
+        "_check_layer(self._folder / name, layers[entry], wants.strict)",
+        "pass",
+        f"{_TESTS} -k without_a_manifest",
+    ),
+    Known(
+        "what DeepSpeed saved over a checkpoint is called damaged",
+        "manifest",
+        "return not any(isinstance(block, Mapping) and",
+        "return False and not any(isinstance(block, Mapping) and",
+        f"{_TESTS} -k saved_over_it",
+    ),
+)

@@ -1,0 +1,93 @@
+"""Defects of launches: of the hook, of waits, and of what is left behind: a stopped process, a shared buffer, a lock."""
+
+from . import Known
+
+_PROCESSES, _REPORT = "tests/pipeline/test_processes.py", "tests/test_report.py"
+_WATCHDOG = "tests/pipeline/test_watchdog.py"
+
+KNOWN = (
+    Known(
+        "a stopped process is left to the launcher",
+        "pipeline.transport.processes",
+        "if rank != self._rank and self._state(rank) == _STOPPED:",
+        "if rank != self._rank and self._state(rank) == _STOPPED and False:",
+        f"{_PROCESSES} -k stopped_process",
+    ),
+    Known(
+        "a process that is gone is not seen",
+        "pipeline.transport.processes",
+        "return {rank for rank in self._known if self._state(rank) in _GONE}",
+        "return set()",
+        f"{_PROCESSES} -k stopped_process",
+    ),
+    Known(
+        "buffers in shared memory keep their names",
+        "shared_memory",
+        "            os.unlink(path)\n",
+        "            pass\n",
+        f"{_REPORT} -k engine_needs_no_names",
+    ),
+    Known(
+        "a lock that is held is stale",
+        "build_locks",
+        "                    if os.readlink(file.path) == real:\n",
+        "                    if False:\n",
+        f"{_REPORT} -k lock_is_listed",
+    ),
+    Known(
+        "a rank that has failed is waited for while engines are built",
+        "pipeline.transport.watchdog",
+        "any(position.ended or position == had.get(rank)",
+        "any(position == had.get(rank)",
+        f"{_WATCHDOG} -k building_engines_ends",
+    ),
+    Known(
+        "a wait for a stale lock is said twice",
+        "build_locks",
+        "        if not is_stale(path):\n",
+        "        if True:\n",
+        f"{_REPORT} -k wait_is_said",
+    ),
+    Known(
+        "a stream that goes on is reported",
+        "pipeline.transport.watchdog",
+        "since = max(first.since, self._progress)",
+        "since = first.since",
+        f"{_WATCHDOG} -k stream_that_goes_on",
+    ),
+    Known(
+        "time waited within a wait is counted twice",
+        "pipeline.transport.watchdog",
+        "if counts and outer is None:",
+        "if counts:",
+        f"{_WATCHDOG} -k time_waited",
+    ),
+    Known(
+        "a store that is lost is asked again",
+        "pipeline.transport.board",
+        "        self._lost = not done.is_set()\n        return None if self._lost else found",
+        "        return found if done.is_set() else None",
+        f"{_WATCHDOG} -k 'lost_store and stopped'",
+    ),
+    Known(
+        "no hook where torch is imported first",
+        "autoload",
+        "            sys.meta_path.insert(0, _Watch())\n",
+        "            pass\n",
+        "tests/test_register.py -k 'import_order and torch'",
+    ),
+    Known(
+        "DeepSpeed's engine class stays replaced",
+        "register",
+        "        deepspeed.PipelineEngine = replaced  # type: ignore[attr-defined]\n",
+        "        pass\n",
+        "tests/test_register.py -k configuration_is_given",
+    ),
+    Known(
+        "DeepSpeed goes on asking the grid of an engine that was destroyed",
+        "pipeline.closing",
+        "        deepspeed_groups.mpu = None\n",
+        "        pass\n",
+        "tests/pipeline/test_close.py -k 'destroy_undoes and fp32'",
+    ),
+)
