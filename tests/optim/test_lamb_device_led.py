@@ -17,8 +17,9 @@ from ds_terapipe.optim.op import backends
 from ds_terapipe.optim.op.plain import FOUND_INF, Plain
 from ds_terapipe.optim.op.segments import Tables
 from ds_terapipe.optim.step_rules import DeviceSteps
-from tests.optim import checks
-from tests.spawn import run_ranks
+from tests.spawn import launched
+
+from . import oracle
 
 
 class StandIn(Plain):
@@ -48,7 +49,7 @@ def pair(
     monkeypatch: pytest.MonkeyPatch, **arguments: Any
 ) -> tuple[list[Parameter], FusedLamb, list[Parameter], FusedLamb]:
     """Two optimizers of the same parameters, led by the device and by the host."""
-    device, host = checks.parameters(), checks.parameters()
+    device, host = oracle.parameters(), oracle.parameters()
     first, second = FusedLamb(groups(device), **arguments), FusedLamb(groups(host), backend="plain", **arguments)
     plain = backends.pick
     monkeypatch.setattr(backends, "pick", lambda d, name: StandIn() if name == "auto" else plain(d, name))
@@ -58,26 +59,23 @@ def pair(
 def step(params: list[Parameter], optimizer: FusedLamb, grads: list[Tensor], absent: tuple[int, ...] = ()) -> None:
     for i, (parameter, gradient) in enumerate(zip(params, grads, strict=True)):
         parameter.grad = None if i in absent else gradient
-    optimizer.step(grad_scale=checks.SCALE)
+    optimizer.step(grad_scale=oracle.SCALE)
 
 
 def assert_same(one: tuple[list[Parameter], FusedLamb], other: tuple[list[Parameter], FusedLamb]) -> None:
-    for a, b in zip(one[0], other[0], strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, one[0], other[0]))
     first, second = one[1].state_dict(), other[1].state_dict()
-    assert first["param_groups"] == second["param_groups"]
-    assert first["state"].keys() == second["state"].keys()
-    for index, values in first["state"].items():
-        assert values["step"] == second["state"][index]["step"]
-        assert torch.equal(values["exp_avg_sq"], second["state"][index]["exp_avg_sq"])
+    assert first["param_groups"] == second["param_groups"] and first["state"].keys() == second["state"].keys()
+    for values, theirs in zip(first["state"].values(), second["state"].values(), strict=True):
+        assert values["step"] == theirs["step"] and torch.equal(values["exp_avg_sq"], theirs["exp_avg_sq"])
 
 
-@pytest.mark.parametrize("clips", [None, checks.MAX_GRAD_NORM])
+@pytest.mark.parametrize("clips", [None, oracle.MAX_GRAD_NORM])
 def test_led_by_the_device_is_led_by_the_host(clips: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Priming, skipped steps, parameters without gradient, another learning rate, loading and copying."""
     device, first, host, second = pair(monkeypatch, max_grad_norm=clips)
     sides = [(device, first), (host, second)]
-    grads = list(checks.gradients(10))
+    grads = list(oracle.gradients(10))
     bad = [gradient.clone() for gradient in grads[3]]
     bad[1][5] = torch.nan
     for params, optimizer in sides:
@@ -108,12 +106,12 @@ def test_led_by_the_device_is_led_by_the_host(clips: float | None, monkeypatch: 
 def test_all_that_a_steady_step_asks_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it is known that a step was made, no more tensor is made or computed than the op's own and two copies."""
     params, optimizer, _, _ = pair(monkeypatch)
-    for grads in checks.gradients(3):
+    for grads in oracle.gradients(3):
         step(params, optimizer, grads)
     ((_, (table,)),) = optimizer._tables.values()
     assert table._rules.has_started
     monkeypatch.setattr(table._rules, "steps_made", lambda: pytest.fail("the device was asked for the number of steps"))
-    for grads in checks.gradients(2):
+    for grads in oracle.gradients(2):
         step(params, optimizer, grads)
 
 
@@ -121,7 +119,7 @@ def test_the_learning_rate_may_live_on_the_device(monkeypatch: pytest.MonkeyPatc
     device, first, host, second = pair(monkeypatch)
     held = torch.tensor(0.01, dtype=torch.float64)
     first.param_groups[0]["lr"] = held
-    for grads, lr in zip(checks.gradients(3), (0.01, 0.03, 0.002), strict=True):
+    for grads, lr in zip(oracle.gradients(3), (0.01, 0.03, 0.002), strict=True):
         held.fill_(lr)
         second.param_groups[0]["lr"] = lr
         step(device, first, grads)
@@ -133,55 +131,63 @@ def test_the_learning_rate_may_live_on_the_device(monkeypatch: pytest.MonkeyPatc
 # --------------------------------------------------------------------------------------------------------- several ranks
 
 PRIMING, REAL, BAD = 0.0, 1.0, float("nan")
-LED = {"all by the host": (False, False), "all by the device": (True, True), "the first by the device": (True, False)}
+LED = {"host": (False, False), "device": (True, True), "first by the device": (True, False)}
 
 
-def sharded(rank: int, world_size: int, by_device: tuple[bool, bool]) -> tuple[list[float], list[tuple[float, ...]]]:
+def sharded(rank: int, led: tuple[bool, bool]) -> tuple[list[float], list[tuple[float, ...]]]:
     """A matrix in two parts: steps of zeros (as DeepSpeed's wrappers begin), of numbers and of nan; its values and statistics."""
     plain, group = backends.pick, torch.distributed.group.WORLD
-    backends.pick = lambda device, name: StandIn() if by_device[rank] else plain(device, "plain")
     parameter = Parameter(torch.arange(1.0, 5.0) * (rank + 1))
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     optimizer = FusedLamb([parameter], lr=0.1)
     optimizer.set_groups(tensor_parallel_group=group, norm_group=group)
     found = []
+    backends.pick = lambda device, name: StandIn() if led[rank] else plain(device, "plain")
     for value in (PRIMING, REAL, REAL, BAD, BAD, REAL, BAD):
         parameter.grad = torch.full((4,), value) * torch.arange(1.0, 5.0)
         optimizer.step()
         (layer,) = optimizer.statistics()
         found.append((layer.weight_norm, layer.update_norm, layer.trust_ratio))
+    backends.pick = plain
     return parameter.tolist(), found
 
 
-@pytest.mark.parametrize("name", LED)
-def test_parts_of_a_layer_whatever_leads_their_ranks(name: str) -> None:
-    """An op that one node could not compile is PyTorch's there: steps that are skipped end for all of them all the same."""
-    wanted, found = (run_ranks(sharded, 2, LED[which], timeout=60) for which in ("all by the host", name))
-    assert [values for values, _ in found] == [values for values, _ in wanted]
-    for (_, ours), (_, theirs) in zip(found, wanted, strict=True):
-        assert ours[1:] == theirs[1:], "what is known of the last step that was made"
-        assert ours[3] == ours[4] == ours[2] and ours[5] != ours[2]
-
-
-def nothing_left(rank: int, world_size: int) -> list[float]:
+def nothing_left(rank: int) -> list[float]:
     """The first rank's layers are all frozen, on a device; the second's are not."""
     plain, group = backends.pick, torch.distributed.group.WORLD
-    backends.pick = lambda device, name: StandIn() if name == "cuda" else plain(device, name)
     parameter = Parameter(torch.ones(3))
     optimizer = FusedLamb([parameter], lr=0.1, backend="cuda")
     optimizer.set_groups(norm_group=group)
     if rank == 0:
         optimizer.param_groups[0]["params"] = []
         optimizer.parameters_changed()
-        backends.pick = plain
+    else:
+        backends.pick = lambda device, name: StandIn() if name == "cuda" else plain(device, name)
     for _ in range(2):
         parameter.grad = torch.ones(3)
         optimizer.step()
+    backends.pick = plain
     return parameter.tolist()
 
 
-def test_a_rank_that_has_nothing_left_asks_for_no_op_of_a_device() -> None:
-    idle, trained = run_ranks(nothing_left, 2, timeout=60)
+def worker(rank: int, world_size: int) -> dict[str, Any]:
+    return {"nothing left": nothing_left(rank), **{name: sharded(rank, led) for name, led in LED.items()}}
+
+
+ranks = launched(worker, 2, timeout=60)
+
+
+@pytest.mark.parametrize("name", LED)
+def test_parts_of_a_layer_whatever_leads_their_ranks(ranks: list[dict[str, Any]], name: str) -> None:
+    """An op that one node could not compile is PyTorch's there: steps that are skipped end for all of them all the same."""
+    for rank in ranks:
+        (values, ours), (wanted, theirs) = rank[name], rank["host"]
+        assert values == wanted and ours[1:] == theirs[1:], "what is known of the last step that was made"
+        assert ours[3] == ours[4] == ours[2] and ours[5] != ours[2]
+
+
+def test_a_rank_that_has_nothing_left_asks_for_no_op_of_a_device(ranks: list[dict[str, Any]]) -> None:
+    idle, trained = (rank["nothing left"] for rank in ranks)
     assert idle == [1.0] * 3 and trained[0] < 0.9
 
 
