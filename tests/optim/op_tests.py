@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ds_terapipe.optim.modes import ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_INSIDE_SQRT
+from ds_terapipe.optim.op.backends import CpuOp
 
 from .tables import ALIKE, APART, Case, Rule, Run, reference, run, run_in_phases, same, step_and_compare
 
@@ -155,3 +156,42 @@ class OpTests:
         assert unmoved.exp_avg.all() and unmoved.exp_avg_sq.all()
         # The first step of Adam without eps is the learning rate.
         assert zero.parameter.abs().tolist() == pytest.approx([0.01] * 50, rel=1e-6)
+
+
+class CudaTests(OpTests):
+    """Besides, for kernels that count steps themselves."""
+
+    def test_same_moments_and_step_as_the_cpu_op_bit_for_bit(self, op: Any) -> None:
+        runs = [Run(3000, 0, types=(FP32, FP32, BF16)), Run(777, 1, types=(BF16, FP16, FP16), shifts=APART)]
+        runs.append(Run(65, 2, types=(FP16, BF16, None)))
+        # Not adapted, because the two sum in different orders, which the ratio shows in its last digits.
+        mine, other = (Case(runs, [Rule(flags=CORRECT_MOMENTS)], device=device) for device in (self.device, "cpu"))
+        for number in range(1, 6):
+            for case, each in ((mine, op), (other, CpuOp())):
+                case.next_step(number, scale=0.3)
+                run(each, case)
+        for ours, theirs in zip(mine.arrays, other.arrays, strict=True):
+            assert all(a is b or torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
+        # fp32 sums of a few, then fp64, on the CPU.
+        torch.testing.assert_close(mine.norms.cpu(), other.norms, rtol=1e-6, atol=0)
+
+    def test_advance_counts_and_new_settings_keep_the_count(self, op: Any) -> None:
+        case = self.case([Run(20, 0), Run(20, 1, rule=1)], [Rule(step=1.0), Rule(step=5.0)])
+        for _ in range(3):
+            case.set_control()
+            run(op, case, advance=True)
+        assert case.tables.rules[:, 6].tolist() == [4.0, 8.0]
+        values = torch.arange(24, dtype=torch.float64).reshape(2, 12)
+        op.write_rules(case.tables.rules, values)
+        values[:, 6] = torch.tensor([4.0, 8.0])
+        assert torch.equal(case.tables.rules.cpu(), values)
+
+    def test_tables_may_move_between_steps(self, op: Any) -> None:
+        first, second = self.case([Run(600)]), self.case([Run(600)], seed=3)
+        before = second.arrays[0].exp_avg.clone()
+        run(op, first)
+        after = first.arrays[0].exp_avg.clone()
+        first.tables.segments.copy_(second.tables.segments)
+        first.set_control()
+        run(op, first)
+        assert torch.equal(first.arrays[0].exp_avg, after) and not torch.equal(second.arrays[0].exp_avg, before)

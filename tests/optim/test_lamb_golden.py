@@ -13,7 +13,6 @@ from torch.nn import Parameter
 
 from ds_terapipe.optim.lamb import FusedLamb
 
-from .golden import make
 from .oracle import STEP_TOLERANCE
 
 FILES = {path.stem: json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "golden").glob("*.json"))}
@@ -70,11 +69,3 @@ def test_every_source_says_what_it_is() -> None:
     kinds = {name: data["kind"].split()[0] for name, data in FILES.items()}
     assert kinds == {"apex": "transcription:", "deepspeed": "transcription:", "timm": "output"}
     assert all("not an output" in FILES[name]["kind"] for name in ("apex", "deepspeed"))
-
-
-@pytest.mark.parametrize("name", ["apex", "deepspeed"])
-def test_the_transcriptions_are_what_is_stored(name: str) -> None:
-    """A change of make.py cannot go unnoticed; sums may round in another order on another machine."""
-    for stored, made in zip(FILES[name]["cases"], make.CASES[name](), strict=True):
-        assert stored["name"] == made["name"] and stored["arguments"] == made["arguments"]
-        assert stored["after"] == [[pytest.approx(row, rel=1e-12) for row in step] for step in made["after"]]
