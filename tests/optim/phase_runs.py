@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 import ds_terapipe
 from tests.pipeline.models import Plain, gpt, mean_loss, micro_batch, steps_of
-from tests.pipeline.training import SGD, build_engine, worst
+from tests.pipeline.training import SGD, build_engine
 
 SAMPLES = 25
 PHASES: list[dict[str, Any]] = [
@@ -157,20 +157,6 @@ def whole_run(
     return found
 
 
-def loaded_back(folder: str) -> tuple[Any, ...]:
-    """A checkpoint of the first phase loaded into an engine that is in the second."""
-    engine = pipeline(None, Texts())
-    observed = Observed(engine)
-    observed.train(1)
-    engine.save_checkpoint(folder, tag="first")
-    observed.train(3)
-    before = (engine.train_batch_size(), engine.micro_batches)
-    engine.load_checkpoint(folder, tag="first")
-    observed.train(1)
-    engine.destroy()
-    return before, observed.steps[1][:3] == observed.steps[-1][:3], observed.losses[1] == observed.losses[-1]
-
-
 class Iterated(Iterator[Any]):
     """Micro-batches as the engine wants them now, from a data set that is registered.
 
@@ -216,8 +202,12 @@ def refusals() -> dict[str, str]:
     }
 
 
-def plain_engine(zero: bool = False) -> tuple[Any, Any]:
-    """A plain engine on two replicas, with batches twice as large."""
+def plain_run(zero: bool = False, skips: bool = False, folder: str = "", resumes: bool = False) -> dict[str, Any]:
+    """A plain engine on two replicas, with batches twice as large, in the loop of a user's script.
+
+    With ``skips`` one step is skipped at the end of a phase. In ``folder`` a checkpoint is made after three steps, or one that
+    is there goes on.
+    """
     config = {
         "train_micro_batch_size_per_gpu": 2, "steps_per_print": None, "gradient_clipping": 0.0, "optimizer": SGD,
         "zero_allow_untested_optimizer": True,
@@ -225,68 +215,36 @@ def plain_engine(zero: bool = False) -> tuple[Any, Any]:
         **({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}} if zero else {}),
     }  # fmt: skip
     engine, _, loader, _ = ds_terapipe.initialize(model=Plain(gpt(2)), config=config, training_data=Texts())
-    return engine, loader
-
-
-def plain_run(zero: bool) -> dict[str, Any]:
-    """A plain engine in the loop of a user's script; without ZeRO one step is skipped at the end of a phase."""
-    engine, loader = plain_engine(zero)
-    end = len(STEPS) + (not zero)
-    used, pieces, skipped, count = [], [], [], 0
+    if resumes:
+        engine.load_checkpoint(folder, tag="three")
+        engine.lr_scheduler.seek(engine.global_samples)
+    end, count = len(STEPS) + skips, 0
+    found: dict[str, Any] = {"used": [], "pieces": [], "switched": [], "losses": []}
     while engine.global_steps < end:
         for inputs, targets in loader:
             before = engine.global_steps
             if not count:
                 batch = (engine.get_lr()[0], engine.train_batch_size(), engine.gradient_accumulation_steps())
-                used.append((*batch, tuple(inputs[0].shape)))
-                pieces.append(getattr(engine.optimizer, "gradient_accumulation_steps", None))
-                if not zero:
+                found["used"].append((*batch, tuple(inputs[0].shape)))
+                found["pieces"].append(getattr(engine.optimizer, "gradient_accumulation_steps", None))
+                if skips:
                     engine.optimizer.overflow = before == 1  # as an optimizer of fp16 says of the step it skipped
-            engine.backward(mean_loss(engine(inputs), targets))
-            engine.step()
-            count += 1
-            if engine.global_steps > before:
-                skipped.append((engine.lr_scheduler.phase_index, count))
-                count = 0
-            if engine.global_steps == end:
-                break
-    counted = engine.global_samples
-    engine.destroy()
-    return {"used": used, "skipped": skipped, "counted": counted, "pieces": pieces}
-
-
-def plain_loop(engine: Any, loader: Any, folder: str = "") -> list[float]:
-    """Train to the end; a checkpoint is made after three steps."""
-    losses = []
-    while engine.global_steps < len(STEPS):
-        for inputs, targets in loader:
             loss = mean_loss(engine(inputs), targets)
             engine.backward(loss)
             engine.step()
-            losses.append(loss.item())
-            if folder and engine.global_steps == 3 and engine.was_step_applied():
-                engine.save_checkpoint(folder, tag="three")
-            if engine.global_steps == len(STEPS):
+            found["losses"].append(loss.item())
+            count += 1
+            if engine.global_steps > before:
+                found["switched"].append((engine.lr_scheduler.phase_index, count))
+                count = 0
+                if folder and engine.global_steps == 3 and not resumes:
+                    engine.save_checkpoint(folder, tag="three")
+            if engine.global_steps == end:
                 break
-    return losses
-
-
-def plain_resumed(folder: str) -> dict[str, Any]:
-    """The plain engine against the training by hand, and from a checkpoint inside the second phase."""
-    engine, loader = plain_engine()
-    whole = plain_loop(engine, loader, folder)
-    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    found["weights"] = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    found["counted"] = engine.global_samples
     engine.destroy()
-    engine, loader = plain_engine()
-    engine.load_checkpoint(folder, tag="three")
-    now = (engine.train_batch_size(), engine.gradient_accumulation_steps(), engine.get_lr()[0])
-    engine.lr_scheduler.seek(engine.global_samples)
-    resumed = plain_loop(engine, loader)
-    same = all(torch.equal(p, weights[name]) for name, p in engine.module.named_parameters())
-    engine.destroy()
-    orders = [list(DistributedSampler(Texts(), 2, replica)) for replica in range(2)]
-    difference = worst(weights, reference(orders, 2)["weights"])
-    return {"difference": difference, "same": same, "now": now, "losses": whole[-len(resumed) :] == resumed}
+    return found
 
 
 def lamb_warmup() -> list[float]:

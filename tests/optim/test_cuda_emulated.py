@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(cuda_emulation.COMPILER is None, reason="no g++"
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    return cuda_emulation.module(tmp_path_factory.mktemp("emulated"), cuda_emulation.SMALL)
+    return cuda_emulation.module(tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture
@@ -87,24 +87,22 @@ def test_wrong_arrays_are_refused(op: CudaOp) -> None:
         op.square_sum(case.tables, case.control[:3])
 
 
+KERNELS = (cuda_emulation.SOURCES / "lamb_cuda.cu").read_text(encoding="utf-8")
+BARRIERS = list(re.finditer(r"__(syncthreads|threadfence)\(\);", KERNELS))
+
+
 def test_no_races(tmp_path: Path) -> None:
-    program = cuda_emulation.races(tmp_path)
+    program = cuda_emulation.races(tmp_path, KERNELS)
     runs = [cuda_emulation.run_races(program, seed) for seed in (1, 2)]
     assert [done.returncode for done in runs] == [0, 0], runs[0].stderr[:3000]
     assert runs[0].stdout == runs[1].stdout
 
 
-def barriers() -> list[tuple[int, str]]:
-    """Every barrier and fence in the kernels: line, and the source without it."""
-    source = (cuda_emulation.SOURCES / "lamb_cuda.cu").read_text()
-    found = re.finditer(r"__(syncthreads|threadfence)\(\);", source)
-    return [(source[: m.start()].count("\n") + 1, source[: m.start()] + ";" + source[m.end() :]) for m in found]
-
-
 @pytest.mark.parametrize(
-    "index", [pytest.param(i, marks=[] if i == 1 else [pytest.mark.full]) for i in range(len(barriers()))]
+    "index", [pytest.param(i, marks=[] if i == 1 else [pytest.mark.full]) for i in range(len(BARRIERS))]
 )
 def test_no_barrier_and_no_fence_is_there_for_nothing(tmp_path: Path, index: int) -> None:
-    line, without = barriers()[index]
-    done = cuda_emulation.run_races(cuda_emulation.races(tmp_path, without), seed=1)
-    assert done.returncode != 0, f"nothing noticed that line {line} was missing"
+    start, end = BARRIERS[index].span()
+    program = cuda_emulation.races(tmp_path, KERNELS[:start] + ";" + KERNELS[end:])
+    line = KERNELS[:start].count("\n") + 1
+    assert cuda_emulation.run_races(program, seed=1).returncode != 0, f"nothing noticed that line {line} was missing"

@@ -132,17 +132,6 @@ def test_capture_before_any_step_is_refused(op: CudaOp) -> None:
     torch.cuda.synchronize()
 
 
-def test_on_a_side_stream(op: CudaOp) -> None:
-    case, other = mixed(), mixed()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(op, case)
-    torch.cuda.current_stream().wait_stream(stream)
-    run(op, other)
-    assert same(case.bits(), other.bits())
-
-
 def test_more_than_two_to_the_31_elements(op: CudaOp) -> None:
     length = 2**31 + 12_345
     if torch.cuda.mem_get_info()[0] < 16 * length:

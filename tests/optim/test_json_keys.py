@@ -13,7 +13,6 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim import json_keys
-from ds_terapipe.optim.engine_hooks import is_sharded
 from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.register import wrap
 
@@ -209,16 +208,3 @@ def test_no_type_of_others_is_taken_for_ours() -> None:
     settings += [{"optimizer": None}, {"optimizer": {"type": 3}}, {"scheduler": []}, {"optimizer": "FusedLamb"}]
     for each in settings:
         assert wrap(initialize)(config=each) is each
-
-
-@pytest.mark.parametrize(
-    ("settings", "pipeline", "sharded"),
-    [
-        ({}, True, False), ({"bf16": {"enabled": True}}, True, True), ({"bf16": {"enabled": True}}, False, False),
-        ({"bfloat16": {"enabled": True}}, True, True), ({"bf16": {"enabled": False}}, True, False),
-        ({"zero_optimization": {"stage": 1}}, False, True), ({"zero_optimization": {"stage": 0}}, True, False),
-        ({"fp16": {"enabled": True}}, True, False),
-    ],
-)  # fmt: skip
-def test_where_layers_are_shared_out(settings: dict[str, Any], pipeline: bool, sharded: bool) -> None:
-    assert is_sharded(settings, pipeline) is sharded

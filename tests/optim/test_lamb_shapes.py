@@ -6,14 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.lamb import FusedLamb
-from ds_terapipe.optim.op import segments
 
 from .oracle import LR, RATIO_TOLERANCE, STEP_TOLERANCE, Oracle, ratio_error, step_error
 
@@ -139,22 +136,3 @@ def test_rows_that_do_not_fit_are_refused(rows: object) -> None:
     with pytest.raises(ConfigError, match=r"optimizer.params.split_qkv: got (lamb_rows|true)"):
         FusedLamb([parameter], split_qkv=True).step()
     FusedLamb([parameter])
-
-
-@given(
-    pattern=st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    repeats=st.integers(1, 3),
-    row=st.integers(1, 5),
-    cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-)
-def test_runs_give_each_element_its_sub_layer(
-    pattern: list[int], repeats: int, row: int, cuts: tuple[float, float]
-) -> None:
-    shape = (sum(pattern) * repeats, row)
-    start, stop = sorted(int(cut * shape[0] * row) for cut in cuts)
-    whose = [layer for layer, rows in enumerate(pattern) for _ in range(rows * row)] * repeats
-    found: list[int] = []
-    for layer, offset, length in segments.runs(shape, tuple(pattern), start, stop - start):
-        assert offset == len(found) and length > 0
-        found += [layer] * length
-    assert found == whose[start:stop]

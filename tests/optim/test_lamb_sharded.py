@@ -244,14 +244,6 @@ def test_four_ranks_are_unsharded(four: list[dict[str, Any]], name: str) -> None
     check(CASES[4][name], [rank[name] for rank in four])
 
 
-def test_the_cuts_are_inside_layers() -> None:
-    """What the test above is about: a partition ends within a matrix, and elsewhere on another stage."""
-    sizes = [torch.Size(SHAPES[name]).numel() for name in DECAYED]
-    ends = {sum(sizes[:i]) for i in range(4)}
-    assert {-(-(sum(sizes) + 2) // ranks) for ranks in (2, 3)}.isdisjoint(ends)
-    assert names_on(2, 0).index("embedding") != names_on(2, 1).index("embedding")
-
-
 SKIPPING = {"flat": Case(2), "tensor": Case(tensor=2), "tied": Case(stages=2)}
 
 

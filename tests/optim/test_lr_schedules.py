@@ -21,8 +21,6 @@ from ds_terapipe.optim.schedules.lr_schedules import LambWarmup, build_scheduler
 # BERT-Large without tuning, arXiv 1904.00962 table 4: batch, LR as printed, share of warm-up, steps. The shape of the table
 # (square root, doubling share) is in the paper's text; the numbers were recalled, not read again: 5 / (2^x 10^3), 1/320 .. 1/5.
 BERT = [(512 * 2**i, 5 / (2 ** (3 - i / 2) * 1e3), Fraction(2**i, 320), 1_000_000 // 2**i) for i in range(7)]
-# ResNet-50 in 90 epochs without tuning, same paper: batch, LR 4 / (2^x 100), epochs of warm-up. Recalled as well.
-RESNET = [(512 * 2**i, 4 / (2 ** (3.0 - i / 2) * 1e2), 0.3125 * 2**i) for i in range(7)]
 PARAMS = {"reference_lr": 1e-3, "reference_batch_size": 64, "total_steps": 20, "warmup_steps": 5}
 
 
@@ -60,13 +58,6 @@ def test_bert_table_from_either_end_and_from_json(batch: int, lr: float, share: 
     assert schedule.lr_at(3124) == schedule.lr_at(3125) == close(lr)
     assert schedule.lr_at(3126) < schedule.lr_at(3125)
     assert 0 < schedule.lr_at(steps - 1) < lr / (steps - 3125) * 1.001 and schedule.lr_at(steps) == 0.0
-
-
-@pytest.mark.parametrize(("batch", "lr", "epochs"), RESNET)
-def test_resnet_table(batch: int, lr: float, epochs: float) -> None:
-    first, first_lr, first_epochs = RESNET[0]
-    assert square_root_lr(first_lr, first, batch) == close(lr)
-    assert 90 * linear_epoch_ratio(first_epochs / 90, first, batch) == close(epochs)
 
 
 @pytest.mark.parametrize(("peak", "share", "steps", "warmup"), [(6e-3, 0.2843, 7038, 2001), (4e-3, 0.128, 1563, 200)])

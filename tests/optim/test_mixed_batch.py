@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.schedules.lr_schedules import build_scheduler, complete_config, validate
 from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
-from ds_terapipe.optim.schedules.phases import check_division, micro_batch_sizes, parse_phases, position
+from ds_terapipe.optim.schedules.phases import check_division, micro_batch_sizes, parse_phases
 from ds_terapipe.optim.schedules.training_loader import TrainingLoader, reads_ahead
 
 SMALL: list[dict[str, Any]] = [
@@ -81,34 +81,6 @@ def test_a_state_of_other_phases_warns(caplog: pytest.LogCaptureFixture) -> None
         assert not caplog.records
         MixedBatch(sgd(), phases=SMALL[1:]).load_state_dict(state)
     assert "other phases" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("phases", "warmups"),
-    [
-        # NVIDIA DeepLearningExamples' BERT, read in its pretraining scripts; then DeepSpeed's BERT tutorial
-        ([(7038, 6e-3, 0.2843), (1563, 4e-3, 0.128)], (2001, 200)),
-        ([(7500, 11e-3, 0.02), (7500, 2e-3, 0.02)], (150, 150)),
-    ],
-)
-def test_published_recipes_warm_up_again(phases: list[tuple[int, float, float]], warmups: tuple[int, int]) -> None:
-    """Peaks and warm-up of both; the tutorial's decay is exponential, ours is not."""
-    rows = [{**SMALL[2], "steps": n, "lr": lr, "warmup_ratio": share} for n, lr, share in phases]
-    for row in rows:
-        del row["warmup_steps"]
-    schedule, start = MixedBatch(sgd(), phases=rows), 0
-    for (steps, peak, _), warmup in zip(phases, warmups, strict=True):
-        assert schedule.lr_at(start) == pytest.approx(peak / warmup) and schedule.lr_at(start + warmup - 1) == peak
-        assert schedule.lr_at(start + steps - 1) == pytest.approx(peak / (steps - warmup))
-        start += steps
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 200))
-def test_every_step_lies_in_one_phase(lengths: list[int], step: int) -> None:
-    phases = parse_phases({"phases": [{**SMALL[2], "steps": steps} for steps in lengths]})
-    index, taken = position(phases, step)
-    assert sum(lengths[:index]) + taken == step
-    assert index == len(lengths) - 1 or 0 <= taken < lengths[index]
 
 
 # ---------------------------------------------------------------------------------------------------------------- errors

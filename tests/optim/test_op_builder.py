@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import textwrap
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,19 +182,6 @@ def test_what_is_missing_is_named_in_one_warning(
     assert len([record for record in warnings.records if re.search(message, record.getMessage())]) == 1
     with pytest.raises(ConfigError, match=message):
         backends.pick(CPU, "cpu")
-
-
-def test_a_module_built_ahead_of_other_sources_is_compiled_again(
-    monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
-) -> None:
-    stale = ModuleType("ds_terapipe.optim._lamb_cpu")
-    stale.digest = "another"
-    monkeypatch.setattr(CpuLambBuilder, "built_ahead", lambda self: True)
-    monkeypatch.setattr("importlib.import_module", lambda name: stale)
-    builder = CpuLambBuilder()
-    assert builder._ahead() is None and "built ahead of other sources" in warnings.text
-    stale.digest = jit.source_digest(builder.recipe())
-    assert builder._ahead() is stale
 
 
 # --------------------------------------------------------------------------------------------------------------- the cache
