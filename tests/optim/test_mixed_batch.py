@@ -260,10 +260,13 @@ def test_iterators_that_read_ahead_are_known() -> None:
 
 
 def test_registered_data_gets_the_length_at_once_or_is_refused() -> None:
-    dataset = Counted(4)
-    MixedBatch(sgd(), phases=SMALL).register_dataset(dataset)
-    assert dataset.length == 16
+    schedule, dataset = MixedBatch(sgd(), phases=SMALL), Counted(4)
+    for length in (16, 32):
+        schedule.register_dataset(dataset)
+        assert dataset.length == length
+        for _ in range(SMALL[0]["steps"]):
+            schedule.step()
     message = r"seq_length \[16, 32, 32\] with data of type list, must have a method set_seq_length"
     with pytest.raises(ValueError, match=message):
-        MixedBatch(sgd(), phases=SMALL).register_dataset([1, 2])
+        schedule.register_dataset([1, 2])
     MixedBatch(sgd(), phases=SMALL[1:]).register_dataset([1, 2])

@@ -2,8 +2,6 @@
 
 from . import Known
 
-_ENGINES = "tests/optim/test_mixed_batch_engine.py -k"
-
 KNOWN = (
     Known(
         "LR, batch and length of a phase come with its second step",
@@ -25,14 +23,14 @@ KNOWN = (
         "    engine.set_train_batch_size(batch_size)\n",
         '    batch_size = engine.__dict__.setdefault("_first_batch", batch_size) // micro_batch_size * micro_batch_size\n'
         "    engine.set_train_batch_size(batch_size)\n",
-        f"{_ENGINES} every_step",
+        "tests/optim/test_mixed_batch_engine.py -k every_step",
     ),
     Known(
         "all phases have sequences as long as in the first one",
         "optim.schedules.mixed_batch",
         "            dataset.set_seq_length(self.phase.seq_length)",
         "            dataset.set_seq_length(self.phases[0].seq_length)",
-        f"{_ENGINES} every_step",
+        "tests/optim/test_mixed_batch.py -k registered",
     ),
     Known(
         "at a switch the samples of the epoch come again from the first on",
