@@ -21,15 +21,9 @@ from ds_terapipe.optim.lamb import FusedLamb
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "betas": [0.8, 0.95]}
 CLOSE = 1e-6
 """Each step rounds to fp32 once more: 3 steps of 6e-8, and the ratio's own rounding of 1e-7 times lr."""
-BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 6}}
-FP32_SUM = {"data_types": {"grad_accum_dtype": "fp32"}}
 Named = dict[str, Tensor]
 Train = Callable[[Any, int], Any]
 """Trains an engine for the step of this number."""
-
-
-def zero(stage: int, **keys: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, **keys}}
 
 
 def lamb(**params: Any) -> dict[str, Any]:
