@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.register_assert_rewrite("tests.optim.op_tests", "tests.optim.replay", "tests.optim.tables")
+
 
 @pytest.fixture(params=["auto", "plain"])
 def backend(request: pytest.FixtureRequest) -> str:

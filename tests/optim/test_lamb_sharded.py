@@ -50,28 +50,22 @@ CLIP, QKV = {"max_grad_norm": 0.5}, {"split_qkv": True}
 CASES: dict[int, dict[str, Case]] = {
     1: {"flat": Case(1), "flat, a group at a time": Case(1, by_group=True), "flat, split": Case(1, arguments=QKV)},
     2: {
-        "flat": Case(2),
-        "flat, a group at a time": Case(2, by_group=True),
-        "flat, clipped": Case(2, arguments=CLIP),
-        "flat, split": Case(2, arguments=QKV),
-        "flat, excluded": Case(2, arguments={"exclude": "bias_norm"}),
+        "flat": Case(2), "flat, a group at a time": Case(2, by_group=True), "flat, clipped": Case(2, arguments=CLIP),
+        "flat, split": Case(2, arguments=QKV), "flat, excluded": Case(2, arguments={"exclude": "bias_norm"}),
         "flat, deepspeed": Case(2, arguments={"mode": "deepspeed"}),
         "flat, plain": Case(2, arguments={"backend": "plain"}),
-        "tensor": Case(tensor=2),
-        "tensor, clipped": Case(tensor=2, arguments=CLIP),
+        "tensor": Case(tensor=2), "tensor, clipped": Case(tensor=2, arguments=CLIP),
         "tensor, split": Case(tensor=2, arguments=QKV),
         "tensor, weight norms held": Case(tensor=2, arguments={"weight_norm_clip": (0.3, 0.9)}),
-        "tied": Case(stages=2),
-        "tied, clipped": Case(stages=2, arguments=CLIP),
+        "tied": Case(stages=2), "tied, clipped": Case(stages=2, arguments=CLIP),
     },
     3: {"flat, clipped": Case(3, arguments=CLIP), "flat, groups, split": Case(3, by_group=True, arguments=QKV)},
     4: {
-        "tensor, flat, clipped": Case(2, 2, arguments=CLIP),
+        "tensor, flat, clipped": Case(2, 2, arguments=CLIP), "tied, flat, clipped": Case(2, stages=2, arguments=CLIP),
         "tensor, flat, groups, split": Case(2, 2, by_group=True, arguments=QKV),
-        "tied, flat, clipped": Case(2, stages=2, arguments=CLIP),
         "tied, tensor, clipped": Case(tensor=2, stages=2, arguments=CLIP),
     },
-}
+}  # fmt: skip
 
 
 def full_tensors(seed: int) -> dict[str, Tensor]:
@@ -244,14 +238,11 @@ def test_four_ranks_are_unsharded(four: list[dict[str, Any]], name: str) -> None
     check(CASES[4][name], [rank[name] for rank in four])
 
 
-SKIPPING = {"flat": Case(2), "tensor": Case(tensor=2), "tied": Case(stages=2)}
-
-
 def skipped(rank: int) -> list[tuple[bool, int]]:
     """A gradient that is inf on the last rank alone: did anything move, and how many steps were skipped."""
     found = []
-    for case in SKIPPING.values():
-        mine = Rank(case, rank).trained()
+    for name in ("flat", "tensor", "tied"):
+        mine = Rank(CASES[2][name], rank).trained()
         before = mine.held()
         if rank == 1:
             mine.optimizer.param_groups[0]["params"][0].grad.view(-1)[0] = torch.inf
@@ -267,7 +258,7 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(two: list[dict[str, An
 
 def primed(rank: int) -> list[int]:
     """Steps counted after one in which all gradients are zero, and after one in which only the second rank's are."""
-    mine, steps = Rank(SKIPPING["flat"], rank), []
+    mine, steps = Rank(CASES[2]["flat"], rank), []
     mine.set_gradients({name: torch.zeros(shape) for name, shape in SHAPES.items()})
     for _ in range(2):
         mine.step()
@@ -286,7 +277,7 @@ def refused(rank: int) -> list[str]:
     """What is said where the other parts of a layer are not known."""
     messages = []
     for name in ("tensor", "tied"):
-        mine = Rank(SKIPPING[name], rank)
+        mine = Rank(CASES[2][name], rank)
         mine.optimizer._groups = type(mine.optimizer._groups)()
         mine.set_gradients(full_tensors(100))
         try:
