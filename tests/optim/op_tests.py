@@ -1,4 +1,4 @@
-"""What every back end is held to: a module that has a class of these tests has a fixture ``op`` for it."""
+"""Tests that every back end must pass; a module that has a class of them has a fixture ``op`` for it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ RATIO_TOLERANCE = 1e-6
 
 
 class Switches(NamedTuple):
-    """What an implementation does.
+    """The choices of an implementation.
 
     Attributes:
         correction: "moments" before the norms, "step" on the learning rate after them, "none".

@@ -92,7 +92,7 @@ def reference(orders: list[list[int]], scale: int = 1) -> dict[str, Any]:
 
 
 def keys_of(phases: list[dict[str, Any]]) -> dict[str, Any]:
-    """What stands in ds_config.json."""
+    """The keys of ds_config.json."""
     return {"scheduler": {"type": "MixedBatch", "params": {"phases": phases}}}
 
 
@@ -107,7 +107,7 @@ def pipeline(
 
 
 class Observed:
-    """What the optimizer and the first layer of an engine meet, step by step."""
+    """Notes settings and shapes that the optimizer and the first layer of an engine meet, step by step."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.shapes, self.steps, self.losses = engine, [], [], []
@@ -124,7 +124,7 @@ class Observed:
         self.losses += [float(self.engine.train_batch(*data)) for _ in range(steps)]
 
     def report(self) -> dict[str, Any]:
-        """What was seen, and the weights; the engine is gone then."""
+        """All that was noted, and the weights; destroys the engine."""
         engine = self.engine
         weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
         counted = (engine.global_steps, engine.global_samples, engine.tput_timer.batch_size)
@@ -187,7 +187,7 @@ def own_iterator() -> dict[str, Any]:
     observed.train(2, iterator)
     found["read ahead"] = error_of(lambda: engine.train_batch(iterator))
     observed.train(3, Iterated(engine, data, workers=2))
-    found["anew"] = len(observed.losses)
+    found["new"] = len(observed.losses)
     engine.destroy()
     return found
 

@@ -55,7 +55,7 @@ def masters(engine: Any) -> Named:
 
 
 def gradients(engine: Any) -> Named:
-    """What the wrapper is about to clip and use, unscaled, of this rank's parameters. Collective over replicas."""
+    """The gradients that the wrapper is about to clip and use, unscaled, of this rank's parameters. Collective over replicas."""
     found, scale = {}, float(getattr(engine.optimizer, "loss_scale", 1.0))
     for name, p in engine.module.named_parameters():
         if isinstance(engine.optimizer, BF16_Optimizer):

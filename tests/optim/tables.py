@@ -120,7 +120,7 @@ class Case:
         ]
 
     def set_control(self, scale: float = 1.0, max_norm: float = 0.0) -> None:
-        """What stands in ``control`` before a step."""
+        """Set ``control`` as before a step."""
         self.control.copy_(torch.tensor([scale, max_norm, 0.0, 0.0], dtype=torch.float64))
 
     def next_step(self, number: int, scale: float = 1.0, max_norm: float = 0.0) -> None:
@@ -156,7 +156,7 @@ def run_in_phases(op: Any, case: Case, **options: Any) -> None:
 
 
 class Expected(NamedTuple):
-    """What a step makes, float64: parameters and moments by segment, norms and ratios by layer, the gradients' squares."""
+    """The results of a step, float64: parameters and moments by segment, norms and ratios by layer, the gradients' squares."""
 
     parameters: list[Tensor]
     moments: list[tuple[Tensor, Tensor]]

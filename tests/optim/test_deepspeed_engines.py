@@ -49,7 +49,7 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.01, "warmup_max_lr":
 
 
 class Setup(NamedTuple):
-    """What stands in the configuration, and how it is trained.
+    """Keys of the configuration, and how an engine is made and trained.
 
     Attributes:
         grouped: whether biases and norms are a parameter group without decay.

@@ -1,4 +1,4 @@
-"""What ``optimizer`` and ``scheduler`` of ds_config.json become as arguments of ``deepspeed.initialize``, and what is refused."""
+"""``optimizer`` and ``scheduler`` of ds_config.json become arguments of ``deepspeed.initialize``, or are refused."""
 
 from __future__ import annotations
 

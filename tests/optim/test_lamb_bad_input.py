@@ -1,4 +1,4 @@
-"""What a user can get wrong is an error that names the key, before anything has changed."""
+"""Wrong settings and inputs are errors that name the key, before anything has changed."""
 
 from __future__ import annotations
 

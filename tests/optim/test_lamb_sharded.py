@@ -121,7 +121,7 @@ class Rank:
         return tensor.chunk(self.case.tensor, SPLIT[name])[self.tensor_rank]
 
     def _flatten(self, group: dict[str, Any]) -> None:
-        """What ZeRO does, with DeepSpeed's marks of where a parameter's elements are."""
+        """Put the group into flat partitions as ZeRO does, with DeepSpeed's marks of where a parameter's elements are."""
         originals = group["params"]
         partition = self._partition([original.detach() for original in originals])
         start, size, offset = self.data_rank * partition.numel(), partition.numel(), 0
@@ -274,7 +274,7 @@ def test_a_priming_step_is_one_on_all_ranks(two: list[dict[str, Any]]) -> None:
 
 
 def refused(rank: int) -> list[str]:
-    """What is said where the other parts of a layer are not known."""
+    """The errors where the other parts of a layer are not known."""
     messages = []
     for name in ("tensor", "tied"):
         mine = Rank(CASES[2][name], rank)

@@ -1,4 +1,4 @@
-"""What is kept between steps: state dicts of ours and of others, copies, skipped and priming steps, the monitor."""
+"""All that is kept between steps: state dicts of ours and of others, copies, skipped and priming steps, the monitor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READ_BY_OTHERS = {
     "grad_averaging", "step",  # apex and timm
     "trust_clip", "always_adapt", "caution", "decoupled_decay", "corrected_weight_decay", "max_lr_snapshot", "foreach",
 }  # fmt: skip
-"""What the ``step`` of DeepSpeed's, apex's and timm's LAMB read from a group."""
+"""Keys that the ``step`` of DeepSpeed's, apex's and timm's LAMB read from a group."""
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:

@@ -96,7 +96,7 @@ def test_an_iterator_of_the_users_own(ranks: Ranks, by_hand: dict[str, Any]) -> 
         assert "register_dataset(dataset)" in own["unregistered"]
         check_steps(own["registered"]["steps"], rank == 0)
         assert close(own["registered"]["losses"], by_hand["losses"])
-        assert "worker processes hold batches of the old length" in own["read ahead"] and own["anew"] == 5
+        assert "worker processes hold batches of the old length" in own["read ahead"] and own["new"] == 5
 
 
 def test_refused_on_every_rank(ranks: Ranks) -> None:

@@ -54,7 +54,7 @@ def small(source: Path, answer: int) -> jit.Recipe:
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What the package warns of, with ops that nothing has loaded yet."""
+    """The package's warnings, with ops that nothing has loaded yet."""
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
     monkeypatch.setattr(logging.getLogger("ds_terapipe"), "propagate", True)
     backends._warn.cache_clear()
@@ -98,7 +98,7 @@ def test_the_architectures_are_those_that_pytorch_takes(
 
 
 def test_sources_and_headers_are_all_named_and_of_cuda_alone() -> None:
-    """What the build watches is what there is; device code leans on nothing but CUDA's own headers."""
+    """The build watches every file that there is; device code includes no headers but CUDA's and its own."""
     folder = jit.source_folder()
     cpu = [*CpuLambBuilder.SOURCES, *CpuLambBuilder.HEADERS]
     cuda = {*CudaLambBuilder.SOURCES, *CudaLambBuilder.HEADERS}
@@ -153,7 +153,7 @@ def no_code() -> None:
 def test_an_op_that_has_no_code_for_the_device_is_pytorchs(
     names: str | None, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
-    """What it can be compiled for is wrong, or does not fit; it is said before the first step."""
+    """A wrong list of architectures, and one that does not fit the device, are found before the first step."""
     if names is None:
         monkeypatch.setattr(CudaLambBuilder, "load", lambda self: SimpleNamespace(blocks_of_device=no_code))
     else:
