@@ -1,36 +1,42 @@
 """LAMB in float64, one switch per way in which implementations differ, and what a step of the op is held against.
 
-The switches stand for the columns of a comparison of published implementations: where the gradient is clipped, where the
-bias is corrected, where eps is added, whether the decay is part of the norm, what multiplies the gradient in the first
-moment, what is clamped, what is adapted. The defaults are the paper's algorithm 2 (arXiv 1904.00962 v5).
+The switches stand for the columns of a comparison of published implementations. The defaults are the paper's algorithm 2
+(arXiv 1904.00962 v5).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+
+LR, BETA1, BETA2, EPS, DECAY = 0.01, 0.9, 0.999, 1e-6, 0.01
+SHAPES = ((24, 33), (257,), (3, 5, 2, 2), (1,), (40, 7))
+GRADIENT_SIZES = (1e-2, 1e-2, 3e-3, 1e-2, 1e-6)
+"""The last layer's gradients are of the size of eps, where it counts how eps is added."""
+SCALE = 1024.0
+MAX_GRAD_NORM = 0.3
+"""The norms of the gradients are between 0.03 and 3: some steps clip, others do not."""
+STEP_TOLERANCE = 2e-6
+"""Some twenty roundings of 6e-8 each lie between a gradient and a step, most of them random."""
+RATIO_TOLERANCE = 1e-6
 
 
-@dataclass(frozen=True)
-class Switches:
-    """What an implementation does.
+class Switches(NamedTuple):
+    """The choices of an implementation.
 
     Attributes:
         correction: "moments" before the norms, "step" on the learning rate after them, "none".
-        eps_inside_sqrt: sqrt(v + eps) in place of sqrt(v) + eps.
         decay_in_norm: whether the decay is part of the update whose norm is taken.
         grad_averaging: whether the gradient enters the first moment times 1 - beta1.
-        min_coeff, max_coeff: clamp of the ratio.
-        min_weight_norm, max_weight_norm: clamp of the weight norm.
-        clamp_weight_norm_by_coeff: take the ratio's clamp for the weight norm's.
+        clamps_weight: take the ratio's clamp for the weight norm's.
         adapt: "all", "decayed" (groups with decay), "none".
         norm: 2, or 1 for sums of absolute values.
         clip: "unscaled" takes the loss scale off before it clips, "scaled" compares the scaled norm, "off" never clips.
-        step_offset: added to the number of the step.
         norm_share: part of every layer, from its start, whose norms are taken.
     """
 
@@ -42,7 +48,7 @@ class Switches:
     max_coeff: float = math.inf
     min_weight_norm: float = 0.0
     max_weight_norm: float = math.inf
-    clamp_weight_norm_by_coeff: bool = False
+    clamps_weight: bool = False
     adapt: str = "all"
     norm: int = 2
     clip: str = "unscaled"
@@ -50,20 +56,9 @@ class Switches:
     norm_share: float = 1.0
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The numbers of an optimizer."""
-
-    lr: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-6
-    weight_decay: float = 0.01
-    max_grad_norm: float | None = None
-    grad_scale: float = 1.0
+PAPER = Switches()
 
 
-@dataclass
 class Oracle:
     """The moments of some layers, in float64 from the first step on.
 
@@ -71,74 +66,56 @@ class Oracle:
     does not add up, and an error is that of one step.
     """
 
-    settings: Settings
-    switches: Switches = field(default_factory=Switches)
-    excluded: Sequence[bool] = ()
-    exp_avg: list[Tensor] = field(default_factory=list)
-    exp_avg_sq: list[Tensor] = field(default_factory=list)
-    steps: int = 0
+    def __init__(
+        self, switches: Switches = PAPER, decay: float = DECAY, max_norm: float = 0.0, scale: float = 1.0,
+        excluded: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
+        self.switches, self.decay, self.max_norm, self.scale = switches, decay, max_norm, scale
+        self.excluded, self.steps = excluded, 0
+        self.moments: list[tuple[Tensor, Tensor]] = []
 
     def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
-        """The parameters after the step, float64, and the trust ratios.
-
-        Args:
-            parameters: before it.
-            gradients: as they come, with the loss scale in them.
-        """
-        if not self.exp_avg:
-            self.exp_avg = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
-            self.exp_avg_sq = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+        """The parameters after the step and the trust ratios, from parameters and gradients with the loss scale in them."""
+        if not self.moments:
+            self.moments = [(torch.zeros_like(p).double(), torch.zeros_like(p).double()) for p in parameters]
         self.steps += 1
-        factor = self._gradient_factor(gradients)
-        results, ratios = [], []
-        for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            excluded = bool(self.excluded) and self.excluded[i]
-            new, ratio = self._layer(i, parameter.double(), gradient.double() * factor, excluded)
-            results.append(new)
-            ratios.append(ratio)
-        return results, ratios
+        factor = 1 / self.scale
+        if self.max_norm and self.switches.clip != "off":
+            norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
+            norm *= factor if self.switches.clip == "unscaled" else 1.0
+            factor *= min(1.0, self.max_norm / (norm + 1e-6))
+        found = [
+            self._layer(p.double(), g.double() * factor, *moments, bool(self.excluded) and self.excluded[i])
+            for i, (p, g, moments) in enumerate(zip(parameters, gradients, self.moments, strict=True))
+        ]
+        return [new for new, _ in found], [ratio for _, ratio in found]
 
-    def _gradient_factor(self, gradients: Sequence[Tensor]) -> float:
-        settings, unscaled = self.settings, 1.0 / self.settings.grad_scale
-        if settings.max_grad_norm is None or self.switches.clip == "off":
-            return unscaled
-        norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
-        if self.switches.clip == "unscaled":
-            norm *= unscaled
-        return unscaled * min(1.0, settings.max_grad_norm / (norm + 1e-6))
-
-    def _layer(self, index: int, p: Tensor, g: Tensor, excluded: bool) -> tuple[Tensor, float]:
-        settings, switches = self.settings, self.switches
-        m, v = self.exp_avg[index], self.exp_avg_sq[index]
-        m.mul_(settings.beta1).add_(g * (1 - settings.beta1 if switches.grad_averaging else 1.0))
-        v.mul_(settings.beta2).add_(g * g * (1 - settings.beta2))
+    def _layer(self, p: Tensor, g: Tensor, m: Tensor, v: Tensor, excluded: bool) -> tuple[Tensor, float]:
+        switches = self.switches
+        m.mul_(BETA1).add_(g * (1 - BETA1 if switches.grad_averaging else 1.0))
+        v.mul_(BETA2).add_(g * g * (1 - BETA2))
         t = self.steps + switches.step_offset
-        rest1, rest2 = 1 - settings.beta1**t, 1 - settings.beta2**t
+        rest1, rest2 = 1 - BETA1**t, 1 - BETA2**t
         if switches.correction == "moments":
             m, v = m / rest1, v / rest2
-        root = (v + settings.eps).sqrt() if switches.eps_inside_sqrt else v.sqrt() + settings.eps
-        adam = m / root
-        decay = (0.0 if excluded else settings.weight_decay) * p
-        update = adam + decay
+        adam = m / ((v + EPS).sqrt() if switches.eps_inside_sqrt else v.sqrt() + EPS)
+        update = adam + (0.0 if excluded else self.decay) * p
         ratio = 1.0 if excluded else self._ratio(p, update if switches.decay_in_norm else adam)
-        lr = settings.lr * (math.sqrt(rest2) / rest1 if switches.correction == "step" else 1.0)
+        lr = LR * (math.sqrt(rest2) / rest1 if switches.correction == "step" else 1.0)
         return p - lr * ratio * update, ratio
 
     def _ratio(self, p: Tensor, update: Tensor) -> float:
-        switches = self.switches
-        if switches.adapt == "none" or (switches.adapt == "decayed" and self.settings.weight_decay == 0):
-            return 1.0
+        s = self.switches
         weight, change = self._norm(p), self._norm(update)
-        if weight == 0 or change == 0:
+        if s.adapt == "none" or (s.adapt == "decayed" and self.decay == 0) or not weight or not change:
             return 1.0
-        if switches.clamp_weight_norm_by_coeff:
-            return min(max(weight, switches.min_coeff), switches.max_coeff) / change
-        weight = min(max(weight, switches.min_weight_norm), switches.max_weight_norm)
-        return min(max(weight / change, switches.min_coeff), switches.max_coeff)
+        if s.clamps_weight:
+            return min(max(weight, s.min_coeff), s.max_coeff) / change
+        weight = min(max(weight, s.min_weight_norm), s.max_weight_norm)
+        return min(max(weight / change, s.min_coeff), s.max_coeff)
 
     def _norm(self, x: Tensor) -> float:
-        x = x.reshape(-1)
-        x = x[: max(1, int(x.numel() * self.switches.norm_share))] if x.numel() else x
+        x = x.reshape(-1)[: max(1, int(x.numel() * self.switches.norm_share))]
         return x.abs().sum().item() if self.switches.norm == 1 else x.square().sum().sqrt().item()
 
 
@@ -150,14 +127,28 @@ def step_error(before: Tensor, after: Tensor, expected: Tensor) -> float:
     before, after, expected = before.double(), after.double(), expected.double()
     if not before.numel():
         return 0.0
+    error = ((after - expected).abs() - 6e-8 * torch.maximum(after.abs(), expected.abs())).clamp(min=0).max().item()
     step = (expected - before).abs().max().item()
-    rounding = 6e-8 * torch.maximum(after.abs(), expected.abs())
-    error = ((after - expected).abs() - rounding).clamp(min=0).max().item()
-    if not math.isfinite(error):
-        return math.inf
-    return error / step if step else (math.inf if error else 0.0)
+    return error / step if step and math.isfinite(error) else (math.inf if error else 0.0)
 
 
 def ratio_error(got: float, expected: float) -> float:
     """Relative error of a trust ratio."""
     return abs(got - expected) / abs(expected)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    """Layers of :data:`SHAPES`, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter((torch.randn(shape, generator=generator) * 0.05).to(dtype)) for shape in SHAPES]
+
+
+def gradients(steps: int, dtype: torch.dtype = torch.float32) -> Iterator[list[Tensor]]:
+    """Gradients with the loss scale in them; the norm of all of them changes from step to step by up to a hundred."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        size = SCALE * 10 ** torch.empty(()).uniform_(-1, 1, generator=generator).item()
+        yield [
+            (torch.randn(shape, generator=generator) * (size * typical)).to(dtype)
+            for shape, typical in zip(SHAPES, GRADIENT_SIZES, strict=True)
+        ]

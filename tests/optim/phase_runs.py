@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 import ds_terapipe
 from tests.pipeline.models import Plain, gpt, mean_loss, micro_batch, steps_of
-from tests.pipeline.training import SGD, build_engine, worst
+from tests.pipeline.training import SGD, build_engine
 
 SAMPLES = 25
 PHASES: list[dict[str, Any]] = [
@@ -44,8 +44,6 @@ class Texts(Dataset):
 class OneLength(Texts):
     """The same without the method."""
 
-    set_seq_length = None  # type: ignore[assignment]
-
     def __getattribute__(self, name: str) -> Any:
         if name == "set_seq_length":
             raise AttributeError(name)
@@ -63,6 +61,14 @@ def stacked(indices: list[int], length: int) -> Any:
     return inputs, torch.stack([sample[1] for sample in samples])
 
 
+def error_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
 def endless(order: list[int]) -> Iterator[int]:
     while True:
         yield from order
@@ -74,11 +80,8 @@ def reference(orders: list[list[int]], scale: int = 1) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for phase, micro, lr in zip(STEPS, MICRO, LRS, strict=True):
         count = phase["batch_size"] * scale // (micro * len(orders))
-        batches = [
-            stacked([next(replica) for _ in range(micro)], phase["seq_length"])
-            for replica in replicas
-            for _ in range(count)
-        ]
+        pieces = [[next(replica) for _ in range(micro)] for replica in replicas for _ in range(count)]
+        batches = [stacked(piece, phase["seq_length"]) for piece in pieces]
         optimizer.param_groups[0]["lr"] = lr
         optimizer.zero_grad()
         loss = torch.stack([mean_loss(model(inputs), targets) for inputs, targets in batches]).mean()
@@ -88,12 +91,8 @@ def reference(orders: list[list[int]], scale: int = 1) -> dict[str, Any]:
     return {"losses": losses, "weights": {name: p.detach() for name, p in model.named_parameters()}}
 
 
-def scaled(scale: int) -> list[dict[str, Any]]:
-    return [{**phase, "batch_size": phase["batch_size"] * scale} for phase in PHASES]
-
-
 def keys_of(phases: list[dict[str, Any]]) -> dict[str, Any]:
-    """What stands in ds_config.json."""
+    """The keys of ds_config.json."""
     return {"scheduler": {"type": "MixedBatch", "params": {"phases": phases}}}
 
 
@@ -102,18 +101,13 @@ def pipeline(
 ) -> Any:
     """A pipeline engine with fixed shapes, as DeepSpeed's default is: a switch has to reset them."""
     return build_engine(
-        gpt(2),
-        mean_loss,
-        token_pipeline=keys,
-        stages=stages,
-        module={"dynamic_shape": False},
-        training_data=data,
+        gpt(2), mean_loss, token_pipeline=keys, stages=stages, module={"dynamic_shape": False}, training_data=data,
         config=keys_of(phases),
-    )
+    )  # fmt: skip
 
 
 class Observed:
-    """What the optimizer and the first layer of an engine meet, step by step."""
+    """Notes settings and shapes that the optimizer and the first layer of an engine meet, step by step."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.shapes, self.steps, self.losses = engine, [], [], []
@@ -122,26 +116,25 @@ class Observed:
         first.register_forward_hook(lambda module, inputs, output: self.shapes.append(tuple(output.shape[:2])))
 
     def _before_step(self, optimizer: Any, *args: Any) -> None:
-        engine = self.engine
-        batch, pieces = engine.train_batch_size(), engine.gradient_accumulation_steps()
+        batch, pieces = self.engine.train_batch_size(), self.engine.gradient_accumulation_steps()
         self.steps.append((optimizer.param_groups[0]["lr"], batch, pieces, set(self.shapes)))
         self.shapes.clear()
 
-    def train(self, steps: int, data: Iterator[Any] | None = None) -> None:
-        for _ in range(steps):
-            self.losses.append(float(self.engine.train_batch(*([] if data is None else [data]))))
+    def train(self, steps: int, *data: Iterator[Any]) -> None:
+        self.losses += [float(self.engine.train_batch(*data)) for _ in range(steps)]
 
-
-def report(observed: Observed) -> dict[str, Any]:
-    engine = observed.engine
-    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    counted = (engine.global_steps, engine.global_samples, engine.tput_timer.batch_size)
-    return {"losses": observed.losses, "steps": observed.steps, "weights": weights, "counted": counted}
+    def report(self) -> dict[str, Any]:
+        """All that was noted, and the weights; destroys the engine."""
+        engine = self.engine
+        weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        counted = (engine.global_steps, engine.global_samples, engine.tput_timer.batch_size)
+        engine.destroy()
+        return {"losses": self.losses, "steps": self.steps, "weights": weights, "counted": counted}
 
 
 def whole_run(
     keys: dict[str, Any] | None, folder: str, starts: tuple[int, ...] = (2, 3), stages: int = 2
-) -> dict[str, Any]:
+) -> dict[Any, Any]:
     """All seven steps in one go with checkpoints on the way, and a run that goes on from each of them.
 
     2 is exactly at a switch, 3 inside the phase after it.
@@ -153,168 +146,105 @@ def whole_run(
         if step in starts:
             engine.save_checkpoint(folder, tag=str(step))
         observed.train(1)
-    found: dict[str, Any] = {"whole": report(observed), "asked": data.asked}
-    found["last"] = (engine.lr_scheduler.phase_index, engine.train_batch_size(), engine.micro_batch_size)
-    engine.destroy()
+    last = (engine.lr_scheduler.phase_index, engine.train_batch_size(), engine.micro_batch_size)
+    found: dict[Any, Any] = {"last": last, "whole": observed.report(), "asked": data.asked}
     for start in starts:
         engine = pipeline(keys, Texts(), stages)
-        path, _ = engine.load_checkpoint(folder, tag=str(start))
-        assert path is not None
+        assert engine.load_checkpoint(folder, tag=str(start))[0] is not None
         resumed = Observed(engine)
         resumed.train(len(STEPS) - start)
-        found[start] = report(resumed)
-        engine.destroy()
+        found[start] = resumed.report()
     return found
 
 
-def loaded_back(folder: str) -> tuple[Any, ...]:
-    """A checkpoint of the first phase loaded into an engine that is in the second."""
-    engine = pipeline(None, Texts())
-    observed = Observed(engine)
-    observed.train(1)
-    engine.save_checkpoint(folder, tag="first")
-    observed.train(3)
-    before = (engine.train_batch_size(), engine.micro_batches)
-    engine.load_checkpoint(folder, tag="first")
-    observed.train(1)
-    engine.destroy()
-    return before, observed.steps[1][:3] == observed.steps[-1][:3], observed.losses[1] == observed.losses[-1]
-
-
 class Iterated(Iterator[Any]):
-    """Micro-batches as the engine wants them now, from a data set that is registered."""
+    """Micro-batches as the engine wants them now, from a data set that is registered.
 
-    def __init__(self, engine: Any, data: Texts) -> None:
-        self.engine, self.data, self.order = engine, data, endless(list(range(SAMPLES)))
+    With ``_num_workers`` it looks like the iterator of a loader with worker processes.
+    """
+
+    def __init__(self, engine: Any, data: Texts, workers: int = 0) -> None:
+        self.engine, self.data, self.order, self._num_workers = engine, data, endless(list(range(SAMPLES))), workers
 
     def __next__(self) -> Any:
         picked = [next(self.order) for _ in range(self.engine.train_micro_batch_size_per_gpu())]
         return stacked(picked, self.data.length)
 
 
-class ReadingAhead(Iterated):
-    """Looks like the iterator of a loader with worker processes."""
-
-    _num_workers = 2
-
-
 def own_iterator() -> dict[str, Any]:
     """``train_batch(data_iter)``: unregistered, registered, and one that reads ahead across a switch."""
-    found: dict[str, Any] = {}
     engine, data = pipeline(None), Texts()
     iterator = Iterated(engine, data)
-    found["unregistered"] = error_of(lambda: engine.train_batch(iterator))
+    found: dict[str, Any] = {"unregistered": error_of(lambda: engine.train_batch(iterator))}
     engine.lr_scheduler.register_dataset(data)
     observed = Observed(engine)
     observed.train(len(STEPS), iterator)
-    found["registered"] = report(observed)
-    engine.destroy()
+    found["registered"] = observed.report()
     engine, data = pipeline(None), Texts()
     engine.lr_scheduler.register_dataset(data)
-    iterator = ReadingAhead(engine, data)
+    iterator = Iterated(engine, data, workers=2)
     observed = Observed(engine)
     observed.train(2, iterator)
     found["read ahead"] = error_of(lambda: engine.train_batch(iterator))
-    observed.train(3, ReadingAhead(engine, data))
-    found["anew"] = len(observed.losses)
+    observed.train(3, Iterated(engine, data, workers=2))
+    found["new"] = len(observed.losses)
     engine.destroy()
     return found
 
 
 def refusals() -> dict[str, str]:
-    odd = [PHASES[0], {**PHASES[1], "micro_batch_size": 4}]
+    odd, first = [PHASES[0], {**PHASES[1], "micro_batch_size": 4}], torch.distributed.get_rank() == 0
     return {
         "division": error_of(lambda: pipeline(None, phases=odd)),
-        "no method": error_of(lambda: pipeline(None, OneLength() if torch.distributed.get_rank() == 0 else Texts())),
+        "no method": error_of(lambda: pipeline(None, OneLength() if first else Texts())),
         "one length": error_of(lambda: pipeline(None, OneLength(), phases=PHASES[:1]).destroy()),
         "slices": error_of(lambda: pipeline({"slices": [4, 4]})),
     }
 
 
-def error_of(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
+def plain_run(zero: bool = False, skips: bool = False, folder: str = "", resumes: bool = False) -> dict[str, Any]:
+    """A plain engine on two replicas, with batches twice as large, in the loop of a user's script.
 
-
-def plain_engine(more: dict[str, Any]) -> tuple[Any, Any]:
+    With ``skips`` one step is skipped at the end of a phase. In ``folder`` a checkpoint is made after three steps, or one that
+    is there goes on.
+    """
     config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "steps_per_print": None,
-        "gradient_clipping": 0.0,
-        "optimizer": SGD,
+        "train_micro_batch_size_per_gpu": 2, "steps_per_print": None, "gradient_clipping": 0.0, "optimizer": SGD,
         "zero_allow_untested_optimizer": True,
-        **keys_of(scaled(2)),
-        **more,
-    }
+        **keys_of([{**phase, "batch_size": 2 * phase["batch_size"]} for phase in PHASES]),
+        **({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}} if zero else {}),
+    }  # fmt: skip
     engine, _, loader, _ = ds_terapipe.initialize(model=Plain(gpt(2)), config=config, training_data=Texts())
-    return engine, loader
-
-
-def data_parallel(zero: bool) -> dict[str, Any]:
-    """A plain engine on two replicas, in the loop of a user's script; one step is skipped at the end of a phase."""
-    engine, loader = plain_engine(
-        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}} if zero else {},
-    )
-    schedule = engine.lr_scheduler
-    used, losses, skipped, pieces = [], [], [], []
-    while engine.global_steps < len(STEPS) + int(not zero):
+    if resumes:
+        engine.load_checkpoint(folder, tag="three")
+        engine.lr_scheduler.seek(engine.global_samples)
+    end, count = len(STEPS) + skips, 0
+    found: dict[str, Any] = {"used": [], "pieces": [], "switched": [], "losses": []}
+    while engine.global_steps < end:
         for inputs, targets in loader:
-            if not losses:
-                used.append((engine.get_lr()[0], engine.train_batch_size(), engine.gradient_accumulation_steps()))
-                used[-1] = (*used[-1], tuple(inputs[0].shape))
-                pieces.append(getattr(engine.optimizer, "gradient_accumulation_steps", None))
-                before = engine.global_steps
-                if not zero:
+            before = engine.global_steps
+            if not count:
+                batch = (engine.get_lr()[0], engine.train_batch_size(), engine.gradient_accumulation_steps())
+                found["used"].append((*batch, tuple(inputs[0].shape)))
+                found["pieces"].append(getattr(engine.optimizer, "gradient_accumulation_steps", None))
+                if skips:
                     engine.optimizer.overflow = before == 1  # as an optimizer of fp16 says of the step it skipped
             loss = mean_loss(engine(inputs), targets)
-            losses.append(loss.item())
             engine.backward(loss)
             engine.step()
+            found["losses"].append(loss.item())
+            count += 1
             if engine.global_steps > before:
-                skipped.append((engine.skipped_steps, schedule.phase_index, len(losses)))
-                losses = []
-            if engine.global_steps == len(STEPS) + int(not zero):
+                found["switched"].append((engine.lr_scheduler.phase_index, count))
+                count = 0
+                if folder and engine.global_steps == 3 and not resumes:
+                    engine.save_checkpoint(folder, tag="three")
+            if engine.global_steps == end:
                 break
-    counted = engine.global_samples
+    found["weights"] = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    found["counted"] = engine.global_samples
     engine.destroy()
-    return {"used": used, "skipped": skipped, "counted": counted, "pieces": pieces}
-
-
-def plain_loop(engine: Any, loader: Any, folder: str = "") -> list[float]:
-    """Train to the end; a checkpoint is made after three steps."""
-    losses = []
-    while engine.global_steps < len(STEPS):
-        for inputs, targets in loader:
-            loss = mean_loss(engine(inputs), targets)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-            if folder and engine.global_steps == 3 and engine.was_step_applied():
-                engine.save_checkpoint(folder, tag="three")
-            if engine.global_steps == len(STEPS):
-                break
-    return losses
-
-
-def plain_resumed(folder: str) -> dict[str, Any]:
-    """The plain engine against the training by hand, and from a checkpoint inside the second phase."""
-    engine, loader = plain_engine({})
-    whole = plain_loop(engine, loader, folder)
-    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    engine.destroy()
-    engine, loader = plain_engine({})
-    engine.load_checkpoint(folder, tag="three")
-    now = (engine.train_batch_size(), engine.gradient_accumulation_steps(), engine.get_lr()[0])
-    engine.lr_scheduler.seek(engine.global_samples)
-    resumed = plain_loop(engine, loader)
-    same = all(torch.equal(p, weights[name]) for name, p in engine.module.named_parameters())
-    engine.destroy()
-    orders = [list(DistributedSampler(Texts(), 2, replica)) for replica in range(2)]
-    difference = worst(weights, reference(orders, 2)["weights"])
-    return {"difference": difference, "same": same, "now": now, "losses": whole[-len(resumed) :] == resumed}
+    return found
 
 
 def lamb_warmup() -> list[float]:

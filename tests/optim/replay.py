@@ -5,7 +5,7 @@ What differs between a sharded and an unsharded run is then the optimizer alone,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,11 @@ from torch import distributed as dist
 from ds_terapipe.optim.lamb import FusedLamb
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "betas": [0.8, 0.95]}
+CLOSE = 1e-6
+"""Each step rounds to fp32 once more: 3 steps of 6e-8, and the ratio's own rounding of 1e-7 times lr."""
 Named = dict[str, Tensor]
+Train = Callable[[Any, int], Any]
+"""Trains an engine for the step of this number."""
 
 
 def lamb(**params: Any) -> dict[str, Any]:
@@ -29,28 +33,29 @@ def lamb(**params: Any) -> dict[str, Any]:
 
 def decayed_and_not(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """Two parameter groups: matrices, and biases and norms without decay."""
-    found = list(parameters)
-    matrices = [p for _, p in found if p.dim() > 1]
-    rest = [p for _, p in found if p.dim() <= 1]
-    return [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
+    found = [p for _, p in parameters]
+    rest = {"params": [p for p in found if p.dim() <= 1], "weight_decay": 0.0}
+    return [{"params": [p for p in found if p.dim() > 1]}, rest]
 
 
 def masters(engine: Any) -> Named:
     """The fp32 weights that the optimizer updates, of this rank's parameters. Collective over replicas."""
-    wrapper, found = engine.optimizer, {}
-    clones = {}
+    wrapper, clones = engine.optimizer, {}
     if isinstance(wrapper, FP16_UnfusedOptimizer):
         for low, high in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
             clones.update({id(p): master for p, master in zip(low, high, strict=True)})
-    for name, p in engine.module.named_parameters():
-        linked = hasattr(p, "_hp_mapping")
-        value = p.get_full_hp_param() if linked else clones.get(id(p), p)
-        found[name] = value.detach().float().cpu().clone()
-    return found
+    return {
+        name: (p.get_full_hp_param() if hasattr(p, "_hp_mapping") else clones.get(id(p), p))
+        .detach()
+        .float()
+        .cpu()
+        .clone()
+        for name, p in engine.module.named_parameters()
+    }
 
 
 def gradients(engine: Any) -> Named:
-    """What the wrapper is about to clip and use, unscaled, of this rank's parameters. Collective over replicas."""
+    """The gradients that the wrapper is about to clip and use, unscaled, of this rank's parameters. Collective over replicas."""
     found, scale = {}, float(getattr(engine.optimizer, "loss_scale", 1.0))
     for name, p in engine.module.named_parameters():
         if isinstance(engine.optimizer, BF16_Optimizer):
@@ -65,30 +70,31 @@ def gradients(engine: Any) -> Named:
     return found
 
 
+def of_all_ranks(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
 def whole(engine: Any, values: Named, unlike: set[str]) -> Named:
     """One dict of all ranks, tensor-parallel parts put together. Collective.
 
     Names of tensors that are not the same bit by bit on the ranks that hold them are added to ``unlike``.
     """
     tensor = engine.grid.get_slice_parallel_world_size() if hasattr(engine, "grid") else 1
-    cut = {
+    cuts = {
         name: (p.partition_dim, getattr(p, "partition_stride", 1))
         for name, p in engine.module.named_parameters()
         if tensor > 1 and getattr(p, "tensor_model_parallel", False)
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [(n, cut.get(n), v.numpy()) for n, v in values.items()])
     parts: dict[str, dict[int, Tensor]] = {}
-    cuts = {}
-    for rank, mine in enumerate(everyone):
-        for name, where, value in mine:
-            place = rank % tensor if where is not None else 0
-            tensor_value = torch.from_numpy(value)
-            other = parts.setdefault(name, {}).setdefault(place, tensor_value)
-            if not torch.equal(other, tensor_value):
+    for rank, (theirs, there) in enumerate(of_all_ranks(({n: v.numpy() for n, v in values.items()}, cuts))):
+        cuts.update(there)
+        for name, array in theirs.items():
+            value, place = torch.from_numpy(array), rank % tensor if name in there else 0
+            if not torch.equal(parts.setdefault(name, {}).setdefault(place, value), value):
                 unlike.add(name)
-            cuts[name] = where
-    return {name: _joined([held[i] for i in sorted(held)], cuts[name]) for name, held in parts.items()}
+    return {name: _joined([held[i] for i in sorted(held)], cuts.get(name)) for name, held in parts.items()}
 
 
 def _joined(held: list[Tensor], where: tuple[int, int] | None) -> Tensor:
@@ -99,49 +105,15 @@ def _joined(held: list[Tensor], where: tuple[int, int] | None) -> Tensor:
     return torch.cat([chunk[piece] for piece in range(stride) for chunk in chunks], dim=dimension)
 
 
-def ratios(engine: Any) -> list[dict[str, float]]:
-    """Trust ratios by name, of every rank. Collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    mine = {layer.name: layer.trust_ratio for layer in engine.basic_optimizer.statistics()}
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-class Reference:
-    """One FusedLamb in PyTorch on whole fp32 parameters."""
-
-    def __init__(self, start: Named, trained: set[str], clip: float, grouped: bool, **params: Any) -> None:
-        self.clip = clip
-        self.parameters = {name: nn.Parameter(value.clone()) for name, value in start.items() if name in trained}
-        groups = decayed_and_not(self.parameters.items()) if grouped else [{"params": [*self.parameters.values()]}]
-        self.optimizer = FusedLamb(groups, **{**SETTINGS, **params}, backend="plain")
-        self.optimizer.set_names({p: name for name, p in self.parameters.items()})
-
-    def set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
-    def step(self, found: Named) -> float:
-        """Clip and step; the norm before clipping, fp64."""
-        norm = float(torch.stack([g.double().square().sum() for g in found.values()]).sum().sqrt())
-        factor = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
-        for name, p in self.parameters.items():
-            p.grad = found[name] * factor if name in found else None
-        self.optimizer.step()
-        return norm
-
-
-def replay(
-    engine: Any, train_step: Callable[[int], Any], steps: int, grouped: bool = False, **params: Any
-) -> dict[str, float]:
-    """Train ``steps`` steps with the engine and with the reference on its gradients.
+def replayed(engine: Any, train: Train, grouped: bool = False, **params: Any) -> dict[str, float]:
+    """Train three steps with the engine and with one FusedLamb in PyTorch on its gradients.
 
     Returns:
         Largest errors over all steps: of parameters and of ratios, relative to the largest element of the tensor, and of the
         reported gradient norm where there is clipping; how far the parameters moved; layers whose ratio is not the same on
-        all ranks bit by bit, and how many tensors (gradients or weights) are not.
+        all ranks bit by bit, and how many tensors (gradients or weights) are not; layers that are cut.
     """
-    take_step = engine._take_model_step
+    take_step, clip = engine._take_model_step, engine.gradient_clipping()
     found: Named = {}
     unlike: set[str] = set()
 
@@ -151,52 +123,98 @@ def replay(
 
     engine._take_model_step = observed
     start = whole(engine, masters(engine), unlike)
-    trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, trained)
-    reference = Reference(start, set().union(*everyone), engine.gradient_clipping(), grouped, **params)
+    trained = set().union(*of_all_ranks({name for name, p in engine.module.named_parameters() if p.requires_grad}))
+    right = {name: nn.Parameter(value.clone()) for name, value in start.items() if name in trained}
+    groups = decayed_and_not(right.items()) if grouped else [{"params": [*right.values()]}]
+    reference = FusedLamb(groups, **{**SETTINGS, **params}, backend="plain")
+    reference.set_names({p: name for name, p in right.items()})
     worst = {"parameters": 0.0, "ratios": 0.0, "norm": 0.0, "unequal": 0.0, "frozen": 0.0}
-    for step in range(steps):
+    for step in range(3):
         found.clear()
-        reference.set_lr(engine.get_lr()[0])
-        train_step(step)
-        norm = reference.step(found)
-        after = whole(engine, masters(engine), unlike)
-        expected = {layer.name: layer.trust_ratio for layer in reference.optimizer.statistics()}
-        seen = ratios(engine)
-        for name, value in after.items():
-            if name not in reference.parameters:
+        for group in reference.param_groups:
+            group["lr"] = engine.get_lr()[0]
+        train(engine, step)
+        norm = float(torch.stack([g.double().square().sum() for g in found.values()]).sum().sqrt())
+        for name, p in right.items():
+            p.grad = found[name] * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) if name in found else None
+        reference.step()
+        expected = {layer.name: layer.trust_ratio for layer in reference.statistics()}
+        mine = {layer.name: layer.trust_ratio for layer in engine.basic_optimizer.statistics()}
+        seen = of_all_ranks(mine)
+        for name, value in whole(engine, masters(engine), unlike).items():
+            if name not in right:
                 worst["frozen"] = max(worst["frozen"], float((value - start[name]).abs().max()))
                 continue
-            right = reference.parameters[name].detach()
-            worst["parameters"] = max(worst["parameters"], float((value - right).abs().max() / right.abs().max()))
-            held = {mine[name] for mine in seen if name in mine}
+            new = right[name].detach()
+            worst["parameters"] = max(worst["parameters"], float((value - new).abs().max() / new.abs().max()))
+            held = {ratios[name] for ratios in seen if name in ratios}
             worst["unequal"] += len(held) != 1
             worst["ratios"] = max([worst["ratios"], *(abs(r - expected[name]) / expected[name] for r in held)])
-        if reference.clip:
+        if clip:
             worst["norm"] = max(worst["norm"], abs(float(engine.get_global_grad_norm()) - norm) / norm)
     del engine._take_model_step
-    moved = [float((p.detach() - start[name]).abs().max()) for name, p in reference.parameters.items()]
-    return {**worst, "moved": min(moved), "clipped": float(norm > reference.clip > 0), "unlike": float(len(unlike))}
+    moved = min(float((p.detach() - start[name]).abs().max()) for name, p in right.items())
+    maps = [(getattr(p, "_hp_mapping", None), p.numel()) for p in engine.module.parameters()]
+    cut = sum(mapping is not None and mapping.hp_fragment_address.numel < size for mapping, size in maps)
+    return {**worst, "moved": moved, "clipped": float(norm > clip > 0), "unlike": float(len(unlike)), "cut": float(cut)}
 
 
-def off_by(errors: Sequence[Mapping[str, float]], close: float) -> float:
-    """The largest of some errors of :func:`replay`, in tolerances: ``close``, and ten of it for norms."""
-    return max(max(each["parameters"], each["ratios"], each["norm"] / 10) for each in errors) / close
+def check_replay(errors: dict[str, float], clipped: bool, parameters: float = CLOSE, ratios: float = CLOSE) -> None:
+    """Steps are those of the unsharded optimizer, and ratios, gradients and weights alike on the ranks that hold them."""
+    assert errors["parameters"] <= parameters and errors["ratios"] <= ratios, errors
+    assert errors["unequal"] == errors["unlike"] == errors["frozen"] == 0 and errors["moved"] > 1e-4, errors
+    assert errors["norm"] <= 10 * CLOSE and bool(errors["clipped"]) == clipped, errors  # DeepSpeed adds squares in fp32
 
 
 def state(engine: Any) -> list[Any]:
     """Bit for bit what a skipped step must not change, on this rank: weights, masters, moments, counts."""
     saved = engine.basic_optimizer.state_dict()["state"]
     used = [saved[i] for i in sorted(saved) if saved[i]]
-    moments = [values[key] for values in used for key in ("exp_avg", "exp_avg_sq")]
-    counts = [values["step"] for values in used]
     held = [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
-    weights = [*engine.module.parameters(), *held]
-    return [[t.detach().clone() for t in (*moments, *weights)], counts, engine.get_lr()]
+    tensors = [values[key] for values in used for key in ("exp_avg", "exp_avg_sq")] + [
+        *engine.module.parameters(),
+        *held,
+    ]
+    return [[t.detach().clone() for t in tensors], [values["step"] for values in used], engine.get_lr()]
 
 
 def same(before: list[Any], after: list[Any]) -> bool:
     """Whether two :func:`state` are equal bit by bit."""
     tensors = len(before[0]) == len(after[0]) and all(map(torch.equal, before[0], after[0]))
     return tensors and before[1:] == after[1:]
+
+
+SKIPPED = (True, 1, True, 0)
+
+
+def poisoned(engine: Any, train: Train, victim: nn.Parameter | None) -> tuple[bool, int, bool, int]:
+    """A step in which a gradient of ``victim``, on its rank, is nan before replicas are averaged; then a good one.
+
+    Returns :data:`SKIPPED` if the first changes nothing and is counted once, and the second is made with finite numbers.
+    """
+    before, skipped = state(engine), engine.skipped_steps
+    hook = None if victim is None else victim.register_hook(lambda g: g * float("nan"))
+    train(engine, 0)
+    if hook is not None:
+        hook.remove()
+    kept, counted = same(before, state(engine)), engine.skipped_steps - skipped
+    train(engine, 1)
+    moved = not same(before, state(engine)) and all(bool(torch.isfinite(p).all()) for p in engine.module.parameters())
+    return kept, counted, moved, engine.skipped_steps - skipped - counted
+
+
+def resumed(build: Callable[[], Any], train: Train, folder: str) -> bool:
+    """Two steps, a checkpoint, two more; and these two again from the checkpoint: bit for bit the same on this rank?"""
+    first, second = build(), None
+    for step in range(4):
+        if step == 2:
+            first.save_checkpoint(folder, tag="two")
+        train(first, step)
+    second = build()
+    second.load_checkpoint(folder, tag="two")
+    for step in (2, 3):
+        train(second, step)
+    equal = same(state(first), state(second)) and second.global_steps == 4
+    first.destroy()
+    second.destroy()
+    return equal

@@ -1,31 +1,32 @@
-"""Tables for a back end made by hand, and the formula of csrc/lamb/segment.h in float64 over them."""
+"""Tables for a back end made by hand, on any device, and one step of csrc/lamb/segment.h in float64 over them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ds_terapipe.optim.op.segments import Tables
+from ds_terapipe.optim.modes import ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_INSIDE_SQRT
+from ds_terapipe.optim.op.segments import Tables, View
 
-ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_INSIDE_SQRT = 1, 2, 4, 8
-NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-GUARD = 5
-SENTINEL = 777.0
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+NUMBERS = {FP32: 0, FP16: 1, BF16: 2}
+# Half the spacing of numbers, relative to them and below the smallest normal one: what storing the right result may cost.
+ROUNDING = {FP32: (2.0**-24, 0.0), FP16: (2.0**-11, 2.0**-25), BF16: (2.0**-8, 0.0)}
+GUARD, SENTINEL = 32, 7.5
+ALIKE, APART = (1, 1, 1, 1, 1), (1, 0, 2, 3, 1)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """The columns of a rule, as in csrc/lamb/segment.h."""
+class Rule(NamedTuple):
+    """A row of the rules, columns of ``Rule`` in csrc/lamb/segment.h."""
 
     lr: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.999
-    beta3: float = 0.1
+    beta3: float = 1 - 0.9
     eps: float = 1e-6
     weight_decay: float = 0.01
     step: float = 3.0
@@ -35,152 +36,188 @@ class Rule:
     max_weight_norm: float = math.inf
     flags: float = ADAPT | CORRECT_MOMENTS
 
-    def row(self) -> list[float]:
-        return list(vars(self).values())
 
+class Run(NamedTuple):
+    """A segment to make.
 
-@dataclass
-class Run:
-    """One segment: five one-dimensional tensors of equal length, the last None for no copy."""
+    Attributes:
+        types: of parameter, gradient and copy; None for no copy.
+        shifts: elements by which parameter, gradient, moments and copy start behind an address that a wide load could use.
+        scale: the size of the parameter, and of gradient and moments.
+    """
 
-    parameter: Tensor
-    gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    copy: Tensor | None = None
+    length: int
     layer: int = 0
     rule: int = 0
+    types: tuple[torch.dtype, torch.dtype, torch.dtype | None] = (FP32, FP32, None)
+    shifts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
     counted: bool = True
+    scale: tuple[float, float] = (1.0, 1e-2)
 
-    def tensors(self) -> list[Tensor]:
-        kept = [self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq]
-        return kept if self.copy is None else [*kept, self.copy]
 
-    def row(self) -> list[int]:
-        types = (
-            self.rule | NUMBERS[self.parameter.dtype] << 16 | NUMBERS[self.gradient.dtype] << 20 | self.counted << 28
+class Case:
+    """Tensors of some segments, with guards around them, and what a back end is given for them.
+
+    Args:
+        runs: sorted by layer.
+        fresh: whether the moments are zero, as before a first step; else of the gradients' size.
+    """
+
+    def __init__(
+        self, runs: Sequence[Run], rules: Sequence[Rule] = (Rule(),), layers: int = 0, device: str = "cpu", seed: int = 0,
+        fresh: bool = False,
+    ) -> None:  # fmt: skip
+        self.runs, self.rules = list(runs), list(rules)
+        layers = layers or max((run.layer for run in runs), default=-1) + 1
+        random = torch.Generator().manual_seed(seed)
+        self.arrays: list[View] = []
+        self._buffers: list[tuple[Tensor, int, int]] = []
+        for run in runs:
+            tensors = [
+                None if dtype is None else self._guarded(run.length, shift, dtype, device)
+                for dtype, shift in zip((*run.types[:2], FP32, FP32, run.types[2]), run.shifts, strict=True)
+            ]
+            self.arrays.append(View(*tensors))
+            sizes = (*run.scale, *((0.0, 0.0) if fresh else (run.scale[1], run.scale[1] ** 2)))
+            for tensor, size in zip(tensors[:4], sizes, strict=True):
+                tensor.copy_(size * torch.randn(run.length, generator=random))
+            self.arrays[-1].exp_avg_sq.abs_()
+        rows = [[*self._addresses(view), *self._kind(run)] for view, run in zip(self.arrays, runs, strict=True)]
+        values = torch.tensor(self.rules, dtype=torch.float64, device=device).reshape(-1, 12)
+        self.tables = Tables(torch.tensor(rows, dtype=torch.int64).reshape(-1, 8), values, layers, views=self.arrays)
+        self.norms, self.ratios, self.control = (
+            torch.full(shape, 99.0, dtype=torch.float64, device=device) for shape in ((layers, 2), (layers,), (4,))
         )
-        copy = 0
-        if self.copy is not None:
-            types |= NUMBERS[self.copy.dtype] << 24
-            copy = self.copy.data_ptr()
-        addresses = [t.data_ptr() for t in (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)]
-        return [*addresses, copy, self.parameter.numel(), self.layer, types]
+        self.set_control()
+
+    def _guarded(self, length: int, shift: int, dtype: torch.dtype, device: str) -> Tensor:
+        # PyTorch's own addresses are multiples of 64 bytes, and so is the guard.
+        buffer = torch.full((2 * GUARD + shift + length,), SENTINEL, dtype=dtype, device=device)
+        self._buffers.append((buffer, GUARD + shift, length))
+        return buffer[GUARD + shift : GUARD + shift + length]
+
+    @staticmethod
+    def _addresses(view: View) -> list[int]:
+        return [0 if tensor is None else tensor.data_ptr() for tensor in view]
+
+    @staticmethod
+    def _kind(run: Run) -> tuple[int, int, int]:
+        parameter, gradient, copy = (NUMBERS[dtype or FP32] for dtype in run.types)
+        return run.length, run.layer, run.rule | parameter << 16 | gradient << 20 | copy << 24 | run.counted << 28
+
+    def guards_hold(self) -> bool:
+        """Whether nothing was written beside the tensors."""
+        around = [torch.cat([b[:start], b[start + length :]]) for b, start, length in self._buffers]
+        return all(bool((guard == SENTINEL).all()) for guard in around)
+
+    def bits(self) -> list[Tensor]:
+        """Copies of all that a step may change, as bits: nan is nan."""
+        kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        tensors = [t for view in self.arrays for t in view if t is not None]
+        return [
+            t.clone().view(kinds[t.element_size()])
+            for t in (*tensors, self.norms, self.ratios, self.control, self.tables.rules)
+        ]
+
+    def set_control(self, scale: float = 1.0, max_norm: float = 0.0) -> None:
+        """Set ``control`` as before a step."""
+        self.control.copy_(torch.tensor([scale, max_norm, 0.0, 0.0], dtype=torch.float64))
+
+    def next_step(self, number: int, scale: float = 1.0, max_norm: float = 0.0) -> None:
+        """Number the next step and give it other gradients in the same memory."""
+        self.rules = [rule._replace(step=float(number)) for rule in self.rules]
+        self.tables.rules.copy_(torch.tensor(self.rules, dtype=torch.float64))
+        self.set_control(scale, max_norm)
+        random = torch.Generator().manual_seed(number)
+        for run, view in zip(self.runs, self.arrays, strict=True):
+            view.gradient.copy_(run.scale[1] * torch.randn(run.length, generator=random))
+
+    def exact_moments(self) -> list[tuple[Tensor, Tensor]]:
+        """The moments as stored, in float64."""
+        return [(view.exp_avg.double(), view.exp_avg_sq.double()) for view in self.arrays]
 
 
-def guarded(values: Tensor, dtype: torch.dtype, offset: int) -> Tensor:
-    """``values`` as a view that begins ``offset`` elements into its storage and has GUARD more behind it."""
-    storage = torch.full((offset + values.numel() + GUARD,), SENTINEL, dtype=dtype)
-    view = storage[offset : offset + values.numel()]
-    view.copy_(values)
-    return view
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether two results of :meth:`Case.bits` are equal."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def guards_hold(view: Tensor) -> bool:
-    """Whether nothing before or behind the view was written."""
-    storage = torch.as_strided(view, (view.untyped_storage().nbytes() // view.element_size(),), (1,), 0)
-    start = view.storage_offset()
-    around = torch.cat([storage[:start], storage[start + view.numel() :]])
-    return bool((around == SENTINEL).all())
+def run(op: Any, case: Case, **options: Any) -> None:
+    """One step of the op."""
+    op.square_sum(case.tables, case.control)
+    op.step(case.tables, case.norms, case.control, case.ratios, **options)
 
 
-def random_run(
-    elements: int,
-    seed: int,
-    *,
-    types: tuple[torch.dtype, torch.dtype, torch.dtype | None] = (torch.float32, torch.float32, None),
-    offset: int = 0,
-    scale: float = 1.0,
-    **settings: int,
-) -> Run:
-    """A segment in the middle of a training: moments of the gradients' size, parameters around ``scale``."""
-    random = np.random.default_rng(seed)
-    parameter = torch.from_numpy(random.standard_normal(elements) * scale)
-    gradient = torch.from_numpy(random.standard_normal(elements) * 1e-2)
-    exp_avg = torch.from_numpy(random.standard_normal(elements) * 1e-2)
-    exp_avg_sq = torch.from_numpy(random.standard_normal(elements) ** 2 * 1e-4)
-    copy = None if types[2] is None else guarded(torch.zeros(elements), types[2], offset)
-    return Run(
-        guarded(parameter, types[0], offset),
-        guarded(gradient, types[1], offset),
-        guarded(exp_avg, torch.float32, offset),
-        guarded(exp_avg_sq, torch.float32, offset),
-        copy,
-        **settings,
-    )
+def run_in_phases(op: Any, case: Case, **options: Any) -> None:
+    """One step of the op as where layers are sharded."""
+    op.square_sum(case.tables, case.control)
+    op.moments(case.tables, case.norms, case.control)
+    op.apply(case.tables, case.norms, case.control, case.ratios, **options)
 
 
-def tables_of(runs: Sequence[Run], rules: Sequence[Rule], layers: int) -> Tables:
-    """The tables that a back end is given."""
-    segments = torch.tensor([run.row() for run in runs], dtype=torch.int64).reshape(-1, 8)
-    return Tables(segments, torch.tensor([rule.row() for rule in rules], dtype=torch.float64).reshape(-1, 12), layers)
+class Expected(NamedTuple):
+    """The results of a step, float64: parameters and moments by segment, norms and ratios by layer, the gradients' squares."""
 
-
-def cloned(runs: Sequence[Run]) -> list[Run]:
-    """The same values at the same distance from a 64-byte boundary, in new memory."""
-    return [replace(run, **{name: _clone(getattr(run, name)) for name in _TENSORS}) for run in runs]
-
-
-_TENSORS = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "copy")
-
-
-def _clone(view: Tensor | None) -> Tensor | None:
-    return None if view is None else guarded(view, view.dtype, view.storage_offset())
-
-
-@dataclass
-class Expected:
-    """What a step makes, float64: one entry per segment, but norms [L, 2] and ratios [L]."""
-
-    parameter: list[Tensor]
-    step: list[Tensor]
-    exp_avg: list[Tensor]
-    exp_avg_sq: list[Tensor]
+    parameters: list[Tensor]
+    moments: list[tuple[Tensor, Tensor]]
     norms: Tensor
     ratios: Tensor
+    squares: float
 
 
-def reference(runs: Sequence[Run], rules: Sequence[Rule], layers: int, control: Sequence[float]) -> Expected:
-    """One step in float64, from what is stored. ``control`` has the sum of squares of the gradients in place."""
-    scale, max_norm, squares, _ = control
-    factor = scale * (min(1.0, max_norm / (scale * math.sqrt(squares) + 1e-6)) if max_norm > 0 else 1.0)
-    result = Expected(
-        [], [], [], [], torch.zeros(layers, 2, dtype=torch.float64), torch.ones(layers, dtype=torch.float64)
-    )
-    updates = []
-    for run in runs:
-        rule, p, g = rules[run.rule], run.parameter.double(), run.gradient.double() * factor
-        m = rule.beta1 * run.exp_avg.double() + rule.beta3 * g
-        v = rule.beta2 * run.exp_avg_sq.double() + (1 - rule.beta2) * g * g
-        updates.append(update(rule, p, m, v))
-        result.exp_avg.append(m)
-        result.exp_avg_sq.append(v)
-        result.norms[run.layer] += torch.stack([p.square().sum(), updates[-1].square().sum()])
-    for run, u in zip(runs, updates, strict=True):
-        rule = rules[run.rule]
-        ratio = trust_ratio(rule, *result.norms[run.layer].tolist())
-        size = rule.lr * ratio
+def reference(case: Case, moments: list[tuple[Tensor, Tensor]] | None = None) -> Expected:
+    """One step in float64, from what is stored; ``moments`` are better ones than those stored, of the same gradients."""
+    views, runs = case.arrays, case.runs
+    squares = sum(v.gradient.double().square().sum().item() for v, r in zip(views, runs, strict=True) if r.counted)
+    factor, max_norm = case.control[:2].tolist()
+    if max_norm > 0:
+        factor *= min(1.0, max_norm / (factor * math.sqrt(squares) + 1e-6))
+    norms, ratios = torch.zeros_like(case.norms), torch.ones_like(case.ratios)
+    made, updates = [], []
+    for view, each, (m, v) in zip(views, runs, moments or case.exact_moments(), strict=True):
+        rule, p, g = case.rules[each.rule], view.parameter.double(), view.gradient.double() * factor
+        m, v = rule.beta1 * m + rule.beta3 * g, rule.beta2 * v + (1 - rule.beta2) * g * g
+        made.append((m, v))
+        flags = int(rule.flags)
+        if flags & CORRECT_MOMENTS:
+            m, v = m / (1 - rule.beta1**rule.step), v / (1 - rule.beta2**rule.step)
+        u = m / ((v + rule.eps).sqrt() if flags & EPS_INSIDE_SQRT else v.sqrt() + rule.eps) + rule.weight_decay * p
+        updates.append(u)
+        norms[each.layer] += torch.stack([p.square().sum(), u.square().sum()])
+    parameters = []
+    for view, each, u in zip(views, runs, updates, strict=True):
+        rule, (weight, change) = case.rules[each.rule], norms[each.layer].sqrt().tolist()
+        if each.length and int(rule.flags) & ADAPT and weight and change:
+            weight = min(max(weight, rule.min_weight_norm), rule.max_weight_norm)
+            ratios[each.layer] = min(max(weight / change, rule.min_coeff), rule.max_coeff)
+        size = rule.lr * ratios[each.layer]
         if int(rule.flags) & CORRECT_STEP:
             size *= math.sqrt(1 - rule.beta2**rule.step) / (1 - rule.beta1**rule.step)
-        if run.parameter.numel():
-            result.ratios[run.layer] = ratio
-        result.step.append(size * u)
-        result.parameter.append(run.parameter.double() - size * u)
-    return result
+        parameters.append(view.parameter.double() - size * u)
+    return Expected(parameters, made, norms, ratios, squares)
 
 
-def update(rule: Rule, p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-    """u of the formula."""
-    flags = int(rule.flags)
-    if flags & CORRECT_MOMENTS:
-        m, v = m / (1 - rule.beta1**rule.step), v / (1 - rule.beta2**rule.step)
-    divisor = (v + rule.eps).sqrt() if flags & EPS_INSIDE_SQRT else v.sqrt() + rule.eps
-    return m / divisor + rule.weight_decay * p
-
-
-def trust_ratio(rule: Rule, weight_square: float, update_square: float) -> float:
-    """The ratio of the formula, from the sums of squares."""
-    if not int(rule.flags) & ADAPT or weight_square == 0 or update_square == 0:
-        return 1.0
-    weight = min(max(math.sqrt(weight_square), rule.min_weight_norm), rule.max_weight_norm)
-    return min(max(weight / math.sqrt(update_square), rule.min_coeff), rule.max_coeff)
+def step_and_compare(op: Any, case: Case, exact: list[tuple[Tensor, Tensor]] | None = None) -> Expected:
+    """One step of the op is that of float64: ratios to 1e-6, parameters to 2e-6 of the step beyond their rounding."""
+    want, before = reference(case, exact), [view.parameter.double() for view in case.arrays]
+    gradients = [view.gradient.clone() for view in case.arrays]
+    run(op, case)
+    assert case.control[3] == 0 and case.guards_hold()
+    # On CUDA and in PyTorch all sums are fp64; on the CPU squares are added in fp32 first.
+    assert math.isclose(case.control[2].item(), want.squares, rel_tol=1e-6 if op.name == "cpu" else 1e-12)
+    torch.testing.assert_close(case.ratios, want.ratios, rtol=1e-6, atol=0)
+    if op.name != "plain" or case.ratios.ne(1).any():  # which adds up what ratios need, and nothing else
+        torch.testing.assert_close(case.norms, want.norms, rtol=2e-6, atol=0)  # sums of squares
+    for i, (view, each) in enumerate(zip(case.arrays, case.runs, strict=True)):
+        assert torch.equal(view.gradient, gradients[i])
+        if exact is None:  # a few roundings of each term; terms may cancel, hence the absolute part
+            m, v = want.moments[i]
+            torch.testing.assert_close(view.exp_avg.double(), m, rtol=3e-7, atol=3e-7 * each.scale[1])
+            torch.testing.assert_close(view.exp_avg_sq.double(), v, rtol=4e-7, atol=1e-11 * each.scale[1] ** 2)
+        for stored in (view.parameter, view.copy):
+            if stored is not None and each.length:
+                relative, absolute = ROUNDING[stored.dtype]
+                rounding = relative * torch.maximum(before[i].abs(), want.parameters[i].abs()) + absolute
+                error = (stored.double() - want.parameters[i]).abs() - rounding
+                assert error.max() <= 2e-6 * (want.parameters[i] - before[i]).abs().max()
+    return want

@@ -1,4 +1,4 @@
-"""What ``optimizer`` and ``scheduler`` of ds_config.json become as arguments of ``deepspeed.initialize``, and what is refused."""
+"""``optimizer`` and ``scheduler`` of ds_config.json become arguments of ``deepspeed.initialize``, or are refused."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed.runtime.lr_schedules as schedules
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim import json_keys
-from ds_terapipe.optim.engine_hooks import is_sharded
 from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.register import wrap
 
-LAMB = {"type": "FusedLamb", "params": {"lr": 1e-3}}
 WARMUP = {
     "type": "LambWarmup",
     "params": {"reference_lr": 1e-3, "reference_batch_size": 8, "total_steps": 100, "warmup_ratio": 0.1},
@@ -27,21 +25,25 @@ MIXED = {"type": "MixedBatch", "params": {"phases": [PHASE]}}
 
 
 def config(**keys: Any) -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": 1, "optimizer": LAMB, **keys}
+    return {**params(), **keys}
 
 
 def params(**params: Any) -> dict[str, Any]:
-    return config(optimizer={"type": "FusedLamb", "params": {"lr": 1e-3, **params}})
+    optimizer = {"type": "FusedLamb", "params": {"lr": 1e-3, **params}}
+    return {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return config(zero_optimization={"stage": stage, **keys})
 
 
 def read(settings: dict[str, Any], **arguments: Any) -> json_keys.JsonKeys:
-    named = lambda block, names: (settings.get(block) or {}).get("type") in names  # noqa: E731
-    return json_keys.read(
-        settings,
-        {"config": settings, **arguments},
-        optimizer=named("optimizer", ("FusedLamb",)),
-        scheduler=named("scheduler", ("LambWarmup", "MixedBatch")),
-    )
+    types = {block: (settings.get(block) or {}).get("type") for block in ("optimizer", "scheduler")}
+    ours = {
+        "optimizer": types["optimizer"] == "FusedLamb",
+        "scheduler": types["scheduler"] in ("LambWarmup", "MixedBatch"),
+    }
+    return json_keys.read(settings, {"config": settings, **arguments}, **ours)
 
 
 def made(settings: dict[str, Any], parameters: Any = None) -> FusedLamb:
@@ -50,29 +52,19 @@ def made(settings: dict[str, Any], parameters: Any = None) -> FusedLamb:
     return maker(parameters or [torch.nn.Parameter(torch.ones(2, 2))])
 
 
-def test_params_are_the_optimizer_s() -> None:
-    lamb = made(
-        params(betas=[0.8, 0.9], eps=1e-5, weight_decay=0.3, mode="deepspeed", exclude="bias_norm", max_coeff=5.0)
-    )
-    group = lamb.param_groups[0]
-    assert isinstance(lamb, FusedLamb)
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1e-3, (0.8, 0.9), 1e-5, 0.3)
-    assert (group["mode"], group["exclude"], group["max_coeff"], lamb.max_grad_norm) == (
-        "deepspeed",
-        "bias_norm",
-        5.0,
-        0.0,
-    )
-
-
-def test_groups_have_settings_of_their_own() -> None:
+def test_params_are_the_optimizers_and_groups_have_their_own() -> None:
+    given = {"eps": 1e-5, "weight_decay": 0.3, "mode": "deepspeed", "exclude": "bias_norm", "max_coeff": 5.0}
     tensors = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups = [{"params": tensors[:1]}, {"params": tensors[1:], "weight_decay": 0.0}]
-    assert [group["weight_decay"] for group in made(config(), groups).param_groups] == [0.01, 0.0]
+    lamb = made(params(betas=[0.8, 0.9], **given), groups)
+    assert isinstance(lamb, FusedLamb) and lamb.max_grad_norm == 0.0
+    wanted = {"lr": 1e-3, "betas": (0.8, 0.9), **given}
+    assert wanted.items() <= lamb.param_groups[0].items()
+    assert (wanted | {"weight_decay": 0.0}).items() <= lamb.param_groups[1].items()
 
 
-def test_the_user_s_configuration_stays_as_it_was() -> None:
-    settings = config(optimizer={"type": "FusedLamb", "params": {"lr": 1e-3, "max_grad_norm": 2.0}}, scheduler=MIXED)
+def test_the_users_configuration_stays_as_it_was() -> None:
+    settings = {**params(max_grad_norm=2.0), "scheduler": MIXED}
     before = json.dumps(settings)
     keys = read(settings)
     assert json.dumps(settings) == before
@@ -80,21 +72,23 @@ def test_the_user_s_configuration_stays_as_it_was() -> None:
     assert keys.config["zero_allow_untested_optimizer"] is True and keys.config["train_batch_size"] == 8
 
 
-@given(st.floats(0, 1e6), st.one_of(st.none(), st.floats(0, 1e6)))
-def test_max_grad_norm_is_gradient_clipping(norm: float, clipping: float | None) -> None:
-    settings = {**params(max_grad_norm=norm), **({} if clipping is None else {"gradient_clipping": clipping})}
-    if clipping is None or clipping == norm:
-        assert read(settings).config["gradient_clipping"] == norm
-    else:
+@pytest.mark.parametrize(
+    ("norm", "clipping", "found"),
+    [({}, 0.7, 0.7), ({"max_grad_norm": None}, None, None), ({"max_grad_norm": 2.0}, None, 2.0),
+     ({"max_grad_norm": 0}, 0.0, 0.0), ({"max_grad_norm": 2}, 2.0, 2.0), ({"max_grad_norm": 2.0}, 1.0, ConfigError)],
+)  # fmt: skip
+def test_max_grad_norm_is_gradient_clipping(norm: dict[str, Any], clipping: float | None, found: Any) -> None:
+    settings = {**params(**norm), **({} if clipping is None else {"gradient_clipping": clipping})}
+    if found is ConfigError:
         with pytest.raises(
             ConfigError, match=r"^optimizer\.params\.max_grad_norm: got .*, must be equal to gradient_clipping"
         ):
             read(settings)
+    else:
+        assert read(settings).config.get("gradient_clipping") == found
 
 
-def test_without_max_grad_norm_the_engine_s_clipping_stays() -> None:
-    assert read(config(gradient_clipping=0.7)).config["gradient_clipping"] == 0.7
-    assert "gradient_clipping" not in read(params(max_grad_norm=None)).config
+OFFLOAD = {"device": "nvme", "nvme_path": "/x"}
 
 
 @pytest.mark.parametrize(
@@ -108,39 +102,23 @@ def test_without_max_grad_norm_the_engine_s_clipping_stays() -> None:
         (params(wieght_decay=0.1), r'optimizer\.params: unknown key "wieght_decay", .* use "weight_decay"$'),
         (params(tensor_parallel_group=1), r'optimizer\.params: unknown key "tensor_parallel_group"'),
         (config(optimizer={"type": "FusedLamb"}), r"optimizer\.params\.lr: missing, must be .* use e\.g\. 1e-3"),
-        (
-            config(optimizer={"type": "FusedLamb", "params": [1]}),
-            r"optimizer\.params: got \[1\], must be a block of keys",
-        ),
-        (config(zero_optimization={"stage": 3}), r"zero_optimization\.stage: got 3, must be 0, 1 or 2"),
-        (
-            config(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}}),
-            r'zero_optimization\.offload_optimizer: got \{"device": "cpu"\}, .* use device "none"',
-        ),
-        (
-            config(zero_optimization={"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}),
-            r'zero_optimization\.offload_optimizer: got \{"device": "nvme"',
-        ),
-        (config(zero_optimization={"stage": 1, "cpu_offload": True}), r"zero_optimization\.cpu_offload: got true"),
-        (config(zero_optimization={"stage": 2, "zenflow": {}}), r"zero_optimization\.zenflow: got \{\}"),
-        (
-            config(zero_optimization={"stage": 1, "round_robin_gradients": True}),
-            r"zero_optimization\.round_robin_gradients: got true, must be false",
-        ),
-        (
-            config(bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
-            r"bf16\.bf16_master_weights_and_grads: got true",
-        ),
+        (config(optimizer={"type": "FusedLamb", "params": [1]}), r"optimizer\.params: got \[1\], must be a block of keys"),
+        (zero(3), r"zero_optimization\.stage: got 3, must be 0, 1 or 2"),
+        (zero(1, offload_optimizer={"device": "cpu"}),
+         r'zero_optimization\.offload_optimizer: got \{"device": "cpu"\}, .* use device "none"'),
+        (zero(2, offload_optimizer=OFFLOAD), r'zero_optimization\.offload_optimizer: got \{"device": "nvme"'),
+        (zero(1, cpu_offload=True), r"zero_optimization\.cpu_offload: got true"),
+        (zero(2, zenflow={}), r"zero_optimization\.zenflow: got \{\}"),
+        (zero(1, round_robin_gradients=True), r"zero_optimization\.round_robin_gradients: got true, must be false"),
+        (config(bf16={"enabled": True, "bf16_master_weights_and_grads": True}), r"bf16\.bf16_master_weights_and_grads: got true"),
         (config(torch_autocast={"enabled": True, "dtype": "float16"}), r"torch_autocast: got .*float16"),
         (config(tensor_parallel={"autotp_size": 2}), r"tensor_parallel\.autotp_size: got 2"),
         (config(scheduler={"type": "LambWarmup", "params": {}}), r"scheduler\.params\.\w+: missing"),
         (config(scheduler=MIXED, train_batch_size=9), r"train_batch_size: got 9"),
-        (
-            {"train_batch_size": 8, "scheduler": WARMUP},
-            r'^scheduler\.type: got "LambWarmup" without an optimizer, must have one, use optimizer\.type$',
-        ),
+        ({"train_batch_size": 8, "scheduler": WARMUP},
+         r'^scheduler\.type: got "LambWarmup" without an optimizer, must have one, use optimizer\.type$'),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         read(settings)
@@ -150,8 +128,8 @@ def test_what_is_refused(settings: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        config(zero_optimization={"stage": 2, "offload_optimizer": {"device": "none"}}),
-        config(zero_optimization={"stage": 1, "offload_param": None, "elastic_checkpoint": True}),
+        zero(2, offload_optimizer={"device": "none"}),
+        zero(1, offload_param=None, elastic_checkpoint=True),
         config(torch_autocast={"enabled": True, "dtype": "bfloat16"}),
         config(torch_autocast={"enabled": False, "dtype": "float16"}),
     ],
@@ -162,9 +140,8 @@ def test_what_is_not_refused(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("argument", "block"), [("optimizer", "optimizer"), ("lr_scheduler", "scheduler")])
 def test_the_key_and_the_argument_are_one_too_many(argument: str, block: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^{block}\.type: got \"\w+\" beside initialize\({argument}=\.\.\.\), must be one"
-    ):
+    message = rf"^{block}\.type: got \"\w+\" beside initialize\({argument}=\.\.\.\), must be one"
+    with pytest.raises(ConfigError, match=message):
         read(config(scheduler=WARMUP), **{argument: object()})
 
 
@@ -175,10 +152,11 @@ def test_a_schedule_sets_the_learning_rate_that_the_optimizer_has_not() -> None:
     assert lamb.param_groups[0]["lr"] == pytest.approx(1e-4) == schedule.get_lr()[0]  # the first of 10 steps of warm-up
 
 
-def test_a_schedule_of_ours_goes_with_another_optimizer() -> None:
-    keys = read({"train_batch_size": 8, "scheduler": WARMUP, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}})
-    assert keys.optimizer is None and keys.lr_scheduler is not None
-    keys = read({"train_batch_size": 8, "scheduler": WARMUP}, optimizer=object())
+@pytest.mark.parametrize(
+    "given", [{"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}, {}], ids=["key", "argument"]
+)
+def test_a_schedule_of_ours_goes_with_another_optimizer(given: dict[str, Any]) -> None:
+    keys = read({"train_batch_size": 8, "scheduler": WARMUP, **given}, **({} if given else {"optimizer": object()}))
     assert keys.optimizer is None and keys.lr_scheduler is not None
 
 
@@ -191,7 +169,7 @@ def test_arguments_are_replaced(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepspeed_config", "deepscale_config"])
-def test_the_user_s_args_get_back_what_they_held(name: str) -> None:
+def test_the_users_args_get_back_what_they_held(name: str) -> None:
     args = SimpleNamespace(**{"deepspeed_config": None, name: "ds_config.json"})
     keys = read(config())
     with pytest.raises(KeyError), keys.put_into({"args": args}):
@@ -200,58 +178,33 @@ def test_the_user_s_args_get_back_what_they_held(name: str) -> None:
     assert getattr(args, name) == "ds_config.json"
 
 
+def initialize(args: Any = None, optimizer: Any = None, lr_scheduler: Any = None, config: Any = None) -> Any:
+    """In the place of DeepSpeed's."""
+    return config
+
+
 @pytest.mark.parametrize(
-    ("block", "kind", "right"),
+    ("block", "right", "kinds"),
     [
-        ("optimizer", "fusedlamb", "FusedLamb"),
-        ("optimizer", "FusedLAMB", "FusedLamb"),
-        ("optimizer", "Fused_Lamb", "FusedLamb"),
-        ("optimizer", "FusedLam", "FusedLamb"),
-        ("scheduler", "lambwarmup", "LambWarmup"),
-        ("scheduler", "Lamb-Warmup", "LambWarmup"),
-        ("scheduler", "Mixed_Batch", "MixedBatch"),
+        ("optimizer", "FusedLamb", ("fusedlamb", "FusedLAMB", "Fused_Lamb", "FusedLam")),
+        ("scheduler", "LambWarmup", ("lambwarmup", "Lamb-Warmup")),
+        ("scheduler", "MixedBatch", ("Mixed_Batch",)),
     ],
 )
-def test_types_that_nearly_are_ours(block: str, kind: str, right: str) -> None:
-    def initialize(args: Any = None, optimizer: Any = None, lr_scheduler: Any = None, config: Any = None) -> Any:
-        return "DeepSpeed's"
-
-    settings = {"train_batch_size": 1, block: {"type": kind}}
-    with pytest.raises(ConfigError, match=f'^{block}.type: got "{kind}", must be spelt "{right}", use "{right}"$'):
-        wrap(initialize)(config=settings)
-    # DeepSpeed does not read the block where there is an argument for it
-    argument = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}[block]
-    assert wrap(initialize)(config=settings, **{argument: object()}) == "DeepSpeed's"
+def test_types_that_nearly_are_ours(block: str, right: str, kinds: tuple[str, ...]) -> None:
+    for kind in kinds:
+        settings = {"train_batch_size": 1, block: {"type": kind}}
+        with pytest.raises(ConfigError, match=f'^{block}.type: got "{kind}", must be spelt "{right}", use "{right}"$'):
+            wrap(initialize)(config=settings)
+        # DeepSpeed does not read the block where there is an argument for it
+        argument = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}[block]
+        assert wrap(initialize)(config=settings, **{argument: object()}) is settings
 
 
 def test_no_type_of_others_is_taken_for_ours() -> None:
-    import deepspeed.runtime.lr_schedules as schedules
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
-    def initialize(args: Any = None, optimizer: Any = None, lr_scheduler: Any = None, config: Any = None) -> Any:
-        return config
-
     optimizers = [*DEEPSPEED_OPTIMIZERS, *dir(torch.optim), "Lamb", "LAMB", "OneBitLamb", "FusedAdam", "FusedLion"]
-    for block, kinds in (("optimizer", optimizers), ("scheduler", [*dir(torch.optim.lr_scheduler), *dir(schedules)])):
-        for kind in kinds:
-            settings = {block: {"type": kind}}
-            assert wrap(initialize)(config=settings) is settings
-    for odd in ({"optimizer": None}, {"optimizer": {"type": 3}}, {"scheduler": []}, {"optimizer": "FusedLamb"}):
-        assert wrap(initialize)(config=odd) is odd
-
-
-@pytest.mark.parametrize(
-    ("settings", "pipeline", "sharded"),
-    [
-        ({}, True, False),
-        ({"bf16": {"enabled": True}}, True, True),
-        ({"bf16": {"enabled": True}}, False, False),
-        ({"bfloat16": {"enabled": True}}, True, True),
-        ({"bf16": {"enabled": False}}, True, False),
-        ({"zero_optimization": {"stage": 1}}, False, True),
-        ({"zero_optimization": {"stage": 0}}, True, False),
-        ({"fp16": {"enabled": True}}, True, False),
-    ],
-)
-def test_where_layers_are_shared_out(settings: dict[str, Any], pipeline: bool, sharded: bool) -> None:
-    assert is_sharded(settings, pipeline) is sharded
+    settings: list[Any] = [{"optimizer": {"type": kind}} for kind in optimizers]
+    settings += [{"scheduler": {"type": kind}} for kind in (*dir(torch.optim.lr_scheduler), *dir(schedules))]
+    settings += [{"optimizer": None}, {"optimizer": {"type": 3}}, {"scheduler": []}, {"optimizer": "FusedLamb"}]
+    for each in settings:
+        assert wrap(initialize)(config=each) is each

@@ -15,10 +15,12 @@ from ds_terapipe.optim import modes, sharding
 from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.optim.op import backends
 from ds_terapipe.optim.op.plain import FOUND_INF, Plain
-from ds_terapipe.optim.op.segments import Tables
 from ds_terapipe.optim.step_rules import DeviceSteps
-from tests.optim import checks
-from tests.spawn import run_ranks
+from tests.spawn import launched
+
+from . import oracle
+
+Side = tuple[list[Parameter], FusedLamb]
 
 
 class StandIn(Plain):
@@ -30,118 +32,116 @@ class StandIn(Plain):
         rules[:, : modes.STEP] = values[:, : modes.STEP]
         rules[:, modes.STEP + 1 :] = values[:, modes.STEP + 1 :]
 
-    def apply(self, tables: Tables, norms: Tensor, control: Tensor, ratios: Tensor, *, advance: bool = False) -> None:
-        super().apply(tables, norms, control, ratios)
+    def apply(self, *arguments: Any, advance: bool = False) -> None:
+        tables, _, control, _ = arguments
+        super().apply(*arguments)
         if advance and control[FOUND_INF] == 0:
             tables.rules[:, modes.STEP] += 1
 
-    def step(self, tables: Tables, norms: Tensor, control: Tensor, ratios: Tensor, *, advance: bool = False) -> None:
-        self.moments(tables, norms, control)
-        self.apply(tables, norms, control, ratios, advance=advance)
+    def step(self, *arguments: Any, advance: bool = False) -> None:
+        self.moments(*arguments[:3])
+        self.apply(*arguments, advance=advance)
 
 
-def groups(params: list[Parameter]) -> list[dict[str, Any]]:
-    return [{"params": params[:3]}, {"params": params[3:], "mode": "deepspeed", "lr": 0.02}]
-
-
-def pair(
-    monkeypatch: pytest.MonkeyPatch, **arguments: Any
-) -> tuple[list[Parameter], FusedLamb, list[Parameter], FusedLamb]:
+@pytest.fixture
+def sides(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Side]:
     """Two optimizers of the same parameters, led by the device and by the host."""
-    device, host = checks.parameters(), checks.parameters()
-    first, second = FusedLamb(groups(device), **arguments), FusedLamb(groups(host), backend="plain", **arguments)
-    plain = backends.pick
+    made, plain, clips = [], backends.pick, getattr(request, "param", None)
+    for backend in ("auto", "plain"):
+        params = oracle.parameters()
+        groups = [{"params": params[:3]}, {"params": params[3:], "mode": "deepspeed", "lr": 0.02}]
+        made.append((params, FusedLamb(groups, backend=backend, max_grad_norm=clips)))
     monkeypatch.setattr(backends, "pick", lambda d, name: StandIn() if name == "auto" else plain(d, name))
-    return device, first, host, second
+    return made
 
 
-def step(params: list[Parameter], optimizer: FusedLamb, grads: list[Tensor], absent: tuple[int, ...] = ()) -> None:
-    for i, (parameter, gradient) in enumerate(zip(params, grads, strict=True)):
+def step(side: Side, grads: list[Tensor], absent: tuple[int, ...] = ()) -> None:
+    for i, (parameter, gradient) in enumerate(zip(side[0], grads, strict=True)):
         parameter.grad = None if i in absent else gradient
-    optimizer.step(grad_scale=checks.SCALE)
+    side[1].step(grad_scale=oracle.SCALE)
 
 
-def assert_same(one: tuple[list[Parameter], FusedLamb], other: tuple[list[Parameter], FusedLamb]) -> None:
-    for a, b in zip(one[0], other[0], strict=True):
-        assert torch.equal(a, b)
+def assert_same(one: Side, other: Side) -> None:
+    assert all(map(torch.equal, one[0], other[0]))
     first, second = one[1].state_dict(), other[1].state_dict()
-    assert first["param_groups"] == second["param_groups"]
-    assert first["state"].keys() == second["state"].keys()
-    for index, values in first["state"].items():
-        assert values["step"] == second["state"][index]["step"]
-        assert torch.equal(values["exp_avg_sq"], second["state"][index]["exp_avg_sq"])
+    assert first["param_groups"] == second["param_groups"] and first["state"].keys() == second["state"].keys()
+    for values, theirs in zip(first["state"].values(), second["state"].values(), strict=True):
+        assert values["step"] == theirs["step"] and torch.equal(values["exp_avg_sq"], theirs["exp_avg_sq"])
 
 
-@pytest.mark.parametrize("clips", [None, checks.MAX_GRAD_NORM])
-def test_led_by_the_device_is_led_by_the_host(clips: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sides", [None, oracle.MAX_GRAD_NORM], indirect=True)
+def test_led_by_the_device_is_led_by_the_host(sides: list[Side]) -> None:
     """Priming, skipped steps, parameters without gradient, another learning rate, loading and copying."""
-    device, first, host, second = pair(monkeypatch, max_grad_norm=clips)
-    sides = [(device, first), (host, second)]
-    grads = list(checks.gradients(10))
-    bad = [gradient.clone() for gradient in grads[3]]
+    grads = list(oracle.gradients(6))
+    zeros, bad = [torch.zeros_like(gradient) for gradient in grads[0]], [gradient.clone() for gradient in grads[3]]
     bad[1][5] = torch.nan
-    for params, optimizer in sides:
-        step(params, optimizer, [torch.zeros_like(gradient) for gradient in grads[0]])
-        step(params, optimizer, grads[0])
-        step(params, optimizer, [torch.zeros_like(gradient) for gradient in grads[0]])
-        step(params, optimizer, grads[1], absent=(0, 4))
-        step(params, optimizer, bad, absent=(1,))
-        step(params, optimizer, bad)
-        step(params, optimizer, grads[2], absent=(2,))
-        optimizer.param_groups[0]["lr"] = 0.005
-        step(params, optimizer, grads[3])
-        optimizer.load_state_dict(optimizer.state_dict())
-        step(params, optimizer, grads[4])
+    steps: list[tuple[list[Tensor], tuple[int, ...]]] = [
+        (zeros, ()), (grads[0], ()), (zeros, ()), (grads[1], (0, 4)), (bad, (1,)), (bad, ()), (grads[2], (2,)),
+    ]  # fmt: skip
+    for side in sides:
+        for each in steps:
+            step(side, *each)
+        side[1].param_groups[0]["lr"] = 0.005
+        step(side, grads[3])
+        side[1].load_state_dict(side[1].state_dict())
+        step(side, grads[4])
     assert_same(*sides)
-    assert [values["step"] for values in first.state_dict()["state"].values()] == [6, 6, 6, 7, 6]
-    assert all(isinstance(first.state[parameter]["step"], DeviceSteps) for parameter in device)
-    assert first.skipped_steps == second.skipped_steps == 1
+    params, optimizer = sides[0]
+    assert [values["step"] for values in optimizer.state_dict()["state"].values()] == [6, 6, 6, 7, 6]
+    assert all(isinstance(optimizer.state[parameter]["step"], DeviceSteps) for parameter in params)
+    assert [side[1].skipped_steps for side in sides] == [1, 1]
     copies = [copy.deepcopy(side) for side in sides]
-    for params, optimizer in copies:
-        step(params, optimizer, grads[5])
+    for side in (*copies, *sides):
+        step(side, grads[5])
     assert_same(*copies)
-    for params, optimizer in sides:
-        step(params, optimizer, grads[5])
     assert_same(sides[0], copies[0])
 
 
-def test_all_that_a_steady_step_asks_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is known that a step was made, no more tensor is made or computed than the op's own and two copies."""
-    params, optimizer, _, _ = pair(monkeypatch)
-    for grads in checks.gradients(3):
-        step(params, optimizer, grads)
-    ((_, (table,)),) = optimizer._tables.values()
+def test_all_that_a_steady_step_asks_of_the_device(sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is known that a step was made, the device is not asked for the number of steps."""
+    for grads in oracle.gradients(3):
+        step(sides[0], grads)
+    ((_, (table,)),) = sides[0][1]._tables.values()
     assert table._rules.has_started
     monkeypatch.setattr(table._rules, "steps_made", lambda: pytest.fail("the device was asked for the number of steps"))
-    for grads in checks.gradients(2):
-        step(params, optimizer, grads)
+    for grads in oracle.gradients(2):
+        step(sides[0], grads)
 
 
-def test_the_learning_rate_may_live_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, first, host, second = pair(monkeypatch)
+def test_the_learning_rate_may_live_on_the_device(sides: list[Side]) -> None:
     held = torch.tensor(0.01, dtype=torch.float64)
-    first.param_groups[0]["lr"] = held
-    for grads, lr in zip(checks.gradients(3), (0.01, 0.03, 0.002), strict=True):
+    sides[0][1].param_groups[0]["lr"] = held
+    for grads, lr in zip(oracle.gradients(3), (0.01, 0.03, 0.002), strict=True):
         held.fill_(lr)
-        second.param_groups[0]["lr"] = lr
-        step(device, first, grads)
-        step(host, second, grads)
-    for a, b in zip(device, host, strict=True):
-        assert torch.equal(a, b)
+        sides[1][1].param_groups[0]["lr"] = lr
+        for side in sides:
+            step(side, grads)
+    assert all(map(torch.equal, sides[0][0], sides[1][0]))
+
+
+def test_sums_of_a_job_that_has_nccl_are_made_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may have gloo for host memory beside it, which no other rank would come to."""
+    sent = torch.ones(3)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(Tensor, "cuda", lambda self: sent)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values, group: values.mul_(7 if values is sent else -1))
+    values = torch.zeros(3)
+    sharding.all_reduce(values, None)
+    assert values.tolist() == [7.0] * 3
 
 
 # --------------------------------------------------------------------------------------------------------- several ranks
 
 PRIMING, REAL, BAD = 0.0, 1.0, float("nan")
-LED = {"all by the host": (False, False), "all by the device": (True, True), "the first by the device": (True, False)}
+LED = {"host": (False, False), "device": (True, True), "first by the device": (True, False)}
 
 
-def sharded(rank: int, world_size: int, by_device: tuple[bool, bool]) -> tuple[list[float], list[tuple[float, ...]]]:
+def part(rank: int, led: tuple[bool, bool]) -> tuple[list[float], list[tuple[float, ...]]]:
     """A matrix in two parts: steps of zeros (as DeepSpeed's wrappers begin), of numbers and of nan; its values and statistics."""
     plain, group = backends.pick, torch.distributed.group.WORLD
-    backends.pick = lambda device, name: StandIn() if by_device[rank] else plain(device, "plain")
-    parameter = Parameter(torch.arange(1.0, 5.0) * (rank + 1))
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    backends.pick = lambda device, name: StandIn() if led[rank] else plain(device, "plain")
+    parameter: Any = Parameter(torch.arange(1.0, 5.0) * (rank + 1))
+    parameter.tensor_model_parallel = True
     optimizer = FusedLamb([parameter], lr=0.1)
     optimizer.set_groups(tensor_parallel_group=group, norm_group=group)
     found = []
@@ -150,47 +150,43 @@ def sharded(rank: int, world_size: int, by_device: tuple[bool, bool]) -> tuple[l
         optimizer.step()
         (layer,) = optimizer.statistics()
         found.append((layer.weight_norm, layer.update_norm, layer.trust_ratio))
+    backends.pick = plain
     return parameter.tolist(), found
 
 
-@pytest.mark.parametrize("name", LED)
-def test_parts_of_a_layer_whatever_leads_their_ranks(name: str) -> None:
-    """An op that one node could not compile is PyTorch's there: steps that are skipped end for all of them all the same."""
-    wanted, found = (run_ranks(sharded, 2, LED[which], timeout=60) for which in ("all by the host", name))
-    assert [values for values, _ in found] == [values for values, _ in wanted]
-    for (_, ours), (_, theirs) in zip(found, wanted, strict=True):
-        assert ours[1:] == theirs[1:], "what is known of the last step that was made"
-        assert ours[3] == ours[4] == ours[2] and ours[5] != ours[2]
-
-
-def nothing_left(rank: int, world_size: int) -> list[float]:
+def nothing_left(rank: int) -> list[float]:
     """The first rank's layers are all frozen, on a device; the second's are not."""
-    plain, group = backends.pick, torch.distributed.group.WORLD
-    backends.pick = lambda device, name: StandIn() if name == "cuda" else plain(device, name)
-    parameter = Parameter(torch.ones(3))
+    plain, parameter = backends.pick, Parameter(torch.ones(3))
     optimizer = FusedLamb([parameter], lr=0.1, backend="cuda")
-    optimizer.set_groups(norm_group=group)
+    optimizer.set_groups(norm_group=torch.distributed.group.WORLD)
     if rank == 0:
         optimizer.param_groups[0]["params"] = []
         optimizer.parameters_changed()
-        backends.pick = plain
+    else:
+        backends.pick = lambda device, name: StandIn() if name == "cuda" else plain(device, name)
     for _ in range(2):
         parameter.grad = torch.ones(3)
         optimizer.step()
+    backends.pick = plain
     return parameter.tolist()
 
 
-def test_a_rank_that_has_nothing_left_asks_for_no_op_of_a_device() -> None:
-    idle, trained = run_ranks(nothing_left, 2, timeout=60)
+def worker(rank: int, world_size: int) -> dict[str, Any]:
+    return {"nothing left": nothing_left(rank), **{name: part(rank, led) for name, led in LED.items()}}
+
+
+ranks = launched(worker, 2, timeout=60)
+
+
+@pytest.mark.parametrize("name", LED)
+def test_parts_of_a_layer_whatever_leads_their_ranks(ranks: list[dict[str, Any]], name: str) -> None:
+    """An op that one node could not compile is PyTorch's there: steps that are skipped end for all of them all the same."""
+    for rank in ranks:
+        (values, ours), (wanted, theirs) = rank[name], rank["host"]
+        assert values == wanted and ours[1:] == theirs[1:], "what is known of the last step that was made"
+        assert ours[3] == ours[4] == ours[2] and ours[5] != ours[2]
+
+
+def test_a_rank_that_has_nothing_left_asks_for_no_op_of_a_device(ranks: list[dict[str, Any]]) -> None:
+    idle, trained = (rank["nothing left"] for rank in ranks)
     assert idle == [1.0] * 3 and trained[0] < 0.9
-
-
-def test_sums_of_a_job_that_has_nccl_are_made_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job may have gloo for host memory beside it, which nobody else would come to."""
-    sent = torch.ones(3)
-    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(Tensor, "cuda", lambda self: sent)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values, group: values.mul_(7 if values is sent else -1))
-    values = torch.zeros(3)
-    sharding.all_reduce(values, None)
-    assert values.tolist() == [7.0] * 3

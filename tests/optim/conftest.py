@@ -1,0 +1,13 @@
+"""Settings of the tests of FusedLamb."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("tests.optim.op_tests", "tests.optim.replay", "tests.optim.tables")
+
+
+@pytest.fixture(params=["auto", "plain"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The compiled op, and PyTorch."""
+    return request.param
