@@ -17,12 +17,32 @@ from torch import Tensor, nn
 
 from ds_terapipe.elastic.cache import outputs
 from ds_terapipe.elastic.cache.outputs import Compute, Counts, OutputCache, level_of
-from ds_terapipe.elastic.cache.samples import decode, encode, names, sample_dims, some_rows
+from ds_terapipe.elastic.cache.samples import decode, encode, names
 from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.elastic.settings import CacheSettings
 
 CPU = torch.device("cpu")
+
+
+class Clock(threading.local):
+    """Stands in for ``time.perf_counter``; only what says so takes time in its thread."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", CLOCK)
 
 
 class Slow(nn.Module):
@@ -33,7 +53,7 @@ class Slow(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        time.sleep(0.01)
+        CLOCK.spend(1.0)
         return self.linear(hidden)
 
 
@@ -107,9 +127,6 @@ def entries(cache: OutputCache) -> list[Path]:
     return [path for path in cache.tiers[0].path.rglob("*") if len(path.name) == 32 and path.is_file()]
 
 
-# ------------------------------------------------------------------------------------------------- what is read, computed
-
-
 @pytest.mark.parametrize("last", [Slow, Turned])
 def test_a_micro_batch_is_computed_once_and_found_in_other_company(make: Made, last: type[nn.Module]) -> None:
     cache, stage = make(), Stage(Slow(), last())
@@ -124,17 +141,6 @@ def test_a_micro_batch_is_computed_once_and_found_in_other_company(make: Made, l
     (found,) = step(cache, stage, mixed)
     assert cache.counts.read == 17
     torch.testing.assert_close(found, stage.run(mixed, 0))
-
-
-def test_samples_may_come_one_at_a_time(make: Made) -> None:
-    cache, stage = make(), Stage(Slow())
-    cache.begin(stage.level(), None)
-    step(cache, stage, batch(0, rows=1))
-    assert stage.starts == [(0, 1), (0, 2)]
-    step(cache, stage, batch(1, rows=1))
-    for _ in range(2):
-        (found,) = step(cache, stage, torch.cat([batch(0, rows=1), batch(1, rows=1)]))
-    assert cache.counts.read == 2 and found.shape == (2, 5, 4)
 
 
 def test_a_deeper_level_starts_from_the_last_one_whose_entries_it_replaces(make: Made) -> None:
@@ -177,9 +183,7 @@ def test_other_weights_or_numbers_are_another_level() -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Flatten(0, 1)])
-def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(
-    make: Made, layer: nn.Module, said: list[str]
-) -> None:
+def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(make, layer, said):
     cache, stage = make(), Stage(Slow(), layer.train())
     cache.begin(stage.level(), None)
     for _ in range(3):
@@ -205,7 +209,7 @@ def test_entries_that_are_not_what_the_layers_put_out_are_found_out(make: Made, 
 
 def test_reading_that_takes_longer_than_computing_is_given_up(make: Made, said: list[str], monkeypatch: Any) -> None:
     cache, stage, read = make(), Stage(nn.Linear(4, 4)), Tier.read
-    monkeypatch.setattr(Tier, "read", lambda *args: [time.sleep(0.01), read(*args)][1])
+    monkeypatch.setattr(Tier, "read", lambda *args: [CLOCK.spend(0.1), read(*args)][1])
     cache.begin(stage.level(), None)
     for _ in range(8):
         step(cache, stage, batch(0))
@@ -252,9 +256,6 @@ def test_tensor_parallel_ranks_read_of_one_level_or_none(make: Made) -> None:
     assert not one.active
 
 
-# ------------------------------------------------------------------------------------------------------------------- room
-
-
 def test_what_does_not_fit_is_computed_with_one_warning_or_goes_to_the_disk(make: Made, said: list[str]) -> None:
     stage, both, small = Stage(Slow()), make(700, None), make(700)
     for cache in (both, small):
@@ -276,9 +277,7 @@ def size(make: Made) -> tuple[Stage, int]:
     return stage, cache.tiers[0].used_bytes
 
 
-def test_what_fits_serves_its_share_of_every_epoch_however_long_one_takes(
-    make: Made, size: tuple[Stage, int], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_what_fits_serves_its_share_of_every_epoch_however_long_one_takes(make, size, tmp_path, monkeypatch):
     hours = [0.0]
     monkeypatch.setattr(time, "time", lambda: 1e9 + 3600 * hours[0])
     stage, samples, read = size[0], [batch(n) for n in (*range(8), 0)], []
@@ -321,9 +320,6 @@ def test_threads_that_copy_are_on_the_stages_device(tmp_path: Path, monkeypatch:
     assert told == [("cache-read_0", device), ("cache-write_0", device)]
 
 
-# ---------------------------------------------------------------------------------------------------------------- samples
-
-
 def test_a_name_is_of_all_that_the_model_gets_of_a_sample_and_not_of_strides() -> None:
     tokens, mask = torch.arange(12).view(3, 4), torch.ones(3, 1, 1, 4, dtype=torch.bool)
     everywhere = torch.ones(4, 4)
@@ -347,14 +343,6 @@ def test_a_name_is_of_all_that_the_model_gets_of_a_sample_and_not_of_strides() -
     assert names(images[:, :, ::2]) == names(images[:, :, ::2].clone())
 
 
-def test_dimensions_of_samples_are_found_whatever_their_sizes() -> None:
-    several = [(torch.zeros(4, rows, 4), torch.zeros(rows, 4), torch.zeros(4, 4)) for rows in (4, 1)]
-    assert sample_dims(*several, 4, 1) == [1, 0, None]
-    assert sample_dims(torch.zeros(1, 1), torch.zeros(2, 1), 1, 2) == [0]
-    for of_four, of_one in (((4, 4), (1, 1)), ((8,), (2,)), ((4,), (1, 1))):  # the second one pools over a part
-        assert sample_dims(torch.zeros(of_four), torch.zeros(of_one), 4, 1) is None
-
-
 @settings(max_examples=60)
 @given(st.data())
 def test_outputs_become_bytes_and_back(data: Any) -> None:
@@ -376,13 +364,3 @@ def test_outputs_become_bytes_and_back(data: Any) -> None:
         if smaller and one.is_floating_point():
             expected = expected.to(torch.bfloat16).to(one.dtype)
         assert other.dtype == one.dtype and torch.equal(expected, other)
-
-
-def test_other_lengths_make_no_micro_batch_and_rows_are_taken_of_what_has_some() -> None:
-    lengths = [b"".join(map(bytes, encode(torch.zeros(1, n, 2), [0], 0, False))) for n in (3, 4)]
-    assert decode([memoryview(each) for each in lengths]) is None
-    tokens, mask = torch.arange(12).view(3, 4), torch.ones(4, 4)
-    for rows in ([0], [2, 2], [1, 0]):
-        some = some_rows((tokens, mask), rows)
-        assert torch.equal(some[0], tokens[rows]) and some[1] is mask
-        assert torch.equal(some_rows(tokens, rows), tokens[rows])

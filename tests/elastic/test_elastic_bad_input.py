@@ -181,8 +181,6 @@ def test_an_order_of_samples_without_training_data_is_one_line(ranks: Any) -> No
     assert [found["warnings"] for found in ranks] == [[[line], []], [[], []]]
 
 
-# --------------------------------------------------------------------------------------------------------- checkpoints
-
 NOW = {
     "frozen_layers": 2, "stages": 2, "parts": [0, 3, 6], "layers": 6, "processes": 4, "tensor_parallel_size": 1,
     "train_batch_size": 8, "seed": None, "norms": None, "policy": None,
@@ -202,13 +200,6 @@ def test_a_checkpoint_of_another_training_is_refused(saved: dict[str, Any], text
     with pytest.raises(ConfigError) as caught:
         state.check({**NOW, **saved}, NOW)
     assert text in str(caught.value) and "\n" not in str(caught.value) and ", use " in str(caught.value)
-
-
-def test_another_shape_is_gone_to_where_shapes_change_on_as_many_processes() -> None:
-    saved = {**NOW, "stages": 1, "parts": [0, 6], "frozen_layers": 3}
-    assert state.same_shape(saved, NOW, moves=True) and not state.same_shape(saved, NOW, moves=False)
-    assert state.same_shape({**NOW, "frozen_layers": 3}, NOW, moves=False)
-    assert not state.same_shape({**NOW, "processes": 2}, NOW, moves=True)
 
 
 def test_what_is_saved_is_read_again_and_nothing_else(tmp_path: Any) -> None:

@@ -200,7 +200,6 @@ def test_the_shape_is_the_one_that_layer_times_ask_for(ranks: Any, name: str) ->
         assert found["seen"] == wanted, ranks[0][name]["lines"]
         if RUNS[name].compared:
             assert found["losses"] == pytest.approx(reference_on(RUNS[name].case, RUNS[name].data).losses, rel=1e-5)
-    assert all(rank["a list"]["lines"] == rank["left as it is"]["lines"] == [] for rank in ranks)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +219,7 @@ def test_one_line_says_what_was_found_and_whether_it_was_taken(ranks: Any, name:
 
 
 def predicted(ranks: Any, name: str) -> list[str]:
-    return [line for line in ranks[0][name]["lines"] if "predicted to take" in line]
+    return [line for line in ranks[0][name]["lines"] if "is predicted to take" in line]
 
 
 def seconds(line: str, shape: str) -> float:
@@ -240,10 +239,8 @@ def test_what_is_kept_takes_nothing(ranks: Any) -> None:
     lines = predicted(ranks, "kept")
     assert len(lines) == 3 and seconds(lines[-1], "as it is") == 0.08
     assert ranks[0]["by hand, kept"]["read"] >= 4 * 3
-    assert (
-        len(predicted(ranks, "divided anew")) == 2
-        and "and was predicted to take 0." in predicted(ranks, "divided anew")[1]
-    )
+    divided = ranks[0]["divided anew"]["lines"]
+    assert len(divided) == 2 and "and was predicted to take 0." in divided[1] and ranks[0]["a list"]["lines"] == []
 
 
 def schedulers() -> Iterator[tuple[Any, float]]:

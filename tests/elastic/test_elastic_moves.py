@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,44 +19,13 @@ from torch import nn
 from ds_terapipe import ConfigError
 from ds_terapipe.elastic import feed
 from ds_terapipe.elastic.feed import Ranks, parcels
-from ds_terapipe.elastic.moves.layers import build, drop_copies, random_states_kept
+from ds_terapipe.elastic.moves.layers import random_states_kept
 from ds_terapipe.elastic.moves.reshape import check_movable
-from ds_terapipe.elastic.moves.transfer import Holding, Kind, Piece, authority, check_structure, holding, plan, sent_of
+from ds_terapipe.elastic.moves.transfer import Holding, check_structure, holding, sent_of
 from ds_terapipe.elastic.optimizer import _nothing_to_collect
 from ds_terapipe.optim.step_rules import DeviceSteps
 
 RANKS, CPU = st.integers(1, 6), torch.device("cpu")
-
-
-# ------------------------------------------------------------------------------------------------------- who sends what
-
-
-@given(st.lists(st.sets(st.sampled_from("abcdef")).map(sorted), min_size=1, max_size=6), st.data())
-def test_every_name_that_a_rank_lacks_comes_once_from_one_that_has_it(wanted: list[list[str]], data: Any) -> None:
-    holders = {
-        name: data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), label=name)
-        for name in "abcdef"
-    }
-    moves = plan(wanted, lambda name, target: holders[name])
-    assert Counter((m.name, m.target) for m in moves) == Counter((n, t) for t, ns in enumerate(wanted) for n in ns)
-    for name, having in holders.items():
-        sources = Counter(move.source for move in moves if move.name == name)
-        assert set(sources) <= set(having)
-        if sources:
-            assert max(sources.values()) - min(sources[rank] for rank in having) <= 1, "they take turns"
-
-
-def test_the_copy_that_was_used_counts_and_else_the_first() -> None:
-    kind = Kind((2,), torch.float32)
-
-    def held(**used: bool) -> Holding:
-        return Holding({name: Piece(kind, used=yes) for name, yes in used.items()}, {})
-
-    holdings = {0: held(a=False, b=True), 1: held(a=True, b=True, c=False), 2: held(a=True, c=False)}
-    assert [authority(name, holdings) for name in "abc"] == [1, 0, 1]
-
-
-# ------------------------------------------------------------------------------------------------- structure of a layer
 
 
 class Layer(nn.Module):
@@ -171,9 +139,6 @@ def test_ranks_keep_their_tensor_parallel_parts() -> None:
         check_movable(SimpleNamespace(_topo=topology), SimpleNamespace(), CPU)
 
 
-# ------------------------------------------------------------------------------------------------- layers that are built
-
-
 def test_building_a_layer_leaves_random_states_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of megatron-core's and DeepSpeed's trackers too, and megatron-core is not imported for it."""
     modules = ("megatron.core.tensor_parallel.random", "deepspeed.runtime.activation_checkpointing.checkpointing")
@@ -201,36 +166,6 @@ def test_building_a_layer_leaves_random_states_as_they_were(monkeypatch: pytest.
     assert [tracker.states_ for tracker in trackers] == [{"model": before}, {"model": before, "more": after}]
 
 
-class Shared(nn.Module):
-    """A layer that uses a weight in two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.out = nn.Embedding(5, 3), nn.Linear(3, 5)
-        self.out.weight = self.table.weight
-        self.register_buffer("scale", torch.ones(4))
-
-
-def test_a_module_that_is_elsewhere_keeps_its_structure_without_its_values() -> None:
-    here, there = Shared(), Shared()
-    there.out.weight.grad = torch.ones(5, 3)
-    shapes = {name: tensor.shape for name, tensor in there.state_dict().items()}
-    module: Any = SimpleNamespace(
-        _layer_specs=[here, torch.tanh, there], _local_start=0, _local_stop=2, parameters=here.parameters,
-        buffers=here.buffers,
-    )  # fmt: skip
-    drop_copies(module)
-    assert {tensor.untyped_storage().nbytes() for tensor in there.state_dict().values()} == {4}
-    assert there.out.weight is there.table.weight and there.out.weight.grad is None
-    assert here.out.weight.untyped_storage().nbytes() == 5 * 3 * 4 and bool(here.scale.all())
-    assert build(there, CPU) is there and there.out.weight is there.table.weight
-    assert {name: tensor.shape for name, tensor in there.state_dict().items()} == shapes
-    there.table.weight.data.copy_(here.table.weight.data)  # has a place for each element
-    assert torch.equal(there.table.weight, here.table.weight)
-    build(there, CPU, torch.bfloat16)  # as DeepSpeed has made of the layers that are there
-    assert {tensor.dtype for tensor in there.state_dict().values()} == {torch.bfloat16}
-
-
 def test_a_users_frozen_objects_stay_so_and_ours_do_not() -> None:
     before = gc.get_freeze_count()  # 0, from 3.12 on some hundred of the interpreter's own
     with _nothing_to_collect():
@@ -245,13 +180,8 @@ def test_a_users_frozen_objects_stay_so_and_ours_do_not() -> None:
         gc.unfreeze()
 
 
-# ------------------------------------------------------------------------------------------------------ micro-batches
-
-
 @given(readers=RANKS, replicas=RANKS, each=st.integers(1, 4), size=st.integers(1, 3), now=st.integers(1, 3))
-def test_every_replica_gets_its_samples_whoever_reads_them(
-    readers: int, replicas: int, each: int, size: int, now: int
-) -> None:
+def test_every_replica_gets_its_samples_whoever_reads_them(readers, replicas, each, size, now):
     """Inputs and labels, in the order in which the readers' replicas would have trained them, in micro-batches as now."""
     samples = readers * replicas * each * size * now
     part, share = samples // readers, samples // replicas

@@ -62,9 +62,6 @@ def trained(engine: Any, case: Case, first: int, stop: int) -> list[float]:
     return [float(engine.train_batch(iter(data_of(case)[step][at:][:share]))) for step in range(first, stop)]
 
 
-# ---------------------------------------------------------------------------------------------------- a loss with a state
-
-
 def with_loss(case: Case, rank: int, folder: str) -> dict[str, Any]:
     """The copy of the first stage, which nothing uses there, has other values than that of the last one."""
     found: dict[str, Any] = {}
@@ -104,9 +101,6 @@ def alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.step()
         losses.append(float(sum(parts)))
     return losses, {name: p.detach() for name, p in loss.named_parameters()}
-
-
-# --------------------------------------------------------------------------------------------------------- shared weights
 
 
 class Tying(PipelineModule):
@@ -156,8 +150,6 @@ def tied_by_hand() -> str:
     engine.destroy()
     return str(error)
 
-
-# ------------------------------------------------------------------------------------------------- nobody's parameters
 
 OFF = {"resize": {"policy": "off"}}
 NOBODYS: dict[str, tuple[Case, dict[str, Any]]] = {

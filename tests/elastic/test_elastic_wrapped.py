@@ -1,12 +1,14 @@
 """Masters and moments that DeepSpeed's wrappers keep (bf16, fp16, ZeRO-1) go through freezes and reshapes to the bit.
 
-Beside fp16 the loss scale goes on, too: as DeepSpeed's own rules make it of the steps that overflowed.
+Beside fp16 the loss scale goes on, too: as DeepSpeed's own rules make it of the steps that overflowed. What FusedLamb tells a
+monitor is of the layers that a rank trains then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,10 +77,15 @@ def scaling(engine: Any) -> dict[str, Any]:
     )
 
 
-def run(case: Case) -> dict[str, Any]:
-    engine = engine_of(case)
+def run(case: Case, folder: str) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    if case.optimizer == "lamb":
+        params = {"lr": 1e-2, "weight_decay": 0.05, "eps": 1e-3, "monitor_interval": 1}
+        more["optimizer"] = {"type": "FusedLamb", "params": params}
+        more["config"] = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
+    engine = engine_of(case, **more)
     replica, share = engine.grid.data_parallel_id, case.batch // case.size // engine.dp_world_size
-    found: dict[str, Any] = {name: [] for name in ("changes", "shapes", "scales", "skipped")}
+    found: dict[str, Any] = {name: [] for name in ("changes", "shapes", "scales", "skipped", "told")}
     objects, change = Objects(engine), engine._change
     given = engine.client_optimizer if case.optimizer == "instance" else engine.basic_optimizer
 
@@ -94,11 +101,16 @@ def run(case: Case) -> dict[str, Any]:
         engine.train_batch(iter(step[replica * share :][:share]))
         found["shapes"].append(engine.num_stages)
         found["skipped"].append(engine.skipped_steps - sum(found["skipped"]))
+        if case.optimizer == "lamb":
+            trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+            found["told"].append(sorted(each.name for each in engine.basic_optimizer.statistics()) == sorted(trained))
     del engine._change
     found["by the rules"] = by_the_rules(case, found["skipped"])
     found["same"] = objects.same() and engine.basic_optimizer is given and engine.optimizer.optimizer is given
     found["wrapper"] = type(engine.optimizer).__name__
     engine.destroy()
+    events = Path(folder, "job").glob("Train_Lamb_*_trust_ratio.csv")
+    found["events"] = {path.stem: [int(line.split(",")[0]) for line in path.read_text().split()[1:]] for path in events}
     return found
 
 
@@ -113,11 +125,11 @@ def by_the_rules(case: Case, skipped: Sequence[int]) -> list[float]:
     return found
 
 
-def worker(rank: int, world_size: int) -> dict[str, Any]:
-    return {name: run(case) for name, (case, _) in CASES.items()}
+def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    return {name: run(case, f"{folder}/{name}") for name, (case, _) in CASES.items()}
 
 
-ranks = launched(worker, 2, timeout=300)
+ranks = launched(worker, 2, timeout=300, folder=True)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -150,3 +162,11 @@ def test_the_loss_scale_is_what_deepspeeds_rules_make_of_the_overflows(ranks: An
     assert sum(skipped[:first]) and sum(skipped[first:]), "overflows before and behind a change"
     assert any(a < b for a, b in pairwise(scales)) and any(a > b for a, b in pairwise(scales))
     assert scales == ranks[0][name]["by the rules"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "FusedLamb" in name])
+def test_a_monitor_is_told_of_the_layers_that_are_trained_here(ranks: Any, name: str) -> None:
+    stepped = [step for step, skipped in enumerate(ranks[0][name]["skipped"], start=1) if not skipped]
+    assert all(all(rank[name]["told"][step - 1] for step in stepped) for rank in ranks)
+    events = ranks[0][name]["events"]
+    assert len(events) == 3 and all(set(stepped) <= set(steps) for steps in events.values()), events

@@ -51,9 +51,6 @@ def saved(frozen: Freezer) -> Any:
     return json.loads(json.dumps(frozen.state()))
 
 
-# ------------------------------------------------------------------------------------------------------------------ models
-
-
 def test_entries_without_parameters_do_not_count() -> None:
     model = ModelLayers((False, True, False, True, False, True, False))
     assert (model.head, model.before_head) == (5, (1, 3))
@@ -70,17 +67,6 @@ def test_entries_without_parameters_do_not_count() -> None:
     assert norms.at_interval(1, 0, [9, 0, 1, 0, 9, 9, 0]) == 1
     assert norms.at_interval(1, 0, [9, math.nan, 9, 0, 1, 9, math.nan]) == 3
     assert norms.at_interval(1, 3, [0, 0, 0, 0, 9, 1, 0]) == 5
-
-
-@given(models)
-def test_a_prefix_is_the_shortest_that_holds_so_many_trainable_entries(model: ModelLayers) -> None:
-    for count in range(len(model.before_head) + 1):
-        prefix = model.prefix(count)
-        assert prefix <= model.head and sum(model.trainable[:prefix]) == count == model.frozen_of(prefix)
-        assert prefix == 0 or sum(model.trainable[: prefix - 1]) == count - 1
-
-
-# ---------------------------------------------------------------------------------------------------------------- policies
 
 
 def test_static_freezes_nothing_and_a_schedule_holds_from_its_steps_on() -> None:
@@ -162,16 +148,6 @@ def test_grad_norm_freezes_up_to_the_smallest_norm(frozen: int, norms: Any, afte
     assert grad_norm(layers(5), 0.5).at_interval(1, frozen, norms) == after
 
 
-@given(st.data(), st.integers(1, 10), st.floats(0.01, 0.99))
-def test_grad_norm_freezes_not_more_than_alpha(data: Any, count: int, alpha: float) -> None:
-    norms = data.draw(st.lists(st.floats(0.1, 10), min_size=count + 1, max_size=count + 1))
-    before = data.draw(st.integers(0, count))
-    after = grad_norm(layers(count), alpha).at_interval(1, before, norms)
-    assert before <= after <= math.ceil(before + alpha * (count - before) + 1e-9)
-    assert all(norms[index] > min(norms[before:]) for index in range(before, after))
-    assert after == math.ceil(before + alpha * (count - before) - 1e-9) or norms[after] == min(norms[before:])
-
-
 def frozen_by_plateau(history: list[list[float]], cut: int | None = None, **settings: Any) -> list[int]:
     """Entries that are frozen after each interval with these norms, of three layers and the head; ``cut``: resumed there."""
     found, numbers = freezer(layers(3), policy="plateau", **settings), []
@@ -209,9 +185,6 @@ def test_a_plateau_freezes_from_the_front_after_some_intervals_and_at_most_a_sha
 def test_a_plateau_is_left_at_twice_the_change_that_makes_it(norms: Sequence[float], frozen: list[int]) -> None:
     history = [[norm, 9.0, 9.0] for norm in norms]
     assert frozen_by_plateau(history, patience=2, alpha=0.01, tolerance=0.1) == frozen
-
-
-# ----------------------------------------------------------------------------------------------------- a user's policies
 
 
 class Wild(FreezePolicy):
@@ -256,9 +229,7 @@ def test_a_policy_that_does_not_return_an_integer_is_named(answer: Any) -> None:
 
 
 @given(models, st.lists(st.integers(-5, 20), min_size=1), st.lists(st.integers(0, 3), max_size=20))
-def test_a_policy_may_unfreeze_where_it_is_said_and_never_freezes_the_head(
-    model: ModelLayers, answers: list[int], gaps: list[int]
-) -> None:
+def test_a_policy_may_unfreeze_where_it_is_said_and_never_freezes_the_head(model, answers, gaps):
     frozen = policy_of(type("Any", (Wild,), {"answers": answers}), model, interval=2, unfreeze=["policy"])
     step = before = 0
     for gap in gaps:
@@ -345,9 +316,6 @@ def test_the_registry_refuses_what_is_no_policy_or_has_anothers_name() -> None:
         policy_class("alpa")
 
 
-# ------------------------------------------------------------------------------------------------------------- unfreezing
-
-
 def frozen_with(
     rates: list[float], pairs: list[list[int]], losses: list[float] | None = None, **more: Any
 ) -> list[int]:
@@ -393,8 +361,6 @@ def test_a_schedule_has_fewer_frozen_only_where_it_may_and_freezes_again_after_a
         (9, "loss_rise", 1, [0] * 6),
     ],
 )
-def test_a_loss_above_the_lowest_of_an_interval_has_all_train_again(
-    first: int, unfreeze: str, interval: int, frozen: list[int]
-) -> None:
+def test_a_loss_above_the_lowest_of_an_interval_has_all_train_again(first, unfreeze, interval, frozen):
     losses = [9.0, 4.0, 4.1, 4.1, 4.4, 4.2]
     assert frozen_with([1.0] * 6, [[first, 2]], losses, unfreeze=[unfreeze], interval=interval) == frozen

@@ -28,9 +28,6 @@ def ids(*groups: list[Any]) -> list[list[int]]:
     return [[id(parameter) for parameter in group] for group in groups]
 
 
-# ------------------------------------------------------------------------------------------------------------- all ranks
-
-
 def test_all_ranks_have_the_same_groups_in_one_order() -> None:
     optimizers = [
         with_groups((1.0, 0.1), (1.0, 0.0)),
@@ -48,33 +45,6 @@ def test_all_ranks_have_the_same_groups_in_one_order() -> None:
     assert here == [[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 1]]
 
 
-def test_lamb_gets_groups_that_it_can_step_with() -> None:
-    optimizers = [
-        FusedLamb([{"params": [nn.Parameter(torch.ones(2))], "lr": lr} for lr in rates])
-        for rates in ([1.0, 2.0], [2.0])
-    ]
-    Threads(2).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
-    assert [[group["lr"] for group in each.param_groups] for each in optimizers] == [[1.0, 2.0]] * 2
-    module = nn.Linear(2, 2)
-    refill(optimizers[1], module, {"weight": 0, "bias": 1}, {})
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    before = [parameter.clone() for parameter in module.parameters()]
-    optimizers[1].step()
-    assert not any(map(torch.equal, before, module.parameters()))
-
-
-def test_what_an_optimizer_is_given_where_nothing_is_trained_makes_no_group() -> None:
-    module, unused_here = nn.Linear(2, 2), nn.Parameter(torch.zeros(1))
-    weights = [{"params": [module.weight], "lr": 1.0}, {"params": [], "lr": 2.0}]
-    optimizers = [torch.optim.SGD([unused_here], lr=9.0), torch.optim.SGD(weights, lr=9.0)]
-    for optimizer in optimizers:
-        in_order(optimizer, module, {})
-    Threads(2).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
-    said = [[(len(group["params"]), group["lr"]) for group in each.param_groups] for each in optimizers]
-    assert said == [[(0, 1.0), (0, 2.0)], [(1, 1.0), (0, 2.0)]]
-
-
 def test_a_scheduler_for_other_groups_is_refused_on_every_rank() -> None:
     optimizers = [with_groups((1.0, 0.1), (1.0, 0.0)), with_groups((1.0, 0.0))]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1.0) for each in optimizers]
@@ -84,9 +54,6 @@ def test_a_scheduler_for_other_groups_is_refused_on_every_rank() -> None:
         f"{ConfigError.__name__}: optimizer: got 1 parameter groups on rank 1 and 2 on all ranks together"
     )
     assert "\n" not in text and [len(each.param_groups) for each in optimizers] == [2, 1]
-
-
-# --------------------------------------------------------------------------------------------------------- one optimizer
 
 
 def test_groups_keep_the_modules_order_and_lose_what_only_stands_for_others() -> None:

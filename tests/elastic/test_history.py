@@ -84,9 +84,6 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-# --------------------------------------------------------------------------------------------------------- a run writes
-
-
 def test_a_line_is_written_where_something_changes(run: Path) -> None:
     found, periods = lines(run), read_history(str(run))
     assert events(run) == [("start", 0), ("change", 20), ("change", 40), ("end", 60)]
@@ -97,7 +94,7 @@ def test_a_line_is_written_where_something_changes(run: Path) -> None:
     assert [(period.seconds, period.begins) for period in periods] == [(18, 1), (29.5, 0), (10, 0)]
 
 
-def test_lines_are_there_while_it_runs_and_when_a_step_fails(tmp_path: Path, run: Path) -> None:
+def test_lines_are_there_while_it_runs_and_when_a_step_fails(tmp_path: Path) -> None:
     path = tmp_path / "new.jsonl"
     history = History(str(path))
     assert not path.exists()
@@ -108,11 +105,6 @@ def test_lines_are_there_while_it_runs_and_when_a_step_fails(tmp_path: Path, run
     history.close()
     history.close()
     assert events(path) == [("start", 0), ("end", 1)]
-    before, history = read_history(str(run)), History(str(run))  # the very first step of a resumed run fails
-    with pytest.raises(KeyError), history.step(60, MORE, Topology(MORE)):
-        raise KeyError
-    history.close()
-    assert [step for _, step in events(run)[-2:]] == [60, 60] and read_history(str(run)) == before
 
 
 def test_a_resumed_run_takes_the_place_of_what_came_after_its_checkpoint(run: Path, tmp_path: Path) -> None:
@@ -163,25 +155,18 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, caplog: pytest.Lo
     assert len(caplog.records) == 1 and "elastic_pipeline.history_path: cannot write" in caplog.text
 
 
-# ----------------------------------------------------------------------------------------------------- what is no history
-
-
 @pytest.mark.parametrize(
     ("content", "line"),
     [
         ("Dear diary", 1),
         ("{}\n", 1),
         ('{"event": "start"', 0),
-        ('{"ev', 0),
         ("", 0),
         ('{"loss": 1.0', 1),
-        ("\n", 1),
-        ("{run}Dear diary", 5),
         ('{run}{"event": "begin", "step": 3, "time": 1.0}\n', 5),
         ('{run}{"event": "sta', 0),
         ("{run}", 0),
         (b"\xff\xfe", 1),
-        (b"\xff\n", 1),
     ],
 )
 def test_a_file_that_is_something_else_is_left_alone(run: Path, content: str | bytes, line: int) -> None:
@@ -189,18 +174,13 @@ def test_a_file_that_is_something_else_is_left_alone(run: Path, content: str | b
     whole = content if isinstance(content, bytes) else content.replace("{run}", run.read_text()).encode()
     run.write_bytes(whole)
     if not line:
-        check_history(str(run))
+        check_history(str(run)), check_history("/dev/null")
         return
     with pytest.raises(ConfigError) as refused:
         check_history(str(run))
     rule = "must be a new file or one that a run has written, use another name"
     assert str(refused.value) == f"elastic_pipeline.history_path: got {run} (line {line}), {rule}"
     assert run.read_bytes() == whole
-
-
-def test_a_new_file_and_a_device_may_be_a_history(tmp_path: Path) -> None:
-    for path in (tmp_path / "new.jsonl", Path("/dev/null")):
-        check_history(str(path))
 
 
 STARTS = 'must be "start", or after one and at a later step'
@@ -212,17 +192,12 @@ RANKS = "must be [stage, replica] of each"
     [
         (0, {"event": "begin"}, '1: event: got "begin", must be "start" or "change" or "end"'),
         (0, {"event": "change"}, f'1: event: got "change", {STARTS}'),
-        (2, {"step": 10}, f'3: event: got "change", {STARTS}'),
         (1, {"event": "end"}, f'3: event: got "change", {STARTS}'),
-        (0, {"step": -1}, "1: step: got -1, must be an integer of 0 or more"),
         (1, {"step": 0.5}, "2: step: got 0.5, must be an integer of 0 or more"),
-        (1, {"time": None}, "2: time: got null, must be a number"),
         (1, {"stages": 0}, "2: stages: got 0, must be a positive integer"),
         (1, {"frozen_layers": "5"}, '2: frozen_layers: got "5", must be an integer of 0 or more'),
-        (1, {"parts": [0, 5, 11]}, "2: parts: got [0, 5, 11], must be where 1 stages begin"),
         (0, {"parts": [0, 11, 5]}, "1: parts: got [0, 11, 5], must be where 2 stages begin"),
         (0, {"ranks": [[0, 0], [2, 0]]}, f"1: ranks: got [[0, 0], [2, 0]], {RANKS}"),
-        (0, {"ranks": [[0, 0], [0, 1]]}, f"1: ranks: got [[0, 0], [0, 1]], {RANKS}"),
         (0, {"ranks": []}, f"1: ranks: got [], {RANKS} process"),
     ],
 )
@@ -250,9 +225,6 @@ def test_the_command_says_what_is_no_history(tmp_path: Path, capsys: Any, conten
     assert f"history.jsonl{message}" in err and err.count("\n") == 1 and err.startswith("ds_terapipe shapes: error: ")
 
 
-# ------------------------------------------------------------------------------------------------------------ what is shown
-
-
 def test_the_text_says_steps_shapes_and_processes(run: Path) -> None:
     whole = "  stage 0: layers 0 to 10 on processes 0, 1"
     two = "1 stage x 2 replicas (2 micro-batches of 1)"
@@ -267,46 +239,27 @@ def test_the_text_says_steps_shapes_and_processes(run: Path) -> None:
     ]
 
 
-def drawn(svg: str) -> tuple[dict[str, list[tuple[float, ...]]], list[str]]:
-    """x, y, width and height of the rectangles by colour, those of the legend left out, and the texts."""
-    boxes: dict[str, list[tuple[float, ...]]] = {}
-    elements = list(ElementTree.fromstring(svg))
-    for each in (element.attrib for element in elements if element.tag.endswith("rect")):
-        if "x" in each and each["height"] != "12":
-            place = tuple(round(float(each[name]), 1) for name in ("x", "y", "width", "height"))
-            boxes.setdefault(each.get("fill", ""), []).append(place)
-    return boxes, [element.text or "" for element in elements if element.tag.endswith("text")]
+def test_the_picture_has_a_row_for_each_process_and_colours_for_what_is_frozen(run: Path) -> None:
+    def drawn() -> tuple[dict[str, list[float]], set[str]]:
+        """Heights of the rectangles by colour, those of the legend left out, and the texts."""
+        elements, boxes = list(ElementTree.fromstring(shapes_svg(read_history(str(run)), width=960))), {}
+        for each in (element.attrib for element in elements if element.tag.endswith("rect")):
+            if "x" in each and each["height"] != "12":
+                boxes.setdefault(each.get("fill"), []).append(round(float(each["height"]) / 96 * 11, 1))  # layers
+        return boxes, {element.text or "" for element in elements if element.tag.endswith("text")}
 
-
-def test_the_picture_has_a_row_for_each_process(run: Path) -> None:
-    svg = shapes_svg(read_history(str(run)), width=960)
-    boxes, said = drawn(svg)
-    left, third, row = 84, (960 - 84 - 16) / 3, 96.0
-    second, layer = 46 + row + 5, row / 11  # the row of process 1
+    boxes, said = drawn()
     (light, dark), (light_too, dark_too) = COLOURS[:2]
-
-    def places(*of_boxes: tuple[int, float, int, int]) -> list[tuple[float, ...]]:
-        found = [
-            (left + n * third, top + first * layer, third - 1, (stop - first) * layer)
-            for n, top, first, stop in of_boxes
-        ]
-        return [tuple(round(each, 1) for each in value) for value in found]
-
-    assert boxes[dark] == places((0, 46, 0, 5), (0, second, 5, 11), (1, 46, 5, 11), (2, 46, 7, 11))
-    assert boxes[light] == places((1, 46, 0, 5), (2, 46, 0, 7)) and len(boxes[EMPTY]) == 6
-    assert boxes[dark_too] == places((1, second, 5, 11), (2, second, 7, 11))
-    assert boxes[light_too] == places((1, second, 0, 5), (2, second, 0, 7))
-    assert {"process 0", "process 1", "2.00 s", "0.50 s", "0", "20", "40", "60", "2 stages x 1 replica"} <= set(said)
-    assert {"layers 0 to 4", "replica 1: layers 0 to 6, frozen", "replica 0: layers 7 to 10"} <= set(said)
+    assert (boxes[dark], boxes[light], len(boxes[EMPTY])) == ([5, 6, 6, 4], [5, 7], 6)
+    assert (boxes[dark_too], boxes[light_too]) == ([6, 4], [5, 7])
+    assert {"process 0", "process 1", "2.00 s", "0.50 s", "0", "20", "40", "60", "2 stages x 1 replica"} <= said
+    assert {"layers 0 to 4", "replica 1: layers 0 to 6, frozen", "replica 0: layers 7 to 10"} <= said
     assert "resumed" not in said and not any("nobody" in text for text in said)
-    assert svg.count("stroke-dasharray") == 2
     train(run, (TWO, 50, 55))
-    _, said = drawn(shapes_svg(read_history(str(run))))
-    assert "resumed" in said and "50" in said and "60" not in said
+    assert {"resumed", "50"} <= drawn()[1] and "60" not in drawn()[1]
     line = {"event": "start", "step": 7, "time": 1.0, "seconds": 0.0, "ranks": [[0, n] for n in range(32)]}
     run.write_text(json.dumps({**line, **StepShape(1, 32, 1, 1, 0, (0, 96))._asdict()}) + "\n")
-    boxes, said = drawn(shapes_svg(read_history(str(run))))
-    assert "process 31" in said and len(boxes[dark]) == 4  # hues come again
+    assert "process 31" in drawn()[1] and len(drawn()[0][dark]) == 4  # hues come again
 
 
 def test_the_command_prints_the_text_or_writes_the_picture_or_json(run: Path, capsys: Any) -> None:
