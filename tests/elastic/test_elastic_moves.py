@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from ds_terapipe.elastic.feed import Ranks, parcels
 from ds_terapipe.elastic.moves.layers import random_states_kept
 from ds_terapipe.elastic.moves.reshape import check_movable
 from ds_terapipe.elastic.moves.transfer import Holding, check_structure, holding, sent_of
-from ds_terapipe.elastic.optimizer import _nothing_to_collect
 from ds_terapipe.optim.step_rules import DeviceSteps
 
 RANKS, CPU = st.integers(1, 6), torch.device("cpu")
@@ -164,20 +162,6 @@ def test_building_a_layer_leaves_random_states_as_they_were(monkeypatch: pytest.
             tracker.states_["model"] = after
     assert drawn() == expected
     assert [tracker.states_ for tracker in trackers] == [{"model": before}, {"model": before, "more": after}]
-
-
-def test_a_users_frozen_objects_stay_so_and_ours_do_not() -> None:
-    before = gc.get_freeze_count()  # 0, from 3.12 on some hundred of the interpreter's own
-    with _nothing_to_collect():
-        assert gc.get_freeze_count() > before + 10_000
-    assert gc.get_freeze_count() <= before
-    gc.freeze()
-    try:
-        with _nothing_to_collect():
-            pass
-        assert gc.get_freeze_count() > 10_000
-    finally:
-        gc.unfreeze()
 
 
 @given(readers=RANKS, replicas=RANKS, each=st.integers(1, 4), size=st.integers(1, 3), now=st.integers(1, 3))

@@ -207,22 +207,21 @@ def test_a_broken_file_is_one_line(run: Path, number: int, fields: dict[str, Any
     assert f"{run}:{message}" in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_the_command_says_what_is_no_history(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "history.jsonl"
+    for content, message in (
+        (None, ": cannot be read (No such file or directory)"),
         (b"", ': got "no step", must be a file that elastic_pipeline.history_path names, with a step in it'),
         (b"[1]\n", ':1: got "[1]", must be a line of a file that elastic_pipeline.history_path names'),
         (b"\xff\xfe\n", ": cannot be read (no text), must be a file that elastic_pipeline.history_path names"),
-        (None, ": cannot be read (No such file or directory)"),
-    ],
-)
-def test_the_command_says_what_is_no_history(tmp_path: Path, capsys: Any, content: bytes | None, message: str) -> None:
-    path = tmp_path / "history.jsonl"
-    if content is not None:
-        path.write_bytes(content)
-    assert cli.main(["shapes", str(path)]) == 1
-    err = capsys.readouterr().err
-    assert f"history.jsonl{message}" in err and err.count("\n") == 1 and err.startswith("ds_terapipe shapes: error: ")
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        assert cli.main(["shapes", str(path)]) == 1
+        err = capsys.readouterr().err
+        assert (
+            f"history.jsonl{message}" in err and err.count("\n") == 1 and err.startswith("ds_terapipe shapes: error: ")
+        )
 
 
 def test_the_text_says_steps_shapes_and_processes(run: Path) -> None:

@@ -191,11 +191,6 @@ def test_workers_draw_the_same_after_a_reshape_and_in_a_resumed_run() -> None:
     assert fractions[0] != fractions[1] and fractions[0] != fractions[2]
 
 
-def test_a_loader_takes_a_collate_function_and_has_the_length_of_an_epoch() -> None:
-    loader = ElasticLoader(Numbers(30), ElasticBatchSampler(30, BATCH, micro_batch=3), collate_fn=tuple)
-    assert next(loader) == (0, 1, 2) and len(loader) == 10 and loader.dataset.samples == 30
-
-
 @given(st.integers(0, 60), st.integers(1, 6), st.integers(1, 5))
 def test_every_sample_is_evaluated_once(samples: int, micro: int, replicas: int) -> None:
     everywhere = [evaluation_micro_batches(samples, micro, replicas, replica) for replica in range(replicas)]
