@@ -1,4 +1,4 @@
-"""What the cache keeps of frozen layers, what it reads and computes, and when it is not used."""
+"""The cache keeps outputs of frozen layers, reads them where that is right and pays, and is not used elsewhere."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_a_damaged_entry_is_computed_and_written_again(make: Made) -> None:
 
 
 def test_tensor_parallel_ranks_read_of_one_level_or_none(make: Made) -> None:
-    """What another one says, by hand: what it lacks both compute, from the inputs where it has it of an earlier level."""
+    """The other rank is played by hand: both compute a sample that it lacks, from the inputs."""
     stage, others = Stage(Slow(), Slow()), []
     one = make(agree=lambda mine: min(mine, others.pop(0)) if others else mine)
     one.begin(stage.level(), stage.level(1))

@@ -1,4 +1,4 @@
-"""What can be wrong with elastic_pipeline, its model, launch and batch: one line, the same on every rank, before a step."""
+"""A mistake in elastic_pipeline, the model, the launch or the batch is one line, the same on every rank, before a step."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def order_of_devices_and_objects() -> list[Any]:
-    """What ``initialize`` does: numbers of devices that are set, and objects that are gathered."""
+    """Numbers of devices that ``initialize`` sets, and objects that it gathers."""
     found: list[Any] = []
     gather = torch.distributed.all_gather_object
 

@@ -1,4 +1,4 @@
-"""Which samples a step trains does not depend on the shape or on who reads them; nor does what an evaluation counts."""
+"""The samples of a step, and of an evaluation, do not depend on the shape or on the ranks that read them."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def alone(policy: Policy) -> tuple[list[int], list[float], dict[int, list[float]
         for name, parameter in model.named_parameters():
             stays = bool(frozen) and name.startswith(prefixes(specs, frozen))
             if stays:
-                optimizer.state.pop(parameter, None)  # what trains again begins anew
+                optimizer.state.pop(parameter, None)  # moments begin at zero again
             parameter.requires_grad_(not stays)
         optimizer.zero_grad()
         parts = [micro_batch_of(data, indices[at : at + CASE.size]) for at in range(0, CASE.batch, CASE.size)]

@@ -41,7 +41,7 @@ def held(engine: Any, case: Case) -> dict[str, tuple[Tensor, ...]]:
 
 
 def went_on(engine: Any) -> tuple[Any, list[float]]:
-    """What is the same on all ranks, and losses."""
+    """Counts that all ranks share, and losses."""
     scheduler = engine.lr_scheduler
     position = getattr(scheduler, "last_epoch", getattr(scheduler, "last_batch_iteration", None))
     same = engine.global_steps, engine.global_samples, position, engine.frozen_layers
@@ -77,7 +77,7 @@ def go_on(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str
 
 
 def convert(folder: Path) -> None:
-    """What DeepSpeed's script `ds_to_universal` does."""
+    """Convert a checkpoint as DeepSpeed's script `ds_to_universal` does."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     main(

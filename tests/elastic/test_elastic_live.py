@@ -1,4 +1,4 @@
-"""What a rebuild from specs would lose: what was set on live modules moves with them, or is refused before anything changes."""
+"""Values set on live modules move with them where a spec builds the same structure; other changes are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rich() -> list[Any]:
 
 
 def prepare(entry: int, layer: nn.Module) -> None:
-    """What a user does to layers that were built: loads weights, freezes some as LoRA does, sets buffers, marks, dropout."""
+    """Change a layer that was built as users do: load weights, freeze some as LoRA does, set buffers, marks and dropout."""
     generator = torch.Generator().manual_seed(900 + entry)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -89,7 +89,7 @@ def built(specs: list[Any]) -> list[nn.Module]:
 
 
 def lost(engine: Any) -> list[str]:
-    """What of `prepare` the live layers do not have."""
+    """The settings of `prepare` that the live layers do not have."""
     problems = []
     for entry, layer in enumerate(engine.module.forward_funcs, start=engine.module._local_start):
         if not isinstance(layer, Rich):
@@ -137,9 +137,8 @@ def run(**options: Any) -> dict[str, Any]:
         found["random"].append(before == states())
 
     engine._change = noted
-    for step, batches in enumerate(
-        DATA
-    ):  # both ranks read everything: they are the first and the last stage at the start
+    # both ranks read everything: they are the first and the last stage at the start
+    for step, batches in enumerate(DATA):
         found["losses"].append(float(engine.train_batch(iter(batches))))
         found["weighed"] += [weighed(engine)] if step in WEIGHED else []
         found["lost"] += [f"step {step}: {text}" for text in lost(engine)]

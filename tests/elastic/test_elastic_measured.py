@@ -92,7 +92,7 @@ class Hooked(PipelineModule):
 
 
 def restarting(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    """Falls while layers are frozen, and begins anew in step 8."""
+    """Falls while layers are frozen, and begins again in step 8."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.3 if 5 < step < 8 else 1.0)
 
 
@@ -155,7 +155,7 @@ RUNS = {
     # 0.02 and 0.08 of the stages of three, 0.06 and 0.04 with one more on the first
     "a list": Run([(5, 2, EVEN), (2, 2, [0, 4, 6])], {"resize": {"policy": [[99, 1]]}}),
     "kept": Run([(3, 2, EVEN), (6, 1, ONE)], {"cache": {"enabled": True}}, ((4, 2), (8, 4))),
-    "divided anew": Run([(3, 2, [0, 2, 6]), (7, 2, EVEN)], OFF, (), {"kind": Lopsided}),
+    "divided again": Run([(3, 2, [0, 2, 6]), (7, 2, EVEN)], OFF, (), {"kind": Lopsided}),
     # all of the first stage is frozen, and kept takes nothing; with one more of the others on it both take 0.04, not 0.08
     "by hand, kept": Run([(3, 2, EVEN), (4, 2, [0, 4, 6])], {**OFF, "cache": {"enabled": True}}, (), {"by hand": True}),
     "left as it is": Run([(5, 2, EVEN)], OFF, ()),
@@ -239,7 +239,7 @@ def test_what_is_kept_takes_nothing(ranks: Any) -> None:
     lines = predicted(ranks, "kept")
     assert len(lines) == 3 and seconds(lines[-1], "as it is") == 0.08
     assert ranks[0]["by hand, kept"]["read"] >= 4 * 3
-    divided = ranks[0]["divided anew"]["lines"]
+    divided = ranks[0]["divided again"]["lines"]
     assert len(divided) == 2 and "and was predicted to take 0." in divided[1] and ranks[0]["a list"]["lines"] == []
 
 
@@ -254,7 +254,7 @@ def schedulers() -> Iterator[tuple[Any, float]]:
     yield MixedBatch(optimizer, phases=[{**phase, "steps": 4}, {**phase, "steps": 6}]), 10
     yield torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), math.inf
     other = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    other.total_steps = lambda: 10  # a method: of whoever wrote it
+    other.total_steps = lambda: 10  # a method, which says something else
     yield other, math.inf
 
 

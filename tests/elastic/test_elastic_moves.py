@@ -1,4 +1,4 @@
-"""What goes from one shape to another, and what must not be lost on the way: in one process."""
+"""Layers, their settings and samples go from one shape to another without loss: tests of one process."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_holding_says_all_of_a_layer_whose_values_and_settings_may_have_change
 
 
 def test_what_is_on_a_device_is_sent_and_not_described() -> None:
-    """What stands for a GPU here is "meta": a description that has a tensor of it would bring the sender's device along."""
+    """The device "meta" stands for a GPU: a description with such a tensor would bring the sender's device along."""
     here, there = torch.zeros(()), torch.zeros((), device="meta")
     assert list(sent_of({"step": here, "moment": torch.zeros(1), "matrix": torch.zeros(2), "rows": (1, 2)})) == [
         "matrix"
@@ -165,7 +165,7 @@ def test_building_a_layer_leaves_random_states_as_they_were(monkeypatch: pytest.
 
 
 @given(readers=RANKS, replicas=RANKS, each=st.integers(1, 4), size=st.integers(1, 3), now=st.integers(1, 3))
-def test_every_replica_gets_its_samples_whoever_reads_them(readers, replicas, each, size, now):
+def test_every_replica_gets_its_samples_from_any_readers(readers, replicas, each, size, now):
     """Inputs and labels, in the order in which the readers' replicas would have trained them, in micro-batches as now."""
     samples = readers * replicas * each * size * now
     part, share = samples // readers, samples // replicas

@@ -1,4 +1,4 @@
-"""What is in no entry of the layer list alone: a loss with a state, weights that entries share, parameters that are nobody's."""
+"""A loss with a state, weights that entries share, and parameters of no layer: none is in one entry of the layer list."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def known(name: str, layers: Callable[[], list[Any]], loss: Any) -> Iterator[Non
 
 
 def trained(engine: Any, case: Case, first: int, stop: int) -> list[float]:
-    """As the launch has it: the replicas of the start share a step's micro-batches."""
+    """Losses of some steps, whose micro-batches the replicas of the start share."""
     replicas = engine.start_shape.replicas
     share = case.batch // case.size // replicas
     at = torch.distributed.get_rank() % replicas * share
@@ -113,7 +113,7 @@ class Tying(PipelineModule):
 
 
 def shared(kind: str) -> dict[str, Any]:
-    """What two stages say at the start, and one that would become two; its losses up to there and behind it."""
+    """The errors of two stages at the start and of one that would become two, and losses up to there and behind it."""
     with known("shared", partial(sharing, kind), mean_loss):
         case = replace(SHARING, model="shared")
         start = error_of(lambda: engine_of(replace(case, stages=2, resize=())).destroy())
@@ -152,7 +152,7 @@ def tied_by_hand() -> str:
 
 
 OFF = {"resize": {"policy": "off"}}
-NOBODYS: dict[str, tuple[Case, dict[str, Any]]] = {
+STRAY: dict[str, tuple[Case, dict[str, Any]]] = {
     "moves": (replace(SHARING, resize=((2, 2),)), {}),
     "may move": (SHARING, {"elastic_pipeline": {}}),
     "flat": (SHARING, {"elastic_pipeline": OFF, "zero_optimization": {"stage": 1}}),
@@ -160,16 +160,16 @@ NOBODYS: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 
 
-def nobodys(name: str) -> str:
-    """What is said of a trained parameter that a loss which is a function uses, and whether it is trained."""
-    (case, config), weight, lines = NOBODYS[name], nn.Parameter(torch.ones(VOCABULARY)), []
+def stray(name: str) -> str:
+    """The error or the lines about a trained parameter that only a function as a loss uses, and whether it is trained."""
+    (case, config), weight, lines = STRAY[name], nn.Parameter(torch.ones(VOCABULARY)), []
     with (
-        known("nobody's", gpt, lambda logits, targets: mean_loss(logits * weight, targets)),
+        known("stray", gpt, lambda logits, targets: mean_loss(logits * weight, targets)),
         mock.patch("ds_terapipe.pipeline.recording.report.emit", lines.append),
     ):
         try:
             engine = engine_of(
-                replace(case, model="nobody's"),
+                replace(case, model="stray"),
                 config=config,
                 optimizer=lambda p: torch.optim.SGD([*p, weight], lr=0.1),
             )
@@ -184,7 +184,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {
         **{name: with_loss(case, rank, f"{folder}/{name}") for name, (case, _) in LOSSES.items()},
         **{kind: shared(kind) for kind in ("head's weight", "in specs", "copied")},
-        **{name: nobodys(name) for name in NOBODYS},
+        **{name: stray(name) for name in STRAY},
         "measured": not_measured(),
         "by hand": tied_by_hand(),
     }

@@ -93,7 +93,7 @@ class Own(Iterator[Any]):
 
 
 def trained(engine: Any, data: Texts, steps: int, iterator: Any = None) -> dict[str, Any]:
-    """What a training is, step by step."""
+    """Losses, settings and samples of every step, and weights at the end."""
     found: dict[str, Any] = {"losses": [], "steps": [], "read": []}
     cut: list[Any] = []  # micro-batches and their size: a switch comes right behind a step
     hook = engine.basic_optimizer.register_step_pre_hook(

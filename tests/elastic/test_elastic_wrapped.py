@@ -134,7 +134,7 @@ ranks = launched(worker, 2, timeout=300, folder=True)
 
 @pytest.mark.parametrize("name", CASES)
 def test_masters_and_moments_are_the_same_bits_behind_a_change(ranks: Any, name: str) -> None:
-    """What a rank has after a change is what some rank had before; what trains is all there, and nothing else."""
+    """A rank has after a change the bits that some rank had before; all trained parameters are there, and no others."""
     case, wrapper = CASES[name]
     for found in (rank[name] for rank in ranks):
         assert found["shapes"] == [case.stages_at(step) for step in range(case.steps)]

@@ -176,7 +176,7 @@ def test_a_plateau_freezes_from_the_front_after_some_intervals_and_at_most_a_sha
     ("norms", "frozen"),
     [
         ((1.0, 1.05, 1.05, 1.05), [0, 0, 1, 2]),
-        ((1.0, 1.05, 1.22, 1.22), [0, 0, 0, 1]),  # by 16%: neither counts nor begins anew
+        ((1.0, 1.05, 1.22, 1.22), [0, 0, 0, 1]),  # by 16%: neither counts nor begins again
         ((1.0, 1.05, 1.30, 1.30), [0, 0, 0, 0]),  # by 24%
         ((1.0, math.nan, 1.0, math.nan), [0, 0, 0, 0]),
         ((0.0, 0.0, 0.0, 0.0), [0, 0, 0, 0]),

@@ -1,4 +1,4 @@
-"""Which shape at which step, what a shape makes of the batch and takes, and what is refused at the beginning."""
+"""Policies choose a shape for a step, a shape divides the batch and takes time, and some are refused at the beginning."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ KNOWN = (
         f"{_WRAPPED} -k bits",
     ),
     Known(
-        "the loss scale begins anew",
+        "the loss scale begins again",
         "elastic.moves.masters",
         "    for name in _SCALING:\n",
         "    for name in ():\n",
