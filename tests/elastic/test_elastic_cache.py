@@ -25,6 +25,7 @@ PERIOD = 2  # steps after which the samples come again
 EXACT, BF16 = {"enabled": True}, {"enabled": True, "dtype": "bf16"}
 CASES = {
     "two freezes": (Case("texts", "adamw", 2, ((2, 2), (6, 4)), ((4, 1),), steps=10), EXACT),
+    "images": (Case("classifier", "lamb", 2, ((1, 2),), ((3, 1),), slices=None, steps=5), EXACT),
     "by hand": (Case("writing", "adamw", 2, (), (), slices=None, steps=5), EXACT),
     "bf16 entries": (Case("texts", "sgd", 2, ((1, 2),), (), steps=12), BF16),
 }
