@@ -9,7 +9,7 @@ KNOWN = (
         "a moment stays behind",
         "elastic.moves.reshape",
         "{**piece.values, **moments}",
-        '{**piece.values, **{k: v.zero_() if k == "exp_avg" else v for k, v in moments.items()}}',
+        '{**piece.values, **{k: torch.zeros_like(v) if k == "exp_avg" else v for k, v in moments.items()}}',
         f"{_WRAPPED} -k bits",
     ),
     Known(
