@@ -28,12 +28,12 @@ class Texts:
         return self.sample(int(index))
 
     def sample(self, index: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """As by index, unnoted."""
+        """The sample of an index, which is not noted."""
         text = self._texts[index]
         return (text[:-1], torch.arange(LENGTH)), text[1:]
 
     def take(self) -> list[int]:
-        """What was asked for since the last call."""
+        """Indices that were asked for since the last call."""
         taken, self.asked = self.asked, []
         return taken
 

@@ -1,72 +1,112 @@
-"""Levels of the cache: what is read and computed, what is not to be kept, and when it is not used."""
+"""The cache keeps outputs of frozen layers, reads them where that is right and pays, and is not used elsewhere."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from ds_terapipe.elastic.cache import outputs
 from ds_terapipe.elastic.cache.outputs import Compute, Counts, OutputCache, level_of
+from ds_terapipe.elastic.cache.samples import decode, encode, names
 from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.elastic.settings import CacheSettings
+
+CPU = torch.device("cpu")
+
+
+class Clock(threading.local):
+    """Stands in for ``time.perf_counter``; only what says so takes time in its thread."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", CLOCK)
 
 
 class Slow(nn.Module):
     """[b, s, 4] with a pass that takes longer than a file."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, hidden):
-        time.sleep(0.01)
+    def forward(self, hidden: Tensor) -> Tensor:
+        CLOCK.spend(1.0)
         return self.linear(hidden)
 
 
 class Turned(nn.Module):
     """[b, s, 4] to [s, b, 4], beside a mask for all samples."""
 
-    def forward(self, hidden):
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return hidden.transpose(0, 1).contiguous(), torch.tril(torch.ones(hidden.shape[1], hidden.shape[1]))
 
 
 class Stage:
-    """Runs layers, and knows from which one on it did."""
+    """Runs layers, and notes from which one on it did and for how many samples."""
 
-    def __init__(self, *layers):
+    def __init__(self, *layers: nn.Module) -> None:
         self.layers, self.starts = layers, []
         self.compute = Compute(self.run, True)
 
-    def run(self, inputs, start):
+    def run(self, inputs: Any, start: int) -> Any:
         self.starts.append((start, len(inputs)))
         with torch.no_grad():
             for layer in self.layers[start:]:
                 inputs = layer(inputs)
         return inputs
 
-    def level(self, count=None):
+    def level(self, count: int | None = None) -> Any:
         return level_of(self.layers[:count], "")
 
 
+Made = Callable[..., OutputCache]
+
+
 @pytest.fixture
-def said():
+def said() -> list[str]:
     return []
 
 
 @pytest.fixture
-def cache(tmp_path, said):
-    made = OutputCache([Tier(tmp_path, "one", None)], False, torch.device("cpu"), int, said.append)
-    yield made
-    made.close(keep=False)
+def make(tmp_path: Path, said: list[str]) -> Iterator[Made]:
+    """Make a cache in a folder of its own, with these limits of its tiers; ``agree``: what all tensor-parallel ranks have."""
+    made = []
+
+    def new(*limits: int | None, agree: Any = int) -> OutputCache:
+        folder = tmp_path / str(len(made))
+        tiers = [Tier(folder / str(n), "one", limit) for n, limit in enumerate(limits or (None,))]
+        made.append(OutputCache(tiers, False, CPU, agree, said.append))
+        return made[-1]
+
+    yield new
+    for cache in made:
+        cache.close(keep=False)
 
 
-def step(cache, stage, *micro_batches):
+def step(cache: OutputCache, stage: Stage, *micro_batches: Tensor) -> list[Any]:
     """Outputs of a step; what it keeps has been written when it returns."""
     cache.see(micro_batches)
     found = [
@@ -79,88 +119,72 @@ def step(cache, stage, *micro_batches):
     return found
 
 
-def batch(seed, rows=3):
+def batch(seed: int, rows: int = 3) -> Tensor:
     return torch.randn(rows, 5, 4, generator=torch.Generator().manual_seed(seed))
 
 
+def entries(cache: OutputCache) -> list[Path]:
+    return [path for path in cache.tiers[0].path.rglob("*") if len(path.name) == 32 and path.is_file()]
+
+
 @pytest.mark.parametrize("last", [Slow, Turned])
-def test_a_micro_batch_is_computed_once(cache, last):
-    stage = Stage(Slow(), last())
+def test_a_micro_batch_is_computed_once_and_found_in_other_company(make: Made, last: type[nn.Module]) -> None:
+    cache, stage = make(), Stage(Slow(), last())
     cache.begin(stage.level(), None)
     first = step(cache, stage, batch(0), batch(1))
     assert cache.counts == Counts(computed=6, kept=6) and stage.starts == [(0, 3), (0, 1), (0, 3)]
     again = [step(cache, stage, batch(0), batch(1)) for _ in range(3)]
     assert stage.starts[3:] == [(0, 3)]  # the first one that is read, to see whether that is right
     assert cache.counts == Counts(read=15, computed=9, kept=6)
-    for found in again:
-        for a, b in zip(first, found, strict=True):
-            for one, other in zip(a if isinstance(a, tuple) else [a], b if isinstance(b, tuple) else [b], strict=True):
-                assert torch.equal(one, other)
-
-
-def test_samples_come_in_other_micro_batches(cache):
-    stage = Stage(Slow(), Turned())
-    cache.begin(stage.level(), None)
-    step(cache, stage, batch(0), batch(1))
+    torch.testing.assert_close(again, [first] * 3, rtol=0, atol=0)
     mixed = torch.cat([batch(0)[1:], batch(1)[:1]])[[2, 0]]
     (found,) = step(cache, stage, mixed)
-    (found,) = step(cache, stage, mixed)
-    assert cache.counts.read == 2
+    assert cache.counts.read == 17
     torch.testing.assert_close(found, stage.run(mixed, 0))
 
 
-def test_one_sample_at_a_time(cache):
-    stage = Stage(Slow())
-    cache.begin(stage.level(), None)
-    step(cache, stage, batch(0, rows=1))
-    assert stage.starts == [(0, 1), (0, 2)]
-    step(cache, stage, batch(1, rows=1))
-    for _ in range(2):
-        (found,) = step(cache, stage, torch.cat([batch(0, rows=1), batch(1, rows=1)]))
-    assert cache.counts.read == 2 and found.shape == (2, 5, 4)
-
-
-def test_a_deeper_level_starts_from_the_last_one(cache, tmp_path):
-    stage = Stage(Slow(), Slow(), Slow())
+def test_a_deeper_level_starts_from_the_last_one_whose_entries_it_replaces(make: Made) -> None:
+    cache, stage = make(), Stage(Slow(), Slow(), Slow())
     short = Stage(*stage.layers[:2])
     cache.begin(short.level(), None)
     step(cache, short, batch(0), batch(1))
-    stage.starts.clear()
     cache.begin(stage.level(), stage.level(2))
     (found,) = step(cache, stage, batch(0))
     assert stage.starts == [(2, 3), (0, 1)] and cache.counts == Counts(continued=3, kept=3)
     torch.testing.assert_close(found, stage.run(batch(0), 0))
-    entries = sorted(
-        path.parent.parent.name for path in tmp_path.rglob("*") if len(path.name) == 32 and path.parent.name != "one"
-    )
-    assert entries == sorted([stage.level().folder] * 3 + [stage.level(2).folder] * 3)  # what was replaced is gone
-    step(cache, stage, batch(0))
-    step(cache, stage, batch(0))
+    left = sorted(path.parent.parent.name for path in entries(cache))
+    assert left == sorted([stage.level().folder] * 3 + [stage.level(2).folder] * 3)
+    for _ in range(2):
+        step(cache, stage, batch(0))
     assert cache.counts.read == 3
     cache.begin(short.level(), None)
     cache._writers.submit(int).result()
-    assert not any(path.parent.parent.name == stage.level().folder for path in tmp_path.rglob("*"))
+    assert not any(path.parent.parent.name == stage.level().folder for path in entries(cache))
 
 
-def test_other_weights_are_another_level():
+def test_other_weights_or_numbers_are_another_level() -> None:
     stage = Stage(Slow(), nn.BatchNorm1d(5))
-    before = stage.level()
-    assert before == stage.level()
-    for tensor in (stage.layers[0].linear.weight, stage.layers[1].running_mean):
+    weight, mean = stage.layers[0].linear.weight, stage.layers[1].running_mean
+    seen = [stage.level(), stage.level()]
+    assert seen.pop() == seen[0]
+    for change in (
+        lambda: weight.view(-1)[0].add_(1e-6),
+        lambda: mean[0].add_(1e-6),
+        lambda: weight.copy_(weight.flip(0)),  # the same numbers in another order
+    ):
         with torch.no_grad():
-            tensor.view(-1)[0] += 1e-6
-        assert stage.level() != before
-        before = stage.level()
-    with torch.no_grad():  # the same numbers in another order
-        weight = stage.layers[0].linear.weight
-        weight.copy_(weight.flip(0))
-    assert stage.level() != before
+            change()
+        assert stage.level() not in seen
+        seen.append(stage.level())
     assert level_of(stage.layers, "bf16").folder != stage.level().folder
+    blocks = [CacheSettings(enabled=True, dtype=dtype) for dtype in ("exact", "bf16")]  # of a run that goes on
+    exact, rounded = (Shelf(block, "one", CPU, "", int, print)._level([Slow()]) for block in blocks)
+    assert exact != rounded
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Flatten(0, 1)])
-def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(cache, layer, said):
-    stage = Stage(Slow(), layer.train())
+def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(make, layer, said):
+    cache, stage = make(), Stage(Slow(), layer.train())
     cache.begin(stage.level(), None)
     for _ in range(3):
         step(cache, stage, batch(0))
@@ -168,11 +192,11 @@ def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(cache, layer, 
     assert len([line for line in said if "not used for 2 layers" in line and "do not follow the samples" in line]) == 1
 
 
-def test_entries_of_who_knows_what_are_found_out(cache, said, tmp_path):
-    stage = Stage(Slow())
+def test_entries_that_are_not_what_the_layers_put_out_are_found_out(make: Made, said: list[str]) -> None:
+    cache, stage = make(), Stage(Slow())
     cache.begin(stage.level(), None)
     step(cache, stage, batch(0))
-    other = OutputCache([Tier(tmp_path, "one", None)], False, torch.device("cpu"), int, said.append)
+    other = OutputCache([Tier(cache.tiers[0].root, "one", None)], False, CPU, int, said.append)
     other.begin(stage.level(), None)
     with torch.no_grad():
         stage.layers[0].linear.bias += 1  # behind the back of the level
@@ -183,10 +207,9 @@ def test_entries_of_who_knows_what_are_found_out(cache, said, tmp_path):
     other.close(keep=True)
 
 
-def test_reading_that_takes_longer_than_computing(cache, said, monkeypatch):
-    stage = Stage(nn.Linear(4, 4))
-    read = Tier.read
-    monkeypatch.setattr(Tier, "read", lambda *args: [time.sleep(0.01), read(*args)][1])
+def test_reading_that_takes_longer_than_computing_is_given_up(make: Made, said: list[str], monkeypatch: Any) -> None:
+    cache, stage, read = make(), Stage(nn.Linear(4, 4)), Tier.read
+    monkeypatch.setattr(Tier, "read", lambda *args: [CLOCK.spend(0.1), read(*args)][1])
     cache.begin(stage.level(), None)
     for _ in range(8):
         step(cache, stage, batch(0))
@@ -198,12 +221,12 @@ def test_reading_that_takes_longer_than_computing(cache, said, monkeypatch):
     assert cache.active
 
 
-def test_a_damaged_entry_is_computed(cache, tmp_path):
-    stage = Stage(Slow())
+def test_a_damaged_entry_is_computed_and_written_again(make: Made) -> None:
+    cache, stage = make(), Stage(Slow())
     cache.begin(stage.level(), None)
     (first,) = step(cache, stage, batch(0))
     step(cache, stage, batch(0))
-    path = next(path for path in tmp_path.rglob("*") if len(path.name) == 32 and path.is_file())
+    path = entries(cache)[0]
     data = bytearray(path.read_bytes())
     data[-3] ^= 8
     path.write_bytes(data)
@@ -211,42 +234,13 @@ def test_a_damaged_entry_is_computed(cache, tmp_path):
     (found,) = step(cache, stage, batch(0))
     assert cache.counts.computed == before + 3 and torch.equal(first, found)
     step(cache, stage, batch(0))
-    assert cache.counts.computed == before + 3 and path.read_bytes() != data  # and written anew
+    assert cache.counts.computed == before + 3 and path.read_bytes() != data
 
 
-def test_what_does_not_fit_is_computed_with_one_warning(tmp_path, said):
-    small = OutputCache([Tier(tmp_path, "one", 700)], False, torch.device("cpu"), int, said.append)
-    stage = Stage(Slow())
-    small.begin(stage.level(), None)
-    for _ in range(3):
-        step(small, stage, batch(0), batch(1))
-    assert small.tiers[0].used_bytes <= 700 and 0 < small.counts.kept < 6
-    assert len([line for line in said if "no more room" in line]) == 1
-    small.close(keep=False)
-
-
-def test_the_disk_has_what_memory_does_not_hold(tmp_path, said):
-    tiers = [Tier(tmp_path / "memory", "one", 700), Tier(tmp_path / "disk", "one", None)]
-    both = OutputCache(tiers, False, torch.device("cpu"), int, said.append)
-    stage = Stage(Slow())
-    both.begin(stage.level(), None)
-    for _ in range(3):
-        step(both, stage, batch(0), batch(1))
-    assert both.counts.kept == 6 and both.counts.read >= 9 and all(tier.used_bytes for tier in tiers)
-    assert said == []
-    both.close(keep=False)
-
-
-def test_all_tensor_parallel_ranks_read_of_one_level_or_none(tmp_path, said):
-    """What another one says, by hand: what it lacks both compute, from the inputs where it has it of an earlier level."""
+def test_tensor_parallel_ranks_read_of_one_level_or_none(make: Made) -> None:
+    """The other rank is played by hand: both compute a sample that it lacks, from the inputs."""
     stage, others = Stage(Slow(), Slow()), []
-    one = OutputCache(
-        [Tier(tmp_path, "one", None)],
-        False,
-        torch.device("cpu"),
-        lambda mine: min(mine, others.pop(0)) if others else mine,
-        said.append,
-    )
+    one = make(agree=lambda mine: min(mine, others.pop(0)) if others else mine)
     one.begin(stage.level(), stage.level(1))
     for _ in range(3):
         (read,) = step(one, stage, batch(0))
@@ -260,32 +254,35 @@ def test_all_tensor_parallel_ranks_read_of_one_level_or_none(tmp_path, said):
     others[:] = [0]
     one.see([batch(0)])
     assert not one.active
-    one.close(keep=False)
 
 
-def test_entries_of_another_type_are_another_level():
-    """A run that goes on may keep its entries in another precision."""
-    layers, device = [Slow()], torch.device("cpu")
-    shelves = [
-        Shelf(CacheSettings(enabled=True, dtype=dtype), "one", device, "", int, print) for dtype in ("exact", "bf16")
-    ]
-    assert shelves[0]._level(layers) != shelves[1]._level(layers)
+def test_what_does_not_fit_is_computed_with_one_warning_or_goes_to_the_disk(make: Made, said: list[str]) -> None:
+    stage, both, small = Stage(Slow()), make(700, None), make(700)
+    for cache in (both, small):
+        assert said == []
+        cache.begin(stage.level(), None)
+        for _ in range(3):
+            step(cache, stage, batch(0), batch(1))
+    assert both.counts.kept == 6 and both.counts.read >= 9 and all(tier.used_bytes for tier in both.tiers)
+    assert small.tiers[0].used_bytes <= 700 and 0 < small.counts.kept < 6
+    assert len([line for line in said if "no more room" in line]) == 1
 
 
-def test_epochs_longer_than_an_hour_and_half_the_room(tmp_path, said, monkeypatch):
-    """What fits serves its share of every epoch, however long one takes and whatever is in it twice."""
+@pytest.fixture
+def size(make: Made) -> tuple[Stage, int]:
+    """A stage, and the bytes of a micro-batch."""
+    cache, stage = make(), Stage(Slow())
+    cache.begin(stage.level(), None)
+    step(cache, stage, batch(0))
+    return stage, cache.tiers[0].used_bytes
+
+
+def test_what_fits_serves_its_share_of_every_epoch_however_long_one_takes(make, size, tmp_path, monkeypatch):
     hours = [0.0]
     monkeypatch.setattr(time, "time", lambda: 1e9 + 3600 * hours[0])
-    stage, samples = Stage(Slow()), [batch(n) for n in (*range(8), 0)]
-    (tmp_path / "size").mkdir()
-    one = OutputCache([Tier(tmp_path / "size", "one", None)], False, torch.device("cpu"), int, said.append)
+    stage, samples, read = size[0], [batch(n) for n in (*range(8), 0)], []
+    one = make(4 * size[1])
     one.begin(stage.level(), None)
-    step(one, stage, samples[0])
-    half = 4 * one.tiers[0].used_bytes
-    one.close(keep=False)
-    one = OutputCache([Tier(tmp_path, "one", half)], False, torch.device("cpu"), int, said.append)
-    one.begin(stage.level(), None)
-    read = []
     for _ in range(4):
         before = one.counts.read
         for each in samples:
@@ -294,19 +291,11 @@ def test_epochs_longer_than_an_hour_and_half_the_room(tmp_path, said, monkeypatc
                 os.utime(path, (0, 0))  # as long ago as can be
             step(one, stage, each)
         read.append((one.counts.read - before) / len(each))
-    one.close(keep=False)
     assert read[1:] == [5.0] * 3, read  # of nine micro-batches those four that fit, one of which comes twice
 
 
-def test_room_is_made_for_other_samples(tmp_path, said):
-    stage = Stage(Slow())
-    (tmp_path / "size").mkdir()
-    one = OutputCache([Tier(tmp_path / "size", "one", None)], False, torch.device("cpu"), int, said.append)
-    one.begin(stage.level(), None)
-    step(one, stage, batch(0))
-    size = one.tiers[0].used_bytes
-    one.close(keep=False)
-    one = OutputCache([Tier(tmp_path, "one", size)], False, torch.device("cpu"), int, said.append)
+def test_room_is_made_for_other_samples(make: Made, size: tuple[Stage, int]) -> None:
+    stage, one = size[0], make(size[1])
     one.begin(stage.level(), None)
     for number in (0, 1, 1):
         step(one, stage, batch(number))
@@ -315,10 +304,9 @@ def test_room_is_made_for_other_samples(tmp_path, said):
     for number in (1, 1, 1):
         step(one, stage, batch(number))
     assert one.counts.kept == 3 and one.counts.read == 6 - 3, one.counts  # the first that is read is computed, too
-    one.close(keep=False)
 
 
-def test_threads_that_copy_are_on_the_stages_device(tmp_path, monkeypatch):
+def test_threads_that_copy_are_on_the_stages_device(tmp_path: Path, monkeypatch: Any) -> None:
     """CUDA is told by each thread; this machine's stands in for it with a note of who has."""
     told: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
@@ -330,3 +318,49 @@ def test_threads_that_copy_are_on_the_stages_device(tmp_path, monkeypatch):
         pool.submit(int).result()
     one.close(keep=False)
     assert told == [("cache-read_0", device), ("cache-write_0", device)]
+
+
+def test_a_name_is_of_all_that_the_model_gets_of_a_sample_and_not_of_strides() -> None:
+    tokens, mask = torch.arange(12).view(3, 4), torch.ones(3, 1, 1, 4, dtype=torch.bool)
+    everywhere = torch.ones(4, 4)
+    before = names((tokens, mask, everywhere))
+    assert len(set(before)) == 3 and before == names((tokens.clone(), mask, everywhere))
+    assert names((tokens[[2, 0]], mask[[2, 0]], everywhere)) == [before[2], before[0]]  # in other company
+    for index, change in ((0, (1, 2)), (1, (1, 0, 0, 3))):
+        inputs = [tokens.clone(), mask.clone(), everywhere]
+        inputs[index][change] = 0
+        assert [a == b for a, b in zip(before, names(tuple(inputs)), strict=True)] == [True, False, True]
+    padded = torch.cat([tokens, torch.zeros(3, 1, dtype=torch.long)], 1)
+    for other in (
+        (tokens, mask, everywhere * 2),
+        (tokens.float(), mask, everywhere),
+        (padded, mask, everywhere),
+        tokens,
+    ):
+        assert not set(before) & set(names(other))
+    images = torch.randn(2, 3, 5, 5)
+    assert names(images) == names(images.to(memory_format=torch.channels_last))
+    assert names(images[:, :, ::2]) == names(images[:, :, ::2].clone())
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_outputs_become_bytes_and_back(data: Any) -> None:
+    rows, dims, tensors = data.draw(st.integers(1, 4)), [], []
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+    for number in range(data.draw(st.integers(1, 3))):
+        shape = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+        dims.append(data.draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))))
+        if dims[-1] is not None:
+            shape[dims[-1]] = rows
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        tensors.append((100 * values).to(data.draw(st.sampled_from(dtypes))))
+    together = tuple(tensors) if len(tensors) > 1 or data.draw(st.booleans()) else tensors[0]
+    smaller, order = data.draw(st.booleans()), data.draw(st.permutations(range(rows)))
+    found = decode([memoryview(b"".join(map(bytes, encode(together, dims, row, smaller)))) for row in order])
+    assert isinstance(found, tuple) == isinstance(together, tuple)
+    for one, other, dim in zip(tensors, found if isinstance(found, tuple) else [found], dims, strict=True):
+        expected = one if dim is None else one.index_select(dim, torch.tensor(order))
+        if smaller and one.is_floating_point():
+            expected = expected.to(torch.bfloat16).to(one.dtype)
+        assert other.dtype == one.dtype and torch.equal(expected, other)

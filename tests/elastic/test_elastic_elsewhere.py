@@ -1,8 +1,9 @@
-"""A training goes on from a checkpoint on other processes, or in a shape that it was not saved in."""
+"""A training goes on from its checkpoint, or from DeepSpeed's universal one, on other processes and in another shape."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,163 +11,125 @@ import pytest
 import torch
 from torch import Tensor
 
+import ds_terapipe
 from ds_terapipe.elastic.saved import restore
+from ds_terapipe.elastic.saved.universal import CARRIED, Universal
 from ds_terapipe.errors import ConfigError
 from tests.elastic.samples import Texts
 from tests.elastic.test_elastic_wrapped import kept
-from tests.elastic.training import Case, data_of, engine_of
+from tests.elastic.training import PRECISIONS, Case, data_of, engine_of
+from tests.megatron.common import MICRO_BATCH, Model, batches, build, whole_tensors
 from tests.spawn import run_ranks
 
-SAMPLES, SAVED, STEPS = 20, 6, 10
-FREEZE = ((2, 1), (4, 3))
-CASES = {
-    "adamw": Case("texts", "adamw", 2, FREEZE, ((4, 1),), scheduler="lambda"),
-    "sgd": Case("texts", "sgd", 2, FREEZE, (), scheduler="warmup"),
-    "lamb": Case("tied texts", "lamb", 2, ((2, 1),), (), slices=None),
-    "fused adam": Case("texts", "fused adam", 2, FREEZE, ()),
-    "groups": Case(
-        "partly frozen", "adamw", 2, ((5, 4),), (), scheduler="lambda"
-    ),  # four stages have them in another order
-    "ZeRO-1": Case("texts", "adamw", 2, FREEZE, ((4, 1),), precision="ZeRO-1"),
-    "bf16": Case("texts", "adamw", 2, FREEZE, ((4, 1),), precision="bf16"),
-    "bf16 lamb": Case("texts", "lamb", 2, ((2, 1),), (), precision="bf16"),
-    "bf16 ZeRO-1": Case("texts", "lamb", 2, FREEZE, (), precision="bf16 ZeRO-1"),
+SAMPLES, SAVED, STEPS = 20, 3, 6
+FREEZE = ((1, 1), (2, 3))
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+CASES = {  # and whether ds_to_universal converts the checkpoint
+    "fused adam": (Case("texts", "fused adam", 2, FREEZE, (), scheduler="warmup"), False),
+    # four stages have the groups in another order
+    "groups": (Case("partly frozen", "adamw", 2, ((1, 4),), (), scheduler="lambda"), False),
+    "bf16": (Case("texts", "adamw", 2, FREEZE, ((2, 1),), precision="bf16"), False),
+    "universal, ZeRO-1": (Case("texts", "adamw", 2, FREEZE, (), precision="ZeRO-1", scheduler="lambda"), True),
+    "universal, bf16": (Case("tied texts", "lamb", 2, ((1, 1),), (), precision="bf16"), True),
 }
-ELSEWHERE = {"one process": (1, 1), "replicas": (2, 1), "four stages": (4, 4), "two by two": (4, 2)}
 
 
-@dataclass
-class State:
-    """What is known of a training on one rank: by name weights and the optimiser's state, and what is the same on all."""
-
-    weights: dict[str, Tensor]
-    kept: dict[str, tuple[Tensor, ...]]
-    steps: dict[str, float]
-    same: tuple[Any, ...]
-    frozen: int
-    rates: dict[str, float]
+def held(engine: Any, case: Case) -> dict[str, tuple[Tensor, ...]]:
+    """Weights of this rank by name, and what the optimizer steps in their place with its moments; collective."""
+    moments = {} if case.precision == "fp32" else kept(engine, case.optimizer)
+    return {name: (p.detach().clone(), *moments.get(name, ())) for name, p in engine.module.named_parameters()}
 
 
-def state_of(engine: Any, case: Case) -> State:
-    names = dict(engine.module.named_parameters())
-    flat = case.precision != "fp32"
-    optimizer = engine.basic_optimizer
-    moments = kept(engine, case.optimizer) if flat else {
-        name: tuple(v.clone() for k, v in sorted(optimizer.state[p].items()) if k != "step" and v is not None)
-        for name, p in names.items()
-        if p in optimizer.state
-    }  # fmt: skip
-    counts = (
-        {} if flat else {n: float(optimizer.state[p].get("step", 0)) for n, p in names.items() if p in optimizer.state}
-    )
-    scheduler = (
-        None
-        if engine.lr_scheduler is None
-        else engine.lr_scheduler.last_epoch
-        if hasattr(engine.lr_scheduler, "last_epoch")
-        else engine.lr_scheduler.last_batch_iteration
-    )
-    rates = {name: optimizer.param_groups[number]["lr"] for name, number in restore.numbers_of(engine).items()}
-    return State(
-        {name: p.detach().clone() for name, p in names.items()}, moments, counts,
-        (engine.global_steps, engine.global_samples, scheduler), engine.frozen_layers, rates,
-    )  # fmt: skip
-
-
-def data_for(case: Case) -> Texts:
-    return Texts(SAMPLES)
+def went_on(engine: Any) -> tuple[Any, list[float]]:
+    """Counts that all ranks share, and losses."""
+    scheduler = engine.lr_scheduler
+    position = getattr(scheduler, "last_epoch", getattr(scheduler, "last_batch_iteration", None))
+    same = engine.global_steps, engine.global_samples, position, engine.frozen_layers
+    losses = [float(engine.train_batch()) for _ in range(STEPS - SAVED)]
+    engine.destroy()
+    return same, losses
 
 
 def save(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    found = {}
-    for name, case in CASES.items():
-        engine = engine_of(case, training_data=data_for(case))
+    found: dict[str, Any] = {"DeepSpeed's": from_another_engine(f"{folder}/own"), "refused": refused(f"{folder}/none")}
+    for name, (case, _) in CASES.items():
+        engine = engine_of(case, training_data=Texts(SAMPLES))
         for _ in range(SAVED):
             engine.train_batch()
-        engine.save_checkpoint(f"{folder}/{name}")
-        state = state_of(engine, case)
-        found[name] = state, [float(engine.train_batch()) for _ in range(STEPS - SAVED)]
-        engine.destroy()
+        engine.save_checkpoint(f"{folder}/{name}", tag="saved", client_state={"mine": 7})
+        found[name] = held(engine, case), *went_on(engine)
     return found
 
 
-def go_on(rank: int, world_size: int, folder: str, stages: int, names: list[str]) -> dict[str, Any]:
+def go_on(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, Any]:
+    """On as many stages as there are processes."""
     found = {}
     for name in names:
-        case = replace(CASES[name], stages=stages, resize=())
-        engine = engine_of(case, training_data=data_for(case))
+        case, universal = CASES[name]
+        case = replace(case, stages=world_size, resize=())
+        engine = engine_of(case, training_data=Texts(SAMPLES), config=UNIVERSAL if universal else {})
         before = engine.basic_optimizer, engine.lr_scheduler
         path, client = engine.load_checkpoint(f"{folder}/{name}")
-        assert Path(path).is_file() and client is not None
+        assert path and client["mine"] == 7 and not any("terapipe" in key or "universal" in key for key in client)
         assert before == (engine.basic_optimizer, engine.lr_scheduler)
-        state, shape = state_of(engine, case), tuple(engine.shape)
-        found[name] = state, [float(engine.train_batch()) for _ in range(STEPS - SAVED)], shape
-        engine.destroy()
+        found[name] = held(engine, case), *went_on(engine)
     return found
+
+
+def convert(folder: Path) -> None:
+    """Convert a checkpoint as DeepSpeed's script `ds_to_universal` does."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    main(
+        argparse.Namespace(
+            input_folder=str(folder / "saved"), output_folder=str(folder / "universal"), num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=False,
+        )
+    )  # fmt: skip
+    (folder / "latest_universal").write_text("universal")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("elsewhere"))
-    return folder, run_ranks(save, 2, folder, timeout=200)
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("elsewhere")
+    ranks = run_ranks(save, 2, str(folder), timeout=200)
+    for name, (_, universal) in CASES.items():
+        if universal:
+            convert(folder / name)
+    return folder, ranks
 
 
 @pytest.mark.parametrize(
-    "where",
-    ["one process", *(pytest.param(w, marks=pytest.mark.full) for w in ("replicas", "two by two")), "four stages"],
+    ("processes", "names"), [(1, list(CASES)), (4, ["groups", "universal, ZeRO-1"])], ids=["one process", "four stages"]
 )
-def test_a_training_goes_on(saved, where):
-    processes, stages = ELSEWHERE[where]
-    # what launches take: all cases on one and two processes, those of each kind on four
-    names = list(CASES) if processes < 4 else ["adamw", "lamb", "fused adam", "groups", "ZeRO-1", "bf16 ZeRO-1"]
+def test_a_training_goes_on_from_the_same_bits(saved: Any, processes: int, names: list[str]) -> None:
     folder, ranks = saved
-    others = run_ranks(go_on, processes, folder, stages, names, timeout=200)
+    others = run_ranks(go_on, processes, str(folder), names, timeout=200)
     for name in names:
-        check(name, [rank[name] for rank in ranks], [rank[name] for rank in others], (stages, processes // stages))
+        case, (_, same, losses) = CASES[name][0], ranks[0][name]
+        had = {key: each for rank in ranks for key, each in rank[name][0].items()}
+        assert same[-1] == case.frozen(SAVED - 1) > 0 and set(had) == {key for rank in others for key in rank[name][0]}
+        for now, same_now, went in (rank[name] for rank in others):
+            assert same_now == same
+            assert went == pytest.approx(losses, rel=1e-5 if case.precision in ("fp32", "ZeRO-1") else 1e-2)
+            for key, tensors in now.items():
+                assert len(tensors) == len(had[key]) and all(map(torch.equal, tensors, had[key])), (name, key)
 
 
-def check(name: str, saved: list[Any], loaded: list[Any], shape: tuple[int, int], case: Case | None = None) -> None:
-    case = case or CASES[name]
-    weights = {k: v for state, _ in saved for k, v in state.weights.items()}
-    moments = {k: v for state, _ in saved for k, v in state.kept.items()}
-    counts = {k: v for state, _ in saved for k, v in state.steps.items()}
-    rates = {k: v for state, _ in saved for k, v in state.rates.items()}
-    assert set(weights) == {k for state, *_ in loaded for k in state.weights}
-    assert moments and set(moments) == {k for state, *_ in loaded for k in state.kept}
-    limit = 1e-5 if case.precision in ("fp32", "ZeRO-1") else 1e-2
-    for state, losses, now in loaded:
-        assert now[:2] == shape and state.frozen == saved[0][0].frozen == case.frozen(SAVED - 1) > 0
-        assert all(torch.equal(value, weights[k]) for k, value in state.weights.items())
-        for k, values in state.kept.items():
-            assert len(values) == len(moments[k]) > 0
-            assert all(torch.equal(a, b) for a, b in zip(values, moments[k], strict=True)), k
-        assert state.steps == {k: counts[k] for k in state.steps}
-        assert state.same == saved[0][0].same
-        assert state.rates == {k: rates[k] for k in state.rates}
-        assert losses == pytest.approx(saved[0][1], rel=limit)
-
-
-OURS = {name: case for name, case in CASES.items() if name in ("bf16", "bf16 lamb")}
-
-
-def from_another_engine(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def from_another_engine(folder: str) -> Any:
     """DeepSpeed's engine saves, without ZeRO, parts that it does not read, and ours nothing beside them."""
-    found = {}
-    for name, case in OURS.items():
-        case, path = replace(case, freeze=(), resize=()), f"{folder}/{name}"
-        engine = engine_of(case, config={"elastic_pipeline": {"enabled": False}})
-        assert not hasattr(engine, "elastic_pipeline")
-        train(engine, case, SAVED)
-        engine.save_checkpoint(path, tag="of/steps")
-        saved = kept(engine, case.optimizer)
-        losses = train(engine, case, STEPS)
-        engine.destroy()
-        engine = engine_of(case)
-        assert hasattr(engine, "elastic_pipeline")
-        engine.load_checkpoint(path)
-        loaded = kept(engine, case.optimizer)
-        found[name] = saved, loaded, losses, train(engine, case, STEPS), weights_alone(engine, case, path)
-        engine.destroy()
+    case = replace(CASES["bf16"][0], freeze=(), resize=())
+    engine = engine_of(case, config={"elastic_pipeline": {"enabled": False}})
+    train(engine, case, SAVED)
+    engine.save_checkpoint(folder, tag="of/steps")
+    saved, losses = kept(engine, case.optimizer), train(engine, case, STEPS)
+    engine.destroy()
+    engine = engine_of(case)
+    assert hasattr(engine, "elastic_pipeline")
+    engine.load_checkpoint(folder)
+    loaded = kept(engine, case.optimizer)
+    found = saved, loaded, losses, train(engine, case, STEPS), weights_alone(engine, case, folder)
+    engine.destroy()
     return found
 
 
@@ -175,10 +138,10 @@ def train(engine: Any, case: Case, until: int) -> list[float]:
     return [float(engine.train_batch(iter(data[step]))) for step in range(engine.global_steps, until)]
 
 
-def weights_alone(engine: Any, case: Case, path: str) -> float:
+def weights_alone(engine: Any, case: Case, folder: str) -> float:
     """How far a step of no rate moves the weights when the optimizer's state, masters with it, has been left out."""
     moments = {name: tensors[1:] for name, tensors in kept(engine, case.optimizer).items()}
-    engine.load_checkpoint(path, load_optimizer_states=False)
+    engine.load_checkpoint(folder, load_optimizer_states=False)
     now = kept(engine, case.optimizer)
     assert all(torch.equal(a, b) for k in moments for a, b in zip(moments[k], now[k][1:], strict=True))
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -189,23 +152,137 @@ def weights_alone(engine: Any, case: Case, path: str) -> float:
     return max(float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters())
 
 
-def test_what_deepspeed_saved_of_bf16_without_zero(tmp_path):
-    for rank in run_ranks(from_another_engine, 2, str(tmp_path), timeout=150):
-        for saved, loaded, losses, others, moved in rank.values():
-            assert saved and set(saved) == set(loaded)
-            assert all(torch.equal(a, b) for k in saved for a, b in zip(saved[k], loaded[k], strict=True))
-            assert losses == others and moved == 0
+def test_a_training_goes_on_from_what_deepspeed_saved_of_bf16_without_zero(saved: tuple[Path, list[Any]]) -> None:
+    for had, loaded, losses, others, moved in (rank["DeepSpeed's"] for rank in saved[1]):
+        assert had and set(had) == set(loaded) and losses == others and moved == 0
+        assert all(torch.equal(a, b) for key in had for a, b in zip(had[key], loaded[key], strict=True))
 
 
-def test_an_optimizer_without_a_parameter_is_refused(tmp_path):
-    part = {"kind": "plain", "stage": 0, "data": 0, "tensor": 0, "file": "x.pt", "groups": [["0.weight"]]}
+TENSOR = {"ZeRO-1": Model(tied=False), "bf16": Model(modern=True)}  # by precision
+
+
+def tensor_engine(precision: str, stages: int, tensor: int) -> Any:
+    module = build(TENSOR[precision], tensor=tensor, stages=stages)
+    config = {
+        "train_batch_size": 2 * MICRO_BATCH,
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 4e-3, "eps": 1e-4, "torch_adam": True}},
+        "elastic_pipeline": {
+            "freeze": {"policy": "schedule", "frozen_layers": [[1, 1], [2, 3]]},
+            "resize": {"policy": "off"},
+        },
+        **PRECISIONS[precision],
+        **UNIVERSAL,
+    }
+    return ds_terapipe.initialize(model=module, config=config, model_parameters=list(module.parameters()))[0]
+
+
+def tensor_run(rank: int, world_size: int, folder: str, saves: bool) -> dict[str, Any]:
+    """Weights, masters and moments where the checkpoint is, put together from all ranks, and the losses from there on."""
+    found = {}
+    for precision in TENSOR:
+        engine, data = tensor_engine(precision, 2 if saves else 1, 2 if saves else 1), batches(seed=3)
+        steps = [[next(data), next(data)] for _ in range(STEPS)]
+        if saves:
+            for step in steps[:SAVED]:
+                engine.train_batch(iter(step))
+            engine.save_checkpoint(f"{folder}/{precision}", tag="saved")
+        else:
+            engine.load_checkpoint(f"{folder}/{precision}")
+        mine = kept(engine, "adamw")
+        names = {id(p): name for name, p in engine.module.named_parameters()}
+        state = [whole_tensors(engine.module)]
+        for number in range(3):
+            of = {i: mine[name][number] for i, name in names.items() if name in mine}
+            state.append(whole_tensors(engine.module, lambda p, of=of: of.get(id(p), torch.zeros_like(p))))
+        found[precision] = (
+            state,
+            engine.frozen_layers,
+            [float(engine.train_batch(iter(step))) for step in steps[SAVED:]],
+        )
+        engine.destroy()
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_universal_checkpoint_is_for_any_tensor_parallel_size(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    ranks = run_ranks(tensor_run, 4, str(tmp_path), True, timeout=250)
+    for precision in TENSOR:
+        convert(tmp_path / precision)
+    (other,) = run_ranks(tensor_run, 1, str(tmp_path), False, timeout=250)
+    for precision, (state, frozen, losses) in ranks[0].items():
+        assert other[precision][1] == frozen == 3
+        assert other[precision][2] == pytest.approx(losses, rel=1e-5 if precision == "ZeRO-1" else 1e-2)
+        for tensors, loaded in zip(state, other[precision][0], strict=True):
+            assert set(tensors) == set(loaded) and all((tensors[name] == loaded[name]).all() for name in tensors)
+
+
+def refused(folder: str) -> list[str]:
+    found = []
+    plain = Case("texts", "adamw", 2, (), ())
+    wrapped = replace(plain, precision="ZeRO-1")
+    for case, options in ((plain, {}), (wrapped, {}), (wrapped, {"load_module_only": True})):
+        engine = engine_of(case, training_data=Texts(SAMPLES), config=UNIVERSAL)
+        with pytest.raises(ConfigError) as error:
+            engine.load_checkpoint(folder, tag="none", **options)
+        found.append(str(error.value))
+        engine.destroy()
+    return found
+
+
+def test_what_is_not_universal_is_refused(saved: tuple[Path, list[Any]]) -> None:
+    for plain, none, weights in (rank["refused"] for rank in saved[1]):
+        assert plain.startswith("checkpoint.load_universal: got true, must be false without bf16 or ZeRO-1")
+        assert "must be an output folder of ds_to_universal" in none
+        assert weights.startswith("load_checkpoint: got load_module_only")
+        assert all("\n" not in line for line in (plain, none, weights))
+
+
+def test_a_universal_checkpoint_that_lacks_something_or_has_it_in_another_group_is_refused(tmp_path: Path) -> None:
+    """DeepSpeed gives groups their rates by number, and a stage numbers those that it has a parameter of."""
+    for name in ("0.weight", "1.weight"):
+        (tmp_path / "one" / "zero" / name).mkdir(parents=True)
+        torch.save({"param": torch.ones(2)}, tmp_path / "one" / "zero" / name / "fp32.pt")
+    carried = {"state": {}, "groups": {"0.weight": 0, "1.weight": 1}, "tensor": 0, "untrained": {}}
+    torch.save({CARRIED: carried}, tmp_path / "one" / "mp_rank_00_model_states.pt")
+    universal, file = Universal(tmp_path, "one"), tmp_path / "one" / "zero" / "1.weight" / "fp32.pt"
+    universal.check({"0.weight": 0, "1.weight": 1}, {})
+    whole = file.read_bytes()
+    at = whole.index(torch.ones(2).numpy().tobytes())
+    for damaged in (whole[:at] + b"x" + whole[at + 1 :], whole[:100], b""):
+        file.write_bytes(damaged)
+        with pytest.raises(
+            ConfigError, match=r"^checkpoint\.load_universal: got .*1\.weight/fp32\.pt \(.*\), must be a whole"
+        ):
+            universal.check({"0.weight": 0, "1.weight": 1}, {})
+    file.write_bytes(whole)
+    for groups, buffers, said in (
+        ({"1.weight": 0}, {}, r"1\.weight in parameter group 1, must be 0 as"),
+        ({"2.weight": 1}, {}, r".* without 2\.weight, must have all"),
+        ({}, {"buffer": torch.zeros(1)}, r".* without buffer, must have all"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^checkpoint\.load_universal: got {said}"):
+            universal.check(groups, buffers)
+
+
+ONE, BOTH, APART = [["0.weight"]], [["0.weight", "1.weight"]], [["0.weight", "1.weight"], []]
+
+
+@pytest.mark.parametrize(
+    ("groups", "number", "said"),
+    [
+        (ONE, 1, r"got .* without the optimizer's state of .*1\.weight"),
+        (None, 1, r"got .* without the optimizer's state of .*1\.weight"),
+        (BOTH, 2, r"optimizer: got .*\[1\] parameter groups.* must be 2"),
+        (APART, 2, "optimizer: got .*other parameter groups"),
+    ],
+)
+def test_an_optimizer_without_a_parameter_or_with_other_groups_is_refused(tmp_path, groups, number, said):
+    part = {"kind": "plain", "stage": 0, "data": 0, "tensor": 0, "file": "x.pt", "groups": groups}
     wanted = {name: torch.nn.Parameter(torch.zeros(1)) for name in ("0.weight", "1.weight")}
-    for parts in ([part], [None], []):
-        with pytest.raises(ConfigError, match=r"^load_checkpoint: got .* without the optimizer's state of .*1\.weight"):
-            restore.SavedStates(tmp_path, parts, 0, 1, dict.fromkeys(wanted, 0), wanted)
-    part["groups"] = [["0.weight", "1.weight"]]
-    with pytest.raises(ConfigError, match=r"^load_checkpoint: optimizer: got .*\[1\] parameter groups.* must be 2"):
-        restore.SavedStates(tmp_path, [part], 0, 2, dict.fromkeys(wanted, 0), wanted)
-    with pytest.raises(ConfigError, match=r"^load_checkpoint: optimizer: got .*other parameter groups"):
-        part["groups"] = [["0.weight", "1.weight"], []]
-        restore.SavedStates(tmp_path, [part], 0, 2, {"0.weight": 0, "1.weight": 1}, wanted)
+    numbers = {"0.weight": 0, "1.weight": int(groups is APART)}
+    with pytest.raises(ConfigError, match=f"^load_checkpoint: {said}"):
+        restore.SavedStates(tmp_path, [part] if groups else [None], 0, number, numbers, wanted)

@@ -1,4 +1,4 @@
-"""What a rebuild from specs would lose: what was set on live modules moves with them, or is refused before anything changes."""
+"""Values set on live modules move with them where a spec builds the same structure; other changes are refused."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from ds_terapipe import ConfigError
 from tests.elastic.test_elastic_moves import Lora
-from tests.elastic.training import Case, data_of, engine_of
-from tests.mutants.claims import holds
-from tests.pipeline.models import SEED, Block, Embedding, Head, Plain, gpt, masked_loss
+from tests.elastic.training import MODELS, Case, data_of, engine_of, reference
+from tests.pipeline.models import SEED, Block, Embedding, Head, gpt, masked_loss
 from tests.pipeline.training import difference
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
-CASE = Case("gpt", "adamw", 2, ((2, 1), (4, 2)), ((2, 1), (5, 2)), slices=None, steps=8)
+# DeepSpeed's own optimizer for fp32 on GPUs, which counts the steps of a group in the state of its last parameter
+CASE = Case("gpt", "fused adam", 2, ((1, 1), (2, 2)), ((1, 1), (3, 2)), slices=None, steps=5)
 DATA = data_of(CASE)
-WEIGHED = (0, 2, 5)  # the first steps of the shapes
+WEIGHED = (0, 1, 3)  # the first steps of the shapes
 OFF = 1e-5
 
 
@@ -47,7 +47,7 @@ def rich() -> list[Any]:
 
 
 def prepare(entry: int, layer: nn.Module) -> None:
-    """What a user does to layers that were built: loads weights, freezes some as LoRA does, sets buffers, marks, dropout."""
+    """Change a layer that was built as users do: load weights, freeze some as LoRA does, set buffers, marks and dropout."""
     generator = torch.Generator().manual_seed(900 + entry)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -60,7 +60,6 @@ def prepare(entry: int, layer: nn.Module) -> None:
     layer.up.requires_grad_(entry == 1)
     layer.qkv.weight.lamb_rows = (32, 32, 32)
     layer.before_mlp.weight.tensor_model_parallel = False
-    layer.out.weight.note = f"entry {entry}"
     layer.window, layer.drop.spans = entry, (entry, 2)  # the spec builds neither
 
 
@@ -73,8 +72,25 @@ class Prepared(PipelineModule):
             prepare(entry, layer)
 
 
+def alone() -> list[nn.Module]:
+    """The prepared layers as one process has them."""
+    layers = built(rich())
+    for entry, layer in enumerate(layers):
+        prepare(entry, layer)
+    return layers
+
+
+def built(specs: list[Any]) -> list[nn.Module]:
+    """Modules in place of specs, the same on every rank."""
+    layers = []
+    for entry, spec in enumerate(specs):
+        torch.manual_seed(SEED + entry)
+        layers.append(spec.build())
+    return layers
+
+
 def lost(engine: Any) -> list[str]:
-    """What of `prepare` the live layers do not have."""
+    """The settings of `prepare` that the live layers do not have."""
     problems = []
     for entry, layer in enumerate(engine.module.forward_funcs, start=engine.module._local_start):
         if not isinstance(layer, Rich):
@@ -86,9 +102,8 @@ def lost(engine: Any) -> list[str]:
             "shift": (float(layer.shift), float(torch.tensor(entry / 50))),
             "requires_grad": ([p.requires_grad for p in layer.up.parameters()], [entry == 1 and not frozen] * 2),
             "others": (layer.down.weight.requires_grad, not frozen),
-            "lamb_rows": (getattr(layer.qkv.weight, "lamb_rows", None), (32, 32, 32)),
+            "rows": (getattr(layer.qkv.weight, "lamb_rows", None), (32, 32, 32)),
             "mark": (getattr(layer.before_mlp.weight, "tensor_model_parallel", None), False),
-            "note": (getattr(layer.out.weight, "note", None), f"entry {entry}"),
             "settings": ((getattr(layer, "window", None), getattr(layer.drop, "spans", None)), (entry, (entry, 2))),
             "training": (layer.training, not frozen),
             "saved": ("shift" in layer.state_dict(), False),
@@ -97,65 +112,41 @@ def lost(engine: Any) -> list[str]:
     return problems
 
 
-def random_states() -> tuple[Any, ...]:
-    return torch.get_rng_state().tolist(), random.getstate(), [*map(str, np.random.get_state())]
-
-
-def train(engine: Any, found: dict[str, Any], first: int = 0, stop: int = CASE.steps) -> None:
-    for step in range(first, stop):
-        batches = DATA[step]  # both ranks read everything: they are the first and the last stage at the start
-        found.setdefault("losses", []).append(float(engine.train_batch(iter(batches))))
-        if step in WEIGHED and "weighed" in found:
-            found["weighed"].append((bytes_of_parameters(), sum(p.nbytes for p in engine.module.parameters())))
-
-
-def bytes_of_parameters() -> int:
-    """Memory of all parameters in this process that have a place for each of their elements, each once."""
+def weighed(engine: Any) -> tuple[int, int]:
+    """Bytes of all parameters in this process that have a place for each of their elements, each once; of those that are here."""
     gc.collect()
     alive = [thing for thing in gc.get_objects() if type(thing) is nn.Parameter]
-    alive = [p for p in alive if p.untyped_storage().nbytes() >= p.nbytes]
-    return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in alive}.values())
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+        for p in alive
+        if p.untyped_storage().nbytes() >= p.nbytes
+    }
+    return sum(storages.values()), sum(p.nbytes for p in engine.module.parameters())
 
 
-def carried() -> dict[str, Any]:
-    engine, found = engine_of(CASE, specs=rich(), kind=Prepared), {"lost": [], "random": [], "weighed": []}
+def run(**options: Any) -> dict[str, Any]:
+    engine = engine_of(CASE, **options)
+    found: dict[str, Any] = {"losses": [], "lost": [], "random": [], "first": weighed(engine), "weighed": []}
     change = engine._change
 
-    def noted(*args: Any, **options: Any) -> None:
-        before = random_states()
-        change(*args, **options)
-        found["random"].append(before == random_states())
+    def states() -> Any:
+        return torch.get_rng_state().tolist(), random.getstate(), [*map(str, np.random.get_state())]
+
+    def noted(*args: Any, **more: Any) -> None:
+        before = states()
+        change(*args, **more)
+        found["random"].append(before == states())
 
     engine._change = noted
-    for step in range(CASE.steps):
-        train(engine, found, step, step + 1)
+    # both ranks read everything: they are the first and the last stage at the start
+    for step, batches in enumerate(DATA):
+        found["losses"].append(float(engine.train_batch(iter(batches))))
+        found["weighed"] += [weighed(engine)] if step in WEIGHED else []
         found["lost"] += [f"step {step}: {text}" for text in lost(engine)]
     del engine._change
     found["weights"] = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     engine.destroy()
     return found
-
-
-def built() -> list[nn.Module]:
-    """Modules in place of specs, the same on every rank."""
-    layers = []
-    for entry, spec in enumerate(gpt()):
-        torch.manual_seed(SEED + entry)
-        layers.append(spec.build())
-    return layers
-
-
-def given_modules() -> dict[str, Any]:
-    engine = engine_of(CASE, specs=built())
-    found: dict[str, Any] = {"weighed": []}
-    found["first"] = bytes_of_parameters(), sum(p.nbytes for p in engine.module.parameters())
-    train(engine, found)
-    found["weights"] = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    engine.destroy()
-    return found
-
-
-# ---------------------------------------------------------------------------------------------------------- refusals
 
 
 def with_lora(layer: Block) -> Any:
@@ -168,62 +159,43 @@ def with_hook(layer: Block) -> Any:
     return layer.up.register_forward_hook(lambda *args: None).remove
 
 
-def with_another_shape(layer: Block) -> Any:
-    bias = layer.down.bias
-    layer.down.bias = nn.Parameter(torch.zeros(1))
-    return lambda: setattr(layer.down, "bias", bias)
-
-
-CHANGES = {"lora": with_lora, "hook": with_hook, "another shape": with_another_shape}
-SAYS = {
-    "lora": "got module 3.out (Lora), set on a live layer",
-    "hook": "got 1 hooks on module 3.up, registered on a live layer",
-    "another shape": "got parameter 3.down.bias of shape [1], built as [32], set on a live layer",
+CHANGES = {
+    "lora": (with_lora, "got module 3.out (Lora), set on a live layer"),
+    "hook": (with_hook, "got 1 hooks on module 3.up, registered on a live layer"),
 }
 
 
-def refused_midway(rank: int) -> dict[str, Any]:
-    """On the second stage something is set that its spec does not build, at the step of the reshape; then it is taken away."""
-    engine, found = engine_of(CASE), {"said": {}, "changed": []}
-    train(engine, found, 0, 2)
-    for name, change in CHANGES.items():
-        undo = change(engine.module.forward_funcs[0]) if rank == 1 else (lambda: None)
-        before = state_of(engine)
-        with pytest.raises(ConfigError) as refused:
-            engine.train_batch(iter(DATA[2]))
-        found["said"][name] = str(refused.value)
-        found["changed"] += [] if alike(before, state_of(engine)) else [name]
-        undo()
-    train(engine, found, 2)
-    engine.destroy()
-    return found
+def refused_midway(rank: int, folder: str) -> dict[str, Any]:
+    """On the second stage something is set that its spec does not build, at the step of the reshape; then it is taken away.
 
-
-def refused_tied(rank: int) -> str:
-    """A hook on the first stage's copy of a tied layer, which the second stage would have to build."""
-    engine = engine_of(replace(CASE, model="tied"))
-    (hooked,) = engine.module.tied_modules.children()
-    if rank == 0:
-        hooked.register_forward_hook(lambda *args: None)
-    losses = [float(engine.train_batch(iter(DATA[step]))) for step in range(2)]
-    with pytest.raises(ConfigError) as refused:
-        engine.train_batch(iter(DATA[2]))
-    engine.destroy()
-    return str(refused.value) if losses[0] != losses[1] else ""
+    Meanwhile, what the log and the monitor are told.
+    """
+    lines: list[str] = []
+    monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "told"}}
+    with (
+        mock.patch("ds_terapipe.elastic.report.emit", lines.append),
+        mock.patch("ds_terapipe.elastic.report.logger.warning", lambda text, *args: lines.append(text % args)),
+    ):
+        engine, said, changed = engine_of(CASE, config=monitor), {}, []
+        losses = [float(engine.train_batch(iter(DATA[0])))]
+        for name, (change, _) in CHANGES.items():
+            undo = change(engine.module.forward_funcs[0]) if rank == 1 else (lambda: None)
+            before = state_of(engine)
+            with pytest.raises(ConfigError) as refused:
+                engine.train_batch(iter(DATA[1]))
+            said[name], after = str(refused.value), state_of(engine)
+            changed += [] if before[1:] == after[1:] and all(map(torch.equal, before[0], after[0])) else [name]
+            undo()
+        losses += [float(engine.train_batch(iter(step))) for step in DATA[1:]]
+        engine.destroy()
+    return {"said": said, "changed": changed, "losses": losses, "lines": lines}
 
 
 def state_of(engine: Any) -> tuple[Any, ...]:
-    module = engine.module
-    return (
-        engine.shape, engine.frozen_layers, engine.global_steps, list(module.parts), id(module._grid),
-        [id(parameter) for parameter in module.parameters()],
-        [[id(p) for p in group["params"]] for group in engine.basic_optimizer.param_groups],
-        [parameter.detach().clone() for parameter in module.parameters()],
-    )  # fmt: skip
-
-
-def alike(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    return some[:-1] == others[:-1] and all(map(torch.equal, some[-1], others[-1]))
+    module, groups = engine.module, engine.basic_optimizer.param_groups
+    grouped = [[id(p) for p in group["params"]] for group in groups]
+    shape = engine.shape, engine.frozen_layers, engine.global_steps, list(module.parts), id(module._grid)
+    return [p.detach().clone() for p in module.parameters()], [id(p) for p in module.parameters()], grouped, shape
 
 
 class Hooked(PipelineModule):
@@ -235,159 +207,95 @@ class Hooked(PipelineModule):
             with_hook(self.forward_funcs[0])
 
 
-def refused_first() -> str:
+def refused_tied(rank: int) -> str:
+    """A hook on the first stage's copy of a tied layer, which the second stage would have to build."""
+    engine = engine_of(replace(CASE, model="tied"))
+    (hooked,) = engine.module.tied_modules.children()
+    if rank == 0:
+        hooked.register_forward_hook(lambda *args: None)
+    engine.train_batch(iter(DATA[0]))
     with pytest.raises(ConfigError) as refused:
-        engine_of(CASE, kind=Hooked)
+        engine.train_batch(iter(DATA[1]))
+    engine.destroy()
     return str(refused.value)
 
 
-# ------------------------------------------------------------------------------------------------------ what is told
-
-
-PARTS = {"lines": "layers frozen", "warnings": "a rank has up to"}
-
-
-def told(folder: str) -> dict[str, Any]:
-    """Lines of the log, and the monitor's events."""
-    lines: list[str] = []
-    monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "told"}}
-    with (
-        mock.patch("ds_terapipe.elastic.report.emit", lines.append),
-        mock.patch("ds_terapipe.elastic.report.logger.warning", lambda text, *args: lines.append(text % args)),
-    ):
-        engine = engine_of(CASE, config=monitor)
-        train(engine, {})
+def dropping(case: Case) -> list[float]:
+    """Losses of a model with dropout."""
+    engine = engine_of(replace(case, model="dropping"))
+    torch.manual_seed(SEED)
+    losses = [float(engine.train_batch(iter(step))) for step in DATA]
     engine.destroy()
-    return {key: [line for line in lines if part in line] for key, part in PARTS.items()}
+    return losses
 
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    return {
-        "carried": carried(),
-        "modules": given_modules(),
-        "refused": refused_midway(rank),
-        "refused first": refused_first(),
+    found = {
+        "dropout": [dropping(CASE), dropping(replace(CASE, resize=()))],
+        "carried": run(specs=rich(), kind=Prepared),
+        "modules": run(specs=built(gpt())),
+        "refused": refused_midway(rank, folder),
         "tied": refused_tied(rank),
-        "told": told(folder),
+        "rows": {path.stem: path.read_text().split()[1:] for path in sorted(Path(folder).rglob("Elastic_*.csv"))},
     }
+    with pytest.raises(ConfigError) as refused:
+        engine_of(CASE, kind=Hooked)
+    return {**found, "first": str(refused.value)}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("monitor")
+ranks = launched(worker, 2, timeout=200, folder=True)
 
 
-@pytest.fixture(scope="module")
-def ranks(folder):
-    return run_ranks(worker, 2, str(folder), timeout=200)
+@pytest.mark.parametrize(("kind", "specs"), [("carried", alone), ("modules", gpt)])
+def test_what_was_set_on_live_layers_is_where_the_layers_are(ranks: Any, kind: str, specs: Any) -> None:
+    with mock.patch.dict(MODELS, {kind: (specs, masked_loss, MODELS["gpt"][2])}):
+        wanted = reference(replace(CASE, model=kind))
+    whole = sum(weight.nbytes for weight in wanted.weights.values())
+    for found in (rank[kind] for rank in ranks):
+        assert found["lost"] == [] and found["losses"] == pytest.approx(wanted.losses, rel=OFF)
+        assert max(difference(weight, wanted.weights[name]) for name, weight in found["weights"].items()) <= OFF
+        assert found["random"] == [True] * 3, "a change draws random numbers"
+        assert found["first"][0] == found["first"][1] < whole, "weights are where they are trained and nowhere else"
+        assert all(alive == here for alive, here in found["weighed"])
+        assert [here for _, here in found["weighed"]] == [found["first"][1], whole, found["weighed"][2][1]]
 
 
-def alone(specs: list[Any], prepared: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """One process."""
-    from tests.elastic.training import OPTIMIZERS
-
-    model, losses = Plain(specs), []
-    if prepared:
-        for entry, layer in enumerate(model.functions):
-            prepare(entry, layer)
-    optimizer = OPTIMIZERS["adamw"][1](list(model.parameters()))
-    for number, step in enumerate(DATA):
-        for layer in model.functions[: CASE.frozen(number)]:
-            layer.requires_grad_(False)
-        optimizer.zero_grad()
-        parts = [masked_loss(model(inputs), labels) / len(step) for inputs, labels in step]
-        sum(parts).backward()
-        losses.append(float(sum(parts)))
-        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], CASE.clip)
-        optimizer.step()
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
+def test_dropout_does_not_depend_on_the_shape(ranks: Any) -> None:
+    for reshaped, stayed in (rank["dropout"] for rank in ranks):
+        assert reshaped == pytest.approx(stayed, rel=OFF)
+        assert reshaped != pytest.approx(reference(replace(CASE, model="dropping")).losses, rel=10 * OFF)
 
 
-def check_as_alone(found: dict[str, Any], losses: list[float], weights: dict[str, Tensor]) -> None:
-    assert found["losses"] == pytest.approx(losses, rel=OFF)
-    assert max(difference(weight, weights[name]) for name, weight in found["weights"].items()) <= OFF
-
-
-def test_what_was_set_on_live_layers_is_where_the_layers_are(ranks):
-    check_carried([rank["carried"] for rank in ranks])
-    wanted = alone(rich(), prepared=True)
-    for rank in ranks:
-        check_as_alone(rank["carried"], *wanted)
-
-
-def test_a_reshape_draws_no_random_numbers(ranks):
-    for rank in ranks:
-        assert rank["carried"]["random"] == [True] * 3
-
-
-@pytest.mark.parametrize("kind", ["carried", "modules"])
-def test_weights_are_where_they_are_trained_and_nowhere_else(ranks, kind):
-    wanted = alone(gpt(), prepared=False)
-    whole = sum(weight.nbytes for weight in wanted[1].values())
-    for rank in ranks:
-        if kind == "modules":
-            check_as_alone(rank["modules"], *wanted)
-            assert rank["modules"]["first"][0] == rank["modules"]["first"][1] < whole
-        sizes = rank[kind]["weighed"]
-        assert all(alive == here for alive, here in sizes), sizes
-        assert sizes[1][1] > max(sizes[0][1], sizes[2][1]) and (sizes[1][1] == whole or kind == "carried")
-
-
-def test_a_refused_reshape_changes_nothing_and_training_goes_on(ranks):
-    undisturbed = alone(gpt(), prepared=False)[0]
-    for rank in ranks:
-        found = rank["refused"]
-        assert found["changed"] == []
+def test_a_refused_reshape_changes_nothing_and_training_goes_on(ranks: Any) -> None:
+    for found in (rank["refused"] for rank in ranks):
+        assert found["changed"] == [] and found["said"] == ranks[0]["refused"]["said"]
         for name, text in found["said"].items():
-            assert SAYS[name] in text and "\n" not in text and text == ranks[0]["refused"]["said"][name]
-        assert found["losses"] == pytest.approx(undisturbed, rel=OFF)
+            assert CHANGES[name][1] in text and "\n" not in text
+        assert found["losses"] == pytest.approx(reference(CASE).losses, rel=OFF)
 
 
-def test_what_cannot_move_is_refused_before_there_is_an_engine(ranks):
-    text = "elastic_pipeline.resize.policy: got 1 hooks on module 3.up, registered on a live layer"
-    for rank in ranks:
-        assert rank["refused first"].startswith(text) and "\n" not in rank["refused first"]
+@pytest.mark.parametrize(("when", "module"), [("first", "3.up"), ("tied", "tied_modules.tokens")])
+def test_a_hook_is_refused_before_there_is_an_engine_and_on_a_tied_layer(ranks: Any, when: str, module: str) -> None:
+    text = f"elastic_pipeline.resize.policy: got 1 hooks on module {module}, registered on a live layer"
+    assert all(rank[when].startswith(text) and "\n" not in rank[when] for rank in ranks), ranks[0][when]
 
 
-def test_a_hook_on_a_tied_layer_is_not_lost(ranks):
-    text = "elastic_pipeline.resize.policy: got 1 hooks on module tied_modules.tokens, registered on a live layer"
-    assert all(rank["tied"].startswith(text) for rank in ranks), ranks[0]["tied"]
-
-
-def test_one_line_for_each_transition_and_events_for_the_monitor(ranks, folder):
-    lines = ranks[0]["told"]["lines"]
+def test_a_transition_is_one_line_and_events_for_the_monitor(ranks: Any) -> None:
+    lines = [line for line in ranks[0]["refused"]["lines"] if "layers frozen" in line]
     wanted = [
-        "step 2: 1 of 6 layers frozen, 2 stages x 1 replica (4 micro-batches of 2) -> 1 stage x 2 replicas (2 micro-batches",
-        "step 4: 2 of 6 layers frozen, 1 stage x 2 replicas (2 micro-batches of 2), ",
-        "step 5: 2 of 6 layers frozen, 1 stage x 2 replicas (2 micro-batches of 2) -> 2 stages x 1 replica (4 micro-batches",
+        "step 1: 1 of 6 layers frozen, 2 stages x 1 replica (4 micro-batches of 2) -> 1 stage x 2 replicas (2 micro-batches",
+        "step 2: 2 of 6 layers frozen, 1 stage x 2 replicas (2 micro-batches of 2), ",
+        "step 3: 2 of 6 layers frozen, 1 stage x 2 replicas (2 micro-batches of 2) -> 2 stages x 1 replica (4 micro-batches",
     ]
     assert len(lines) == 3 and all(text in line for text, line in zip(wanted, lines, strict=True)), lines
-    assert len(ranks[0]["told"]["warnings"]) == 1 and ranks[1]["told"] == {"lines": [], "warnings": []}
-    rows = {
-        path.stem: [line.split(",") for line in path.read_text().split()[1:]]
-        for path in Path(folder).rglob("Elastic_*.csv")
-    }
-    assert set(rows) == {
-        f"Elastic_{n}" for n in ("frozen_layers", "stages", "replicas", "transition_seconds", "freed_bytes")
-    }
-    assert [[float(cell) for cell in row] for row in rows["Elastic_stages"]] == [[16, 1], [32, 1], [40, 2]]
-    assert [float(row[1]) for row in rows["Elastic_frozen_layers"]] == [1, 2, 2]
-    freed = [float(row[1]) for row in rows["Elastic_freed_bytes"]]
+    assert sum("a rank has up to" in line for line in ranks[0]["refused"]["lines"]) == 1
+    assert ranks[1]["refused"]["lines"] == []
+    rows = {name: [[float(cell) for cell in row.split(",")] for row in told] for name, told in ranks[0]["rows"].items()}
+    named = ("frozen_layers", "stages", "replicas", "transition_seconds", "freed_bytes")
+    assert set(rows) == {f"Elastic_{name}" for name in named}
+    assert rows["Elastic_stages"] == [[8, 1], [16, 1], [24, 2]]
+    assert [row[1] for row in rows["Elastic_frozen_layers"]] == [1, 2, 2]
+    freed = [row[1] for row in rows["Elastic_freed_bytes"]]
     moments = [2 * sum(p.numel() * 4 for p in kind().parameters()) for kind in (Embedding, Block)]
-    assert freed[2] == 0 and freed[0] >= moments[0] and freed[1] >= 2 * moments[1]  # there are two replicas then
-    assert freed[0] < 1.6 * moments[0] and freed[1] < 3.2 * moments[1]  # with gradients
-
-
-# for tests.mutants
-
-
-def only_carried(rank: int, world_size: int) -> dict[str, Any]:
-    return carried()
-
-
-def check_carried(ranks: list[dict[str, Any]]) -> None:
-    assert all(found["lost"] == [] for found in ranks)
-
-
-def holds_for(mutant: str | None) -> bool:
-    return holds(check_carried, run_ranks(only_carried, 2, mutant=mutant))
+    assert freed[2] == 0 and moments[0] <= freed[0] < 1.6 * moments[0]  # with gradients
+    assert 2 * moments[1] <= freed[1] < 3.2 * moments[1]  # there are two replicas then

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -23,7 +23,6 @@ from tests.pipeline.models import Block, Embedding, FrozenEmbedding, Head
 from tests.spawn import launched
 
 FORWARD, BACKWARD = 0.01, 0.03  # seconds of each block
-FREEZE = {"policy": "schedule", "frozen_layers": [[5, 3]]}
 
 
 class Clock:
@@ -57,10 +56,6 @@ class Timed(Block):
         return super().forward(_Takes.apply(hidden))
 
 
-def timed() -> list[Any]:
-    return [LayerSpec(Embedding), *(LayerSpec(Timed) for _ in range(4)), LayerSpec(Head)]
-
-
 class FrozenTimed(Timed):
     """That its user has frozen."""
 
@@ -69,9 +64,14 @@ class FrozenTimed(Timed):
         self.requires_grad_(False)
 
 
-def frozen_timed() -> list[Any]:
-    """The first three of them frozen by hand."""
-    return [LayerSpec(FrozenEmbedding), *(LayerSpec(FrozenTimed) for _ in range(2)), *timed()[3:]]
+def timed(by_hand: bool = False) -> list[Any]:
+    """Six entries, the first three of them frozen by hand or not."""
+    first = [LayerSpec(FrozenEmbedding), *(LayerSpec(FrozenTimed) for _ in range(2))]
+    return [
+        *(first if by_hand else [LayerSpec(Embedding), *[LayerSpec(Timed)] * 2]),
+        *[LayerSpec(Timed)] * 2,
+        LayerSpec(Head),
+    ]
 
 
 class Lopsided(PipelineModule):
@@ -92,7 +92,7 @@ class Hooked(PipelineModule):
 
 
 def restarting(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    """Falls while layers are frozen, and begins anew in step 8."""
+    """Falls while layers are frozen, and begins again in step 8."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.3 if 5 < step < 8 else 1.0)
 
 
@@ -103,66 +103,87 @@ def ending(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaL
     return scheduler
 
 
-CASE = Case("gpt", "adamw", 2, ((5, 3),), (), slices=None, steps=10, batch=4, size=1)
-TWICE = {"policy": "schedule", "frozen_layers": [[4, 2], [8, 4]]}
-KEPT = Case("gpt", "adamw", 2, ((4, 2), (8, 4)), (), slices=None, steps=10, batch=4, size=1)
-BY_HAND = Case("gpt", "adamw", 2, ((0, 3),), (), slices=None, steps=10, batch=4, size=1)
+Pairs = tuple[tuple[int, int], ...]
+
+
+class Run(NamedTuple):
+    """A training of two stages, and where it must run.
+
+    Attributes:
+        seen: steps, stages and first entries of the stages, of one part after the other.
+        block: of ``elastic_pipeline``, beside the frozen layers.
+        freeze: pairs of the schedule; none: "static".
+        options: of the engine; "peak" and "by hand" are this file's.
+        compared: whether losses are those of one process without a scheduler.
+    """
+
+    seen: list[tuple[int, int, list[int]]]
+    block: dict[str, Any] = {}
+    freeze: Pairs = ((5, 3),)
+    options: dict[str, Any] = {}
+    compared: bool = True
+
+    @property
+    def case(self) -> Case:
+        frozen = ((0, 3),) if "by hand" in self.options else self.freeze
+        steps = sum(steps for steps, *_ in self.seen)
+        return Case("gpt", "adamw", 2, frozen, (), slices=None, steps=steps, batch=4, size=1)
+
+    @property
+    def data(self) -> list[list[Any]]:
+        """Its micro-batches, which come again where all that is frozen is so from the first step on."""
+        steps = data_of(self.case)
+        return [steps[number % 2] for number in range(len(steps))] if "by hand" in self.options else steps
+
+
+EVEN, ONE, OFF = [0, 3, 6], [0, 6], {"resize": {"policy": "off"}, "partition": "measured"}
 CHECKPOINTS = {"activation_checkpoint_interval": 1, "checkpointable_layers": ["Timed"]}
-PERIOD = 2  # steps after which its samples come again
-RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # what is added to the block, and to the engine
-    "taken": ({}, {}),
-    "near the end": ({}, {"lr_scheduler": ending}),
-    "cannot move": ({"freeze": {"policy": "static"}}, {"kind": Hooked}),
-    "trains again": (
-        {"freeze": {**FREEZE, "unfreeze": ["lr_restart"]}, "resize": {"policy": "measured", "memory_gb": 1}},
-        {"lr_scheduler": restarting},
+RUNS = {
+    # two replicas take 8 x 0.04 each where the pipeline takes 10; with two blocks frozen 2 x 0.02 + 4 x 0.04, and about 5 x 0.04
+    "taken": Run([(3, 2, EVEN), (4, 1, ONE)]),
+    "near the end": Run([(5, 2, EVEN)], options={"lr_scheduler": ending}),
+    "cannot move": Run([(4, 2, EVEN)], freeze=(), options={"kind": Hooked}),
+    "trains again": Run(
+        [(3, 2, EVEN), (7, 1, ONE)],
+        {"resize": {"policy": "measured", "memory_gb": 1}},
+        options={"lr_scheduler": restarting},
+        compared=False,
     ),
-    "too large": ({"resize": {"policy": "measured", "memory_gb": 1e-4}}, {}),
-    "like the start": ({"resize": {"policy": "measured"}}, {"peak": 1.0}),
-    "recomputed": ({"resize": {"policy": "measured"}}, {"module": CHECKPOINTS}),
-    "a list": ({"resize": {"policy": [[99, 1]]}}, {}),
-    "kept": ({"freeze": TWICE, "cache": {"enabled": True}}, {"case": KEPT}),
-    "divided anew": (
-        {"freeze": {"policy": "static"}, "resize": {"policy": "off"}, "partition": "measured"},
-        {"kind": Lopsided},
-    ),
-    "by hand, kept": (
-        {
-            "freeze": {"policy": "static"},
-            "resize": {"policy": "off"},
-            "partition": "measured",
-            "cache": {"enabled": True},
-        },
-        {"case": BY_HAND, "specs": frozen_timed},
-    ),
-    "left as it is": ({"freeze": {"policy": "static"}, "resize": {"policy": "off"}, "partition": "measured"}, {}),
+    "too large": Run([(5, 2, EVEN)], {"resize": {"policy": "measured", "memory_gb": 1e-4}}),
+    "like the start": Run([(5, 2, EVEN)], {"resize": {"policy": "measured"}}, options={"peak": 1.0}),
+    "recomputed": Run([(5, 2, EVEN)], {"resize": {"policy": "measured"}}, options={"module": CHECKPOINTS}),
+    # 0.02 and 0.08 of the stages of three, 0.06 and 0.04 with one more on the first
+    "a list": Run([(5, 2, EVEN), (2, 2, [0, 4, 6])], {"resize": {"policy": [[99, 1]]}}),
+    "kept": Run([(3, 2, EVEN), (6, 1, ONE)], {"cache": {"enabled": True}}, ((4, 2), (8, 4))),
+    "divided again": Run([(3, 2, [0, 2, 6]), (7, 2, EVEN)], OFF, (), {"kind": Lopsided}),
+    # all of the first stage is frozen, and kept takes nothing; with one more of the others on it both take 0.04, not 0.08
+    "by hand, kept": Run([(3, 2, EVEN), (4, 2, [0, 4, 6])], {**OFF, "cache": {"enabled": True}}, (), {"by hand": True}),
+    "left as it is": Run([(5, 2, EVEN)], OFF, ()),
 }
 
 
 def run(name: str) -> dict[str, Any]:
-    block, options = RUNS[name]
-    lines: list[str] = []
-    peak = mock.patch.object(Chooser, "peak_bytes", lambda self: options.get("peak"))
-    where = ("elastic.shapes.measured", "pipeline.recording.report")
-    said = [mock.patch(f"ds_terapipe.{module}.emit", lines.append) for module in where]
+    this, lines, seen = RUNS[name], [], []
+    freeze: dict[str, Any] = {"policy": "static"}
+    if this.freeze:
+        freeze = {"policy": "schedule", "frozen_layers": [list(pair) for pair in this.freeze]}
+    if name == "trains again":
+        freeze["unfreeze"] = ["lr_restart"]
+    options = {key: value for key, value in this.options.items() if key not in ("peak", "by hand")}
+    said = [
+        mock.patch(f"ds_terapipe.{at}.emit", lines.append)
+        for at in ("elastic.shapes.measured", "pipeline.recording.report")
+    ]
+    peak = mock.patch.object(Chooser, "peak_bytes", lambda self: this.options.get("peak"))
     with said[0], said[1], peak, mock.patch("time.perf_counter", CLOCK):
-        config = {"elastic_pipeline": {"freeze": FREEZE, **block}}
-        more = {key: options[key] for key in ("kind", "lr_scheduler", "module") if key in options}
-        case = options.get("case", CASE)
-        engine = engine_of(case, specs=options.get("specs", timed)(), config=config, **more)
-        found: dict[str, Any] = {"losses": [], "seen": [], "parts": list(map(int, engine.module.parts))}
-        for step in steps_of(case):
-            found["losses"].append(float(engine.train_batch(iter(step))))
-            found["seen"].append((engine.num_stages, list(map(int, engine.module.parts))))
-        found["read"] = engine.cache_counts.read
+        config = {"elastic_pipeline": {"freeze": freeze, **this.block}}
+        engine, losses = engine_of(this.case, specs=timed("by hand" in this.options), config=config, **options), []
+        for step in this.data:
+            losses.append(float(engine.train_batch(iter(step))))
+            seen.append((engine.num_stages, list(map(int, engine.module.parts))))
+        read = engine.cache_counts.read
         engine.destroy()
-    return {**found, "lines": lines}
-
-
-def steps_of(case: Case) -> list[list[Any]]:
-    steps = data_of(case)
-    return [steps[number % PERIOD] for number in range(case.steps)] if case is BY_HAND else steps
+    return {"losses": losses, "seen": seen, "read": read, "lines": lines}
 
 
 def worker(rank: int, world_size: int) -> dict[str, Any]:
@@ -172,36 +193,54 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
 ranks = launched(worker, 2, timeout=200)
 
 
-def check_losses(ranks: Any, name: str, case: Case) -> None:
-    for rank in ranks:
-        assert rank[name]["losses"] == pytest.approx(reference_on(case, steps_of(case)).losses, rel=1e-5)
+@pytest.mark.parametrize("name", RUNS)
+def test_the_shape_is_the_one_that_layer_times_ask_for(ranks: Any, name: str) -> None:
+    wanted = [(stages, parts) for steps, stages, parts in RUNS[name].seen for _ in range(steps)]
+    for found in (rank[name] for rank in ranks):
+        assert found["seen"] == wanted, ranks[0][name]["lines"]
+        if RUNS[name].compared:
+            assert found["losses"] == pytest.approx(reference_on(RUNS[name].case, RUNS[name].data).losses, rel=1e-5)
 
 
-def test_replicas_are_taken_where_they_are_faster(ranks):
-    """Two blocks of four are frozen at step 5: 2 x 0.02 + 4 x 0.04 in a replica, about 5 x 0.04 in a pipeline, and before that
-    two replicas are faster, too: 8 x 0.04 each where the pipeline takes 10."""
-    check_losses(ranks, "taken", CASE)
-    lines = ranks[0]["taken"]["lines"]
-    stages = [seen[0] for seen in ranks[0]["taken"]["seen"]]
-    assert stages == [2] * 3 + [1] * 7, lines
-    assert ranks[1]["taken"]["seen"] == ranks[0]["taken"]["seen"]
-    assert lines[0].startswith("elastic_pipeline: a step is predicted to take: as it is, 0.")
-    assert "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0." in lines[0] and "(taken)" in lines[0]
-    assert ranks[1]["taken"]["lines"] == []
+@pytest.mark.parametrize(
+    ("name", "line", "taken"),
+    [
+        ("taken", "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0.", True),
+        ("near the end", "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0.", False),
+        ("recomputed", "beside activation checkpointing", False),
+        ("too large", ", but a rank holds 0.00 GB", False),
+        ("like the start", ", but a rank holds 0.00 GB", False),
+        ("cannot move", "resize.policy: off, since elastic_pipeline.resize.policy: got 1 hooks on module 0", False),
+    ],
+)
+def test_one_line_says_what_was_found_and_whether_it_was_taken(ranks: Any, name: str, line: str, taken: bool) -> None:
+    said = ranks[0][name]["lines"][0]
+    assert line in said and ("(taken)" in said) == taken and ranks[1][name]["lines"] == []
 
 
-def test_layers_that_are_recomputed_stay_and_one_line_says_why(ranks):
-    check_losses(ranks, "recomputed", CASE)
-    said = [line for line in ranks[0]["recomputed"]["lines"] if "measured" in line]
-    assert len(said) == 1 and "beside activation checkpointing" in said[0] and "use e.g. " in said[0], said
-    assert [seen[0] for seen in ranks[0]["recomputed"]["seen"]] == [2] * 10
+def predicted(ranks: Any, name: str) -> list[str]:
+    return [line for line in ranks[0][name]["lines"] if "is predicted to take" in line]
 
 
-def test_what_no_longer_pays_before_the_end_is_not_taken(ranks):
-    check_losses(ranks, "near the end", CASE)
-    line = ranks[0]["near the end"]["lines"][0]
-    assert "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0." in line and "(taken)" not in line
-    assert [seen[0] for seen in ranks[0]["near the end"]["seen"]] == [2] * 10
+def seconds(line: str, shape: str) -> float:
+    return float(re.findall(rf"{shape}, ([0-9.]+) s", line)[0])
+
+
+def test_what_trains_again_is_predicted_to_take_what_it_took(ranks: Any) -> None:
+    """In one stage 8 x 0.04 with nothing frozen; what was timed last is 2 x 0.02 + 4 x 0.04."""
+    first, frozen, again = predicted(ranks, "trains again")
+    assert seconds(first, "1 stage .*? layers") == 0.32 and seconds(frozen, "as it is") == 0.2
+    # The block behind frozen ones had no gradient of its input to make when it was timed last, in either micro-batch.
+    assert seconds(again, "as it is") == pytest.approx(0.32 - 2 * BACKWARD)
+
+
+def test_what_is_kept_takes_nothing(ranks: Any) -> None:
+    """Step 8 freezes three blocks of four: with what they put out kept, two replicas take 2 x 0.04 each, else 0.06 more."""
+    lines = predicted(ranks, "kept")
+    assert len(lines) == 3 and seconds(lines[-1], "as it is") == 0.08
+    assert ranks[0]["by hand, kept"]["read"] >= 4 * 3
+    divided = ranks[0]["divided again"]["lines"]
+    assert len(divided) == 2 and "and was predicted to take 0." in divided[1] and ranks[0]["a list"]["lines"] == []
 
 
 def schedulers() -> Iterator[tuple[Any, float]]:
@@ -209,98 +248,17 @@ def schedulers() -> Iterator[tuple[Any, float]]:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-3)
     yield WarmupDecayLR(optimizer, total_num_steps=10, warmup_num_steps=2), 10
     yield torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=10), 10
-    reference = {"reference_lr": 1e-3, "reference_batch_size": 8, "total_steps": 10, "warmup_steps": 1}
-    yield LambWarmup(optimizer, batch_size=8, **reference), 10
+    given = {"reference_lr": 1e-3, "reference_batch_size": 8, "total_steps": 10, "warmup_steps": 1}
+    yield LambWarmup(optimizer, batch_size=8, **given), 10
     phase = {"batch_size": 8, "seq_length": 8, "lr": 1e-3, "warmup_steps": 1}
     yield MixedBatch(optimizer, phases=[{**phase, "steps": 4}, {**phase, "steps": 6}]), 10
     yield torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), math.inf
     other = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    other.total_steps = lambda: 10  # a method: of whoever wrote it
+    other.total_steps = lambda: 10  # a method, which says something else
     yield other, math.inf
 
 
-@pytest.mark.parametrize("scheduler, steps", list(schedulers()), ids=lambda value: type(value).__name__)
-def test_how_many_steps_are_left_is_read_from_every_scheduler(scheduler, steps):
+@pytest.mark.parametrize(("scheduler", "steps"), list(schedulers()), ids=lambda value: type(value).__name__)
+def test_how_many_steps_are_left_is_read_from_every_scheduler(scheduler: Any, steps: float) -> None:
     chooser = SimpleNamespace(_engine=SimpleNamespace(lr_scheduler=scheduler, global_steps=3))
     assert Chooser._steps_left(chooser) == steps - 3
-
-
-def test_without_the_key_what_cannot_move_stays(ranks):
-    check_losses(ranks, "cannot move", Case("gpt", "adamw", 2, (), (), slices=None, steps=10, batch=4, size=1))
-    (line,) = ranks[0]["cannot move"]["lines"]
-    assert line.startswith("elastic_pipeline.resize.policy: off, since") and "1 hooks on module 0" in line, line
-    assert ranks[0]["cannot move"]["seen"] == [(2, [0, 3, 6])] * 10
-
-
-def test_what_trains_again_is_predicted_to_take_what_it_took(ranks):
-    """In one stage 8 x 0.04 with nothing frozen; what was timed last is 2 x 0.02 + 4 x 0.04."""
-    for rank in ranks:
-        assert [seen[0] for seen in rank["trains again"]["seen"]] == [2] * 3 + [1] * 7
-    lines = [line for line in ranks[0]["trains again"]["lines"] if "is predicted to take" in line]
-    first, frozen, again = (
-        float(re.findall(r"1 stage .*? layers, ([0-9.]+) s" if n == 0 else r"as it is, ([0-9.]+) s", line)[0])
-        for n, line in enumerate(lines)
-    )
-    # The block behind frozen ones had no gradient of its input to make when it was timed last, in either micro-batch.
-    assert (first, frozen) == (0.32, 0.2) and again == pytest.approx(first - 2 * BACKWARD), lines
-
-
-def test_what_is_kept_takes_nothing(ranks):
-    """Step 8 freezes three blocks of four: with what they put out kept, two replicas take 2 x 0.04 each, else 0.06 more."""
-    check_losses(ranks, "kept", KEPT)
-    lines = [line for line in ranks[0]["kept"]["lines"] if "is predicted to take" in line]
-    assert len(lines) == 3 and [seen[0] for seen in ranks[0]["kept"]["seen"]] == [2] * 3 + [1] * 7, lines
-    (seconds,) = map(float, re.findall(r"as it is, ([0-9.]+) s", lines[-1]))
-    assert seconds == 0.08, lines
-
-
-@pytest.mark.parametrize("name", ["too large", "like the start"])
-def test_what_does_not_fit_is_not_taken(ranks, name):
-    check_losses(ranks, name, CASE)
-    for rank in ranks:
-        assert {stages for stages, _ in rank[name]["seen"]} == {2}
-    assert ", but a rank holds 0.00 GB" in ranks[0][name]["lines"][0]
-
-
-def test_layers_are_divided_anew_where_more_are_frozen(ranks):
-    """Three entries frozen: 0.02 and 0.08 of the stages of three, 0.06 and 0.04 with one more on the first."""
-    check_losses(ranks, "a list", CASE)
-    for rank in ranks:
-        assert rank["a list"]["seen"] == [(2, [0, 3, 6])] * 5 + [(2, [0, 4, 6])] * 5 and rank["a list"]["lines"] == []
-
-
-def test_layers_frozen_by_hand_are_kept_and_the_others_divided_anew(ranks):
-    """Three of six entries, all of the first stage, are frozen; kept they take nothing, and with one more of the others on that
-    stage both take 0.04, where the second took 0.08."""
-    check_losses(ranks, "by hand, kept", BY_HAND)
-    for rank in ranks:
-        found = rank["by hand, kept"]
-        assert found["parts"] == [0, 3, 6] and found["seen"] == [(2, [0, 3, 6])] * 3 + [(2, [0, 4, 6])] * 7, found[
-            "lines"
-        ]
-    assert ranks[0]["by hand, kept"]["read"] >= 4 * (BY_HAND.steps - 4)
-
-
-def test_layers_are_divided_by_what_they_take_though_nothing_is_frozen(ranks):
-    static = Case("gpt", "adamw", 2, (), (), slices=None, steps=10, batch=4, size=1)
-    for name in ("divided anew", "left as it is"):
-        check_losses(ranks, name, static)
-    for rank in ranks:
-        found = rank["divided anew"]
-        assert found["parts"] == [0, 2, 6] and found["seen"] == [(2, [0, 2, 6])] * 3 + [(2, [0, 3, 6])] * 7
-        said = ranks[0]["divided anew"]["lines"]
-        assert len(said) == 2 and "and was predicted to take 0." in said[1]
-        assert rank["left as it is"]["seen"] == [(2, [0, 3, 6])] * 10
-
-
-def test_a_rank_that_trains_nothing_says_nothing_of_what_training_takes():
-    """Its optimiser has but the parameter that stands for an empty group."""
-    unused, chooser = torch.zeros(2), object.__new__(Chooser)
-    module = torch.nn.Linear(2, 2).requires_grad_(False)
-    optimizer = SimpleNamespace(state={unused: {"exp_avg": torch.zeros(2)}}, param_groups=[{"params": [unused]}])
-    chooser._engine = SimpleNamespace(module=module, basic_optimizer=optimizer)
-    chooser._consensus = SimpleNamespace(collect=lambda mine: [mine, 2.0])
-    assert chooser._optimizer_share() == 2.0
-    module.requires_grad_(True)
-    optimizer.state[module.weight] = {"exp_avg": torch.zeros(20)}
-    assert chooser._optimizer_share() == (16 + 80) / 24

@@ -1,11 +1,12 @@
-"""Freeze policies against the published tables and their rules, and the one who asks them."""
+"""Freeze policies follow the published tables and their rules, and a run that goes on decides as one that was not stopped."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -24,27 +25,33 @@ from ds_terapipe.elastic.settings import FreezeSettings
 from ds_terapipe.errors import ConfigError, shown
 from tests.elastic.policies import registered
 
+STILL = Signals(1.0, lambda: None)
+models = st.lists(st.booleans(), min_size=1, max_size=12).filter(any).map(lambda flags: ModelLayers(tuple(flags)))
+
 
 def layers(count: int) -> ModelLayers:
     """So many trainable entries and a head."""
     return ModelLayers((True,) * (count + 1))
 
 
-def no_norms():
-    raise AssertionError("nobody asked for norms")
+def no_norms() -> Any:
+    raise AssertionError("this policy reads no norms")
 
 
-def freezer(model: ModelLayers, interval: int = 1, **settings) -> Freezer:
+def freezer(model: ModelLayers, interval: int = 1, **settings: Any) -> Freezer:
     return Freezer(FreezeSettings(**settings), model, lambda step: step // interval)
 
 
-models = st.lists(st.booleans(), min_size=1, max_size=12).filter(any).map(lambda flags: ModelLayers(tuple(flags)))
+def decided(frozen: Freezer, steps: Sequence[int], norms: Callable[[], Any] = no_norms) -> list[int]:
+    return [frozen.decide(step, norms) for step in steps]
 
 
-# ------------------------------------------------------------------------------------------------------------------ models
+def saved(frozen: Freezer) -> Any:
+    """Its state after a checkpoint."""
+    return json.loads(json.dumps(frozen.state()))
 
 
-def test_entries_without_parameters_do_not_count():
+def test_entries_without_parameters_do_not_count() -> None:
     model = ModelLayers((False, True, False, True, False, True, False))
     assert (model.head, model.before_head) == (5, (1, 3))
     assert [model.prefix(count) for count in range(3)] == [0, 2, 4]
@@ -52,41 +59,25 @@ def test_entries_without_parameters_do_not_count():
     for count in (-1, 3):
         with pytest.raises(ValueError, match=f"count: got {count}, must be from 0 to the 2 trainable entries"):
             model.prefix(count)
-
-
-def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ConfigError, match=r"no parameter with requires_grad, .*use requires_grad_"):
         ModelLayers((False, False))
+    alpha = freezer(ModelLayers((True, False, True, True, False, True, True, False)), 10, policy="alpha", alpha=0.5)
+    assert decided(alpha, (0, 9, 10, 19, 20, 30, 1000)) == [0, 0, 3, 3, 4, 6, 6]
+    norms = grad_norm(ModelLayers((True, False, True, False, True, True, False)), 0.9)
+    assert norms.at_interval(1, 0, [9, 0, 1, 0, 9, 9, 0]) == 1
+    assert norms.at_interval(1, 0, [9, math.nan, 9, 0, 1, 9, math.nan]) == 3
+    assert norms.at_interval(1, 3, [0, 0, 0, 0, 9, 1, 0]) == 5
 
 
-@given(models)
-def test_prefix_is_the_shortest_that_holds_so_many(model):
-    for count in range(len(model.before_head) + 1):
-        prefix = model.prefix(count)
-        assert prefix <= model.head and sum(model.trainable[:prefix]) == count == model.frozen_of(prefix)
-        assert prefix == 0 or sum(model.trainable[: prefix - 1]) == count - 1
-
-
-# ---------------------------------------------------------------------------------------------------------------- policies
-
-
-def test_static_freezes_nothing():
-    frozen = freezer(layers(4), policy="static")
-    assert [frozen.decide(step, no_norms) for step in range(5)] == [0] * 5
-    assert not frozen.needs_gradients
-
-
-def test_static_and_schedule_do_not_ask_how_many_intervals_are_over():
-    for settings in ({}, {"policy": "schedule", "frozen_layers": [[1, 1]]}):
-        Freezer(FreezeSettings(**settings), layers(2), no_norms).decide(3, no_norms)
-
-
-def test_schedule_holds_from_its_steps_on():
+def test_static_freezes_nothing_and_a_schedule_holds_from_its_steps_on() -> None:
+    static = freezer(layers(4), policy="static")
+    assert decided(static, range(5)) == [0] * 5 and not static.needs_gradients
     pairs = [[10, 2], [20, 4]]
     frozen = freezer(layers(6), interval=7, policy="schedule", frozen_layers=pairs)
-    found = {step: frozen.decide(step, no_norms) for step in range(25)}
-    assert found == {step: 0 if step < 10 else 2 if step < 20 else 4 for step in range(25)}
+    assert decided(frozen, range(25)) == [0 if step < 10 else 2 if step < 20 else 4 for step in range(25)]
     assert freezer(layers(6), policy="schedule", frozen_layers=pairs).decide(20, no_norms) == 4
+    for settings in ({}, {"policy": "schedule", "frozen_layers": [[1, 1]]}):  # neither asks how many intervals are over
+        Freezer(FreezeSettings(**settings), layers(2), no_norms).decide(3, no_norms)
 
 
 # Frozen layers after 1 to 9 intervals, as the paper's code has them for 12 layers, and for 24.
@@ -102,42 +93,30 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("count", "alpha"), TABLE)
-def test_alpha_is_the_published_table(count, alpha):
-    frozen = freezer(layers(count), policy="alpha", alpha=alpha)
-    assert [frozen.decide(step, no_norms) for step in range(10)] == [0, *TABLE[count, alpha]]
+def test_alpha_is_the_published_table(count: int, alpha: float) -> None:
+    assert decided(freezer(layers(count), policy="alpha", alpha=alpha), range(10)) == [0, *TABLE[count, alpha]]
 
 
 @given(st.integers(0, 100), st.integers(1, 99), st.integers(0, 4))
 @example(10, 30, 1)
-def test_alpha_is_rounded_up_as_in_exact_arithmetic(count, percent, intervals):
+def test_alpha_is_rounded_up_as_in_exact_arithmetic(count: int, percent: int, intervals: int) -> None:
     """10 (1 - 0.7) is 3, and above it in floating point."""
     exact = math.ceil(count * (1 - (1 - Fraction(percent, 100)) ** intervals))
-    frozen = freezer(layers(count), policy="alpha", alpha=percent / 100)
-    assert frozen.decide(intervals, no_norms) == exact
+    assert freezer(layers(count), policy="alpha", alpha=percent / 100).decide(intervals, no_norms) == exact
 
 
-def test_alpha_counts_trainable_entries_only():
-    model = ModelLayers((True, False, True, True, False, True, True, False))
-    frozen = freezer(model, interval=10, policy="alpha", alpha=0.5)
-    assert [frozen.decide(step, no_norms) for step in (0, 9, 10, 19, 20, 30, 1000)] == [0, 0, 3, 3, 4, 6, 6]
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_intervals_before_a_policy_was_asked_for_do_not_count(saved):
+@pytest.mark.parametrize("before", ["begun", "begun and saved", "another policy"])
+def test_intervals_before_a_policy_was_asked_for_do_not_count(before: str) -> None:
     frozen = freezer(layers(12), interval=10, policy="alpha", alpha=1 / 3)
-    frozen.begin(95)
-    if saved:
-        state, frozen = frozen.state(), freezer(layers(12), interval=10, policy="alpha", alpha=1 / 3)
-        frozen.load(state)
-    assert [frozen.decide(step, no_norms) for step in (95, 99, 100, 110, 120)] == [0, 0, *TABLE[12, 1 / 3][:3]]
-
-
-def test_intervals_under_another_policy_do_not_count():
-    frozen = freezer(layers(12), interval=10, policy="static")
-    assert [frozen.decide(step, no_norms) for step in range(96)] == [0] * 96
-    state, frozen = frozen.state(), freezer(layers(12), interval=10, policy="alpha", alpha=1 / 3)
-    frozen.load(state)
-    assert [frozen.decide(step, no_norms) for step in (96, 99, 100, 110, 120)] == [0, 0, *TABLE[12, 1 / 3][:3]]
+    first = freezer(layers(12), interval=10, policy="static") if before == "another policy" else frozen
+    if before == "another policy":
+        assert decided(first, range(96)) == [0] * 96
+    else:
+        first.begin(95)
+    if before != "begun":
+        frozen = freezer(layers(12), interval=10, policy="alpha", alpha=1 / 3)
+        frozen.load(first.state())
+    assert decided(frozen, (96, 99, 100, 110, 120)) == [0, 0, *TABLE[12, 1 / 3][:3]]
 
 
 def grad_norm(model: ModelLayers, alpha: float) -> GradNormPolicy:
@@ -148,46 +127,60 @@ def grad_norm(model: ModelLayers, alpha: float) -> GradNormPolicy:
     ("frozen", "norms", "after"),
     [
         (0, [9, 9, 9, 9, 9, 1], 3),  # the bound: ceil(0.5 x 5)
-        (0, [9, 9, 1, 9, 9, 0.5], 3),
         (0, [9, 9, 1, 9, 9, 9], 2),  # the smallest one goes on training
         (0, [1, 9, 9, 9, 9, 9], 0),
         (0, [9, 1, 1, 9, 9, 1], 1),  # a tie
         (2, [0, 0, 9, 9, 9, 1], 4),  # what is frozen does not count
-        (2, [0, 0, 1, 9, 9, 9], 2),
         (4, [0, 0, 0, 0, 9, 1], 5),
-        (4, [0, 0, 0, 0, 1, 9], 4),
         (5, [0, 0, 0, 0, 0, 1], 5),
         (0, [math.nan, 1, math.nan, 9, 9, 9], 1),  # nothing measured
-        (0, [9, 9, 1, 9, 9, math.nan], 2),
         (1, [0] + [math.nan] * 5, 1),
         (0, [math.inf, 9, 9, 9, 9, math.inf], 1),
         (2, [math.nan, 0, 9, 9, 9, 1], 4),
         (2, None, 2),
     ],
 )
-def test_grad_norm(frozen, norms, after):
+def test_grad_norm_freezes_up_to_the_smallest_norm(frozen: int, norms: Any, after: int) -> None:
     assert grad_norm(layers(5), 0.5).at_interval(1, frozen, norms) == after
 
 
-def test_grad_norm_passes_over_entries_without_parameters():
-    model = ModelLayers((True, False, True, False, True, True, False))
-    policy = grad_norm(model, 0.9)
-    assert policy.at_interval(1, 0, [9, 0, 1, 0, 9, 9, 0]) == 1
-    assert policy.at_interval(1, 0, [9, math.nan, 9, 0, 1, 9, math.nan]) == 3
-    assert policy.at_interval(1, 3, [0, 0, 0, 0, 9, 1, 0]) == 5
+def frozen_by_plateau(history: list[list[float]], cut: int | None = None, **settings: Any) -> list[int]:
+    """Entries that are frozen after each interval with these norms, of three layers and the head; ``cut``: resumed there."""
+    found, numbers = freezer(layers(3), policy="plateau", **settings), []
+    for step, norms in enumerate(history, start=1):
+        numbers.append(found.decide(step, lambda norms=norms: [*norms, 1.0]))
+        if step == cut:
+            state, found = saved(found), freezer(layers(3), policy="plateau", **settings)
+            found.load(state)
+    return numbers
 
 
-@given(st.data(), st.integers(1, 10), st.floats(0.01, 0.99))
-def test_grad_norm_freezes_up_to_the_smallest_and_not_more_than_alpha(data, count, alpha):
-    norms = data.draw(st.lists(st.floats(0.1, 10), min_size=count + 1, max_size=count + 1))
-    before = data.draw(st.integers(0, count))
-    after = grad_norm(layers(count), alpha).at_interval(1, before, norms)
-    assert before <= after <= math.ceil(before + alpha * (count - before) + 1e-9)
-    assert all(norms[index] > min(norms[before:]) for index in range(before, after))
-    assert after == math.ceil(before + alpha * (count - before) - 1e-9) or norms[after] == min(norms[before:])
+def test_a_plateau_freezes_from_the_front_after_some_intervals_and_at_most_a_share() -> None:
+    still = [[1.0, 1.0, 1.0]] * 6
+    assert frozen_by_plateau(still, patience=2, alpha=0.9) == [0, 0, 3, 3, 3, 3]
+    assert frozen_by_plateau(still, patience=2, alpha=0.3) == [0, 0, 1, 2, 3, 3]
+    assert frozen_by_plateau(still, patience=4, alpha=0.9) == [0, 0, 0, 0, 3, 3]
+    # the second one waits for the first one
+    moving = [[float(step), 1.0, 1.0] for step in (1, 2, 4, 8)] + [[8.0, 1.0, 1.0]] * 2
+    assert frozen_by_plateau(moving, patience=2, alpha=0.9) == [0, 0, 0, 0, 0, 3]
+    history = [[1.0, 1.0, 1.0], [1.05, 2.0, 1.0], [1.1, 2.0, 1.0], [1.1, 2.0, 1.0], [1.2, 2.1, 1.1]]
+    of_cuts = [frozen_by_plateau(history, cut, patience=2, alpha=0.4) for cut in (None, 1, 2, 3, 4)]
+    assert of_cuts == [of_cuts[0]] * 5 and of_cuts[0][-1] > 0
 
 
-# ----------------------------------------------------------------------------------------------------------------- freezer
+@pytest.mark.parametrize(
+    ("norms", "frozen"),
+    [
+        ((1.0, 1.05, 1.05, 1.05), [0, 0, 1, 2]),
+        ((1.0, 1.05, 1.22, 1.22), [0, 0, 0, 1]),  # by 16%: neither counts nor begins again
+        ((1.0, 1.05, 1.30, 1.30), [0, 0, 0, 0]),  # by 24%
+        ((1.0, math.nan, 1.0, math.nan), [0, 0, 0, 0]),
+        ((0.0, 0.0, 0.0, 0.0), [0, 0, 0, 0]),
+    ],
+)
+def test_a_plateau_is_left_at_twice_the_change_that_makes_it(norms: Sequence[float], frozen: list[int]) -> None:
+    history = [[norm, 9.0, 9.0] for norm in norms]
+    assert frozen_by_plateau(history, patience=2, alpha=0.01, tolerance=0.1) == frozen
 
 
 class Wild(FreezePolicy):
@@ -196,152 +189,118 @@ class Wild(FreezePolicy):
     needs_gradients = True
     answers: Sequence[int] = ()
 
-    def __init__(self, settings, model):
+    def __init__(self, settings: FreezeSettings, model: ModelLayers) -> None:
         super().__init__(settings, model)
-        self.asked = []
-        self.steps = 0
+        self.asked: list[Any] = []
 
-    def at_step(self, step, frozen):
-        self.steps += 1
+    def at_step(self, step: int, frozen: int) -> int:
         return self.answers[step % len(self.answers)] if self.answers else frozen
 
-    def at_interval(self, completed, frozen, norms):
+    def at_interval(self, completed: int, frozen: int, norms: Any) -> int:
         self.asked.append((completed, frozen, norms))
         return self.answers[completed % len(self.answers)] if self.answers else frozen
 
-    def state(self):
+    def state(self) -> dict[str, Any]:
         return {"asked": list(self.asked)}
 
-    def load(self, state):
+    def load(self, state: Any) -> None:
         self.asked = list(state["asked"])
 
 
-@pytest.mark.parametrize("answer", [None, 2.5, 2.0, True, "2", float("nan")])
-@pytest.mark.parametrize("method", ["at_step", "at_interval"])
-def test_a_policy_that_does_not_return_an_integer_is_named(answer, method):
-    kind = type("Mine", (FreezePolicy,), {method: lambda self, *asked: answer})
+def policy_of(kind: type[FreezePolicy], model: ModelLayers, **settings: Any) -> Freezer:
     with registered("mine", kind):
-        asked = freezer(layers(4), interval=1, policy="mine")
-    with pytest.raises(ConfigError) as refused:
-        asked.decide(1, lambda: [])
-    got = f"elastic_pipeline.freeze.policy: got {shown(answer)} from Mine.{method}"
-    assert str(refused.value) == f"{got}, must be a number of entries, use an integer"
+        return freezer(model, policy="mine", **settings)
+
+
+@pytest.mark.parametrize("answer", [None, 2.5, 2.0, True, "2", float("nan")])
+def test_a_policy_that_does_not_return_an_integer_is_named(answer: Any) -> None:
+    for method in ("at_step", "at_interval"):
+        frozen = policy_of(type("Mine", (FreezePolicy,), {method: lambda self, *asked: answer}), layers(4))
+        with pytest.raises(ConfigError) as refused:
+            frozen.decide(1, lambda: [])
+        got = f"elastic_pipeline.freeze.policy: got {shown(answer)} from Mine.{method}"
+        assert str(refused.value) == f"{got}, must be a number of entries, use an integer"
 
 
 @given(models, st.lists(st.integers(-5, 20), min_size=1), st.lists(st.integers(0, 3), max_size=20))
-def test_it_follows_a_policy_that_may_unfreeze_never_to_the_head_and_answers_a_step_once(model, answers, gaps):
-    kind = type("Any", (Wild,), {"answers": answers})
-    with registered("wild", kind):
-        frozen = freezer(model, interval=2, policy="wild", unfreeze=["policy"])
-    step, before, signals = 0, 0, Signals(1.0, lambda: None)
+def test_a_policy_may_unfreeze_where_it_is_said_and_never_freezes_the_head(model, answers, gaps):
+    frozen = policy_of(type("Any", (Wild,), {"answers": answers}), model, interval=2, unfreeze=["policy"])
+    step = before = 0
     for gap in gaps:
         step += gap
-        now, asked = frozen.decide(step, lambda: [], signals), (len(frozen._policy.asked), frozen._policy.steps)
+        now, asked = frozen.decide(step, lambda: [], STILL), len(frozen._policy.asked)
         assert now == frozen.frozen == min(max(answers[step % len(answers)], 0), model.head)
         assert frozen.reason == "policy" or now >= before
-        assert frozen.decide(step, no_norms, signals) == now
-        assert (len(frozen._policy.asked), frozen._policy.steps) == asked
+        assert frozen.decide(step, no_norms, STILL) == now  # a step is answered once
+        assert len(frozen._policy.asked) == asked
         before = now
 
 
 @pytest.mark.parametrize("unfreeze", [[], ["lr_restart", "loss_rise"]])
-def test_a_policy_that_answers_fewer_entries_than_before_and_may_not_is_named(unfreeze):
+def test_a_policy_that_answers_fewer_entries_than_before_and_may_not_is_named(unfreeze: list[str]) -> None:
     kind = type("Mine", (FreezePolicy,), {"at_step": lambda self, step, frozen: (4, 4, 2, 0)[step]})
-    with registered("mine", kind):
-        frozen = freezer(layers(6), policy="mine", unfreeze=unfreeze)
-    signals = Signals(1.0, lambda: None) if unfreeze else None
-    assert [frozen.decide(step, no_norms, signals) for step in range(2)] == [4, 4]
+    frozen = policy_of(kind, layers(6), unfreeze=unfreeze)
+    assert [frozen.decide(step, no_norms, STILL) for step in range(2)] == [4, 4]
     with pytest.raises(ConfigError) as refused:
-        frozen.decide(2, no_norms, signals)
+        frozen.decide(2, no_norms, STILL)
     assert str(refused.value) == (
         "elastic_pipeline.freeze.policy: got 2 from Mine.at_step, with 4 entries frozen, must be as many or more, use "
         'max(frozen, ...), or "unfreeze": ["policy"] to have layers train again'
     )
 
 
-def test_a_policy_is_asked_once_an_interval_about_the_last_one():
-    asked_for_norms = []
-    with registered("wild", Wild):
-        frozen = freezer(layers(3), interval=10, policy="wild")
+def test_a_policy_is_asked_once_an_interval_about_the_last_one_and_gets_norms_where_it_needs_them() -> None:
+    frozen, asked = policy_of(Wild, layers(3), interval=10), []
     for step in (0, 9, 10, 10, 11, 19, 55, 56, 60):
-        frozen.decide(step, lambda step=step: asked_for_norms.append(step) or [1.0] * 4)
-    assert frozen._policy.asked == [(1, 0, [1.0] * 4), (5, 0, [1.0] * 4), (6, 0, [1.0] * 4)]
-    assert asked_for_norms == [10, 55, 60]
-
-
-def test_norms_are_for_those_who_need_them():
-    class Plain(Wild):
-        needs_gradients = False
-
-    with registered("plain", Plain):
-        frozen = freezer(layers(3), policy="plain")
-    frozen.decide(4, no_norms)
-    assert frozen._policy.asked == [(4, 0, None)] and not frozen.needs_gradients
+        frozen.decide(step, lambda step=step: asked.append(step) or [1.0] * 4)
+    assert frozen._policy.asked == [(1, 0, [1.0] * 4), (5, 0, [1.0] * 4), (6, 0, [1.0] * 4)] and asked == [10, 55, 60]
+    plain = policy_of(type("Plain", (Wild,), {"needs_gradients": False}), layers(3))
+    plain.decide(4, no_norms)
+    assert plain._policy.asked == [(4, 0, None)] and not plain.needs_gradients
 
 
 @given(st.integers(0, 30), st.integers(1, 6), st.sampled_from(["schedule", "alpha", "grad_norm"]))
-def test_a_loaded_run_decides_as_one_that_went_on(saved_at, interval, policy):
+def test_a_loaded_run_decides_as_one_that_went_on(saved_at: int, interval: int, policy: str) -> None:
     settings = {"schedule": {"frozen_layers": [[5, 1], [17, 4]]}, "alpha": {"alpha": 0.2}, "grad_norm": {"alpha": 0.2}}
+    going_on, stopped, resumed = (freezer(layers(8), interval, policy=policy, **settings[policy]) for _ in range(3))
 
-    def make() -> Freezer:
-        return freezer(layers(8), interval=interval, policy=policy, **settings[policy])
+    def decided_at(frozen: Freezer, step: int) -> int:
+        return frozen.decide(step, lambda: [1 + (step * (index + 3)) % 7 for index in range(9)])
 
-    def norms(step):
-        return lambda: [1 + (step * (index + 3)) % 7 for index in range(9)]
-
-    going_on, stopping, resumed = make(), make(), make()
-    expected = [going_on.decide(step, norms(step)) for step in range(40)]
+    expected = [decided_at(going_on, step) for step in range(40)]
     for step in range(saved_at + 1):
-        stopping.decide(step, norms(step))
-    resumed.load(json.loads(json.dumps(stopping.state())))
-    assert resumed.frozen == stopping.frozen
-    assert [resumed.decide(step, norms(step)) for step in range(saved_at, 40)] == expected[saved_at:]
+        decided_at(stopped, step)
+    resumed.load(saved(stopped))
+    assert resumed.frozen == stopped.frozen
+    assert [decided_at(resumed, step) for step in range(saved_at, 40)] == expected[saved_at:]
 
 
-def test_a_policys_own_state_is_in_the_checkpoint_and_for_it_alone():
-    class Other(Wild):
-        pass
-
-    with registered("wild", Wild), registered("other", Other):
+def test_a_checkpoint_has_a_policys_own_state_for_it_alone_and_frozen_layers_for_any() -> None:
+    with registered("wild", Wild), registered("other", type("Other", (Wild,), {})):
         first, same, other = (freezer(layers(3), policy=name) for name in ("wild", "wild", "other"))
     first.decide(3, lambda: [1.0])
-    for freeze in (same, other):
-        freeze.load(json.loads(json.dumps(first.state())))
+    for frozen in (same, other):
+        frozen.load(saved(first))
     assert same._policy.asked == [[3, 0, [1.0]]] and other._policy.asked == []
-
-
-def test_frozen_layers_stay_frozen_under_another_policy():
-    first = freezer(layers(4), policy="schedule", frozen_layers=[[1, 3]])
+    first, second = freezer(layers(4), policy="schedule", frozen_layers=[[1, 3]]), freezer(layers(4), policy="static")
     first.decide(5, no_norms)
-    second = freezer(layers(4), policy="static")
     second.load(first.state())
     assert second.frozen == 3 == second.decide(6, no_norms)
 
 
-# ---------------------------------------------------------------------------------------------------- intervals, registry
-
-
-def test_completed_intervals():
+def test_an_interval_is_a_number_of_steps_or_an_epoch_of_samples() -> None:
     assert [completed_intervals(10, step, 4, None) for step in (0, 9, 10, 25)] == [0, 0, 1, 2]
     # 10 samples, 4 a step: the third step ends the first epoch
     assert [completed_intervals("epoch", step, 4, 10) for step in range(7)] == [0, 0, 0, 1, 1, 2, 2]
     with pytest.raises(ValueError, match="must be a number of steps where there is no training_data"):
         completed_intervals("epoch", 1, 4, None)
-
-
-def test_whether_a_policy_decides_at_intervals_follows_from_what_it_overrides():
+    # whether a policy reads it follows from what it overrides, or it says so
     assert [policy_class(name).decides_at_intervals for name in policy_names()] == [False, False, True, True, True]
-
-    class Said(Wild):
-        decides_at_intervals = False
-
-    class Inherited(Wild):
-        pass
-
-    assert Wild.decides_at_intervals and Inherited.decides_at_intervals and not Said.decides_at_intervals
+    assert type("Inherited", (Wild,), {}).decides_at_intervals
+    assert not type("Said", (Wild,), {"decides_at_intervals": False}).decides_at_intervals
 
 
-def test_the_registry_refuses_what_is_no_policy_or_has_anothers_name():
+def test_the_registry_refuses_what_is_no_policy_or_has_anothers_name() -> None:
     with pytest.raises(ValueError, match="must be a class, use a subclass of"):
         register_policy("mine", object)
     with pytest.raises(ValueError, match='policy: got "alpha" a second time, must be a name of its own'):
@@ -351,57 +310,13 @@ def test_the_registry_refuses_what_is_no_policy_or_has_anothers_name():
         policy_class("alpa")
 
 
-# ----------------------------------------------------------------------------------------------- plateaus and unfreezing
-
-
-def frozen_by_plateau(history: list[list[float]], **settings) -> list[int]:
-    """Entries that are frozen after each interval with these norms, of three layers and the head."""
-    found = freezer(layers(3), policy="plateau", interval=1, **settings)
-    norms = iter(history)
-    return [found.decide(step, lambda: [*next(norms), 1.0]) for step in range(1, len(history) + 1)]
-
-
-def test_a_plateau_freezes_from_the_front_after_some_intervals_and_at_most_a_share():
-    still = [[1.0, 1.0, 1.0]] * 6
-    assert frozen_by_plateau(still, patience=2, alpha=0.9) == [0, 0, 3, 3, 3, 3]
-    assert frozen_by_plateau(still, patience=2, alpha=0.3) == [0, 0, 1, 2, 3, 3]
-    assert frozen_by_plateau(still, patience=4, alpha=0.9) == [0, 0, 0, 0, 3, 3]
-    # the second one waits for the first one
-    moving = [[float(step), 1.0, 1.0] for step in (1, 2, 4, 8)] + [[8.0, 1.0, 1.0]] * 2
-    assert frozen_by_plateau(moving, patience=2, alpha=0.9) == [0, 0, 0, 0, 0, 3]
-
-
-def test_a_plateau_is_left_at_twice_the_change_that_makes_it():
-    def of(*norms: float) -> list[int]:
-        return frozen_by_plateau([[norm, 9.0, 9.0] for norm in norms], patience=2, alpha=0.01, tolerance=0.1)
-
-    assert of(1.0, 1.05, 1.05, 1.05) == [0, 0, 1, 2]
-    assert of(1.0, 1.05, 1.22, 1.22) == [0, 0, 0, 1]  # by 16%: neither counts nor begins anew
-    assert of(1.0, 1.05, 1.30, 1.30) == [0, 0, 0, 0]  # by 24%
-    assert of(1.0, math.nan, 1.0, math.nan) == [0, 0, 0, 0]
-    assert of(0.0, 0.0, 0.0, 0.0) == [0, 0, 0, 0]
-
-
-def test_the_state_of_a_plateau_is_all_that_it_depends_on():
-    history = [[1.0, 1.0, 1.0], [1.05, 2.0, 1.0], [1.1, 2.0, 1.0], [1.1, 2.0, 1.0], [1.2, 2.1, 1.1]]
-    settings = {"policy": "plateau", "patience": 2, "alpha": 0.4}
-    whole = frozen_by_plateau(history, patience=2, alpha=0.4)
-    for cut in range(1, len(history)):
-        first, second = freezer(layers(3), **settings), freezer(layers(3), **settings)
-        for step in range(1, cut + 1):
-            first.decide(step, lambda at=step: [*history[at - 1], 1.0])
-        second.load(json.loads(json.dumps(first.state())))
-        later = [
-            second.decide(step, lambda at=step: [*history[at - 1], 1.0]) for step in range(cut + 1, len(history) + 1)
-        ]
-        assert later == whole[cut:]
-
-
-def frozen_with(rates: list[float], pairs: list[list[int]], losses: list[float] | None = None, **more) -> list[int]:
+def frozen_with(
+    rates: list[float], pairs: list[list[int]], losses: list[float] | None = None, **more: Any
+) -> list[int]:
     """Frozen entries of steps with these rates, where the mean loss before each is that of ``losses``."""
     found = freezer(layers(4), policy="schedule", frozen_layers=pairs, **more)
     told = losses or [1.0] * len(rates)
-    return [found.decide(step, no_norms, Signals(rates[step], lambda at=step: told[at])) for step in range(len(rates))]
+    return [found.decide(step, no_norms, Signals(rate, lambda at=step: told[at])) for step, rate in enumerate(rates)]
 
 
 @pytest.mark.parametrize(
@@ -414,32 +329,32 @@ def frozen_with(rates: list[float], pairs: list[list[int]], losses: list[float] 
         ([1, 0.5, 0.25, 0.125, 0.06, 0.03], [0, 2, 2, 2, 2, 2]),  # nor steps down
     ],
 )
-def test_an_lr_restart_has_all_train_again(rates, frozen):
+def test_an_lr_restart_has_all_train_again(rates: list[float], frozen: list[int]) -> None:
     assert frozen_with(rates, [[1, 2]], unfreeze=["lr_restart"]) == frozen
     assert frozen_with(rates, [[1, 2]]) == [0, 2, 2, 2, 2, 2]
 
 
-def test_a_schedule_has_fewer_frozen_only_where_it_may():
+def test_a_schedule_has_fewer_frozen_only_where_it_may_and_freezes_again_after_a_restart() -> None:
     pairs, rates = [[1, 3], [3, 1], [4, 2]], [1.0] * 6
     assert frozen_with(rates, pairs, unfreeze=["policy"]) == [0, 3, 3, 1, 2, 2]
     assert frozen_with(rates, pairs, unfreeze=["lr_restart"]) == [0, 3, 3, 3, 3, 3]
-
-
-def test_pairs_after_a_restart_freeze_again():
     rates = [1, 1, 0.2, 1, 1, 0.2, 1]
     assert frozen_with(rates, [[1, 3], [4, 1], [5, 4]], unfreeze=["lr_restart"]) == [0, 3, 3, 0, 1, 4, 0]
-
-
-def test_a_loss_above_the_lowest_of_an_interval_has_all_train_again():
-    losses, rates = [9.0, 4.0, 4.1, 4.1, 4.4, 4.2], [1.0] * 6
-    assert frozen_with(rates, [[1, 2]], losses, unfreeze=["loss_rise"], interval=1) == [0, 2, 2, 2, 0, 0]
-    assert frozen_with(rates, [[1, 2]], losses, unfreeze=["loss_rise"], interval=2) == [0, 2, 2, 2, 0, 0]
-    assert frozen_with(rates, [[1, 2]], losses, unfreeze=["lr_restart"], interval=1) == [0, 2, 2, 2, 2, 2]
-    assert frozen_with(rates, [[9, 2]], losses, unfreeze=["loss_rise"], interval=1) == [0] * 6
-
-
-def test_intervals_are_counted_from_the_restart_on():
-    found = freezer(layers(8), policy="alpha", alpha=0.5, interval=1, unfreeze=["lr_restart"])
+    found = freezer(layers(8), policy="alpha", alpha=0.5, unfreeze=["lr_restart"])  # counts intervals from there on
     rates = [1, 1, 0.2, 1, 0.9, 0.8]
     steps = [found.decide(step, no_norms, Signals(rate, lambda: None)) for step, rate in enumerate(rates)]
     assert steps == [0, 4, 6, 0, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("first", "unfreeze", "interval", "frozen"),
+    [
+        (1, "loss_rise", 1, [0, 2, 2, 2, 0, 0]),
+        (1, "loss_rise", 2, [0, 2, 2, 2, 0, 0]),
+        (1, "lr_restart", 1, [0, 2, 2, 2, 2, 2]),
+        (9, "loss_rise", 1, [0] * 6),
+    ],
+)
+def test_a_loss_above_the_lowest_of_an_interval_has_all_train_again(first, unfreeze, interval, frozen):
+    losses = [9.0, 4.0, 4.1, 4.1, 4.4, 4.2]
+    assert frozen_with([1.0] * 6, [[first, 2]], losses, unfreeze=[unfreeze], interval=interval) == frozen

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,120 +14,85 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from ds_terapipe.elastic.sampler import (
-    ElasticBatchSampler,
-    ElasticLoader,
-    SampleOrder,
-    evaluation_micro_batches,
-)
+from ds_terapipe.elastic.sampler import ElasticBatchSampler, ElasticLoader, SampleOrder, evaluation_micro_batches
 from ds_terapipe.errors import ConfigError
 
 BATCH = 12
-SHAPES = [
-    (micro, replicas)
-    for micro in (1, 2, 3, 4, 6, 12)
-    for replicas in (1, 2, 3, 4, 6)
-    if BATCH % (micro * replicas) == 0
-]
+Shape = tuple[int, int]  # samples of a micro-batch, and replicas
+SHAPES: list[Shape] = [(m, r) for m in (1, 2, 3, 4, 6, 12) for r in (1, 2, 3, 4, 6) if BATCH % (m * r) == 0]
+RUNS = st.lists(st.tuples(st.sampled_from(SHAPES), st.integers(1, 4)), min_size=1, max_size=6)
 
 
 class Numbers(Dataset):
     """Sample n is n."""
 
-    def __init__(self, samples):
+    def __init__(self, samples: int) -> None:
         self.samples = samples
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.samples
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         return index
 
 
-# ------------------------------------------------------------------------------------------------------------------- order
+class Augmented(Numbers):
+    """Adds what a worker draws."""
+
+    def __getitem__(self, index: int) -> float:
+        return index + torch.rand(()).item()
 
 
-@given(st.integers(1, 40), st.booleans(), st.integers(0, 2**63))
-def test_every_epoch_has_every_sample_once(samples, shuffle, seed):
+def taken(micro_batches: Iterator[Any], count: int) -> list[int]:
+    """The samples of so many micro-batches."""
+    return [int(sample) for micro in itertools.islice(micro_batches, count) for sample in micro]
+
+
+@given(st.integers(1, 40), st.booleans(), st.integers(0, 2**63), st.lists(st.integers(0, 99), min_size=1))
+def test_every_epoch_has_every_sample_once_and_a_position_its_sample(samples, shuffle, seed, positions):
     order = SampleOrder(samples, shuffle, seed)
     for epoch in range(4):
         assert sorted(order.between(epoch * samples, (epoch + 1) * samples)) == list(range(samples))
+    for position in positions:  # whatever was asked before
+        assert order[position] == SampleOrder(samples, shuffle, seed)[position] and len(order._permutations) <= 2
 
 
-@given(st.lists(st.integers(0, 99), min_size=1), st.integers(0, 5))
-def test_a_position_has_the_same_sample_whatever_was_asked_before(positions, seed):
-    order = SampleOrder(20, True, seed)
-    for position in positions:
-        assert order[position] == SampleOrder(20, True, seed)[position]
-        assert len(order._permutations) <= 2
-
-
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_epochs_and_seeds_have_orders_of_their_own_which_stay_what_they_were() -> None:
+    """A checkpoint has the position only."""
     orders = [SampleOrder(50, True, seed) for seed in (0, 1)]
     epochs = {tuple(order.between(epoch * 50, (epoch + 1) * 50)) for order in orders for epoch in range(3)}
     assert len(epochs) == 6  # seed 0 does not have in epoch 1 what seed 1 has in epoch 0
-
-
-def test_without_shuffle_it_is_the_datasets_order():
     assert SampleOrder(5, False, 3).between(3, 12) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
-
-
-def test_an_order_stays_what_it_was():
-    """A checkpoint has the position only."""
-    assert SampleOrder(10, True, 1234).between(0, 20) == [
-        7, 8, 6, 9, 5, 2, 4, 1, 3, 0,
-        8, 4, 1, 6, 9, 2, 7, 3, 0, 5,
-    ]  # fmt: skip
-
-
-def test_an_empty_dataset_is_refused():
+    drawn = [7, 8, 6, 9, 5, 2, 4, 1, 3, 0, 8, 4, 1, 6, 9, 2, 7, 3, 0, 5]
+    assert SampleOrder(10, True, 1234).between(0, 20) == drawn
     with pytest.raises(ConfigError, match="training_data: got 0, must be a dataset of one sample or more"):
         SampleOrder(0, False, 0)
 
 
-# ------------------------------------------------------------------------------------------------------------ batch sampler
+def make(samples: int, shape: Shape, consumed: int = 0, **more: Any) -> list[ElasticBatchSampler]:
+    given = {"micro_batch": shape[0], "replicas": shape[1], "consumed": consumed, **more}
+    return [ElasticBatchSampler(samples, BATCH, replica=replica, **given) for replica in range(shape[1])]
 
 
-def step_of(samplers, micro_batches):
-    """The samples of a step, in the order of their positions; ``samplers`` are iterators of the replicas."""
-    return [sample for sampler in samplers for micro in itertools.islice(sampler, micro_batches) for sample in micro]
-
-
-def make(samples, shape, consumed=0, **more):
-    micro, replicas = shape
-    return [
-        ElasticBatchSampler(samples, BATCH, micro_batch=micro, replicas=replicas, replica=r, consumed=consumed, **more)
-        for r in range(replicas)
-    ]
-
-
-def micro_batches(shape):
-    micro, replicas = shape
-    return BATCH // micro // replicas
-
-
-def test_replicas_have_contiguous_blocks_cut_into_micro_batches():
+def test_replicas_have_contiguous_blocks_cut_into_micro_batches() -> None:
     first, second = map(iter, make(100, (3, 2)))
     assert list(itertools.islice(first, 4)) == [[0, 1, 2], [3, 4, 5], [12, 13, 14], [15, 16, 17]]
     assert list(itertools.islice(second, 3)) == [[6, 7, 8], [9, 10, 11], [18, 19, 20]]
+    for samples, shape, length in ((24, (3, 2), 4), (25, (3, 2), 5), (1, (12, 1), 1), (48, (4, 3), 4)):  # an epoch's
+        assert [len(sampler) for sampler in make(samples, shape)] == [length] * shape[1]
 
 
-@given(
-    st.integers(1, 40),
-    st.booleans(),
-    st.integers(0, 9),
-    st.lists(st.tuples(st.sampled_from(SHAPES), st.integers(1, 4)), min_size=1, max_size=6),
-)
+@given(st.integers(1, 40), st.booleans(), st.integers(0, 9), RUNS)
 def test_every_step_has_its_positions_through_any_sequence_of_shapes(samples, shuffle, seed, runs):
     """So every sample comes exactly once per epoch. A shape is that of the live samplers, or of new ones: a resumed run."""
-    order, consumed, seen = SampleOrder(samples, shuffle, seed), 0, Counter()
+    order, consumed, seen = SampleOrder(samples, shuffle, seed), 0, Counter[int]()
     live = make(samples, runs[0][0], shuffle=shuffle, seed=seed)[0]
-    for shape, steps in runs:
-        resumed = make(samples, shape, consumed, shuffle=shuffle, seed=seed)
-        live.reshape(*shape, 0, consumed)
+    for (micro, replicas), steps in runs:
+        resumed = make(samples, (micro, replicas), consumed, shuffle=shuffle, seed=seed)
+        live.reshape(micro, replicas, 0, consumed)
         iterators = [iter(live), *map(iter, resumed[1:])]
         for _ in range(steps):
-            found = step_of(iterators, micro_batches(shape))
+            found = [sample for each in iterators for sample in taken(each, BATCH // micro // replicas)]
             assert found == order.between(consumed, consumed + BATCH)
             consumed += BATCH
             seen.update(found)
@@ -133,19 +100,20 @@ def test_every_step_has_its_positions_through_any_sequence_of_shapes(samples, sh
     assert {seen[sample] - epochs for sample in range(samples)} <= ({0, 1} if more else {0})
 
 
-def test_a_batch_that_has_changed_goes_on_behind_the_last_sample():
+def test_another_batch_goes_on_behind_the_last_sample_and_another_length_begins_an_epoch() -> None:
     sampler = ElasticBatchSampler(100, 8, micro_batch=4, consumed=12)
     assert list(itertools.islice(sampler, 3)) == [[12, 13, 14, 15], [16, 17, 18, 19], [20, 21, 22, 23]]
+    sampler = ElasticBatchSampler(10, 4, micro_batch=2, shuffle=True)
+    first = taken(iter(sampler), 2)
+    sampler.reshape(3, 1, 0, 4, batch=6)
+    assert sorted(first + taken(iter(sampler), 2)) == list(range(10))
+    # 16 samples from position 14 on, in the middle of the second epoch, of another length
+    sampler.reshape(2, 1, 0, 14, batch=4, samples=16)
+    assert sorted(taken(iter(sampler), 8)) == list(range(16))
+    assert [sampler.order.epochs_before(position) for position in (14, 29, 30)] == [2, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("samples", "shape", "length"), [(24, (3, 2), 4), (25, (3, 2), 5), (1, (12, 1), 1), (48, (4, 3), 4)]
-)
-def test_length_is_an_epochs(samples, shape, length):
-    assert [len(sampler) for sampler in make(samples, shape)] == [length] * shape[1]
-
-
-def test_an_iterator_of_the_shape_before_refuses_to_go_on():
+def test_an_iterator_of_the_shape_before_refuses_to_go_on() -> None:
     sampler = ElasticBatchSampler(100, BATCH, micro_batch=2)
     old = iter(DataLoader(Numbers(100), batch_sampler=sampler))
     assert next(old).tolist() == [0, 1]
@@ -156,7 +124,7 @@ def test_an_iterator_of_the_shape_before_refuses_to_go_on():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("shape", "message"),
     [
         ({"micro_batch": 5}, "train_batch_size: got 12, must be a multiple of 1 replicas x micro-batch 5"),
         ({"micro_batch": 3, "replicas": 3}, "train_batch_size: got 12"),
@@ -165,36 +133,37 @@ def test_an_iterator_of_the_shape_before_refuses_to_go_on():
         ({"micro_batch": 3, "consumed": -1}, "consumed: got -1, must be 0 or more"),
     ],
 )
-def test_shapes_that_are_none(given, message):
+def test_a_shape_that_leaves_something_over_is_refused_and_changes_nothing(shape: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ElasticBatchSampler(100, BATCH, **given)
+        ElasticBatchSampler(100, BATCH, **shape)
+    sampler = ElasticBatchSampler(100, BATCH, micro_batch=2)
+    with pytest.raises(ConfigError, match=message):
+        sampler.reshape(**{"replicas": 1, "replica": 0, "consumed": 0, **shape})
+    assert next(iter(sampler)) == [0, 1] and sampler.batch == BATCH
 
 
-# ------------------------------------------------------------------------------------------------------------------ loader
+def loader_of(
+    shape: Shape = (3, 2), replica: int = 1, workers: int = 0, data: Any = Numbers, **more: Any
+) -> ElasticLoader:
+    sampler = ElasticBatchSampler(30, BATCH, micro_batch=shape[0], replicas=shape[1], replica=replica, **more)
+    return ElasticLoader(data(30), sampler, num_workers=workers)
 
 
-def loader_of(samples=30, workers=0, shape=(3, 2), replica=1, **more):
-    sampler = ElasticBatchSampler(samples, BATCH, micro_batch=shape[0], replicas=shape[1], replica=replica, **more)
-    return ElasticLoader(Numbers(samples), sampler, num_workers=workers)
-
-
-@given(st.lists(st.tuples(st.sampled_from(SHAPES), st.integers(0, 3)), min_size=1, max_size=5), st.booleans())
-def test_a_loader_goes_on_where_it_was_in_any_sequence_of_shapes(runs, shuffle):
-    loader, order = loader_of(shape=(12, 1), replica=0, shuffle=shuffle), SampleOrder(30, shuffle, 1234)
+@given(RUNS, st.booleans())
+def test_a_loader_goes_on_where_it_was_in_any_sequence_of_shapes(runs: Sequence[Any], shuffle: bool) -> None:
+    state, loader, order = torch.get_rng_state(), loader_of((12, 1), 0, shuffle=shuffle), SampleOrder(30, shuffle, 1234)
     same, consumed = iter(loader), 0
-    for shape, steps in runs:
-        micro, replicas = shape
+    for (micro, replicas), steps in runs:
         loader.reshape(micro, replicas, replicas - 1, consumed)
         for _ in range(steps):
-            found = [sample for _ in range(micro_batches(shape)) for sample in next(same).tolist()]
             consumed += BATCH
+            found = taken(same, BATCH // micro // replicas)
             assert found == order.between(consumed - BATCH // replicas, consumed)
-        assert same is loader
+    assert same is loader and torch.equal(torch.get_rng_state(), state)  # draws nothing from the global one
 
 
-def test_a_reshape_ends_workers_and_drops_what_they_have_read():
-    before = set(multiprocessing.active_children())
-    loader = loader_of(workers=2)
+def test_a_reshape_ends_workers_and_drops_what_they_have_read() -> None:
+    before, loader = set(multiprocessing.active_children()), loader_of(workers=2)
     assert [next(loader).tolist() for _ in range(2)] == [[6, 7, 8], [9, 10, 11]]
     first = set(multiprocessing.active_children()) - before
     assert len(first) == 2
@@ -207,19 +176,9 @@ def test_a_reshape_ends_workers_and_drops_what_they_have_read():
         next(loader)
 
 
-class Augmented(Numbers):
-    """Adds what a worker draws."""
-
-    def __getitem__(self, index):
-        return index + torch.rand(()).item()
-
-
-def test_workers_draw_the_same_after_a_reshape_and_in_a_resumed_run():
-    def drawn(consumed, reshaped, replica=0):
-        sampler = ElasticBatchSampler(
-            30, BATCH, micro_batch=6, replicas=2, replica=replica, consumed=0 if reshaped else consumed
-        )
-        loader = ElasticLoader(Augmented(30), sampler, num_workers=1)
+def test_workers_draw_the_same_after_a_reshape_and_in_a_resumed_run() -> None:
+    def drawn(consumed: int, reshaped: bool, replica: int = 0) -> list[float]:
+        loader = loader_of((6, 2), replica, 1, Augmented, consumed=0 if reshaped else consumed)
         if reshaped:
             next(loader)
             loader.reshape(6, 2, replica, consumed)
@@ -232,66 +191,20 @@ def test_workers_draw_the_same_after_a_reshape_and_in_a_resumed_run():
     assert fractions[0] != fractions[1] and fractions[0] != fractions[2]
 
 
-def test_a_loader_draws_nothing_from_the_global_random_state():
-    state = torch.get_rng_state()
-    loader = loader_of(shuffle=True)
-    for _ in range(30):
-        next(loader)
-    loader.reshape(12, 1, 0, 0)
-    next(loader)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_collate_and_length():
-    sampler = ElasticBatchSampler(30, BATCH, micro_batch=3)
-    loader = ElasticLoader(Numbers(30), sampler, collate_fn=tuple)
-    assert next(loader) == (0, 1, 2) and len(loader) == 10 and loader.dataset.samples == 30
-
-
-# -------------------------------------------------------------------------------------------------------------- evaluation
-
-
 @given(st.integers(0, 60), st.integers(1, 6), st.integers(1, 5))
-def test_every_sample_is_evaluated_once(samples, micro, replicas):
+def test_every_sample_is_evaluated_once(samples: int, micro: int, replicas: int) -> None:
     everywhere = [evaluation_micro_batches(samples, micro, replicas, replica) for replica in range(replicas)]
-    counted = Counter()
+    counted: Counter[int] = Counter()
     for parts in zip(*everywhere, strict=True):
         (weight,) = {part.weight for part in parts}
         assert all(1 <= len(part.indices) <= micro for part in parts)
         for part in parts:  # what a sample counts for: weight x average over the replicas of the micro-batch's mean
             for sample in part.indices:
                 counted[sample] += weight / replicas / len(part.indices)
-    assert set(counted) == set(range(samples))
-    assert all(share == pytest.approx(1) for share in counted.values())
+    assert set(counted) == set(range(samples)) and all(share == pytest.approx(1) for share in counted.values())
     assert sum(part.weight for part in everywhere[0]) == samples
 
 
-def test_the_rest_is_evaluated_by_all_alike():
-    assert evaluation_micro_batches(13, 2, 2, 1) == [
-        ([2, 3], 4), ([6, 7], 4), ([10, 11], 4), ([12], 1),
-    ]  # fmt: skip
+def test_the_rest_is_evaluated_by_all_alike() -> None:
+    assert evaluation_micro_batches(13, 2, 2, 1) == [([2, 3], 4), ([6, 7], 4), ([10, 11], 4), ([12], 1)]
     assert evaluation_micro_batches(7, 2, 2, 0) == [([0, 1], 4), ([4, 5], 2), ([6], 1)]
-
-
-def test_another_batch_goes_on_and_another_length_begins_an_epoch():
-    sampler = ElasticBatchSampler(10, 4, micro_batch=2, shuffle=True)
-    micro_batches = iter(sampler)
-    first = [index for _ in range(2) for index in next(micro_batches)]
-    sampler.reshape(3, 1, 0, 4, batch=6)
-    micro_batches = iter(sampler)
-    rest = [index for _ in range(2) for index in next(micro_batches)]
-    assert sorted(first + rest) == list(range(10))
-    # 16 samples from position 14 on, in the middle of the second epoch, of another length
-    sampler.reshape(2, 1, 0, 14, batch=4, samples=16)
-    micro_batches = iter(sampler)
-    assert sorted(index for _ in range(8) for index in next(micro_batches)) == list(range(16))
-    assert [sampler.order.epochs_before(position) for position in (14, 29, 30)] == [2, 2, 3]
-
-
-def test_a_batch_that_does_not_divide_leaves_the_sampler_as_it_was():
-    sampler = ElasticBatchSampler(10, 4, micro_batch=2)
-    with pytest.raises(
-        ConfigError, match=r"^train_batch_size: got 5, must be a multiple of 1 replicas x micro-batch 2"
-    ):
-        sampler.reshape(2, 1, 0, 4, batch=5)
-    assert next(iter(sampler)) == [0, 1] and sampler.batch == 4
