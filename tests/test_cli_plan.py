@@ -111,15 +111,6 @@ def test_the_configuration_is_read_and_arguments_win(tmp_path, capsys, model):
     assert found["memory_limit_bytes"] == 5e9
 
 
-def test_zero_shares_the_optimizer_among_the_replicas(tmp_path, capsys, model):
-    shape = Model("model", 8, 1024, 16, vocab_size=50304)
-    for zero, shards in (({}, 1), ({"zero_optimization": {"stage": 1}}, 4)):
-        path = written(tmp_path / "ds_config.json", {"train_micro_batch_size_per_gpu": 1, **zero})
-        arguments = ["--model", model, "--ds-config", path, *SMALL, "--stages", 2, "--data-parallel", 4]
-        found = [use["fixed"] for use in figures(capsys, "plan", *arguments)["memory_bytes"]]
-        assert found == list(fixed_bytes(shape, (4, 4), 1, shards))
-
-
 @pytest.mark.parametrize(
     ("sizes", "replicas", "expected"),
     [
@@ -171,16 +162,6 @@ def test_boundaries_from_measured_layers(capsys, measured, ends, present, best, 
     assert f"stages: {line}" in run(capsys, "plan", "--measured", measured, "--sequences", 4)[1]
     advice = figures(capsys, "plan", "--measured", measured, "--sequences", 4)["stage_layers"]
     assert advice == {"present": present, "best": best, "slowest_stage_gain": gain, "predicted_step_s": None}
-
-
-def test_micro_batches_are_compared(capsys, model):
-    advice = figures(capsys, "plan", "--model", model, *PLANNED)["micro_batch_advice"]
-    assert sorted((each["sequences"], each["micro_batches"]) for each in advice) == [(1, 4), (2, 2), (4, 1)]
-    seconds = [each["predicted_step_s"] for each in advice]
-    assert seconds == sorted(seconds)
-    for each in advice:
-        planned = figures(capsys, "plan", "--model", model, *PLANNED, "--micro-batches", each["micro_batches"])
-        assert planned["predicted_step_s"] == pytest.approx(each["predicted_step_s"], rel=1e-9)
 
 
 def test_too_little_memory_says_what_would_fit(capsys, model):

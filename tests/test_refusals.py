@@ -164,12 +164,9 @@ LAYERS = {
 }  # fmt: skip
 FINE = {
     "num_experts": 1,
-    "use_flash_attn": False,
-    "sequence_parallel": False,
-    "is_moe_model": False,
-    "use_rotary_position_embeddings": False,
     "config": SimpleNamespace(sequence_parallel=False, context_parallel_size=1, use_flash_attn=False),
 }
+FINE |= dict.fromkeys(("use_flash_attn", "sequence_parallel", "is_moe_model", "use_rotary_position_embeddings"), False)
 ELASTIC = {"elastic_pipeline": {"resize": {"policy": "off"}}}
 
 
@@ -192,14 +189,8 @@ def pipeline(last_layer: Any = Plain, module_class: Any = PipelineModule) -> Any
     return module_class(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
 
 
-class WithLosses(PipelineModule):
-    def get_additional_losses(self):
-        return {"moe loss": torch.zeros(())}
-
-
-class WithLossesLater(PipelineModule):
-    def get_additional_losses(self):
-        return self.never_set_before_the_first_step
+def with_losses(losses: Any) -> Any:
+    return pipeline(module_class=type("WithLosses", (PipelineModule,), {"get_additional_losses": losses}))
 
 
 def models() -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -207,8 +198,8 @@ def models() -> dict[str, tuple[Any, dict[str, Any]]]:
     bert = type("BertModel", (Plain,), {"__module__": "megatron.model.bert_model"})()
     four = DualPipeVModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2, partition_method="uniform")
     return {
-        "additional losses": (pipeline(module_class=WithLosses), {}),
-        "additional losses later": (pipeline(module_class=WithLossesLater), {}),
+        "additional losses": (with_losses(lambda self: {"moe loss": torch.zeros(())}), {}),
+        "additional losses later": (with_losses(lambda self: self.never_set_before_the_first_step), {}),
         "no PipelineModule": (Plain(), {}),
         # Megatron-DeepSpeed's pretrain_bert.py hands over its model as it is, or in a wrapper
         "Megatron's BERT": (type("Wrapper", (nn.Sequential,), {})(bert), {}),

@@ -189,19 +189,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     }
 
 
-def ragged_replicas(rank: int, world_size: int) -> dict[str, Any]:
-    """Two replicas; every second step the second one has shorter sequences, in one micro-batch or in both."""
-    engine = auto()
-    whole = steps_of(MEASURING + COMPARING + 2, 2 * MICRO_BATCHES)
-    short = steps_of(MEASURING + COMPARING + 2, 2 * MICRO_BATCHES, length=SEQUENCE - 8)
-    for number, step in enumerate(whole):
-        at = 2 * MICRO_BATCHES - 1 - number % 2
-        train(engine, [step, [*step[:at], *short[number][at:]]])
-    engine.destroy()
-    return {"plans": plans(engine), "left": compared(engine)}
-
-
-results, ragged = launched(worker, 2, timeout=240, folder=True), launched(ragged_replicas, 4)
+results = launched(worker, 2, timeout=240, folder=True)
 
 
 def test_a_run_with_trials_has_the_losses_and_weights_of_one_without(results):
@@ -284,12 +272,6 @@ def test_micro_batches_of_another_size_are_measured_again(results):
     assert first["counts"] == [1] + [0] * (MEASURING - 1) + [1] and first["plan"] == second["plan"]
     for one, two in zip(results[0]["numbers"]["memory"], first["memory"], strict=True):
         assert two.keys_values == 2 * one.keys_values
-
-
-def test_replicas_whose_lengths_differ_now_and_then_measure_and_compare_together(ragged):
-    first, *others = ragged
-    assert [plan["seq_length"] for plan in first["plans"]] == [SEQUENCE] and first["left"] == 0
-    assert all(other == first for other in others)
 
 
 def test_what_cannot_be_planned_is_one_line_on_every_rank(results):

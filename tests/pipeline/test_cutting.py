@@ -132,13 +132,6 @@ def test_lengths_that_alternate_are_both_planned_in_the_end(lengths):
     assert sorted(run.planned) == [512, 1024] and run.meter.begun <= 2
 
 
-def test_an_outlier_that_never_comes_again_is_given_up():
-    run = Run()
-    run.step([4096])
-    run.steps(PATIENCE + MEASURING, [512])
-    assert run.planned == [512]
-
-
 def test_lengths_that_never_repeat_are_seldom_measured_and_always_run():
     run = Run()
     for length in (5000, *range(1000, 1000 + 4 * PATIENCE)):
@@ -151,12 +144,6 @@ def test_micro_batches_of_different_lengths_are_run_unmeasured_and_by_the_plan_w
     assert len(run.step([1024, 512])) == 8 and run.meter.begun == 0
     run.steps(MEASURING, [1024, 1024])
     assert len(run.step([1024, 512])) == len(run.step([1024, 1024]))
-
-
-def test_another_number_of_micro_batches_is_planned_from_what_is_known():
-    run = measured()
-    run.step([1024] * 4)
-    assert run.planned == [1024, 1024] and run.meter.begun == 1
 
 
 def test_a_trial_that_needs_more_memory_than_there_is_is_left_out():
@@ -232,16 +219,6 @@ def test_replicas_with_other_lengths_measure_and_plan_together():
             there.step([long], elsewhere=[short])
             assert here.planned == there.planned and here.meter.begun == there.meter.begun
     assert here.planned == [1024]
-
-
-def test_two_lengths_are_compared_beside_each_other():
-    run = Run()
-    for length in (512, 1024):
-        run.steps(MEASURING, [length])
-    for _ in range(COMPARING):
-        run.step([512])
-        run.step([1024])
-    assert run.said("taken") == 2
 
 
 @pytest.mark.parametrize(
@@ -404,12 +381,6 @@ def test_no_slice_shorter_than_the_granularity_is_tried():
     tried = {len(slices) for slices in run.steps(1 + ROUNDS * (len(TRIALS) - 1), [1024])}
     assert tried == set(TRIALS) - {16} and run.planned == [1024]
     assert all(length % 128 == 0 for length in run.step([1024])[:-1])
-
-
-def test_measuring_costs_less_than_ten_steps():
-    """Over the best of equal slices: trials, and the comparison's rivals."""
-    ran = Run().steps(MEASURING + COMPARING, [1024])
-    assert sum(TIMES.seconds("1f1b", slices) / min(EQUAL.values()) - 1 for slices in ran) < 10
 
 
 def test_too_little_memory_names_the_least_that_any_trial_takes():

@@ -58,13 +58,6 @@ def test_more_tokens_or_context_never_take_less_whatever_the_noise(random):
         assert np.all(np.diff(seconds, axis=0) >= -1e-15) and np.all(np.diff(seconds, axis=1) >= -1e-15)
 
 
-def test_residuals_are_kept_by_sample():
-    fit = StageCost([Sample(8, 0, 1.0, 2.0), Sample(8, 0, 3.0, 2.0)])
-    (forward, backward), (other, _) = fit.residuals
-    assert (forward, other) == (pytest.approx(fit.forward(8, 0) / 1.0 - 1), pytest.approx(fit.forward(8, 0) / 3.0 - 1))
-    assert forward > 0 > other and backward == pytest.approx(0)
-
-
 @pytest.mark.parametrize(("length", "context"), [(7, 0), (513, 0), (8, 505), (8, -1)])
 def test_a_cost_is_not_extrapolated(length, context):
     says = f"got a slice of {length} tokens after {context}, must be within the measured 8 to"

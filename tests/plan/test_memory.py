@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.costs.memory import Peaks, calibrated
-from ds_terapipe.schedule import EVAL_SENT_KEPT, NAMES, Op, Placement, Unit, order, with_weight_gradients
+from ds_terapipe.schedule import EVAL_SENT_KEPT, NAMES, Op, Unit, order, with_weight_gradients
 from tests.schedule import strategies
 
 stage_memories = st.builds(StageMemory, *[st.integers(0, 9).map(float)] * 10)
@@ -108,50 +107,6 @@ def test_the_peak_is_the_ledgers(data, placement, schedule, lengths, micro_batch
         assert use.total == pytest.approx(expected) and min(use) >= 0
     if placement.is_plain and not placement.forward_only:
         assert uses == memory_use(model, schedule, lengths, micro_batches, weights_once)
-
-
-KEPT = StageMemory(2.0, 3.0, 5.0, 7.0, fixed=100.0)
-MADE = StageMemory(activations=1.0, weight_gradients=1.0, working=2.0, largest_gradient=5.0)
-
-
-@pytest.mark.parametrize(
-    ("stages", "lengths", "once", "use"),
-    [
-        # most is held when both slices have gone backward, before K and V go
-        ((KEPT,), [6, 4], True, (100, 0, 30, 50, 70, 0, 0)),
-        ((KEPT,), [10], True, (100, 20, 0, 0, 0, 0, 0)),
-        # weight gradients of both stages of a place wait until the first of them went backward
-        (
-            (StageMemory(weight_gradients=1.0), StageMemory(weight_gradients=10.0)),
-            [6, 4],
-            True,
-            (0, 0, 0, 0, 110, 0, 0),
-        ),
-        # backward of the first slice, which is live, as is what the second has left
-        ((MADE,), [6, 4], True, (0, 6, 0, 0, 4, 0, 12)),
-        # backward of the second, whose weight gradient is made with it
-        ((MADE,), [6, 4], False, (0, 10, 0, 0, 0, 0, 8 + 5)),
-    ],
-)
-def test_each_line_of_a_small_plan(stages, lengths, once, use):
-    assert memory_use(MemoryModel(stages), "1f1b", lengths, 1, once, Placement.of([0] * len(stages))) == (use,)
-
-
-def test_each_line_of_a_forward_only_stage():
-    # Slices of 6 and 4 tokens of 8 micro-batches; most is held when a longer slice comes after four that were sent.
-    frozen = StageMemory(2.0, 3.0, 5.0, 7.0, received=11.0, sent=13.0, fixed=100.0)
-    model = MemoryModel((frozen,) * 3)
-    _, use, last = memory_use(model, "1f1b", [6, 4], 8, True, Placement.plain(3, forward_only=2))
-    assert use == (100, 12, 30, 0, 0, 11 * 10 + 13 * 20, 0)
-    assert last.key_value_gradients == 50 and last.weight_gradients == 70
-    assert last.messages == 11 * 10  # posted inputs, and no gradient in either direction
-    together = memory_use(model, "1f1b", [6, 4], 8, True, Placement.of([0, 1, 0], forward_only=2))
-    assert together[0].fixed == 200 and together[0].total < 200 + use.total + last.total
-
-
-def test_the_placement_must_be_the_models():
-    with pytest.raises(ConfigError, match="memory: got 2 stages, must be the pipeline's 3"):
-        memory_use(MemoryModel((StageMemory(),) * 2), "1f1b", [1], 1, placement=Placement.of([0, 1, 0]))
 
 
 @settings(deadline=None, max_examples=60)

@@ -39,9 +39,8 @@ def result(told):
     return reproduce(Options(progress=told.append))
 
 
-def published(setting, kind, count=None):
-    found = [f for f in PUBLISHED if (f.setting.number, f.kind, f.seq_length) == (setting, kind, 2048)]
-    return next(f.published_s for f in found if count is None or len(f.slices) == count)
+def published(setting, kind):
+    return next(f.published_s for f in PUBLISHED if (f.setting.number, f.kind, f.seq_length) == (setting, kind, 2048))
 
 
 def test_every_published_step_can_be_laid_out():
@@ -61,30 +60,9 @@ def test_every_published_step_can_be_laid_out():
     assert cost.layers == (4,) * 24 and cost.message(0, 2048.0) == 0.0
 
 
-def test_slices_are_read_as_the_paper_writes_them():
-    assert lengths("64x26 56x6 48") == (64,) * 26 + (56,) * 6 + (48,)
-    for bad in ("", "0", "64x", "a", "64 x2", "-8"):
-        with pytest.raises(ValueError, match="slices"):
-            lengths(bad)
-
-
-def test_published_times_agree_with_the_printed_speedups_and_throughput():
-    """Printed seconds times printed TFLOPs is one number: the same work in each run."""
+def test_published_times_agree_with_the_printed_speedups():
     ratios = [round(published(n, "without") / published(n, "with"), 2) for n in range(1, 11)]
     assert ratios == [1.21, 1.0, 1.0, 1.39, 1.40, 1.88, 1.56, 2.40, 6.75, 5.02]
-    eighth = {1: 4.2995, 4: 9.2226, 8: 9.1197, 16: 9.2226, "with": 10.3018}
-    ninth = {1: 1.13, 4: 3.89, 8: 5.9667, 16: 7.2973, 32: 7.0866, 64: 5.0691, 128: 3.4714, "with": 7.6225}
-    for setting, teraflops in ((8, eighth), (9, ninth)):
-        kinds = {1: ("without",), "with": ("with",)}
-        work = [published(setting, *kinds.get(key, ("uniform", key))) * each for key, each in teraflops.items()]
-        assert max(work) / min(work) < 1.0003
-    # Each token is counted as in a sequence of 2048, so that work is proportional to the batch.
-    printed = {4096: (1.5819, 4.3765), 6144: (0.5322, 2.6427), 8192: (0.2007, 1.5707)}
-    work = [published(5, "without") * 8.5792 / 32, published(5, "with") * 12.0354 / 32]
-    for figure in PUBLISHED:
-        if figure.kind == "long":
-            work.append(figure.published_s * printed[figure.seq_length][len(figure.slices) > 1] / figure.batch)
-    assert len(work) == 8 and max(work) / min(work) < 1.0006
 
 
 def test_the_papers_own_slices_and_setting_10_never_calibrate():

@@ -94,26 +94,6 @@ def test_a_plain_placement_is_a_stage_on_each_place():
     assert not Placement.of([1, 0]).is_plain and not Placement.of([0, 0]).is_plain
 
 
-def test_an_interleaved_placement_goes_around():
-    around = Placement.interleaved(2, 3, forward_only=1)
-    assert around == Placement.of([0, 1, 0, 1, 0, 1], range(7), 1)
-    assert [around.stages_on(place) for place in range(2)] == [(0, 2, 4), (1, 3, 5)]
-
-
-def test_both_ends_may_be_on_one_place():
-    folded = Placement.of([0, 1, 1, 0], forward_only=1)
-    assert (folded.places, folded.first_place, folded.last_place) == (2, 0, 0)
-    # nothing goes back to stage 0, and stages 1 and 2 are on one place
-    for asked, told in [
-        (folded.sends_forward, [True, False, True, False]),
-        (folded.receives_forward, [False, True, False, True]),
-        (folded.sends_backward, [False, False, False, True]),
-        (folded.receives_backward, [False, False, True, False]),
-        (folded.goes_backward, [False, True, True, True]),
-    ]:
-        assert [asked(stage) for stage in range(4)] == told, asked
-
-
 @given(strategies.placements())
 def test_every_message_has_two_ends(placement):
     for stage in range(len(placement.stages) - 1):

@@ -85,13 +85,6 @@ def test_of_what_starts_together_backward_comes_first():
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_even_order_is_valid(name):
-    for stages, micro_batches, each in itertools.product(range(1, 9), (1, 2, 5, 8), (1, 2, 3, 8)):
-        slices = [each] * micro_batches
-        validate(with_messages(order(name, stages, slices)), slices, name)
-
-
 @settings(deadline=None)
 @given(strategies.names, strategies.placements(), strategies.few_slices)
 def test_every_order_is_valid_on_every_placement(name, placement, slices):
@@ -120,12 +113,6 @@ def test_1f1b_holds_units_of_stages_and_slices_first_in_first_out_over_micro_bat
     for row in grid:  # and last in first out over slices
         backward = [action.unit for action in row if action.op is Op.BACKWARD]
         assert backward == sorted(backward, key=lambda unit: (unit.micro_batch, -unit.slice))
-
-
-@pytest.mark.parametrize("micro_batches", [8, 100])
-def test_the_bound_of_1f1b_is_reached_and_the_batch_does_not_move_it(micro_batches):
-    assert peak_live_units("1f1b", 4, [3] * micro_batches) == [6, 5, 4, 3]
-    assert max(live_units(order("1f1b", 4, [3] * micro_batches)[0])) == 4 + 3 - 1
 
 
 @given(strategies.stages, strategies.slices)

@@ -19,7 +19,6 @@ from ds_terapipe.schedule import (
     with_messages,
 )
 from tests.schedule import strategies
-from tests.schedule.strategies import grid_of
 
 times_of_units = st.floats(0.001, 10.0)
 
@@ -32,11 +31,6 @@ def seconds(action):
 def of_each(grid, intervals):
     rows = zip(grid, intervals, strict=True)
     return {a: interval for row, own in rows for a, interval in zip(row, own, strict=True)}
-
-
-def ends(grid, message=None, placement=None, compute=seconds):
-    """When each action ends, by its text."""
-    return {str(a): each.end for a, each in of_each(grid, replay(grid, compute, message, placement).intervals).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------- replay
@@ -52,47 +46,6 @@ def test_spans_are_the_longest_path():
     assert wanted.items() <= spans.items()
     assert spans["0RECV_B0.1"] == (2, 5)  # stage 0 waits 3 s
     assert replay([[]], seconds) == Replay([[]], {}) and replay([[]], seconds).makespan == 0
-
-
-def test_a_message_takes_its_time_and_the_sender_goes_on():
-    found = ends(with_messages(order("terapipe", 2, [1])), lambda action: 0.5)
-    wanted = {"0SEND_F0.0": 1, "1RECV_F0.0": 1.5, "1B0.0": 4.5, "0RECV_B0.0": 5, "0B0.0": 7}
-    assert wanted.items() <= found.items()
-
-
-def test_messages_of_a_channel_leave_one_after_the_other():
-    # Forward messages of 3 s each, sent at 1 s, 2 s and 3 s: the link is what the second stage waits for.
-    found = ends(with_messages(order("terapipe", 2, [3])), lambda a: 3.0 if a.op is Op.SEND_FORWARD else 0.0)
-    assert [found[f"1RECV_F0.{i}"] for i in range(3)] == [4, 7, 10]
-
-
-def test_directions_do_not_share_a_channel():
-    found = ends(with_messages(order("1f1b", 2, [1, 1])), lambda action: 1.0)
-    assert found["1RECV_F1.0"] == 5  # when 1B0.0 is done, not later
-
-
-def test_stages_on_one_place_hand_over_without_a_message():
-    placement = Placement.of([0, 0, 1])
-    found = ends(with_messages(order("1f1b", placement, [1]), placement), lambda action: 0.5, placement)
-    assert [found[a] for a in ("1F0.0", "2F0.0", "2B0.0", "1RECV_B0.0", "1B0.0", "0B0.0")] == [2, 3.5, 5.5, 6, 8, 10]
-
-
-def test_messages_of_two_stages_queue_on_one_link():
-    # From place 0 to place 1 go the outputs of stages 0 and 2.
-    first = "0F0.0 0SEND_F0.0 2RECV_F0.0 2F0.0 2SEND_F0.0 0F1.0 0SEND_F1.0"
-    grid = grid_of(first, "1RECV_F0.0 1F0.0 1SEND_F0.0 1RECV_F1.0 3RECV_F0.0 3F0.0")
-    how = lambda a: {"2SEND_F0.0": 5.0}.get(str(a), 1.0), Placement.interleaved(2, 2), lambda action: 1.0
-    found = ends(grid, *how)
-    assert (found["2F0.0"], found["0F1.0"]) == (5, 6)
-    assert found["1RECV_F1.0"] == 11  # at 10 stage 2's message is through
-    apart = grid_of(first, "1RECV_F0.0 1F0.0 1SEND_F0.0 1RECV_F1.0", "3RECV_F0.0 3F0.0")
-    assert ends(apart, how[0], Placement.of([0, 1, 0, 2]), how[2])["1RECV_F1.0"] == 7
-    # Place 0 sends the gradient of stage 2 and the next output of stage 0 over one link.
-    grid = grid_of(
-        "0F0.0 0SEND_F0.0 2RECV_F0.0 2F0.0 2B0.0 2SEND_B0.0 0F1.0 0SEND_F1.0", "1RECV_F0.0 1F0.0 1SEND_F0.0 1RECV_F1.0"
-    )
-    found = ends(grid, lambda a: 9.0 if a.op is Op.SEND_BACKWARD else 0.0, Placement.of([0, 1, 0]), how[2])
-    assert (found["2B0.0"], found["0F1.0"], found["1RECV_F1.0"]) == (4, 5, 13)
 
 
 def test_stuck_stages_are_named_with_the_receive_they_wait_in():
@@ -131,18 +84,6 @@ def test_flush_with_equal_stages_is_the_closed_form(stages, micro_batches, slice
     found = simulate(grid, lambda a: (forward if a.op is Op.FORWARD else backward)[a.unit.slice])
     expected = micro_batches * sum(forward + backward) + (stages - 1) * (max(forward) + max(backward))
     assert found.makespan == pytest.approx(expected, rel=1e-9)
-
-
-@settings(deadline=None, max_examples=40)
-@given(strategies.names, st.integers(1, 8), strategies.slices, times_of_units, times_of_units)
-def test_slices_of_equal_cost_are_the_closed_form_under_both_orders(name, stages, slices, forward, backward):
-    result = simulate(order(name, stages, slices), lambda a: forward if a.op is Op.FORWARD else backward)
-    units = sum(slices)
-    if name == "terapipe" or len(set(slices)) == 1:
-        assert result.makespan == pytest.approx((units + stages - 1) * (forward + backward), rel=1e-9)
-    for stage in result.places:
-        assert stage.imbalance == pytest.approx(0, abs=1e-9 * result.makespan)
-        assert stage.busy == pytest.approx(units * (forward + backward))
 
 
 def event_loop(grid, compute, message, placement):

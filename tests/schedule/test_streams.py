@@ -46,14 +46,6 @@ def test_a_group_per_direction_locks_up(stages, slices):
     assert len(stuck) == stages and all(grid[stage][index].op.is_receive for stage, index in stuck.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "slices"),
-    [("1f1b", 2, [4] * 4), ("1f1b", 4, [8]), ("terapipe", 4, [4] * 4), ("1f1b", 3, [1] * 3)],
-)
-def test_what_a_group_per_direction_can_run(name, stages, slices):
-    assert not stream_deadlock(with_messages(order(name, stages, slices)), group_per_direction)
-
-
 @pytest.mark.parametrize(("kept", "units"), [(None, EVAL_SENT_KEPT + POSTED_AHEAD), (1, 3)])
 def test_outputs_that_no_gradient_answers_are_bounded(kept, units):
     # Stage by stage around two places: stage 1's outputs are taken once place 0 has made all outputs of stage 0. Each of the

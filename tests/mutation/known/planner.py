@@ -7,7 +7,7 @@ _SLICES = "tests/plan/test_slices.py -k "
 _LOOP = "tests/schedule/test_simulate.py -k event_loop"
 _AUTO, _PLANNER = "pipeline.autotune.auto", "pipeline.autotune.planner"
 _BEGIN, _FOUND = "        return phase.begin()\n", "            return None if other else cost\n"
-_WINNER = "        return self.cuttings[1 + ratios.index(max(ratios))] if max(ratios, default=0.0) > worse else self.cuttings[0]\n"
+_WINNER = "        return self.cuttings[1 + ratios.index(max(ratios))] if max(ratios, default=0.0) > worse else "
 _SOURCE = "            also_after.append(channel.messages.popleft()[1])\n"
 
 KNOWN = (
@@ -93,14 +93,14 @@ KNOWN = (
         "a plan that disappoints stays",
         "pipeline.autotune.comparison",
         _WINNER,
-        "        return self.cuttings[0]\n",
+        "        return self.cuttings[0] if True else ",
         _CUTTING + "rival_wins",
     ),
     Known(
         "a plan gives way to a slower trial",
         "pipeline.autotune.comparison",
         _WINNER,
-        "        return self.cuttings[-1]\n",
+        "        return self.cuttings[-1] if True else ",
         _CUTTING + "rival_wins",
     ),
     Known(
