@@ -50,11 +50,13 @@ def refused(change: Any) -> str:
 def cut_again_and_again(rank: int, keys: dict[str, Any]) -> dict[str, Any]:
     engine = build_engine(gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES)
     steps: list[Any] = []
+    live: list[int] = []
 
     def step() -> None:
         number = len(steps)
         engine.train_batch(iter([micro_batch(10 * number + m, TOKENS) for m in range(MICRO_BATCHES)]))
         weights = sum(action.op is Op.WEIGHT_GRADIENTS for action in engine._watchdog._grid[rank])
+        live.append(engine.peak_live_units)
         steps.append((engine.slices_run, engine.units_run, engine.token_pipeline.schedule, weights))
 
     found: dict[str, Any] = {"at first": (engine.slices_run, engine.units_run)}
@@ -75,7 +77,7 @@ def cut_again_and_again(rank: int, keys: dict[str, Any]) -> dict[str, Any]:
     engine.set_slices(1, "1f1b")
     step()
     engine.destroy()
-    return {**found, "steps": steps}
+    return {**found, "steps": steps, "live": live}
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -105,6 +107,7 @@ def test_the_next_step_is_cut_as_set(ranks, kind):
             count = MICRO_BATCHES * len(lengths)
             weights = MICRO_BATCHES if len(lengths) > 1 else 0
             assert step == ((lengths,) * MICRO_BATCHES, (count, count), order, weights), number
+        assert found["live"][2:4] == [len(UNEVEN) * MICRO_BATCHES, 3 * MICRO_BATCHES], "as TeraPipe holds them"
         assert found["evaluated"] == (((8, 8, 8),) * MICRO_BATCHES, (3 * MICRO_BATCHES, 0))
 
 

@@ -38,7 +38,7 @@ KNOWN = (
         "pipeline.step_grid",
         "else order(name, placement, slices)",
         'else order("1f1b", placement, slices)',
-        "tests/pipeline/test_auto.py -k given_is_what_runs",
+        "tests/pipeline/test_set_slices.py -k next_step",
     ),
     Known(
         "plan_path is not read",
