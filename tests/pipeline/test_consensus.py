@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.transport import consensus as consensus
+from ds_terapipe.pipeline.transport import consensus
 from ds_terapipe.pipeline.transport.consensus import Consensus, Header
 from ds_terapipe.schedule import Placement
 from tests.threads import Threads
 
 PIPELINES = [[0, 1, 2], [3, 4, 5]]
-WORLD, FIRSTS, LASTS = 6, (0, 3), (2, 5)
+WORLD = 6
 
 
 class Quiet:
@@ -42,18 +42,14 @@ def header(*lengths: int, signature: int = 77) -> Header:
     return Header(lengths, (signature,) * len(lengths))
 
 
-def ranks(**others: Rank) -> list[Rank]:
-    """First stages know lengths and shapes, last ones lengths; ``r3=...`` is another rank 3."""
-    usual = [Rank()] * WORLD
-    for rank in FIRSTS:
-        usual[rank] = Rank(header(24, 24))
-    for rank in LASTS:
-        usual[rank] = Rank(header(24, 24, signature=0))
-    return [others.get(f"r{rank}", one) for rank, one in enumerate(usual)]
+# first stages know lengths and shapes, last ones lengths
+FIRST, LAST = Rank(header(24, 24)), Rank(header(24, 24, signature=0))
+USUAL = [FIRST, Rank(), LAST] * 2
 
 
-def announced(given: list[Rank], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Counter[str]]:
-    """What every rank gets, or its error, and how many collectives each took part in."""
+def announced(monkeypatch: Any, **others: Rank) -> tuple[list[Any], Counter[str]]:
+    """What every rank gets, or its error, and how many collectives each took part in; ``r3=...`` is another rank 3."""
+    given = [others.get(f"r{rank}", usual) for rank, usual in enumerate(USUAL)]
     threads, local, calls = Threads(WORLD), threading.local(), Counter[str]()
 
     def everybodys(name: str, value: Any) -> list[Any]:
@@ -86,50 +82,50 @@ def announced(given: list[Rank], monkeypatch: pytest.MonkeyPatch) -> tuple[list[
     return found, Counter({name: count // WORLD for name, count in calls.items()})
 
 
-def test_ranks_that_are_alike_reduce_a_few_words_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, calls = announced(ranks(), monkeypatch)
-    assert found == [Header((24, 24), (77, 77), (24,))] * WORLD
-    assert calls == {"reduce": 1}
+def of(first: Any, rest: Any, everywhere: tuple[int, ...]) -> list[Header]:
+    """What the ranks of both pipelines know of lengths and signatures."""
+    return [Header(*first, everywhere)] * 3 + [Header(*rest, everywhere)] * 3
 
 
-def test_lengths_that_differ_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = {"r3": Rank(header(16, 30)), "r5": Rank(header(16, 30, signature=0))}
-    found, calls = announced(ranks(**other), monkeypatch)
-    assert found[:3] == [Header((24, 24), (77, 77), (16, 24, 30))] * 3
-    assert found[3:] == [Header((16, 30), (77, 77), (16, 24, 30))] * 3
-    assert calls == {"reduce": 1, "gather": 1}
-
-
-def test_replicas_of_one_length_each_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = {"r3": Rank(header(16, 16)), "r5": Rank(header(16, 16, signature=0))}
-    found, _ = announced(ranks(**other), monkeypatch)
-    assert [one.lengths for one in found] == [(24, 24)] * 3 + [(16, 16)] * 3
-
-
-def test_shapes_that_differ_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = announced(ranks(r3=Rank(header(24, 24, signature=5))), monkeypatch)
-    assert [one.signatures for one in found] == [(77, 77)] * 3 + [(5, 5)] * 3
-
-
-def test_labels_need_not_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, calls = announced(ranks(r2=Rank(), r5=Rank()), monkeypatch)
-    assert found == [Header((24, 24), (77, 77), (24,))] * WORLD and calls == {"reduce": 1}
-
-
-ERRORS = {
-    "an error": (ranks(r4=Rank(error=ConfigError("the data iterator: bad"))), "the data iterator: bad", {"objects": 1}),
-    "other settings": (ranks(r4=Rank(config_hash=1)), "other settings on rank 4 than on rank 0", {"gather": 1}),
-    "other micro-batches": (ranks(r1=Rank(micro_batches=3)), "3 micro-batches on rank 1 and 2 on rank 0", {"gather": 1}),
-    "labels": (ranks(r5=Rank(header(23, 23, signature=0))), "got labels of [23] tokens for inputs of [24]", {"gather": 1}),
-    "an error beside others": (
-        ranks(r0=Rank(None, error=ConfigError("first")), r3=Rank(header(16, 30)), r4=Rank(config_hash=1)), "first", {"objects": 1}
+ALIKE, OTHER = ((24, 24), (77, 77)), ((16, 30), (77, 77))
+# other ranks, what all of them get, the collectives that it takes
+AGREED: dict[str, Any] = {
+    "alike": ({}, of(ALIKE, ALIKE, (24,)), {"reduce": 1}),
+    "labels that are not known": ({"r2": Rank(), "r5": Rank()}, of(ALIKE, ALIKE, (24,)), {"reduce": 1}),
+    "other lengths": (
+        {"r3": Rank(header(16, 30)), "r5": Rank(header(16, 30, signature=0))},
+        of(ALIKE, OTHER, (16, 24, 30)), {"reduce": 1, "gather": 1},
+    ),
+    "one other length": (
+        {"r3": Rank(header(16, 16)), "r5": Rank(header(16, 16, signature=0))},
+        of(ALIKE, ((16, 16), (77, 77)), (16, 24)), {"reduce": 1, "gather": 1},
+    ),
+    "other shapes": (
+        {"r3": Rank(header(24, 24, signature=5))}, of(ALIKE, ((24, 24), (5, 5)), (24,)), {"reduce": 1, "gather": 1}
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_what_is_wrong_on_one_rank_is_raised_on_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, said, after = ERRORS[name]
-    found, calls = announced(given, monkeypatch)
+@pytest.mark.parametrize(("others", "headers", "collectives"), AGREED.values(), ids=AGREED)
+def test_ranks_agree_on_lengths_and_shapes_by_a_few_words(monkeypatch, others, headers, collectives):
+    assert announced(monkeypatch, **others) == (headers, collectives)
+
+
+ERRORS: dict[str, Any] = {
+    "an error": ({"r4": Rank(error=ConfigError("the data iterator: bad"))}, "the data iterator: bad", "objects"),
+    "other settings": ({"r4": Rank(config_hash=1)}, "other settings on rank 4 than on rank 0", "gather"),
+    "other micro-batches": ({"r1": Rank(micro_batches=3)}, "3 micro-batches on rank 1 and 2 on rank 0", "gather"),
+    "labels": (
+        {"r5": Rank(header(23, 23, signature=0))}, "got labels of [23] tokens for inputs of [24]", "gather"
+    ),
+    "an error beside others": (
+        {"r0": Rank(error=ConfigError("first")), "r3": Rank(header(16, 30)), "r4": Rank(config_hash=1)}, "first", "objects"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("others", "said", "after"), ERRORS.values(), ids=ERRORS)
+def test_what_is_wrong_on_one_rank_is_raised_on_all(monkeypatch, others, said, after):
+    found, calls = announced(monkeypatch, **others)
     assert all(isinstance(one, ConfigError) and said in str(one) for one in found), found
-    assert calls == {"reduce": 1, **after}
+    assert calls == {"reduce": 1, after: 1}

@@ -19,7 +19,7 @@ from ds_terapipe.pipeline.transport.channels import Channels
 from ds_terapipe.pipeline.transport.p2p import BoundarySpec, Links, Outbox, TensorSpec, check_sendable
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 CPU = torch.device("cpu")
 
@@ -34,44 +34,35 @@ boundaries = st.builds(BoundarySpec, st.lists(specs, max_size=12).map(tuple), st
 
 @given(boundaries)
 @settings(max_examples=200, deadline=None)
-def test_a_spec_survives_its_encoding(spec):
+def test_a_spec_survives_its_encoding_and_gradients_travel_for_what_asked_for_them(spec):
     meta = spec.encode(CPU)
-    assert meta.shape == (256,) and meta.dtype == torch.int64
-    assert BoundarySpec.decode(meta) == spec
-
-
-@given(boundaries)
-@settings(max_examples=50, deadline=None)
-def test_gradients_travel_for_what_asked_for_them(spec):
+    assert meta.shape == (256,) and meta.dtype == torch.int64 and BoundarySpec.decode(meta) == spec
     assert spec.gradients().tensors == tuple(each for each in spec.tensors if each.needs_grad)
 
 
 @given(st.integers(1, 100), st.integers(0, 6))
 @settings(max_examples=50, deadline=None)
 def test_too_many_tensors_are_an_error_that_says_how_many(count, dims):
-    spec = BoundarySpec((TensorSpec((1,) * dims, torch.float32, True),) * count, False)
-    words = 2 + count * (3 + dims)
+    spec, words = BoundarySpec((TensorSpec((1,) * dims, torch.float32, True),) * count, False), 2 + count * (3 + dims)
     if words <= 256:
         assert BoundarySpec.decode(spec.encode(CPU)) == spec
     else:
-        with pytest.raises(
-            ValueError, match=rf"^a stage hands on {count} tensors: their shapes take {words} words, at most 256$"
-        ):
+        says = rf"^a stage hands on {count} tensors: their shapes take {words} words, at most 256$"
+        with pytest.raises(ValueError, match=says):
             spec.encode(CPU)
 
 
-NOT_SENT = {
-    "text in a tuple": ((torch.zeros(1), "text"), "outputs with str as entry 1,"),
-    "None in a list": ([None], "outputs with NoneType as entry 0,"),
-    "number": (3, "outputs with int,"),
-    "dict": ({"hidden": torch.zeros(1)}, "outputs with dict,"),
-    "8 bits": (torch.zeros(1).to(torch.float8_e5m2), "outputs with torch.float8_e5m2,"),
-}
-
-
-@pytest.mark.parametrize("name", NOT_SENT)
-def test_only_tensors_that_can_be_sent_are_handed_on(name):
-    outputs, said = NOT_SENT[name]
+@pytest.mark.parametrize(
+    ("outputs", "said"),
+    [
+        ((torch.zeros(1), "text"), "outputs with str as entry 1,"),
+        ([None], "outputs with NoneType as entry 0,"),
+        (3, "outputs with int,"),
+        ({"hidden": torch.zeros(1)}, "outputs with dict,"),
+        (torch.zeros(1).to(torch.float8_e5m2), "outputs with torch.float8_e5m2,"),
+    ],
+)
+def test_only_tensors_that_can_be_sent_are_handed_on(outputs, said):
     with pytest.raises(ConfigError, match=rf"^layer 2 \(Block\): got {said} must be a tensor or a tuple of tensors"):
         check_sendable(outputs, "layer 2 (Block)")
 
@@ -125,56 +116,46 @@ class Line:
 
         Outbox.announce = counted
 
-    def receives(self, forward: list[Unit], backward: list[Unit]) -> list[Action]:
-        """The receives of a step; a rank is a stage."""
+    def begin(self, forward: list[Unit], backward: list[Unit], shape_of: Any) -> None:
+        """A step begins with its receives; a rank is a stage."""
         ahead = [Action(Op.RECV_FORWARD, self.rank, unit) for unit in forward]
-        return ahead + [Action(Op.RECV_BACKWARD, self.rank, unit) for unit in backward]
+        self.links.begin(ahead + [Action(Op.RECV_BACKWARD, self.rank, unit) for unit in backward], shape_of)
 
-    def run(self, units: list[Unit], shape_of: Any, tensors: Any = all_kinds) -> None:
-        """All units forward through the stages and their gradients back in reverse; every tensor is checked on arrival."""
-        back = units[::-1]
-        self.links.begin(self.receives(units, back), shape_of)
+    def run(self, units: list[Unit], shape_of: Any, tensors: Any = all_kinds) -> int:
+        """All units forward and their gradients back in reverse, checked on arrival; how much was announced so far."""
+        self.begin(units, units[::-1], shape_of)
         for unit in units:
             sent = tensors(unit)
             if self.rank > 0:
                 assert same(self.links.receive_forward(self.rank, unit), sent), unit
             if self.rank < self.last:
                 self.links.send_forward(self.rank, unit, sent)
-        for unit in back:
+        for unit in units[::-1]:
             wanted = [t.detach() * (unit.slice + 1) for t in tensors(unit) if t.requires_grad]
             if self.rank < self.last:
                 got = self.links.receive_backward(self.rank, unit)
-                # what this stage adds to the first tensor
-                expected = [wanted[0] * (self.last - self.rank), *wanted[1:]]
+                expected = [wanted[0] * (self.last - self.rank), *wanted[1:]]  # each stage adds to the first tensor
                 assert len(got) == len(expected) and all(map(torch.equal, got, expected)), unit
             if self.rank > 0:
                 self.links.send_backward(self.rank, unit, [wanted[0] * (self.last - self.rank + 1), *wanted[1:]])
         self.links.finish()
+        return self.announced
 
 
-def cross_four_stages(rank: int, world_size: int) -> dict[str, int]:
-    line, told = Line(rank, world_size), {}
+def cross_four_stages(rank: int, world_size: int) -> list[int]:
+    line = Line(rank, world_size)
     units = [action.unit for action in forward_only(world_size, (3, 2))[0]]
-    line.run(units, lambda unit: unit.slice)
-    told["one for each shape"] = line.announced
-    line.run(units, lambda unit: unit.slice)  # now everything is known, and receives are posted ahead
-    told["none the second time"] = line.announced
-    line.run(units, lambda unit: ("other", unit.slice))
-    told["new shapes"] = line.announced
+    told = [
+        line.run(units, shape_of) for shape_of in (lambda u: u.slice, lambda u: u.slice, lambda u: ("other", u.slice))
+    ]
     line.run([Unit(0, 0)], lambda unit: "single", lambda unit: all_kinds(unit)[:4])
     line.watchdog.close()
     return told
 
 
-def test_every_type_and_shape_crosses_four_stages_in_order_and_shapes_are_told_once():
-    for rank, told in enumerate(run_ranks(cross_four_stages, 4)):
-        shapes = 3 if rank < 3 else 0  # the last stage hands nothing on
-        assert told == {"one for each shape": shapes, "none the second time": shapes, "new shapes": 2 * shapes}
-
-
 def change_shape(rank: int, world_size: int) -> str:
     line, unit, message = Line(rank, world_size), Unit(0, 0), ""
-    line.links.begin(line.receives([unit], []), lambda unit: "shape")
+    line.begin([unit], [], lambda unit: "shape")
     if rank == 0:
         line.links.send_forward(rank, unit, torch.ones(2, 3))
         try:
@@ -188,8 +169,16 @@ def change_shape(rank: int, world_size: int) -> str:
     return message
 
 
-def test_another_shape_than_announced_is_an_error_of_the_sender():
-    message, _ = run_ranks(change_shape, 2)
+crossed, changed = launched(cross_four_stages, 4), launched(change_shape, 2)
+
+
+def test_every_type_and_shape_crosses_four_stages_in_order_and_shapes_are_told_once(crossed):
+    # one for each shape, none the second time (when receives are posted ahead), then new shapes; the last hands nothing on
+    assert crossed == [[3, 3, 6]] * 3 + [[0, 0, 0]]
+
+
+def test_another_shape_than_announced_is_an_error_of_the_sender(changed):
+    message, _ = changed
     assert message.startswith("outputs of 0.0 are ") and "shape=(2, 4)" in message and "they were " in message
 
 

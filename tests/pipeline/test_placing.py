@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,8 @@ from ds_terapipe.tracing.chrome import read
 from ds_terapipe.tracing.summary import summarise
 from tests.pipeline.models import Block, Embedding, Head, masked_loss, steps_of
 from tests.pipeline.training import build_engine, train
-from tests.spawn import run_ranks
+from tests.spawn import launched
+from tests.threads import Threads
 
 # ------------------------------------------------------------------------------------- where the stages are
 
@@ -36,11 +35,11 @@ def layer(kind: str) -> Any:
     return F.gelu if kind == NOTHING else nn.Linear(1, 1).requires_grad_(kind == TRAINED)
 
 
-def placed(*places: str, own: Any = (), **changes: Any) -> Placement:
-    """The placement of a model whose layers are these on each place, by letter; ``own``: weights of the module itself."""
+def placed(*places: Any, own: Any = ()) -> Placement:
+    """The placement of a model of these layers on each place, functions or letters; ``own``: weights of the module itself."""
     modules, start = [], 0
     for number, kinds in enumerate(places):
-        functions = changes.get("forward_funcs") or [layer(kind) for kind in kinds]
+        functions = [layer(kind) if isinstance(kind, str) else kind for kind in kinds]
         weights = [*own, *(p for f in functions for module in modules_of(f) for p in module.parameters())]
         modules.append(
             SimpleNamespace(
@@ -52,24 +51,14 @@ def placed(*places: str, own: Any = (), **changes: Any) -> Placement:
             )
         )
         start += len(kinds)
-    parts: dict[int, Any] = {}
-    for module in modules:  # each rank hands its own part to all
-        with pytest.raises(_Handed) as handed:
-            placement_of(module, SimpleNamespace(gather=_hand))
-        parts[module.stage_id] = handed.value.args[0]
-    consensus: Any = SimpleNamespace(gather=lambda mine: list(parts.values()))
-    (found, *others) = [placement_of(module, consensus) for module in modules]
-    assert all(other == found for other in others)
-    assert {type(number) for number in (found.forward_only, *found.stages[0], *found.stages[-1])} == {int}
-    return found
+    found = Threads(len(modules)).run(lambda rank, gather: placement_of(modules[rank], SimpleNamespace(gather=gather)))
+    assert all(other == found[0] for other in found)
+    assert {type(n) for n in (found[0].forward_only, *found[0].stages[0], *found[0].stages[-1])} == {int}
+    return found[0]
 
 
-class _Handed(Exception):
-    pass
-
-
-def _hand(part: Any) -> None:
-    raise _Handed(part)
+TIED = nn.Linear(1, 1).requires_grad_(False)
+LOOK_UP = partial(lambda module, x: module(x), TIED)  # a layer that is a function of a module has its weights
 
 
 @pytest.mark.parametrize(
@@ -88,25 +77,16 @@ def _hand(part: Any) -> None:
         (("FFF", ".TT"), [0, 1], [0, 3, 6], 1),
         (("...", "FTT"), [0, 1, 1], [0, 3, 4, 6], 2),
         (("FT",), [0, 0], [0, 1, 2], 1),
+        (((LOOK_UP, "T"),), [0, 0], [0, 1, 2], 1),
     ],
 )
-def test_the_frozen_beginning_of_a_model_only_goes_forward(
-    places: tuple[str, ...], stages: list[int], boundaries: list[int], forward_only: int
-) -> None:
+def test_the_frozen_beginning_of_a_model_only_goes_forward(places, stages, boundaries, forward_only):
     assert placed(*places) == Placement.of(stages, boundaries, forward_only)
 
 
-def test_layers_that_cannot_be_divided_stay_together() -> None:
+def test_layers_that_cannot_be_divided_stay_together():
     extra = nn.Parameter(torch.zeros(1))  # of the module itself: any layer may use it
     assert placed("FTT", "TTT", own=[extra]) == Placement.plain(2, [0, 3, 6])
-
-
-def test_a_layer_that_is_a_function_of_a_module_has_its_weights() -> None:
-    tied = nn.Linear(1, 1)
-    functions = [partial(lambda module, x: module(x), tied.requires_grad_(False)), nn.Linear(1, 1)]
-    assert placed("..", forward_funcs=functions) == Placement.of([0, 0], [0, 1, 2], 1)
-    tied.requires_grad_(True)
-    assert placed("..", forward_funcs=functions) == Placement.plain(1, [0, 2])
 
 
 # ------------------------------------------------------------------------------------- as DeepSpeed runs them
@@ -134,23 +114,18 @@ class Holder(nn.Module):
         return x
 
 
-def test_a_part_of_the_layers_of_a_process_is_checkpointed_as_in_the_whole() -> None:
-    for first, checkpoints in ((10, [0, 3, 6]), (11, [0, 2, 5]), (13, [0, 3]), (15, [0, 1])):
-        module = Holder()
-        layers = LayerRange(
-            [partial(module.note, n) for n in range(first, 18)], first, lambda layer: None, lambda: None, module
-        )
-        layers(torch.ones(1))
-        assert module.checkpoints == checkpoints, first
-        assert module.counted == [10, 11, 12, 10, 11, 12, 10, 11][first - 10 :]
-
-
-def test_nothing_is_checkpointed_where_nothing_goes_backward() -> None:
+@pytest.mark.parametrize(
+    ("first", "checkpoints"), [(10, [0, 3, 6]), (11, [0, 2, 5]), (13, [0, 3]), (15, [0, 1]), (10, None)]
+)
+def test_a_part_of_the_layers_of_a_process_is_checkpointed_as_in_the_whole(first, checkpoints):
+    """Nothing where nothing goes backward."""
     module = Holder()
-    layers = LayerRange([partial(module.note, n) for n in range(10, 18)], 10, lambda layer: None, lambda: None, module)
-    with torch.no_grad():
+    functions = [partial(module.note, n) for n in range(first, 18)]
+    layers = LayerRange(functions, first, lambda layer: None, lambda: None, module)
+    with torch.set_grad_enabled(checkpoints is not None):
         layers(torch.ones(1))
-    assert module.checkpoints == [] and len(module.counted) == 8
+    assert module.checkpoints == (checkpoints or []) and len(module.counted) == 18 - first
+    assert checkpoints is None or module.counted == [10, 11, 12, 10, 11, 12, 10, 11][first - 10 :]
 
 
 DROPOUT, MICRO_BATCHES, STEPS = 0.3, 2, 2
@@ -166,8 +141,8 @@ def frozen_until(first: int) -> list[Any]:
     return [LayerSpec(frozen(kind) if number < first else kind) for number, kind in enumerate(kinds)]
 
 
-def frozen(kind: type[nn.Module]) -> type[nn.Module]:
-    class Frozen(kind):  # type: ignore[misc, valid-type]
+def frozen(kind: Any) -> Any:
+    class Frozen(kind):
         def __init__(self) -> None:
             super().__init__()
             self.requires_grad_(False)
@@ -190,25 +165,16 @@ def losses(first: int, interval: int, ours: bool) -> list[float]:
     return found
 
 
-def seeds(rank: int, world_size: int) -> dict[tuple[int, int], tuple[list[float], list[float]]]:
+def seeds(rank: int, world_size: int) -> dict[int, tuple[list[float], list[float]]]:
     # DeepSpeed's own engine can't have a stage of which nothing is trained
-    return {(2, interval): (losses(2, interval, True), losses(2, interval, False)) for interval in (0, 1, 2, 3)}
-
-
-def test_layers_of_a_divided_place_have_the_seeds_and_checkpoints_of_the_whole() -> None:
-    for found in run_ranks(seeds, 2, timeout=120):
-        for case, (ours, theirs) in found.items():
-            assert ours == pytest.approx(theirs, rel=1e-6), case
-        assert len({tuple(ours) for ours, _ in found.values()}) > 1  # the seeds do depend on the interval
+    return {interval: (losses(2, interval, True), losses(2, interval, False)) for interval in (0, 1, 2, 3)}
 
 
 # ------------------------------------------------------------------------------------- choice, files, trace
 
-TRIALS = 14
-
 
 def auto(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """A run that plans, one that has the plan, one that has the measurements; then one with other layers frozen."""
+    """A run that plans, one that has the measurements, one with other layers frozen; and what is wanted of its files."""
     found: dict[str, Any] = {}
     for name, first, keys in (
         ("measuring", 2, {"measurements_path": f"{folder}/costs.json", "trace_path": f"{folder}/trace.json"}),
@@ -216,47 +182,49 @@ def auto(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         ("other", 4, {"measurements_path": f"{folder}/other.json"}),
     ):
         engine = build_engine(frozen_until(first), masked_loss, token_pipeline={"slices": "auto", **keys})
-        train(engine, steps_of(TRIALS, 2))
+        train(engine, steps_of(14, 2))
         (found[name],) = engine._cutting.state()["plans"]
-        engine.save_checkpoint(f"{folder}/{name}")
         if name == "measured":
+            engine.save_checkpoint(f"{folder}/{name}")
             again = engine._cutting._plans()
             engine._cutting._phases.clear()
             engine.load_checkpoint(f"{folder}/{name}")
             found["loaded"] = engine._cutting._plans() == again
         engine.destroy()
     if rank == 0:
-        Path(f"{folder}/plan.json").write_text(json.dumps(found["other"]))
+        Plan.from_dict(found["other"]).save(f"{folder}/plan.json")
     torch.distributed.barrier()
     try:
         keys = {"slices": "auto", "plan_path": f"{folder}/plan.json"}
         build_engine(frozen_until(0), masked_loss, token_pipeline=keys)
     except ConfigError as error:
         found["refused"] = str(error)
-    return found
+    return {**found, "cost": MeasuredCost.load(f"{folder}/costs.json"), "events": read(f"{folder}/trace.json")}
 
 
-def test_auto_plans_for_several_stages_on_a_place(tmp_path: Path) -> None:
-    for found in run_ranks(auto, 2, str(tmp_path), timeout=200):
+seeded, planned = launched(seeds, 2), launched(auto, 2, timeout=200, folder=True)
+
+
+def test_layers_of_a_divided_place_have_the_seeds_and_checkpoints_of_the_whole(seeded):
+    for found in seeded:
+        for interval, (ours, theirs) in found.items():
+            assert ours == pytest.approx(theirs, rel=1e-6), interval
+        assert len({tuple(ours) for ours, _ in found.values()}) > 1  # the seeds do depend on the interval
+
+
+def test_auto_plans_for_several_stages_on_a_place(planned):
+    for found in planned:
         for name in ("measuring", "measured"):
             plan = Plan.from_dict(found[name])
-            assert plan.stages == 3 and len(plan.memory) == 2
-            assert plan.placement == Placement.of([0, 0, 1], plan_boundaries(plan), 1)
-            assert min(use.total for use in plan.memory) > 0
-        assert found["loaded"]
-        assert "for 3 stages on 2 places, 2 micro-batches" in "\n".join(Plan.from_dict(found["measured"]).lines())
+            assert plan.placement == Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
+            assert plan.stages == 3 and len(plan.memory) == 2 and min(use.total for use in plan.memory) > 0
+        assert "for 3 stages on 2 places, 2 micro-batches" in "\n".join(plan.lines()) and found["loaded"]
         assert Plan.from_dict(found["other"]).placement == Placement.plain(2, [0, 4, 8], 1)
         assert found["refused"].endswith("use a plan made for it or leave plan_path out")
-    check_files(tmp_path)
 
 
-def plan_boundaries(plan: Plan) -> list[int]:
-    assert plan.placement is not None
-    return [plan.placement.stages[0].first_layer, *(stage.stop_layer for stage in plan.placement.stages)]
-
-
-def check_files(folder: Path) -> None:
-    cost = MeasuredCost.load(folder / "costs.json")
+def test_measurements_and_trace_know_the_stages_of_a_place(planned):
+    cost, events = planned[0]["cost"], planned[0]["events"]
     assert cost.placement == Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
     assert cost.layers is not None and [len(place) for place in cost.layers.stages] == [4, 4]
     assert cost.weights(0, 24.0) == 0 < min(cost.weights(1, 24.0), cost.weights(2, 24.0))
@@ -265,11 +233,10 @@ def check_files(folder: Path) -> None:
     # a stage that only goes forward has no backward; that of the others, less its weight gradients, may be lost in noise
     assert [max(sample.backward for sample in samples) > 1e-6 for samples in timed] == [False, True, True]
     assert cost.memory is not None and len(cost.memory.stages) == 3
-    frozen, trained, _ = cost.memory.stages
-    assert frozen.activations == 0 < trained.activations and frozen.keys_values > 0
+    first, second, _ = cost.memory.stages
+    assert first.activations == 0 < second.activations and first.keys_values > 0
     # K and V of two layers of attention, one of them frozen: nothing is divided among the stages of a place
-    assert trained.keys_values == 2 * frozen.keys_values
-    events = read(str(folder / "trace.json"))
+    assert second.keys_values == 2 * first.keys_values
     assert {event.stage for event in events} == {0, 1}
     assert {line.stage: sorted(line.waiting) for line in summarise(events)} == {0: [1], 1: [0]}
     assert "<svg" in timelines_svg(panels_of("trace", events))

@@ -41,14 +41,21 @@ def test_trial_runs_have_no_dropout_in_scripts(trained_before: bool) -> None:
     assert 300 < int((torch.dropout(x, 0.5, True) == 0).sum()) < 700
 
 
-@pytest.mark.parametrize(("slices", "text"), [(1, "1 slice, 1f1b"), (3, "3 slices, 1f1b"), ([20, 4], "2 slices, 1f1b")])
-def test_line_counts_tokens_whatever_the_slices(slices: int | list[int], text: str) -> None:
+def step_of(slices: Any, pulled: Any, load: Any = None, labels: bool = False) -> Any:
+    """A step's batch as the engine reads it."""
     config = parse({"token_pipeline": {"slices": slices}})
-    assert config is not None
-    pulled = [(torch.zeros(2, 24, dtype=torch.long), torch.zeros(2, 24, dtype=torch.long))]
-    batch = read_step(pulled, config, Loader(torch.device("cpu")), inputs=True, labels=False, cut_labels=False)
+    loader = load or Loader(torch.device("cpu"))
+    return read_step(pulled, config, loader, inputs=True, labels=labels, cut_labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "text"), [((24,), "1 slice, 1f1b"), ((8, 8, 8), "3 slices, 1f1b"), ((20, 4), "2 slices, 1f1b")]
+)
+def test_a_line_counts_tokens_whatever_the_slices(lengths, text):
+    tokens = torch.zeros(2, 24, dtype=torch.long)
+    batch = step_of(list(lengths), [(tokens, tokens)])
     assert batch.lengths == [24]
-    batch.spans = [spans((24,) if slices == 1 else (8, 8, 8) if slices == 3 else (20, 4))]
+    batch.spans = [spans(lengths)]
     report = StepReport(2)
     report.add(sum(batch.lengths) * 2, 0.5, 0.1)
     line = report.line(7, torch.tensor(2.5), batch, "1f1b", [0.2, 0.4])
@@ -84,22 +91,17 @@ def test_a_line_counts_what_the_device_had_still_to_do(monkeypatch: pytest.Monke
     assert "step 3: loss 2.0000, 12 tokens/s, 2.000 s per step" in capsys.readouterr().out
 
 
-def test_one_micro_batch_is_loaded_at_a_time() -> None:
-    config = parse({"token_pipeline": {"slices": 3}})
-    assert config is not None
-    loaded: list[weakref.ref[Tensor]] = []
+def test_one_micro_batch_is_loaded_at_a_time():
+    loaded: list[weakref.ref[Any]] = []
 
     def load(value: Any) -> Any:
-        alive = [ref for ref in loaded if ref() is not None]
-        assert not alive, "the inputs of another micro-batch are still there"
+        assert not any(ref() is not None for ref in loaded), "the inputs of another micro-batch are still there"
         copies = tuple(tensor.clone() for tensor in as_tuple(value))
         loaded.extend(weakref.ref(copy.untyped_storage()) for copy in copies)
         return copies
 
     tokens, mask = torch.arange(24).expand(2, -1), torch.ones(2, 1, 24, 24)
-    batch = read_step(
-        [((tokens + m, mask), tokens) for m in range(4)], config, load, inputs=True, labels=False, cut_labels=False
-    )
+    batch = step_of(3, [((tokens + m, mask), tokens) for m in range(4)], load)
     batch.cut(3)
     for micro_batch in range(4):
         for span in batch.spans[micro_batch]:
@@ -110,17 +112,8 @@ def test_one_micro_batch_is_loaded_at_a_time() -> None:
         assert len(loaded) == 2 * (micro_batch + 1), "once for all slices"
 
 
-def test_one_slice_takes_inputs_of_any_form() -> None:
-    config = parse({"token_pipeline": {"slices": 1}})
-    assert config is not None
-    batch: StepBatch = read_step(
-        [(torch.zeros(2, 3, 24, 24), torch.zeros(2))],
-        config,
-        Loader(torch.device("cpu")),
-        inputs=True,
-        labels=True,
-        cut_labels=True,
-    )
+def test_one_slice_takes_inputs_of_any_form():
+    batch = step_of(1, [(torch.zeros(2, 3, 24, 24), torch.zeros(2))], labels=True)
     assert len(batch.lengths) == 1 and len(batch.label_cuts) == 1
 
 

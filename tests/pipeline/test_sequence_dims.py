@@ -36,15 +36,15 @@ def probe(make: Callable[[int, int], Any], layout: str = "auto", total: int = LO
 BSH, SBH = TensorCut(row=1), TensorCut(row=0)
 
 
+@pytest.mark.parametrize("total", [SHORT, 4, 5, LONG])
 @pytest.mark.parametrize(
     ("make", "cuts"),
     [
         (lambda s, c: torch.zeros(B, s, H), (BSH,)),
         (lambda s, c: torch.zeros(s, B, H), (SBH,)),
         (lambda s, c: torch.zeros(B, s), (BSH,)),
-        *(
-            (lambda s, c, b=b: torch.zeros(b, s, H), (BSH,)) for b in (1, 2, 3, 5)
-        ),  # a batch as large as a slice, or as both
+        # a batch as large as a slice, or as both
+        *((lambda s, c, b=b: torch.zeros(b, s, H), (BSH,)) for b in (1, 2, 3, 5)),
         *((lambda s, c, b=b: torch.zeros(s, b, 8 - b), (SBH,)) for b in (1, 2, 3, 5)),
         (lambda s, c: torch.zeros(B, 4, s, H), (TensorCut(row=2),)),
         (lambda s, c: (torch.zeros(B, s, H), torch.zeros(B, s).long()), (BSH, BSH)),
@@ -53,23 +53,18 @@ BSH, SBH = TensorCut(row=1), TensorCut(row=0)
         (lambda s, c: (torch.zeros(B, s, H), torch.zeros(B, H), torch.zeros(())), (BSH, TensorCut(), TensorCut())),
     ],
 )
-@pytest.mark.parametrize("total", [SHORT, 4, 5, LONG])
 def test_two_slice_lengths_tell_the_sequence(make, cuts, total):
     assert probe(make, total=total) == cuts
-
-
-@pytest.mark.parametrize("total", [SHORT, 4, 5, LONG])
-def test_a_probe_begins_with_several_tokens_and_stays_in_the_sequence(total):
-    first, second = probe_spans(total)
+    first, second = probe_spans(total)  # begins with several tokens and stays in the sequence
     assert (first.start, first.stop, second.start) == (0, 2, 2) and second.stop <= total
     assert second.length == (3 if total >= 5 else 1)
 
 
 @pytest.mark.parametrize("layout", ["auto", "bsh", "sbh"])
-@pytest.mark.parametrize(("order", "cut"), [((0, 1), BSH), ((1, 0), SBH)])
-def test_what_the_shapes_tell_needs_no_layout(layout, order, cut):
+def test_what_the_shapes_tell_needs_no_layout(layout):
     # a Megatron model is [b, s, h] behind its embedding and [s, b, h] from there on: one layout names ties only
-    assert probe(lambda s, c: torch.zeros(*((B, s)[i] for i in order), H), layout) == (cut,)
+    assert probe(lambda s, c: torch.zeros(B, s, H), layout) == (BSH,)
+    assert probe(lambda s, c: torch.zeros(s, B, H), layout) == (SBH,)
 
 
 def test_a_tie_is_an_error_until_the_layout_is_given():
@@ -86,16 +81,13 @@ def test_a_tie_is_an_error_until_the_layout_is_given():
     [
         (
             lambda s, c: torch.zeros(B, 2 * s, H),
-            r"layer 3 has shape \[4, 4, 7\] for a slice of 2 tokens and \[4, 6, 7\] for one of 3",
+            r"layer 3 has shape \[4, 4, 7\] for a slice of 2 tokens and \[4, 6, 7\]",
         ),
         (
             lambda s, c: torch.zeros(B, c - s, H),
             r"layer 3 has shape \[4, 0, 7\] for a slice of 2 tokens and \[4, 2, 7\]",
         ),
-        (
-            lambda s, c: torch.zeros(B, *([s] if s > 2 else []), H),
-            "has 2 dimensions for a slice of 2 tokens and 3 for one",
-        ),
+        (lambda s, c: torch.zeros(B, *([s] if s > 2 else []), H), "has 2 dimensions for a slice of 2 tokens and 3 for"),
         (lambda s, c: tuple(torch.zeros(B, s) for _ in range(s)), "is 2 tensors for one slice and 3 for the next"),
         (lambda s, c: {"hidden": torch.zeros(B, s)}, "layer 3 gets dict, not tensors|can't be cut"),
     ],
@@ -148,12 +140,14 @@ def blocks(layer: type, *, before: type = Embedding, after: tuple[type, ...] = (
     return [LayerSpec(kind) for kind in (before, *after, *[layer] * 4, *after, Head)]
 
 
+TRANSPOSED = blocks(SequenceFirst, after=(Transpose,))
+# layers, micro-batches, tokens, sequences, keys of token_pipeline
 MODELS = {
     "batch first": (blocks(Block), micro_batch, 24, 2, {"layout": "bsh"}),
-    "sequence first": (blocks(SequenceFirst, after=(Transpose,)), micro_batch, 24, 2, {}),
+    "sequence first": (TRANSPOSED, micro_batch, 24, 2, {}),
     "sequence as long as the hidden size": (blocks(Block), micro_batch, HIDDEN, 2, {}),
     "slices as long as the batch": (blocks(Block), micro_batch, 12, 3, {"slices": 4}),
-    "sequence first, slices as long as the batch": (blocks(SequenceFirst, after=(Transpose,)), micro_batch, 12, 3, {"slices": 4}),
+    "sequence first, slices as long as the batch": (TRANSPOSED, micro_batch, 12, 3, {"slices": 4}),
     "a mask travels along": (
         [*blocks(DocumentMask, before=MaskedEmbedding)[:-1], LayerSpec(DropMask), LayerSpec(Head)],
         masked_batch, 24, 2, {"slices": [5, 9, 1, 9]},
@@ -164,17 +158,15 @@ MODELS = {
 def train_all(rank: int, world_size: int) -> dict[str, float]:
     """For each model: by how much losses and gradients of this stage differ from those of one process."""
     result = {}
-    for name, (specs, make, length, batch, block) in MODELS.items():
+    for name, (specs, make, length, batch, keys) in MODELS.items():
         options = {"masked": False} if make is micro_batch else {}
         steps = [[make(m, length, batch, **options) for m in range(2)]]
         expected = train_plain(specs, mean_loss, steps, lambda p: torch.optim.SGD(p, lr=0.2), dtype=torch.float64)
-        engine = build_engine(
-            specs, mean_loss, token_pipeline={"slices": 5, **block}, batch=batch, dtype=torch.float64, stages=world_size
-        )
+        how = {"batch": batch, "dtype": torch.float64, "stages": world_size}
+        engine = build_engine(specs, mean_loss, token_pipeline={"slices": 5, **keys}, **how)
         got = train(engine, steps)
-        result[name] = max(
-            abs(got.losses[0] / expected.losses[0] - 1) / 1e3, worst(got.gradients[0], expected.gradients[0])
-        )
+        gradients = worst(got.gradients[0], expected.gradients[0])
+        result[name] = max(abs(got.losses[0] / expected.losses[0] - 1) / 1e3, gradients)
         engine.destroy()
     return result
 
@@ -183,5 +175,5 @@ differences = launched(train_all, 2)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_of_each_layout_train_on_two_stages(name, differences):
+def test_models_of_each_layout_train_on_two_stages_as_on_one_process(name, differences):
     assert max(rank[name] for rank in differences) <= 1e-10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,17 +11,34 @@ from ds_terapipe.schedule import Op
 from tests.pipeline.models import gpt, masked_loss, micro_batch
 from tests.pipeline.training import build_engine
 from tests.ran import lengths_of
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 TOKENS, MICRO_BATCHES = 24, 2
 UNEVEN = [7, 2, 9, 1, 5]
-CHANGES: dict[str, list[tuple[Any, ...]]] = {  # by name: arguments of rank 0 and of rank 1
-    "bad value": [(0,), (0,)],
-    "bad schedule": [(2, "gpipe"), (2, "gpipe")],
-    "bad on one rank": [(4,), ([4, -1],)],
-    "other slices": [(4,), (2,)],
-    "other schedules": [(4, "1f1b"), (4, "terapipe")],
-}
+# arguments of rank 0 and of rank 1, the message
+REFUSED: list[tuple[tuple[Any, ...], tuple[Any, ...], str]] = [
+    ((0,), (0,), 'slices: got 0, must be a positive number, a list of lengths or "auto", use e.g. 8'),
+    ((2, "gpipe"), (2, "gpipe"), 'schedule: got "gpipe", must be "auto" or "terapipe" or "1f1b", use "terapipe"'),
+    ((4,), ([4, -1],), "slices: got [4, -1], must be"),
+    ((4,), (2,), "slices: got 2 on rank 1 and 4 on rank 0, must be the same on all, use"),
+    ((4, "1f1b"), (4, "terapipe"), 'schedule: got "terapipe" on rank 1 and "1f1b" on rank 0, must be the same on all'),
+]
+# object, attribute, value, the message
+ASSIGNED: list[tuple[str, str, Any, str]] = [
+    (
+        "engine",
+        "token_pipeline",
+        {},
+        "engine.token_pipeline: got an assignment, must stay as it is, use engine.set_slices(",
+    ),
+    (
+        "block",
+        "slices",
+        2,
+        "token_pipeline.slices: got an assignment, must stay as it was read, use engine.set_slices(...)",
+    ),
+    ("block", "timeout_s", 5.0, "token_pipeline.timeout_s: got an assignment, "),
+]
 
 
 def refused(change: Any) -> str:
@@ -31,47 +47,37 @@ def refused(change: Any) -> str:
     return str(raised.value)
 
 
-def assignments(engine: Any) -> dict[str, str]:
-    def assign(name: str, value: Any) -> None:
-        setattr(engine.token_pipeline, name, value)
-
-    return {
-        "block": refused(lambda: setattr(engine, "token_pipeline", {"slices": 2})),
-        "slices": refused(lambda: assign("slices", 2)),
-        "timeout": refused(lambda: assign("timeout_s", 5.0)),
-    }
-
-
-def cut_again_and_again(rank: int, world: int, settings: dict[str, Any]) -> dict[str, Any]:
-    engine = build_engine(gpt(), masked_loss, token_pipeline=settings, micro_batches=MICRO_BATCHES)
+def cut_again_and_again(rank: int, keys: dict[str, Any]) -> dict[str, Any]:
+    engine = build_engine(gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES)
     steps: list[Any] = []
+    live: list[int] = []
 
-    def step(what: str) -> None:
+    def step() -> None:
         number = len(steps)
         engine.train_batch(iter([micro_batch(10 * number + m, TOKENS) for m in range(MICRO_BATCHES)]))
         weights = sum(action.op is Op.WEIGHT_GRADIENTS for action in engine._watchdog._grid[rank])
-        steps.append((what, engine.slices_run, engine.units_run, engine.token_pipeline.schedule, weights))
+        live.append(engine.peak_live_units)
+        steps.append((engine.slices_run, engine.units_run, engine.token_pipeline.schedule, weights))
 
-    found: dict[str, Any] = {"at first": (engine.slices_run, engine.units_run), "assigned": assignments(engine)}
-    step("as built")
-    found["refused"] = {
-        name: refused(lambda arguments=arguments: engine.set_slices(*arguments[rank]))
-        for name, arguments in CHANGES.items()
-    }
-    step("after refusals")
+    found: dict[str, Any] = {"at first": (engine.slices_run, engine.units_run)}
+    of = {"engine": engine, "block": engine.token_pipeline}
+    found["assigned"] = [refused(lambda r=row: setattr(of[r[0]], r[1], r[2])) for row in ASSIGNED]
+    step()
+    found["refused"] = [refused(lambda row=row: engine.set_slices(*row[rank])) for row in REFUSED]
+    step()
     engine.set_slices(UNEVEN, "terapipe")
-    step("uneven")
+    step()
     engine.set_slices(3)
-    step("three")
+    step()
     engine.eval_batch(iter([micro_batch(7, TOKENS)] * MICRO_BATCHES))
     found["evaluated"] = engine.slices_run, engine.units_run
     engine.set_slices("auto")
     for _ in range(3):
-        step("auto")
+        step()
     engine.set_slices(1, "1f1b")
-    step("whole")
+    step()
     engine.destroy()
-    return {**found, "steps": steps}
+    return {**found, "steps": steps, "live": live}
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -81,55 +87,33 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def results(kind: str) -> list[dict[str, Any]]:
-    return run_ranks(cut_again_and_again, 2, SETTINGS[kind], timeout=100)
+def every_setting(rank: int, world: int) -> dict[str, Any]:
+    return {name: cut_again_and_again(rank, keys) for name, keys in SETTINGS.items()}
+
+
+ranks = launched(every_setting, 2, timeout=200)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_the_next_step_is_cut_as_set(kind: str) -> None:
-    settings, ranks = SETTINGS[kind], results(kind)
-    for found in ranks:
+def test_the_next_step_is_cut_as_set(ranks, kind):
+    # 24 tokens leave room for slices of 8 only: 2, then 1
+    first, schedule = SETTINGS[kind]["slices"], SETTINGS[kind].get("schedule", "auto")
+    wanted = [(2 if first == "auto" else first, schedule)] * 2 + [(UNEVEN, "terapipe"), (3, "terapipe")]
+    wanted += [(2, "terapipe"), (2, "terapipe"), (1, "terapipe"), (1, "1f1b")]
+    for found in (rank[kind] for rank in ranks):
         assert found["at first"] == ((), (0, 0))
-        steps = found["steps"]
-        # 24 tokens leave room for slices of 8 only: 2, then 1
-        first = [2, 2] if settings["slices"] == "auto" else [settings["slices"]] * 2
-        schedule = settings.get("schedule", "auto")
-        wanted: list[tuple[Any, str]] = [
-            (first[0], schedule),
-            (first[1], schedule),
-            (UNEVEN, "terapipe"),
-            (3, "terapipe"),
-        ]
-        wanted += [(2, "terapipe"), (2, "terapipe"), (1, "terapipe"), (1, "1f1b")]
-        for (what, slices, units, ran, weights), (cut, order) in zip(steps, wanted, strict=True):
+        for number, (step, (cut, order)) in enumerate(zip(found["steps"], wanted, strict=True)):
             lengths = lengths_of(TOKENS, cut)
-            assert (slices, ran) == ((lengths,) * MICRO_BATCHES, order), what
-            assert units == (MICRO_BATCHES * len(lengths),) * 2, what
-            assert weights == (MICRO_BATCHES if len(lengths) > 1 else 0), what
+            count = MICRO_BATCHES * len(lengths)
+            weights = MICRO_BATCHES if len(lengths) > 1 else 0
+            assert step == ((lengths,) * MICRO_BATCHES, (count, count), order, weights), number
+        assert found["live"][2:4] == [len(UNEVEN) * MICRO_BATCHES, 3 * MICRO_BATCHES], "as TeraPipe holds them"
         assert found["evaluated"] == (((8, 8, 8),) * MICRO_BATCHES, (3 * MICRO_BATCHES, 0))
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_bad_or_different_values_are_refused_on_every_rank(name: str) -> None:
-    messages = {
-        "bad value": 'token_pipeline.slices: got 0, must be a positive number, a list of lengths or "auto", use e.g. 8',
-        "bad schedule": 'token_pipeline.schedule: got "gpipe", must be "auto" or "terapipe" or "1f1b", use "terapipe"',
-        "bad on one rank": "token_pipeline.slices: got [4, -1], must be",
-        "other slices": "token_pipeline.slices: got 2 on rank 1 and 4 on rank 0, must be the same on all, use",
-        "other schedules": 'token_pipeline.schedule: got "terapipe" on rank 1 and "1f1b" on rank 0, must be the same on all',
-    }
-    said = {found["refused"][name] for found in results("given")}
-    assert len(said) == 1, said
-    assert messages[name] in said.pop()
-
-
-def test_assignments_are_refused() -> None:
-    for found in results("given"):
-        said = found["assigned"]
-        assert (
-            said["block"] == "engine.token_pipeline: got an assignment, must stay as it is, use engine.set_slices(...)"
-        )
-        assert said["slices"].startswith("token_pipeline.slices: got an assignment")
-        assert said["slices"].endswith("use engine.set_slices(...)")
-        assert said["timeout"].endswith("use another configuration for a new engine")
+def test_bad_or_different_values_and_assignments_are_refused_on_every_rank(ranks):
+    first, second = (rank["given"]["refused"] + rank["given"]["assigned"] for rank in ranks)
+    assert first == second
+    for said, (*_, message) in zip(first, REFUSED + ASSIGNED, strict=True):
+        assert message in said and said.startswith(("token_pipeline.", "engine.token_pipeline")), said
+    assert first[-1].endswith("use another configuration for a new engine")

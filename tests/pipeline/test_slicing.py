@@ -14,7 +14,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.slicing import WHOLE, Span, TensorCut, as_tuple, like, plan_cuts, slice_lengths, spans
 
 B, S, H = 2, 12, 5
-ROW, LONG, FLOAT, BOOL = TensorCut(row=1), torch.int64, torch.float32, torch.bool
+ROW, MASK, LONG, FLOAT, BOOL = TensorCut(row=1), TensorCut(2, 3), torch.int64, torch.float32, torch.bool
 TOKENS = torch.zeros(B, S, dtype=LONG)
 
 
@@ -31,7 +31,7 @@ def test_given_lengths_are_kept_and_tile_the_sequence(lengths):
     assert slice_lengths(sum(lengths), lengths) == tuple(lengths)
     tiles = spans(tuple(lengths))
     assert tiles[0].start == 0 and tiles[-1].stop == tiles[-1].total == sum(lengths)
-    assert all(a.stop == b.start for a, b in pairwise(tiles))
+    assert all(a.stop == b.start for a, b in pairwise(tiles)) and [tile.length for tile in tiles] == lengths
     assert [tile.is_whole for tile in tiles] == [len(lengths) == 1] * len(lengths)
 
 
@@ -48,40 +48,39 @@ def test_lengths_that_do_not_fit_are_errors(slices, message):
         slice_lengths(S, slices)
 
 
-TABLE = [
-    ("tokens", (B, S), LONG, ROW),
-    ("a loss mask", (B, S), FLOAT, ROW),
-    ("a bool mask", (B, S), BOOL, ROW),
-    ("features", (B, S, H), FLOAT, ROW),
-    ("an attention mask of each sequence", (B, 1, S, S), BOOL, TensorCut(row=2, column=3)),
-    ("an attention bias of each head", (B, 4, S, S), FLOAT, TensorCut(row=2, column=3)),
-    ("one attention mask for all", (1, 1, S, S), BOOL, TensorCut(row=2, column=3)),
-    ("a square bool mask", (B, S, S), BOOL, TensorCut(row=1, column=2)),
-    ("a square mask of whole numbers", (B, S, S), LONG, TensorCut(row=1, column=2)),
-    ("a square mask without batch", (S, S), BOOL, TensorCut(row=0, column=1)),
-    ("an additive square mask without batch", (S, S), FLOAT, TensorCut(row=0, column=1)),
-    ("key padding", (B, 1, 1, S), BOOL, TensorCut(column=3)),
-    ("key padding without heads", (B, 1, S), BOOL, TensorCut(column=2)),
-    ("something of each row", (B, 1, S, H), FLOAT, TensorCut(row=2)),
-    ("something of each sequence", (B, H), FLOAT, WHOLE),
-    ("a number for each sequence", (B,), LONG, WHOLE),
-    ("a scalar", (), FLOAT, WHOLE),
-    ("whatever has no such dimension", (B, 3, H, 7), FLOAT, WHOLE),
-]
+TABLE = {
+    "tokens": ((B, S), LONG, ROW),
+    "a loss mask": ((B, S), FLOAT, ROW),
+    "a bool mask": ((B, S), BOOL, ROW),
+    "features": ((B, S, H), FLOAT, ROW),
+    "an attention mask of each sequence": ((B, 1, S, S), BOOL, MASK),
+    "an attention bias of each head": ((B, 4, S, S), FLOAT, MASK),
+    "one attention mask for all": ((1, 1, S, S), BOOL, MASK),
+    "a square bool mask": ((B, S, S), BOOL, TensorCut(row=1, column=2)),
+    "a square mask of whole numbers": ((B, S, S), LONG, TensorCut(row=1, column=2)),
+    "a square mask without batch": ((S, S), BOOL, TensorCut(row=0, column=1)),
+    "an additive square mask without batch": ((S, S), FLOAT, TensorCut(row=0, column=1)),
+    "key padding": ((B, 1, 1, S), BOOL, TensorCut(column=3)),
+    "key padding without heads": ((B, 1, S), BOOL, TensorCut(column=2)),
+    "something of each row": ((B, 1, S, H), FLOAT, TensorCut(row=2)),
+    "something of each sequence": ((B, H), FLOAT, WHOLE),
+    "a number for each sequence": ((B,), LONG, WHOLE),
+    "a scalar": ((), FLOAT, WHOLE),
+    "what has no such dimension": ((B, 3, H, 7), FLOAT, WHOLE),
+}
 
 
-@pytest.mark.parametrize(("shape", "dtype", "cut"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+@pytest.mark.parametrize(("shape", "dtype", "cut"), TABLE.values(), ids=TABLE)
 def test_the_rule_beside_tokens(shape, dtype, cut):
     assert plan_cuts((TOKENS, torch.zeros(shape, dtype=dtype)), None, "inputs") == (S, (ROW, cut))
     assert plan_cuts((torch.zeros(shape, dtype=dtype), TOKENS), None, "inputs") == (S, (cut, ROW))
 
 
 def test_a_batch_as_large_as_the_sequence_is_a_batch():
-    tokens, mask = torch.zeros(S, S, dtype=LONG), torch.ones(S, S)
+    tokens = torch.zeros(S, S, dtype=LONG)
     assert plan_cuts((tokens,), None, "inputs") == (S, (ROW,))
-    assert plan_cuts((tokens, mask), None, "labels") == (S, (ROW, ROW))
-    attention = torch.ones(S, 1, S, S, dtype=BOOL)
-    assert plan_cuts((tokens, attention), None, "inputs") == (S, (ROW, TensorCut(2, 3)))
+    assert plan_cuts((tokens, torch.ones(S, S)), None, "labels") == (S, (ROW, ROW))
+    assert plan_cuts((tokens, torch.ones(S, 1, S, S, dtype=BOOL)), None, "inputs") == (S, (ROW, MASK))
 
 
 def test_without_whole_numbers_the_sequence_is_that_of_the_floats():
@@ -100,7 +99,7 @@ AMBIGUOUS = {
 }
 
 
-@pytest.mark.parametrize("tensors", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
+@pytest.mark.parametrize("tensors", AMBIGUOUS.values(), ids=AMBIGUOUS)
 def test_what_is_ambiguous_names_cut_and_the_tensor(tensors):
     shape = re.escape(str(list(tensors[-1].shape)))
     message = rf'token_pipeline.cut: got none, inputs\[{len(tensors) - 1}\] \(\w+ {shape}\) .* "cut": {{"inputs"'
@@ -110,9 +109,12 @@ def test_what_is_ambiguous_names_cut_and_the_tensor(tensors):
 
 def test_an_explicit_cut_settles_it():
     features = torch.zeros(B, S, S)
-    assert plan_cuts((TOKENS, features), [1, 1], "inputs") == (S, (ROW, ROW))
-    assert plan_cuts((TOKENS, features), [1, [1, 2]], "inputs") == (S, (ROW, TensorCut(1, 2)))
-    assert plan_cuts((TOKENS, features), [1, 2], "inputs") == (S, (ROW, TensorCut(row=2)))
+    for given_cut, second in [
+        ([1, 1], ROW),
+        ([1, [1, 2]], TensorCut(1, 2)),
+        ([1, 2], TensorCut(row=2)),
+    ]:
+        assert plan_cuts((TOKENS, features), given_cut, "inputs") == (S, (ROW, second))
     assert plan_cuts((TOKENS, features), [None, 2], "inputs") == (S, (WHOLE, TensorCut(row=2)))
     assert plan_cuts((features[..., :7],), [2], "labels") == (7, (TensorCut(row=2),))
 
@@ -120,16 +122,16 @@ def test_an_explicit_cut_settles_it():
 @pytest.mark.parametrize(
     ("given_cut", "message"),
     [
-        ([1], "token_pipeline.cut.inputs: got 1 entries, must be one for each of the 2 tensors, use null"),
-        ([1, 3], "token_pipeline.cut.inputs[1]: got 3, must be a dimension from 1 to 2 of its shape [2, 12, 5]"),
-        ([1, 0], "token_pipeline.cut.inputs[1]: got 0, must be a dimension from 1 to 2"),
-        ([1, [1, 2, 2]], "token_pipeline.cut.inputs[1]: got [1, 2, 2], must be a dimension"),
-        ([None, None], "token_pipeline.cut.inputs: got [null, null], which are dimensions of no tokens"),
-        ([1, 2], "token_pipeline.cut.inputs: got [1, 2], which are dimensions of [5, 12] tokens"),
+        ([1], ": got 1 entries, must be one for each of the 2 tensors, use null"),
+        ([1, 3], "[1]: got 3, must be a dimension from 1 to 2 of its shape [2, 12, 5]"),
+        ([1, 0], "[1]: got 0, must be a dimension from 1 to 2"),
+        ([1, [1, 2, 2]], "[1]: got [1, 2, 2], must be a dimension"),
+        ([None, None], ": got [null, null], which are dimensions of no tokens"),
+        ([1, 2], ": got [1, 2], which are dimensions of [5, 12] tokens"),
     ],
 )
 def test_an_explicit_cut_that_does_not_fit_is_an_error(given_cut, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=re.escape(f"token_pipeline.cut.inputs{message}")):
         plan_cuts((TOKENS, torch.zeros(B, S, H)), given_cut, "inputs")
 
 
@@ -137,23 +139,19 @@ def test_an_explicit_cut_that_does_not_fit_is_an_error(given_cut, message):
 def test_pieces_put_together_are_the_tensor(lengths, batch, size):
     total = sum(lengths)
     tokens, mask = torch.arange(batch * total).view(batch, total), torch.rand(batch, 1, total, total).tril()
-    extra = torch.rand(batch, total, size)
+    whole = (tokens, torch.rand(batch, total, size), mask)
     pieces = [
-        (ROW.apply(tokens, span), ROW.apply(extra, span), TensorCut(2, 3).apply(mask, span))
-        for span in spans(tuple(lengths))
+        [cut.apply(t, span) for t, cut in zip(whole, (ROW, ROW, MASK), strict=True)] for span in spans(tuple(lengths))
     ]
-    assert torch.equal(torch.cat([piece[0] for piece in pieces], 1), tokens)
-    assert torch.equal(torch.cat([piece[1] for piece in pieces], 1), extra)
+    assert all(tensor.is_contiguous() for piece in pieces for tensor in piece)
+    for number in (0, 1):
+        assert torch.equal(torch.cat([piece[number] for piece in pieces], 1), whole[number])
     padded = [torch.nn.functional.pad(piece[2], (0, total - piece[2].shape[-1])) for piece in pieces]
     assert torch.equal(torch.cat(padded, 2), mask)
-    assert all(tensor.is_contiguous() for piece in pieces for tensor in piece)
 
 
-def test_what_stays_whole_is_not_copied():
+def test_what_stays_whole_is_not_copied_and_one_tensor_and_several_keep_their_form():
     tensor = torch.rand(3, 4).t()
     assert WHOLE.apply(tensor, Span(0, 2, 4)) is tensor
-
-
-def test_one_tensor_and_several_keep_their_form():
     assert as_tuple(TOKENS) == (TOKENS,) and as_tuple([TOKENS, TOKENS]) == (TOKENS, TOKENS)
     assert like(TOKENS, [1]) == 1 and like([TOKENS, TOKENS], [1, 2]) == (1, 2)

@@ -27,3 +27,10 @@ class ExampleCost:
 
     def message(self, boundary, length):
         return self._link * length
+
+
+def compositions(total):
+    """All ways to write ``total`` as a sum of positive parts, in every order."""
+    yield (total,)
+    for first in range(1, total):
+        yield from ((first, *rest) for rest in compositions(total - first))

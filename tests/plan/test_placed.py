@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import pytest
@@ -10,12 +9,10 @@ import pytest
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.run_info import RunInfo, mismatch
 from ds_terapipe.plan import Cuts, MeasuredCost, MemoryModel, Plan, Request, Sample, StageCost, StageMemory, choose
-from ds_terapipe.plan.choose import _candidates, _Search
 from ds_terapipe.plan.placed import placement_text
 from ds_terapipe.plan.slices import slice_times
 from ds_terapipe.schedule import Placement
-
-from .costs import ExampleCost
+from tests.plan.costs import ExampleCost
 
 DIVIDED = Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
 FACTORS = (3.0, 1.5, 2.0)
@@ -24,11 +21,12 @@ FACTORS = (3.0, 1.5, 2.0)
 class Joined(ExampleCost):
     """The same as two stages, the first of which has the frozen layers' forward in its own."""
 
-    frozen = FACTORS[0]
+    def __init__(self, frozen, factors, **options):
+        super().__init__(factors, **options)
+        self._frozen = frozen / factors[0]
 
     def forward(self, stage, length, context):
-        frozen = self.frozen * super().forward(0, length, context) / self.factors[0] if stage == 0 else 0.0
-        return super().forward(stage, length, context) + frozen
+        return super().forward(stage, length, context) * (1 + self._frozen * (stage == 0))
 
     def backward(self, stage, length, context):
         return 2 * super().forward(stage, length, context)
@@ -36,14 +34,14 @@ class Joined(ExampleCost):
 
 def costs(factors=FACTORS):
     options = {"attention": 1e-7, "link": 1e-6, "weights": 1e-5}
-    joined = Joined(factors[1:], **options)
-    joined.frozen = factors[0]
-    return ExampleCost(factors, **options), joined
+    return ExampleCost(factors, **options), Joined(factors[0], factors[1:], **options)
 
 
-@pytest.mark.parametrize("weights_once", [False, True])
-def test_a_divided_place_takes_what_its_parts_take(weights_once):
-    parts, joined = costs()
+@pytest.mark.parametrize(
+    ("factors", "weights_once"), [(FACTORS, False), (FACTORS, True), ((1.0, 1.0, 2.0), False)]
+)  # the first place is slower, or the second
+def test_a_divided_place_takes_what_its_parts_take(factors, weights_once):
+    parts, joined = costs(factors)
     request = {"seq_length": 256, "micro_batches": 3, "weights_once": weights_once}
     got = choose(parts, Request(stages=3, placement=DIVIDED, **request))
     wanted = choose(joined, Request(stages=2, **request))
@@ -51,37 +49,15 @@ def test_a_divided_place_takes_what_its_parts_take(weights_once):
     assert got.step_s == pytest.approx(wanted.step_s, rel=1e-12)
     assert [option[:2] for option in got.options] == [option[:2] for option in wanted.options]
     assert got.placement == DIVIDED and wanted.placement is None
-
-
-def test_slices_of_a_divided_place():
-    parts, joined = costs()
     cuts = Cuts.of(96, granularity=8, min_length=8)
     assert slice_times(parts, DIVIDED, cuts) == pytest.approx(slice_times(joined, 2, cuts), rel=1e-12)
 
 
-@pytest.mark.parametrize("factors", [FACTORS, (1.0, 1.0, 2.0)])  # the first place is slower, or the second
-def test_what_is_tried_and_in_which_order(factors, monkeypatch):
-    parts, joined = costs(factors)
-    asked = []
-    module = importlib.import_module("ds_terapipe.plan.choose")
-    monkeypatch.setattr(module, "slice_times", lambda cost, *args: asked.append(args[0]) or slice_times(cost, *args))
-    divided, plain = Request(250, 3, 3, placement=DIVIDED), Request(250, 2, 3)
-    tried = list(_candidates(parts, divided))
-    assert tried == list(_candidates(joined, plain))
-    one, other = _Search(divided.times(parts), divided), _Search(plain.times(joined), plain)
-    assert asked == [DIVIDED, Placement.plain(2)]
-    both = [[joined.forward(p, 125.0, c) + joined.backward(p, 125.0, c) for p in (0, 1)] for c in (0.0, 125.0)]
-    slowest = [max(each) for each in both]
-    assert one._estimate((125, 125)) == pytest.approx(3 * sum(slowest) + max(slowest), rel=1e-12)
-    assert [one._estimate(cut) for cut in tried] == pytest.approx([other._estimate(cut) for cut in tried], rel=1e-12)
-
-
 def test_memory_that_is_too_little_names_the_place():
-    parts, _ = costs()
     memory = MemoryModel((StageMemory(keys_values=1e6), StageMemory(activations=1e7), StageMemory(activations=2e7)))
     request = Request(256, 3, 2, placement=DIVIDED, memory=memory, memory_gb=1e-3)
     with pytest.raises(ConfigError, match="that is what place 1 takes with the thriftiest plan"):
-        choose(parts, request)
+        choose(costs()[0], request)
 
 
 def plan(placement=DIVIDED):
@@ -95,22 +71,17 @@ def test_a_plan_says_where_its_stages_are(tmp_path):
     assert Plan.load(tmp_path / "plan.json") == made
     text = "\n".join(made.lines())
     assert "for 3 stages on 2 places, 2 micro-batches" in text and "memory of place 0, the fullest" in text
-    data = made.to_dict()
-    assert [use["place"] for use in data["memory_bytes"]] == [0, 1]
+    assert [use["place"] for use in made.to_dict()["memory_bytes"]] == [0, 1]
     assert "placement" not in plan(None).to_dict() and "for 3 stages, 2 micro" in "\n".join(plan(None).lines())
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"places": [0, 0]},
-        {"places": [0, 0, 2]},
-        {"places": [0, 0, "1"]},
-        {"boundaries": [0, 2, 2, 8]},
-        {"forward_only": 4},
-        {"forward_only": None},
+        {"places": [0, 0]}, {"places": [0, 0, 2]}, {"places": [0, 0, "1"]}, {"boundaries": [0, 2, 2, 8]},
+        {"forward_only": 4}, {"forward_only": None},
     ],
-)
+)  # fmt: skip
 def test_a_broken_placement_is_one_line(tmp_path, change):
     data = plan().to_dict()
     data["placement"].update(change)
@@ -139,12 +110,12 @@ def test_a_plan_is_for_its_own_placement(theirs, ours, alike):
 
 
 def test_measurements_say_where_the_stages_were(tmp_path):
-    stages = [StageCost([Sample(8, 0, 1.0, 2.0)]) for _ in range(3)]
+    path, stages = tmp_path / "costs.json", [StageCost([Sample(8, 0, 1.0, 2.0)]) for _ in range(3)]
     about = {"placement": {"places": [0, 0, 1], "boundaries": [0, 2, 4, 8], "forward_only": 1}}
-    MeasuredCost(stages, [[(8, 0.0)]] * 2, measured_on=about).save(tmp_path / "costs.json")
-    assert MeasuredCost.load(tmp_path / "costs.json").placement == DIVIDED
+    MeasuredCost(stages, [[(8, 0.0)]] * 2, measured_on=about).save(path)
+    assert MeasuredCost.load(path).placement == DIVIDED
     assert MeasuredCost(stages, [[(8, 0.0)]] * 2).placement is None
     about["placement"]["places"] = [0]
-    MeasuredCost(stages, [[(8, 0.0)]] * 2, measured_on=about).save(tmp_path / "costs.json")
+    MeasuredCost(stages, [[(8, 0.0)]] * 2, measured_on=about).save(path)
     with pytest.raises(ConfigError, match=r"costs\.json: measured_on\.placement: got "):
-        MeasuredCost.load(tmp_path / "costs.json")
+        MeasuredCost.load(path)

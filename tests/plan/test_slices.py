@@ -12,18 +12,7 @@ from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan import Cuts, best_cut, even_cuts, group_sequences, slice_times
-from tests.mutants import applied
-
-from .costs import ExampleCost
-
-EXACT, ROUNDED = 1e-12, 1e-9
-"""Relative tolerances of what is added up in the same order, and of squares."""
-
-
-def compositions(total, least=1):
-    yield (total,)
-    for first in range(least, total - least + 1):
-        yield from ((first, *rest) for rest in compositions(total - first, least))
+from tests.plan.costs import ExampleCost, compositions
 
 
 def of_cut(times, counts):
@@ -31,35 +20,32 @@ def of_cut(times, counts):
     return [times[start, count - 1] for start, count in zip(starts, counts, strict=False)]
 
 
-@st.composite
-def tables(draw, most=9):
-    """Any times whatsoever: with plateaus, falling, infinite where a slice is too short."""
-    n = draw(st.integers(1, most))
-    least = draw(st.integers(1, 3))
-    values = draw(st.lists(st.integers(1, 40), min_size=n * n, max_size=n * n))
+def table(n, value):
+    """Times of slices: ``value(start, count)`` of those that end within n."""
     times = np.full((n, n), np.inf)
     for start in range(n):
         for count in range(1, n - start + 1):
-            if count >= least or count == n:
-                times[start, count - 1] = values[start * n + count - 1] / 8
+            times[start, count - 1] = value(start, count)
     return times
+
+
+@st.composite
+def tables(draw, most=9):
+    """Any times: with plateaus, falling, infinite where a slice is too short."""
+    n, least = draw(st.integers(1, most)), draw(st.integers(1, 3))
+    values = draw(st.lists(st.integers(1, 40), min_size=n * n, max_size=n * n))
+    return table(n, lambda at, count: values[at * n + count - 1] / 8 if count >= least or count == n else np.inf)
 
 
 @settings(deadline=None, max_examples=150)
 @given(tables(), st.sampled_from([0.0, 0.125, 0.5, 1.0, 3.0, 7.0, 47.0]))
-def test_best_cut_is_the_best_of_all(times, weight):
+def test_the_programme_finds_the_best_of_all_cuts(times, weight):
     cut = best_cut(times, weight)
     own = of_cut(times, cut.counts)
-    assert sum(cut.counts) == len(times)
-    assert (cut.total, cut.slowest) == (pytest.approx(sum(own)), max(own))
-    assert abs(above_the_best(times, weight, cut)) <= EXACT
-
-
-def above_the_best(times, weight, cut):
-    """By how much of the least objective of all cuts this one is above it."""
+    assert sum(cut.counts) == len(times) and (cut.total, cut.slowest) == (pytest.approx(sum(own)), max(own))
     all_cuts = [of_cut(times, counts) for counts in compositions(len(times))]
     best = min(sum(t) + weight * max(t) for t in all_cuts if math.isfinite(sum(t)))
-    return (cut.total + weight * cut.slowest) / best - 1
+    assert cut.total + weight * cut.slowest == pytest.approx(best, rel=1e-12)
 
 
 def naive_optimum(times, weight):
@@ -77,11 +63,8 @@ def naive_optimum(times, weight):
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(8, 16), st.sampled_from([0.25, 1.0, 2.0, 4.0, 8.0]), st.randoms(use_true_random=False))
-def test_best_cut_is_the_optimum_among_many_close_latencies(n, weight, random):
-    times = np.full((n, n), np.inf)
-    for start in range(n):
-        for count in range(1, n - start + 1):
-            times[start, count - 1] = 1 + count * (1 + random.random() / 4)
+def test_it_finds_the_optimum_among_many_close_latencies(n, weight, random):
+    times = table(n, lambda start, count: 1 + count * (1 + random.random() / 4))
     cut = best_cut(times, weight)
     assert cut.total + weight * cut.slowest == pytest.approx(naive_optimum(times, weight), rel=1e-12)
 
@@ -95,35 +78,8 @@ def test_even_cuts_have_the_least_squares_for_each_number(times, most):
         finite = [sum(t * t for t in cost) for cost in costs if all(map(math.isfinite, cost))]
         assert (count in found) == bool(finite)
         if finite:
-            assert len(found[count]) == count
-            assert abs(above_the_evenest(times, found[count])) <= ROUNDED
-
-
-def above_the_evenest(times, counts):
-    """By how much of the least sum of squares of all cuts into so many slices this one's is above it."""
-    costs = [of_cut(times, c) for c in compositions(len(times)) if len(c) == len(counts)]
-    least = min(sum(t * t for t in cost) for cost in costs)
-    return sum(t * t for t in of_cut(times, counts)) / least - 1
-
-
-def cuts_off_by(mutant):
-    """The largest of these two for tables of random times under a mutant, in tolerances; for ``tests.mutants``."""
-    tables = [finite_times(np.random.default_rng(seed), 8) for seed in range(20)]
-    with applied(mutant):
-        best = [(times, weight, best_cut(times, weight)) for times in tables for weight in (0.5, 3.0)]
-        even = [(times, counts) for times in tables for counts in even_cuts(times, 4).values()]
-    return max(
-        max(above_the_best(*one) for one in best) / EXACT, max(above_the_evenest(*one) for one in even) / ROUNDED
-    )
-
-
-def finite_times(random, n):
-    """Times that grow with the length, and with what is before it, by chance more or less."""
-    times = np.full((n, n), np.inf)
-    for start in range(n):
-        for count in range(1, n - start + 1):
-            times[start, count - 1] = 1 + count * (1 + start / n) * (0.8 + 0.4 * random.random())
-    return times
+            own = of_cut(times, found[count])
+            assert len(own) == count and sum(t * t for t in own) == pytest.approx(min(finite), rel=1e-9)
 
 
 @settings(deadline=None, max_examples=60)
@@ -134,29 +90,20 @@ def test_groups_of_sequences_are_the_best_of_all(drawn, sequences, stages):
     assert sum(size for size, _ in found.groups) == sequences
     best = math.inf
     for sizes in compositions(sequences):
-        if max(sizes) > len(drawn) or list(sizes) != sorted(sizes):
-            continue
-        for cuts in itertools.product(*(list(compositions(len(times[size]))) for size in sizes)):  # 1024 at the most
-            t = [x for size, counts in zip(sizes, cuts, strict=True) for x in of_cut(times[size], counts)]
-            if math.isfinite(sum(t)):
-                best = min(best, sum(t) + (stages - 1) * max(t))
+        if max(sizes) <= len(drawn) and list(sizes) == sorted(sizes):
+            for cuts in itertools.product(*(list(compositions(len(times[size]))) for size in sizes)):
+                t = [x for size, counts in zip(sizes, cuts, strict=True) for x in of_cut(times[size], counts)]
+                best = min(best, sum(t) + (stages - 1) * max(t)) if math.isfinite(sum(t)) else best
     assert found.seconds == pytest.approx(best, rel=1e-9)
-
-
-def test_groups_that_cannot_add_up_are_an_error():
-    with pytest.raises(ConfigError, match=r"sequences: got 3, must be a sum of group sizes \[2\]"):
-        group_sequences({2: np.ones((1, 1))}, 3, 2)
 
 
 def test_times_are_those_of_the_slowest_stage():
     cost = ExampleCost([1.0, 1.0, 3.0, 2.0])
     times = slice_times(cost, 4, Cuts.of(100, granularity=8, min_length=16))
-    # 12 quanta of 8, the last one with the 4 tokens that remain
-    assert times.shape == (12, 12)
+    assert times.shape == (12, 12)  # quanta of 8, the last one with the 4 tokens that remain
     assert times[0, 1] == pytest.approx(cost.forward(2, 16, 0) + cost.backward(2, 16, 0))
     assert times[3, 8] == pytest.approx(3 * cost.forward(2, 76, 24))
-    assert np.isinf(times[0, 0])
-    assert np.isinf(times[3, 9])
+    assert np.isinf(times[0, 0]) and np.isinf(times[3, 9])
 
 
 @settings(deadline=None, max_examples=60)
@@ -164,22 +111,21 @@ def test_times_are_those_of_the_slowest_stage():
 def test_lengths_keep_the_rules(total, granularity, least, multiple):
     total = max(total, least) * multiple
     cuts = Cuts.of(total, granularity, least, multiple)
-    times = slice_times(ExampleCost([1.0]), 1, cuts)
-    lengths = cuts.lengths(best_cut(times, 20.0).counts)
-    assert sum(lengths) == total
+    lengths = cuts.lengths(best_cut(slice_times(ExampleCost([1.0]), 1, cuts), 20.0).counts)
+    assert sum(lengths) == total and min(lengths) >= least
     assert all(length % granularity == 0 for length in lengths[:-1])
     assert all(length % multiple == 0 for length in lengths)
-    assert min(lengths) >= least
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("make", "says"),
     [
-        ({"granularity": 0}, "granularity: got 0, must be a positive number of tokens"),
-        ({"min_length": 101}, "sequence length: got 100, must be at least the shortest slice, 101 tokens"),
-        ({"multiple_of": 8}, "sequence length: got 100, must be a multiple of 8, which slices must be, use e.g. 104"),
+        (lambda: Cuts.of(100, granularity=0), "granularity: got 0, must be a positive number of tokens"),
+        (lambda: Cuts.of(100, min_length=101), "length: got 100, must be at least the shortest slice, 101 tokens"),
+        (lambda: Cuts.of(100, multiple_of=8), "length: got 100, must be a multiple of 8, which .* use e.g. 104"),
+        (lambda: group_sequences({2: np.ones((1, 1))}, 3, 2), r"sequences: got 3, must be a sum of group sizes \[2\]"),
     ],
 )
-def test_rules_that_cannot_be_kept_are_errors(values, says):
+def test_rules_that_cannot_be_kept_are_errors(make, says):
     with pytest.raises(ConfigError, match=says):
-        Cuts.of(100, **values)
+        make()

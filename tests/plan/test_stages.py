@@ -1,69 +1,51 @@
-"""Layers over stages, against all partitions and against DeepSpeed's own."""
+"""Layers over stages: against all partitions and DeepSpeed's own, and the advice from times of single layers."""
 
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
+from deepspeed.runtime.utils import partition_balanced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.plan import gain, partition
+from ds_terapipe.plan import LayerSeconds, MeasuredCost, Sample, StageCost, gain, partition
+from ds_terapipe.plan.costs.layers import WORTH
 from ds_terapipe.plan.stages import describe, even_layers, read_layers
 
-layers = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 
-
-def _all(costs, stages):
-    for cuts in itertools.combinations(range(1, len(costs)), stages - 1):
-        bounds = (0, *cuts, len(costs))
-        yield [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
+def sums(costs, bounds):
+    return [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 @settings(deadline=None)
-@given(layers, st.data())
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
 def test_the_slowest_stage_is_the_least_there_is(costs, data):
     stages = data.draw(st.integers(1, len(costs)))
     found = partition(costs, stages)
-    assert len(found.layers) == stages
-    assert min(found.layers) >= 1
-    assert sum(found.layers) == len(costs)
-    best = min(_all(costs, stages), key=lambda sums: (max(sums), sum(s * s for s in sums)))
+    assert len(found.layers) == stages and min(found.layers) >= 1 and sum(found.layers) == len(costs)
+    cuts = itertools.combinations(range(1, len(costs)), stages - 1)
+    every = (sums(costs, (0, *cut, len(costs))) for cut in cuts)
+    best = min(every, key=lambda seconds: (max(seconds), sum(s * s for s in seconds)))
     assert found.slowest == pytest.approx(max(best))
     assert sum(s * s for s in found.seconds) == pytest.approx(sum(s * s for s in best))
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.integers(1, 50), min_size=2, max_size=24), st.data())
-def test_it_is_never_worse_than_deepspeeds_partition(costs, data):
-    stages = data.draw(st.integers(1, len(costs)))
-    assert partition(costs, stages).slowest <= _deepspeed(costs, stages)
-    equal = [3] * len(costs)
-    assert partition(equal, stages).slowest == _deepspeed(equal, stages)
+    assert found.slowest <= max(sums(costs, partition_balanced(costs, stages)))
 
 
 def test_deepspeeds_partition_is_not_always_the_best():
-    # DeepSpeed 0.19.8 minimises the difference between the slowest and the fastest stage.
-    costs = [40, 1, 12, 13, 30, 1, 10]
-    assert (partition(costs, 4).slowest, _deepspeed(costs, 4)) == (40, 41)
+    costs = [40, 1, 12, 13, 30, 1, 10]  # DeepSpeed 0.19.8 minimises the difference between slowest and fastest stage
+    assert (partition(costs, 4).slowest, max(sums(costs, partition_balanced(costs, 4)))) == (40, 41)
 
 
-def _deepspeed(costs, stages):
-    partition_balanced = pytest.importorskip("deepspeed.runtime.utils").partition_balanced
-    return max(sum(costs[a:b]) for a, b in itertools.pairwise(partition_balanced(costs, stages)))
-
-
-def test_it_prints_what_a_command_line_takes():
-    found = partition([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0], 2)
-    assert found.text == "5,3"
-    assert found.boundaries == (0, 5, 8)
-    assert found.seconds == (5.0, 5.0)
-
-
-def test_what_it_prints_is_read_again():
-    found = partition([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0], 2)
+def test_a_partition_prints_what_a_command_line_takes():
+    found = partition([1.0] * 7 + [3.0], 2)
+    assert (found.text, found.boundaries, found.seconds) == ("5,3", (0, 5, 8), (5.0, 5.0))
     assert read_layers(found.text, 8, 2) == read_layers(" 5, 3", 8) == found.layers
+    assert even_layers(8, 3) == (3, 3, 2)
+    costs = [1.0, 1.0, 1.0, 1.0, 4.0]
+    assert gain(costs, [3, 2]) == pytest.approx(1 - 4 / 5) and gain(costs, [4, 1]) == 0
 
 
 @pytest.mark.parametrize(
@@ -78,16 +60,6 @@ def test_other_texts_are_one_line_that_says_what_to_use(text, stages, use):
         read_layers(text, 8, stages)
 
 
-def test_even_layers_are_even():
-    assert even_layers(8, 3) == (3, 3, 2)
-
-
-def test_gain_is_the_share_of_the_slowest_stages_time():
-    costs = [1.0, 1.0, 1.0, 1.0, 4.0]
-    assert gain(costs, [3, 2]) == pytest.approx(1 - 4 / 5)
-    assert gain(costs, [4, 1]) == 0
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -100,3 +72,62 @@ def test_gain_is_the_share_of_the_slowest_stages_time():
 def test_what_cannot_be_divided_is_an_error(call, says):
     with pytest.raises(ConfigError, match=says):
         call()
+
+
+ADVICE = {
+    "an own module": (
+        LayerSeconds(((1.0, 2.0, 3.0), (1.0, 0.5, 0.5))),
+        "2,4 layers would take 16.7% less than 3,3 in the slowest stage: begin the stages of the PipelineModule at "
+        "its layers 0, 2 in place of 0, 3",
+    ),
+    # embedding 1, norm and head 3 stay with their neighbours and do not count
+    "layers at the ends": (
+        LayerSeconds(((1.0, 2.0), (2.0, 2.0, 2.0, 1.0, 2.0)), (1, 2)),
+        "2,2 layers would take 22.2% less than 1,3 in the slowest stage: build the pipeline with "
+        "layers_per_stage=[2, 2], in train.py --stage-layers 2,2",
+    ),
+    "as good as any": (LayerSeconds(((1.0, 2.0, 2.0), (2.0, 2.0, 1.0, 2.0)), (1, 2)), ""),  # 3,1 takes 7 as well
+}
+
+
+@pytest.mark.parametrize(("layers", "says"), ADVICE.values(), ids=ADVICE)
+def test_other_stages_are_advised_by_the_times_of_layers(layers, says):
+    assert layers.advice() == says
+
+
+@pytest.mark.parametrize(("gain", "says"), [(0.99 * WORTH, False), (1.01 * WORTH, True)])
+def test_a_line_is_worth_a_gain_of_more_than_three_per_cent(gain, says):
+    layers = LayerSeconds(((1 - gain, gain), (0.1,)))
+    assert layers.gain == pytest.approx(gain) and bool(layers.advice()) is says
+
+
+def saved(path, layers):
+    data = MeasuredCost([StageCost([Sample(8, 0, 1.0, 2.0)]) for _ in range(2)], [[(8, 0.0)]]).to_dict()
+    path.write_text(json.dumps({**data, "layers": layers} if layers is not None else data))
+    return MeasuredCost.load(path).layers
+
+
+def test_measurements_keep_the_times_of_layers(tmp_path):
+    layers = LayerSeconds(((1.0, 2.0), (2.0, 2.0, 2.0)), (1, 0))
+    assert saved(tmp_path / "costs.json", {"stages": layers.stages, "ends": layers.ends}) == layers
+    MeasuredCost([StageCost([Sample(8, 0, 1.0, 2.0)])] * 2, [[(8, 0.0)]], layers=layers).save(tmp_path / "other.json")
+    assert MeasuredCost.load(tmp_path / "other.json").layers == layers
+    assert saved(tmp_path / "costs.json", None) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        ({"stages": [[1.0], [1.0, 2.0]]}, "layers.ends"),
+        ({"stages": [[1.0]], "ends": [0, 0]}, "layers.stages"),
+        ({"stages": [[1.0], []], "ends": [0, 0]}, "layers.stages"),
+        ({"stages": [[1.0], [-1.0]], "ends": [0, 0]}, "layers.stages"),
+        ({"stages": [[1.0], "ab"], "ends": [0, 0]}, "layers.stages"),
+        ({"stages": [[1.0], [1.0]], "ends": [1, 0]}, "layers.ends"),
+        ({"stages": [[1.0], [1.0]], "ends": [0, True]}, "layers.ends"),
+        ([], "layers"),
+    ],
+)
+def test_what_a_file_has_wrong_in_layers_is_one_line(tmp_path, data, field):
+    with pytest.raises(ConfigError, match=rf"^.*costs\.json: {field}: [^\n]*$"):
+        saved(tmp_path / "costs.json", data)

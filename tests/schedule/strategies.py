@@ -15,8 +15,7 @@ stages = st.integers(1, 8)
 names = st.sampled_from(NAMES)
 SCHEDULES = " or ".join(f'"{name}"' for name in NAMES)  # as errors list them
 even_slices = st.builds(lambda count, each: [each] * count, st.integers(1, 8), st.integers(1, 8))
-uneven_slices = st.lists(st.integers(1, 8), min_size=1, max_size=8)
-slices = even_slices | uneven_slices
+slices = even_slices | st.lists(st.integers(1, 8), min_size=1, max_size=8)
 few_slices = st.lists(st.integers(1, 4), min_size=1, max_size=6)
 
 KNOWN_PLACES = ((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (1, 0), (0, 1, 2, 1, 0))
@@ -31,6 +30,16 @@ def placements(draw: st.DrawFn, most_stages: int = 7, most_places: int = 4) -> P
         numbers = {place: len(numbers) - 1 - number for place, number in numbers.items()}
     chosen = draw(st.sampled_from(KNOWN_PLACES) | st.just(tuple(numbers[place] for place in places)))
     return Placement.of(chosen, forward_only=draw(st.integers(0, len(chosen) - 1)))
+
+
+def grid_of(*rows: str) -> list[list[Action]]:
+    """A grid of which each row is written out."""
+    return [list(map(Action.from_text, row.split())) for row in rows]
+
+
+def rows_of(grid: Sequence[Sequence[Action]], last: int | None = None) -> list[str]:
+    """The rows of a grid as text; ``last``: how many actions of each, from its end."""
+    return [" ".join(map(str, row if last is None else row[-last:])) for row in grid]
 
 
 class RandomGrid(NamedTuple):
@@ -119,14 +128,15 @@ class _Run:
         if op.is_receive:
             return self._sent.get((stage, op), [])[:1] == [unit]
         if op is Op.FORWARD:
-            source = (
-                Action(Op.RECV_FORWARD, stage, unit) if where.receives_forward(stage) else Action(op, stage - 1, unit)
+            received = where.receives_forward(stage)
+            came = (
+                stage == 0
+                or (Action(Op.RECV_FORWARD, *action[1:]) if received else Action(op, stage - 1, unit)) in done
             )
-            came = stage == 0 or source in done
             return came and (i == 0 or Action(op, stage, Unit(m, i - 1)) in done)
         if op is Op.BACKWARD:
             source = (
-                Action(Op.RECV_BACKWARD, stage, unit) if where.sends_forward(stage) else Action(op, stage + 1, unit)
+                Action(Op.RECV_BACKWARD, *action[1:]) if where.sends_forward(stage) else Action(op, stage + 1, unit)
             )
             came = stage == len(where.stages) - 1 or source in done
             is_last = i == self._slices[m] - 1

@@ -1,6 +1,9 @@
+"""The words of a schedule: actions as text, and stages on places."""
+
 from __future__ import annotations
 
 import ast
+import pickle
 import sys
 from pathlib import Path
 
@@ -9,24 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_terapipe import schedule
-from ds_terapipe.schedule import Action, Op, Unit
+from ds_terapipe.schedule import Action, Op, PlacedStage, Placement, Unit, as_placement
+from tests.schedule import strategies
 
-_number = st.integers(0, 10**6)
-_units = st.builds(Unit, _number, _number)
-_actions = st.builds(Action, st.sampled_from(Op), _number, _units)
-
-
-@given(_units)
-def test_unit_text_parses_back(unit):
-    assert Unit.from_text(str(unit)) == unit
+number = st.integers(0, 10**6)
+units = st.builds(Unit, number, number)
 
 
-@given(_actions)
-def test_action_text_parses_back(action):
+@given(st.builds(Action, st.sampled_from(Op), number, units))
+def test_text_parses_back(action):
     parsed = Action.from_text(str(action))
-    assert parsed == action
-    assert isinstance(parsed.op, Op)
-    assert isinstance(parsed.unit, Unit)
+    assert parsed == action and isinstance(parsed.op, Op) and isinstance(parsed.unit, Unit)
+    assert Unit.from_text(str(action.unit)) == action.unit
 
 
 def test_text_forms():
@@ -45,51 +42,95 @@ def test_only_the_exact_text_parses(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "2F03", "2X0.3", "02F0.3", "2F0.03", "-1F0.3", "2F0.3 ", "2F0.3\n", "2SEND_0.3", "٢F0.3"]
+    ("kind", "example", "texts"),
+    [
+        (Action, r"2F0\.3", ["", "2F03", "2X0.3", "02F0.3", "-1F0.3", "2F0.3 ", "2F0.3\n", "2SEND_0.3", "٢F0.3"]),
+        (Unit, r"0\.3", ["", "3", "0.3.1", "00.3", "0.3\n"]),
+    ],
 )
-def test_other_action_text_is_refused(text):
-    with pytest.raises(ValueError, match=r"action: got .* e\.g\. 2F0\.3"):
-        Action.from_text(text)
-
-
-@pytest.mark.parametrize("text", ["", "3", "0.3.1", "00.3", "0.3\n"])
-def test_other_unit_text_is_refused(text):
-    with pytest.raises(ValueError, match=r"unit: got .* e\.g\. 0\.3"):
-        Unit.from_text(text)
+def test_other_text_is_refused(kind, example, texts):
+    for text in texts:
+        with pytest.raises(ValueError, match=rf"{kind.__name__.lower()}: got .* e\.g\. {example}"):
+            kind.from_text(text)
 
 
 @pytest.mark.parametrize(
     ("text", "counterpart"),
-    [
-        ("1SEND_F0.3", "2RECV_F0.3"),
-        ("1RECV_F0.3", "0SEND_F0.3"),
-        ("1SEND_B0.3", "0RECV_B0.3"),
-        ("1RECV_B0.3", "2SEND_B0.3"),
-    ],
-)
-def test_counterpart_of_a_message(text, counterpart):
+    [("1SEND_F0.3", "2RECV_F0.3"), ("1RECV_F0.3", "0SEND_F0.3"), ("1SEND_B0.3", "0RECV_B0.3"), ("1RECV_B0.3", "2SEND_B0.3")],
+)  # fmt: skip
+def test_a_message_has_a_counterpart(text, counterpart):
     action = Action.from_text(text)
-    assert str(action.counterpart) == counterpart
-    assert action.peer == action.counterpart.stage
+    assert str(action.counterpart) == counterpart and action.peer == action.counterpart.stage
     assert action.counterpart.counterpart == action
 
 
 def test_a_computation_has_no_peer():
     action = Action.from_text("1F0.3")
-    assert action.peer is None
-    assert action.counterpart is None
-    assert action.op.is_compute
+    assert action.peer is None and action.counterpart is None and action.op.is_compute
 
 
 def test_the_package_imports_the_standard_library_alone():
-    files = list(Path(schedule.__file__).parent.glob("*.py"))
-    assert len(files) >= 6
+    files = list(Path(schedule.__file__).parent.rglob("*.py"))
+    assert len(files) >= 12
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
+            names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level != 1:
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module]
-            else:
-                continue
-            assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names, f"{file.name}: {names}"
+            own = [name for name in names if not name.startswith("ds_terapipe.schedule")]
+            assert {name.split(".")[0] for name in own} <= sys.stdlib_module_names, f"{file.name}: {own}"
+
+
+# ------------------------------------------------------------------------------------------------------------- placements
+
+
+def test_a_plain_placement_is_a_stage_on_each_place():
+    plain = Placement.plain(3, [0, 2, 3, 7])
+    assert plain.stages == (PlacedStage(0, 0, 2), PlacedStage(1, 2, 3), PlacedStage(2, 3, 7))
+    assert plain.is_plain and (plain.places, plain.first_place, plain.last_place) == (3, 0, 2)
+    assert as_placement(plain) is plain and as_placement(3) == Placement.plain(3)
+    assert not Placement.of([1, 0]).is_plain and not Placement.of([0, 0]).is_plain
+
+
+@given(strategies.placements())
+def test_every_message_has_two_ends(placement):
+    for stage in range(len(placement.stages) - 1):
+        assert placement.sends_forward(stage) == placement.receives_forward(stage + 1)
+        assert placement.receives_backward(stage) == placement.sends_backward(stage + 1)
+        assert placement.sends_backward(stage + 1) <= placement.goes_backward(stage)
+        assert placement.sends_forward(stage) == (placement.place_of(stage) != placement.place_of(stage + 1))
+    held = [stage for place in range(placement.places) for stage in placement.stages_on(place)]
+    assert sorted(held) == list(range(len(placement.stages)))
+
+
+def test_a_placement_is_a_key_that_travels():
+    one, other = Placement.of([0, 1, 0]), Placement.of((0, 1, 0), [0, 1, 2, 3])
+    assert one == other and hash(one) == hash(other) and pickle.loads(pickle.dumps(one)) == one
+    assert len({one, Placement.of([0, 1, 0], forward_only=1), Placement.of([0, 1, 0], [0, 1, 2, 4])}) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Placement(()), "placement: got no stages"),
+        (lambda: Placement.plain(0), "stages: got 0, must be at least 1"),
+        (lambda: Placement.of([0, 2]), r"got stages on places \[0, 2\], must be on 0, 1, ... without a gap"),
+        (lambda: Placement.of([-1, 0]), "without a gap"),
+        (lambda: Placement.of([0, 1], [0, 2]), "got 2 boundaries, must be one more than the 2 stages"),
+        (
+            lambda: Placement.of([0, 1], [0, 2, 2]),
+            "layers 2 to 2 for stage 1, must start at layer 2 and stop at a later",
+        ),
+        (lambda: Placement.of([0, 1], [-1, 2, 3]), "must start at layer 0"),
+        (lambda: Placement((PlacedStage(0, 0, 2), PlacedStage(1, 3, 4))), "stage 1, must start at layer 2"),
+        (lambda: Placement.plain(2, forward_only=3), "forward_only: got 3, must be 0 to the number of stages, 2"),
+        (lambda: Placement.plain(2, forward_only=-1), "forward_only: got -1"),
+        (lambda: Placement.interleaved(2, 0), "got 0 chunks on each of 2 places"),
+    ],
+)
+def test_what_is_no_placement(make, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)

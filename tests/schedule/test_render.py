@@ -1,3 +1,5 @@
+"""Schedules as text and as pictures."""
+
 from __future__ import annotations
 
 import re
@@ -18,30 +20,31 @@ from ds_terapipe.schedule import (
     timelines_svg,
     with_messages,
 )
-
-from . import strategies
+from tests.schedule import strategies
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def _seconds(action):
+def seconds(action):
     return 1.0 if action.op is Op.FORWARD else 2.0
 
 
-def test_whole_grid():
-    assert grid_text(order("1f1b", 2, [2])) == "\n".join(
-        [
-            "step   stage 0   stage 1",
-            "   0   0F0.0     1F0.0",
-            "   1   0F0.1     1F0.1",
-            "   2   0B0.1     1B0.1",
-            "   3   0B0.0     1B0.0",
-        ]
-    )
+def rectangles(picture):
+    """Those of a track and those of actions; not the legend's."""
+    found = [r for r in ElementTree.fromstring(picture).iter(f"{SVG}rect") if r.get("width") != "12"]
+    tracks = [r for r in found if r.get("fill") == "#f3f4f6"]
+    return tracks, [r for r in found if r.get("fill") not in ("#ffffff", "#f3f4f6")]
+
+
+def test_a_whole_grid_is_a_table():
+    lines = ["step   stage 0   stage 1", "   0   0F0.0     1F0.0", "   1   0F0.1     1F0.1"]
+    lines += ["   2   0B0.1     1B0.1", "   3   0B0.0     1B0.0"]
+    assert grid_text(order("1f1b", 2, [2])) == "\n".join(lines)
+    assert grid_text([[]]) == "step   stage 0" and "[end]" in grid_text([[]], {0: 0})
 
 
 @given(strategies.names, strategies.stages, strategies.slices)
-def test_whole_grid_holds_every_action(name, stages, slices):
+def test_a_whole_grid_holds_every_action(name, stages, slices):
     grid = with_messages(order(name, stages, slices))
     columns = [[] for _ in grid]
     for line in grid_text(grid).splitlines()[1:]:
@@ -51,12 +54,17 @@ def test_whole_grid_holds_every_action(name, stages, slices):
     assert columns == grid
 
 
-def test_marked_stages():
+def test_marked_stages_are_shown_with_their_neighbourhood():
     grid = with_messages(order("1f1b", 2, [2, 2]))
     text = grid_text(grid, {0: 5, 1: len(grid[1])}, {0: "waits"})
     assert re.search(r"   5  \[0SEND_F1.0\] .*<-- stage 0: waits\n", text)
-    assert re.search(r"\[end\] +<-- stage 1$", text, re.MULTILINE)
-    assert "0F0.0" not in text
+    assert re.search(r"\[end\] +<-- stage 1$", text, re.MULTILINE) and "0F0.0" not in text
+    assert grid_text(grid, {1: 99}) == grid_text(grid, {1: len(grid[1])}), "an index past the end is the end"
+    both = grid_text(order("1f1b", 3, [2]), {0: 1, 2: 1})
+    assert "<-- stage 0, stage 2" in both and both.count("[") == 2
+    text = grid_text(order("terapipe", 40, [8] * 8), {20: 60})
+    assert "[20F7.4]" in text and "stage 23" in text and "stage 24" not in text
+    assert len(text.splitlines()) == 1 + 7 + 2
 
 
 def test_columns_and_rows_are_places_where_they_are_not_stages():
@@ -65,78 +73,43 @@ def test_columns_and_rows_are_places_where_they_are_not_stages():
     lines = grid_text(grid, {1: 1}, {1: "waits"}, placement).splitlines()
     assert lines[0] == "step   place 0   place 1"
     assert any(line.rstrip().endswith("<-- place 1: waits") and "[1B0.0]" in line for line in lines)
-    picture = timeline_svg(grid, _seconds, placement=placement)
+    picture = timeline_svg(grid, seconds, placement=placement)
     assert "place 1" in picture and "stage" not in picture
-    both = timelines_svg(
-        [Panel("one", grid, _seconds, placement=placement), Panel("other", order("1f1b", 2, [1]), _seconds)]
-    )
+    panels = [Panel("one", grid, seconds, placement=placement), Panel("other", order("1f1b", 2, [1]), seconds)]
+    both = timelines_svg(panels)
     assert both.count(">place ") == both.count(">stage ") == 2
-    makespan = replay(with_messages(grid, placement), _seconds, placement=placement).makespan
+    makespan = replay(with_messages(grid, placement), seconds, placement=placement).makespan
     assert f"time {makespan:g}, 0% idle" not in picture and f"time {makespan:g}, " in picture
 
 
-def test_stages_at_one_step_share_a_mark():
-    text = grid_text(order("1f1b", 3, [2]), {0: 1, 2: 1})
-    assert "<-- stage 0, stage 2" in text
-    assert text.count("[") == 2
-
-
-def test_only_the_neighbourhood_of_a_mark_is_shown():
-    grid = order("terapipe", 40, [8] * 8)
-    text = grid_text(grid, {20: 60})
-    assert "[20F7.4]" in text
-    assert "stage 23" in text
-    assert "stage 24" not in text
-    assert len(text.splitlines()) == 1 + 7 + 2
-
-
-def test_an_index_past_the_end_is_the_end():
-    grid = order("1f1b", 2, [2])
-    assert grid_text(grid, {1: 99}) == grid_text(grid, {1: 4})
-    assert "[end]" in grid_text(grid, {1: 99})
-
-
-def test_empty_grid():
-    assert grid_text([[]]) == "step   stage 0"
-    assert "[end]" in grid_text([[]], {0: 0})
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4, 16])
-def test_timeline_draws_every_computation_once_to_scale(stages):
+@pytest.mark.parametrize("stages", [1, 4, 16])
+def test_a_timeline_draws_every_computation_once_to_scale(stages):
     grid = order("1f1b", stages, [3, 2])
-    root = ElementTree.fromstring(timeline_svg(grid, _seconds, title="a < b"))
-    cells = [
-        r for r in root.iter(f"{SVG}rect") if r.get("fill") not in ("#ffffff", "#f3f4f6") and r.get("width") != "12"
-    ]
+    picture = timeline_svg(grid, seconds, title="a < b")
+    root, (_, cells) = ElementTree.fromstring(picture), rectangles(picture)
     assert len(cells) == sum(len(row) for row in grid)
     right = max(float(r.get("x")) + float(r.get("width")) for r in cells)
     assert right < float(root.get("width"))
-    makespan = replay(with_messages(grid), _seconds).makespan
-    busy = stages * 5 * 3
+    makespan = replay(with_messages(grid), seconds).makespan
     texts = [t.text for t in root.iter(f"{SVG}text")]
-    assert "a < b" in texts
-    assert f"time {makespan:g}, {1 - busy / (stages * makespan):.0%} idle" in texts
+    assert "a < b" in texts and f"time {makespan:g}, {1 - 5 * 3 / makespan:.0%} idle" in texts
     # Backward takes twice as long, so it is twice as wide (but for the gap of one pixel).
-    widths = sorted({round(float(r.get("width")) + 1, 1) for r in cells})
-    assert len(widths) == 2
-    assert widths[1] == pytest.approx(2 * widths[0], abs=0.2)
+    short, long = sorted({round(float(r.get("width")) + 1, 1) for r in cells})
+    assert long == pytest.approx(2 * short, abs=0.2)
 
 
 def test_timelines_share_one_scale():
-    whole = Panel("whole", order("1f1b", 4, [1]), _seconds)
-    sliced = Panel("sliced", order("1f1b", 4, [4]), lambda action: _seconds(action) / 4)
-    root = ElementTree.fromstring(timelines_svg([whole, sliced]))
-    tracks = [
-        float(r.get("width")) for r in root.iter(f"{SVG}rect") if r.get("fill") == "#f3f4f6" and r.get("width") != "12"
-    ]
-    assert len(tracks) == 8
-    assert tracks[4] / tracks[0] == pytest.approx((3 + 3 * 3 / 4) / 12, abs=1e-3)
+    whole = Panel("whole", order("1f1b", 4, [1]), seconds)
+    sliced = Panel("sliced", order("1f1b", 4, [4]), lambda action: seconds(action) / 4)
+    tracks, _ = rectangles(timelines_svg([whole, sliced]))
+    widths = [float(track.get("width")) for track in tracks]
+    assert len(widths) == 8 and widths[4] / widths[0] == pytest.approx((3 + 3 * 3 / 4) / 12, abs=1e-3)
 
 
-def test_timeline_of_a_stuck_schedule_is_refused():
+def test_what_cannot_be_drawn_is_refused():
     grid = with_messages(order("1f1b", 2, [1]))
     del grid[0][1]
     with pytest.raises(ValueError, match="stages 0, 1 would wait for ever"):
-        timeline_svg(grid, _seconds)
+        timeline_svg(grid, seconds)
     with pytest.raises(ValueError, match="no panels"):
         timelines_svg([])

@@ -14,7 +14,6 @@ from ds_terapipe.schedule import (
     Placement,
     ScheduleError,
     Unit,
-    forward_only,
     order,
     replay,
     stream_deadlock,
@@ -22,18 +21,14 @@ from ds_terapipe.schedule import (
     with_messages,
 )
 from ds_terapipe.schedule.streams import Channel, channel_of, group_per_channel, group_per_direction
-
-from . import strategies
-
-
-def grid_of(name: str, stages: int, slices: list[int]) -> list[list[Action]]:
-    return with_messages(order(name, stages, slices))
+from tests.schedule import strategies
+from tests.schedule.strategies import grid_of
 
 
-@given(strategies.names, strategies.stages, strategies.slices)
+@given(strategies.names | st.just("forward_only"), strategies.stages, strategies.slices)
 @settings(max_examples=60)
 def test_a_group_per_channel_never_locks_up(name, stages, slices):
-    assert not stream_deadlock(grid_of(name, stages, slices))
+    assert not stream_deadlock(with_messages(order(name, stages, slices)))
 
 
 @given(strategies.random_grids(most_stages=5), st.integers(1, 3), st.integers(0, 3))
@@ -42,47 +37,31 @@ def test_nor_under_any_other_valid_order(made, posted_ahead, sent_kept):
     assert not stream_deadlock(made.grid, posted_ahead=posted_ahead, sent_kept=sent_kept)
 
 
-@given(strategies.stages, strategies.slices)
-@settings(max_examples=30)
-def test_nor_an_evaluation(stages, slices):
-    assert not stream_deadlock(with_messages(forward_only(stages, slices)))
-
-
 # How the messages of a pipeline ran before each channel had a group of its own: the least that locks up.
-@pytest.mark.parametrize("stages", [3, 4, 5, 8])
-@pytest.mark.parametrize("slices", [[1] * 4, [2] * 3, [3] * 2, [4] * 2, [8] * 2])
+@pytest.mark.parametrize("stages", [3, 4, 8])
+@pytest.mark.parametrize("slices", [[1] * 4, [3] * 2, [8] * 2])
 def test_a_group_per_direction_locks_up(stages, slices):
-    grid = grid_of("1f1b", stages, slices)
+    grid = with_messages(order("1f1b", stages, slices))
     stuck = stream_deadlock(grid, group_per_direction)
-    assert len(stuck) == stages
-    for stage, index in stuck.items():
-        assert grid[stage][index].op.is_receive
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "slices"),
-    [("1f1b", 2, [4] * 4), ("1f1b", 4, [8]), ("terapipe", 4, [4] * 4), ("1f1b", 3, [1] * 3)],
-)
-def test_what_a_group_per_direction_can_run(name, stages, slices):
-    assert not stream_deadlock(grid_of(name, stages, slices), group_per_direction)
+    assert len(stuck) == stages and all(grid[stage][index].op.is_receive for stage, index in stuck.items())
 
 
 @pytest.mark.parametrize(("kept", "units"), [(None, EVAL_SENT_KEPT + POSTED_AHEAD), (1, 3)])
 def test_outputs_that_no_gradient_answers_are_bounded(kept, units):
-    # Stage by stage around two places: nobody takes what stage 1 sends while place 0 makes the outputs of stage 0. Each of the
+    # Stage by stage around two places: stage 1's outputs are taken once place 0 has made all outputs of stage 0. Each of the
     # two can have so many units on their way, and stage 1 has one in hand.
     around = Placement.interleaved(2, 2)
 
-    def stage_by_stage(count: int) -> list[list[Action]]:
+    def stage_by_stage(count):
         each = [Unit(m, 0) for m in range(count)]
-        return [
+        grid = [
             [Action(Op.FORWARD, stage, unit) for stage in around.stages_on(place) for unit in each] for place in (0, 1)
         ]
+        return with_messages(grid, around)
 
     count = 2 * units + 1
-    free = with_messages(stage_by_stage(count), around)
+    free, more = stage_by_stage(count), stage_by_stage(count + 1)
     assert not stream_deadlock(free, sent_kept=kept, placement=around)
-    more = with_messages(stage_by_stage(count + 1), around)
     assert set(stream_deadlock(more, sent_kept=kept, placement=around)) == {0, 1}
     if kept is None:
         validate(free, [1] * count, "forward_only", around)
@@ -97,8 +76,7 @@ def test_a_forward_only_stage_is_bounded_in_training_and_others_are_not(frozen, 
     grid = [[Action(Op.FORWARD, stage, unit) for stage in stages for unit in each] for stages in ((0, 2), (1,))]
     for row, stages in zip(grid, ((2, 0), (1,)), strict=True):
         row += [Action(Op.BACKWARD, s, unit) for unit in each for s in stages if placement.goes_backward(s)]
-    lowered = with_messages(grid, placement)
-    assert bool(stream_deadlock(lowered, placement=placement)) == locks
+    assert bool(stream_deadlock(with_messages(grid, placement), placement=placement)) == locks
     if locks:
         with pytest.raises(ScheduleError, match="deadlock: places 0, 1 wait for ever"):
             validate(grid, [1] * len(each), None, placement)
@@ -119,35 +97,21 @@ def test_the_validator_takes_any_order_on_any_placement_that_does_not_lock_up(pl
 
 
 def test_stages_that_wait_crosswise_are_found():
-    grid = [
-        [Action.from_text(text) for text in ["0F0.0", "0SEND_F0.0", "0RECV_B0.0", "0B0.0"]],
-        [Action.from_text(text) for text in ["1RECV_F0.0", "1F0.0", "1B0.0", "1SEND_B0.0"]],
-    ]
-    assert not stream_deadlock(grid, sent_kept=0)
+    once = "0F0.0 0SEND_F0.0 0RECV_B0.0 0B0.0"
+    assert not stream_deadlock(grid_of(once, "1RECV_F0.0 1F0.0 1B0.0 1SEND_B0.0"), sent_kept=0)
     # stage 1 wants the second micro-batch before it hands back the gradient that stage 0 waits for
-    cross = [
-        [
-            Action.from_text(text)
-            for text in ["0F0.0", "0SEND_F0.0", "0RECV_B0.0", "0B0.0", "0F1.0", "0SEND_F1.0", "0RECV_B1.0", "0B1.0"]
-        ],
-        [
-            Action.from_text(text)
-            for text in ["1RECV_F0.0", "1F0.0", "1B0.0", "1RECV_F1.0", "1F1.0", "1SEND_B0.0", "1B1.0", "1SEND_B1.0"]
-        ],
-    ]
+    second = "1RECV_F0.0 1F0.0 1B0.0 1RECV_F1.0 1F1.0 1SEND_B0.0 1B1.0 1SEND_B1.0"
+    cross = grid_of(f"{once} {once.replace('0.0', '1.0')}", second)
     assert stream_deadlock(cross) == {0: 2, 1: 3}
     with pytest.raises(ScheduleError, match="deadlock: stages 0, 1 wait for ever"):
         validate(cross, [1, 1])
 
 
-def test_channels_of_messages():
-    unit = Unit(0, 0)
-    for text, channel in (
-        ("1SEND_F0.0", Channel(1, True)),
-        ("2RECV_F0.0", Channel(1, True)),
-        ("2SEND_B0.0", Channel(1, False)),
-        ("1RECV_B0.0", Channel(1, False)),
-    ):
+def test_a_message_has_the_channel_of_its_boundary_and_direction():
+    for text, channel in [
+        ("1SEND_F0.0", Channel(1, True)), ("2RECV_F0.0", Channel(1, True)),
+        ("2SEND_B0.0", Channel(1, False)), ("1RECV_B0.0", Channel(1, False)),
+    ]:  # fmt: skip
         assert channel_of(Action.from_text(text)) == channel == group_per_channel(channel)
     with pytest.raises(ValueError, match="must be a send or a receive"):
-        channel_of(Action.from_text(f"0F{unit}"))
+        channel_of(Action.from_text("0F0.0"))

@@ -1,7 +1,8 @@
+"""Traces as files: what is written comes back, a summary adds up, and the command prints, draws and merges."""
+
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,43 +16,41 @@ from ds_terapipe.tracing.summary import summarise
 from tests.schedule import strategies
 
 
-def _seconds(action):
-    return {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}[action.op]
-
-
-def _simulated(stages=2, slices=(2, 2)):
-    grid = with_messages(order("1f1b", stages, slices))
-    return events_of(grid, replay(grid, _seconds).intervals)
-
-
-@given(strategies.names, strategies.stages, strategies.slices)
-def test_a_file_gives_back_what_was_written(tmp_path_factory, name, stages, slices):
+def simulated(stages=2, slices=(2, 2), name="1f1b"):
     grid = with_messages(order(name, stages, slices))
-    events = events_of(grid, replay(grid, _seconds).intervals)
-    path = tmp_path_factory.mktemp("trace") / "t.json"
+    return events_of(grid, replay(grid, lambda action: {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}[action.op]).intervals)
+
+
+@given(strategies.names, st.integers(1, 4), strategies.few_slices, st.integers(1, 400))
+def test_a_file_gives_back_what_was_written_or_is_refused_when_it_is_cut_off(
+    tmp_path_factory, name, stages, slices, cut
+):
+    events, path = simulated(stages, slices, name), tmp_path_factory.mktemp("trace") / "t.json"
     write(path, events, {"model": "tiny"})
     assert sorted(read(path)) == sorted(events)
-    assert json.loads(path.read_text())["otherData"]["model"] == "tiny"
+    text = path.read_text()
+    assert json.loads(text)["otherData"]["model"] == "tiny"
+    path.write_text(text[:-cut])
+    with pytest.raises(ConfigError):
+        read(path)
 
 
 def test_every_stage_is_a_named_process():
-    data = to_json(_simulated(3, (2,)))
+    data = to_json(simulated(3, (2,)))
     names = {e["pid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"}
-    assert names == {0: "stage 0, rank 0, predicted", 1: "stage 1, rank 1, predicted", 2: "stage 2, rank 2, predicted"}
+    assert names == {stage: f"stage {stage}, rank {stage}, predicted" for stage in range(3)}
     complete = [e for e in data["traceEvents"] if e["ph"] == "X"]
     assert {e["cat"] for e in complete} == {"F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"}
-    assert max(e["ts"] + e["dur"] for e in complete) == 1e6 * max(e.end for e in _simulated(3, (2,)))
+    assert max(e["ts"] + e["dur"] for e in complete) == 1e6 * max(e.end for e in simulated(3, (2,)))
 
 
 def test_a_summary_adds_up_to_the_schedule():
     # two stages, one micro-batch of two slices: 0F 0F .. 1B 1B; stage 0 is busy for 6 of 9
-    lines = summarise(_simulated(2, (2,)))
+    lines = summarise(simulated(2, (2,)))
     assert [line.stage for line in lines] == [0, 1]
     for line in lines:
-        assert line.busy == pytest.approx(6.0) and line.schedule == pytest.approx(9.0)
-        assert line.bubble == pytest.approx(3.0 / 9.0)
-    assert lines[0].waiting == pytest.approx({1: 3.0})
-    assert lines[1].waiting == pytest.approx({0: 1.0})
+        assert (line.busy, line.schedule, line.bubble) == pytest.approx((6.0, 9.0, 3.0 / 9.0))
+    assert lines[0].waiting == pytest.approx({1: 3.0}) and lines[1].waiting == pytest.approx({0: 1.0})
 
 
 def test_steps_are_averaged_and_collectives_named():
@@ -64,6 +63,9 @@ def test_steps_are_averaged_and_collectives_named():
     assert line.steps == 2 and line.busy == pytest.approx(1.5) and line.collectives == pytest.approx({"optimiser": 1.0})
 
 
+HEAD = '"otherData": {"format": "ds_terapipe trace 1"}}'
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -71,14 +73,11 @@ def test_steps_are_averaged_and_collectives_named():
         ('{"traceEvents": [', "is no JSON"),
         ("[]", "traceEvents is missing"),
         ('{"traceEvents": []}', "otherData.format: got null"),
-        (
-            '{"traceEvents": [{"ph": "X"}], "otherData": {"format": "ds_terapipe trace 1"}}',
-            "traceEvents[0]: 'args' is missing",
-        ),
-        ('{"traceEvents": [7], "otherData": {"format": "ds_terapipe trace 1"}}', "traceEvents[0]"),
+        ('{"traceEvents": [{"ph": "X"}], ' + HEAD, "traceEvents[0]: 'args' is missing"),
+        ('{"traceEvents": [7], ' + HEAD, "traceEvents[0]"),
     ],
 )
-def test_broken_files_are_one_line(tmp_path: Path, content, message):
+def test_broken_files_are_one_line(tmp_path, content, message):
     path = tmp_path / "t.json"
     if content is not None:
         path.write_text(content)
@@ -87,33 +86,18 @@ def test_broken_files_are_one_line(tmp_path: Path, content, message):
     assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
 
 
-@given(st.integers(1, 400))
-def test_a_truncated_file_is_never_read_as_a_shorter_trace(tmp_path_factory, cut):
-    path = tmp_path_factory.mktemp("trace") / "t.json"
-    write(path, _simulated())
-    text = path.read_text()
-    path.write_text(text[:-cut])
-    with pytest.raises(ConfigError):
-        read(path)
-
-
-def test_the_command_prints_draws_and_merges(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    predicted, measured = tmp_path / "p.json", tmp_path / "m.json"
-    write(predicted, _simulated())
-    write(
-        measured,
-        [event._replace(run=MEASURED, step=4, start=event.start + 7, end=event.end + 7.5) for event in _simulated()],
-    )
-    picture, merged = tmp_path / "both.svg", tmp_path / "both.json"
+def test_the_command_prints_draws_and_merges(tmp_path, capsys):
+    predicted, measured, picture, merged = (tmp_path / name for name in ("p.json", "m.json", "both.svg", "both.json"))
+    write(predicted, simulated())
+    write(measured, [e._replace(run=MEASURED, step=4, start=e.start + 7, end=e.end + 7.5) for e in simulated()])
     arguments = ["trace", str(measured), str(predicted), "--picture", str(picture), "--merged", str(merged)]
     assert cli.main(arguments) == 0
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 5 and table[1].split()[0] == "measured" and table[3].split()[0] == "predicted"
     assert {event.run for event in read(merged)} == {"measured", "predicted"}
-    svg = picture.read_text()
-    assert "m: measured, step 4" in svg and "p: predicted, ms" in svg
+    assert "m: measured, step 4" in picture.read_text() and "p: predicted, ms" in picture.read_text()
     assert cli.main(["trace", str(measured), "--json", "-"]) == 0
     stages = json.loads(capsys.readouterr().out)["stages"]
-    assert [line["stage"] for line in stages] == [0, 1] and all(line["run"] == "measured" for line in stages)
+    assert [(line["stage"], line["run"]) for line in stages] == [(0, "measured"), (1, "measured")]
     assert cli.main(["trace", str(measured), "--step", "9"]) == 1
     assert "--step: got 9" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""Ways in which ``"slices": "auto"`` can do without the plan that it says it has, or make one that is not the best."""
+
+from . import Known
+
+_CUTTING = "tests/pipeline/test_cutting.py -k "
+_SLICES = "tests/plan/test_slices.py -k "
+_LOOP = "tests/schedule/test_simulate.py -k event_loop"
+_AUTO, _PLANNER = "pipeline.autotune.auto", "pipeline.autotune.planner"
+_BEGIN, _FOUND = "        return phase.begin()\n", "            return None if other else cost\n"
+_WINNER = "        return self.cuttings[1 + ratios.index(max(ratios))] if max(ratios, default=0.0) > worse else "
+_SOURCE = "            also_after.append(channel.messages.popleft()[1])\n"
+
+KNOWN = (
+    Known(
+        "a plan's slices are made equal",
+        _AUTO,
+        _BEGIN,
+        "        cut = phase.begin()\n"
+        "        return cut._replace(slices=cut.slices if isinstance(cut.slices, int) else len(cut.slices))\n",
+        _CUTTING + "'planned_is_what_runs and measurements'",
+    ),
+    Known(
+        "a plan's schedule is not used",
+        _AUTO,
+        _BEGIN,
+        "        return phase.begin()._replace(schedule=DEFAULT_SCHEDULE)\n",
+        _CUTTING + "'planned_is_what_runs and plan]'",
+    ),
+    Known(
+        "the engine cuts equally",
+        "pipeline.batch",
+        "slice_lengths(length, slices)",
+        "slice_lengths(length, slices if isinstance(slices, int) else len(slices))",
+        "tests/pipeline/test_set_slices.py -k next_step",
+    ),
+    Known(
+        "the engine runs its default schedule",
+        "pipeline.step_grid",
+        "else order(name, placement, slices)",
+        'else order("1f1b", placement, slices)',
+        "tests/pipeline/test_set_slices.py -k next_step",
+    ),
+    Known(
+        "plan_path is not read",
+        _AUTO,
+        "        if config.plan_path is not None:\n",
+        "        if False:\n",
+        _CUTTING + "'planned_is_what_runs and plan]'",
+    ),
+    Known(
+        "a checkpoint's plan is not used",
+        _AUTO,
+        "                self._adopt(plan)\n                self._say(",
+        "                self._say(",
+        _CUTTING + "'planned_is_what_runs and checkpoint'",
+    ),
+    Known(
+        "measurements of this run are not used",
+        _PLANNER,
+        _FOUND,
+        "            return None\n",
+        _CUTTING + "used_again_in_the_same_run",
+    ),
+    Known(
+        "measurements of another run are used",
+        _PLANNER,
+        _FOUND,
+        "            return cost\n",
+        _CUTTING + "used_again_in_the_same_run",
+    ),
+    Known(
+        "a plan for another run is used",
+        "pipeline.autotune.run_info",
+        "    if schedule not in (AUTO, plan.schedule):\n",
+        "    return None\n    if schedule not in (AUTO, plan.schedule):\n",
+        _CUTTING + "another_run_is_refused",
+    ),
+    Known(
+        "memory_gb is no limit",
+        "pipeline.autotune.budget",
+        "        return self._limit / GIGABYTE if given is None and self._limit is not None else given\n",
+        "        return None\n",
+        _CUTTING + "too_little_memory",
+    ),
+    Known(
+        "plans that do not fit are chosen",
+        "plan.choose",
+        "        return max(use.total for use in self._use(candidate)) <= self._request.memory_gb * GIGABYTE\n",
+        "        return True\n",
+        _CUTTING + "too_little_memory",
+    ),
+    Known(
+        "a plan that disappoints stays",
+        "pipeline.autotune.comparison",
+        _WINNER,
+        "        return self.cuttings[0] if True else ",
+        _CUTTING + "rival_wins",
+    ),
+    Known(
+        "a plan gives way to a slower trial",
+        "pipeline.autotune.comparison",
+        _WINNER,
+        "        return self.cuttings[-1] if True else ",
+        _CUTTING + "rival_wins",
+    ),
+    Known(
+        "the programme gives equal slices",
+        "plan.slices",
+        "    return found\n\n\ndef even_cuts",
+        "    each, more = divmod(len(times), len(found.counts))\n"
+        "    counts = tuple(each + (i < more) for i in range(len(found.counts)))\n"
+        "    own = [float(times[sum(counts[:i]), count - 1]) for i, count in enumerate(counts)]\n"
+        "    return Cut(counts, sum(own), max(own))\n\n\ndef even_cuts",
+        _SLICES + "programme_finds",
+    ),
+    Known(
+        "even cuts are equal lengths",
+        "plan.slices",
+        "            out[slices] = tuple(b - a for a, b in pairwise(reversed(ends)))\n",
+        "            out[slices] = tuple(n // slices + (i < n % slices) for i in range(slices))\n",
+        _SLICES + "even_cuts",
+    ),
+    Known(
+        "the slowest slice is not bounded",
+        "plan.slices",
+        "    best, least = first, _score(measure(first), weight)\n",
+        "    return first\n    best, least = first, _score(measure(first), weight)\n",
+        _SLICES + "programme_finds",
+    ),
+    Known(
+        "a receive does not wait for its message",
+        "schedule.replay",
+        _SOURCE,
+        "            channel.messages.popleft()\n            also_after.append(at)\n",
+        _LOOP,
+    ),
+    Known(
+        "a message does not wait for the one before it",
+        "schedule.replay",
+        "            also_after.append(link.last)\n",
+        "            also_after.append(at)\n",
+        _LOOP,
+    ),
+    Known(
+        "weight gradients take no time",
+        "schedule.replay",
+        "            out.append(duration(action))\n",
+        "            out.append(0.0 if op is _W else duration(action))\n",
+        _LOOP,
+    ),
+    Known(
+        "what is before a slice costs nothing",
+        "plan.evaluate",
+        "            context = np.array([0, *accumulate(key)][:-1], dtype=float)\n",
+        "            context = np.array([0 for _ in accumulate(key)], dtype=float)\n",
+        "tests/plan/test_choose.py -k weight_gradients_are_work",
+    ),
+)

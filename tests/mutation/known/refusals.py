@@ -1,0 +1,88 @@
+"""Refusals that refuse nothing: what must end a run with one line of error trains on."""
+
+from . import Known
+
+_REFUSED = "tests/test_refusals.py -k "
+_CONSENSUS = "tests/pipeline/test_consensus.py -k "
+
+KNOWN = (
+    Known(
+        "no key is refused",
+        "refusals.configuration",
+        "        if value is not _ABSENT and rule.refused(value):\n",
+        "        if False:\n",
+        _REFUSED + "ordinary_configs",
+    ),
+    Known(
+        "values that DeepSpeed cannot use are let pass",
+        "refusals.deepspeed_keys",
+        "    check_rules((rule for rule in VALUE_RULES",
+        "    return\n    check_rules((rule for rule in VALUE_RULES",
+        _REFUSED + "stands_in",
+    ),
+    Known(
+        "whole numbers may be as large as one likes",
+        "config",
+        "    return whole and least <= value <= most",
+        "    return whole and least <= value",
+        "tests/test_config.py -k 'nothing_can_hold and granularity'",
+    ),
+    Known(
+        "no layer is refused",
+        "refusals.models",
+        "        for found in _findings(module, cut):\n",
+        "        for found in ():\n",
+        _REFUSED + "'same_line and experts'",
+    ),
+    Known(
+        "what another rank finds is not raised",
+        "refusals.ranks",
+        "        if message:\n            raise ConfigError(message)\n",
+        "        pass\n",
+        _REFUSED + "one_rank_finds",
+    ),
+    Known(
+        "unknown keys are accepted",
+        "config",
+        "            raise unknown_key(TOKEN_PIPELINE, name, TokenPipelineConfig.model_fields)\n"
+        "    settings = TokenPipelineConfig(strict=True, **block)\n",
+        "            block = {key: block[key] for key in block if key != name}\n"
+        "    settings = TokenPipelineConfig(strict=True, **block)\n",
+        "tests/test_config.py -k xyzzy",
+    ),
+    Known(
+        "misspelt keys beside ours are accepted",
+        "register",
+        "    return near[0] if near else None\n",
+        "    return None\n",
+        _REFUSED + "'same_line and config'",
+    ),
+    Known(
+        "verify finds no difference",
+        "pipeline.inspection.verify",
+        "    if not part.is_floating_point():\n        return float(",
+        "    return 0.0\n    if not part.is_floating_point():\n        return float(",
+        "tests/pipeline/test_verify.py",
+    ),
+    Known(
+        "verify compares nothing",
+        "pipeline.inspection.verify",
+        "        again = copy_of(inputs)\n        self._run(inputs, span)\n",
+        "        return\n        again = copy_of(inputs)\n        self._run(inputs, span)\n",
+        "tests/pipeline/test_verify.py",
+    ),
+    Known(
+        "settings are not compared between ranks",
+        "pipeline.transport.consensus",
+        "        if lows[1:3] != highs[1:3]:\n",
+        "        if lows[2:3] != highs[2:3]:\n",
+        _CONSENSUS + "'other and settings'",
+    ),
+    Known(
+        "labels are not compared with inputs",
+        "pipeline.transport.consensus",
+        "    if any(labels.lengths) and labels.lengths != inputs.lengths:\n",
+        "    if False:\n",
+        _CONSENSUS + "labels",
+    ),
+)
