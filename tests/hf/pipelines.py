@@ -67,19 +67,16 @@ def train_in_pipeline(
 
 def renamed(trace: Trace, made: Any) -> Trace:
     """A trace of a pipeline under the names of the model's weights."""
-    known = {}
-    for entry, names in enumerate(names_of(made.source)):
-        for own, name in names.items():
-            known |= (
-                {f"{entry}.{own}": name, f"tied_modules.embed.{own}": name} if entry == 0 else {f"{entry}.{own}": name}
-            )
+    known = {
+        own: name
+        for entry, names in enumerate(names_of(made.source))
+        for layer, name in names.items()
+        for own in (f"{entry}.{layer}", *([f"tied_modules.embed.{layer}"] if entry == 0 else []))
+    }
 
     def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
-        for name, tensor in tensors.items():
-            own = next(own for own in known if name.startswith(own))
-            found[known[own] + name.removeprefix(own)] = tensor
-        return found
+        owns = {name: next(own for own in known if name.startswith(own)) for name in tensors}
+        return {known[own] + name.removeprefix(own): tensors[name] for name, own in owns.items()}
 
     return Trace(trace.losses, [rename(one) for one in trace.gradients], trace.norms, rename(trace.weights))
 

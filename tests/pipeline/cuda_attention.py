@@ -91,7 +91,9 @@ class Aten:
             return lower_right(q, k, None)
         self.masked += 1
         assert custom_mask_type == 0 and bias.shape == (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        assert bias.dtype == q.dtype and bias.stride(-1) == 1 and bias.stride(-2) % 16 == 0, "rows are loaded in vectors"
+        assert bias.dtype == q.dtype and bias.stride(-1) == 1 and bias.stride(-2) % 16 == 0, (
+            "rows are loaded in vectors"
+        )
         return bias
 
 

@@ -7,7 +7,6 @@ optimisers that gather gradients themselves.
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch

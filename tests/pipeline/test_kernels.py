@@ -51,7 +51,9 @@ def reference(q, k, v, mask, scale, window):
 
 
 def drawn(heads, length, d=8, dtype=torch.float64, seed=0):
-    return torch.randn(2, heads, length, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(2, heads, length, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def compare(kernel, dtype, rows, columns, kv_heads=2, groups=1, d=8, mask=None, scale=None, window=None):
