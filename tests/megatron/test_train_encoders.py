@@ -1,4 +1,4 @@
-"""train.py with BERT and ViT: in phases, frozen and reshaped, resumed; and what it says of arguments that are missing."""
+"""train.py with BERT and ViT: in phases, frozen and reshaped, resumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.megatron.test_train import losses, train_module
 from tests.spawn import run_ranks
 
 MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4"]
-RUN = ["--split", "80,20,0", "--log-interval", "1", "--seed", "5"]
+RUN = ["--split", "80,20,0", "--log-interval", "1", "--seed", "5", "--pipeline-model-parallel-size", "2"]
 STEPS = 6
 LAMB = {
     "optimizer": {"type": "FusedLamb", "params": {"exclude": "bias_norm", "max_grad_norm": 1.0}},
@@ -77,8 +77,7 @@ def arguments(folder: Path, data: list[str], name: str, settings: dict[str, Any]
     """Of a run on two stages."""
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"steps_per_print": 10**9, **settings}))
-    run = [*RUN, "--train-iters", str(STEPS), "--pipeline-model-parallel-size", "2"]
-    return [*MODEL, *run, *data, "--deepspeed_config", str(path), *more]
+    return [*MODEL, *RUN, "--train-iters", str(STEPS), *data, "--deepspeed_config", str(path), *more]
 
 
 def elastic(settings: dict[str, Any], *resize: list[int]) -> dict[str, Any]:
@@ -109,25 +108,3 @@ def test_frozen_and_reshaped_and_resumed_runs_have_the_same_losses(tmp_path: Pat
         moved = losses(tmp_path, f"{model} moved")
         assert moved == pytest.approx({step: still[step] for step in moved}, rel=1e-5) and len(moved) == 5
         assert losses(tmp_path, f"{model} resumed") == pytest.approx({6: still[6]}, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--model", "gpt"], "the following arguments are required: --seq-length, --vocab-size, --data-path"),
-        (["--model", "bert", "--seq-length", "8"], "the following arguments are required: --data-path"),
-        (["--model", "vit"], "the following arguments are required: --data"),
-        (
-            ["--model", "vit", "--data", "x", "--patch-dim", "0"],
-            "argument --patch-dim: got 0, must be an integer of 1 or more, use e.g. 1",
-        ),
-    ],
-)
-def test_what_a_model_lacks_is_said(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = ["train.py", *MODEL, "--train-iters", "1", "--deepspeed_config", "none.json", *words]
-    monkeypatch.setattr(sys, "argv", run)
-    with pytest.raises(SystemExit) as ended:
-        train_module().parse_arguments()
-    assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1].endswith(f"error: {message}")

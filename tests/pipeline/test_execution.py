@@ -21,7 +21,7 @@ from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.operators.interception import Interception
 from ds_terapipe.pipeline.slicing import TensorCut, slice_lengths, spans
 from ds_terapipe.pipeline.stage import PlainGradients
-from ds_terapipe.schedule import Grid, Op, Placement, order, validate, with_messages, with_weight_gradients
+from ds_terapipe.schedule import Grid, Op, Placement, validate
 from tests.pipeline.fake_links import assemblies, run
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
 from tests.pipeline.test_assembly import WIDTH, Block
@@ -100,7 +100,6 @@ LATE = {"bf16": {"enabled": True, "immediate_grad_update": False}}
 ZERO1 = {"zero_optimization": {"stage": 1}}
 CONFIGS = {
     "zero1 fp32": ZERO1,
-    "bf16": {"bf16": {"enabled": True}},
     "bf16, gathered after backward": LATE,
     "bf16 zero1, fp32 sum, gathered after backward": {**LATE, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}},
 }
@@ -113,17 +112,8 @@ def interleaved(name: str, placement: Placement, slices: tuple[int, ...], deferr
     return made.grid
 
 
-def finer(name: str, placement: Placement, slices: tuple[int, ...], deferring: tuple[int, ...] = ()) -> Grid:
-    """The schedule's own order, its weight gradients slice by slice."""
-    grid = with_messages(order(name, placement, slices), placement)
-    grid = with_weight_gradients(grid, placement, deferring, each_slice=True)
-    validate(grid, slices, name, placement)
-    return grid
-
-
 ORDERS = {
     "random": ("micro_batch", interleaved),
-    "a W for each slice": ("micro_batch", finer),
     "random, gradients by slice": ("slice", interleaved),
 }
 

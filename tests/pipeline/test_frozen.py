@@ -77,10 +77,6 @@ def frozen(kind: type[nn.Module]) -> LayerSpec:
     return trains(kind, lambda name, parameter: False)
 
 
-def biases(kind: type[nn.Module]) -> LayerSpec:
-    return trains(kind, lambda name, parameter: name.endswith("bias"))
-
-
 class LoraBlock(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -95,28 +91,20 @@ class FrozenTokens(Tokens):
 
 
 F_EMBEDDING, F_BLOCK, F_HEAD = frozen(Embedding), frozen(Block), frozen(Head)
-LORA, BIASES = LayerSpec(LoraBlock), biases(Block)
+LORA = LayerSpec(LoraBlock)
 EMBEDDING, BLOCK, HEAD, NOTHING = map(LayerSpec, (Embedding, Block, Head, Nothing))
 THREE = Placement.of([0, 0, 1], [0, 1, 3, 6], 1)
 # layers, where they are, the stages with matrices that are trained, configurations
 MODELS: dict[str, tuple[list[Any], Placement, set[int], tuple[str, ...]]] = {
-    "LoRA": ([F_EMBEDDING, *[LORA] * 4, F_HEAD], THREE, {1, 2}, ("AdamW", "checkpointed in twos")),
-    "biases": ([F_EMBEDDING, *[BIASES] * 4, biases(Head)], THREE, set(), ("ZeRO-1", "checkpointed")),
-    "middle": ([EMBEDDING, BLOCK, F_BLOCK, F_BLOCK, BLOCK, HEAD], Placement.plain(2, [0, 3, 6]), {0, 1}, ("per slice", "fp64")),
+    "LoRA": ([F_EMBEDDING, *[LORA] * 4, F_HEAD], THREE, {1, 2}, ("AdamW", "checkpointed in twos", "ZeRO-1")),
     "tied": (tied_gpt(2, FrozenTokens), THREE, {1, 2}, ("SGD", "bf16")),
     "first": (
         [F_EMBEDDING, F_BLOCK, F_BLOCK, BLOCK, BLOCK, HEAD],
         Placement.plain(2, [0, 3, 6], 1),
         {1},
-        ("FusedLamb", "checkpointed", "auto", "bf16", "ZeRO-1"),
+        ("FusedLamb", "checkpointed", "auto", "bf16", "terapipe"),
     ),
     "no weights": ([EMBEDDING, BLOCK, BLOCK, *[NOTHING] * 3], Placement.plain(2, [0, 3, 6]), {0}, ("AdamW", "bf16", "uncut")),
-    "in the first": (
-        [F_EMBEDDING, F_BLOCK, BLOCK, BLOCK, BLOCK, HEAD],
-        Placement.of([0, 0, 1], [0, 2, 3, 6], 1),
-        {1, 2},
-        ("ZeRO-1", "terapipe"),
-    ),
     "in the second": (
         [F_EMBEDDING, F_BLOCK, F_BLOCK, F_BLOCK, BLOCK, HEAD],
         Placement.of([0, 1, 1], [0, 3, 4, 6], 2),

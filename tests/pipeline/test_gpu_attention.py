@@ -11,15 +11,11 @@ import torch.nn.functional as F
 from ds_terapipe.pipeline.operators.attention import slice_attention
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.interception import Overrides
-from ds_terapipe.pipeline.operators.kernels import Call, CudaEfficient, CudaFlash, Formula, choose
 from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
 from tests.pipeline.test_attention import document_mask, relative, sliced, tensors, whole
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS = [40, 3, 64, 1, 20]
 TOTAL = sum(LENGTHS)
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 3e-3, torch.float64: 1e-10}
@@ -60,20 +56,6 @@ def test_values_of_another_size_and_a_learned_bias_run_the_formula():
         bias = torch.randn(4, TOTAL, TOTAL).requires_grad_()
         sliced(*values, LENGTHS, mask=bias + hidden)
     assert bias.grad is not None and torch.isfinite(bias.grad).all() and bias.grad.tril().any()
-
-
-def test_the_fused_kernels_are_chosen():
-    def chosen(dtype, kv_heads=4, mask=None, dropout_p=0.0):
-        q, k = (torch.rand(2, heads, 8, 64, device="cuda", dtype=dtype) for heads in (4, kv_heads))
-        return choose(q, k, k, None if mask is None else mask.to(dtype), Call(dropout_p, None))
-
-    mask = torch.zeros(1, 1, 8, 8, device="cuda")
-    for dtype in (torch.bfloat16, torch.float16):
-        assert chosen(dtype) is chosen(dtype, kv_heads=2) is chosen(dtype, dropout_p=0.1) is CudaFlash
-        assert chosen(dtype, mask=mask) is chosen(dtype, kv_heads=2, mask=mask) is CudaEfficient
-    assert chosen(torch.float32) is chosen(torch.float32, kv_heads=2) is CudaEfficient
-    assert chosen(torch.float32, mask=mask) is chosen(torch.float32, dropout_p=0.1) is CudaEfficient
-    assert chosen(torch.float64) is Formula
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
