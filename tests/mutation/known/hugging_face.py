@@ -2,7 +2,7 @@
 
 from . import Known
 
-_TRAINED, _BATCHES = "tests/hf/test_pipeline.py -k family", "tests/hf/test_batches.py"
+_TRAINED, _BATCHES = "tests/hf/test_slices.py", "tests/hf/test_batches.py"
 _CUT = (
     "        span = places.span\n"
     "        return cos[:, span.start : span.stop], sin[:, span.start : span.stop]\n"
