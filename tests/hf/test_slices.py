@@ -75,7 +75,5 @@ def test_layers_in_slices_have_the_model_s_loss_and_gradients(family: str, kind:
     wanted.backward()
     assert in_slices(ours, given, lengths) == pytest.approx(float(wanted.detach()), rel=limit)
     for name, parameter in model.named_parameters():
-        got, expected = (
-            without_key_biases(model.config, name, p.grad) for p in (ours.get_parameter(name), parameter)
-        )
+        got, expected = (without_key_biases(model.config, name, p.grad) for p in (ours.get_parameter(name), parameter))
         assert (got - expected).norm() <= limit * expected.norm(), name

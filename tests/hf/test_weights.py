@@ -142,46 +142,8 @@ def test_a_pipeline_from_a_folder_to_a_folder(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- bad input
 
 
-def refused(rank: int, world: int, folder: Path) -> dict[str, str]:
-    """What each process is told; one that waits for another would not come back."""
-    from transformers import AutoConfig, BertConfig, BertModel, CLIPConfig, GraniteConfig, T5Config
-
-    from ds_terapipe import hf
-    from tests.hf.families import config_of, model_of
-
-    llama, tiny = config_of("llama"), {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-    fast, small = config_of("llama"), {**tiny, "intermediate_size": 48, "vocab_size": 64}
-    fast._attn_implementation = "flash_attention_2"
-    cases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "encoder": (BertConfig(**tiny), {}),
-        "encoder and decoder": (T5Config(), {}),
-        "no causal head": (BertModel(BertConfig(**tiny)), {}),
-        "no decoder": (CLIPConfig(), {}),
-        "experts": (AutoConfig.for_model("mixtral", **small, num_key_value_heads=2, num_local_experts=4), {}),
-        "scaled outside": (GraniteConfig(**small, logits_scaling=4.0), {}),
-        "more stages than layers": (config_of("llama", num_hidden_layers=1), {}),
-        "layers per stage": (llama, {"layers_per_stage": [4, 1]}),
-        "stages": (llama, {"num_stages": 3}),
-        "flash": (fast, {}),
-        "loss": (llama, {"loss": "masked_lm"}),
-        "mean": (llama, {"mean_over": "batch"}),
-        "nothing": (None, {}),
-        "adapters around it": (type("PeftModel", (), {"get_base_model": None})(), {}),
-        "no such name": ("/no/such/folder", {}),
-        **{name: (str(folder / name), {}) for name in DAMAGED},
-        "one process only": (str(folder / "llama" if rank == 0 else folder / "nowhere" / "llama"), {}),
-        "good": (model_of("llama"), {}),
-    }
-    said = {}
-    for name, (model, options) in cases.items():
-        try:
-            hf.pipeline(model, **{"num_stages": 2, **options})
-            said[name] = "built"
-        except ConfigError as error:
-            said[name] = str(error)
-    return said
-
-
+TWO = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+SMALL = {**TWO, "intermediate_size": 48, "vocab_size": 64}
 DAMAGED = {
     "missing": "that is missing, must be whole",
     "truncated": "that is damaged",
@@ -190,26 +152,60 @@ DAMAGED = {
     "index": "model.safetensors.index.json that is damaged",
     "pickle": "without model.safetensors",
 }
-SAID = {
-    "encoder": "hf.pipeline: got bert, with BertEmbeddings and BertEncoder",
-    "encoder and decoder": "hf.pipeline: got t5, an encoder with a decoder",
-    "no causal head": "hf.pipeline: got bert, BertModel without a head for logits",
-    "no decoder": "hf.pipeline: got clip, which is none of AutoModelForCausalLM's",
-    "experts": "hf.pipeline: got mixtral, a mixture of experts (num_local_experts 4)",
-    "scaled outside": "hf.pipeline: got granite, whose own forward does more than its layers do (the logits",
-    "more stages than layers": "layers per stage: got",
-    "layers per stage": "layers per stage: got [4, 1] for 4 layers",
-    "stages": "num_stages: got 3 for 2 processes",
-    "flash": 'attn_implementation: got "flash_attention_2"',
-    "loss": 'loss: got "masked_lm"',
-    "mean": 'mean_over: got "batch"',
-    "nothing": "hf.pipeline: got NoneType",
-    "adapters around it": "hf.pipeline: got PeftModel, must be the model that its adapters are in, use model.get_base_model()",
-    "no such name": 'hf.pipeline: got "/no/such/folder"',
-    **DAMAGED,
-    "one process only": "nowhere",
-    "good": "built",
-}
+# what is made of transformers' classes, options of hf.pipeline, and what is said
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda t: t.BertConfig(**TWO), {}, "hf.pipeline: got bert, with BertEmbeddings and BertEncoder"),
+    (lambda t: t.T5Config(), {}, "hf.pipeline: got t5, an encoder with a decoder"),
+    (lambda t: t.BertModel(t.BertConfig(**TWO)), {}, "hf.pipeline: got bert, BertModel without a head for logits"),
+    (lambda t: t.CLIPConfig(), {}, "hf.pipeline: got clip, which is none of AutoModelForCausalLM's"),
+    (
+        lambda t: t.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4),
+        {},
+        "hf.pipeline: got mixtral, a mixture of experts (num_local_experts 4)",
+    ),
+    (
+        lambda t: t.GraniteConfig(**SMALL, logits_scaling=4.0),
+        {},
+        "hf.pipeline: got granite, whose own forward does more than its layers do (the logits",
+    ),
+    (lambda t: t.LlamaConfig(**SMALL | {"num_hidden_layers": 1}), {}, "layers per stage: got"),
+    (lambda t: t.LlamaConfig(**SMALL), {"layers_per_stage": [2, 1]}, "layers per stage: got [2, 1] for 2 layers"),
+    (lambda t: t.LlamaConfig(**SMALL), {"num_stages": 3}, "num_stages: got 3 for 2 processes"),
+    (
+        lambda t: t.LlamaConfig(**SMALL, attn_implementation="flash_attention_2"),
+        {},
+        'attn_implementation: got "flash_attention_2"',
+    ),
+    (lambda t: t.LlamaConfig(**SMALL), {"loss": "masked_lm"}, 'loss: got "masked_lm"'),
+    (lambda t: t.LlamaConfig(**SMALL), {"mean_over": "batch"}, 'mean_over: got "batch"'),
+    (lambda t: None, {}, "hf.pipeline: got NoneType"),
+    (
+        lambda t: type("PeftModel", (), {"get_base_model": None})(),
+        {},
+        "hf.pipeline: got PeftModel, must be the model that its adapters are in, use model.get_base_model()",
+    ),
+    (lambda t: "/no/such/folder", {}, 'hf.pipeline: got "/no/such/folder"'),
+    *((lambda t, name=name: name, {}, said) for name, said in DAMAGED.items()),
+    (lambda t: "llama" if torch.distributed.get_rank() == 0 else "nowhere/llama", {}, "nowhere"),
+    (lambda t: t.LlamaForCausalLM(t.LlamaConfig(**SMALL)), {}, "built"),
+]
+
+
+def refused(rank: int, world: int, folder: Path) -> list[str]:
+    """What each process is told; one that waits for another would not come back."""
+    import transformers
+
+    from ds_terapipe import hf
+
+    os.chdir(folder)
+    said = []
+    for make, options, _ in REFUSED:
+        try:
+            hf.pipeline(make(transformers), **{"num_stages": 2, **options})
+            said.append("built")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
 
 
 def test_what_can_not_be_built_is_said_on_every_process(tmp_path: Path) -> None:
@@ -228,10 +224,9 @@ def test_what_can_not_be_built_is_said_on_every_process(tmp_path: Path) -> None:
     (tmp_path / "index" / "model.safetensors.index.json").write_text("{")
     for file in (tmp_path / "pickle").glob("model*"):
         file.rename(file.with_suffix(".bin"))
-    for rank, found in enumerate(run_ranks(refused, 2, tmp_path)):
-        assert found.keys() == SAID.keys()
-        for name, said in found.items():
-            assert SAID[name] in said and "\n" not in said, f"rank {rank}, {name}: {said}"
+    for found in run_ranks(refused, 2, tmp_path):
+        for said, (*_, wanted) in zip(found, REFUSED, strict=True):
+            assert wanted in said and "\n" not in said, said
 
 
 class Killed(BaseException):
@@ -335,46 +330,38 @@ def test_an_export_says_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
     checkpoint = checkpoint_of(families.model_of("llama"), tmp_path / "checkpoint")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match=r"export: got .*there, must be a new folder or an empty one"):
-        export(checkpoint, tmp_path / "there")
-    with pytest.raises(ConfigError, match=r"must be the folder of one step of a pipeline that ds_terapipe.hf.pipeline"):
-        export(tmp_path / "there", tmp_path / "out")
-    for file in ("layer_02-model_states.pt", "mp_rank_00_model_states.pt"):
-        whole = (checkpoint / file).read_bytes() if (checkpoint / file).exists() else b""
+
+    def refused(said: str, given: Path = checkpoint, out: str = "out") -> None:
+        with pytest.raises(ConfigError, match=f"^export: got .*{said}"):
+            export(given, tmp_path / out)
+
+    refused("there, must be a new folder or an empty one", out="there")
+    refused("must be the folder of one step of a pipeline that ds_terapipe.hf.pipeline", tmp_path / "there")
+    layer_file, states = checkpoint / "layer_02-model_states.pt", checkpoint / "mp_rank_00_model_states.pt"
+    layer, whole = torch.load(layer_file), layer_file.read_bytes()
+    for file in (layer_file, states):
         for broken in (whole[:-100], b"PK", b""):
-            (checkpoint / file).write_bytes(broken)
-            with pytest.raises(ConfigError, match=rf"^export: got .*{file} \(.*\), must be a whole file, use another"):
-                export(checkpoint, tmp_path / "out")
-        (checkpoint / file).write_bytes(whole)
-    (checkpoint / "mp_rank_00_model_states.pt").unlink()
-    layer = torch.load(checkpoint / "layer_02-model_states.pt")
-    torch.save({"x": torch.ones(2)}, checkpoint / "layer_02-model_states.pt")
-    with pytest.raises(
-        ConfigError, match=r"^export: got .*layer_02-model_states.pt of another layer, must be of entry 2"
-    ):
-        export(checkpoint, tmp_path / "out")
-    torch.save(layer, checkpoint / "layer_02-model_states.pt")
+            file.write_bytes(broken)
+            refused(rf"{file.name} \(.*\), must be a whole file, use another")
+        file.write_bytes(whole)
+    states.unlink()
+    torch.save({"x": torch.ones(2)}, layer_file)
+    refused("layer_02-model_states.pt of another layer, must be of entry 2")
+    layer_file.write_bytes(whole)
     manifest.write(checkpoint, {})
-    for file in ("layer_02-model_states.pt", "hf/names.json", "hf/config.json"):
-        whole = (checkpoint / file).read_bytes()
-        (checkpoint / file).write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-        with pytest.raises(
-            ConfigError, match=rf"^export: got .*{file} with another checksum, must be as it was saved, use"
-        ):
-            export(checkpoint, tmp_path / "out")
-        (checkpoint / file).write_bytes(whole)
+    for file in (layer_file, checkpoint / "hf" / "names.json", checkpoint / "hf" / "config.json"):
+        data = file.read_bytes()
+        file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+        refused(f"{file.name} with another checksum, must be as it was saved, use")
+        file.write_bytes(data)
     (checkpoint / MANIFEST).unlink()
-    (checkpoint.parent / "latest").write_bytes(b"\0")
-    assert cli.main(["export", str(checkpoint.parent), str(tmp_path / "out")]) == 1
-    assert "error: export: got " in capsys.readouterr().err
-    torch.save(
-        layer, checkpoint / "layer_02-model_states.pt", _use_new_zipfile_serialization=False
-    )  # DeepSpeed can, too
+    torch.save(layer, layer_file, _use_new_zipfile_serialization=False)  # DeepSpeed can, too
     assert export(checkpoint, tmp_path / "legacy").exists()
-    (checkpoint / "layer_02-model_states.pt").unlink()
-    with pytest.raises(ConfigError, match=r"export: got 0 files of layer 2 in"):
-        export(checkpoint, tmp_path / "out")
+    layer_file.unlink()
+    refused("0 files of layer 2 in")
+    (checkpoint.parent / "latest").write_bytes(b"\0")
+    for folder, said in ((checkpoint.parent, "error: export: got "), (tmp_path / "nowhere", "error: got ")):
+        assert cli.main(["export", str(folder), str(tmp_path / "out")]) == 1
+        assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert cli.main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
-    assert "error: got " in capsys.readouterr().err
     assert (tmp_path / "there" / "thesis.tex").read_text() == "mine"

@@ -23,7 +23,7 @@ _NEVER_S = 600.0
 
 
 class Stream:
-    """Runs what it is given, one thing after the other, without a wait for whoever gives it."""
+    """Runs what it is given, one thing after the other, and its caller does not wait."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()

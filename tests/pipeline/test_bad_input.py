@@ -1,4 +1,4 @@
-"""Data, models and settings that can't be run: one line of error on every rank, at once, and nobody is left waiting."""
+"""Data, models and settings that can't be run: one line of error on every rank, at once, and no rank is left waiting."""
 
 from __future__ import annotations
 

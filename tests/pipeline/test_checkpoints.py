@@ -23,7 +23,7 @@ OF_USER = ("hf", "plots/loss.svg", "weights.pt")
 
 
 class Killed(BaseException):
-    """No error: nobody sees it but the test."""
+    """No error: only the test sees it."""
 
 
 class Alone:

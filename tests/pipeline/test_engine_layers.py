@@ -256,7 +256,7 @@ def refusals() -> dict[str, str]:
 
 
 def data() -> Iterator[Any]:
-    """The micro-batches of a step; whoever made them does not keep them."""
+    """The micro-batches of a step, which their maker does not keep."""
     return (micro_batch(m) for m in range(6))
 
 

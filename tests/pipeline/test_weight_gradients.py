@@ -320,7 +320,7 @@ class Penalised(Net):
         return out + torch.autograd.grad(out.sum(), x, retain_graph=True)[0].sum()
 
 
-def test_what_autograd_would_refuse_or_nobody_would_make_is_an_error():
+def test_what_autograd_would_refuse_or_no_backward_would_make_is_an_error():
     net, x = Net(), torch.randn(1, 6, FEATURES, requires_grad=True)
     going_back, output = one_slice(net, WeightGradients(), x)
     with torch.no_grad():

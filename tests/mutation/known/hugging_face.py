@@ -11,14 +11,14 @@ _CALL = "is_causal=True, window=sliding_window, softcap=softcap,"
 
 KNOWN = (
     Known(
-        "learned positions begin anew with a slice",
+        "learned positions start at 0 in every slice",
         "hf.positions",
         "self.positions[:, self.span.start : self.span.stop]",
         "self.positions[:, : self.span.length]",
         _BATCHES,
     ),
     Known(
-        "rotary positions begin anew with a slice",
+        "rotary positions start at 0 in every slice",
         "hf.positions",
         _CUT,
         "        return cos[:, : places.span.length], sin[:, : places.span.length]\n",

@@ -2,7 +2,6 @@
 
 from . import Known
 
-_ROWS = "tests/rows/test_rows.py"
 _TAKEN = "_add(sums, kept.take(first_slice))"
 
 KNOWN = (
@@ -69,7 +68,7 @@ KNOWN = (
         "pipeline.engine",
         "            self._exec_reduce_tied_grads()\n",
         "            pass\n",
-        _ROWS,
+        "tests/pipeline/test_engine_layers.py -k checkpointed",
     ),
     Known(
         "a gradient sent for the wrong unit",
@@ -78,6 +77,6 @@ KNOWN = (
         "        sent, shapes = vars(self).setdefault('sent', {}), (stage, *(t.shape for t in gradients))\n"
         "        gradients, sent[shapes] = sent.get(shapes, gradients), gradients\n"
         '        outbox.send(unit, gradients, f"gradients of {unit}")\n',
-        _ROWS,
+        "tests/pipeline/test_assembly.py -k two_processes",
     ),
 )
