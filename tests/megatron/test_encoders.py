@@ -104,7 +104,7 @@ def train_alone(training: Training) -> Result:
         optimizer.zero_grad(set_to_none=True)
         each = [model.loss(inputs, labels) / MICRO_BATCHES for inputs, labels in step]
         torch.stack(each).sum().backward()
-        losses.append(float(sum(each)))
+        losses.append(sum(loss.item() for loss in each))
         gradients = gradients or arrays({n: p.grad for n, p in model.parameters.items()})
         for name, parameter in model.parameters.items():
             if name.startswith(training.frozen(number)):
@@ -189,7 +189,7 @@ def off_by(kind: str) -> float:
     loss, wanted_loss = pipeline.loss_fn(hidden, labels), wanted.loss(inputs, labels)
     loss.backward()
     wanted_loss.backward()
-    found = [abs(float(loss) / float(wanted_loss) - 1)]
+    found = [abs(loss.item() / wanted_loss.item() - 1)]
     for key, parameter in pipeline.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         found.append(relative(*(without_key_bias(key, t.numpy()) for t in (gradient, wanted.parameters[key].grad))))
