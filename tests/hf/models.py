@@ -10,23 +10,27 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
-from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig
 from transformers.integrations import sdpa_attention
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralRotaryEmbedding
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
 from ds_terapipe.pipeline.operators.context import current_span
 from tests.pipeline.models import HEADS, HIDDEN, POSITIONS, VOCABULARY, Head, micro_batch
 
-LENGTH = 24
-WINDOW = 5
-_ROTARY = {
-    LlamaDecoderLayer: LlamaRotaryEmbedding,
-    MistralDecoderLayer: MistralRotaryEmbedding,
-    Qwen2DecoderLayer: Qwen2RotaryEmbedding,
+LENGTH, WINDOW = 24, 5
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": 4, "max_position_embeddings": POSITIONS, "attn_implementation": "sdpa",
+}  # fmt: skip
+GROUPED = {"num_key_value_heads": 2}
+FAMILIES: dict[str, tuple[type[nn.Module], type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaDecoderLayer, LlamaConfig, GROUPED),
+    "mistral": (MistralDecoderLayer, MistralConfig, GROUPED | {"sliding_window": WINDOW}),
+    "gpt2": (GPT2Block, GPT2Config, {"n_inner": 2 * HIDDEN, "attn_pdrop": 0.0, "resid_pdrop": 0.0}),
+    "bert": (BertLayer, BertConfig, {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
 }
 
 
@@ -34,7 +38,7 @@ def positions_of(tokens: Tensor) -> Tensor:
     """Positions [1, s] of a slice's tokens [b, s, ...] in their sequence."""
     span = current_span()
     start = 0 if span is None else span.start
-    return torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
+    return torch.arange(start, start + tokens.shape[1])[None]
 
 
 class Tokens(nn.Module):
@@ -54,12 +58,12 @@ class Tokens(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Hugging Face decoder layer: hidden states [b, s, hidden], or with them a mask that it hands on."""
+    """A layer of Hugging Face's: hidden states [b, s, hidden], or with them a mask that it hands on."""
 
     def __init__(self, layer: type[nn.Module], config: PreTrainedConfig, index: int) -> None:
         super().__init__()
         self.layer = layer(config, layer_idx=index)
-        self.rotary = _ROTARY[layer](config) if layer in _ROTARY else None
+        self.rotary = LlamaRotaryEmbedding(config) if hasattr(config, "rope_parameters") else None
 
     def forward(self, inputs: Any) -> Any:
         hidden, *mask = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -73,8 +77,6 @@ class Decoder(nn.Module):
 
 
 class NotCausal(Decoder):
-    """The same layer, told not to be causal."""
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.layer.self_attn.is_causal = False
@@ -93,21 +95,8 @@ class Later(Decoder):
 
 
 class Logits(Head):
-    """The head, whether a mask comes along or not."""
-
     def forward(self, inputs: Any) -> Tensor:
         return super().forward(inputs[0] if isinstance(inputs, tuple) else inputs)
-
-
-def _config(kind: type[PreTrainedConfig], **options: Any) -> PreTrainedConfig:
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "intermediate_size": 2 * HIDDEN,
-    }
-    sizes |= {"num_hidden_layers": 4, "max_position_embeddings": POSITIONS, "attn_implementation": "sdpa"}
-    return kind(**sizes | options)
 
 
 def packs_heads() -> bool:
@@ -115,30 +104,10 @@ def packs_heads() -> bool:
     return hasattr(sdpa_attention, "pack_gqa")
 
 
-def decoders(name: str, **options: Any) -> list[LayerSpec]:
+def decoders(family: str, kind: type[Decoder] = Decoder, **options: Any) -> list[LayerSpec]:
     """Four layers of a model family; ``options`` change its configuration."""
-    grouped = {"num_key_value_heads": 2}
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    families = {
-        "llama": (LlamaDecoderLayer, LlamaConfig, grouped),
-        "qwen2": (Qwen2DecoderLayer, Qwen2Config, grouped),
-        "mistral": (MistralDecoderLayer, MistralConfig, grouped | {"sliding_window": 2 * LENGTH}),
-        "gpt2": (GPT2Block, GPT2Config, {"n_inner": 2 * HIDDEN, "attn_pdrop": 0.0, "resid_pdrop": 0.0}),
-        "bert": (BertLayer, BertConfig, still),
-    }
-    layer, kind, own = families[name]
-    config = _config(kind, **own | options)
-    return [LayerSpec(Decoder, layer, config, index) for index in range(4)]
-
-
-def not_causal() -> list[LayerSpec]:
-    """Four Llama layers whose attention is bidirectional."""
-    return [LayerSpec(NotCausal, *spec.module_args) for spec in decoders("llama")]
-
-
-def later(spec: LayerSpec, calls_aside: int) -> LayerSpec:
-    """A layer as of ``spec`` that stands aside for so many calls."""
-    return LayerSpec(Later, *spec.module_args, calls_aside=calls_aside)
+    layer, configuration, own = FAMILIES[family]
+    return [LayerSpec(kind, layer, configuration(**SIZES | own | options), index) for index in range(4)]
 
 
 def model(layers: list[LayerSpec], learned_positions: bool = False) -> list[LayerSpec]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ds_terapipe import hf
@@ -67,19 +64,16 @@ def train_in_pipeline(
 
 def renamed(trace: Trace, made: Any) -> Trace:
     """A trace of a pipeline under the names of the model's weights."""
-    known = {}
-    for entry, names in enumerate(names_of(made.source)):
-        for own, name in names.items():
-            known |= (
-                {f"{entry}.{own}": name, f"tied_modules.embed.{own}": name} if entry == 0 else {f"{entry}.{own}": name}
-            )
+    known = {
+        own: name
+        for entry, names in enumerate(names_of(made.source))
+        for layer, name in names.items()
+        for own in (f"{entry}.{layer}", *([f"tied_modules.embed.{layer}"] if entry == 0 else []))
+    }
 
     def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
-        for name, tensor in tensors.items():
-            own = next(own for own in known if name.startswith(own))
-            found[known[own] + name.removeprefix(own)] = tensor
-        return found
+        owns = {name: next(own for own in known if name.startswith(own)) for name in tensors}
+        return {known[own] + name.removeprefix(own): tensors[name] for name, own in owns.items()}
 
     return Trace(trace.losses, [rename(one) for one in trace.gradients], trace.norms, rename(trace.weights))
 
@@ -98,32 +92,3 @@ def compared(got: Trace, expected: Trace, config: Any) -> dict[str, float]:
         "gradients": max(worst(known(a), known(b)) for a, b in zip(got.gradients, expected.gradients, strict=True)),
         "weights": worst(known(got.weights), known(expected.weights)),
     }
-
-
-@contextmanager
-def no_casts() -> Iterator[None]:
-    """Within it nothing of fp64 is cast to fp32 on the way, as transformers does in norms, softmax and loss, ours in the loss."""
-    to, as_float, softmax = Tensor.to, Tensor.float, F.softmax
-
-    def in_question(tensor: Tensor) -> bool:
-        return tensor.dtype == torch.float64 and sys._getframe(2).f_globals["__name__"].startswith(
-            ("transformers.", "ds_terapipe.hf.loss")
-        )
-
-    def kept(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        wanted = (*args, *kwargs.values())
-        return self if torch.float32 in wanted and in_question(self) else to(self, *args, **kwargs)
-
-    def as_it_is(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self if in_question(self) else as_float(self, *args, **kwargs)
-
-    def in_its_type(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if in_question(x):
-            kwargs.pop("dtype", None)
-        return softmax(x, *args, **kwargs)
-
-    Tensor.to, Tensor.float, F.softmax = kept, as_it_is, in_its_type
-    try:
-        yield
-    finally:
-        Tensor.to, Tensor.float, F.softmax = to, as_float, softmax

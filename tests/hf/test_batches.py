@@ -77,34 +77,28 @@ def test_tokens_see_what_transformers_lets_them_see(made: dict[str, Tensor]) -> 
     from ds_terapipe.pipeline.slicing import spans
 
     inputs, labels = hf.batch(made)
-    tokens = made["input_ids"]
+    tokens, expected = made["input_ids"], visible(made)
+    length, plain = tokens.shape[1], torch.arange(tokens.shape[1]).expand_as(tokens)
+    positions = made.get("position_ids", plain).expand_as(tokens)
     assert labels is made["labels"]
-    length, expected = tokens.shape[1], visible(made)
     if isinstance(inputs, Tensor):  # nothing travels: what is seen otherwise asks for nothing
-        causal = torch.ones(length, length, dtype=torch.bool).tril()
-        rows = (expected != causal).any(-1)
+        rows = (expected != torch.ones(length, length, dtype=torch.bool).tril()).any(-1)
         counts = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) != -100
         assert not (rows & counts).any(), "a token whose label counts sees something else"
-        assert "position_ids" not in made or torch.equal(
-            made["position_ids"], torch.arange(length).expand_as(made["position_ids"])
-        )
         real = made.get("attention_mask", torch.ones_like(tokens)) != 0
-        assert not (expected.sum(-1)[real] != torch.arange(1, length + 1).expand_as(tokens)[real]).any()
+        assert torch.equal(positions, plain) and torch.equal(expected.sum(-1)[real], plain[real] + 1)
         return
     assert inputs[0] is tokens and inputs[1].shape == (len(tokens), 1, 2 * length)
-    seen, at = [], []
+    seen, at = torch.zeros(len(tokens), length, length, dtype=torch.bool), []
     for span in spans((1, length - 1)):
         places, causal = places_of(inputs[1], tokens, span), torch.ones(span.length, span.stop, dtype=torch.bool)
-        full = torch.zeros(len(tokens), span.length, length, dtype=torch.bool)
-        full[..., : span.stop] = places.mask[:, 0] & causal.tril(span.start)
-        seen.append(full)
+        seen[:, span.start : span.stop, : span.stop] = places.mask[:, 0] & causal.tril(span.start)
         at.append(places.here)
-    assert torch.equal(torch.cat(seen, 1), expected)
-    positions = made.get("position_ids", torch.arange(length)[None]).expand_as(tokens)
-    assert torch.equal(torch.cat(at, 1), positions)
+    assert torch.equal(seen, expected) and torch.equal(torch.cat(at, 1), positions)
 
 
 GOOD = {"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": torch.ones(2, 4, dtype=torch.long)}
+ONES = torch.ones(2, 4, dtype=torch.long)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no labels": ({"labels": None}, "got none for labels, must be a tensor"),
     "a list": ({"input_ids": [[1, 2]]}, "got list"),
@@ -140,22 +134,17 @@ def test_documents_beside_a_mask_of_ones_are_one_and_that_is_said_once(caplog: p
     from ds_terapipe.hf import batches
 
     batches._say_that_documents_are_one.cache_clear()
-    packed, ones = torch.tensor([[0, 1, 0, 1]] * 2), torch.ones(2, 4, dtype=torch.long)
+    packed = torch.tensor([[0, 1, 0, 1]] * 2)
     padded = {"attention_mask": torch.tensor([[0, 0, 1, 1]] * 2), "position_ids": torch.tensor([[1, 1, 0, 1]] * 2)}
-    for kept in ({"position_ids": packed}, padded, {"attention_mask": ones, "position_ids": torch.arange(4)[None]}):
+    for kept in ({"position_ids": packed}, padded, {"attention_mask": ONES, "position_ids": torch.arange(4)[None]}):
         batches.batch({**GOOD, **kept})
     assert not caplog.records
     for _ in range(2):
-        inputs, _ = batches.batch({**GOOD, "attention_mask": ones.bool(), "position_ids": packed})
-        assert torch.equal(inputs[1].chunk(2, dim=-1)[1], ones[:, None])
+        inputs, _ = batches.batch({**GOOD, "attention_mask": ONES.bool(), "position_ids": packed})
+        assert torch.equal(inputs[1].chunk(2, dim=-1)[1], ONES[:, None])
     assert len(caplog.records) == 1 and "all tokens of a row are one document, as for transformers" in caplog.text
-
-
-def test_types_of_zeros_are_left_out() -> None:
-    from ds_terapipe import hf
-
-    inputs, _ = hf.batch({**GOOD, "token_type_ids": torch.zeros(2, 4), "attention_mask": torch.ones(2, 4)})
-    assert inputs is GOOD["input_ids"]
+    inputs, _ = batches.batch({**GOOD, "token_type_ids": torch.zeros(2, 4), "attention_mask": ONES})
+    assert inputs is GOOD["input_ids"], "types of zeros are left out"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

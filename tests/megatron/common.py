@@ -30,12 +30,9 @@ def config(model: Model, tensor: int) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     modern = {
-        "num_query_groups": 2,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "num_query_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
         "add_bias_linear": False,
-    }
+    }  # fmt: skip
     return TransformerConfig(
         num_layers=4,
         hidden_size=32,
@@ -101,11 +98,6 @@ def allow_fp64() -> None:
     accelerator = get_accelerator()
     dtypes = [*accelerator.supported_dtypes(), torch.float64]
     accelerator.supported_dtypes = lambda: dtypes
-
-
-def whole_weights(pipeline: Any) -> dict[str, np.ndarray]:
-    """Every parameter of the model by name: see :func:`whole_tensors`."""
-    return whole_tensors(pipeline)
 
 
 def whole_tensors(

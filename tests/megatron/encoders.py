@@ -24,23 +24,12 @@ MICRO_BATCH, MICRO_BATCHES = 2, 2
 
 @dataclass(frozen=True)
 class Encoder:
-    """Which model to build.
+    """Which model to build; ``pool``: of a ViT, ``checkpoints``: ``activation_checkpoint_interval``."""
 
-    Attributes:
-        kind: "bert", "classifier" (BERT's), "vit".
-        rope: rotary positions.
-        tied: whether the vocabulary is the embedding's table.
-        pool: of a ViT.
-        dropout: of hidden states and of attention.
-        checkpoints: ``activation_checkpoint_interval``.
-        dtype: of the parameters.
-    """
-
-    kind: str
+    kind: str  # "bert", "classifier" (BERT's) or "vit"
     rope: bool = False
     tied: bool = True
     pool: str = "class"
-    dropout: float = 0.0
     checkpoints: int = 0
     dtype: torch.dtype = torch.float32
 
@@ -53,8 +42,8 @@ def config(model: Encoder, tensor: int = 1) -> Any:
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
-        hidden_dropout=model.dropout,
-        attention_dropout=model.dropout,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         tensor_model_parallel_size=tensor,
         init_method_std=0.2,  # else attention is nearly uniform, and what it attends to hardly counts
         params_dtype=model.dtype if model.dtype == torch.float64 else torch.float32,

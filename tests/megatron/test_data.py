@@ -31,36 +31,25 @@ class Counting:
         return {"tokens": value, "labels": value + 1, "position_ids": torch.arange(4), "loss_mask": torch.ones(4)}
 
 
-def step_samples(step: int, replicas: int, micro_batches: int, micro_batch_size: int) -> list[int]:
-    """All samples of a global batch, read by every replica from the start of the step, in no order."""
-    batch = replicas * micro_batches * micro_batch_size
-    found = []
-    for replica in range(replicas):
-        batches = BatchIterator(
-            Counting(100), micro_batch_size, replica=replica, replicas=replicas, consumed=step * batch
-        )
-        for _ in range(micro_batches):
-            found += next(batches)[0][0][:, 0].tolist()
-    return sorted(found)
+def tokens(batches: BatchIterator, micro_batches: int) -> list[list[int]]:
+    """The samples of so many micro-batches."""
+    return [next(batches)[0][0][:, 0].tolist() for _ in range(micro_batches)]
 
 
 @pytest.mark.parametrize(("replicas", "micro_batches", "size"), [(1, 8, 1), (1, 2, 4), (2, 4, 1), (2, 1, 4), (4, 1, 2)])
 def test_a_global_batch_is_the_same_in_every_layout(replicas: int, micro_batches: int, size: int) -> None:
     for step in range(3):
-        assert step_samples(step, replicas, micro_batches, size) == list(range(8 * step, 8 * step + 8))
+        found = []
+        for replica in range(replicas):
+            batches = BatchIterator(Counting(100), size, replica=replica, replicas=replicas, consumed=8 * step)
+            found += [sample for micro_batch in tokens(batches, micro_batches) for sample in micro_batch]
+        assert sorted(found) == list(range(8 * step, 8 * step + 8))
 
 
-def test_a_replica_goes_on_where_it_would_have_been() -> None:
+def test_a_replica_goes_on_where_it_would_have_been_and_starts_again_at_the_end() -> None:
     through = BatchIterator(Counting(100), 2, replica=1, replicas=2)
-    for _ in range(6):
-        next(through)
-    resumed = BatchIterator(Counting(100), 2, replica=1, replicas=2, consumed=24)
-    assert torch.equal(next(through)[0][0], next(resumed)[0][0])
-
-
-def test_the_data_starts_again_at_its_end() -> None:
-    batches = BatchIterator(Counting(3), 2)
-    assert [next(batches)[0][0][:, 0].tolist() for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
+    assert tokens(through, 7)[-1:] == tokens(BatchIterator(Counting(100), 2, replica=1, replicas=2, consumed=24), 1)
+    assert tokens(BatchIterator(Counting(3), 2), 3) == [[0, 1], [2, 0], [1, 2]]
 
 
 def write(folder: Path, text: str) -> str:
@@ -78,12 +67,12 @@ def test_datasets_are_text_shifted_by_one(tmp_path: Path) -> None:
         [prefix], vocab_size=257, seq_length=SEQ, samples=[50, 5, 0], split="90,10,0", seed=3
     )
     assert len(train) >= 50 and len(valid) >= 5 and test is None
-    (tokens, positions), (labels, mask) = next(BatchIterator(train, 3))
-    assert tokens.shape == positions.shape == labels.shape == mask.shape == (3, SEQ)
-    assert tokens.dtype == positions.dtype == labels.dtype == torch.int64 and mask.dtype == torch.float32
-    assert torch.equal(tokens[:, 1:], labels[:, :-1]) and torch.equal(positions[0], torch.arange(SEQ))
-    text = bytes(token for token in tokens.flatten().tolist() if token < 256).decode()
-    assert "quick brown" in text
+    (text, positions), (labels, mask) = next(BatchIterator(train, 3))
+    assert text.shape == positions.shape == labels.shape == mask.shape == (3, SEQ)
+    assert text.dtype == positions.dtype == labels.dtype == torch.int64 and mask.dtype == torch.float32
+    assert torch.equal(text[:, 1:], labels[:, :-1]) and torch.equal(positions[0], torch.arange(SEQ))
+    assert b"quick brown" in bytes(token for token in text.flatten().tolist() if token < 256)
+    assert Vocabulary(257).eod == prepare_data.END_OF_DOCUMENT
 
 
 def test_a_token_that_the_vocabulary_does_not_have_is_named(tmp_path: Path) -> None:
@@ -102,46 +91,27 @@ def test_new_data_at_an_old_prefix_gets_a_new_index(tmp_path: Path) -> None:
     assert b"new" in text and b"old" not in text
 
 
-def test_a_split_without_documents_is_refused_where_it_is_wanted(tmp_path: Path) -> None:
-    arguments = {"vocab_size": 257, "seq_length": SEQ, "split": "969,30,1"}
+def test_a_split_without_documents_is_refused_where_it_is_wanted_and_missing_data_is_named(tmp_path: Path) -> None:
+    given = {"vocab_size": 257, "seq_length": SEQ, "split": "969,30,1"}
     prefix = write(tmp_path / "text", "twenty documents")
-    train, valid, test = gpt_datasets([prefix], samples=[4, 2, 0], **arguments)
+    train, valid, test = gpt_datasets([prefix], samples=[4, 2, 0], **given)
     assert len(train) >= 4 and len(valid) >= 2 and test is None
     with pytest.raises(ConfigError, match=r"got 969,30,1, which leaves none of the 20 documents of .* for test"):
-        gpt_datasets([prefix], samples=[4, 2, 1], **arguments)
-
-
-def test_missing_data_is_named(tmp_path: Path) -> None:
-    prefix = str(tmp_path / "nothing")
+        gpt_datasets([prefix], samples=[4, 2, 1], **given)
     with pytest.raises(ConfigError, match=r"--data-path: got .*nothing, but there is no .*\.bin and no .*\.idx"):
-        gpt_datasets([prefix], vocab_size=257, seq_length=SEQ, samples=[1, 1, 1])
+        gpt_datasets([str(tmp_path / "nothing")], samples=[1, 1, 1], **given)
 
 
-@pytest.mark.parametrize(
-    ("paths", "got"),
-    [
-        ("0 A 1 A", "0"),
-        ("0 A", "0"),
-        ("1 A nan A", "nan"),
-        ("1 A -1 A", "-1"),
-        ("2 A -1 A", "-1"),
-        ("1 A inf A", "inf"),
-        ("1e308 A 1e308 A", "1e308"),
-        ("1e-320 A 1e300 A", "1e-320"),
-        ("A A 1 A", "A"),
-    ],
-)
-def test_weights_are_above_0(tmp_path: Path, paths: str, got: str) -> None:
+def test_weights_are_above_0(tmp_path: Path) -> None:
     prefix = write(tmp_path / "text", "weighed")
-    words = [prefix if word == "A" else word for word in paths.split()]
-    with pytest.raises(ConfigError) as caught:
-        gpt_datasets(words, vocab_size=257, seq_length=SEQ, samples=[4, 0, 0], split="1,0,0")
-    said = prefix if got == "A" else got
     rule = "must be a weight above 0 before each prefix, use e.g. 0.3 data/a 0.7 data/b"
-    assert str(caught.value) == f'--data-path: got "{said}", {rule}'
+    for paths, got in {
+        "0 A 1 A": "0", "0 A": "0", "1 A nan A": "nan", "1 A -1 A": "-1", "2 A -1 A": "-1", "1 A inf A": "inf",
+        "1e308 A 1e308 A": "1e308", "1e-320 A 1e300 A": "1e-320", "A A 1 A": prefix,
+    }.items():  # fmt: skip
+        words = [prefix if word == "A" else word for word in paths.split()]
+        with pytest.raises(ConfigError) as caught:
+            gpt_datasets(words, vocab_size=257, seq_length=SEQ, samples=[4, 0, 0], split="1,0,0")
+        assert str(caught.value) == f'--data-path: got "{got}", {rule}'
     assert blend_of(["0.5", prefix, "1e-3", prefix]) == ([prefix, prefix], [0.5, 1e-3])
     assert blend_of([prefix, prefix]) == ([prefix, prefix], None)
-
-
-def test_the_last_id_ends_a_document() -> None:
-    assert Vocabulary(257).eod == prepare_data.END_OF_DOCUMENT

@@ -59,20 +59,15 @@ def test_attention_is_causal_softmax_attention(groups: int) -> None:
     torch.testing.assert_close(attention(num_query_groups=groups)(q, k, v), expected)
 
 
-def test_attention_drops_out_while_training_only() -> None:
-    module = attention(attention_dropout=0.5)
-    q, k, v = torch.randn(3, 6, 2, 4, 8)
+def test_attention_drops_out_while_training_only_and_refuses_what_is_not_causal() -> None:
+    module, (q, k, v) = attention(attention_dropout=0.5), torch.randn(3, 6, 2, 4, 8)
     assert not torch.equal(module(q, k, v), module(q, k, v))
     module.eval()
     assert torch.equal(module(q, k, v), module(q, k, v))
-
-
-def test_attention_refuses_what_is_not_causal() -> None:
+    with pytest.raises(ConfigError, match="must be plain causal attention"):
+        module(q, k, v, torch.ones(1, 1, 6, 6).bool())
     with pytest.raises(ConfigError, match="must be causal self-attention"):
         CausalAttention(config(), 1, AttnMaskType.padding, "self")
-    q, k, v = torch.randn(3, 6, 2, 4, 8)
-    with pytest.raises(ConfigError, match="must be plain causal attention"):
-        attention()(q, k, v, torch.ones(1, 1, 6, 6).bool())
 
 
 def run_slices(gpt: list[Any], tokens: torch.Tensor, keeper: WeightGradients) -> None:
@@ -146,39 +141,22 @@ def test_rotary_angles_are_megatron_core_s(alone: None, monkeypatch: pytest.Monk
         torch.testing.assert_close(layers.rotary_embedding(layer.rotary, 3, 7, torch.device("cpu")), expected)
 
 
-def loss_case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    logits = torch.randn(10, 2, 16, dtype=dtype, requires_grad=True)
-    return logits, (torch.randint(0, 16, (2, 10)), (torch.rand(2, 10) > 0.3).float())
-
-
-def test_loss_is_the_masked_mean(alone: None) -> None:
-    logits, (targets, mask) = loss_case(torch.float64)
-    each = F.cross_entropy(logits.permute(1, 2, 0), targets, reduction="none")
-    loss = TokenLoss()(logits, (targets, mask))
-    assert loss.dtype == torch.float64
-    torch.testing.assert_close(loss, (each * mask).sum() / mask.sum())
-
-
-def test_loss_adds_up_over_slices_and_leaves_logits_alone(alone: None) -> None:
-    loss = TokenLoss()
-    logits, labels = loss_case()
-    before = logits.detach().clone()
-    loss(logits, labels).backward()
-    whole, logits.grad = logits.grad, None
-    total = 0.0
-    for start, stop in ((0, 3), (3, 4), (4, 10)):
-        part = loss.token_sum(logits[start:stop], tuple(label[:, start:stop] for label in labels))
-        (part / loss.token_weight(labels)).backward()
-        total += float(part.detach() / loss.token_weight(labels))
-    assert total == pytest.approx(float(loss(logits, labels)), rel=1e-6)
-    torch.testing.assert_close(logits.grad, whole)
+def test_loss_is_the_masked_mean_adds_up_over_slices_and_leaves_logits_alone(alone: None) -> None:
+    loss, logits = TokenLoss(), torch.randn(10, 2, 16, dtype=torch.float64, requires_grad=True)
+    targets, mask = torch.randint(0, 16, (2, 10)), (torch.rand(2, 10) > 0.3).float()
+    before, weight = logits.detach().clone(), loss.token_weight((targets, mask))
+    wanted = (F.cross_entropy(logits.permute(1, 2, 0), targets, reduction="none") * mask).sum() / mask.sum()
+    parts = [
+        loss.token_sum(logits[start:stop], (targets[:, start:stop], mask[:, start:stop])) / weight
+        for start, stop in ((0, 3), (3, 4), (4, 10))
+    ]
+    gradients = [torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (wanted, sum(parts))]
+    for got in (loss(logits, (targets, mask)), sum(parts)):
+        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(*gradients)
     assert torch.equal(logits.detach(), before)
-
-
-def test_loss_of_a_mask_without_tokens_is_zero(alone: None) -> None:
-    logits, (targets, mask) = loss_case(torch.bfloat16)
-    loss = TokenLoss()(logits, (targets, torch.zeros_like(mask)))
-    assert loss.dtype == torch.float32 and float(loss) == 0.0
+    empty = loss(logits.bfloat16(), (targets, torch.zeros_like(mask)))
+    assert empty.dtype == torch.float32 and not empty.any(), "of a mask without tokens"
 
 
 def test_stages_get_the_layers_they_are_given() -> None:
@@ -193,22 +171,17 @@ def test_stages_get_the_layers_they_are_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "arguments", "message"),
     [
-        ({"num_moe_experts": 2}, "num_moe_experts: got 2, must be None"),
-        ({"window_size": (8, 0)}, "window_size"),
-        ({"softmax_type": "off-by-one"}, "softmax_type"),
-        ({"recompute_granularity": "selective"}, "use DeepSpeed's activation checkpointing"),
-        ({"tensor_model_parallel_size": 2}, "tensor x pipeline parallel size: got 2 x 1 for 1 processes"),
+        ({"num_moe_experts": 2}, {}, "num_moe_experts: got 2, must be None"),
+        ({"window_size": (8, 0)}, {}, "window_size"),
+        ({"softmax_type": "off-by-one"}, {}, "softmax_type"),
+        ({"recompute_granularity": "selective"}, {}, "use DeepSpeed's activation checkpointing"),
+        ({"tensor_model_parallel_size": 2}, {}, "tensor x pipeline parallel size: got 2 x 1 for 1 processes"),
+        ({}, {"max_position_embeddings": 8}, "max_position_embeddings: got 8, must be at least seq_length, use 16"),
+        ({}, {"position_embedding": "alibi"}, 'position_embedding: got "alibi"'),
     ],
 )
-def test_settings_that_are_not_followed_are_refused(alone: None, changes: dict[str, Any], message: str) -> None:
+def test_settings_that_are_not_followed_are_refused(alone: None, changes: Any, arguments: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        gpt_pipeline(config(**changes), vocab_size=64, seq_length=16, num_stages=1)
-
-
-def test_arguments_are_checked(alone: None) -> None:
-    with pytest.raises(ConfigError, match="max_position_embeddings: got 8, must be at least seq_length, use 16"):
-        gpt_pipeline(config(), vocab_size=64, seq_length=16, num_stages=1, max_position_embeddings=8)
-    with pytest.raises(ConfigError, match='position_embedding: got "alibi"'):
-        gpt_pipeline(config(), vocab_size=64, seq_length=16, num_stages=1, position_embedding="alibi")
+        gpt_pipeline(config(**changes), vocab_size=64, seq_length=16, num_stages=1, **arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
@@ -16,91 +16,88 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron import destroy_parallel, initialize_parallel
 from ds_terapipe.megatron.parallel import adopt_topology
-from tests.spawn import run_ranks
+from tests.megatron.common import Model, build, relative, whole_tensors
+from tests.spawn import launched
 
 GROUPS = {
     "model": parallel_state.get_tensor_model_parallel_group,
     "pipe": parallel_state.get_pipeline_model_parallel_group,
     "data": parallel_state.get_data_parallel_group,
 }
+RANKS = {
+    "model": parallel_state.get_tensor_model_parallel_rank,
+    "pipe": parallel_state.get_pipeline_model_parallel_rank,
+    "data": parallel_state.get_data_parallel_rank,
+}
 
 
-class World:
-    """A process that takes itself for one of many."""
+@pytest.fixture
+def enter() -> Iterator[Callable[[int, int], None]]:
+    """Make this process one of many, as often as one likes."""
 
-    def enter(self, rank: int, size: int) -> None:
-        self.leave()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-
-    def leave(self) -> None:
+    def leave() -> None:
         if dist.is_initialized():
             destroy_parallel()
             dist.destroy_process_group()
 
+    def enter(rank: int, size: int) -> None:
+        leave()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    one = World()
-    yield one
-    one.leave()
+    yield enter
+    leave()
 
 
-@pytest.mark.parametrize(
-    ("tensor", "stages", "replicas"), [(2, 2, 1), (1, 2, 2), (2, 2, 2), (4, 1, 2), (1, 4, 1), (2, 4, 2)]
-)
-def test_groups_are_the_topology_s(world: World, tensor: int, stages: int, replicas: int) -> None:
+@pytest.mark.parametrize(("tensor", "stages", "replicas"), [(2, 2, 1), (1, 2, 2), (2, 2, 2), (4, 1, 2), (2, 4, 2)])
+def test_groups_are_the_topology_s(enter: Callable[[int, int], None], tensor: int, stages: int, replicas: int) -> None:
     size = tensor * stages * replicas
     for rank in range(size):
-        world.enter(rank, size)
+        enter(rank, size)
         topology = initialize_parallel(tensor=tensor, pipeline=stages)
-        where = topology.get_coord(rank)
         for axis, group in GROUPS.items():
             ranks = next(ranks for ranks in topology.get_axis_comm_lists(axis) if rank in ranks)
             assert dist.get_process_group_ranks(group()) == ranks, f"rank {rank}: {axis}"
-        assert parallel_state.get_tensor_model_parallel_rank() == where.model
-        assert parallel_state.get_pipeline_model_parallel_rank() == where.pipe
-        assert parallel_state.get_data_parallel_rank() == where.data
+            assert RANKS[axis]() == getattr(topology.get_coord(rank), axis)
 
 
-def grid_matches(rank: int, size: int, tensor: int, stages: int) -> None:
-    grid = PipelineParallelGrid(topology=initialize_parallel(tensor=tensor, pipeline=stages))
-    assert grid.get_slice_parallel_rank() == parallel_state.get_tensor_model_parallel_rank()
-    assert grid.get_stage_id() == parallel_state.get_pipeline_model_parallel_rank()
-    assert grid.get_data_parallel_rank() == parallel_state.get_data_parallel_rank()
-    pairs = [
-        (grid.get_slice_parallel_group(), GROUPS["model"]()),
-        (grid.get_pipe_parallel_group(), GROUPS["pipe"]()),
-        (grid.get_data_parallel_group(), GROUPS["data"]()),
-    ]
-    for theirs, ours in pairs:
-        assert dist.get_process_group_ranks(theirs) == dist.get_process_group_ranks(ours)
-    destroy_parallel()
+def real(rank: int, size: int) -> tuple[float, float]:
+    """DeepSpeed's grids beside ours; how far a model's weights are from another's of the same seed, and of another seed."""
+    for tensor, stages in ((2, 1), (1, 2)):
+        grid = PipelineParallelGrid(topology=initialize_parallel(tensor=tensor, pipeline=stages))
+        theirs = {
+            "model": (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank()),
+            "pipe": (grid.get_pipe_parallel_group(), grid.get_stage_id()),
+            "data": (grid.get_data_parallel_group(), grid.get_data_parallel_rank()),
+        }
+        for axis, (group, place) in theirs.items():
+            assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(GROUPS[axis]())
+            assert place == RANKS[axis]()
+        destroy_parallel()
+    key, found = "1.self_attention.linear_qkv.weight", []
+    for tensor, stages, seed in ((2, 1, 1), (1, 2, 1), (1, 2, 2)):
+        found.append(whole_tensors(build(Model(), tensor=tensor, stages=stages, seed=seed)))
+        assert relative(found[-1]["2" + key[1:]], found[-1][key]) > 1.0, "two layers with the same weights"
+        if tensor > 1:
+            destroy_parallel()
+    one, same, other = found
+    return max(relative(same[name], weight) for name, weight in one.items()), relative(other[key], one[key])
 
 
-def every_grid_matches(rank: int, size: int) -> None:
-    for tensor, stages in ((2, 2), (1, 2), (2, 1)):
-        grid_matches(rank, size, tensor, stages)
+ranks = launched(real, 2)
 
 
-def test_deepspeed_s_grid_agrees_in_real_processes() -> None:
-    run_ranks(every_grid_matches, 4)
+def test_deepspeed_s_grid_agrees_and_weights_follow_the_seed_and_no_layout(ranks: list[tuple[float, float]]) -> None:
+    for same, other in ranks:
+        assert same == 0.0 and other > 1.0
 
 
-def test_asking_again_is_free_and_other_sizes_are_refused(world: World) -> None:
-    world.enter(0, 4)
+def test_other_sizes_are_refused(enter: Callable[[int, int], None]) -> None:
+    enter(0, 4)
+    with pytest.raises(ConfigError, match=r"got 3 x 1 for 4 processes.*multiple of 3"):
+        initialize_parallel(tensor=3)
+    with pytest.raises(ConfigError, match="must order the processes by pipe, data, model"):
+        adopt_topology(ProcessTopology(axes=["model", "data", "pipe"], dims=[2, 1, 2]))
     initialize_parallel(tensor=2, pipeline=2)
     assert initialize_parallel(tensor=2, pipeline=2).get_dim("pipe") == 2
     with pytest.raises(ConfigError, match=r"got 1 x 2, but megatron-core is set up for 2 x 2"):
         initialize_parallel(tensor=1, pipeline=2)
-
-
-def test_sizes_that_do_not_divide_are_refused(world: World) -> None:
-    world.enter(0, 4)
-    with pytest.raises(ConfigError, match=r"got 3 x 1 for 4 processes.*multiple of 3"):
-        initialize_parallel(tensor=3)
-
-
-def test_a_topology_in_another_order_is_refused(world: World) -> None:
-    world.enter(0, 4)
-    with pytest.raises(ConfigError, match="must order the processes by pipe, data, model"):
-        adopt_topology(ProcessTopology(axes=["model", "data", "pipe"], dims=[2, 1, 2]))

@@ -1,66 +1,126 @@
-"""train.py from end to end: resumed runs, evaluation, and the same losses with token slices."""
+"""train.py from end to end with GPT, BERT and ViT: resumed, sliced, frozen and reshaped runs, and folders that can't be used."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
+pytest.importorskip("PIL")
+
+from PIL import Image
 
 import ds_terapipe
 from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
-from tests.spawn import free_port, run_ranks
+from tests.megatron.test_bert_data import write as write_sentences
+from tests.spawn import free_port, launched
 
 ROOT = Path(__file__).parents[2]
-MODEL = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "32",
-    "--vocab-size",
-    "257",
-]
-RUN = [
-    "--train-iters",
-    "6",
-    "--log-interval",
-    "1",
-    "--seed",
-    "5",
-    "--split",
-    "80,20,0",
-    "--pipeline-model-parallel-size",
-    "2",
-]
-SETTINGS = {
+RUN = shlex.split("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --log-interval 1 --seed 5 --split 80,20,0")
+ON_TWO = [*RUN, "--train-iters", "6", "--pipeline-model-parallel-size", "2"]
+GPT = shlex.split("--seq-length 32 --vocab-size 257 --data-path corpus")
+UNTIED = [*GPT, "--untie-embeddings-and-output-weights"]
+BERT = shlex.split("--model bert --seq-length 48 --data-path sentences/corpus")
+VIT = shlex.split("--model vit --data images --img-h 8 --img-w 8 --patch-dim 4")
+SETTINGS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
-    "steps_per_print": 10**9,
     "gradient_clipping": 0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
 }
-
-SLICES = {"sliced": 4, "uneven": 4, "uneven, stopped": 4, "uneven, resumed": 4}  # by name of the run
+PHASES = [
+    {"steps": 4, "batch_size": 8, "seq_length": 32, "lr": 5e-2, "warmup_steps": 0},
+    {"steps": 2, "batch_size": 4, "seq_length": 48, "lr": 5e-2, "warmup_steps": 0, "micro_batch_size": 1},
+]
+LAMB: dict[str, Any] = {
+    "optimizer": {"type": "FusedLamb", "params": {"exclude": "bias_norm", "max_grad_norm": 1.0}},
+    "scheduler": {"type": "MixedBatch", "params": {"phases": PHASES}},
+    "train_micro_batch_size_per_gpu": 2,
+}
+ADAMW: dict[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
+    "train_micro_batch_size_per_gpu": 4,
+    "train_batch_size": 8,
+}
+SLICED = {"token_pipeline": {"slices": 4}}
+WIDE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
 DAMAGED = {"flipped layer": "layer_02-model_00-model_states.pt", "flipped states": "mp_rank_00_model_states.pt"}
-FREEZE = {"policy": "schedule", "frozen_layers": [[2, 3]]}  # the embedding and half of the layers
+
+
+def elastic(entries: int, *resize: list[int]) -> dict[str, Any]:
+    """So many entries freeze at the second step."""
+    freeze = {"policy": "schedule", "frozen_layers": [[2, entries]]}
+    return {"elastic_pipeline": {"freeze": freeze, "resize": {"policy": list(resize) or "off"}}}
+
+
+def saved(folder: str, step: int) -> list[str]:
+    """Save after so many steps and end there."""
+    return ["--save", folder, "--save-interval", str(step), "--exit-interval", str(step)]
+
+
+STILL, MOVED = {**SETTINGS, **elastic(3)}, {**SETTINGS, **elastic(3, [2, 1])}
+EVALUATED, THREE_AND_ONE = shlex.split("--eval-interval 3 --eval-iters 2"), ["--stage-layers", "3,1"]
+# configuration, arguments; in this order, as some go on from what others have saved
+RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "whole": (SETTINGS, [*GPT, *EVALUATED]),
+    "stopped": (SETTINGS, [*GPT, *saved("saved", 3)]),
+    "resumed": (SETTINGS, [*GPT, "--load", "saved"]),
+    "longer": (SETTINGS, [*GPT, "--load", "saved", "--train-iters", "8", "--exit-interval", "4"]),
+    "uneven, stopped": ({**SETTINGS, **SLICED}, [*GPT, *THREE_AND_ONE, *saved("uneven", 3)]),
+    "uneven, resumed": ({**SETTINGS, **SLICED}, [*GPT, *THREE_AND_ONE, "--load", "uneven"]),
+    "even after uneven": (SETTINGS, [*GPT, "--load", "uneven"]),
+    "other stages": (SETTINGS, [*GPT, "--load", "saved", "--stage-layers", "1,3"]),
+    "one step": ({**SETTINGS, **SLICED}, [*GPT, *saved("one", 1)]),
+    "broken": (SETTINGS, [*GPT, "--load", "broken"]),
+    "missing": (SETTINGS, [*GPT, "--load", "nowhere", "--save", "one"]),
+    "another": (SETTINGS, [*GPT, "--load", "one", "--hidden-size", "64"]),
+    **{name: ({**SETTINGS, **SLICED}, [*GPT, "--load", "one"]) for name in DAMAGED},
+    "unwritable": (SETTINGS, [*GPT, "--save", "file/folder"]),
+    "new": (SETTINGS, [*GPT, "--load", "new", "--save", "new", "--exit-interval", "1"]),
+    "still": (STILL, UNTIED),
+    "moved": (MOVED, [*UNTIED, *EVALUATED]),
+    "moved, sliced, wide": ({**MOVED, **SLICED, **WIDE}, UNTIED),
+    "stopped before": (MOVED, [*UNTIED, *saved("before", 1)]),
+    "resumed before": (MOVED, [*UNTIED, "--load", "before"]),
+    "moved, stopped": (MOVED, [*UNTIED, *saved("moved", 3)]),
+    "moved, resumed": (MOVED, [*UNTIED, "--load", "moved"]),
+    **{
+        f"{model} {name}": ({**settings, **more}, [*words, *options])
+        for model, settings, words in (("bert", LAMB, BERT), ("vit", ADAMW, VIT))
+        for name, more, options in (
+            ("whole", {}, EVALUATED),
+            ("still", elastic(2), []),
+            ("moved", elastic(2, [2, 1]), saved(model, 5)),
+            ("resumed", elastic(2, [2, 1]), ["--load", model]),
+        )
+    },
+}
+
+
+class Ran(NamedTuple):
+    """Of a run: the error, the loss of each step, the engine, (frozen entries, stages, replicas) at the end, the log."""
+
+    error: str
+    losses: dict[int, float] = {}
+    engine: str = ""
+    shape: tuple[int, int, int] = (0, 0, 0)
+    said: list[str] = []
 
 
 def train_module() -> ModuleType:
@@ -70,103 +130,142 @@ def train_module() -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("corpus")
-    words = random.Random(0)
+def prepare(folder: Path) -> None:
+    """Texts, sentences, images of two colours; and what is no checkpoint."""
+    words, texts = random.Random(0), folder / "texts"
+    texts.mkdir()
     for number in range(30):
         text = " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(200))
-        (folder / f"{number}.txt").write_text(text)
-    prefix = str(folder / "corpus")
-    assert cli.main(["prepare-data", "--input", str(folder), "--pattern", "*.txt", "--output-prefix", prefix]) == 0
-    return prefix
+        (texts / f"{number}.txt").write_text(text)
+    where = ["--input", str(texts), "--pattern", "*.txt", "--output-prefix", str(folder / "corpus")]
+    assert cli.main(["prepare-data", *where]) == 0
+    (folder / "sentences").mkdir()
+    write_sentences(folder / "sentences", "--split-sentences")
+    for number, (name, colour) in enumerate({"blue": (0, 0, 255), "red": (255, 0, 0)}.items()):
+        (folder / "images" / name).mkdir(parents=True)
+        for place in range(10):
+            image = Image.new("RGB", (8, 8), colour)
+            image.putpixel((place % 8, number), (0, 255, 0))
+            image.save(folder / "images" / name / f"{place}.png")
+    (folder / "broken" / "global_step3").mkdir(parents=True)
+    (folder / "broken" / "latest").write_text("global_step3")
+    (folder / "broken" / "global_step3" / "mp_rank_00_model_states.pt").write_bytes(b"PK")
+    (folder / "file").touch()
 
 
-def launch_in(rank: int, world: int, folder: str, runs: dict[str, list[str]]) -> dict[str, str]:
-    """Run train.py's own code once for each entry of ``runs``; the errors of those that it refused, what it said of the order."""
-    ds_terapipe.register()  # ranks are shared with tests that may have left the hook undone
-    train, errors = train_module(), {}
-    for name, arguments in runs.items():
-        sys.argv = ["train.py", *arguments, "--log-file", f"{folder}/{name}.jsonl"]
-        if name == "uneven, resumed" and rank == 0:  # as a job leaves it that is killed between two renames
-            saved = Path(arguments[arguments.index("--load") + 1])
-            (saved / "global_step3").rename(saved / ".global_step3.replaced")
-        if name in DAMAGED and rank == 0:
-            file = Path(arguments[arguments.index("--load") + 1], "global_step1", DAMAGED[name])
-            data = file.read_bytes()
-            file.write_bytes(data[:-300] + bytes([data[-300] ^ 1]) + data[-299:])
-        try:
-            with mock.patch.object(train.logger, "warning") as warning:
+def harm(name: str) -> None:
+    """What happens to a checkpoint before a run."""
+    if name == "uneven, resumed":  # as a job leaves it that is killed between two renames
+        Path("uneven", "global_step3").rename("uneven/.global_step3.replaced")
+    if name in DAMAGED:
+        file = Path("one", "global_step1", DAMAGED[name])
+        data = file.read_bytes()
+        file.write_bytes(data[:-300] + bytes([data[-300] ^ 1]) + data[-299:])
+
+
+def worker(rank: int, world: int, names: list[str], folder: str) -> dict[str, Ran]:
+    """train.py's own code once for each of these runs, in an empty folder."""
+    ds_terapipe.register()
+    os.chdir(folder)
+    if rank == 0:
+        prepare(Path(folder))
+    train, found = train_module(), {}
+    train.logger.setLevel("INFO")
+    for name, (config, words) in ((name, RUNS[name]) for name in names):
+        Path(f"{name} {rank}.json").write_text(json.dumps({"steps_per_print": 10**9, **config}))
+        options = ["--deepspeed_config", f"{name} {rank}.json", "--log-file", f"{name}.jsonl"]
+        torch.distributed.barrier()
+        if rank == 0:
+            harm(name)
+        torch.distributed.barrier()
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[method-assign]
+        train.logger.addHandler(handler)
+        with mock.patch.object(sys, "argv", ["train.py", *ON_TWO, *words, *options]):
+            try:
                 trainer = train.Trainer(train.parse_arguments())
-        except ConfigError as error:
-            errors[name] = str(error)
-            continue
-        for line in (call.args[0] % call.args[1:] for call in warning.call_args_list):
-            if line.startswith("--train-iters"):
-                errors[name] = line
-        trainer.train()
-        engine = trainer.engine
-        if name in SLICES:
-            assert engine.slices_run == ((32 // SLICES[name],) * SLICES[name],) * 2, name
-            assert engine.units_run == (2 * SLICES[name],) * 2, name
-        if name.startswith("moved"):
-            assert (engine.frozen_layers, engine.num_stages, engine.dp_world_size) == (3, 1, 2), name
-            assert engine.module.layers_per_stage == (4,), name
-    return errors
+                trainer.train()
+            except ConfigError as error:
+                found[name] = Ran(str(error))
+                continue
+            finally:
+                train.logger.removeHandler(handler)
+        engine, log = trainer.engine, Path(f"{name}.jsonl")
+        if "token_pipeline" in config and "elastic_pipeline" not in config:
+            assert engine.slices_run == ((8,) * 4,) * 2 and engine.units_run == (8, 8), name
+        torch.distributed.barrier()
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        shape = getattr(engine, "frozen_layers", 0), engine.num_stages, engine.dp_world_size
+        found[name] = Ran("", {line["iteration"]: line["loss"] for line in lines}, type(engine).__name__, shape, said)
+    return found
 
 
-def losses(folder: Path, name: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-    return {line["iteration"]: line["loss"] for line in lines}
+_NAMES = list(RUNS)
+ranks = launched(worker, 2, _NAMES[: _NAMES.index("still")], timeout=280, folder=True)
+elastic_ranks = launched(worker, 2, _NAMES[_NAMES.index("still") :], timeout=280, folder=True)
 
 
-def arguments(folder: Path, corpus: str, *more: str, slices: int | None = None) -> list[str]:
-    settings: dict[str, Any] = {**SETTINGS, **({"token_pipeline": {"slices": slices}} if slices else {})}
-    path = folder / f"config-{slices}.json"
-    path.write_text(json.dumps(settings))
-    return [*MODEL, *RUN, "--data-path", corpus, "--deepspeed_config", str(path), *more]
-
-
-def test_resumed_and_sliced_runs_have_the_same_losses(tmp_path: Path, corpus: str) -> None:
-    saved, uneven = (str(tmp_path / name) for name in ("checkpoints", "uneven checkpoints"))
-    stop = ["--save-interval", "3", "--exit-interval", "3"]
-    three_and_one = ["--stage-layers", "3,1"]
-    runs = {
-        "whole": arguments(tmp_path, corpus, "--eval-interval", "3", "--eval-iters", "2"),
-        "stopped": arguments(tmp_path, corpus, "--save", saved, *stop),
-        "resumed": arguments(tmp_path, corpus, "--load", saved),
-        "longer": arguments(tmp_path, corpus, "--load", saved, "--train-iters", "8", "--exit-interval", "4"),
-        "sliced": arguments(tmp_path, corpus, slices=SLICES["sliced"]),
-        "uneven": arguments(tmp_path, corpus, *three_and_one, slices=SLICES["uneven"]),
-        "uneven, stopped": arguments(tmp_path, corpus, *three_and_one, "--save", uneven, *stop, slices=4),
-        "uneven, resumed": arguments(tmp_path, corpus, *three_and_one, "--load", uneven, slices=4),
-        "even after uneven": arguments(tmp_path, corpus, "--load", uneven),
-        "other stages": arguments(tmp_path, corpus, "--load", saved, "--stage-layers", "1,3"),
-    }
-    errors = run_ranks(launch_in, 2, str(tmp_path), runs, timeout=200)
-    whole = losses(tmp_path, "whole")
+def test_resumed_and_sliced_runs_have_the_same_losses(ranks: list[dict[str, Ran]]) -> None:
+    runs = ranks[0]
+    whole = runs["whole"].losses
     assert list(whole) == [1, 2, 3, 4, 5, 6] and whole[6] < whole[1] - 0.5
-    assert losses(tmp_path, "stopped") == {step: whole[step] for step in (1, 2, 3)}
-    assert losses(tmp_path, "resumed") == {step: whole[step] for step in (4, 5, 6)}
-    assert losses(tmp_path, "sliced") == pytest.approx(whole, rel=1e-5)
-    assert losses(tmp_path, "uneven") == pytest.approx(whole, rel=1e-5)
-    for step, loss in {**losses(tmp_path, "uneven, stopped"), **losses(tmp_path, "uneven, resumed")}.items():
-        assert loss == losses(tmp_path, "uneven")[step]
+    assert {**runs["stopped"].losses, **runs["resumed"].losses} == whole
+    assert {**runs["uneven, stopped"].losses, **runs["uneven, resumed"].losses} == pytest.approx(whole, rel=1e-5)
+    assert set(runs["longer"].losses) == {4}
     order = "--train-iters: the checkpoint's training has 24 samples and this one 32, and their order depends on the number: "
-    assert [told.pop("longer", "")[: len(order)] for told in errors] == [order, ""] and set(
-        losses(tmp_path, "longer")
-    ) == {4}
+    assert any(line.startswith(order) for line in runs["longer"].said)
     message = '--stage-layers: got "{}", must be as the checkpoint in {} was saved, use {}'
-    assert (
-        errors
-        == [
-            {
-                "other stages": message.format("1,3", saved, "2,2"),
-                "even after uneven": message.format("2,2", uneven, "3,1"),
-            }
-        ]
-        * 2
+    for found in ranks:
+        assert found["other stages"].error == message.format("1,3", "saved", "2,2")
+        assert found["even after uneven"].error == message.format("2,2", "uneven", "3,1")
+
+
+def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_step(
+    ranks: list[dict[str, Ran]],
+) -> None:
+    """A checkpoint that can't be read, of another model, none at all, and a place where none can be written."""
+    refused = {"even after uneven", "other stages", "broken", "missing", "another", "unwritable", *DAMAGED}
+    for found in ranks:
+        assert {name for name, run in found.items() if run.error} == refused
+        # each stage has its own tensors, and each its own size that does not fit
+        assert all(found[name].error == ranks[0][name].error for name in refused - {"another"})
+        assert "\n" not in found["another"].error
+    said = {name: run.error for name, run in ranks[0].items()}
+    for name, key in (("flipped layer", "load_checkpoint"), ("flipped states", "--load")):
+        text = f"{key}: got one/global_step1/{DAMAGED[name]} with another checksum, must be as it was saved, use"
+        assert said[name].startswith(text)
+    assert "mp_rank_00_model_states.pt" in said["broken"] and "torch.Size" in said["another"]
+    assert said["missing"].startswith('--load: got "nowhere", must be a folder with checkpoints, use the one')
+    assert said["another"].startswith('--load: got "one", must be a checkpoint of this model (size mismatch for ')
+    assert said["unwritable"].startswith('--save: got "file/folder", must be a folder that can be written to (')
+    assert set(ranks[0]["new"].losses) == {1}
+
+
+def test_a_run_that_leaves_the_pipeline_has_the_losses_of_one_that_stays(elastic_ranks: list[dict[str, Ran]]) -> None:
+    """And goes on from a checkpoint of either shape, with validation in between, and where its micro-batches get smaller."""
+    runs = elastic_ranks[0]
+    still, whole = runs["still"].losses, runs["moved"].losses
+    assert list(whole) == [1, 2, 3, 4, 5, 6] and whole[6] < whole[1] - 0.5
+    assert whole == pytest.approx(still, rel=1e-5) == runs["moved, sliced, wide"].losses
+    assert {**runs["stopped before"].losses, **runs["resumed before"].losses} == whole
+    assert {**runs["moved, stopped"].losses, **runs["moved, resumed"].losses} == whole
+    for name in ("moved", "moved, sliced, wide", "resumed before", "moved, stopped", "moved, resumed"):
+        assert runs[name].shape == (3, 1, 2), name
+
+
+@pytest.mark.parametrize("model", ["bert", "vit"])
+def test_so_do_encoders_in_phases(elastic_ranks: list[dict[str, Ran]], model: str) -> None:
+    whole, still, moved, resumed = (
+        elastic_ranks[0][f"{model} {name}"] for name in ("whole", "still", "moved", "resumed")
     )
+    assert whole.engine == "PipelineEngine" and sum("validation" in line for line in whole.said) == 2
+    assert (still.engine, still.shape) == ("ElasticPipelineEngine", (2, 2, 1)) and moved.shape == (2, 1, 2)
+    assert list(whole.losses) == list(still.losses) == [1, 2, 3, 4, 5, 6] and whole.losses[4] < whole.losses[1] - 0.2
+    assert whole.losses[2] == pytest.approx(still.losses[2], rel=1e-5)
+    assert whole.losses[4] != pytest.approx(still.losses[4], rel=1e-5)
+    assert {**moved.losses, **resumed.losses} == pytest.approx(still.losses, rel=1e-5)
+    assert (len(moved.losses), list(resumed.losses)) == (5, [6])
 
 
 def test_stages_are_read_from_the_checkpoint_whoever_wrote_it(tmp_path: Path) -> None:
@@ -189,48 +288,6 @@ def test_stages_are_read_from_the_checkpoint_whoever_wrote_it(tmp_path: Path) ->
         read(tmp_path)
 
 
-def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_step(
-    tmp_path: Path, corpus: str
-) -> None:
-    """Whole or not: a checkpoint that can't be read, of another model, none at all, and a place where none can be written."""
-    folder, saved = tmp_path / "saved" / "global_step3", str(tmp_path / "one step")
-    folder.mkdir(parents=True)
-    (folder.parent / "latest").write_text("global_step3")
-    (folder / "mp_rank_00_model_states.pt").write_bytes(b"PK")
-    (tmp_path / "file").touch()
-    runs = {
-        "one step": arguments(
-            tmp_path, corpus, "--save", saved, "--exit-interval", "1", "--save-interval", "1", slices=4
-        ),
-        "broken": arguments(tmp_path, corpus, "--load", str(folder.parent)),
-        "missing": arguments(tmp_path, corpus, "--load", str(tmp_path / "nowhere"), "--save", saved),
-        "another": arguments(tmp_path, corpus, "--load", saved),
-        **{name: arguments(tmp_path, corpus, "--load", saved, slices=4) for name in DAMAGED},
-        "unwritable": arguments(tmp_path, corpus, "--save", str(tmp_path / "file" / "folder")),
-        "new": arguments(
-            tmp_path, corpus, "--load", str(tmp_path / "new"), "--save", str(tmp_path / "new"), "--exit-interval", "1"
-        ),
-    }
-    runs["another"][runs["another"].index("--hidden-size") + 1] = "64"
-    first, second = run_ranks(launch_in, 2, str(tmp_path), runs)
-    assert set(first) == set(second) == {"broken", "missing", "another", "unwritable", *DAMAGED}
-    for name, key in (("flipped layer", "load_checkpoint"), ("flipped states", "--load")):
-        text = f"{key}: got {saved}/global_step1/{DAMAGED[name]} with another checksum, must be as it was saved, use"
-        assert first[name] == second[name] and first[name].startswith(text)
-    # each stage has its own tensors, and each its own size that does not fit
-    assert all(first[name] == second[name] for name in ("broken", "missing", "unwritable"))
-    assert "mp_rank_00_model_states.pt" in first["broken"]
-    assert first["missing"].startswith(
-        f'--load: got "{tmp_path}/nowhere", must be a folder with checkpoints, use the one'
-    )
-    assert first["another"].startswith(f'--load: got "{saved}", must be a checkpoint of this model (size mismatch for ')
-    assert "torch.Size" in first["another"] and "\n" not in first["another"] + second["another"]
-    assert first["unwritable"].startswith(
-        f'--save: got "{tmp_path}/file/folder", must be a folder that can be written to ('
-    )
-    assert set(losses(tmp_path, "new")) == {1}
-
-
 def test_a_line_of_the_log_has_the_mean_since_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
     train = train_module()
     trainer = train.Trainer.__new__(train.Trainer)
@@ -239,82 +296,25 @@ def test_a_line_of_the_log_has_the_mean_since_the_one_before(caplog: pytest.LogC
     with caplog.at_level("INFO", logger="train"):
         for trainer.iteration in range(1, 9):
             trainer._report(mock.MagicMock(), float(trainer.iteration), 1.0, 1)
-    said = [line.split(" | lr")[0] for line in caplog.messages]
-    assert said == [
-        "iteration 1/8 | loss 1.0000",
-        "iteration 3/8 | loss 2.5000",
-        "iteration 6/8 | loss 5.0000",
-        "iteration 8/8 | loss 7.5000",
-    ]
+    said = [line.removeprefix("iteration ").split(" | lr")[0] for line in caplog.messages]
+    assert said == ["1/8 | loss 1.0000", "3/8 | loss 2.5000", "6/8 | loss 5.0000", "8/8 | loss 7.5000"]
 
 
-def elastic(folder: Path, corpus: str, name: str, *more: str, **settings: Any) -> list[str]:
-    """Arguments of a run with layers that freeze; ``settings`` beside those of the others."""
-    made = arguments(folder, corpus, "--untie-embeddings-and-output-weights", *more)
-    path = folder / f"config-{name}.json"
-    path.write_text(json.dumps({**SETTINGS, **settings}))
-    made[made.index("--deepspeed_config") + 1] = str(path)
-    return made
-
-
-def test_a_run_that_leaves_the_pipeline_has_the_losses_of_one_that_stays(tmp_path: Path, corpus: str) -> None:
-    """And goes on from a checkpoint of either shape, with validation in between, and where its micro-batches get smaller."""
-    still, saved = {"elastic_pipeline": {"freeze": FREEZE}}, [str(tmp_path / f"saved{step}") for step in (1, 3)]
-    moved = {"elastic_pipeline": {"freeze": FREEZE, "resize": {"policy": [[2, 1]]}}}
-    sliced = {"token_pipeline": {"slices": 4}, **moved}
-    wide = {**moved, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
-    stop = [
-        ("--save", to, "--save-interval", step, "--exit-interval", step) for to, step in zip(saved, "13", strict=True)
-    ]
-    runs = {
-        "still": elastic(tmp_path, corpus, "still", **still),
-        "moved": elastic(tmp_path, corpus, "moved", "--eval-interval", "3", "--eval-iters", "2", **moved),
-        "moved, sliced": elastic(tmp_path, corpus, "sliced", **sliced),
-        "moved, wide": elastic(tmp_path, corpus, "wide", **wide),
-        "stopped before": elastic(tmp_path, corpus, "moved", *stop[0], **moved),
-        "moved, resumed before": elastic(tmp_path, corpus, "moved", "--load", saved[0], **moved),
-        "moved, stopped": elastic(tmp_path, corpus, "moved", *stop[1], **moved),
-        "moved, resumed": elastic(tmp_path, corpus, "moved", "--load", saved[1], **moved),
-    }
-    assert run_ranks(launch_in, 2, str(tmp_path), runs, timeout=200) == [{}, {}]
-    still_losses, whole = losses(tmp_path, "still"), losses(tmp_path, "moved")
-    assert list(whole) == [1, 2, 3, 4, 5, 6] and whole[6] < whole[1] - 0.5
-    assert whole == pytest.approx(still_losses, rel=1e-5)
-    assert losses(tmp_path, "moved, sliced") == pytest.approx(still_losses, rel=1e-5)
-    assert losses(tmp_path, "moved, wide") == pytest.approx(still_losses, rel=1e-5)
-    assert losses(tmp_path, "moved, resumed before") == {step: whole[step] for step in (2, 3, 4, 5, 6)}
-    assert losses(tmp_path, "moved, resumed") == {step: whole[step] for step in (4, 5, 6)}
-
-
-@pytest.mark.parametrize("layers", ["3,2", "4", "4,0", "two"])
-def test_stages_that_do_not_fit_the_model_end_with_a_line(
-    layers: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = ["train.py", *MODEL, *RUN, "--data-path", "none", "--deepspeed_config", "none.json", "--stage-layers", layers]
-    monkeypatch.setattr(sys, "argv", run)
-    with pytest.raises(SystemExit) as ended:
-        train_module().parse_arguments()
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert ended.value.code == 2 and last.endswith(
-        f'error: --stage-layers: got "{layers}", must be one positive number for each of 2 stages, 4 together, use e.g. 2,2'
-    )
-
-
-def test_the_launcher_runs_it_with_tensor_parallelism(tmp_path: Path, corpus: str) -> None:
+def test_the_launcher_runs_it_with_tensor_parallelism(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"steps_per_print": 10**9, **SETTINGS}))
     port = free_port()
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
-    options = arguments(tmp_path, corpus, "--tensor-model-parallel-size", "2", "--position-embedding-type", "rope")
-    options[options.index("--pipeline-model-parallel-size") + 1] = "1"
-    options[options.index("--train-iters") + 1] = "2"
+    words = (
+        "--train-iters 2 --tensor-model-parallel-size 2 --position-embedding-type rope --swiglu --normalization RMSNorm"
+    )
+    options = [*RUN, *GPT, *shlex.split(words), "--deepspeed_config", "config.json"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     try:
         done = subprocess.run(
-            [*command, str(ROOT / "train.py"), *options, "--swiglu", "--normalization", "RMSNorm"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+            [*command, str(ROOT / "train.py"), *options],
+            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
     finally:
         for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
             buffer.unlink()

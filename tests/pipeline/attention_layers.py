@@ -68,11 +68,9 @@ class OneByOne(Attention):
 
 
 class TwoCalls(Attention):
-    """Attends twice, the second time with the first result as queries and changed keys."""
-
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        first = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return F.scaled_dot_product_attention(first, k * 0.5, first + v, is_causal=True)
+        first = super().mix(q, k, v)
+        return super().mix(first, k * 0.5, first + v)
 
 
 class InnerCheckpoint(Attention):
@@ -84,20 +82,10 @@ class InnerCheckpoint(Attention):
         return checkpoint(super().mix, q, k, v, use_reentrant=self.reentrant)
 
 
-class InnerReentrantCheckpoint(InnerCheckpoint):
-    reentrant = True
-
-
 class TwoCheckpoints(InnerCheckpoint):
-    """Two attention calls in a checkpoint each."""
-
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         first = super().mix(q, k, v)
         return super().mix(first, k * 0.5, first + v)
-
-
-class TwoReentrantCheckpoints(TwoCheckpoints):
-    reentrant = True
 
 
 class SharedKeys(InnerCheckpoint):
@@ -107,10 +95,6 @@ class SharedKeys(InnerCheckpoint):
         return super().mix(super().mix(q, k, v) + q, k, v)
 
 
-class SharedKeysReentrant(SharedKeys):
-    reentrant = True
-
-
 class BlockCheckpoint(Attention):
     """A checkpoint around the whole layer."""
 
@@ -118,10 +102,6 @@ class BlockCheckpoint(Attention):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return checkpoint(super().forward, hidden, use_reentrant=self.reentrant)
-
-
-class BlockReentrantCheckpoint(BlockCheckpoint):
-    reentrant = True
 
 
 class SharedKeysInOneCheckpoint(BlockCheckpoint):
@@ -194,14 +174,13 @@ class AttnMaskType(Enum):
 class ScaleMaskSoftmax(nn.Module):
     """As Megatron's ``FusedScaleMaskSoftmax``: scores * scale, causal mask, softmax."""
 
-    def __init__(self, scale: float | None) -> None:
+    def __init__(self, scale: float) -> None:
         super().__init__()
-        self.scale = scale
-        self.window_size = None
+        self.scale, self.window_size = scale, None
 
     def forward(self, scores: Tensor, mask: Tensor | None) -> Tensor:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1) if mask is None else mask
-        return (scores if self.scale is None else scores * self.scale).masked_fill(hidden, -10000.0).softmax(-1)
+        return (scores * self.scale).masked_fill(hidden, -10000.0).softmax(-1)
 
 
 class DotProductAttention(nn.Module):
@@ -210,10 +189,8 @@ class DotProductAttention(nn.Module):
     def __init__(self, layer_number: int) -> None:
         super().__init__()
         self.attn_mask_type = AttnMaskType.causal
-        self.softmax_scale = 1 / math.sqrt(SIZE) / layer_number
-        self.scale_mask_softmax = ScaleMaskSoftmax(layer_number)
-        self.attention_dropout = nn.Dropout(0.0)
-        self.softmax_offset = None
+        self.softmax_scale, self.softmax_offset = 1 / math.sqrt(SIZE) / layer_number, None
+        self.scale_mask_softmax, self.attention_dropout = ScaleMaskSoftmax(layer_number), nn.Dropout(0.0)
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
@@ -230,10 +207,8 @@ class CoreAttention(nn.Module):
 
     def __init__(self, layer_number: int) -> None:
         super().__init__()
-        self.attn_mask_type = AttnMaskType.causal
-        self.norm_factor = math.sqrt(SIZE) * layer_number
-        self.scale_mask_softmax = ScaleMaskSoftmax(layer_number)
-        self.attention_dropout = nn.Dropout(0.0)
+        self.attn_mask_type, self.norm_factor = AttnMaskType.causal, math.sqrt(SIZE) * layer_number
+        self.scale_mask_softmax, self.attention_dropout = ScaleMaskSoftmax(layer_number), nn.Dropout(0.0)
 
     def forward(self, query_layer, key_layer, value_layer, attention_mask):
         scores = torch.einsum("sbhd,tbhd->bhst", query_layer, key_layer) / self.norm_factor
@@ -276,27 +251,14 @@ class MegatronLayer(CoreLayer):
         return checkpoint(self.self_attention.core_attention, q, k, v, self.state.mask, use_reentrant=True)
 
 
-WAYS = {
-    way.__name__: way
-    for way in (
-        Attention,
-        Grouped,
-        OneByOne,
-        TwoCalls,
-        InnerCheckpoint,
-        InnerReentrantCheckpoint,
-        TwoCheckpoints,
-        TwoReentrantCheckpoints,
-        SharedKeys,
-        SharedKeysReentrant,
-        SharedKeysInOneCheckpoint,
-        BlockCheckpoint,
-        BlockReentrantCheckpoint,
-        NestedCheckpoints,
-        Scripted,
-        MultiheadAttention,
-        EncoderLayer,
-        CoreLayer,
-        MegatronLayer,
-    )
-}
+def reentrant(way: type[Attention]) -> type[Attention]:
+    """The same with reentrant checkpoints."""
+    return type(f"{way.__name__}Reentrant", (way,), {"reentrant": True})
+
+
+_WAYS = (
+    Attention, Grouped, OneByOne, TwoCalls, InnerCheckpoint, reentrant(InnerCheckpoint), TwoCheckpoints,
+    reentrant(TwoCheckpoints), SharedKeys, reentrant(SharedKeys), SharedKeysInOneCheckpoint, BlockCheckpoint,
+    reentrant(BlockCheckpoint), NestedCheckpoints, Scripted, MultiheadAttention, EncoderLayer, CoreLayer, MegatronLayer,
+)  # fmt: skip
+WAYS = {way.__name__: way for way in _WAYS}

@@ -34,8 +34,7 @@ def can_efficient(params: Any) -> bool:
         q.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and q.shape[1] == k.shape[1] == v.shape[1]
         and q.shape[-1] == k.shape[-1]
-        and q.shape[-1] % least == 0
-        and v.shape[-1] % least == 0
+        and q.shape[-1] % least == v.shape[-1] % least == 0
     )
 
 
@@ -73,15 +72,8 @@ class Aten:
         assert q.shape[2] == k.shape[2] == v.shape[2], "no grouped heads"
         assert all(t.stride(-1) == 1 for t in (q, k, v)) and compute_log_sumexp and dropout_p == 0.0
         self.calls.append("efficient")
-        out = formula(q, k, v, self._visible(q, k, bias, custom_mask_type), scale)
-        return (
-            out,
-            torch.zeros(q.shape[0], q.shape[2], q.shape[1]),
-            torch.zeros(1),
-            torch.zeros(1),
-            q.shape[1],
-            k.shape[1],
-        )
+        out, seed = formula(q, k, v, self._visible(q, k, bias, custom_mask_type), scale), torch.zeros(1)
+        return out, torch.zeros(q.shape[0], q.shape[2], q.shape[1]), seed, seed, q.shape[1], k.shape[1]
 
     def _efficient_attention_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, cum_q: None, cum_k: None,
@@ -107,11 +99,8 @@ class Aten:
 
 def lower_right(q: Tensor, k: Tensor, left: int | None) -> Tensor:
     """Added to scores: row r sees columns up to its own, which is aligned to the lower right; ``left``: so many before it."""
-    own = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
-    column = torch.arange(k.shape[1])
-    hidden = column > own
-    if left is not None:
-        hidden |= column < own - left
+    own, column = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], torch.arange(k.shape[1])
+    hidden = (column > own) | (column < own - (k.shape[1] if left is None else left))
     return torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, float("-inf"))
 
 

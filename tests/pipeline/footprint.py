@@ -13,20 +13,12 @@ from torch.distributed import distributed_c10d
 
 
 class Footprint(NamedTuple):
-    """Counts, but for ``resident``, which is bytes.
+    """Counts, but for ``resident``, which is bytes in use, as what ``malloc`` holds free has been given back to the system."""
 
-    Attributes:
-        groups: process groups that this rank is in.
-        threads: of the process, those that are not Python's too: gloo has three for a group of two ranks.
-        files: open file descriptors, sockets among them.
-        shared: mapped files of /dev/shm.
-        resident: memory in use, as what ``malloc`` holds free has been given back to the system.
-    """
-
-    groups: int
-    threads: int
-    files: int
-    shared: int
+    groups: int  # process groups that this rank is in
+    threads: int  # of the process, those that are not Python's too: gloo has three for a group of two ranks
+    files: int  # open file descriptors, sockets among them
+    shared: int  # mapped files of /dev/shm
     resident: int
 
 
@@ -45,8 +37,9 @@ def footprint() -> Footprint:
 
 
 def settled(before: Footprint, within_s: float = 10.0) -> Footprint:
-    """The footprint once it has no more threads and files than ``before``, or after ``within_s`` seconds, which nothing that is
-    kept takes to go: the job's store closes a connection when its thread comes to run after the other end has closed it.
+    """The footprint once it has no more threads and files than ``before``, or after ``within_s`` seconds.
+
+    The job's store closes a connection when its thread comes to run after the other end has closed it.
     """
     deadline = time.monotonic() + within_s
     while True:

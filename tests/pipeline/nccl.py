@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,14 +23,12 @@ _NEVER_S = 600.0
 
 
 class Stream:
-    """Runs what it is given, one thing after the other, without whoever gives it waiting."""
+    """Runs what it is given, one thing after the other, and its caller does not wait."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self.put = self._jobs.put
         threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def put(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
 
     def mark(self) -> Mark:
         """A mark at the end of what the stream was given."""
@@ -53,20 +51,18 @@ class Mark:
         return self.reached.is_set()
 
 
-class Work:
+class Work(Mark):
     """A message, as ``ProcessGroupNCCL``'s works are."""
 
     def __init__(self, compute: Stream) -> None:
-        self._compute, self.done = compute, threading.Event()
-
-    def is_completed(self) -> bool:
-        return self.done.is_set()
+        super().__init__()
+        self._compute = compute
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Without a time limit the compute stream waits; with one the caller does."""
         if timeout is None:
-            self._compute.put(lambda: _never_in_vain(self.done))
-        elif not self.done.wait(timeout.total_seconds()):
+            self._compute.put(lambda: self.reached.wait(_NEVER_S))
+        elif not self.reached.wait(timeout.total_seconds()):
             raise RuntimeError("Timed out waiting for a message")
         return True
 
@@ -78,52 +74,36 @@ class Messages:
         stream_of: what a process group's stream is called; groups of one name share a stream, and so their order.
     """
 
-    def __init__(self, stream_of: Callable[[Any], Hashable]) -> None:
+    def __init__(self, stream_of: Callable[[Any], str]) -> None:
         self.compute, self._stream_of = Stream("compute"), stream_of
-        self._streams: dict[Hashable, Stream] = {}
-        self._numbers: dict[tuple[Hashable, int, int], int] = defaultdict(int)
-        self._names: dict[Hashable, int] = {}
+        self._streams: dict[str, Stream] = {}
+        self._numbers: dict[tuple[str, int, int], int] = defaultdict(int)
         self.issued = 0
 
     def isend(self, tensor: Tensor, peer: int, group: Any = None) -> Work:
-        return self._issue(tensor, peer, group, sends=True)
+        return self._issue(tensor, peer, group, torch.distributed.get_rank(), peer)
 
     def irecv(self, tensor: Tensor, peer: int, group: Any = None) -> Work:
-        return self._issue(tensor, peer, group, sends=False)
+        return self._issue(tensor, peer, group, peer, torch.distributed.get_rank())
 
-    def _issue(self, tensor: Tensor, peer: int, group: Any, sends: bool) -> Work:
-        work, name = Work(self.compute), self._stream_of(group)
-        rank = torch.distributed.get_rank()
-        key = (name, rank, peer) if sends else (name, peer, rank)
-        tag, self._numbers[key] = self._tag(name, self._numbers[key]), self._numbers[key] + 1
+    def _issue(self, tensor: Tensor, peer: int, group: Any, sender: int, receiver: int) -> Work:
+        work, name, issued_at = Work(self.compute), self._stream_of(group), self.compute.mark()
+        key = name, sender, receiver
+        tag, self._numbers[key] = 2 * (1000 * sum(name.encode()) + self._numbers[key]), self._numbers[key] + 1
         if name not in self._streams:
             self._streams[name] = Stream(f"messages {name}")
-        issued_at = self.compute.mark()
 
         def run() -> None:
-            _never_in_vain(issued_at.reached)
-            _exchange(tensor, peer, tag, sends)
-            work.done.set()
+            """A message and its acknowledgement: neither end is through before the other has joined."""
+            issued_at.reached.wait(_NEVER_S)
+            told, sends = torch.zeros(1), sender != peer
+            steps = [(torch.distributed.send, tensor, tag), (torch.distributed.recv, told, tag + 1)]
+            if not sends:
+                steps = [(torch.distributed.recv, tensor, tag), (torch.distributed.send, told, tag + 1)]
+            for step, what, number in steps:
+                step(what, peer, tag=number)
+            work.reached.set()
 
         self._streams[name].put(run)
         self.issued += 1
         return work
-
-    def _tag(self, name: Hashable, number: int) -> int:
-        """The same at both ends: names are met in the same order only by luck, so they are numbers or go by their text."""
-        return 2 * (1000 * sum(str(name).encode()) + number)
-
-
-def _exchange(tensor: Tensor, peer: int, tag: int, sends: bool) -> None:
-    """One message and its acknowledgement: neither end is through before the other has joined."""
-    told = torch.zeros(1)
-    if sends:
-        torch.distributed.send(tensor, peer, tag=tag)
-        torch.distributed.recv(told, peer, tag=tag + 1)
-    else:
-        torch.distributed.recv(tensor, peer, tag=tag)
-        torch.distributed.send(told, peer, tag=tag + 1)
-
-
-def _never_in_vain(event: threading.Event) -> None:
-    event.wait(_NEVER_S)

@@ -55,10 +55,7 @@ DIVISIBLE = frozenset(name for name, (_, half) in _OPERATIONS.items() if half is
 def operations(end: Callable[[], Any], at: int | None = None, halfway: bool = False) -> Iterator[list[str]]:
     """The operations that this process has begun, by name, as they come.
 
-    Args:
-        end: ends the process, or raises.
-        at: before which one, counted from 0; None: never.
-        halfway: in the middle of that one, where it has a middle.
+    ``end`` ends the process, or raises, before number ``at``, or ``halfway`` through it where it has a middle.
     """
     begun: list[str] = []
 

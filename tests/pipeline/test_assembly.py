@@ -64,8 +64,18 @@ def logits(embedding: Embedding, inputs: tuple[Tensor, Tensor]) -> Tensor:
     return F.linear(inputs[0], embedding.table.weight)
 
 
-def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+class PerToken:
+    """The mean over even labels, in the form that runs slice by slice."""
+
+    def token_sum(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        each = F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="none")
+        return (each * (labels.flatten() % 2 == 0)).sum()
+
+    def token_weight(self, labels: Tensor) -> Tensor:
+        return (labels % 2 == 0).sum()
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return self.token_sum(outputs, labels) / self.token_weight(labels)
 
 
 class Case(NamedTuple):
@@ -78,6 +88,7 @@ class Case(NamedTuple):
     frozen: tuple[int, ...] = ()
     apart: bool = True  # weight gradients of their own
     slices: int = 3
+    per_token: bool = False  # the loss slice by slice
 
     @property
     def placement(self) -> Placement:
@@ -114,23 +125,13 @@ class Case(NamedTuple):
             batch.inputs.append((tokens[:, :-1], torch.arange(length).expand(2, -1)))
             batch.labels.append(tokens[:, 1:])
             batch.input_cuts.append((TensorCut(1), TensorCut(1)))
+            batch.label_cuts.append((TensorCut(1),))
         batch.cut(self.slices)
         return batch
 
-    def plain(self) -> tuple[Tensor, list[Tensor | None]]:
-        """Loss and gradients of one process."""
-        layers, batch, total = self.model(), self.batch(), torch.zeros(())
-        for inputs, labels in zip(batch.inputs, batch.labels, strict=True):
-            value = inputs
-            for layer in layers:
-                value = layer(value)
-            loss = cross_entropy(value, labels) / len(LENGTHS)
-            loss.backward()
-            total = total + loss.detach()
-        return total, gradients_of(layers)
-
     def losses(self, batch: StepBatch) -> StepLosses:
-        return StepLosses(batch, cross_entropy, (TensorCut(1),))
+        loss = PerToken()
+        return StepLosses(batch, loss if self.per_token else loss.__call__, (TensorCut(1),))
 
 
 def gradients_of(layers: Sequence[Any]) -> list[Tensor | None]:
@@ -138,8 +139,15 @@ def gradients_of(layers: Sequence[Any]) -> list[Tensor | None]:
 
 
 def check(case: Case, total: Tensor, got: Sequence[Tensor | None]) -> None:
-    loss, wanted = case.plain()
-    limit = TOLERANCE[case.dtype]
+    """Loss and gradients are those of one process."""
+    layers, batch, loss = case.model(), case.batch(), torch.zeros(())
+    for value, labels in zip(batch.inputs, batch.labels, strict=True):
+        for layer in layers:
+            value = layer(value)
+        part = PerToken()(value, labels) / len(LENGTHS)
+        part.backward()
+        loss = loss + part.detach()
+    wanted, limit = gradients_of(layers), TOLERANCE[case.dtype]
     assert abs(total - loss) <= limit * abs(loss)
     assert [g is None for g in got] == [g is None for g in wanted]
     for ours, theirs in zip(got, wanted, strict=True):
@@ -147,16 +155,12 @@ def check(case: Case, total: Tensor, got: Sequence[Tensor | None]) -> None:
             assert torch.linalg.vector_norm(ours - theirs) <= limit * torch.linalg.vector_norm(theirs)
 
 
-PLACES = ([0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0])
+PLACES, SCHEDULES = ([0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0]), ("1f1b", "terapipe")
 CASES = [
-    *(
-        Case(places, schedule, dtype, apart=apart)
-        for places in PLACES
-        for schedule in ("1f1b", "terapipe")
-        for dtype, apart in ((torch.float64, True), (torch.float32, False))
-    ),
-    *(Case(places, schedule, forward_only=2) for places in PLACES for schedule in ("1f1b", "terapipe")),
-    Case([0, 1], forward_only=1),  # a place that only goes forward
+    *(Case(places, schedule) for places in PLACES for schedule in SCHEDULES),
+    *(Case(places, schedule, forward_only=2) for places in PLACES for schedule in SCHEDULES),
+    *(Case(places, dtype=torch.float32, apart=False, per_token=True) for places in PLACES),
+    Case([0, 1], forward_only=1, per_token=True),  # a place that only goes forward
     Case([0, 0, 0, 1], forward_only=2),  # in the middle of a place
     Case([0, 1, 1, 2], forward_only=2),  # the last of the prefix begins a place that trains
     Case([0, 1, 2], frozen=(1,)),  # nothing to train on a place that gradients go through
@@ -167,8 +171,8 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_placement_gives_the_gradients_of_one_process(case):
-    layers, batch, placement = case.model(), case.batch(), case.placement
-    places, interception = assemblies(placement, layers, PlainGradients(len(LENGTHS))), Interception(layers)
+    layers, batch = case.model(), case.batch()
+    places, interception = assemblies(case.placement, layers, PlainGradients(len(LENGTHS))), Interception(layers)
     losses, grid = case.losses(batch), case.grid()
     made = [watch_weights(stage) for place in places for stage in place.stages.values()]
     try:
@@ -181,10 +185,9 @@ def test_any_placement_gives_the_gradients_of_one_process(case):
     going_back = [number for number in range(case.forward_only, len(case.places)) if number not in case.frozen]
     assert sum(map(len, made)) == (len(going_back) * len(LENGTHS) if apart else 0)
     assert all(count > 0 for of_stage in made for count in of_stage)
-    units = case.slices * len(LENGTHS)
-    trained = len(case.places) - case.forward_only
-    assert sum(place.live.forward_units for place in places) == units * len(case.places)
-    assert sum(place.live.backward_units for place in places) == units * trained
+    units, stages = case.slices * len(LENGTHS), len(case.places)
+    assert sum(place.live.forward_units for place in places) == units * stages
+    assert sum(place.live.backward_units for place in places) == units * (stages - case.forward_only)
     assert not any(a.op is Op.SEND_BACKWARD and a.stage <= case.forward_only for row in grid for a in row)
 
 
@@ -224,47 +227,31 @@ def test_a_part_of_the_weight_gradients_is_the_first_or_the_last():
     assert told.told == [*parts, (True, True), (True, True)] and stage.left_over == 0
 
 
-class InProcess(NamedTuple):
-    """What a rank found: for each case the loss where it is known, all its gradients, and what is left of the engine."""
-
-    losses: list[float | None]
-    gradients: list[list[Tensor | None]]
-    evaluation: list[float | None]
-    together: list[bool]
+REAL = [Case(places, forward_only=forward_only) for places in (*PLACES, [0, 1]) for forward_only in (0, 1)]
+REAL.append(Case([0, 1, 1, 0], "terapipe", per_token=True))
 
 
-REAL = [
-    Case(places, schedule, forward_only=forward_only)
-    for places in (*PLACES, [0, 1])
-    for schedule in ("1f1b", "terapipe")
-    for forward_only in (0, 1)
-]
-
-
-def worker(rank: int, world_size: int) -> InProcess:
-    found = InProcess([], [], [], [])
-    pipelines, cpu = [[0, 1]], torch.device("cpu")
+def worker(rank: int, world_size: int) -> list[tuple[Any, ...]]:
+    """Of each case the loss and an evaluation's where they are known, all gradients, whether an older assembly made the same."""
+    found, pipelines = [], [[0, 1]]
     watchdog = Watchdog(Seat.of(Placement.plain(2), rank, pipelines), 60.0)
     for case in REAL:
-        layers, placement = case.model(), case.placement
-        functions = dict(enumerate(layers))
-        rules = PlainGradients(len(LENGTHS))
-        old = Assembly.build(placement, pipelines, functions, device=cpu, watchdog=watchdog, gradients=rules)
+        layers = case.model()
+        build = partial(
+            Assembly.build, case.placement, pipelines, dict(enumerate(layers)),
+            device=torch.device("cpu"), watchdog=watchdog, gradients=PlainGradients(len(LENGTHS)),
+        )  # fmt: skip
+        old = build()
         old.intercept()
         step(case, old)
         first = gradients_of(layers)
-        for parameter in nn.ModuleList(layers[:-1]).parameters():
-            parameter.grad = None
-        new = Assembly.build(placement, pipelines, functions, device=cpu, watchdog=watchdog, gradients=rules)
+        nn.ModuleList(layers[:-1]).zero_grad()
+        new = build()
         new.intercept()
         old.close()  # the layers stay as the new one needs them
-        found.losses.append(step(case, new))
-        second = gradients_of(layers)
-        found.together.append(
-            all((a is None and b is None) or torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        )
-        found.gradients.append(second)
-        found.evaluation.append(step(case, new, evaluation=True))
+        loss, second = step(case, new), gradients_of(layers)
+        same = all((a is None and b is None) or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        found.append((loss, step(case, new, evaluation=True), second, same))
         new.close()
         new.close()
         assert "forward" not in layers[1].qkv.__dict__
@@ -288,17 +275,16 @@ ranks = launched(worker, 2, timeout=240)
 
 @pytest.mark.parametrize("index", range(len(REAL)), ids=lambda index: str(REAL[index]))
 def test_two_processes_run_any_placement(ranks, index):
-    case = REAL[index]
-    losses = [rank.losses[index] for rank in ranks if rank.losses[index] is not None]
-    evaluated = [rank.evaluation[index] for rank in ranks if rank.evaluation[index] is not None]
-    assert len(losses) == 1 and evaluated == pytest.approx(losses)
+    losses, evaluated, gradients, same = zip(*(rank[index] for rank in ranks), strict=True)
+    (loss,) = (each for each in losses if each is not None)
+    assert [each for each in evaluated if each is not None] == pytest.approx([loss])
     # each rank has all layers, and runs its own: a gradient is the sum of what the ranks have, tied ones included
     got = []
-    for parts in zip(*(rank.gradients[index] for rank in ranks), strict=True):
+    for parts in zip(*gradients, strict=True):
         there = [part for part in parts if part is not None]
         got.append(sum(there[1:], there[0]) if there else None)
-    check(case, torch.tensor(losses[0], dtype=torch.float64), got)
-    assert all(rank.together[index] for rank in ranks)
+    check(REAL[index], torch.tensor(loss, dtype=torch.float64), got)
+    assert all(same)
 
 
 def test_a_copy_of_a_layer_computes_with_its_own_weights():

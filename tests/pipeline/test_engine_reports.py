@@ -14,98 +14,66 @@ import torch
 
 from tests.pipeline.models import gpt, masked_loss, micro_batch, steps_of
 from tests.pipeline.training import build_engine, train
-from tests.spawn import run_ranks
+from tests.spawn import launched
 
 SLICED = {"slices": 4}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2, "warmup_num_steps": 4}}}
 
 
-def said(every: int | None, micro_batches: int) -> list[str]:
+def lines(every: int | None, micro_batches: int) -> list[str]:
     """Our log lines of four steps."""
-    engine = build_engine(
-        gpt(), masked_loss, token_pipeline=SLICED, micro_batches=micro_batches, config={"steps_per_print": every}
-    )
-    out = io.StringIO()
+    config, out = {"steps_per_print": every}, io.StringIO()
+    engine = build_engine(gpt(), masked_loss, token_pipeline=SLICED, micro_batches=micro_batches, config=config)
     with redirect_stdout(out):
         train(engine, steps_of(4, micro_batches))
     engine.destroy()
     return [line for line in out.getvalue().splitlines() if "tokens/s" in line]
 
 
-def watched(keys: dict[str, Any] | None, folder: str) -> list[float]:
-    """Three steps and an evaluation with a CSV monitor."""
+def watched(keys: dict[str, Any] | None, folder: str) -> tuple[Any, ...]:
+    """Losses and rates of steps and an evaluation, what a CSV monitor wrote of them, rates of a client's scheduler."""
     monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
     engine = build_engine(gpt(), masked_loss, token_pipeline=keys, config={**monitor, **WARMUP})
-    losses = train(engine, steps_of(3, 2)).losses
+    rates: list[list[float]] = [[], []]
+    losses = train(engine, steps_of(5, 2), after_step=lambda: rates[0].append(engine.get_lr()[0])).losses
     engine.total_loss = None
     engine.eval_batch(iter([micro_batch(m) for m in range(2)]))
     engine.destroy()
-    return losses
-
-
-def rates(keys: dict[str, Any] | None, client: bool) -> list[float]:
-    """The learning rate after each of five steps, with a scheduler from the JSON or one of the client's."""
-    options: dict[str, Any] = {"config": WARMUP}
-    if client:
-        options = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)}
-    engine = build_engine(gpt(), masked_loss, token_pipeline=keys, **options)
-    found: list[float] = []
-    train(engine, steps_of(5, 2), after_step=lambda: found.append(engine.get_lr()[0]))
+    written = {path.name: list(csv.reader(path.open())) for path in Path(folder).rglob("*.csv")}
+    engine = build_engine(
+        gpt(),
+        masked_loss,
+        token_pipeline=keys,
+        lr_scheduler=lambda given: torch.optim.lr_scheduler.StepLR(given, 2, 0.5),
+    )
+    train(engine, steps_of(5, 2), after_step=lambda: rates[1].append(engine.get_lr()[0]))
     engine.destroy()
-    return found
+    return losses, rates, written
 
 
-def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    results: dict[str, Any] = {
-        "every two": said(2, 2),
-        "never": said(None, 2),
-        "many": said(4, 16),
-    }
-    for name, keys in (("own", None), ("ours", SLICED)):
-        results[f"losses {name}"] = watched(keys, str(Path(folder) / name))
-        results[f"rates {name}"] = [rates(keys, client) for client in (False, True)]
-    return results
+def worker(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
+    said = [lines(2, 2), lines(None, 2), lines(4, 16)]
+    return said, [watched(keys, f"{folder}/{rank}/{name}") for name, keys in (("own", None), ("ours", SLICED))]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("monitor")
+ranks = launched(worker, 2, folder=True, timeout=180)
 
 
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(worker, 2, str(folder), timeout=180)
-
-
-def test_the_line(ranks: list[dict[str, Any]]) -> None:
-    first, second = ranks[0]["every two"]
-    assert ranks[1]["every two"] == []
+def test_the_first_rank_prints_a_line_as_often_as_asked(ranks: list[Any]) -> None:
+    (first, second), never, (many,) = ranks[0][0]
+    assert ranks[1][0] == [[], [], []] and never == []
     form = r"step (\d+): loss \d\.\d{4}, [\d,]+ tokens/s, .* waited \d+% \d+% .*4 slices, 1f1b"
     assert [re.search(form, line)[1] for line in (first, second)] == ["2", "4"]  # type: ignore[index]
     assert "does not pay" not in first
+    assert "slicing does not pay here" in many, "with many micro-batches"
 
 
-def test_null_prints_nothing(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["never"] == []
-
-
-def test_many_micro_batches_are_told_that_slicing_does_not_pay(ranks: list[dict[str, Any]]) -> None:
-    (line,) = ranks[0]["many"]
-    assert "slicing does not pay here" in line
-
-
-def test_monitor_writes_deepspeeds_events(ranks: list[dict[str, Any]], folder: Path) -> None:
-    assert ranks[0]["losses ours"] == pytest.approx(ranks[0]["losses own"], rel=1e-5)
-    files = {name: sorted(p.name for p in (folder / name).rglob("*.csv")) for name in ("own", "ours")}
-    assert files["own"] == files["ours"] and len(files["own"]) == 3, files
-    for file in files["own"]:
-        own, ours = (list(csv.reader(next((folder / name).rglob(file)).open())) for name in ("own", "ours"))
-        assert own[0] == ours[0] and len(own) == len(ours), file
-        for a, b in zip(own[1:], ours[1:], strict=True):
-            assert [float(x) for x in a] == pytest.approx([float(x) for x in b], rel=1e-5), file
-
-
-def test_learning_rates(ranks: list[dict[str, Any]]) -> None:
-    for results in ranks:
-        assert results["rates ours"] == results["rates own"]
-        assert len(set(results["rates ours"][0])) > 2 and len(set(results["rates ours"][1])) > 2
+def test_the_monitor_and_learning_rates_are_deepspeeds(ranks: list[Any]) -> None:
+    for rank, (_, (theirs, ours)) in enumerate(ranks):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+        assert ours[1] == theirs[1] and all(len(set(rates)) > 2 for rates in ours[1])
+        assert ours[2].keys() == theirs[2].keys() and len(ours[2]) == (3 if rank == 0 else 0)
+        for file, (head, *rows) in theirs[2].items():
+            assert ours[2][file][0] == head and len(ours[2][file]) == len(rows) + 1 > 1, file
+            for a, b in zip(ours[2][file][1:], rows, strict=True):
+                assert [float(x) for x in a] == pytest.approx([float(x) for x in b], rel=1e-5), file

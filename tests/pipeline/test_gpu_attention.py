@@ -11,32 +11,23 @@ import torch.nn.functional as F
 from ds_terapipe.pipeline.operators.attention import slice_attention
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.interception import Overrides
-from ds_terapipe.pipeline.operators.kernels import Call, CudaEfficient, CudaFlash, Formula, choose
 from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
 from tests.pipeline.test_attention import document_mask, relative, sliced, tensors, whole
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS = [40, 3, 64, 1, 20]
 TOTAL = sum(LENGTHS)
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 3e-3, torch.float64: 1e-10}
 
 
-def on_gpu(values):
-    return [t.cuda() for t in values]
-
-
 def check(dtype, mask=None, scale=None, **shape):
     """Slices on the GPU against the whole sequence in double precision."""
     values = tensors(total=TOTAL, dtype=dtype, **shape)
-    expected = whole(*(t.double() for t in values), visible=mask, scale=scale)
     with torch.device("cuda"):
-        got = sliced(*on_gpu(values), LENGTHS, mask=None if mask is None else mask.cuda(), scale=scale)
-    for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
+        on_device = None if mask is None else mask.cuda()
+        got = sliced(*(t.cuda() for t in values), LENGTHS, mask=on_device, scale=scale)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, whole(*values, visible=mask, scale=scale), strict=True):
         assert a.is_cuda and a.dtype == dtype and torch.isfinite(a).all()
         assert relative(a.cpu(), b) <= TOLERANCE[dtype], (name, relative(a.cpu(), b))
 
@@ -59,7 +50,7 @@ def test_explicit_masks(dtype, kv_heads):
 
 def test_values_of_another_size_and_a_learned_bias_run_the_formula():
     check(torch.float32, d=32, dv=16)
-    values = on_gpu(tensors(total=TOTAL, d=32, dtype=torch.float32))
+    values = [t.cuda() for t in tensors(total=TOTAL, d=32, dtype=torch.float32)]
     with torch.device("cuda"):
         hidden = torch.zeros(TOTAL, TOTAL).masked_fill(torch.ones(TOTAL, TOTAL).triu(1).bool(), -math.inf)
         bias = torch.randn(4, TOTAL, TOTAL).requires_grad_()
@@ -67,57 +58,45 @@ def test_values_of_another_size_and_a_learned_bias_run_the_formula():
     assert bias.grad is not None and torch.isfinite(bias.grad).all() and bias.grad.tril().any()
 
 
-def test_the_fused_kernels_are_chosen():
-    def chosen(dtype, kv_heads=4, d=64, mask=None, dropout_p=0.0):
-        q, k = (torch.rand(2, heads, 8, d, device="cuda", dtype=dtype) for heads in (4, kv_heads))
-        return choose(q, k, k, None if mask is None else mask.to(dtype), Call(dropout_p, None))
-
-    mask = torch.zeros(1, 1, 8, 8, device="cuda")
-    for dtype in (torch.bfloat16, torch.float16):
-        assert chosen(dtype) is chosen(dtype, kv_heads=2) is chosen(dtype, dropout_p=0.1) is CudaFlash
-        assert chosen(dtype, mask=mask) is chosen(dtype, kv_heads=2, mask=mask) is CudaEfficient
-    assert chosen(torch.float32) is chosen(torch.float32, kv_heads=2) is CudaEfficient
-    assert chosen(torch.float32, mask=mask) is chosen(torch.float32, dropout_p=0.1) is CudaEfficient
-    assert chosen(torch.float64) is Formula
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kv_heads", "masked"), [(4, False), (2, False), (4, True)])
 def test_dropout_is_the_same_in_forward_and_backward(dtype, kv_heads, masked):
-    q, k, v, grad = on_gpu(tensors(total=TOTAL, kv_heads=kv_heads, d=64, dtype=dtype))
+    q, k, v, grad = (t.cuda() for t in tensors(total=TOTAL, kv_heads=kv_heads, d=64, dtype=dtype))
     mask = document_mask(TOTAL).cuda() if masked else None
-    with torch.device("cuda"):
+
+    def drawn(dropout_p):
         torch.cuda.manual_seed(3)
-        out, _, _, dv = sliced(q, k, v, grad, LENGTHS, mask=mask, dropout_p=0.3)
-        torch.cuda.manual_seed(3)
-        again, *_ = sliced(q, k, v, grad, LENGTHS, mask=mask, dropout_p=0.3)
-        kept, *_ = sliced(q, k, v, grad, LENGTHS, mask=mask)
+        with torch.device("cuda"):
+            return sliced(q, k, v, grad, LENGTHS, mask=mask, dropout_p=dropout_p)
+
+    (out, _, _, dv), again, kept = drawn(0.3), drawn(0.3)[0], drawn(0.0)[0]
     assert torch.equal(out, again) and relative(out, kept) > 0.05
     # for one drawn mask the output is linear in v: <grad, out> is <dv, v> only if backward drew the same
     products = grad.double() * out.double()
     assert abs(products.sum() - (dv.double() * v.double()).sum()) / products.norm() < 0.05
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv_heads"), [(torch.bfloat16, 8), (torch.bfloat16, 2), (torch.float32, 8), (torch.float32, 2)]
-)
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_score_matrix_and_no_copy_of_the_cache(dtype, kv_heads):
     # so many rows that flash does not split keys, whose parts it would keep in fp32
     heads, d, total, length = 8, 64, 65536, 2048
     context, item = SliceContext(), torch.finfo(dtype).bits // 8
     tiles = spans((total - 2 * length, length, length))
 
+    def peak(work):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, result = torch.cuda.memory_allocated(), work()
+        torch.cuda.synchronize()
+        return result, torch.cuda.max_memory_allocated() - before
+
     def attend(span):
         shapes = [(1, h, span.length, d) for h in (heads, kv_heads, kv_heads)]
         leaves = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         with context.forward(Unit(0, 0), span):
             context.enter_layer(0)
-            out = slice_attention(context, *leaves)
-        torch.cuda.synchronize()
-        return out, torch.cuda.max_memory_allocated() - before
+            return peak(lambda: slice_attention(context, *leaves))
 
     with torch.no_grad():
         attend(tiles[0])
@@ -127,16 +106,13 @@ def test_no_score_matrix_and_no_copy_of_the_cache(dtype, kv_heads):
     bias = heads // kv_heads * length * total * item if dtype == torch.float32 and kv_heads < heads else 0
     assert used < min(scores, cache) / 2 + 2.1 * bias, (used, scores, cache)
     with context.backward(Unit(0, 0), tiles[2]):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        out.backward(torch.ones_like(out))
-    torch.cuda.synchronize()
+        _, used = peak(lambda: out.backward(torch.ones_like(out)))
     gradients = 4 * kv_heads * total * d * 4  # dK, dV of the context, and their sums, at most in fp32
-    assert torch.cuda.max_memory_allocated() - before < gradients + scores / 4 + 2.1 * bias
+    assert used < gradients + scores / 4 + 2.1 * bias
 
 
 def test_the_override_is_reached_with_and_without_autograd():
-    q, k, v, _ = on_gpu(tensors(total=24, d=32, dtype=torch.float32))
+    q, k, v = (t.cuda() for t in tensors(total=24, d=32, dtype=torch.float32)[:3])
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     Overrides.acquire()
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,18 +19,18 @@ from tests.pipeline.nccl import Messages
 from tests.pipeline.training import build_engine
 from tests.spawn import Exit, mark, run_to_exit
 
-MICRO_BATCHES, SLICES, STEPS = 2, 4, 2
+STAGES, MICRO_BATCHES, SLICES, STEPS = 3, 2, 4, 2
 TIMEOUT_S = 4.0
 EXIT_CODE = 70  # see watchdog.py
+GRID = with_weight_gradients(with_messages(order("1f1b", STAGES, [SLICES] * MICRO_BATCHES)))
 
 
 def install(engine: Any, shared: bool) -> Messages:
     """Let the engine's messages go through the stand-in. ``shared``: as before each channel had a group, one per direction."""
-    streams: dict[int, Hashable] = {}
+    streams: dict[int, str] = {}
     for channel, group in engine._assembly._channels._groups.items():
         streams[id(group)] = f"forward {channel.forward}" if shared else f"{channel}"
-    messages = Messages(lambda group: streams[id(group)])
-    decode = BoundarySpec.decode
+    messages, decode = Messages(lambda group: streams[id(group)]), BoundarySpec.decode
 
     def decode_when_there(meta: torch.Tensor) -> BoundarySpec:
         messages.compute.mark().reached.wait()  # on a device, reading a tensor waits for its stream
@@ -65,55 +64,47 @@ def train(rank: int, world_size: int, shared: bool, stops: bool) -> None:
 
 def withhold(messages: Messages, after: int) -> None:
     """Never let a message go that is sent once ``after`` others are."""
-    issue, sent = messages.isend, 0
+    issue, sent = messages.isend, []
 
     def isend(*args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        sent += 1
-        if sent > after:
+        sent.append(args)
+        if len(sent) > after:
             messages.compute.put(lambda: time.sleep(120))
         return issue(*args, **kwargs)
 
-    messages.isend = isend
+    messages.isend = isend  # type: ignore[method-assign]
 
 
-RUNS = {
-    "3 stages": (3, False, False),
+RUNS = {  # stages, whether channels share a group, whether the first stage stops
+    "3 stages": (STAGES, False, False),
     "4 stages": (4, False, False),
-    "3 stages, a group per direction": (3, True, False),
-    "4 stages, a group per direction": (4, True, False),
-    "withheld": (3, False, True),
+    "a group per direction": (STAGES, True, False),
+    "withheld": (STAGES, False, True),
 }
 
 
 @pytest.fixture(scope="module")
 def exits() -> dict[str, list[Exit]]:
     with ThreadPoolExecutor(3) as pool:
-        runs = {name: pool.submit(run_to_exit, train, *arguments, timeout=150.0) for name, arguments in RUNS.items()}
+        runs = {name: pool.submit(run_to_exit, train, *run, timeout=150.0) for name, run in RUNS.items()}
         return {name: run.result() for name, run in runs.items()}
 
 
-@pytest.mark.parametrize("stages", [3, 4])
-def test_a_group_per_channel_comes_to_its_end(exits, stages):
-    for end in exits[f"{stages} stages"]:
+@pytest.mark.parametrize("name", ["3 stages", "4 stages"])
+def test_a_group_per_channel_comes_to_its_end(exits, name):
+    for end in exits[name]:
         assert end.code == 0, end.output
         assert end.mark("through") >= end.mark("issued")
 
 
-@pytest.mark.parametrize("stages", [3, 4])
-def test_a_group_per_direction_locks_up_and_is_reported(exits, stages):
-    grid = with_weight_gradients(with_messages(order("1f1b", stages, [SLICES] * MICRO_BATCHES)))
-    assert stream_deadlock(grid, group_per_direction)
-    for end in exits[f"{stages} stages, a group per direction"]:
-        assert end.code == EXIT_CODE, end.output
-        assert re.search(
-            rf"waited .* s for .* from rank .* in step .*: no answer .token_pipeline.timeout_s is {TIMEOUT_S:g}.",
-            end.output,
-        )
+def test_a_group_per_direction_locks_up_and_is_reported(exits):
+    assert stream_deadlock(GRID, group_per_direction)
+    said = rf"waited .* s for .* from rank .* in step .*: no answer .token_pipeline.timeout_s is {TIMEOUT_S:g}."
+    for end in exits["a group per direction"]:
+        assert end.code == EXIT_CODE and re.search(said, end.output), end.output
 
 
 def test_a_message_that_never_comes_is_reported_by_what_the_stream_has_done(exits):
-    grid = with_weight_gradients(with_messages(order("1f1b", 3, [SLICES] * MICRO_BATCHES)))
     missing = Action(Op.RECV_FORWARD, 1, Unit(*divmod(3 * MICRO_BATCHES, SLICES)))
     for end in exits["withheld"]:
         assert end.code == EXIT_CODE, end.output
@@ -121,4 +112,4 @@ def test_a_message_that_never_comes_is_reported_by_what_the_stream_has_done(exit
     told = exits["withheld"][1].output
     assert f"for activations of {missing.unit} from rank 0 in step {STEPS - 1}: no answer" in told
     marked = [line for line in told.splitlines() if "<-- stage 1" in line]
-    assert f"[{missing}]" in marked[0] and missing in grid[1][:-1]
+    assert f"[{missing}]" in marked[0] and missing in GRID[1][:-1]

@@ -15,22 +15,15 @@ from ds_terapipe.pipeline.resuming import resuming
 
 SAVED = {"lr": 0.25, "initial_lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 OTHERS = "betas [0.9, 0.95], not [0.9, 0.99]; {}weight_decay 0.1, not 0.3"
+WARMUP = {"batch_size": 8, "reference_lr": 0.4, "reference_batch_size": 8, "total_steps": 4, "warmup_steps": 2}
 
 
-def torchs(optimizer: torch.optim.Optimizer) -> Any:
+def torchs(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
-def ours(optimizer: torch.optim.Optimizer) -> Any:
-    return LambWarmup(
-        optimizer,
-        batch_size=8,
-        reference_lr=0.4,
-        reference_batch_size=8,
-        total_steps=4,
-        warmup_steps=2,
-        decay_from="peak",
-    )
+def ours(optimizer: Any) -> Any:
+    return LambWarmup(optimizer, **WARMUP, decay_from="peak")
 
 
 def resumed(scheduler: Any, saved: dict[str, Any], steps: int = 3, **more: Any) -> Any:
@@ -61,26 +54,24 @@ def resumed(scheduler: Any, saved: dict[str, Any], steps: int = 3, **more: Any) 
 )
 def test_settings_that_are_not_those_of_the_configuration_are_one_line(caplog, scheduler, settings):
     engine = resumed(scheduler, SAVED)
-    assert caplog.messages == [
-        f"load_checkpoint: the settings of the checkpoint's optimizer count, not those of this engine's: {settings}"
-    ]
+    said = "load_checkpoint: the settings of the checkpoint's optimizer count, not those of this engine's: "
+    assert caplog.messages == [said + settings]
     if scheduler is ours:  # from the next step on, whatever the checkpoint's was
         assert engine.basic_optimizer.param_groups[0]["lr"] == engine.lr_scheduler.get_lr()[0]
 
 
-@pytest.mark.parametrize("more", [{"global_rank": 1}, {"steps": 0}, {"saved": {}}])
-def test_other_ranks_weights_alone_and_the_same_settings_are_no_line(caplog, more):
-    resumed(None, **{"saved": SAVED, **more})
+def test_other_ranks_weights_alone_and_the_same_settings_are_no_line(caplog):
+    for more in ({"global_rank": 1}, {"steps": 0}, {"saved": {}}):
+        resumed(None, **{"saved": SAVED, **more})
     assert caplog.messages == []
 
 
-def test_training_data_that_begins_anew_is_one_line(caplog):
+def test_training_data_that_begins_again_is_one_line(caplog):
     caplog.set_level(logging.WARNING)
     resumed(None, {}, training_dataloader=[])
     (line,) = caplog.messages
-    assert line.startswith(
-        "load_checkpoint: training_data begins at its first sample again, as in DeepSpeed, not behind the 24 "
-    )
+    said = "load_checkpoint: training_data begins at its first sample again, as in DeepSpeed, not behind the 24 "
+    assert line.startswith(said)
     caplog.clear()
     resumed(None, {}, training_dataloader=[], continues_data=True)
     resumed(lambda optimizer: SimpleNamespace(seek=None), {}, training_dataloader=[])  # MixedBatch goes on by itself

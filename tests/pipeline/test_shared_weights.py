@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -49,35 +48,23 @@ def sharing(kind: str) -> list[Any]:
     """A layer list whose entries share weights, or only look as if they did."""
     tokens, head, block = made(Embedding, 0), made(Head, 5), made(Block, 1)
     blocks = [made(Block, entry) for entry in range(1, 5)]
-    if kind == "head's weight":
-        head.project.weight = tokens.tokens.weight
-    if kind == "frozen":
-        head.project.weight = tokens.tokens.weight.requires_grad_(False)
-    if kind == "one block":
-        blocks = [block] * 4
-    if kind == "in specs":
-        blocks = [LayerSpec(Inside, block) for _ in range(4)]
-    if kind == "copied":
-        blocks = [LayerSpec(Inside, block, copied=True) for _ in range(4)]
+    if kind in ("head's weight", "frozen"):
+        head.project.weight = tokens.tokens.weight.requires_grad_(kind != "frozen")
     if kind == "neighbours":
         blocks[1] = blocks[0]
-    if kind == "tied":
-        names = [name for name, _ in block.named_parameters()]
-        blocks = [TiedLayerSpec("shared", Block, tied_weight_attr=names) for _ in range(4)]
+    names = [name for name, _ in block.named_parameters()]
+    blocks = {
+        "one block": [block] * 4,
+        "in specs": [LayerSpec(Inside, block) for _ in range(4)],
+        "copied": [LayerSpec(Inside, block, copied=True) for _ in range(4)],
+        "tied": [TiedLayerSpec("shared", Block, tied_weight_attr=names) for _ in range(4)],
+    }.get(kind, blocks)
     last = {
         "a weight": LayerSpec(ByWeight, tokens.tokens.weight),
         "a partial": partial(lambda layer, hidden: F.linear(hidden, layer.weight), tokens.tokens),
         "a closure": lambda hidden: F.linear(hidden, tokens.tokens.weight),
     }
     return [tokens, *blocks, last.get(kind, head)]
-
-
-class WithHead(nn.Module):
-    """A loss that multiplies with the head's weight."""
-
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.project = head.project
 
 
 SHARED = {  # entries and weights that are named
@@ -89,29 +76,24 @@ SHARED = {  # entries and weights that are named
     "the loss": ("5 and the loss", 'Head, ..., tied_weight_attr=["project.weight", "project.bias"]'),
     "a closure": ("0 and 5", 'Embedding, ..., tied_weight_attr=["tokens.weight", "positions.weight"]'),
 }
-APART = ("copied", "frozen", "neighbours", "tied")
 
 
-def stage(specs: Sequence[Any], first: int, stop: int, loss: Any) -> Any:
-    """What is looked at of a ``PipelineModule`` with these entries here."""
-    module: Any = nn.Module()
-    module._layer_specs, module._local_start, module._local_stop, module.loss_fn = list(specs), first, stop, loss
-    module.tied_modules = nn.ModuleDict()
-    for entry, spec in enumerate(specs[first:stop], start=first):
-        layer = spec.build() if isinstance(spec, LayerSpec) else spec
-        if isinstance(spec, TiedLayerSpec):
-            module.tied_modules[spec.key] = layer
-        elif isinstance(layer, nn.Module):
-            module.add_module(str(entry), layer)
-    return module
-
-
-def found_on(kind: str, cuts: Sequence[int]) -> list[Any]:
-    """What ranks with these first entries find together."""
-    specs = sharing(kind)
-    loss = WithHead(specs[-1]) if kind == "the loss" else None
-    ranks = [stage(specs, first, stop, loss) for first, stop in pairwise(cuts)]
-    said: list[Any] = []
+def found_on(kind: str, cuts: tuple[int, ...]) -> list[Any]:
+    """What ranks with these first entries, each with a part of a ``PipelineModule``, find together."""
+    specs, ranks, said = sharing(kind), [], []
+    loss: Any = nn.Module()
+    loss.project = specs[-1].project if kind == "the loss" else None
+    for first, stop in pairwise(cuts):
+        module: Any = nn.Module()
+        module._layer_specs, module._local_start, module._local_stop, module.loss_fn = specs, first, stop, loss
+        module.tied_modules = nn.ModuleDict()
+        for entry, spec in enumerate(specs[first:stop], start=first):
+            layer = spec.build() if isinstance(spec, LayerSpec) else spec
+            if isinstance(spec, TiedLayerSpec):
+                module.tied_modules[spec.key] = layer
+            elif isinstance(layer, nn.Module):
+                module.add_module(str(entry), layer)
+        ranks.append(module)
     for module in ranks:  # each rank looks at its own, and then at what all of them said
         shared_weights(module, SimpleNamespace(gather=lambda users: said.append(users) or []))
     results = [shared_weights(module, SimpleNamespace(gather=lambda users: said)) for module in ranks]
@@ -119,24 +101,17 @@ def found_on(kind: str, cuts: Sequence[int]) -> list[Any]:
     return results[0]
 
 
-@pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize("cuts", [(0, 3, 6), (0, 6)])
-def test_what_is_shared_is_found_wherever_the_layers_are(kind, cuts):
-    entries, weights = SHARED[kind]
-    cut = (0, 3, 6) if kind != "the loss" else (0, 6, 6)
-    with pytest.raises(ConfigError) as refused:
-        refuse_split(found_on(kind, cuts), cut, "model", " or so")
-    assert str(refused.value).startswith(
-        f"model: got entries {entries} of the layer list on stages 0 and 1, which share trained weights and would train copies, "
-        f'must be tied or on one stage, use TiedLayerSpec("shared", {weights}'
-    )
-    assert str(refused.value).endswith(" or so")
-
-
-@pytest.mark.parametrize("kind", ["copied", "frozen", "tied", "nothing"])
-@pytest.mark.parametrize("cuts", [(0, 3, 6), (0, 6)])
-def test_copies_frozen_weights_and_tied_layers_are_not_shared(kind, cuts):
-    assert found_on(kind, cuts) == []
+def test_what_is_shared_is_found_wherever_the_layers_are(cuts):
+    for kind, (entries, weights) in SHARED.items():
+        with pytest.raises(ConfigError) as refused:
+            refuse_split(found_on(kind, cuts), (0, 6, 6) if kind == "the loss" else (0, 3, 6), "model", " or so")
+        assert str(refused.value).startswith(
+            f"model: got entries {entries} of the layer list on stages 0 and 1, which share trained weights and would train "
+            f'copies, must be tied or on one stage, use TiedLayerSpec("shared", {weights}'
+        ), kind
+        assert str(refused.value).endswith(" or so")
+    assert [found_on(kind, cuts) for kind in ("copied", "frozen", "tied", "nothing")] == [[]] * 4
 
 
 def test_entries_that_lie_together_may_share():

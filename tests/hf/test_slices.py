@@ -1,0 +1,79 @@
+"""The layers that ds_terapipe.hf makes of a model, run slice by slice, have the unmodified model's loss and gradients."""
+
+from __future__ import annotations
+
+import copy
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from ds_terapipe.pipeline.loss import MicroBatchLoss
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.slicing import TensorCut, spans
+from ds_terapipe.schedule import Unit
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
+
+ONES, UNEVEN = (1, 8, 1, 13, 1), (11, 7, 5, 1)
+CASES: list[tuple[str, str, tuple[int, ...]]] = [
+    ("llama", "front", ONES),
+    ("llama", "behind", UNEVEN),
+    ("llama, tied, dynamic", "plain", UNEVEN),
+    ("mistral", "counted", UNEVEN),
+    ("qwen2", "behind", ONES),
+    ("qwen3", "packed", UNEVEN),
+    ("gemma2", "packed", ONES),
+    ("gemma2", "front", UNEVEN),
+    ("gemma3", "shifted", UNEVEN),
+    ("phi3", "front", UNEVEN),
+    ("olmo2", "counted", ONES),
+    ("gpt2", "shifted", UNEVEN),
+    ("gpt2", "behind", ONES),
+    ("gpt_neox", "packed", UNEVEN),
+]
+
+
+def in_slices(model: Any, features: dict[str, torch.Tensor], lengths: tuple[int, ...]) -> float:
+    """The loss of a copy's layers, one after the other; gradients are left in ``model``."""
+    from ds_terapipe import hf
+    from ds_terapipe.hf import attention
+    from ds_terapipe.hf.decoder_pipeline import _built, _specs
+    from ds_terapipe.hf.loss import CausalLMLoss
+    from ds_terapipe.hf.source import Source
+
+    attention.register()
+    model.set_attn_implementation(attention.NAME)
+    layers = [_built(spec) for spec in _specs(Source(model, given=True))]
+    (inputs, labels), cuts = hf.batch(features), spans(lengths)
+    tokens, *travelling = inputs if isinstance(inputs, tuple) else (inputs,)
+    context, loss = SliceContext(), MicroBatchLoss(CausalLMLoss(), labels, (TensorCut(1),), (TensorCut(1),), cuts)
+    for index, span in enumerate(cuts):
+        part = tokens[:, span.start : span.stop]
+        value: Any = (part, *(each.clone() for each in travelling)) if travelling else part
+        with context.forward(Unit(0, index), span):
+            for number, layer in enumerate(layers):
+                context.enter_layer(number)
+                value = layer(value)
+            loss.add(value)
+    for index in reversed(range(len(cuts))):
+        with context.backward(Unit(0, index), cuts[index]):
+            loss.backward(index, lambda term: term)
+    return float(loss.value)
+
+
+@pytest.mark.parametrize(("family", "kind", "lengths"), CASES)
+def test_layers_in_slices_have_the_model_s_loss_and_gradients(family: str, kind: str, lengths: tuple[int, ...]) -> None:
+    from tests.hf.families import features, model_of, without_key_biases
+
+    # gemma2's own softmax is in fp32, and in fp64 a token that sees nothing is NaN
+    dtype, limit = (torch.float32, 1e-5) if family == "gemma2" else (torch.float64, 1e-6)
+    model, given = model_of(family, dtype).train(), features(kind, 3)
+    ours = copy.deepcopy(model)
+    wanted = model(**given, use_cache=False).loss
+    wanted.backward()
+    assert in_slices(ours, given, lengths) == pytest.approx(float(wanted.detach()), rel=limit)
+    for name, parameter in model.named_parameters():
+        got, expected = (without_key_biases(model.config, name, p.grad) for p in (ours.get_parameter(name), parameter))
+        assert (got - expected).norm() <= limit * expected.norm(), name
