@@ -30,7 +30,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.mutants import installed, verify_hits
 from tests.pool import ROOM, Launch
 
 _HERE = os.getcwd()  # servers stay there, wherever a test goes
@@ -67,17 +66,13 @@ _ASKING = {name: threading.Lock() for name in _SERVERS}
 
 @dataclass(frozen=True)
 class RankResult:
-    """The result of one rank: its return value, or the text of its error, or neither when it was killed.
-
-    ``hits``: how often a mutant changed something there, by name (see ``tests.mutants``).
-    """
+    """The result of one rank: its return value, or the text of its error, or neither when it was killed."""
 
     rank: int
     value: Any = None
     error: str | None = None
     traceback: str = ""
     exit_code: int | None = None
-    hits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,17 +124,14 @@ def launch(
     *args: Any,
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
-    mutant: str | None = None,
 ) -> list[RankResult]:
     """Call ``function(rank, world_size, *args)`` in ``world_size`` new processes with a process group set up.
-
-    With ``mutant``, a name of ``tests.mutants``, that is in place on every rank, and the results have its hits.
 
     Returns one result per rank, whatever happened to it. Raises ``TimeoutError`` (after killing every process) when a
     rank neither reported nor died within ``timeout`` seconds.
     """
     with ROOM.of(world_size):
-        return _launch(function, world_size, args, timeout, env, mutant)
+        return _launch(function, world_size, args, timeout, env)
 
 
 def _launch(
@@ -148,10 +140,9 @@ def _launch(
     args: tuple[Any, ...],
     timeout: float,
     env: Mapping[str, str] | None = None,
-    mutant: str | None = None,
 ) -> list[RankResult]:
     results: dict[int, RankResult] = {}
-    with _running(functools.partial(_report, function, args, mutant), world_size, env=env) as folder:
+    with _running(functools.partial(_report, function, args), world_size, env=env) as folder:
         deadline = time.monotonic() + timeout
         while len(results) < world_size:
             for rank in set(range(world_size)) - results.keys():
@@ -172,17 +163,13 @@ def _launch(
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any
 ) -> list:
-    """The same as :func:`launch` for functions that must succeed: the ranks' values, or an AssertionError with their tracebacks.
-
-    So is a mutant that changed nothing on any rank (``tests.mutants.NeverRan``).
-    """
-    results = launch(function, world_size, *args, timeout=timeout, **options)
-    return _values(results, options.get("mutant"))
+    """Return the values of ranks that must succeed, see :func:`launch`; raise AssertionError with their tracebacks."""
+    return _values(launch(function, world_size, *args, timeout=timeout, **options))
 
 
 def values_of(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """As :func:`run_ranks`, for a caller that has room for the ranks: the run of a :class:`tests.pool.Launch`."""
-    return _values(_launch(function, world_size, args, timeout), None)
+    return _values(_launch(function, world_size, args, timeout))
 
 
 def launched(
@@ -204,7 +191,7 @@ def launched(
     def run() -> list[Any]:
         with tempfile.TemporaryDirectory() if folder else contextlib.nullcontext() as path:
             given = (*args, path) if folder else args
-            return _values(_launch(function, world_size, given, timeout, **options), options.get("mutant"))
+            return _values(_launch(function, world_size, given, timeout, **options))
 
     return in_background(f"{function.__module__}:{function.__name__}", world_size, run)
 
@@ -220,10 +207,9 @@ def in_background(name: str, ranks: int, run: Callable[[], Any]) -> Any:
     return pytest.fixture(scope="module")(results)
 
 
-def _values(results: list[RankResult], mutant: str | None) -> list[Any]:
+def _values(results: list[RankResult]) -> list[Any]:
     failed = [f"rank {r.rank}: {r.error}\n{r.traceback}" for r in results if r.error]
     assert not failed, "\n".join(failed)
-    verify_hits(mutant, [result.hits for result in results])
     return [result.value for result in results]
 
 
@@ -430,12 +416,10 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     function(*_join_group(), *args)
 
 
-def _report(function: Callable[..., Any], args: tuple[Any, ...], mutant: str | None) -> None:
+def _report(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     server, rank = os.getppid(), int(os.environ["RANK"])
     try:
-        where = _join_group()
-        with installed(mutant) as hits:
-            result = RankResult(rank, value=function(*where, *args), hits=dict(hits))
+        result = RankResult(rank, value=function(*_join_group(), *args))
         sent = pickle.dumps(result)
     except BaseException as error:
         result = RankResult(rank, error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())

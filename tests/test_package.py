@@ -138,7 +138,7 @@ def targets() -> dict[str, tuple[list[str], str]]:
 def test_every_target_that_runs_python_makes_its_environment():
     running = {name: needs for name, (needs, recipe) in targets().items() if "$(RUN)" in recipe}
     on_gpus = {f"gpu-{what}" for what in ("attention", "lamb", "one", "memory", "two", "four")}
-    assert set(running) == {"demo", "test", "test-full", "test-smoke", "test-mutants", "lint", "format", *on_gpus}
+    assert set(running) == {"demo", "test", "test-fast", "test-full", "test-smoke", "lint", "format", *on_gpus}
     assert all("venv" in needs for needs in running.values()), running
     assert "configs/venv.sh" in targets()["venv"][1]
 
