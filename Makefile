@@ -28,7 +28,7 @@ demo: venv ## train a Megatron GPT on two processes with token slices, then comp
 	@$(RUN) bash configs/demo.sh
 
 test-fast: venv ## the tests that start no process
-	$(RUN) python -m pytest -q -m "not full and not processes" $(ARGS)
+	$(RUN) python -m pytest -q -n 2 -m "not full and not processes" $(ARGS)
 
 test: venv ## the tests that CI runs
 	$(RUN) python -m pytest -q -m "not full" --slowest 10 $(ARGS)

@@ -73,7 +73,7 @@ setup(
     extras_require={
         "megatron": ["megatron-core>=0.16,<0.20"],
         "hf": ["transformers>=5.0,<6", "safetensors"],
-        "dev": ["accelerate", "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "tensorboard"],
+        "dev": ["accelerate", "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "tensorboard"],
     },
     entry_points={
         "torch.backends": ["ds_terapipe = ds_terapipe.autoload:load"],

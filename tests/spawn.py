@@ -57,7 +57,10 @@ _SERVERS = {
         "hypothesis",
         "ds_terapipe.elastic.engine",
         "tests.pipeline.training",
-        "tests.megatron.common",
+        "megatron.core",
+        "ds_terapipe.megatron.layers",
+        "ds_terapipe.hf",
+        "tests.rows.train",
     ),
     "scripts": _ENGINES,
 }

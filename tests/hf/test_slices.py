@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.operators.context import SliceContext
@@ -63,17 +68,54 @@ def in_slices(model: Any, features: dict[str, torch.Tensor], lengths: tuple[int,
     return float(loss.value)
 
 
+@contextmanager
+def no_casts() -> Iterator[None]:
+    """Within it nothing of fp64 is cast to fp32 on the way, as transformers does in norms, softmax and loss, ours in the loss."""
+    to, as_float, softmax = Tensor.to, Tensor.float, F.softmax
+
+    def in_question(tensor: Tensor) -> bool:
+        return tensor.dtype == torch.float64 and sys._getframe(2).f_globals["__name__"].startswith(
+            ("transformers.", "ds_terapipe.hf.loss")
+        )
+
+    def kept(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        wanted = (*args, *kwargs.values())
+        return self if torch.float32 in wanted and in_question(self) else to(self, *args, **kwargs)
+
+    def as_it_is(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self if in_question(self) else as_float(self, *args, **kwargs)
+
+    def in_its_type(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if in_question(x):
+            kwargs.pop("dtype", None)
+        return softmax(x, *args, **kwargs)
+
+    Tensor.to, Tensor.float, F.softmax = kept, as_it_is, in_its_type
+    try:
+        yield
+    finally:
+        Tensor.to, Tensor.float, F.softmax = to, as_float, softmax
+
+
+@pytest.mark.parametrize("casts", [True, False], ids=["as it is", "no casts"])
 @pytest.mark.parametrize(("family", "kind", "lengths"), CASES)
-def test_layers_in_slices_have_the_model_s_loss_and_gradients(family: str, kind: str, lengths: tuple[int, ...]) -> None:
+def test_layers_in_slices_have_the_model_s_loss_and_gradients(
+    family: str, kind: str, lengths: tuple[int, ...], casts: bool
+) -> None:
     from tests.hf.families import features, model_of, without_key_biases
 
     # gemma2's own softmax is in fp32, and in fp64 a token that sees nothing is NaN
-    dtype, limit = (torch.float32, 1e-5) if family == "gemma2" else (torch.float64, 1e-6)
+    if family == "gemma2" and (casts or kind == "front"):
+        dtype, limit = torch.float32, 1e-5
+    else:
+        dtype, limit = torch.float64, 1e-6 if casts else 1e-10
     model, given = model_of(family, dtype).train(), features(kind, 3)
     ours = copy.deepcopy(model)
-    wanted = model(**given, use_cache=False).loss
-    wanted.backward()
-    assert in_slices(ours, given, lengths) == pytest.approx(float(wanted.detach()), rel=limit)
+    with nullcontext() if casts else no_casts():
+        wanted = model(**given, use_cache=False).loss
+        wanted.backward()
+        loss = in_slices(ours, given, lengths)
+    assert loss == pytest.approx(float(wanted.detach()), rel=limit)
     for name, parameter in model.named_parameters():
         got, expected = (without_key_biases(model.config, name, p.grad) for p in (ours.get_parameter(name), parameter))
         assert (got - expected).norm() <= limit * expected.norm(), name

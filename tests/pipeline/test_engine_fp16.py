@@ -19,7 +19,7 @@ SCALES: dict[str, dict[str, Any]] = {
     "dynamic": {"loss_scale": 0, "initial_scale_power": 10},
     "overflow": {"loss_scale": 0, "initial_scale_power": 32, "hysteresis": 1},
 }
-CASES = [(scale, stage, slices) for scale in SCALES for stage in (0, 1) for slices in (1, 5)]
+CASES = [(scale, stage, 5) for scale in SCALES for stage in (0, 1)]
 
 
 def compare(stages: int, scale: str, stage: int, slices: int) -> dict[str, Any]:

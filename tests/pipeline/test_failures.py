@@ -235,7 +235,7 @@ def check(case: Case, ends: list[Exit]) -> None:
         elif replica == lost_replica:
             assert f"rank {case.victim} (stage {lost}): last seen in step {STEP}, action " in text, text
         else:  # named by those who waited for it, or by its silence
-            named = rf"  rank \d+: .* from rank {case.victim}: |  rank {case.victim}: .*; no sign of life"
+            named = rf"  rank \d+: .* from rank {case.victim}: |  rank {case.victim}: (.*; no sign of life|process \d+ is gone)"
             assert re.search(named, text), text
     if case.what == "stop":
         assert ends[case.victim].code == -signal.SIGKILL, "no launcher's SIGTERM ends a process that is stopped"

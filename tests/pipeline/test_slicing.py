@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.slicing import WHOLE, Span, TensorCut, as_tuple, like, plan_cuts, slice_lengths, spans
+from ds_terapipe.pipeline.slicing import (
+    WHOLE,
+    Span,
+    TensorCut,
+    as_tuple,
+    like,
+    part_of,
+    plan_cuts,
+    slice_lengths,
+    spans,
+)
 
 B, S, H = 2, 12, 5
 ROW, MASK, LONG, FLOAT, BOOL = TensorCut(row=1), TensorCut(2, 3), torch.int64, torch.float32, torch.bool
@@ -155,3 +165,14 @@ def test_what_stays_whole_is_not_copied_and_one_tensor_and_several_keep_their_fo
     assert WHOLE.apply(tensor, Span(0, 2, 4)) is tensor
     assert as_tuple(TOKENS) == (TOKENS,) and as_tuple([TOKENS, TOKENS]) == (TOKENS, TOKENS)
     assert like(TOKENS, [1]) == 1 and like([TOKENS, TOKENS], [1, 2]) == (1, 2)
+
+
+@pytest.mark.parametrize("lengths", [(S,), (7, 4, 1)], ids=["uncut", "cut"])
+def test_a_layer_that_writes_into_its_slice_changes_no_other(lengths):
+    """Neither the micro-batch nor a slice that has the same columns of a mask."""
+    values, cuts = (torch.randn(B, S), torch.randn(B, 1, S, S), torch.randn(B, H)), (ROW, MASK, WHOLE)
+    before = [value.clone() for value in values]
+    for span in spans(lengths):
+        for part in part_of(values, cuts, span):
+            part.zero_()
+    assert all(torch.equal(value, was) for value, was in zip(values, before, strict=True))

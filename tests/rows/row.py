@@ -155,6 +155,11 @@ RULES = (
             >= max(layout.replicas, layout.other.replicas if resize != "off" or resume == "elsewhere" else 1)
         ),
     ),
+    # all-reduces of four ranks on two cores take most of a row
+    Rule(
+        ("layout", "slices", "micro_batches"),
+        lambda layout, slices, micro_batches: layout.tensor == 1 or slices != 8 or micro_batches == 2,
+    ),
     Rule(("slices", "weight_gradients"), lambda slices, weight_gradients: slices != 1 or weight_gradients == "auto"),
     Rule(("slices", "schedule"), lambda slices, schedule: slices != 1 or schedule == "1f1b"),
     Rule(("cache", "freeze"), lambda cache, freeze: not cache or freeze != "none"),
