@@ -40,7 +40,7 @@ class Tested(NamedTuple):
         return self.first <= _release(self.version) < self.below
 
     def texts(self) -> tuple[str, str, str]:
-        """What is installed, which versions have been tested, and how to get one."""
+        """The version that is installed, the tested range, and the command that installs one of it."""
         first, below = _dotted(self.first), _dotted(self.below)
         install = f"pip install '{self.name.lower()}>={first},<{below}'"
         return f"{self.name} {self.version}", f"{first} or newer, below {below}", install

@@ -56,7 +56,7 @@ class Block(DeepSpeedConfigModel):
 
     @classmethod
     def use_instead(cls, name: str) -> str:
-        """What to use instead of assigning to a key."""
+        """The remedy that an error names for an assignment to a key."""
         return "another configuration for a new engine"
 
 
@@ -81,8 +81,7 @@ class TokenPipelineConfig(Block):
     """Tokens by which the lengths of automatically chosen slices differ from each other."""
 
     memory_gb: float | None = None
-    """What activations and buffers may take on a device, in 1e9 bytes; by default what is free, without
-    limit on a CPU."""
+    """Limit of activations and buffers on a device, in 1e9 bytes; default: the free memory, no limit on a CPU."""
 
     plan_path: str | None = None
     """A plan to run by, as ``ds_terapipe plan`` or a run has written it."""

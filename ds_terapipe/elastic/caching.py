@@ -1,4 +1,4 @@
-"""What an engine does about the outputs of layers that are frozen: the stage that they are keeps them."""
+"""The part of an elastic engine that caches the outputs of frozen layers, in the stage that they form."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Caching(Freezing):
         return pulled
 
     def follow_phase(self, batch: int, micro_batch: int) -> None:
-        """As ``ElasticPhases.follow_phase``; samples of another length are others."""
+        """Follow a phase, see ``ElasticPhases.follow_phase``; a new sequence length makes new samples."""
         super().follow_phase(batch, micro_batch)
         length = self.lr_scheduler.phase.seq_length
         if self._shelf is not None and length != self._length:
@@ -113,7 +113,7 @@ class Caching(Freezing):
             raise
 
     def destroy(self) -> None:
-        """As ``TokenPipelineEngine.destroy``; the cache's entries go, unless an error is on its way up."""
+        """Destroy the engine and delete the cache's entries, unless an error is on its way up."""
         if self._shelf is not None:
             self._shelf.done = True
         super().destroy()

@@ -42,7 +42,7 @@ class ElasticCheckpoints(Caching):
         self._consensus.decide(lambda: write(folder, state))
 
     def _client_state(self) -> dict[str, Any]:
-        """What `ds_to_universal` needs and would not find otherwise: in the files that it copies."""
+        """Facts that `ds_to_universal` needs, for the files that it copies."""
         if not is_wrapped(self.optimizer) or self.fp16_enabled():
             return {}
         sharded = self.grid.model_parallel_size > 1
@@ -63,7 +63,7 @@ class ElasticCheckpoints(Caching):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> Any:
-        """As ``TokenPipelineEngine.load_checkpoint``, on the shape that the checkpoint was saved in where there can be that one.
+        """Load a checkpoint, in the shape that it was saved in where these processes can form it.
 
         Where there are other processes, or the shape may not change, weights and the optimiser's state come by name into the
         shape that is there. With ``load_module_only`` there is nothing to go on with: weights alone are read.
@@ -126,7 +126,7 @@ class ElasticCheckpoints(Caching):
         return int(self.grid.get_slice_parallel_rank()) if self.grid.model_parallel_size > 1 else 0
 
     def _load_universal(self, load_dir: Any, tag: Any, lr_scheduler: bool, optimizer: bool, module_only: bool) -> Any:
-        """What `ds_to_universal` has made of a checkpoint, in the shape that is there.
+        """Load the output of `ds_to_universal` into the present shape.
 
         Raises:
             ConfigError: on every rank; nothing has been changed but what is frozen.
@@ -151,7 +151,7 @@ class ElasticCheckpoints(Caching):
         return path, _users(client_state)
 
     def _load_zero_checkpoint(self, load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's, which fails where a rank has nothing of a parameter group of a universal checkpoint."""
+        """Load ZeRO's part; DeepSpeed's own fails where a rank has nothing of a group of a universal checkpoint."""
         if not self.load_universal_checkpoint():
             return super()._load_zero_checkpoint(load_dir, tag, *args, **kwargs)
         folder = Path(load_dir) / str(tag)
@@ -179,7 +179,7 @@ class ElasticCheckpoints(Caching):
         found.append(universal)
 
     def _saved(self, folder: Path, state: Any) -> SavedStates:
-        """What the optimiser will have, before anything is changed; collective."""
+        """Read the optimizer's new state before anything is changed; collective."""
         if not is_wrapped(self.optimizer):
             where = "to read a checkpoint of another shape"
             check_inside(self.basic_optimizer, self.module, self.param_names, self._consensus.gather, where)
@@ -232,7 +232,7 @@ class ElasticCheckpoints(Caching):
             self._freezer.begin(self.global_steps)
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; collective."""
+        """The state of the elastic part for a checkpoint; collective."""
         return {**self._state_here(), "norms": None if self._norms is None else self._norms.state(self._consensus)}
 
     def _state_here(self) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class ElasticCheckpoints(Caching):
 
 
 def _users(client_state: Any) -> Any:
-    """What is the user's of it."""
+    """The user's part of a client state."""
     if client_state and client_state.pop(CARRIED, None) is not None:
         client_state.pop(UNIVERSAL_CHECKPOINT_INFO, None)
     return client_state

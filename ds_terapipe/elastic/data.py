@@ -1,4 +1,4 @@
-"""What an engine that changes its shape reads: from its own loader, or from its user's iterators on the ranks of the start."""
+"""Data of an engine that changes its shape: from its own loader, or from iterators on the ranks of the start."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ElasticData(TokenPipelineEngine):
         return Ranks(self.module._topo, self.micro_batch_size)
 
     def set_dataiterator(self, iterator: Any) -> None:
-        """As ``PipelineEngine.set_dataiterator``, on every rank: who reads is a matter of the shape of the start."""
+        """Set the iterator, on every rank: the shape of the start decides which ranks read."""
         self.data_iterator = iterator
 
     def _read(self, micro_batches: int) -> list[Any]:
@@ -79,7 +79,7 @@ class ElasticData(TokenPipelineEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """As ``PipelineEngine.eval_batch``.
+        """Evaluate a batch, see ``PipelineEngine.eval_batch``.
 
         The ranks of the start read as many micro-batches as they did there. Where those can't be shared out equally, every
         replica evaluates all of them.
@@ -138,7 +138,7 @@ class ElasticData(TokenPipelineEngine):
 
 
 def _batched(parts: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """As ``itertools.batched``, which Python 3.11 does not have."""
+    """Split an iterable into lists of ``size``: ``itertools.batched``, which Python 3.11 does not have."""
     parts = iter(parts)
     while some := list(islice(parts, size)):
         yield some

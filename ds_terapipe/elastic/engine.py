@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine for a model of which less and less is trained, on fewer and fewer stages.
+"""Pipeline engine that freezes layers while it trains, and moves the rest to fewer stages and more replicas.
 
 At the beginning of a step the policies say which entries of the layer list are frozen and on how many stages the rest is. Where
 that changes, frozen parameters leave the optimiser, layers move with all that belongs to them (``transfer.py``), and DeepSpeed's
@@ -116,7 +116,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """As ``TokenPipelineEngine.train_batch``, on the shape and with the layers frozen that the policies say for this step."""
+        """Train a batch in the shape, and with the frozen layers, that the policies choose for this step."""
         self._refuse_broken()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -171,7 +171,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         return settings.model_copy(update={"plan_path": None, "measurements_path": None}) if self._changed else settings
 
     def follow_phase(self, batch: int, micro_batch: int) -> None:
-        """As ``ElasticPhases.follow_phase``; what has been measured is of another batch."""
+        """Follow a phase, see ``ElasticPhases.follow_phase``, and measure again: the batch is another one."""
         super().follow_phase(batch, micro_batch)
         if self._chooser is not None and len(self.batches) > 1:
             self._chooser.begin_anew()

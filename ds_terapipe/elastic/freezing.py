@@ -1,4 +1,4 @@
-"""What an engine does about layers that its policy freezes, and has train again."""
+"""The part of an elastic engine that freezes layers, and has them train again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Freezing(ElasticOptimizer):
 
     @property
     def _prefix(self) -> tuple[str, ...]:
-        """What the names of the parameters that the policy froze begin with."""
+        """Prefixes of the names of parameters that the policy froze."""
         return names_in(self.module, range(self._frozen))
 
     # ------------------------------------------------------------------------------------------------------- decisions

@@ -49,7 +49,7 @@ class ElasticOptimizer(ElasticPhases):
             raise bad_value(f"{freeze.PATH}.unfreeze", freeze.unfreeze, must, use)
 
     def _arrange_groups(self, optimizer: Any, kind: str | None) -> None:
-        """As `TokenPipelineEngine._arrange_groups`, at the start; groups that layers may go to are the same on all ranks."""
+        """Arrange the parameter groups at the start; groups that layers may move to are the same on all ranks."""
         if hasattr(self, "_consensus"):
             return
         gather = partial(gathered, group=self.module.world_group)

@@ -178,13 +178,13 @@ class Checkpoints(PipelineEngine):
         """Write what an engine of another kind adds to a checkpoint; collective."""
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's, with the state of the loss."""
+        """Save the layers, and the state of the loss, which DeepSpeed leaves out."""
         found = super().module_state_dict(*args, **kwargs)
         save_loss(self, self._curr_ckpt_path)
         return found
 
     def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
-        """As DeepSpeed's, with the state of the loss."""
+        """Load the layers, and the state of the loss, which DeepSpeed leaves out."""
         super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
         load_loss(self, self._curr_ckpt_path, strict)
 

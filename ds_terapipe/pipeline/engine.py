@@ -149,7 +149,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         return Stage
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """As DeepSpeed's; where a stage trains nothing the optimizer, which wants a parameter, gets one that nothing uses."""
+        """Make the optimizer; on a stage that trains nothing it gets a parameter that nothing uses."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             model_parameters = [unused(self.module, self.device, self.param_names)]
         super()._configure_optimizer(client_optimizer, model_parameters)
@@ -157,7 +157,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             counting_nothing(self.optimizer)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        """As DeepSpeed's, which says what the optimizer is wrapped in; wrappers get the same groups on all ranks, none empty."""
+        """Choose the optimizer's wrapper; wrappers get the same groups on all ranks, none of them empty."""
         kind = super()._do_optimizer_sanity_check(basic_optimizer)
         self._arrange_groups(basic_optimizer, kind)
         if kind is not None:

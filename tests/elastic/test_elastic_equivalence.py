@@ -13,6 +13,7 @@ from tests.spawn import launched
 LIMIT, USUAL = 1e-4, 1e-5  # what is promised, of a loss and of a tensor by norm; what rounding leaves of it
 
 CASES = {
+    "gpt": Case("gpt", "adamw", 2, ((6, 1), (12, 3), (18, 5)), ((12, 1), (24, 2)), scheduler="lambda"),
     "classifier": Case("classifier", "lamb", 2, ((6, 1), (12, 2), (18, 6)), ((12, 1), (24, 2)), slices=None),
     "tied": Case("tied", "sgd", 2, ((6, 1), (12, 3), (18, 5)), ((12, 1), (24, 2)), scheduler="warmup"),
 }
@@ -83,3 +84,4 @@ def check_settings(case, ranks):
         assert found["settings"] == {name: wanted[name] for name in found["settings"]}
         assert found["rate"] == ranks[0]["rate"]
     assert {name for found in ranks for name in found["settings"]} == set(wanted)
+    assert (len(set(wanted.values())) > 1) == (case.optimizer == "adamw")

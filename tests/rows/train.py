@@ -11,6 +11,7 @@ from torch import distributed, nn
 
 from ds_terapipe.elastic.cache import outputs as outputs_of_cache
 from ds_terapipe.optim.lamb import FusedLamb
+from tests.elastic import training
 from tests.megatron import common
 from tests.pipeline.models import MaskedTokenLoss, focused_loss, gpt, masked_loss, micro_batch, tied_gpt
 from tests.pipeline.training import _gradient, allow_fp16, build_engine
@@ -22,15 +23,8 @@ LOSSES: dict[str, Any] = {"masked": masked_loss, "per token": MaskedTokenLoss(),
 SPECS: dict[str, Callable[[], list[Any]]] = {"gpt": gpt, "tied": tied_gpt}
 SCALE = 128.0  # of an fp16 loss
 PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
+    **training.PRECISIONS,
     "fp64": {},
-    "ZeRO-1": {"zero_optimization": {"stage": 1}},
-    "bf16": {"bf16": {"enabled": True}},
-    "bf16 ZeRO-1": {
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
     "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}},
 }
 UNEVEN = {24: (7, 2, 9, 1, 5), common.SEQ: (5, 1, 4, 2, 4)}

@@ -36,13 +36,13 @@ class CachedStage(Stage):
         self._functions = self.layers.functions  # a step that times layers wraps them
 
     def begin(self, batch: StepBatch, losses: StepLosses | None, weights_apart: bool) -> None:
-        """As `Stage.begin`; begins to read."""
+        """Begin a step, see `Stage.begin`, and start to read its samples."""
         super().begin(batch, losses, weights_apart)
         if torch.is_grad_enabled():
             self._shelf.begin(self._functions)
 
     def forward(self, unit: Unit, inputs: Any) -> Any:
-        """As `Stage.forward`."""
+        """Run a unit forward, see `Stage.forward`; samples of the cache are read in place of it."""
         if not self._shelf.active or not torch.is_grad_enabled():
             return super().forward(unit, inputs)
         number, span = unit.micro_batch, self._batch.span(unit)
@@ -70,11 +70,11 @@ class CachedStage(Stage):
 
     @property
     def left_over(self) -> int:
-        """As `Stage.left_over`."""
+        """Number of units that the step did not take, see `Stage.left_over`, with those of the cache."""
         return super().left_over + len(self._whole)
 
     def end(self) -> None:
-        """As `Stage.end`."""
+        """End a step, see `Stage.end`, and the cache's part of it."""
         super().end()
         self._whole.clear()
         self._shelf.end()

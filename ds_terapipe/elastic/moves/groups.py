@@ -102,10 +102,10 @@ def release(optimizer: torch.optim.Optimizer) -> int:
 
 
 def level_steps(optimizer: Any) -> None:
-    """Give every parameter the step count of its group, where DeepSpeed's FusedAdam has counted it in the last one's state alone.
+    """Copy the step count of a FusedAdam group to all of its parameters.
 
-    What it counts there it hands to its kernel for all of them (ops/adam/fused_adam.py, 0.19.8), so with other parameters, or in
-    another order, it would begin anew.
+    DeepSpeed's FusedAdam keeps the count in the state of the group's last parameter and passes it to its kernel for all of them
+    (ops/adam/fused_adam.py, 0.19.8). With other parameters, or in another order, the count would restart.
     """
     if not isinstance(optimizer, FusedAdam):
         return
