@@ -69,6 +69,7 @@ setup(
         "ninja",
         "pybind11",
         "tqdm",
+        "zlib-ng",
     ],
     extras_require={
         "megatron": ["megatron-core>=0.16,<0.20"],

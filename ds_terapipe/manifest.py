@@ -1,28 +1,31 @@
 """The manifest of a checkpoint: size and checksum of every file, against which a file is checked before anything reads it.
 
-The checksum has to be fast, not secret. A file is cut into blocks of 256 rows of 257 words, and the sums of the columns are
-hashed. A changed word changes its column. The number of columns is prime, so a page or a sector that changes places with another
-one, or that is zero, changes all columns. NumPy adds words about as fast as memory delivers them.
+``torch.save`` writes a ZIP archive, whose directory has a CRC-32 of each record, computed while it was written. A file's checksum
+is a hash over these and over all bytes between the records, so saving reads next to nothing again. A check computes the CRCs from
+the records themselves.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import struct
+import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+import torch
+from zlib_ng import zlib_ng
 
 from ds_terapipe import tensor_files
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import ELASTIC_STATE, KEYS, MANIFEST
 
-_VERSION = 1
-_ROWS, _COLUMNS = 256, 257  # half a megabyte stays in a core's cache between reading and adding
+_VERSION = 2
+_BLOCK = 1 << 19  # stays in a core's cache between reading and summing
+_LOCAL_HEADER, _LENGTHS_AT = 30, 26  # of a ZIP record: name and extra field follow it, their lengths are at its end
 _USE = "use another checkpoint"
 
 
@@ -33,54 +36,83 @@ class Entry(NamedTuple):
     checksum: str
 
 
-def measured(path: Path) -> Entry:
-    """Size and checksum of a file."""
-    block = np.zeros((_ROWS, _COLUMNS), np.dtype("<u8"))
-    window, size, digest = block.view(np.uint8).reshape(-1).data, 0, hashlib.blake2b(digest_size=16)
+class _Record(NamedTuple):
+    """The content of a record: where it begins, its length, and its CRC-32 by the archive's directory."""
+
+    start: int
+    bytes: int
+    crc: int
+
+
+def measured(path: Path, *, just_saved: bool = False) -> Entry:
+    """Size and checksum of a file.
+
+    Args:
+        path: of the file.
+        just_saved: whether ``torch.save`` of this process has written it: then the CRCs in the archive are taken as they are.
+    """
+    trusted = just_saved and torch.serialization.get_crc32_options()
+    digest, at = hashlib.blake2b(digest_size=16), 0
     with path.open("rb", buffering=0) as file:
-        while count := _fill(file, window):
-            size += count
-            window[count:] = bytes(len(window) - count)
-            digest.update(block.sum(axis=0))
+        size = file.seek(0, 2)
+        for record in [*_records(file), None]:
+            gap = (size if record is None else record.start) - at
+            digest.update(_crc(file, at, gap).to_bytes(4, "big"))
+            if record is not None:
+                crc = record.crc if trusted else _crc(file, record.start, record.bytes)
+                digest.update(crc.to_bytes(4, "big"))
+                at = record.start + record.bytes
     return Entry(size, digest.hexdigest())
 
 
-def _fill(file: Any, window: memoryview) -> int:
-    """Read until the window is full or the file ends; network file systems may hand over less at a time."""
-    filled = 0
-    while filled < len(window) and (count := file.readinto(window[filled:])):
-        filled += count
-    return filled
+def _records(file: Any) -> list[_Record]:
+    """The records of an uncompressed archive, by their place; none of another file, or of an archive that is damaged."""
+    found = []
+    try:
+        for info in zipfile.ZipFile(file).infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                return []
+            file.seek(info.header_offset + _LENGTHS_AT)
+            name, extra = struct.unpack("<HH", file.read(4))
+            found.append(_Record(info.header_offset + _LOCAL_HEADER + name + extra, info.file_size, info.CRC))
+    except Exception:  # a damaged directory raises anything
+        return []
+    return sorted(found)
+
+
+def _crc(file: Any, start: int, count: int) -> int:
+    """The CRC-32 of ``count`` bytes; of those that there are, where the file ends earlier."""
+    window, crc = memoryview(bytearray(min(_BLOCK, max(count, 0)))), 0
+    file.seek(start)
+    while count > 0 and (read := file.readinto(window[:count])):
+        crc = zlib_ng.crc32(window[:read], crc)
+        count -= read
+    return crc
 
 
 @contextmanager
-def measuring(writer: Any) -> Iterator[dict[str, Future[Entry]]]:
-    """Measure each file that DeepSpeed's checkpoint engine ``writer`` saves, by path, in a thread, while the next one is written.
-
-    A file is in the system's cache then, and its rank is the one that need not fetch it.
-    """
-    found: dict[str, Future[Entry]] = {}
+def saving(writer: Any) -> Iterator[list[Path]]:
+    """The files that DeepSpeed's checkpoint engine ``writer`` saves meanwhile."""
+    found: list[Path] = []
     save = writer.save
-    with ThreadPoolExecutor(1, "ds_terapipe-checksums") as pool:
 
-        def saved(state_dict: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-            result = save(state_dict, path, *args, **kwargs)
-            found[str(path)] = pool.submit(measured, Path(path))
-            return result
+    def saved(state_dict: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(Path(path))
+        return save(state_dict, path, *args, **kwargs)
 
-        writer.save = saved
-        try:
-            yield found
-        finally:
-            del writer.save
+    writer.save = saved
+    try:
+        yield found
+    finally:
+        del writer.save
 
 
-def entries_of(found: Mapping[str, Future[Entry]], folder: Path) -> dict[str, Entry]:
-    """The results of :func:`measuring`, by name in the checkpoint's folder; without files that could not be read."""
+def entries_of(saved: Iterable[Path], folder: Path) -> dict[str, Entry]:
+    """The entries of files that this process has saved, by name in the checkpoint's folder; without unreadable ones."""
     entries = {}
-    for path, future in found.items():
+    for path in saved:
         with suppress(OSError):
-            entries[Path(path).relative_to(folder).as_posix()] = future.result()
+            entries[path.relative_to(folder).as_posix()] = measured(path, just_saved=True)
     return entries
 
 
@@ -111,7 +143,7 @@ class Manifest:
 
     @classmethod
     def of(cls, key: str, folder: Path) -> Manifest | None:
-        """The manifest of a checkpoint; None where there is none, as of DeepSpeed's own.
+        """The manifest of a checkpoint; None where there is none, as of DeepSpeed's own, or one with other checksums.
 
         Raises:
             ConfigError: it is damaged.
@@ -122,12 +154,12 @@ class Manifest:
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
             files = {name: Entry(**entry) for name, entry in said["files"].items()}
-            whole = said["checksum"] == _of_text(said["files"])
+            whole, version = said["checksum"] == _of_text(said["files"]), said["version"]
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             whole = False
         if not whole:
             raise ConfigError(f"{key}: got {path} that is damaged, must be as it was saved, {_USE}")
-        return cls(key, folder, files)
+        return cls(key, folder, files) if version == _VERSION else None
 
     def check(self, paths: Iterable[Path]) -> None:
         """Refuse a file that is not as it was saved.

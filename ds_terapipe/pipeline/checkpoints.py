@@ -159,10 +159,10 @@ class Checkpoints(PipelineEngine):
         self._save_beside(folder)
         with (
             self._watchdog.waiting("all ranks to write their files", **_LONG),
-            manifest.measuring(self.checkpoint_engine) as found,
+            manifest.saving(self.checkpoint_engine) as files,
         ):
             saved = super().save_checkpoint(str(whole.unfinished), tag, client_state, False, *args, **kwargs)
-        of_ranks = self._consensus.gather(manifest.entries_of(found, folder))
+        of_ranks = self._consensus.gather(manifest.entries_of(files, folder))
         whole.finish(save_latest, {name: entry for of_rank in of_ranks for name, entry in of_rank.items()})
         return saved
 

@@ -14,6 +14,7 @@ import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from zlib_ng import zlib_ng
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.manifest import Entry, measured
@@ -22,7 +23,7 @@ from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.training import ADAMW, build_engine
 from tests.spawn import launched
 
-BLOCK = 8 * 256 * 257  # bytes that the checksum takes at a time
+BLOCK = 1 << 19  # bytes that the checksum takes at a time
 SLICED = {"slices": 2, "timeout_s": 60}
 ZERO1 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 MOVES = {"elastic_pipeline": {"resize": {"policy": [[900, 2]]}}}
@@ -53,19 +54,36 @@ def test_one_changed_byte_changes_the_checksum(tmp_path_factory, size, at, mask)
     assert entry_of(folder, bytes(data)).checksum != before.checksum
 
 
-def test_what_sums_alone_would_not_see(tmp_path):
-    """Words, rows and blocks that change places; a bit that is stuck; an end that is gone, where it was zero."""
-    data = os.urandom(2 * BLOCK)
-    words = torch.frombuffer(bytearray(data), dtype=torch.int64).view(-1, 512)  # pages
-    others = [words.clone() for _ in range(5)]
-    others[0][3, [5, 9]] = words[3, [9, 5]]
-    others[1][[3, 7], 5] = words[[7, 3], 5]
-    others[2][[3, 7]] = words[[7, 3]]
-    others[3] = words.flatten().roll(BLOCK // 8).view(-1, 512)
-    others[4] &= 2**63 - 1
-    entries = {entry_of(tmp_path, other.numpy().tobytes()) for other in [words, *others]}
-    assert len(entries) == 6
-    assert entry_of(tmp_path, b"\1" + bytes(9)) != entry_of(tmp_path, b"\1" + bytes(8))
+def archive(folder: Path, **options: Any) -> Path:
+    torch.save({name: torch.randn(300) for name in "abc"}, folder / "file", **options)
+    return folder / "file"
+
+
+@given(at=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
+def test_one_changed_byte_of_an_archive_changes_its_checksum(tmp_path_factory, at, mask):
+    """Of a record, between two, or in the directory."""
+    path = archive(tmp_path_factory.mktemp("file"))
+    before, data = measured(path), bytearray(path.read_bytes())
+    data[int(at * len(data))] ^= mask
+    assert entry_of(path.parent, bytes(data)).checksum != before.checksum
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("with_crcs", [True, False])
+def test_a_file_just_saved_has_the_checksum_of_its_bytes(tmp_path, monkeypatch, legacy, with_crcs):
+    """An archive says it without being read; so do files of torch's other form, and archives without CRCs."""
+    read: list[int] = []
+    crc = zlib_ng.crc32
+    monkeypatch.setattr(zlib_ng, "crc32", lambda data, *start: read.append(len(data)) or crc(data, *start))
+    torch.serialization.set_crc32_options(with_crcs)
+    try:
+        path = archive(tmp_path, _use_new_zipfile_serialization=not legacy)
+        saved = measured(path, just_saved=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    whole = legacy or not with_crcs
+    assert (sum(read) >= 3 * 1200) == whole and read
+    assert measured(path) == saved and saved.bytes == path.stat().st_size
 
 
 # -------------------------------------------------------------------------------------------------------------- damages
