@@ -26,10 +26,7 @@ from tests.spawn import run_ranks
 
 NAMES = {"lamb": "LAMB", "adamw": "AdamW"}
 # The middle one of the LRs tried first, from runs of an eighth of the samples; neighbours differ by a factor of two.
-CENTRES = {
-    "lamb": {16: 8e-3, 128: 1.13e-2, 512: 2.26e-2},
-    "adamw": {16: 2e-3, 128: 2.83e-3, 512: 5.66e-3},
-}
+CENTRES = {"lamb": {16: 8e-3, 128: 1.13e-2, 512: 2.26e-2}, "adamw": {16: 2e-3, 128: 2.83e-3, 512: 5.66e-3}}
 EXTENSIONS = 2
 Losses = dict[Run, float]  # infinity: it diverged
 

@@ -1,14 +1,9 @@
-"""LAMB in float64, one switch per way in which implementations differ, and what a step of the op is held against.
-
-The switches stand for the columns of a comparison of published implementations. The defaults are the paper's algorithm 2
-(arXiv 1904.00962 v5).
-"""
+"""LAMB in float64: the paper's algorithm 2 (arXiv 1904.00962 v5), and a setting for each way in which other modes differ."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,47 +11,12 @@ from torch.nn import Parameter
 
 LR, BETA1, BETA2, EPS, DECAY = 0.01, 0.9, 0.999, 1e-6, 0.01
 SHAPES = ((24, 33), (257,), (3, 5, 2, 2), (1,), (40, 7))
+# Those of the last layer are of the size of eps, where it counts how eps is added.
 GRADIENT_SIZES = (1e-2, 1e-2, 3e-3, 1e-2, 1e-6)
-"""The last layer's gradients are of the size of eps, where it counts how eps is added."""
-SCALE = 1024.0
-MAX_GRAD_NORM = 0.3
-"""The norms of the gradients are between 0.03 and 3: some steps clip, others do not."""
-STEP_TOLERANCE = 2e-6
-"""Some twenty roundings of 6e-8 each lie between a gradient and a step, most of them random."""
-RATIO_TOLERANCE = 1e-6
-
-
-class Switches(NamedTuple):
-    """The choices of an implementation.
-
-    Attributes:
-        correction: "moments" before the norms, "step" on the learning rate after them, "none".
-        decay_in_norm: whether the decay is part of the update whose norm is taken.
-        grad_averaging: whether the gradient enters the first moment times 1 - beta1.
-        clamps_weight: take the ratio's clamp for the weight norm's.
-        adapt: "all", "decayed" (groups with decay), "none".
-        norm: 2, or 1 for sums of absolute values.
-        clip: "unscaled" takes the loss scale off before it clips, "scaled" compares the scaled norm, "off" never clips.
-        norm_share: part of every layer, from its start, whose norms are taken.
-    """
-
-    correction: str = "moments"
-    eps_inside_sqrt: bool = False
-    decay_in_norm: bool = True
-    grad_averaging: bool = True
-    min_coeff: float = 0.0
-    max_coeff: float = math.inf
-    min_weight_norm: float = 0.0
-    max_weight_norm: float = math.inf
-    clamps_weight: bool = False
-    adapt: str = "all"
-    norm: int = 2
-    clip: str = "unscaled"
-    step_offset: int = 0
-    norm_share: float = 1.0
-
-
-PAPER = Switches()
+# The norms of the gradients are between 0.03 and 3: some steps clip, others do not.
+SCALE, MAX_GRAD_NORM = 1024.0, 0.3
+# Some twenty roundings of 6e-8 each lie between a gradient and a step, most of them random.
+STEP_TOLERANCE, RATIO_TOLERANCE = 2e-6, 1e-6
 
 
 class Oracle:
@@ -64,59 +24,56 @@ class Oracle:
 
     The parameters are not kept: each step starts from those that it is given, so that the rounding of stored parameters
     does not add up, and an error is that of one step.
+
+    Args:
+        max_norm: of all gradients after ``scale`` has been taken off; 0 for no clipping.
+        correction: "moments" before the norms, "step" on the learning rate after them, "none".
+        coefficients, weight_norms: least and largest ratio, and weight norm.
+        excludes: whether vectors have neither decay nor ratio.
     """
 
     def __init__(
-        self, switches: Switches = PAPER, decay: float = DECAY, max_norm: float = 0.0, scale: float = 1.0,
-        excluded: Sequence[bool] = (),
+        self, max_norm: float = 0.0, scale: float = 1.0, decay: float = DECAY, correction: str = "moments",
+        eps_inside: bool = False, averages: bool = True, coefficients: tuple[float, float] = (0.0, math.inf),
+        weight_norms: tuple[float, float] = (0.0, math.inf), adapts: bool = True, excludes: bool = False,
     ) -> None:  # fmt: skip
-        self.switches, self.decay, self.max_norm, self.scale = switches, decay, max_norm, scale
-        self.excluded, self.steps = excluded, 0
+        self.max_norm, self.scale, self.decay, self.correction = max_norm, scale, decay, correction
+        self.eps_inside, self.averages, self.adapts, self.excludes = eps_inside, averages, adapts, excludes
+        self.coefficients, self.weight_norms, self.steps = coefficients, weight_norms, 0
         self.moments: list[tuple[Tensor, Tensor]] = []
 
     def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
         """The parameters after the step and the trust ratios, from parameters and gradients with the loss scale in them."""
-        if not self.moments:
-            self.moments = [(torch.zeros_like(p).double(), torch.zeros_like(p).double()) for p in parameters]
+        self.moments = self.moments or [
+            (torch.zeros_like(p).double(), torch.zeros_like(p).double()) for p in parameters
+        ]
         self.steps += 1
         factor = 1 / self.scale
-        if self.max_norm and self.switches.clip != "off":
-            norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
-            norm *= factor if self.switches.clip == "unscaled" else 1.0
+        if self.max_norm:
+            norm = factor * math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
             factor *= min(1.0, self.max_norm / (norm + 1e-6))
-        found = [
-            self._layer(p.double(), g.double() * factor, *moments, bool(self.excluded) and self.excluded[i])
-            for i, (p, g, moments) in enumerate(zip(parameters, gradients, self.moments, strict=True))
-        ]
+        pairs = zip(parameters, gradients, self.moments, strict=True)
+        found = [self._layer(p.double(), g.double() * factor, m, v) for p, g, (m, v) in pairs]
         return [new for new, _ in found], [ratio for _, ratio in found]
 
-    def _layer(self, p: Tensor, g: Tensor, m: Tensor, v: Tensor, excluded: bool) -> tuple[Tensor, float]:
-        switches = self.switches
-        m.mul_(BETA1).add_(g * (1 - BETA1 if switches.grad_averaging else 1.0))
+    def _layer(self, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, float]:
+        m.mul_(BETA1).add_(g * (1 - BETA1 if self.averages else 1.0))
         v.mul_(BETA2).add_(g * g * (1 - BETA2))
-        t = self.steps + switches.step_offset
-        rest1, rest2 = 1 - BETA1**t, 1 - BETA2**t
-        if switches.correction == "moments":
+        rest1, rest2 = 1 - BETA1**self.steps, 1 - BETA2**self.steps
+        if self.correction == "moments":
             m, v = m / rest1, v / rest2
-        adam = m / ((v + EPS).sqrt() if switches.eps_inside_sqrt else v.sqrt() + EPS)
-        update = adam + (0.0 if excluded else self.decay) * p
-        ratio = 1.0 if excluded else self._ratio(p, update if switches.decay_in_norm else adam)
-        lr = LR * (math.sqrt(rest2) / rest1 if switches.correction == "step" else 1.0)
+        excluded = self.excludes and p.dim() <= 1
+        update = m / ((v + EPS).sqrt() if self.eps_inside else v.sqrt() + EPS) + (0.0 if excluded else self.decay) * p
+        weight, change = p.square().sum().sqrt().item(), update.square().sum().sqrt().item()
+        ratio = 1.0
+        if self.adapts and not excluded and weight and change:
+            ratio = _within(_within(weight, self.weight_norms) / change, self.coefficients)
+        lr = LR * (math.sqrt(rest2) / rest1 if self.correction == "step" else 1.0)
         return p - lr * ratio * update, ratio
 
-    def _ratio(self, p: Tensor, update: Tensor) -> float:
-        s = self.switches
-        weight, change = self._norm(p), self._norm(update)
-        if s.adapt == "none" or (s.adapt == "decayed" and self.decay == 0) or not weight or not change:
-            return 1.0
-        if s.clamps_weight:
-            return min(max(weight, s.min_coeff), s.max_coeff) / change
-        weight = min(max(weight, s.min_weight_norm), s.max_weight_norm)
-        return min(max(weight / change, s.min_coeff), s.max_coeff)
 
-    def _norm(self, x: Tensor) -> float:
-        x = x.reshape(-1)[: max(1, int(x.numel() * self.switches.norm_share))]
-        return x.abs().sum().item() if self.switches.norm == 1 else x.square().sum().sqrt().item()
+def _within(value: float, limits: tuple[float, float]) -> float:
+    return min(max(value, limits[0]), limits[1])
 
 
 def step_error(before: Tensor, after: Tensor, expected: Tensor) -> float:
@@ -132,11 +89,6 @@ def step_error(before: Tensor, after: Tensor, expected: Tensor) -> float:
     return error / step if step and math.isfinite(error) else (math.inf if error else 0.0)
 
 
-def ratio_error(got: float, expected: float) -> float:
-    """Relative error of a trust ratio."""
-    return abs(got - expected) / abs(expected)
-
-
 def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
     """Layers of :data:`SHAPES`, always the same."""
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +100,5 @@ def gradients(steps: int, dtype: torch.dtype = torch.float32) -> Iterator[list[T
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         size = SCALE * 10 ** torch.empty(()).uniform_(-1, 1, generator=generator).item()
-        yield [
-            (torch.randn(shape, generator=generator) * (size * typical)).to(dtype)
-            for shape, typical in zip(SHAPES, GRADIENT_SIZES, strict=True)
-        ]
+        sizes = zip(SHAPES, GRADIENT_SIZES, strict=True)
+        yield [(torch.randn(shape, generator=generator) * (size * typical)).to(dtype) for shape, typical in sizes]

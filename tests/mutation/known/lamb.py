@@ -32,7 +32,7 @@ KNOWN = (
         "optim.op.segments",
         "    if pattern is None:\n        yield",
         "    if True:\n        yield",
-        "tests/optim/test_lamb_shapes.py -k fused_attention",
+        "tests/optim/test_lamb_numbers.py -k fused_attention",
     ),
     Known(
         "each rank clips by the norm of what it has of the gradients",
