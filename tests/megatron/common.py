@@ -101,38 +101,45 @@ def allow_fp64() -> None:
 
 
 def whole_tensors(
-    pipeline: Any, of: Callable[[Any], torch.Tensor] = lambda p: p, same: bool = True
+    pipeline: Any, of: Callable[[Any], torch.Tensor | None] = lambda p: p, unlike: set[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """Every parameter of the model by name (or what ``of`` takes of it, such as its gradient), put together from stages
-    and tensor parallel parts, on every process.
+    """Every parameter of the model by name (or what ``of`` takes of it, such as its gradient, if it is not None), put together
+    from stages and tensor parallel parts, on every process.
 
     In fp64, and as arrays: tensors do not outlive a process that puts them into a queue.
 
-    Asserts on the way that what is held more than once is the same everywhere; with ``same`` false the first copy counts.
+    Asserts on the way that what is held more than once is the same everywhere. With ``unlike``, names of tensors of which some
+    bits differ go there instead, and the first copy counts.
     """
-    tensor = max(1, pipeline.topology().get_dim("model"))  # 0 where the topology has no such axis
+    # 0 where the topology has no such axis
+    tensor = max(1, pipeline.topology().get_dim("model")) if hasattr(pipeline, "topology") else 1
     mine = [
-        (name, getattr(p, "partition_dim", -1), getattr(p, "partition_stride", 1), of(p).detach().clone())
+        (name, getattr(p, "partition_dim", -1), getattr(p, "partition_stride", 1), value.detach().cpu().clone())
         for name, p in pipeline.named_parameters()
+        if (value := of(p)) is not None
     ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    shards: dict[str, list[list[torch.Tensor]]] = {}
+    shards: dict[str, dict[int, torch.Tensor]] = {}
     cuts: dict[str, tuple[int, int]] = {}
     for rank, parameters in enumerate(everyone):
         for name, dimension, stride, value in parameters:
-            shards.setdefault(name, [[] for _ in range(tensor)])[rank % tensor].append(value)
+            first = shards.setdefault(name, {}).setdefault(rank % tensor if dimension >= 0 else 0, value)
             cuts[name] = (dimension, stride)
-    return {name: _join(name, parts, *cuts[name], same).double().numpy() for name, parts in shards.items()}
+            if unlike is None:
+                torch.testing.assert_close(value, first, rtol=1e-6, atol=1e-8, msg=f"copies of {name} differ")
+            elif not torch.equal(value, first):
+                unlike.add(name)
+    return {
+        name: _join([held[place] for place in sorted(held)], *cuts[name]).double().numpy()
+        for name, held in shards.items()
+    }
 
 
-def _join(name: str, parts: list[list[torch.Tensor]], dimension: int, stride: int, same: bool) -> torch.Tensor:
-    for copies in parts if dimension >= 0 else [[value for part in parts for value in part]]:
-        for copy in copies[1:] if same else ():
-            torch.testing.assert_close(copy, copies[0], rtol=1e-6, atol=1e-8, msg=f"copies of {name} differ")
+def _join(parts: list[torch.Tensor], dimension: int, stride: int) -> torch.Tensor:
     if dimension < 0:
-        return parts[0][0]
-    chunks = [part[0].chunk(stride, dim=dimension) for part in parts]
+        return parts[0]
+    chunks = [part.chunk(stride, dim=dimension) for part in parts]
     return torch.cat([chunk[piece] for piece in range(stride) for chunk in chunks], dim=dimension)
 
 
