@@ -54,10 +54,8 @@ def close(losses: list[float], expected: list[float]) -> bool:
 
 
 def check_steps(steps: list[Any], first_stage: bool, slices: int = 1, start: int = 0) -> None:
-    for number, (found, phase, micro, lr) in enumerate(
-        zip(steps, STEPS[start:], MICRO[start:], LRS[start:], strict=True)
-    ):
-        used, batch, pieces, shapes = found
+    rows = zip(steps, STEPS[start:], MICRO[start:], LRS[start:], strict=True)
+    for number, ((used, batch, pieces, shapes), phase, micro, lr) in enumerate(rows):
         assert used == pytest.approx(lr, rel=1e-12)
         assert (batch, pieces) == (phase["batch_size"], phase["batch_size"] // micro)
         if first_stage:
@@ -132,10 +130,8 @@ def test_a_plain_engine_equals_training_by_hand_and_resumes_bit_for_bit(ranks: R
     for found in ranks:
         straight, resumed = found["straight"], found["resumed"]
         assert worst(straight["weights"], by_hand) <= 1e-5
-        assert (
-            resumed["used"] == straight["used"][3:]
-            and resumed["losses"] == straight["losses"][-len(resumed["losses"]) :]
-        )
+        assert resumed["used"] == straight["used"][3:]
+        assert resumed["losses"] == straight["losses"][-len(resumed["losses"]) :]
         assert all(torch.equal(tensor, straight["weights"][name]) for name, tensor in resumed["weights"].items())
 
 
