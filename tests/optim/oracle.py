@@ -1,15 +1,17 @@
-"""LAMB in float64: the paper's algorithm 2 (arXiv 1904.00962 v5), and a setting for each way in which other modes differ."""
+"""LAMB in float64 by a row of the rules; the default is the paper's algorithm 2 (arXiv 1904.00962 v5)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-LR, BETA1, BETA2, EPS, DECAY = 0.01, 0.9, 0.999, 1e-6, 0.01
+from ds_terapipe.optim.modes import ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_INSIDE_SQRT
+
 SHAPES = ((24, 33), (257,), (3, 5, 2, 2), (1,), (40, 7))
 # Those of the last layer are of the size of eps, where it counts how eps is added.
 GRADIENT_SIZES = (1e-2, 1e-2, 3e-3, 1e-2, 1e-6)
@@ -17,6 +19,54 @@ GRADIENT_SIZES = (1e-2, 1e-2, 3e-3, 1e-2, 1e-6)
 SCALE, MAX_GRAD_NORM = 1024.0, 0.3
 # Some twenty roundings of 6e-8 each lie between a gradient and a step, most of them random.
 STEP_TOLERANCE, RATIO_TOLERANCE = 2e-6, 1e-6
+
+
+class Rule(NamedTuple):
+    """A row of the rules, columns of ``Rule`` in csrc/lamb/segment.h."""
+
+    lr: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    beta3: float = 1 - 0.9
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    step: float = 3.0
+    min_coeff: float = 0.0
+    max_coeff: float = math.inf
+    min_weight_norm: float = 0.0
+    max_weight_norm: float = math.inf
+    flags: float = ADAPT | CORRECT_MOMENTS
+
+    def has(self, flag: int) -> bool:
+        return bool(int(self.flags) & flag)
+
+    def moments(self, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.beta1 * m + self.beta3 * g, self.beta2 * v + (1 - self.beta2) * g * g
+
+    def update(self, p: Tensor, m: Tensor, v: Tensor) -> Tensor:
+        """Before the trust ratio."""
+        if self.has(CORRECT_MOMENTS):
+            m, v = m / (1 - self.beta1**self.step), v / (1 - self.beta2**self.step)
+        root = (v + self.eps).sqrt() if self.has(EPS_INSIDE_SQRT) else v.sqrt() + self.eps
+        return m / root + self.weight_decay * p
+
+    def ratio(self, weight: float, change: float) -> float:
+        """From the norms of parameter and update."""
+        if not (self.has(ADAPT) and weight and change):
+            return 1.0
+        weight = min(max(weight, self.min_weight_norm), self.max_weight_norm)
+        return min(max(weight / change, self.min_coeff), self.max_coeff)
+
+    def size(self, ratio: float) -> float:
+        corrects = self.has(CORRECT_STEP)
+        return (
+            self.lr * ratio * (math.sqrt(1 - self.beta2**self.step) / (1 - self.beta1**self.step) if corrects else 1.0)
+        )
+
+
+def gradient_factor(scale: float, max_norm: float, squares: float) -> float:
+    """What gradients are multiplied by that have the sum of squares, to unscale them and to clip their norm."""
+    return scale * min(1.0, max_norm / (scale * math.sqrt(squares) + 1e-6)) if max_norm > 0 else scale
 
 
 class Oracle:
@@ -27,53 +77,29 @@ class Oracle:
 
     Args:
         max_norm: of all gradients after ``scale`` has been taken off; 0 for no clipping.
-        correction: "moments" before the norms, "step" on the learning rate after them, "none".
-        coefficients, weight_norms: least and largest ratio, and weight norm.
         excludes: whether vectors have neither decay nor ratio.
+        rule: columns of the rules.
     """
 
-    def __init__(
-        self, max_norm: float = 0.0, scale: float = 1.0, decay: float = DECAY, correction: str = "moments",
-        eps_inside: bool = False, averages: bool = True, coefficients: tuple[float, float] = (0.0, math.inf),
-        weight_norms: tuple[float, float] = (0.0, math.inf), adapts: bool = True, excludes: bool = False,
-    ) -> None:  # fmt: skip
-        self.max_norm, self.scale, self.decay, self.correction = max_norm, scale, decay, correction
-        self.eps_inside, self.averages, self.adapts, self.excludes = eps_inside, averages, adapts, excludes
-        self.coefficients, self.weight_norms, self.steps = coefficients, weight_norms, 0
+    def __init__(self, max_norm: float = 0.0, scale: float = 1.0, excludes: bool = False, **rule: Any) -> None:
+        self.max_norm, self.scale, self.excludes, self.rule = max_norm, scale, excludes, Rule(**{"step": 0.0, **rule})
         self.moments: list[tuple[Tensor, Tensor]] = []
 
     def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
         """The parameters after the step and the trust ratios, from parameters and gradients with the loss scale in them."""
-        self.moments = self.moments or [
-            (torch.zeros_like(p).double(), torch.zeros_like(p).double()) for p in parameters
-        ]
-        self.steps += 1
-        factor = 1 / self.scale
-        if self.max_norm:
-            norm = factor * math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
-            factor *= min(1.0, self.max_norm / (norm + 1e-6))
-        pairs = zip(parameters, gradients, self.moments, strict=True)
-        found = [self._layer(p.double(), g.double() * factor, m, v) for p, g, (m, v) in pairs]
-        return [new for new, _ in found], [ratio for _, ratio in found]
-
-    def _layer(self, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, float]:
-        m.mul_(BETA1).add_(g * (1 - BETA1 if self.averages else 1.0))
-        v.mul_(BETA2).add_(g * g * (1 - BETA2))
-        rest1, rest2 = 1 - BETA1**self.steps, 1 - BETA2**self.steps
-        if self.correction == "moments":
-            m, v = m / rest1, v / rest2
-        excluded = self.excludes and p.dim() <= 1
-        update = m / ((v + EPS).sqrt() if self.eps_inside else v.sqrt() + EPS) + (0.0 if excluded else self.decay) * p
-        weight, change = p.square().sum().sqrt().item(), update.square().sum().sqrt().item()
-        ratio = 1.0
-        if self.adapts and not excluded and weight and change:
-            ratio = _within(_within(weight, self.weight_norms) / change, self.coefficients)
-        lr = LR * (math.sqrt(rest2) / rest1 if self.correction == "step" else 1.0)
-        return p - lr * ratio * update, ratio
-
-
-def _within(value: float, limits: tuple[float, float]) -> float:
-    return min(max(value, limits[0]), limits[1])
+        moments = self.moments or [(torch.zeros_like(p).double(), torch.zeros_like(p).double()) for p in parameters]
+        squares = sum(gradient.double().square().sum().item() for gradient in gradients)
+        factor = gradient_factor(1 / self.scale, self.max_norm, squares)
+        self.rule, self.moments, found, ratios = self.rule._replace(step=self.rule.step + 1), [], [], []
+        for p, gradient, (m, v) in zip(parameters, gradients, moments, strict=True):
+            rule = self.rule
+            if self.excludes and p.dim() <= 1:
+                rule = rule._replace(weight_decay=0.0, flags=int(rule.flags) & ~ADAPT)
+            self.moments.append(rule.moments(gradient.double() * factor, m, v))
+            update = rule.update(p.double(), *self.moments[-1])
+            ratios.append(rule.ratio(*(x.double().square().sum().sqrt().item() for x in (p, update))))
+            found.append(p.double() - rule.size(ratios[-1]) * update)
+        return found, ratios
 
 
 def step_error(before: Tensor, after: Tensor, expected: Tensor) -> float:

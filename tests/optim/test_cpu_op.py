@@ -17,7 +17,8 @@ from ds_terapipe.optim.op.builder import CpuLambBuilder
 from ds_terapipe.optim.op.plain import Plain
 
 from .op_tests import OpTests
-from .tables import BF16, FP16, FP32, Case, Rule, Run, run, run_in_phases, same
+from .oracle import Rule
+from .tables import BF16, FP16, FP32, Case, Run, run, run_in_phases, same
 
 SETS = ("scalar", "avx2", "avx512")
 
