@@ -34,15 +34,10 @@ def config(model: Model, tensor: int) -> Any:
         "add_bias_linear": False,
     }  # fmt: skip
     return TransformerConfig(
-        num_layers=4,
-        hidden_size=32,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=tensor,
-        params_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
+        num_layers=4, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=tensor, params_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
         **(modern if model.modern else {}),
-    )
+    )  # fmt: skip
 
 
 def build(model: Model, *, tensor: int = 1, stages: int = 1, **arguments: Any) -> Any:
@@ -50,15 +45,9 @@ def build(model: Model, *, tensor: int = 1, stages: int = 1, **arguments: Any) -
     from ds_terapipe.megatron import gpt_pipeline
 
     return gpt_pipeline(
-        config(model, tensor),
-        vocab_size=VOCAB,
-        seq_length=SEQ,
-        num_stages=stages,
-        position_embedding=model.position,
-        tied=model.tied,
-        activation_checkpoint_interval=model.checkpoint_interval,
-        **arguments,
-    )
+        config(model, tensor), vocab_size=VOCAB, seq_length=SEQ, num_stages=stages, position_embedding=model.position,
+        tied=model.tied, activation_checkpoint_interval=model.checkpoint_interval, **arguments,
+    )  # fmt: skip
 
 
 def batches(replica: int = 0, replicas: int = 1, seed: int = 0) -> Iterator[Any]:
@@ -78,17 +67,11 @@ def batches(replica: int = 0, replicas: int = 1, seed: int = 0) -> Iterator[Any]
 
 def deepspeed_config(model: Model, replicas: int = 1, **extra: Any) -> dict[str, Any]:
     """DeepSpeed's configuration, without clipping (its own counts the first stage only)."""
-    settings = {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_accumulation_steps": MICRO_BATCHES // replicas,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "pipeline": {"use_reentrant": False},
-    }
-    if model.dtype == torch.bfloat16:
-        settings["bf16"] = {"enabled": True}
-    return {**settings, **extra}
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH, "gradient_accumulation_steps": MICRO_BATCHES // replicas,
+        "gradient_clipping": 0.0, "steps_per_print": 10**9, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "pipeline": {"use_reentrant": False}, **({"bf16": {"enabled": True}} if model.dtype == torch.bfloat16 else {}), **extra,
+    }  # fmt: skip
 
 
 def allow_fp64() -> None:
@@ -141,6 +124,17 @@ def _join(parts: list[torch.Tensor], dimension: int, stride: int) -> torch.Tenso
         return parts[0]
     chunks = [part.chunk(stride, dim=dimension) for part in parts]
     return torch.cat([chunk[piece] for piece in range(stride) for chunk in chunks], dim=dimension)
+
+
+def exact_loss(engine: Any, mean: float) -> float:
+    """DeepSpeed rounds a loss to fp32 on its way to the other stages."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    mine = float(engine.total_loss) / engine.micro_batches if engine.is_last_stage() else None
+    dist.all_gather_object(everyone, mine)
+    losses = [loss for loss in everyone if loss is not None]
+    exact = sum(losses) / len(losses)
+    assert abs(exact - mean) <= 1e-6 * abs(exact)
+    return exact
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:

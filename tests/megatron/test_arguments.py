@@ -31,27 +31,18 @@ COUNTS = [
     ("--log-interval", "ten"),
 ]  # fmt: skip
 REFUSED: list[tuple[list[str], str]] = [
-    *(
-        (
-            [*GPT, name, value],
-            f"argument {name}: got {value}, must be an integer of {0 if name == '--eval-iters' else 1} or more, use e.g. ",
-        )
-        for name, value in COUNTS
-    ),
+    *(([*GPT, name, value], f"argument {name}: got {value}, must be an integer of {int('eval-iters' not in name)} or more, use")
+      for name, value in COUNTS),
     ([*GPT, "--num-query-groups", "3"], HEADS.format(3, 1)),
     ([*GPT, "--num-query-groups", "2", "--tensor-model-parallel-size", "4"], HEADS.format(2, 4)),
-    (
-        [*GPT, "--tensor-model-parallel-size", "3"],
-        "--num-attention-heads: got 4, must be a multiple of --tensor-model-parallel-size (3), use e.g. 6",
-    ),
-    *(
-        ([*GPT, "--pipeline-model-parallel-size", "2", "--stage-layers", layers], STAGES.format(layers))
-        for layers in ("3,2", "4", "4,0", "two")
-    ),
+    ([*GPT, "--tensor-model-parallel-size", "3"],
+     "--num-attention-heads: got 4, must be a multiple of --tensor-model-parallel-size (3), use e.g. 6"),
+    *(([*GPT, "--pipeline-model-parallel-size", "2", "--stage-layers", layers], STAGES.format(layers))
+      for layers in ("3,2", "4", "4,0", "two")),
     ([*RUN, "--model", "gpt"], "the following arguments are required: --seq-length, --vocab-size, --data-path"),
     ([*RUN, "--model", "bert", "--seq-length", "8"], "the following arguments are required: --data-path"),
     ([*RUN, "--model", "vit"], "the following arguments are required: --data"),
-]
+]  # fmt: skip
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:

@@ -52,9 +52,7 @@ def test_samples_are_two_sentences_whose_masked_tokens_are_labels(tmp_path: Path
     train, valid, test = made(write(tmp_path, "--split-sentences"), short_seq_prob=0.5)
     assert len(train) >= 60 and len(valid) >= 10 and test is None
     (tokens, types, padding), (labels, mask, order) = next(BertBatches({SEQ: train}, 40))
-    assert tokens.shape == types.shape == padding.shape == labels.shape == mask.shape == (40, SEQ) and order.shape == (
-        40,
-    )
+    assert {tensor.shape for tensor in (tokens, types, padding, labels, mask)} == {(40, SEQ)} and order.shape == (40,)
     assert {tensor.dtype for tensor in (tokens, types, padding, labels, mask, order)} == {torch.int64}
     assert order.tolist() == [train[index]["is_random"] for index in range(40)]
     assert set(order.tolist()) == set(types.flatten().tolist()) == set(padding.flatten().tolist()) == {0, 1}

@@ -61,11 +61,10 @@ def write(folder: Path, text: str) -> str:
     return prefix
 
 
-def test_datasets_are_text_shifted_by_one(tmp_path: Path) -> None:
+def test_datasets_are_text_shifted_by_one_and_name_what_they_have_not(tmp_path: Path) -> None:
     prefix = write(tmp_path / "text", "the quick brown fox")
-    train, valid, test = gpt_datasets(
-        [prefix], vocab_size=257, seq_length=SEQ, samples=[50, 5, 0], split="90,10,0", seed=3
-    )
+    given = {"vocab_size": 257, "seq_length": SEQ, "split": "90,10,0"}
+    train, valid, test = gpt_datasets([prefix], samples=[50, 5, 0], seed=3, **given)
     assert len(train) >= 50 and len(valid) >= 5 and test is None
     (text, positions), (labels, mask) = next(BatchIterator(train, 3))
     assert text.shape == positions.shape == labels.shape == mask.shape == (3, SEQ)
@@ -73,11 +72,11 @@ def test_datasets_are_text_shifted_by_one(tmp_path: Path) -> None:
     assert torch.equal(text[:, 1:], labels[:, :-1]) and torch.equal(positions[0], torch.arange(SEQ))
     assert b"quick brown" in bytes(token for token in text.flatten().tolist() if token < 256)
     assert Vocabulary(257).eod == prepare_data.END_OF_DOCUMENT
-
-
-def test_a_token_that_the_vocabulary_does_not_have_is_named(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "text", "the quick brown fox")
-    train, *_ = gpt_datasets([prefix], vocab_size=100, seq_length=SEQ, samples=[50, 0, 0], split="100", seed=3)
+    with pytest.raises(ConfigError, match=r"got 90,10,0, which leaves none of the 20 documents of .* for test"):
+        gpt_datasets([prefix], samples=[4, 2, 1], **given)
+    with pytest.raises(ConfigError, match=r"--data-path: got .*nothing, but there is no .*\.bin and no .*\.idx"):
+        gpt_datasets([str(tmp_path / "nothing")], samples=[1, 1, 1], **given)
+    train, *_ = gpt_datasets([prefix], samples=[50, 0, 0], **{**given, "vocab_size": 100})
     with pytest.raises(ConfigError, match=r"--vocab-size: got 100, must be above every token of the data, \d{3} among"):
         for _ in range(50):
             next(BatchIterator(train, 1))
@@ -89,17 +88,6 @@ def test_new_data_at_an_old_prefix_gets_a_new_index(tmp_path: Path) -> None:
     train, *_ = gpt_datasets([write(tmp_path / "text", "new")], **arguments)
     text = bytes(token for i in range(len(train)) for token in train[i]["tokens"].tolist() if token < 256)
     assert b"new" in text and b"old" not in text
-
-
-def test_a_split_without_documents_is_refused_where_it_is_wanted_and_missing_data_is_named(tmp_path: Path) -> None:
-    given = {"vocab_size": 257, "seq_length": SEQ, "split": "969,30,1"}
-    prefix = write(tmp_path / "text", "twenty documents")
-    train, valid, test = gpt_datasets([prefix], samples=[4, 2, 0], **given)
-    assert len(train) >= 4 and len(valid) >= 2 and test is None
-    with pytest.raises(ConfigError, match=r"got 969,30,1, which leaves none of the 20 documents of .* for test"):
-        gpt_datasets([prefix], samples=[4, 2, 1], **given)
-    with pytest.raises(ConfigError, match=r"--data-path: got .*nothing, but there is no .*\.bin and no .*\.idx"):
-        gpt_datasets([str(tmp_path / "nothing")], samples=[1, 1, 1], **given)
 
 
 def test_weights_are_above_0(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_every_epoch_has_each_image_once_in_an_order_of_its_own(tmp_path: Path) 
 def test_classes_are_split_alike(tmp_path: Path) -> None:
     folder = ImageFolder(write(tmp_path / "images", {"cat": 10, "dog": 20}))
     parts = folder.split("80,20,0", seed=1)
-    assert [[sum(file.label == label for file in part) for label in (0, 1)] for part in parts] == [
+    assert [[sum(file.label == each for file in part) for each in (0, 1)] for part in parts] == [
         [8, 16],
         [2, 4],
         [0, 0],
@@ -66,9 +66,8 @@ def test_classes_are_split_alike(tmp_path: Path) -> None:
     assert folder.split("80,20,0", seed=1) == parts != folder.split("80,20,0", seed=2)
     train, valid, test = image_datasets(folder, samples=[50, 6, 0], size=(4, 4), split="80,20,0")
     assert (len(train), len(valid), test) == (50, 6, None)
-    with pytest.raises(
-        ConfigError, match=r"--split: got 100,0,0, which leaves no image of .* for validation, use e\.g\. 80,20,0"
-    ):
+    message = r"--split: got 100,0,0, which leaves no image of .* for validation, use e\.g\. 80,20,0"
+    with pytest.raises(ConfigError, match=message):
         image_datasets(folder, samples=[50, 6, 0], size=(4, 4), split="100,0,0")
 
 
@@ -98,7 +97,7 @@ def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
             Images(folder.images[0], 1, (2, 2), 3, seed=1)[0]
 
 
-def test_without_pillow_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"^--data: got images, must be read with Pillow, .*, use pip install pillow$"

@@ -19,16 +19,9 @@ from ds_terapipe.megatron.parallel import adopt_topology
 from tests.megatron.common import Model, build, relative, whole_tensors
 from tests.spawn import launched
 
-GROUPS = {
-    "model": parallel_state.get_tensor_model_parallel_group,
-    "pipe": parallel_state.get_pipeline_model_parallel_group,
-    "data": parallel_state.get_data_parallel_group,
-}
-RANKS = {
-    "model": parallel_state.get_tensor_model_parallel_rank,
-    "pipe": parallel_state.get_pipeline_model_parallel_rank,
-    "data": parallel_state.get_data_parallel_rank,
-}
+THEIRS = {"model": "tensor_model_parallel", "pipe": "pipeline_model_parallel", "data": "data_parallel"}
+GROUPS = {axis: getattr(parallel_state, f"get_{name}_group") for axis, name in THEIRS.items()}
+RANKS = {axis: getattr(parallel_state, f"get_{name}_rank") for axis, name in THEIRS.items()}
 
 
 @pytest.fixture
