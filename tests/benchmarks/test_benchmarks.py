@@ -13,7 +13,7 @@ import torch
 
 from tests.benchmarks import deepspeed_suite as suite
 from tests.benchmarks import elastic, elastic_finetune, emulation, lamb, large_batch, measure, prediction
-from tests.benchmarks.elastic_finetune_run import Run, what_is_wrong
+from tests.benchmarks.elastic_finetune import Run, what_is_wrong
 from tests.benchmarks.elastic_finetune_tasks import TASKS, Settings, layers_of, mean_loss, read
 from tests.benchmarks.models import Shape, Workload
 from tests.benchmarks.token_pipeline import columns

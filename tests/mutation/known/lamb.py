@@ -10,14 +10,14 @@ KNOWN = (
         "optim.sharding",
         "        if self.tensor_group is not None:\n            mine =",
         "        if False:\n            mine =",
-        f"{_SHARDED} 'two_ranks and tensor'",
+        f"{_SHARDED} tensor",
     ),
     Known(
         "norms are not summed over the ranks that ZeRO cuts a layer over",
         "optim.sharding",
         "        for key, group in found.items():",
         "        for key, group in ():",
-        f"{_SHARDED} 'two_ranks and flat'",
+        f"{_SHARDED} flat",
     ),
     Known(
         "all layers of a flat buffer have one trust ratio",
@@ -25,7 +25,7 @@ KNOWN = (
         "        self.segments[:, LAYER] = self.layer\n",
         "        first = [self.layer[self.tensor == tensor].min() for tensor in self.tensor]\n"
         "        self.segments[:, LAYER] = self.layer = np.array(first, dtype=np.int64)\n",
-        f"{_SHARDED} one_process",
+        f"{_SHARDED} flat",
     ),
     Known(
         "queries, keys and values are one layer in spite of split_qkv",
@@ -39,14 +39,14 @@ KNOWN = (
         "optim.op.device_table",
         "        self.control[SQUARES:] = found[:2].to(self.device)",
         "        self.control[FOUND_INF] = found[1].to(self.device)",
-        f"{_SHARDED} 'two_ranks and clipped'",
+        f"{_SHARDED} clipped",
     ),
     Known(
         "tied and replicated gradients are in the norm as often as there are copies",
         "optim.sharding",
         '        if getattr(parameter, "ds_pipe_replicated", False):\n            return False\n        return self._first or',
         "        return True or",
-        f"{_SHARDED} 'two_ranks and clipped'",
+        f"{_SHARDED} clipped",
     ),
     Known(
         "a step with nan or inf in a gradient is made",
