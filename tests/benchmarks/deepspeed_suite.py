@@ -30,10 +30,8 @@ EDITS = (  # in which file, what, by what it is replaced
     (CHECKPOINT, '"fp16": {', '"bf16": {'),
     (CHECKPOINT, "dtype=torch.float16 if", "dtype=torch.bfloat16 if"),
 )
-COMPARISON, GONE = (
-    "unit/checkpoint/common.py",
-    "sparse_tensor_module_names",
-)  # an attribute that DeepSpeed 0.19.8 has no more
+# an attribute that DeepSpeed 0.19.8 has no more
+COMPARISON, GONE = "unit/checkpoint/common.py", "sparse_tensor_module_names"
 RANDOM_IMAGES = """
 
 class _RandomImages(torch.utils.data.Dataset):  # as torchvision's FakeData, which is not installed

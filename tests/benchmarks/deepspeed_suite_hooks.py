@@ -15,10 +15,8 @@ from typing import Any
 
 import deepspeed
 
-FOLDER, BLOCK = (
-    "DEEPSPEED_SUITE_FOLDER",
-    "DEEPSPEED_SUITE_BLOCK",
-)  # the block token_pipeline, or null where DeepSpeed runs by itself
+# of the second: the block token_pipeline, or null where DeepSpeed runs by itself
+FOLDER, BLOCK = "DEEPSPEED_SUITE_FOLDER", "DEEPSPEED_SUITE_BLOCK"
 BATCHES = ("train_batch", "eval_batch")
 
 

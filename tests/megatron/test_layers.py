@@ -52,10 +52,8 @@ def test_attention_is_causal_softmax_attention(groups: int) -> None:
     s, b, heads, d = 6, 2, 4, 8
     q = torch.randn(s, b, heads, d, dtype=torch.float64)
     k, v = torch.randn(2, s, b, groups, d, dtype=torch.float64)
-    wide_k, wide_v = (tensor.repeat_interleave(heads // groups, dim=2) for tensor in (k, v))
-    scores = torch.einsum("sbhd,tbhd->bhst", q, wide_k) / d**0.5
-    scores = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf)
-    expected = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), wide_v).reshape(s, b, heads * d)
+    turned = (t.repeat_interleave(heads // t.shape[2], dim=2).permute(1, 2, 0, 3) for t in (q, k, v))
+    expected = F.scaled_dot_product_attention(*turned, is_causal=True).permute(2, 0, 1, 3).reshape(s, b, heads * d)
     torch.testing.assert_close(attention(num_query_groups=groups)(q, k, v), expected)
 
 
@@ -127,7 +125,7 @@ def test_rotary_positions_follow_the_slice(alone: None, monkeypatch: pytest.Monk
 
     whole = queries(hidden)
     for start, stop in ((0, 5), (5, 6), (6, 12)):
-        monkeypatch.setattr(layers, "current_span", lambda: Span(start, stop, 12))  # noqa: B023
+        monkeypatch.setattr(layers, "current_span", functools.partial(Span, start, stop, 12))
         torch.testing.assert_close(queries(hidden[start:stop]), whole[start:stop])
     monkeypatch.setattr(layers, "current_span", lambda: Span(0, 6, 12))
     assert not torch.allclose(queries(hidden[6:]), whole[6:])

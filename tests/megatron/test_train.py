@@ -38,12 +38,10 @@ UNTIED = [*GPT, "--untie-embeddings-and-output-weights"]
 BERT = shlex.split("--model bert --seq-length 48 --data-path sentences/corpus")
 VIT = shlex.split("--model vit --data images --img-h 8 --img-w 8 --patch-dim 4")
 SETTINGS: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 0,
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
-}
+}  # fmt: skip
 PHASES = [
     {"steps": 4, "batch_size": 8, "seq_length": 32, "lr": 5e-2, "warmup_steps": 0},
     {"steps": 2, "batch_size": 4, "seq_length": 48, "lr": 5e-2, "warmup_steps": 0, "micro_batch_size": 1},
@@ -53,11 +51,8 @@ LAMB: dict[str, Any] = {
     "scheduler": {"type": "MixedBatch", "params": {"phases": PHASES}},
     "train_micro_batch_size_per_gpu": 2,
 }
-ADAMW: dict[str, Any] = {
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
-    "train_micro_batch_size_per_gpu": 4,
-    "train_batch_size": 8,
-}
+ADAM = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
+ADAMW: dict[str, Any] = {"optimizer": ADAM, "train_micro_batch_size_per_gpu": 4, "train_batch_size": 8}
 SLICED = {"token_pipeline": {"slices": 4}}
 WIDE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
 DAMAGED = {"flipped layer": "layer_02-model_00-model_states.pt", "flipped states": "mp_rank_00_model_states.pt"}
@@ -100,17 +95,12 @@ RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "resumed before": (MOVED, [*UNTIED, "--load", "before"]),
     "moved, stopped": (MOVED, [*UNTIED, *saved("moved", 3)]),
     "moved, resumed": (MOVED, [*UNTIED, "--load", "moved"]),
-    **{
-        f"{model} {name}": ({**settings, **more}, [*words, *options])
-        for model, settings, words in (("bert", LAMB, BERT), ("vit", ADAMW, VIT))
-        for name, more, options in (
-            ("whole", {}, EVALUATED),
-            ("still", elastic(2), []),
-            ("moved", elastic(2, [2, 1]), saved(model, 5)),
-            ("resumed", elastic(2, [2, 1]), ["--load", model]),
-        )
-    },
 }
+for model, settings, words in (("bert", LAMB, BERT), ("vit", ADAMW, VIT)):
+    RUNS[f"{model} whole"] = (settings, [*words, *EVALUATED])
+    RUNS[f"{model} still"] = ({**settings, **elastic(2)}, words)
+    RUNS[f"{model} moved"] = ({**settings, **elastic(2, [2, 1])}, [*words, *saved(model, 5)])
+    RUNS[f"{model} resumed"] = ({**settings, **elastic(2, [2, 1])}, [*words, "--load", model])
 
 
 class Ran(NamedTuple):
@@ -201,12 +191,13 @@ def worker(rank: int, world: int, names: list[str], folder: str) -> dict[str, Ra
     return found
 
 
+Ranks = list[dict[str, Ran]]
 _NAMES = list(RUNS)
 ranks = launched(worker, 2, _NAMES[: _NAMES.index("still")], timeout=280, folder=True)
 elastic_ranks = launched(worker, 2, _NAMES[_NAMES.index("still") :], timeout=280, folder=True)
 
 
-def test_resumed_and_sliced_runs_have_the_same_losses(ranks: list[dict[str, Ran]]) -> None:
+def test_resumed_and_sliced_runs_have_the_same_losses(ranks: Ranks) -> None:
     runs = ranks[0]
     whole = runs["whole"].losses
     assert list(whole) == [1, 2, 3, 4, 5, 6] and whole[6] < whole[1] - 0.5
@@ -221,9 +212,7 @@ def test_resumed_and_sliced_runs_have_the_same_losses(ranks: list[dict[str, Ran]
         assert found["even after uneven"].error == message.format("2,2", "uneven", "3,1")
 
 
-def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_step(
-    ranks: list[dict[str, Ran]],
-) -> None:
+def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_step(ranks: Ranks) -> None:
     """A checkpoint that can't be read, of another model, none at all, and a place where none can be written."""
     refused = {"even after uneven", "other stages", "broken", "missing", "another", "unwritable", *DAMAGED}
     for found in ranks:
@@ -242,7 +231,7 @@ def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_s
     assert set(ranks[0]["new"].losses) == {1}
 
 
-def test_a_run_that_leaves_the_pipeline_has_the_losses_of_one_that_stays(elastic_ranks: list[dict[str, Ran]]) -> None:
+def test_a_run_that_leaves_the_pipeline_has_the_losses_of_one_that_stays(elastic_ranks: Ranks) -> None:
     """And goes on from a checkpoint of either shape, with validation in between, and where its micro-batches get smaller."""
     runs = elastic_ranks[0]
     still, whole = runs["still"].losses, runs["moved"].losses
@@ -255,10 +244,9 @@ def test_a_run_that_leaves_the_pipeline_has_the_losses_of_one_that_stays(elastic
 
 
 @pytest.mark.parametrize("model", ["bert", "vit"])
-def test_so_do_encoders_in_phases(elastic_ranks: list[dict[str, Ran]], model: str) -> None:
-    whole, still, moved, resumed = (
-        elastic_ranks[0][f"{model} {name}"] for name in ("whole", "still", "moved", "resumed")
-    )
+def test_so_do_encoders_in_phases(elastic_ranks: Ranks, model: str) -> None:
+    names = ("whole", "still", "moved", "resumed")
+    whole, still, moved, resumed = (elastic_ranks[0][f"{model} {name}"] for name in names)
     assert whole.engine == "PipelineEngine" and sum("validation" in line for line in whole.said) == 2
     assert (still.engine, still.shape) == ("ElasticPipelineEngine", (2, 2, 1)) and moved.shape == (2, 1, 2)
     assert list(whole.losses) == list(still.losses) == [1, 2, 3, 4, 5, 6] and whole.losses[4] < whole.losses[1] - 0.2
