@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from tests.benchmarks import measure
 from tests.benchmarks.elastic_finetune_tasks import TASKS, Settings, collate, layers_of, mean_loss, read
-from tests.benchmarks.measure import Lines, mean_and_spread
+from tests.benchmarks.measure import Lines, spread
 from tests.benchmarks.models import decay_groups
 
 TITLES = {
@@ -312,17 +312,14 @@ def table(plan: Plan, finished: Finished) -> list[str]:
     for column, alpha in kinds_of(plan):
         if some := finished.of(column, alpha):
             seconds = [sum(one["seconds"]) for one in some]
-            cells = [
-                TITLES[column] + (f", alpha {alpha:.3g}" if column in OURS else ""),
-                str(len(some)),
-                mean_and_spread(seconds, 1),
-                f"{fmean(pipeline) / fmean(seconds):.2f}" if pipeline else "",
-                mean_and_spread([one["steps"] * sum(one["fastest"]) for one in some], 0),
-                mean_and_spread([one["dev"][-1] for one in some], 2),
-                mean_and_spread([one["test"] for one in some], 2),
-                f"{fmean(each for one in some for each in one['slowdown']):.2f}",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+            title = TITLES[column] + (f", alpha {alpha:.3g}" if column in OURS else "")
+            cells = [title, str(len(some)), f"{fmean(pipeline) / fmean(seconds):.2f}" if pipeline else ""]
+            fastest = [one["steps"] * sum(one["fastest"]) for one in some]
+            for place, digits, values in (
+                (2, 1, seconds), (4, 0, fastest), (5, 2, [one["dev"][-1] for one in some]), (6, 2, [one["test"] for one in some]),
+            ):  # fmt: skip
+                cells.insert(place, f"{fmean(values):.{digits}f} ± {spread(values):.{digits}f}")
+            lines.append(f"| {' | '.join(cells)} | {fmean(each for one in some for each in one['slowdown']):.2f} |")
     return lines
 
 

@@ -11,8 +11,6 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.megatron.bert_data import WordPieces, bert_datasets
-from ds_terapipe.megatron.data import gpt_datasets, parts_of
 from tests.megatron.test_train import train_module
 
 RUN = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--train-iters", "1"]
@@ -80,20 +78,3 @@ def test_heads_are_shared_evenly_in_a_configuration_of_megatron_core() -> None:
     message = "num_query_groups: got 3, must be a divisor of num_attention_heads (4), use e.g. 4"
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_config(config, PipeModelDataParallelTopology(num_pp=1, num_mp=1, num_dp=1))
-
-
-SPLITS = ["a,b", "0,0,0", "", "80,-20,0", "25,25,25,25", "nan,1,1", "inf,1,1", "1e3,1,1", "1.2.3,1,1"]
-SPLIT = '--split: got "{}", must be one to 3 numbers of 0 or more, not all 0, use e.g. 969,30,1'
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_a_split_is_three_numbers_or_fewer(split: str) -> None:
-    text = {"seq_length": 4, "samples": [1, 0, 0], "split": split}
-    for made in (
-        lambda: gpt_datasets(["none"], vocab_size=9, **text),
-        lambda: bert_datasets(["none"], vocabulary=WordPieces.of_bytes(), **text),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            made()
-        assert str(refused.value) == SPLIT.format(split)
-    assert [parts_of(text) for text in ("1", "9, 1", "0.5,.5,0")] == [[1, 0, 0], [9, 1, 0], [0.5, 0.5, 0]]

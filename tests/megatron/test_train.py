@@ -27,7 +27,7 @@ from PIL import Image
 import ds_terapipe
 from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
-from tests.megatron.test_bert_data import write as write_sentences
+from tests.megatron.test_data import write as write_sentences
 from tests.spawn import free_port, launched
 
 ROOT = Path(__file__).parents[2]
