@@ -32,6 +32,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "phi": ({"weight_norm_clip": (0.1, 0.5)}, {"min_weight_norm": 0.1, "max_weight_norm": 0.5}),
     "eps inside": ({"eps_inside_sqrt": True}, {"flags": ADAPT | CORRECT_MOMENTS | EPS_INSIDE_SQRT}),
     "no averaging": ({"grad_averaging": False}, {"beta3": 1.0}),
+    "unchecked": ({"check_gradients": False}, {}),
     "no correction": ({"bias_correction": False}, {"flags": ADAPT}),
 }
 
@@ -89,7 +90,7 @@ def test_copies_receive_the_new_values(copy_type: torch.dtype, backend: str) -> 
 
 
 def test_groups_have_settings_of_their_own(backend: str) -> None:
-    """Each of three groups moves as it does in an optimizer of its own; the last is added after two steps."""
+    """Each of three groups moves as it does in an optimizer of its own, with a rate in a tensor; the last is added late."""
     settings: list[dict[str, Any]] = [
         {"lr": 0.1, "betas": (0.8, 0.99), "mode": "deepspeed", "eps": 1e-8},
         {"lr": 0.02, "weight_decay": 0.2, "weight_norm_clip": 1.0},
@@ -98,7 +99,8 @@ def test_groups_have_settings_of_their_own(backend: str) -> None:
     together, apart = parameters(), parameters()
     groups = [{"params": together[i::3], **values} for i, values in enumerate(settings)]
     first = FusedLamb(groups[:2], backend=backend)
-    others = [FusedLamb(apart[i::3], backend=backend, **values) for i, values in enumerate(settings)]
+    rates = [torch.tensor(values.get("lr", 1e-3), dtype=torch.float64) for values in settings]
+    others = [FusedLamb(apart[i::3], backend=backend, **{**settings[i], "lr": rates[i]}) for i in range(3)]
     for number, grads in enumerate(gradients(4)):
         for one, other, gradient in zip(together, apart, grads, strict=True):
             one.grad, other.grad = gradient, gradient

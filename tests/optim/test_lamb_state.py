@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ds_terapipe.optim.lamb import FusedLamb
@@ -273,25 +272,6 @@ def closure_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
     return closure
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{"lr": torch.tensor(0.01)}, {"lr": 0.01, "weight_decay": 0.9}, {"check_gradients": False}], ids=str
-)
-def test_the_loss_goes_down_under_schedulers_of_torch(kwargs: dict[str, Any]) -> None:
-    net = model()
-    optimizer = FusedLamb(net.parameters(), **copy.deepcopy(kwargs))
-    steps, plateau = StepLR(optimizer, gamma=0.9, step_size=10), ReduceLROnPlateau(optimizer)
-    closure = closure_of(net, optimizer)
-    before = closure().item()
-    for _ in range(20):
-        loss = optimizer.step(closure)
-        assert isinstance(loss, Tensor)
-        steps.step()
-        plateau.step(loss.detach())
-    assert closure().item() < before
-    copied = copy.deepcopy(optimizer)
-    assert "FusedLamb" in repr(copied) and {k for k in vars(copied) if k[0] != "_"} >= {"max_grad_norm", "param_groups"}
-
-
 def test_parameters_may_come_with_names_and_states_with_steps_of_any_number() -> None:
     names = [name for name, _ in model().named_parameters()]
     net, other = model(), model()
@@ -318,7 +298,7 @@ def test_hooks_of_steps_and_state_dicts_run() -> None:
         "every pre": register_optimizer_step_pre_hook, "every post": register_optimizer_step_post_hook,
     }  # fmt: skip
     handles = [register(lambda *_, name=name: order.append(name)) for name, register in registered.items()]
-    optimizer.step(closure_of(net, optimizer))
+    assert isinstance(optimizer.step(closure_of(net, optimizer)), Tensor)
     optimizer.load_state_dict(optimizer.state_dict())
     for handle in handles:
         handle.remove()

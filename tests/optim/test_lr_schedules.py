@@ -60,10 +60,8 @@ def test_bert_table_from_either_end_and_from_json(batch: int, lr: float, share: 
 
 @pytest.mark.parametrize(("peak", "share", "steps", "warmup"), [(6e-3, 0.2843, 7038, 2001), (4e-3, 0.128, 1563, 200)])
 def test_nvidia_recipe(peak: float, share: float, steps: int, warmup: int) -> None:
-    """DeepLearningExamples' BERT, batch 65536 and 32768, read in its pretraining scripts.
-
-    Their scheduler: progress = k / steps for k = 1, 2, ...; progress / share in the warm-up, then sqrt(1 - progress).
-    """
+    """DeepLearningExamples' BERT, batch 65536 and 32768, read in its pretraining scripts: progress = k / steps for k = 1, 2, ...;
+    progress / share in the warm-up, then sqrt(1 - progress)."""
     assert warmup == whole_steps(share, steps)
     ramp = Ramp(peak, steps, warmup, power=0.5, decay_from="start")
     for k in range(steps):
