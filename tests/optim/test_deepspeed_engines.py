@@ -260,8 +260,8 @@ def replayed(engine: Any, setup: Setup) -> tuple[list[str], int]:
     wrong += [f"{name} has not moved" for name, p in right.items() if (p.detach() - start[name]).abs().max() <= 1e-4]
     wrong += [f"copies of {name} differ" for name in unlike]
     wrong += [] if clipped == (clip > 0) else ["no step was clipped"]
-    maps = [(getattr(p, "_hp_mapping", None), p.numel()) for p in engine.module.parameters()]
-    return wrong, sum(mapping is not None and mapping.hp_fragment_address.numel < size for mapping, size in maps)
+    mapped = [(p, p._hp_mapping) for p in engine.module.parameters() if getattr(p, "_hp_mapping", None) is not None]
+    return wrong, sum(mapping.hp_fragment_address.numel < p.numel() for p, mapping in mapped)
 
 
 def state(engine: Any) -> list[Any]:
@@ -302,7 +302,7 @@ def poisoned(engine: Any, rank: int, setup: Setup) -> tuple[bool, int, bool, int
 
 def resumed(build: Callable[[], Any], folder: str) -> bool:
     """Two steps, a checkpoint, two more; and these two again from the checkpoint: bit for bit the same on this rank?"""
-    first, second = build(), None
+    first = build()
     for step in range(4):
         if step == 2:
             first.save_checkpoint(folder, tag="two")
@@ -321,11 +321,10 @@ def is_fresh(engine: Any) -> bool:
     """Whether nothing has happened yet: no step counted, no moment, the weights those that the model was made with."""
     tensors, steps, _ = state(engine)
     initial, master = dict(Net().named_parameters()), of_masters(engine)
-    weights = [
-        torch.equal(p.cpu(), initial[n].to(p.dtype)) and torch.equal(master(p).cpu(), p.float().cpu())
-        for n, p in engine.module.named_parameters()
-    ]
-    return not any(steps) and not any(bool(moment.any()) for moment in tensors[: 2 * len(steps)]) and all(weights)
+    for name, p in engine.module.named_parameters():
+        if not (torch.equal(p.cpu(), initial[name].to(p.dtype)) and torch.equal(master(p).cpu(), p.float().cpu())):
+            return False
+    return not any(steps) and not any(bool(moment.any()) for moment in tensors[: 2 * len(steps)])
 
 
 def worker(rank: int, world_size: int, build: Any, setups: dict[str, Setup], folder: str) -> dict[str, Any]:

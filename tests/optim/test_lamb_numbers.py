@@ -18,7 +18,7 @@ from ds_terapipe.optim.modes import ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_IN
 from .oracle import MAX_GRAD_NORM, RATIO_TOLERANCE, SCALE, STEP_TOLERANCE, Oracle, gradients, parameters, step_error
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-UNIT = {FP16: 2**-11, BF16: 2**-8}  # half the distance of neighbours, relative to a number of the type
+UNIT = {FP32: 2**-24, FP16: 2**-11, BF16: 2**-8}  # half the distance of neighbours, relative to a number of the type
 TIGHT, LR = {"min_coeff": 0.08, "max_coeff": 0.3}, 0.01
 # arguments of FusedLamb, and those of the oracle for it
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -56,37 +56,28 @@ def test_every_variant_is_the_oracles(name: str, backend: str) -> None:
             assert [layer.trust_ratio for layer in op.statistics()] == pytest.approx(ratios, rel=RATIO_TOLERANCE)
 
 
-@pytest.mark.parametrize(("parameter_type", "gradient_type"), [(FP16, FP32), (BF16, BF16), (FP16, BF16)], ids=str)
-def test_sixteen_bit_parameters(parameter_type: torch.dtype, gradient_type: torch.dtype, backend: str) -> None:
-    """The step is the oracle's from the stored parameter, and rounded to nearest once."""
+@pytest.mark.parametrize("types", [(FP16, FP32, BF16), (BF16, BF16, FP32), (FP32, BF16, FP16)], ids=str)
+def test_types_of_parameters_gradients_and_copies(types: tuple[torch.dtype, ...], backend: str) -> None:
+    """The step is the oracle's from the stored parameter, and rounded to nearest once; so are copies of it."""
+    parameter_type, gradient_type, copy_type = types
     params = parameters(parameter_type)
     right, optimizer = Oracle(scale=SCALE), FusedLamb(params, lr=LR, backend=backend)
+    copies = [torch.full_like(parameter, torch.nan, dtype=copy_type) for parameter in params]
+    copies[2] = copies[2].to(memory_format=torch.channels_last)
     for grads in gradients(3, gradient_type):
         before = [parameter.detach().clone() for parameter in params]
         for parameter, gradient in zip(params, grads, strict=True):
             parameter.grad_dtype = None  # lets the gradient be of another type
             parameter.grad = gradient
-        optimizer.step(grad_scale=SCALE)
-        for old, new, want in zip(before, params, right.step(before, grads)[0], strict=True):
+        optimizer.step(grad_scale=SCALE, copies=[*copies[:3], None, copies[4]])
+        wanted, _ = right.step(before, grads)
+        for old, want, stored in zip(before * 2, wanted * 2, [*params, *copies], strict=True):
+            if stored is copies[3]:
+                assert stored.isnan().all()
+                continue
             step = (want - old.double()).abs().max()
-            rounding = UNIT[parameter_type] * want.abs().clamp(min=torch.finfo(parameter_type).smallest_normal)
-            assert ((new.double() - want).abs() - rounding).max() <= STEP_TOLERANCE * step
-
-
-@pytest.mark.parametrize("copy_type", [FP32, FP16, BF16], ids=str)
-def test_copies_receive_the_new_values(copy_type: torch.dtype, backend: str) -> None:
-    params = parameters()
-    optimizer = FusedLamb(params, backend=backend)
-    copies = [torch.full_like(parameter, torch.nan, dtype=copy_type) for parameter in params]
-    copies[2] = copies[2].to(memory_format=torch.channels_last)
-    kept = [*copies[:3], None, copies[4]]
-    for grads in gradients(2):
-        for parameter, gradient in zip(params, grads, strict=True):
-            parameter.grad = gradient
-        optimizer.step(grad_scale=SCALE, copies=kept)
-    for parameter, copy in zip(params, kept, strict=True):
-        assert copy is None or torch.equal(copy, parameter.detach().to(copy_type))
-    assert copies[3].isnan().all()
+            rounding = UNIT[stored.dtype] * want.abs().clamp(min=torch.finfo(stored.dtype).smallest_normal)
+            assert ((stored.double() - want).abs() - rounding).max() <= STEP_TOLERANCE * step
 
 
 def test_groups_have_settings_of_their_own(backend: str) -> None:
