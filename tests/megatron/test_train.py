@@ -368,7 +368,7 @@ def launched_with(op: bool) -> subprocess.CompletedProcess[str]:
     """train.py by DeepSpeed's launcher with two tensor-parallel ranks; DeepSpeed's shared-memory op is there or not."""
     train, port = ROOT / "train.py", free_port()
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    settings = {"env": environment, "capture_output": True, "text": True, "timeout": 280}
+    settings = {"env": environment, "capture_output": True, "text": True, "timeout": 900 if op else 280}
     parallel = "--tensor-model-parallel-size 2 --position-embedding-type rope --swiglu --normalization RMSNorm"
     with tempfile.TemporaryDirectory() as folder:
         text, script = Path(folder, "a.txt"), Path(folder, "launched.py")
@@ -393,7 +393,7 @@ def test_the_launcher_runs_it_with_tensor_parallelism(without_op: subprocess.Com
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 def test_deepspeeds_shared_memory_op_leaves_no_buffers() -> None:
     """The op takes minutes to compile where the cache has none."""
     done = launched_with(op=True)
