@@ -1,12 +1,14 @@
 """DeepSpeed's own pipeline tests twice, as they are and with our key in every configuration; ``deepspeed_suite.sh`` runs it.
 
-Its folder of tests is copied, and the copy is changed where the tests need more than a CPU and what is installed here. That our
-engine ran is taken from what ``deepspeed_suite_hooks.py`` writes down: a test that passes without it counts as failed.
+Its folder of tests is copied, and the copy is changed where the tests need more than a CPU and what is installed here. So is this
+file: imported in every process of the tests, it puts our key into the configurations and writes into a folder what ran. A test
+that passes without our engine counts as failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -15,13 +17,16 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.benchmarks import deepspeed_suite_hooks as hooks
+import deepspeed
 
-REPOSITORY, HOOKS, BLOCK = Path(__file__).parents[2], Path(hooks.__file__).stem, {"slices": 1}
+# environment variables; of the second: the block token_pipeline, or null where DeepSpeed runs by itself
+FOLDER, BLOCK = "DEEPSPEED_SUITE_FOLDER", "DEEPSPEED_SUITE_BLOCK"
+BATCHES = ("train_batch", "eval_batch")
+REPOSITORY, HOOKS, SLICED = Path(__file__).parents[2], Path(__file__).stem, {"slices": 1}
 FILES = ("unit/pipe/test_pipe_module.py", "unit/runtime/pipe/test_pipe.py", "unit/checkpoint/test_pipeline.py")
 PLAIN, OURS, WORST = "PipelineEngine", "TokenPipelineEngine", ("passed", "skipped", "failed")
 MODEL, CHECKPOINT = "unit/alexnet_model.py", "unit/checkpoint/test_pipeline.py"
@@ -30,10 +35,8 @@ EDITS = (  # in which file, what, by what it is replaced
     (CHECKPOINT, '"fp16": {', '"bf16": {'),
     (CHECKPOINT, "dtype=torch.float16 if", "dtype=torch.bfloat16 if"),
 )
-COMPARISON, GONE = (
-    "unit/checkpoint/common.py",
-    "sparse_tensor_module_names",
-)  # an attribute that DeepSpeed 0.19.8 has no more
+# an attribute that DeepSpeed 0.19.8 has no more
+COMPARISON, GONE = "unit/checkpoint/common.py", "sparse_tensor_module_names"
 RANDOM_IMAGES = """
 
 class _RandomImages(torch.utils.data.Dataset):  # as torchvision's FakeData, which is not installed
@@ -71,7 +74,7 @@ def prepare(checkout: Path, folder: Path) -> Path:
     if absent := [name for name in FILES if not (source / name).is_file()]:
         raise SystemExit(f"{checkout}: has no tests/{absent[0]}, must be a checkout of DeepSpeed")
     shutil.copytree(source / "unit", target / "unit")
-    for path in (source / "conftest.py", source / "pytest.ini", hooks.__file__):
+    for path in (source / "conftest.py", source / "pytest.ini", __file__):
         shutil.copy(path, target)
     with (target / "unit/__init__.py").open("a") as package:
         package.write(f"\nimport {HOOKS}  # noqa\n")
@@ -91,7 +94,7 @@ def prepare(checkout: Path, folder: Path) -> Path:
 def run(tests: Path, folder: Path, block: Mapping[str, object] | None, arguments: Sequence[str]) -> dict[str, Ran]:
     """Run the three files, with ``block`` as ``token_pipeline`` in every configuration or without; what ran, by test."""
     folder.mkdir()
-    env = {**os.environ, hooks.FOLDER: str(folder), hooks.BLOCK: json.dumps(block)}
+    env = {**os.environ, FOLDER: str(folder), BLOCK: json.dumps(block)}
     env["PYTHONPATH"] = os.pathsep.join([str(tests), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     env["DS_TERAPIPE_AUTOLOAD"] = str(int(block is not None))
     command = [sys.executable, "-m", "pytest", "-q", "-p", HOOKS, "-p", "no:cacheprovider"]
@@ -132,7 +135,7 @@ def report(plain: Mapping[str, Ran], ours: Mapping[str, Ran]) -> int:
         after = ours.get(test, Ran())
         why = complaint(before, after)
         passed, wrong = passed + (before.outcome == "passed"), wrong + bool(why)
-        trained += sum(after.events.get((OURS, name), 0) for name in hooks.BATCHES)
+        trained += sum(after.events.get((OURS, name), 0) for name in BATCHES)
         print(f"{test}: {before.outcome} without the key, {after.outcome} with it {after.done()}")
         print(f"  {why}\n{after.text}" if why else "", end="")
     print(f"\n{passed} tests pass without the key, {passed - wrong} of them with it; {OURS} ran {trained} batches")
@@ -147,9 +150,59 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="deepspeed_suite_") as name:
         folder = Path(name)
         tests = prepare(known.checkout, folder)
-        plain, ours = (run(tests, folder / how, block, arguments) for how, block in (("plain", None), ("ours", BLOCK)))
+        plain, ours = (run(tests, folder / how, block, arguments) for how, block in (("plain", None), ("ours", SLICED)))
         raise SystemExit(bool(report(plain, ours)))
 
+
+# --------------------------------------------------------------------------- a plugin in the processes of DeepSpeed's tests
+
+
+def pytest_runtest_setup(item: Any) -> None:
+    """Tells the processes of a test which one they run: they may come from a server that was started before it."""
+    Path(os.environ[FOLDER], "current").write_text(item.nodeid)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """What became of a test, by phase."""
+    if report.when == "call" or not report.passed:
+        note("outcomes", test=report.nodeid, outcome=report.outcome, text=report.longreprtext[-2000:])
+
+
+def noted(function: Callable[..., Any], event: str, block: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """The function, with the key in its argument ``config``; its calls are written down with the class of the engine."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if block is not None:
+            kwargs["config"] = {**kwargs["config"], "token_pipeline": block}
+        result = function(*args, **kwargs)
+        engine = getattr(function, "__self__", None) or result[0]
+        test = Path(os.environ[FOLDER], "current").read_text()
+        note("events", test=test, event=event, engine=type(engine).__name__)
+        for name in BATCHES if event == "engine" else ():
+            if hasattr(engine, name):
+                setattr(engine, name, noted(getattr(engine, name), name))
+        return result
+
+    return wrapped
+
+
+def note(name: str, **line: str) -> None:
+    """One write, so that lines of several processes do not mix."""
+    file = os.open(Path(os.environ[FOLDER], name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.write(file, (json.dumps(line) + "\n").encode())
+    os.close(file)
+
+
+if FOLDER in os.environ:
+    # compiled at first use, for a minute or more, and its shared memory stays behind
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    key = json.loads(os.environ[BLOCK])
+    if key is not None:
+        import ds_terapipe
+
+        ds_terapipe.register()
+    deepspeed.initialize = noted(deepspeed.initialize, "engine", key)
 
 if __name__ == "__main__":
     main()

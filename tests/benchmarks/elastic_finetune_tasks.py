@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.benchmarks.large_batch_run import load_corpus
+from tests.benchmarks.large_batch import load_corpus
 from tests.benchmarks.models import Block, Embedding, Head, Shape, initialise
 
 TASKS = {  # title, and the defaults of the command line

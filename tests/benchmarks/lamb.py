@@ -56,9 +56,8 @@ def parameters_of(model: str) -> int:
 
 
 class EagerLamb(torch.optim.Optimizer):
-    """LAMB one tensor at a time in eager PyTorch, what a user has without a fused op. Written from the algorithm of
-    timm's ``Lamb`` (NVLAMB with every tensor adapted); every line is one pass over a tensor.
-    """
+    """LAMB one tensor at a time in eager PyTorch, what a user has without a fused op, after timm's ``Lamb`` (NVLAMB with every
+    tensor adapted); every line is one pass over a tensor."""
 
     def __init__(self, params: Iterable[Tensor], **settings: Any) -> None:
         super().__init__(params, settings)
@@ -102,7 +101,9 @@ class Case:
             for parameter in self.parameters:
                 parameter.grad.sum()
         elif column == "search":
-            self.search()
+            # what a step of FusedLamb begins with, alone: the squares of the gradients, in which a nan or inf shows
+            ((_, (table,)),) = self.optimizer("lamb")._tables.values()  # type: ignore[attr-defined]
+            table.op.square_sum(table.tables, torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64))
         else:
             self.optimizer(column.removesuffix("2")).step()
 
@@ -125,12 +126,6 @@ class Case:
             made.step()
             self.optimizers[name] = made
         return self.optimizers[name]
-
-    def search(self) -> None:
-        """What a step of FusedLamb begins with, alone: the squares of the gradients, in which a nan or inf shows."""
-        ((_, (table,)),) = self.optimizer("lamb")._tables.values()  # type: ignore[attr-defined]
-        self.control = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)  # a scale, no clipping
-        table.op.square_sum(table.tables, self.control)
 
 
 def stream_lines(result: Result, parameters: int) -> list[str]:

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +64,6 @@ def say(line: str) -> None:
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:
-    """Of all ranks."""
     found = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.tolist()
@@ -138,8 +137,7 @@ def clean_of(rounds: Sequence[Round]) -> Sequence[Round]:
     return [one for one in rounds if one.clean] or rounds
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """Minima of the columns over the rounds that count."""
 
     seconds: dict[str, float]
@@ -155,10 +153,8 @@ class Result:
 
     def table(self, title: str, reference: str) -> list[str]:
         """A line for each column, with the ratios to one of them."""
-        lines = [
-            f"{title}: {self.state}",
-            f"{'':38}{'seconds':>13}{'x its time':>12}{'x its speed':>13}   it: {reference}",
-        ]
+        heads = f"{'':38}{'seconds':>13}{'x its time':>12}{'x its speed':>13}   it: {reference}"
+        lines = [f"{title}: {self.state}", heads]
         base = self.seconds.get(reference, math.nan)
         for name, seconds in self.seconds.items():
             lines.append(f"{name:38}{seconds:13.4g}{seconds / base:12.2f}{base / seconds:13.2f}")
@@ -180,11 +176,9 @@ class Settings:
 
     def quiet(self, take_probe: Callable[[], Probe]) -> Probe:
         """The first probe of a quiet machine, or the one at which patience ends."""
-        found = take_probe()
-        for _ in range(self.patience):
-            if found.slowdown <= SLOWDOWN_LIMIT:
-                break
-            found = take_probe()
+        found, left = take_probe(), self.patience
+        while found.slowdown > SLOWDOWN_LIMIT and left:
+            found, left = take_probe(), left - 1
         return found
 
 
@@ -322,7 +316,7 @@ def write_json(path: Path | None, results: Mapping[str, Result]) -> None:
     """Everything measured, by what the tables have for a title."""
     if path is not None:
         versions = {"python": sys.version, "torch": torch.__version__}
-        path.write_text(json.dumps(versions | {title: asdict(one) for title, one in results.items()}, indent=1))
+        path.write_text(json.dumps(versions | {title: one._asdict() for title, one in results.items()}, indent=1))
 
 
 class Lines:
@@ -345,10 +339,6 @@ class Lines:
         return [line for line in lines if line.pop("settings") == self.settings or self.settings is None]
 
 
-def mean_and_spread(values: Sequence[float], digits: int) -> str:
-    """With the standard deviation of a sample, zero of a single one."""
-    return f"{statistics.fmean(values):.{digits}f} ± {spread(values):.{digits}f}"
-
-
 def spread(values: Sequence[float]) -> float:
+    """The standard deviation of a sample, zero of a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0

@@ -47,10 +47,8 @@ def initialise(module: nn.Module, seed: int) -> None:
 def decay_groups(parameters: Iterable[nn.Parameter], decay: float = 0.01) -> list[dict[str, Any]]:
     """Weight decay on matrices only, as BERT is trained."""
     parameters = list(parameters)
-    groups = [
-        ([one for one in parameters if (one.dim() > 1) == matrices], matrices * decay) for matrices in (True, False)
-    ]
-    return [{"params": some, "weight_decay": weight} for some, weight in groups if some]
+    matrices, others = ([one for one in parameters if (one.dim() > 1) == wanted] for wanted in (True, False))
+    return [{"params": some, "weight_decay": each} for some, each in ((matrices, decay), (others, 0.0)) if some]
 
 
 class Embedding(nn.Module):
@@ -150,14 +148,10 @@ def llama_config(shape: Shape) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        num_hidden_layers=shape.layers,
-        hidden_size=shape.hidden,
-        intermediate_size=8 * shape.hidden // 3 // 16 * 16,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=2,
-        vocab_size=shape.vocabulary,
+        num_hidden_layers=shape.layers, hidden_size=shape.hidden, intermediate_size=8 * shape.hidden // 3 // 16 * 16,
+        num_attention_heads=shape.heads, num_key_value_heads=2, vocab_size=shape.vocabulary,
         max_position_embeddings=shape.sequence,
-    )
+    )  # fmt: skip
 
 
 def llama_pipeline(shape: Shape, stages: int) -> Any:

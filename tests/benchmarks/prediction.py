@@ -45,8 +45,7 @@ def runs(sequence: int, sequences: int) -> list[Run]:
     Six slices, and the four uneven ones, have lengths and contexts that no recorded step had.
     """
     quarter = sequence // 4
-    step = quarter // 15 // 8 * 8 or 1
-    falling = tuple(quarter + step * part for part in (3, 1, -1, -3))
+    falling = tuple(quarter + (quarter // 15 // 8 * 8 or 1) * part for part in (3, 1, -1, -3))
     four, six = (tuple(slice_lengths(sequence, count)) for count in (4, 6))
     cuts = [((sequence,), "1f1b"), (four, "terapipe"), (six, "1f1b"), (falling, "1f1b")]
     return [Run(sequences, cut, schedule) for cut, schedule in cuts]

@@ -66,12 +66,9 @@ def new_engine(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(int(name.partition(".")[0]) >= frozen)
     config = {
-        "train_batch_size": workload.sequences,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-        **(keys or {}),
-    }
+        "train_batch_size": workload.sequences, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0,
+        "steps_per_print": 10**9, **(keys or {}),
+    }  # fmt: skip
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     initialize = ds_terapipe.initialize if ours else deepspeed.initialize
     return initialize(model=model, optimizer=optimizer, config=config)[0]

@@ -34,15 +34,10 @@ def config(model: Model, tensor: int) -> Any:
         "add_bias_linear": False,
     }  # fmt: skip
     return TransformerConfig(
-        num_layers=4,
-        hidden_size=32,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=tensor,
-        params_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
+        num_layers=4, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=tensor, params_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
         **(modern if model.modern else {}),
-    )
+    )  # fmt: skip
 
 
 def build(model: Model, *, tensor: int = 1, stages: int = 1, **arguments: Any) -> Any:
@@ -50,15 +45,9 @@ def build(model: Model, *, tensor: int = 1, stages: int = 1, **arguments: Any) -
     from ds_terapipe.megatron import gpt_pipeline
 
     return gpt_pipeline(
-        config(model, tensor),
-        vocab_size=VOCAB,
-        seq_length=SEQ,
-        num_stages=stages,
-        position_embedding=model.position,
-        tied=model.tied,
-        activation_checkpoint_interval=model.checkpoint_interval,
-        **arguments,
-    )
+        config(model, tensor), vocab_size=VOCAB, seq_length=SEQ, num_stages=stages, position_embedding=model.position,
+        tied=model.tied, activation_checkpoint_interval=model.checkpoint_interval, **arguments,
+    )  # fmt: skip
 
 
 def batches(replica: int = 0, replicas: int = 1, seed: int = 0) -> Iterator[Any]:
@@ -78,17 +67,11 @@ def batches(replica: int = 0, replicas: int = 1, seed: int = 0) -> Iterator[Any]
 
 def deepspeed_config(model: Model, replicas: int = 1, **extra: Any) -> dict[str, Any]:
     """DeepSpeed's configuration, without clipping (its own counts the first stage only)."""
-    settings = {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_accumulation_steps": MICRO_BATCHES // replicas,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "pipeline": {"use_reentrant": False},
-    }
-    if model.dtype == torch.bfloat16:
-        settings["bf16"] = {"enabled": True}
-    return {**settings, **extra}
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH, "gradient_accumulation_steps": MICRO_BATCHES // replicas,
+        "gradient_clipping": 0.0, "steps_per_print": 10**9, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "pipeline": {"use_reentrant": False}, **({"bf16": {"enabled": True}} if model.dtype == torch.bfloat16 else {}), **extra,
+    }  # fmt: skip
 
 
 def allow_fp64() -> None:
@@ -101,39 +84,57 @@ def allow_fp64() -> None:
 
 
 def whole_tensors(
-    pipeline: Any, of: Callable[[Any], torch.Tensor] = lambda p: p, same: bool = True
+    pipeline: Any, of: Callable[[Any], torch.Tensor | None] = lambda p: p, unlike: set[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """Every parameter of the model by name (or what ``of`` takes of it, such as its gradient), put together from stages
-    and tensor parallel parts, on every process.
+    """Every parameter of the model by name (or what ``of`` takes of it, such as its gradient, if it is not None), put together
+    from stages and tensor parallel parts, on every process.
 
     In fp64, and as arrays: tensors do not outlive a process that puts them into a queue.
 
-    Asserts on the way that what is held more than once is the same everywhere; with ``same`` false the first copy counts.
+    Asserts on the way that what is held more than once is the same everywhere. With ``unlike``, names of tensors of which some
+    bits differ go there instead, and the first copy counts.
     """
-    tensor = max(1, pipeline.topology().get_dim("model"))  # 0 where the topology has no such axis
+    # 0 where the topology has no such axis
+    tensor = max(1, pipeline.topology().get_dim("model")) if hasattr(pipeline, "topology") else 1
     mine = [
-        (name, getattr(p, "partition_dim", -1), getattr(p, "partition_stride", 1), of(p).detach().clone())
+        (name, getattr(p, "partition_dim", -1), getattr(p, "partition_stride", 1), value.detach().cpu().clone())
         for name, p in pipeline.named_parameters()
+        if (value := of(p)) is not None
     ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    shards: dict[str, list[list[torch.Tensor]]] = {}
+    shards: dict[str, dict[int, torch.Tensor]] = {}
     cuts: dict[str, tuple[int, int]] = {}
     for rank, parameters in enumerate(everyone):
         for name, dimension, stride, value in parameters:
-            shards.setdefault(name, [[] for _ in range(tensor)])[rank % tensor].append(value)
+            first = shards.setdefault(name, {}).setdefault(rank % tensor if dimension >= 0 else 0, value)
             cuts[name] = (dimension, stride)
-    return {name: _join(name, parts, *cuts[name], same).double().numpy() for name, parts in shards.items()}
+            if unlike is None:
+                torch.testing.assert_close(value, first, rtol=1e-6, atol=1e-8, msg=f"copies of {name} differ")
+            elif not torch.equal(value, first):
+                unlike.add(name)
+    return {
+        name: _join([held[place] for place in sorted(held)], *cuts[name]).double().numpy()
+        for name, held in shards.items()
+    }
 
 
-def _join(name: str, parts: list[list[torch.Tensor]], dimension: int, stride: int, same: bool) -> torch.Tensor:
-    for copies in parts if dimension >= 0 else [[value for part in parts for value in part]]:
-        for copy in copies[1:] if same else ():
-            torch.testing.assert_close(copy, copies[0], rtol=1e-6, atol=1e-8, msg=f"copies of {name} differ")
+def _join(parts: list[torch.Tensor], dimension: int, stride: int) -> torch.Tensor:
     if dimension < 0:
-        return parts[0][0]
-    chunks = [part[0].chunk(stride, dim=dimension) for part in parts]
+        return parts[0]
+    chunks = [part.chunk(stride, dim=dimension) for part in parts]
     return torch.cat([chunk[piece] for piece in range(stride) for chunk in chunks], dim=dimension)
+
+
+def exact_loss(engine: Any, mean: float) -> float:
+    """DeepSpeed rounds a loss to fp32 on its way to the other stages."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    mine = float(engine.total_loss) / engine.micro_batches if engine.is_last_stage() else None
+    dist.all_gather_object(everyone, mine)
+    losses = [loss for loss in everyone if loss is not None]
+    exact = sum(losses) / len(losses)
+    assert abs(exact - mean) <= 1e-6 * abs(exact)
+    return exact
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:

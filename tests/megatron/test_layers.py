@@ -1,9 +1,9 @@
-"""Attention, rotary positions and loss of the GPT pipeline, and what it refuses."""
+"""Attention, rotary positions, loss and process groups of the GPT pipeline, and what it refuses."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("megatron.core")
 
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -20,12 +22,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron import TokenLoss, destroy_parallel, gpt_pipeline, initialize_parallel, layers
 from ds_terapipe.megatron.attention import CausalAttention
+from ds_terapipe.megatron.parallel import adopt_topology
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.interception import Interception
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
 from ds_terapipe.staged_pipeline import stage_boundaries
+from tests.megatron.common import Model, build, relative, whole_tensors
+from tests.spawn import launched
 
 
 @pytest.fixture
@@ -52,10 +57,8 @@ def test_attention_is_causal_softmax_attention(groups: int) -> None:
     s, b, heads, d = 6, 2, 4, 8
     q = torch.randn(s, b, heads, d, dtype=torch.float64)
     k, v = torch.randn(2, s, b, groups, d, dtype=torch.float64)
-    wide_k, wide_v = (tensor.repeat_interleave(heads // groups, dim=2) for tensor in (k, v))
-    scores = torch.einsum("sbhd,tbhd->bhst", q, wide_k) / d**0.5
-    scores = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf)
-    expected = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), wide_v).reshape(s, b, heads * d)
+    turned = (t.repeat_interleave(heads // t.shape[2], dim=2).permute(1, 2, 0, 3) for t in (q, k, v))
+    expected = F.scaled_dot_product_attention(*turned, is_causal=True).permute(2, 0, 1, 3).reshape(s, b, heads * d)
     torch.testing.assert_close(attention(num_query_groups=groups)(q, k, v), expected)
 
 
@@ -127,7 +130,7 @@ def test_rotary_positions_follow_the_slice(alone: None, monkeypatch: pytest.Monk
 
     whole = queries(hidden)
     for start, stop in ((0, 5), (5, 6), (6, 12)):
-        monkeypatch.setattr(layers, "current_span", lambda: Span(start, stop, 12))  # noqa: B023
+        monkeypatch.setattr(layers, "current_span", functools.partial(Span, start, stop, 12))
         torch.testing.assert_close(queries(hidden[start:stop]), whole[start:stop])
     monkeypatch.setattr(layers, "current_span", lambda: Span(0, 6, 12))
     assert not torch.allclose(queries(hidden[6:]), whole[6:])
@@ -185,3 +188,82 @@ def test_stages_get_the_layers_they_are_given() -> None:
 def test_settings_that_are_not_followed_are_refused(alone: None, changes: Any, arguments: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         gpt_pipeline(config(**changes), vocab_size=64, seq_length=16, num_stages=1, **arguments)
+
+
+# ----------------------------------------------- megatron-core's groups are those of DeepSpeed's topology, rank by rank
+
+THEIRS = {"model": "tensor_model_parallel", "pipe": "pipeline_model_parallel", "data": "data_parallel"}
+GROUPS = {axis: getattr(parallel_state, f"get_{name}_group") for axis, name in THEIRS.items()}
+RANKS = {axis: getattr(parallel_state, f"get_{name}_rank") for axis, name in THEIRS.items()}
+
+
+@pytest.fixture
+def enter() -> Iterator[Callable[[int, int], None]]:
+    """Make this process one of many, as often as one likes."""
+
+    def leave() -> None:
+        if dist.is_initialized():
+            destroy_parallel()
+            dist.destroy_process_group()
+
+    def enter(rank: int, size: int) -> None:
+        leave()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+    yield enter
+    leave()
+
+
+@pytest.mark.parametrize(("tensor", "stages", "replicas"), [(2, 2, 1), (1, 2, 2), (2, 2, 2), (4, 1, 2), (2, 4, 2)])
+def test_groups_are_the_topology_s(enter: Callable[[int, int], None], tensor: int, stages: int, replicas: int) -> None:
+    size = tensor * stages * replicas
+    for rank in range(size):
+        enter(rank, size)
+        topology = initialize_parallel(tensor=tensor, pipeline=stages)
+        for axis, group in GROUPS.items():
+            ranks = next(ranks for ranks in topology.get_axis_comm_lists(axis) if rank in ranks)
+            assert dist.get_process_group_ranks(group()) == ranks, f"rank {rank}: {axis}"
+            assert RANKS[axis]() == getattr(topology.get_coord(rank), axis)
+
+
+def real(rank: int, size: int) -> tuple[float, float]:
+    """DeepSpeed's grids beside ours; how far a model's weights are from another's of the same seed, and of another seed."""
+    for tensor, stages in ((2, 1), (1, 2)):
+        grid = PipelineParallelGrid(topology=initialize_parallel(tensor=tensor, pipeline=stages))
+        theirs = {
+            "model": (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank()),
+            "pipe": (grid.get_pipe_parallel_group(), grid.get_stage_id()),
+            "data": (grid.get_data_parallel_group(), grid.get_data_parallel_rank()),
+        }
+        for axis, (group, place) in theirs.items():
+            assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(GROUPS[axis]())
+            assert place == RANKS[axis]()
+        destroy_parallel()
+    key, found = "1.self_attention.linear_qkv.weight", []
+    for tensor, stages, seed in ((2, 1, 1), (1, 2, 1), (1, 2, 2)):
+        found.append(whole_tensors(build(Model(), tensor=tensor, stages=stages, seed=seed)))
+        assert relative(found[-1]["2" + key[1:]], found[-1][key]) > 1.0, "two layers with the same weights"
+        if tensor > 1:
+            destroy_parallel()
+    one, same, other = found
+    return max(relative(same[name], weight) for name, weight in one.items()), relative(other[key], one[key])
+
+
+ranks = launched(real, 2)
+
+
+def test_deepspeed_s_grid_agrees_and_weights_follow_the_seed_and_no_layout(ranks: list[tuple[float, float]]) -> None:
+    for same, other in ranks:
+        assert same == 0.0 and other > 1.0
+
+
+def test_other_sizes_are_refused(enter: Callable[[int, int], None]) -> None:
+    enter(0, 4)
+    with pytest.raises(ConfigError, match=r"got 3 x 1 for 4 processes.*multiple of 3"):
+        initialize_parallel(tensor=3)
+    with pytest.raises(ConfigError, match="must order the processes by pipe, data, model"):
+        adopt_topology(ProcessTopology(axes=["model", "data", "pipe"], dims=[2, 1, 2]))
+    initialize_parallel(tensor=2, pipeline=2)
+    assert initialize_parallel(tensor=2, pipeline=2).get_dim("pipe") == 2
+    with pytest.raises(ConfigError, match=r"got 1 x 2, but megatron-core is set up for 2 x 2"):
+        initialize_parallel(tensor=1, pipeline=2)

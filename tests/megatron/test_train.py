@@ -1,4 +1,4 @@
-"""train.py from end to end with GPT, BERT and ViT: resumed, sliced, frozen and reshaped runs, and folders that can't be used."""
+"""train.py from end to end: resumed, sliced, frozen and reshaped runs; folders and arguments that are errors of one line."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,23 +28,22 @@ from PIL import Image
 import ds_terapipe
 from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
-from tests.megatron.test_bert_data import write as write_sentences
-from tests.spawn import free_port, launched
+from tests.megatron.test_data import write as write_sentences
+from tests.spawn import free_port, in_background, launched
 
 ROOT = Path(__file__).parents[2]
 RUN = shlex.split("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --log-interval 1 --seed 5 --split 80,20,0")
 ON_TWO = [*RUN, "--train-iters", "6", "--pipeline-model-parallel-size", "2"]
 GPT = shlex.split("--seq-length 32 --vocab-size 257 --data-path corpus")
 UNTIED = [*GPT, "--untie-embeddings-and-output-weights"]
+ALONE = [*RUN, "--train-iters", "1"]
 BERT = shlex.split("--model bert --seq-length 48 --data-path sentences/corpus")
 VIT = shlex.split("--model vit --data images --img-h 8 --img-w 8 --patch-dim 4")
 SETTINGS: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 0,
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
-}
+}  # fmt: skip
 PHASES = [
     {"steps": 4, "batch_size": 8, "seq_length": 32, "lr": 5e-2, "warmup_steps": 0},
     {"steps": 2, "batch_size": 4, "seq_length": 48, "lr": 5e-2, "warmup_steps": 0, "micro_batch_size": 1},
@@ -53,11 +53,8 @@ LAMB: dict[str, Any] = {
     "scheduler": {"type": "MixedBatch", "params": {"phases": PHASES}},
     "train_micro_batch_size_per_gpu": 2,
 }
-ADAMW: dict[str, Any] = {
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
-    "train_micro_batch_size_per_gpu": 4,
-    "train_batch_size": 8,
-}
+ADAM = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
+ADAMW: dict[str, Any] = {"optimizer": ADAM, "train_micro_batch_size_per_gpu": 4, "train_batch_size": 8}
 SLICED = {"token_pipeline": {"slices": 4}}
 WIDE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
 DAMAGED = {"flipped layer": "layer_02-model_00-model_states.pt", "flipped states": "mp_rank_00_model_states.pt"}
@@ -96,21 +93,14 @@ RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "still": (STILL, UNTIED),
     "moved": (MOVED, [*UNTIED, *EVALUATED]),
     "moved, sliced, wide": ({**MOVED, **SLICED, **WIDE}, UNTIED),
-    "stopped before": (MOVED, [*UNTIED, *saved("before", 1)]),
-    "resumed before": (MOVED, [*UNTIED, "--load", "before"]),
     "moved, stopped": (MOVED, [*UNTIED, *saved("moved", 3)]),
     "moved, resumed": (MOVED, [*UNTIED, "--load", "moved"]),
-    **{
-        f"{model} {name}": ({**settings, **more}, [*words, *options])
-        for model, settings, words in (("bert", LAMB, BERT), ("vit", ADAMW, VIT))
-        for name, more, options in (
-            ("whole", {}, EVALUATED),
-            ("still", elastic(2), []),
-            ("moved", elastic(2, [2, 1]), saved(model, 5)),
-            ("resumed", elastic(2, [2, 1]), ["--load", model]),
-        )
-    },
 }
+for model, settings, words in (("bert", LAMB, BERT), ("vit", ADAMW, VIT)):
+    RUNS[f"{model} whole"] = (settings, [*words, *EVALUATED])
+    RUNS[f"{model} still"] = ({**settings, **elastic(2)}, words)
+    RUNS[f"{model} moved"] = ({**settings, **elastic(2, [2, 1])}, [*words, *saved(model, 5)])
+    RUNS[f"{model} resumed"] = ({**settings, **elastic(2, [2, 1])}, [*words, "--load", model])
 
 
 class Ran(NamedTuple):
@@ -201,12 +191,13 @@ def worker(rank: int, world: int, names: list[str], folder: str) -> dict[str, Ra
     return found
 
 
+Ranks = list[dict[str, Ran]]
 _NAMES = list(RUNS)
 ranks = launched(worker, 2, _NAMES[: _NAMES.index("still")], timeout=280, folder=True)
 elastic_ranks = launched(worker, 2, _NAMES[_NAMES.index("still") :], timeout=280, folder=True)
 
 
-def test_resumed_and_sliced_runs_have_the_same_losses(ranks: list[dict[str, Ran]]) -> None:
+def test_resumed_and_sliced_runs_have_the_same_losses(ranks: Ranks) -> None:
     runs = ranks[0]
     whole = runs["whole"].losses
     assert list(whole) == [1, 2, 3, 4, 5, 6] and whole[6] < whole[1] - 0.5
@@ -221,9 +212,7 @@ def test_resumed_and_sliced_runs_have_the_same_losses(ranks: list[dict[str, Ran]
         assert found["even after uneven"].error == message.format("2,2", "uneven", "3,1")
 
 
-def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_step(
-    ranks: list[dict[str, Ran]],
-) -> None:
+def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_step(ranks: Ranks) -> None:
     """A checkpoint that can't be read, of another model, none at all, and a place where none can be written."""
     refused = {"even after uneven", "other stages", "broken", "missing", "another", "unwritable", *DAMAGED}
     for found in ranks:
@@ -242,23 +231,21 @@ def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_s
     assert set(ranks[0]["new"].losses) == {1}
 
 
-def test_a_run_that_leaves_the_pipeline_has_the_losses_of_one_that_stays(elastic_ranks: list[dict[str, Ran]]) -> None:
-    """And goes on from a checkpoint of either shape, with validation in between, and where its micro-batches get smaller."""
+def test_a_run_that_leaves_the_pipeline_has_the_losses_of_one_that_stays(elastic_ranks: Ranks) -> None:
+    """And goes on from a checkpoint, with validation in between, and where its micro-batches get smaller."""
     runs = elastic_ranks[0]
     still, whole = runs["still"].losses, runs["moved"].losses
     assert list(whole) == [1, 2, 3, 4, 5, 6] and whole[6] < whole[1] - 0.5
     assert whole == pytest.approx(still, rel=1e-5) == runs["moved, sliced, wide"].losses
-    assert {**runs["stopped before"].losses, **runs["resumed before"].losses} == whole
     assert {**runs["moved, stopped"].losses, **runs["moved, resumed"].losses} == whole
-    for name in ("moved", "moved, sliced, wide", "resumed before", "moved, stopped", "moved, resumed"):
+    for name in ("moved", "moved, sliced, wide", "moved, stopped", "moved, resumed"):
         assert runs[name].shape == (3, 1, 2), name
 
 
 @pytest.mark.parametrize("model", ["bert", "vit"])
-def test_so_do_encoders_in_phases(elastic_ranks: list[dict[str, Ran]], model: str) -> None:
-    whole, still, moved, resumed = (
-        elastic_ranks[0][f"{model} {name}"] for name in ("whole", "still", "moved", "resumed")
-    )
+def test_so_do_encoders_in_phases(elastic_ranks: Ranks, model: str) -> None:
+    names = ("whole", "still", "moved", "resumed")
+    whole, still, moved, resumed = (elastic_ranks[0][f"{model} {name}"] for name in names)
     assert whole.engine == "PipelineEngine" and sum("validation" in line for line in whole.said) == 2
     assert (still.engine, still.shape) == ("ElasticPipelineEngine", (2, 2, 1)) and moved.shape == (2, 1, 2)
     assert list(whole.losses) == list(still.losses) == [1, 2, 3, 4, 5, 6] and whole.losses[4] < whole.losses[1] - 0.2
@@ -300,23 +287,115 @@ def test_a_line_of_the_log_has_the_mean_since_the_one_before(caplog: pytest.LogC
     assert said == ["1/8 | loss 1.0000", "3/8 | loss 2.5000", "6/8 | loss 5.0000", "8/8 | loss 7.5000"]
 
 
-def test_the_launcher_runs_it_with_tensor_parallelism(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"steps_per_print": 10**9, **SETTINGS}))
-    port = free_port()
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
-    words = (
-        "--train-iters 2 --tensor-model-parallel-size 2 --position-embedding-type rope --swiglu --normalization RMSNorm"
-    )
-    options = [*RUN, *GPT, *shlex.split(words), "--deepspeed_config", "config.json"]
+# ---------------------------------------------------------------------------------------------- arguments that cannot be
+
+HEADS = (
+    "--num-query-groups: got {}, must be a divisor of --num-attention-heads (4) and a multiple of "
+    "--tensor-model-parallel-size ({}), use e.g. 4"
+)
+STAGES = '--stage-layers: got "{}", must be one positive number for each of 2 stages, 4 together, use e.g. 2,2'
+COUNTS = [
+    *((name, value) for name in ("--log-interval", "--save-interval", "--eval-interval") for value in ("0", "-1")),
+    *((name, "0") for name in ("--train-iters", "--exit-interval", "--num-layers", "--hidden-size", "--vocab-size")),
+    *((name, "0") for name in ("--num-attention-heads", "--num-query-groups", "--seq-length", "--max-position-embeddings")),
+    *((name, "-2") for name in ("--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--eval-iters")),
+    *((name, "0") for name in ("--img-h", "--img-w", "--patch-dim")),
+    ("--log-interval", "ten"),
+]  # fmt: skip
+REFUSED: list[tuple[list[str], str]] = [
+    *(([*ALONE, *GPT, name, value], f"argument {name}: got {value}, must be an integer of {0 if 'eval-it' in name else 1} or")
+      for name, value in COUNTS),
+    ([*ALONE, *GPT, "--num-query-groups", "3"], HEADS.format(3, 1)),
+    ([*ALONE, *GPT, "--num-query-groups", "2", "--tensor-model-parallel-size", "4"], HEADS.format(2, 4)),
+    ([*ALONE, *GPT, "--tensor-model-parallel-size", "3"],
+     "--num-attention-heads: got 4, must be a multiple of --tensor-model-parallel-size (3), use e.g. 6"),
+    *(([*ALONE, *GPT, "--pipeline-model-parallel-size", "2", "--stage-layers", layers], STAGES.format(layers))
+      for layers in ("3,2", "4", "4,0", "two")),
+    ([*ALONE, "--model", "gpt"], "the following arguments are required: --seq-length, --vocab-size, --data-path"),
+    ([*ALONE, "--model", "bert", "--seq-length", "8"], "the following arguments are required: --data-path"),
+    ([*ALONE, "--model", "vit"], "the following arguments are required: --data"),
+]  # fmt: skip
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
+    """What train.py reads; where a word is given twice, the later one."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *words, "--deepspeed_config", "none.json"])
+    return train_module().parse_arguments()
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED)
+def test_arguments_that_can_not_be_end_with_a_line(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed(monkeypatch, *words)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and f"error: {message}" in last
+    assert last.endswith(message) or message.startswith("argument ")
+
+
+@pytest.mark.parametrize("model", ["gpt", "bert"])
+def test_a_phase_that_is_longer_than_the_samples_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = parsed(monkeypatch, *ALONE, *GPT, "--model", model).task
+    with pytest.raises(ConfigError) as refused:
+        task.datasets({16: 8, 64: 8}, 0, lambda: True)
+    assert str(refused.value) == "--seq-length: got 32, must be that of the longest phase (64) or more, use 64"
+
+
+def test_heads_are_shared_evenly_in_a_configuration_of_megatron_core() -> None:
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from ds_terapipe.megatron.common import check_config
+
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=3)
+    message = "num_query_groups: got 3, must be a divisor of num_attention_heads (4), use e.g. 4"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_config(config, PipeModelDataParallelTopology(num_pp=1, num_mp=1, num_dp=1))
+
+
+# ------------------------------------------------------------------------------------------------------------ the launcher
+
+WITHOUT_OP = """
+import runpy
+import deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+
+def launched_with(op: bool) -> subprocess.CompletedProcess[str]:
+    """train.py by DeepSpeed's launcher with two tensor-parallel ranks; DeepSpeed's shared-memory op is there or not."""
+    train, port = ROOT / "train.py", free_port()
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    try:
-        done = subprocess.run(
-            [*command, str(ROOT / "train.py"), *options],
-            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200,
-        )  # fmt: skip
-    finally:
-        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            buffer.unlink()
+    settings = {"env": environment, "capture_output": True, "text": True, "timeout": 900 if op else 280}
+    parallel = "--tensor-model-parallel-size 2 --position-embedding-type rope --swiglu --normalization RMSNorm"
+    with tempfile.TemporaryDirectory() as folder:
+        text, script = Path(folder, "a.txt"), Path(folder, "launched.py")
+        text.write_text("alpha beta gamma delta " * 2000)
+        Path(folder, "config.json").write_text(json.dumps({"steps_per_print": 10**9, **SETTINGS, **SLICED}))
+        script.write_text(WITHOUT_OP.format(train=str(train)))
+        prepare = ["-m", "ds_terapipe.cli", "prepare-data", "--input", str(text), "--output-prefix", f"{folder}/corpus"]
+        subprocess.run([sys.executable, *prepare], check=True, **settings)
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
+        options = [*RUN, *GPT, *shlex.split(f"--train-iters 2 --split 1,0,0 {parallel} --deepspeed_config config.json")]
+        done = subprocess.run([*command, str(train if op else script), *options], cwd=folder, **settings)
+    assert not [*Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*")]
+    return done
+
+
+without_op = in_background(f"{__name__}:launcher", 2, lambda: launched_with(op=False))
+
+
+def test_the_launcher_runs_it_with_tensor_parallelism(without_op: subprocess.CompletedProcess[str]) -> None:
+    assert without_op.returncode == 0, without_op.stderr[-3000:]
+    assert "iteration 2/2 | loss" in without_op.stderr
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1000)
+def test_deepspeeds_shared_memory_op_leaves_no_buffers() -> None:
+    """The op takes minutes to compile where the cache has none."""
+    done = launched_with(op=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "iteration 2/2 | loss" in done.stderr
+    assert "iteration 2/2 | loss" in done.stderr and "deepspeed_shm_comm_op built successfully" in done.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("tests.optim.op_tests", "tests.optim.replay", "tests.optim.tables")
+pytest.register_assert_rewrite("tests.optim.op_tests", "tests.optim.tables")
 
 
 @pytest.fixture(params=["auto", "plain"])

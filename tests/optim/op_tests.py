@@ -13,9 +13,8 @@ import torch
 from ds_terapipe.optim.modes import ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_INSIDE_SQRT
 from ds_terapipe.optim.op.backends import CpuOp
 
-from .tables import ALIKE, APART, Case, Rule, Run, reference, run, run_in_phases, same, step_and_compare
-
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+from .oracle import Rule
+from .tables import ALIKE, APART, BF16, FP16, FP32, Case, Run, reference, run, run_in_phases, same, step_and_compare
 
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 255, 256, 257, 2047, 2048, 2049)
 LONG = (8191, 8193, 65535, 65536, 65537)

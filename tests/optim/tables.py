@@ -1,4 +1,4 @@
-"""Tables for a back end made by hand, on any device, and one step of csrc/lamb/segment.h in float64 over them."""
+"""Tables for a back end made by hand, on any device, and one step of LAMB in float64 over them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_terapipe.optim.modes import ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_INSIDE_SQRT
 from ds_terapipe.optim.op.segments import Tables, View
+
+from .oracle import Rule, gradient_factor
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NUMBERS = {FP32: 0, FP16: 1, BF16: 2}
@@ -18,23 +19,6 @@ NUMBERS = {FP32: 0, FP16: 1, BF16: 2}
 ROUNDING = {FP32: (2.0**-24, 0.0), FP16: (2.0**-11, 2.0**-25), BF16: (2.0**-8, 0.0)}
 GUARD, SENTINEL = 32, 7.5
 ALIKE, APART = (1, 1, 1, 1, 1), (1, 0, 2, 3, 1)
-
-
-class Rule(NamedTuple):
-    """A row of the rules, columns of ``Rule`` in csrc/lamb/segment.h."""
-
-    lr: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.999
-    beta3: float = 1 - 0.9
-    eps: float = 1e-6
-    weight_decay: float = 0.01
-    step: float = 3.0
-    min_coeff: float = 0.0
-    max_coeff: float = math.inf
-    min_weight_norm: float = 0.0
-    max_weight_norm: float = math.inf
-    flags: float = ADAPT | CORRECT_MOMENTS
 
 
 class Run(NamedTuple):
@@ -169,31 +153,19 @@ def reference(case: Case, moments: list[tuple[Tensor, Tensor]] | None = None) ->
     """One step in float64, from what is stored; ``moments`` are better ones than those stored, of the same gradients."""
     views, runs = case.arrays, case.runs
     squares = sum(v.gradient.double().square().sum().item() for v, r in zip(views, runs, strict=True) if r.counted)
-    factor, max_norm = case.control[:2].tolist()
-    if max_norm > 0:
-        factor *= min(1.0, max_norm / (factor * math.sqrt(squares) + 1e-6))
+    factor = gradient_factor(*case.control[:2].tolist(), squares)
     norms, ratios = torch.zeros_like(case.norms), torch.ones_like(case.ratios)
-    made, updates = [], []
-    for view, each, (m, v) in zip(views, runs, moments or case.exact_moments(), strict=True):
-        rule, p, g = case.rules[each.rule], view.parameter.double(), view.gradient.double() * factor
-        m, v = rule.beta1 * m + rule.beta3 * g, rule.beta2 * v + (1 - rule.beta2) * g * g
-        made.append((m, v))
-        flags = int(rule.flags)
-        if flags & CORRECT_MOMENTS:
-            m, v = m / (1 - rule.beta1**rule.step), v / (1 - rule.beta2**rule.step)
-        u = m / ((v + rule.eps).sqrt() if flags & EPS_INSIDE_SQRT else v.sqrt() + rule.eps) + rule.weight_decay * p
-        updates.append(u)
-        norms[each.layer] += torch.stack([p.square().sum(), u.square().sum()])
-    parameters = []
-    for view, each, u in zip(views, runs, updates, strict=True):
-        rule, (weight, change) = case.rules[each.rule], norms[each.layer].sqrt().tolist()
-        if each.length and int(rule.flags) & ADAPT and weight and change:
-            weight = min(max(weight, rule.min_weight_norm), rule.max_weight_norm)
-            ratios[each.layer] = min(max(weight / change, rule.min_coeff), rule.max_coeff)
-        size = rule.lr * ratios[each.layer]
-        if int(rule.flags) & CORRECT_STEP:
-            size *= math.sqrt(1 - rule.beta2**rule.step) / (1 - rule.beta1**rule.step)
-        parameters.append(view.parameter.double() - size * u)
+    made, updates, parameters = [], [], []
+    for view, each, before in zip(views, runs, moments or case.exact_moments(), strict=True):
+        rule, p = case.rules[each.rule], view.parameter.double()
+        made.append(rule.moments(view.gradient.double() * factor, *before))
+        updates.append(rule.update(p, *made[-1]))
+        norms[each.layer] += torch.stack([p.square().sum(), updates[-1].square().sum()])
+    for view, each, update in zip(views, runs, updates, strict=True):
+        rule = case.rules[each.rule]
+        if each.length:
+            ratios[each.layer] = rule.ratio(*norms[each.layer].sqrt().tolist())
+        parameters.append(view.parameter.double() - rule.size(ratios[each.layer]) * update)
     return Expected(parameters, made, norms, ratios, squares)
 
 

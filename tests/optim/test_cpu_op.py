@@ -17,7 +17,8 @@ from ds_terapipe.optim.op.builder import CpuLambBuilder
 from ds_terapipe.optim.op.plain import Plain
 
 from .op_tests import OpTests
-from .tables import BF16, FP16, FP32, Case, Rule, Run, run, run_in_phases, same
+from .oracle import Rule
+from .tables import BF16, FP16, FP32, Case, Run, run, run_in_phases, same
 
 SETS = ("scalar", "avx2", "avx512")
 
@@ -99,31 +100,26 @@ def test_numbers_of_sixteen_bits_are_read_exactly_and_rounded_to_nearest_even(op
     assert torch.equal(read.parameter, own)
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
+def test_tables_that_make_no_sense_are_refused(op: CpuOp) -> None:
+    for column, value, message in (
         (0, 0, "null address"), (3, 0, "null address"), (5, -1, "length -1"), (6, 5, "layer 5"), (6, -1, "layer -1"),
         (7, 1, "rule 1"), (7, 3 << 16, "type 3"), (7, 7 << 24, "type 7"), (7, 1 << 40, "types"), (7, -1, "rule 65535"),
         (6, 0, "ascending"),
-    ],
-)  # fmt: skip
-def test_tables_that_make_no_sense_are_refused(op: CpuOp, column: int, value: int, message: str) -> None:
-    case = Case([Run(10, 1), Run(10, 1)], layers=3)
-    case.tables.segments[1, column] = value
-    with pytest.raises(ValueError, match=rf"segments\[1\].*{message}|{message}"):
-        op.square_sum(case.tables, case.control)
+    ):  # fmt: skip
+        case = Case([Run(10, 1), Run(10, 1)], layers=3)
+        case.tables.segments[1, column] = value
+        with pytest.raises(ValueError, match=rf"segments\[1\].*{message}|{message}"):
+            op.square_sum(case.tables, case.control)
 
 
-@pytest.mark.parametrize(
-    "rule", [Rule(beta1=1.0), Rule(beta2=-0.1), Rule(eps=-1.0), Rule(step=0.0), Rule(flags=16), Rule(lr=math.nan)]
-)
-def test_rules_that_make_no_sense_are_refused(op: CpuOp, rule: Rule) -> None:
-    case = Case([Run(3)], [Rule(), rule])
-    with pytest.raises(ValueError, match=r"rules\[1\]"):
-        op.square_sum(case.tables, case.control)
-
-
-def test_arrays_that_do_not_fit_are_refused(op: CpuOp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_that_make_no_sense_and_arrays_that_do_not_fit_are_refused(
+    op: CpuOp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad_values = {"beta1": 1.0, "beta2": -0.1, "eps": -1.0, "step": 0.0, "flags": 16, "lr": math.nan}
+    for name, value in bad_values.items():
+        case = Case([Run(3)], [Rule(), Rule(**{name: value})])
+        with pytest.raises(ValueError, match=r"rules\[1\]"):
+            op.square_sum(case.tables, case.control)
     case = Case([Run(3)], layers=2)
     good = {"norms": case.norms, "control": case.control, "ratios": case.ratios}
     gaps = torch.zeros(2, 4, dtype=torch.float64)[:, ::2]

@@ -60,26 +60,23 @@ def test_layers_are_cut_into_chunks() -> None:
     assert (cut[:, 1] >> 32).tolist() == [4, 1, 4, 4]
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "what"),
-    [
-        (5, -1, "negative length"),
-        (6, 9, "a layer that"),
-        (7, 1, "a rule that"),
-        (7, 3 << 16, "type"),
-        (0, 0, "address"),
-    ],
+WRONG = (
+    (5, -1, "negative length"),
+    (6, 9, "a layer that"),
+    (7, 1, "a rule that"),
+    (7, 3 << 16, "type"),
+    (0, 0, "address"),
 )
-def test_wrong_tables_are_refused(op: CudaOp, column: int, value: int, what: str) -> None:
-    case = Case([Run(5, 0), Run(5, 1)])
-    case.tables.segments[1, column] = value
-    with pytest.raises(ValueError, match=f"{what}.* row 1"):
-        check_segments(case.tables)
-    with pytest.raises(ValueError, match="row 1"):
-        op.square_sum(case.tables, case.control)
 
 
-def test_wrong_arrays_are_refused(op: CudaOp) -> None:
+def test_wrong_tables_and_arrays_are_refused(op: CudaOp) -> None:
+    for column, value, what in WRONG:
+        case = Case([Run(5, 0), Run(5, 1)])
+        case.tables.segments[1, column] = value
+        with pytest.raises(ValueError, match=f"{what}.* row 1"):
+            check_segments(case.tables)
+        with pytest.raises(ValueError, match="row 1"):
+            op.square_sum(case.tables, case.control)
     case = Case([Run(5)])
     with pytest.raises(ValueError, match=r"norms: got torch\.float32"):
         op.moments(case.tables, case.norms.float(), case.control)

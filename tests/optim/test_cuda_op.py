@@ -12,7 +12,8 @@ import torch
 from ds_terapipe.optim.op.cuda_op import CudaOp
 
 from .op_tests import CudaTests
-from .tables import ALIKE, APART, BF16, FP16, FP32, Case, Rule, Run, run, run_in_phases, same, step_and_compare
+from .oracle import Rule
+from .tables import ALIKE, APART, BF16, FP16, FP32, Case, Run, run, run_in_phases, same, step_and_compare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

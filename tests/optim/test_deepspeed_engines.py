@@ -1,11 +1,13 @@
 """``"optimizer": {"type": "FusedLamb"}`` in engines: pipelines with tied weights, plain ones, tensor-parallel GPTs of Megatron.
 
-Each is replayed: its gradients are the engine's own, so that attention key biases, whose true gradient is zero and which LAMB
-turns from rounding noise into whole steps, are compared like all other parameters.
+Each is replayed: its own gradients are put together from all ranks and given to one unsharded FusedLamb, and both must make
+the same steps. What differs is then the optimizer alone: attention key biases, whose true gradient is zero and which LAMB turns
+from rounding noise into whole steps, are compared like all other parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,26 +17,24 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
+from torch import distributed as dist
 
 import ds_terapipe
 from ds_terapipe.errors import ConfigError
-from tests.optim.replay import (
-    CLOSE,
-    SKIPPED,
-    check_replay,
-    decayed_and_not,
-    lamb,
-    masters,
-    poisoned,
-    replayed,
-    resumed,
-    state,
-)
+from ds_terapipe.optim.lamb import FusedLamb
+from tests.megatron.common import whole_tensors
 from tests.pipeline.models import SEED, masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import allow_fp16, mine
 from tests.spawn import launched, run_ranks
 
+LAMB: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "betas": [0.8, 0.95]}
+# Each step rounds to fp32 once more: 3 steps of 6e-8, and the ratio's own rounding of 1e-7 times lr.
+CLOSE = 1e-6
 # Without ZeRO DeepSpeed accumulates bf16 gradients in bf16 and rounds them again as it clips them, by 2^-9 of each: so much do
 # ratios differ, and parameters, which move by lr times as much; twice that, as the steps add up.
 CLIPPED_IN_BF16 = (0.02 * 2.0**-8, 2.0**-8)
@@ -65,24 +65,18 @@ class Setup(NamedTuple):
     limits: tuple[float, float] = (CLOSE, CLOSE)
 
 
+# that they train as one process does, slices, precisions and layouts with LAMB among them, the rows prove
 PIPELINES = {
-    "fp32": Setup(CLIP, resumes=True),
-    "fp32, slices": Setup({**CLIP, **SLICES}, params={"mode": "deepspeed"}),
-    "fp32, four stages": Setup({}, 4, params={"max_grad_norm": 0.3}),
-    "fp32 zero1": Setup({**CLIP, **ZERO1}),
-    "fp32 zero1, two groups": Setup({"gradient_clipping": 0.0, **ZERO1}, grouped=True, resumes=True),
-    "bf16": Setup({"gradient_clipping": 0.0, **BF16}, resumes=True),
+    "fp32, four stages, slices": Setup({**SLICES}, 4, params={"max_grad_norm": 0.3, "mode": "deepspeed"}),
+    "fp32 zero1, two groups": Setup({**CLIP, **ZERO1}, grouped=True, resumes=True),
     "bf16, four stages": Setup({**CLIP, **BF16}, 4, limits=CLIPPED_IN_BF16),
     "bf16 zero1": Setup({**CLIP, **BF16, **ZERO1}, resumes=True),
     "fp16, slices": Setup({**CLIP, **FP16, **SLICES}),
-    "bf16 zero1, fp32 sum, slices": Setup({"gradient_clipping": 0.0, **BF16, **ZERO1, **FP32_SUM, **SLICES}),
 }
 PLAIN = {
-    "fp32": Setup(CLIP_LOW, resumes=True),
-    "fp32, two groups": Setup({}, grouped=True, params={"exclude": "bias_norm"}),
-    "fp32 zero1": Setup({**CLIP_LOW, **ZERO1}),
-    "fp32 zero1, two groups": Setup(ZERO1, grouped=True, params={"exclude": "bias_norm"}, resumes=True),
-    "fp32 zero1, elastic": Setup(ELASTIC, resumes=True),
+    "fp32": Setup(CLIP_LOW, grouped=True, params={"exclude": "bias_norm"}, resumes=True),
+    "fp32 zero1, two groups": Setup(ZERO1, grouped=True, params={"split_qkv": True}, resumes=True),
+    "fp32 zero1, elastic": Setup({**CLIP_LOW, **ELASTIC}, resumes=True),
     "fp32 zero2": Setup({**CLIP_LOW, **ZERO2}),
     "bf16": Setup(BF16, resumes=True),
     "bf16 zero1": Setup({**CLIP_LOW, **BF16, **ZERO1}),
@@ -93,10 +87,7 @@ PLAIN = {
     "fp16 zero1": Setup({**CLIP_LOW, **FP16, **ZERO1}),
 }
 TENSOR_PARALLEL = {
-    "fp32, two stages": Setup(CLIP),
-    "fp32 zero1": Setup({**CLIP, **ZERO1}, 1),
     "fp32, two stages, slices": Setup({**CLIP, "token_pipeline": {"slices": 4}}),
-    "bf16, two stages": Setup({**CLIP, **BF16, **ZERO1, **FP32_SUM}),
     "bf16 zero1": Setup({**CLIP, **BF16, **ZERO1}, 1),
 }
 
@@ -109,6 +100,7 @@ class Net(nn.Module):
         torch.manual_seed(7)
         self.first, self.frozen, self.last = nn.Linear(13, 31), nn.Linear(31, 17), nn.Linear(17, 5)
         self.frozen.requires_grad_(False)
+        self.first.weight.lamb_rows = (20, 10, 1)  # type: ignore[assignment]  # for split_qkv
         self.unused = nn.Parameter(torch.randn(3, 7))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -116,10 +108,18 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.last(torch.relu(self.frozen(hidden))).float(), y)
 
 
+def decayed_and_not(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices, and biases and norms without decay."""
+    found = [p for _, p in parameters]
+    rest = {"params": [p for p in found if p.dim() <= 1], "weight_decay": 0.0}
+    return [{"params": [p for p in found if p.dim() > 1]}, rest]
+
+
 def initialized(model: nn.Module, setup: Setup, **config: Any) -> Any:
     """DeepSpeed's engine, or ours with ``token_pipeline``."""
     settings = {
-        "train_micro_batch_size_per_gpu": 2, "steps_per_print": None, "optimizer": lamb(**setup.params), **config, **setup.config
+        "train_micro_batch_size_per_gpu": 2, "steps_per_print": None,
+        "optimizer": {"type": "FusedLamb", "params": {**LAMB, **setup.params}}, **config, **setup.config,
     }  # fmt: skip
     groups = decayed_and_not(model.named_parameters()) if setup.grouped else None
     engine, *_ = ds_terapipe.initialize(model=model, config=settings, model_parameters=groups)
@@ -142,7 +142,8 @@ def tensor_parallel(setup: Setup) -> Any:
 
     model = Model(dtype=torch.bfloat16 if "bf16" in setup.config else torch.float32)
     module = build(model, tensor=2, stages=setup.stages)
-    engine = initialized(module, setup, **deepspeed_config(model, module.topology().get_dim("data"), optimizer=lamb()))
+    config = deepspeed_config(model, module.topology().get_dim("data"))
+    engine = initialized(module, setup, **{name: value for name, value in config.items() if name != "optimizer"})
     engine.batches = batches(engine.grid.data_parallel_id, engine.dp_world_size)
     return engine
 
@@ -167,13 +168,163 @@ def victim(engine: Any, rank: int, setup: Setup) -> Any:
     return split[0] if split else [p for p in engine.module.parameters() if p.dim() == 1][-1]
 
 
+# ----------------------------------------------------------------------------------- the same steps in one unsharded optimizer
+
+
+def of_masters(engine: Any) -> Callable[[Any], Tensor]:
+    """Takes the fp32 weight that the optimizer updates, of a parameter. Collective over replicas."""
+    wrapper, clones = engine.optimizer, {}
+    if isinstance(wrapper, FP16_UnfusedOptimizer):
+        for low, high in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+            clones.update({id(p): master for p, master in zip(low, high, strict=True)})
+    return lambda p: (p.get_full_hp_param() if hasattr(p, "_hp_mapping") else clones.get(id(p), p)).float()
+
+
+def of_gradients(engine: Any) -> Callable[[Any], Tensor | None]:
+    """Takes the gradient that the wrapper is about to clip and use, unscaled, of a parameter. Collective over replicas."""
+    wrapper, scale = engine.optimizer, float(getattr(engine.optimizer, "loss_scale", 1.0))
+
+    def of(p: Any) -> Tensor | None:
+        if isinstance(wrapper, BF16_Optimizer):
+            # what no backward pass came to is zero in its flat buffer
+            gradient = getattr(p, "_hp_grad", torch.zeros_like(p)) if p.requires_grad else None
+        elif isinstance(wrapper, DeepSpeedZeroOptimizer):
+            gradient = safe_get_full_grad(p) if p.requires_grad else None
+        else:
+            gradient = p.grad
+        return None if gradient is None else gradient.float().reshape(p.shape) / scale
+
+    return of
+
+
+def whole(engine: Any, of: Callable[[Any], Tensor | None], unlike: set[str]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(value).float() for name, value in whole_tensors(engine.module, of, unlike).items()}
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def replayed(engine: Any, setup: Setup) -> tuple[list[str], int]:
+    """Train three steps with the engine and with one FusedLamb in PyTorch on its gradients.
+
+    Returns what is not the same, and how many layers are cut.
+    """
+    take_step, clip = engine._take_model_step, engine.gradient_clipping()
+    found: dict[str, Tensor] = {}
+    unlike: set[str] = set()
+
+    def observed(*args: Any, **kwargs: Any) -> None:
+        found.update(whole(engine, of_gradients(engine), unlike))
+        take_step(*args, **kwargs)
+
+    engine._take_model_step = observed
+    start = whole(engine, of_masters(engine), unlike)
+    trained = set().union(*of_all_ranks({name for name, p in engine.module.named_parameters() if p.requires_grad}))
+    right = {name: nn.Parameter(value.clone()) for name, value in start.items() if name in trained}
+    groups = decayed_and_not(right.items()) if setup.grouped else [{"params": [*right.values()]}]
+    params = {key: value for key, value in setup.params.items() if key != "max_grad_norm"}
+    reference = FusedLamb(groups, **{**LAMB, **params}, backend="plain")
+    reference.set_names({p: name for name, p in right.items()})
+    for name, p in engine.module.named_parameters():
+        if hasattr(p, "lamb_rows"):
+            right[name].lamb_rows = p.lamb_rows
+    wrong, clipped = [], False
+    for step in range(3):
+        found.clear()
+        for group in reference.param_groups:
+            group["lr"] = engine.get_lr()[0]
+        train(engine, step)
+        norm = float(torch.stack([g.double().square().sum() for g in found.values()]).sum().sqrt())
+        clipped |= norm > clip > 0
+        for name, p in right.items():
+            p.grad = found[name] * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) if name in found else None
+        reference.step()
+        expected = {layer.name: layer.trust_ratio for layer in reference.statistics()}
+        seen = of_all_ranks({layer.name: layer.trust_ratio for layer in engine.basic_optimizer.statistics()})
+        for name, value in whole(engine, of_masters(engine), unlike).items():
+            new = right[name].detach() if name in right else start[name]
+            error = float((value - new).abs().max() / new.abs().max())
+            if not error <= (setup.limits[0] if name in right else 0.0):
+                wrong.append(f"step {step}: {name} is off by {error:.1e}")
+        for name, ratio in expected.items():
+            held = {ratios[name] for ratios in seen if name in ratios}
+            if not (len(held) == 1 and abs(min(held) / ratio - 1) <= setup.limits[1]):
+                wrong.append(f"step {step}: {name} has the ratios {held}, not {ratio}")
+        reported = float(engine.get_global_grad_norm()) if clip else norm
+        if not abs(reported / norm - 1) <= 10 * CLOSE:  # DeepSpeed adds squares in fp32
+            wrong.append(f"step {step}: the norm is {reported}, not {norm}")
+    del engine._take_model_step
+    wrong += [f"{name} has not moved" for name, p in right.items() if (p.detach() - start[name]).abs().max() <= 1e-4]
+    wrong += [f"copies of {name} differ" for name in unlike]
+    wrong += [] if clipped == (clip > 0) else ["no step was clipped"]
+    mapped = [(p, p._hp_mapping) for p in engine.module.parameters() if getattr(p, "_hp_mapping", None) is not None]
+    return wrong, sum(mapping.hp_fragment_address.numel < p.numel() for p, mapping in mapped)
+
+
+def state(engine: Any) -> list[Any]:
+    """Bit for bit what a skipped step must not change, on this rank: weights, masters, moments, counts."""
+    saved = engine.basic_optimizer.state_dict()["state"]
+    used = [saved[i] for i in sorted(saved) if saved[i]]
+    held = [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
+    tensors = [values[key] for values in used for key in ("exp_avg", "exp_avg_sq")]
+    tensors += [*engine.module.parameters(), *held]
+    return [[t.detach().clone() for t in tensors], [values["step"] for values in used], engine.get_lr()]
+
+
+def same(before: list[Any], after: list[Any]) -> bool:
+    """Whether two :func:`state` are equal bit by bit."""
+    tensors = len(before[0]) == len(after[0]) and all(map(torch.equal, before[0], after[0]))
+    return tensors and before[1:] == after[1:]
+
+
+SKIPPED = (True, 1, True, 0)
+
+
+def poisoned(engine: Any, rank: int, setup: Setup) -> tuple[bool, int, bool, int]:
+    """A step in which a gradient is nan on one rank before replicas are averaged; then a good one.
+
+    Returns :data:`SKIPPED` if the first changes nothing and is counted once, and the second is made with finite numbers.
+    """
+    before, skipped = state(engine), engine.skipped_steps
+    found = victim(engine, rank, setup)
+    hook = None if found is None else found.register_hook(lambda g: g * float("nan"))
+    train(engine, 0)
+    if hook is not None:
+        hook.remove()
+    kept, counted = same(before, state(engine)), engine.skipped_steps - skipped
+    train(engine, 1)
+    moved = not same(before, state(engine)) and all(bool(torch.isfinite(p).all()) for p in engine.module.parameters())
+    return kept, counted, moved, engine.skipped_steps - skipped - counted
+
+
+def resumed(build: Callable[[], Any], folder: str) -> bool:
+    """Two steps, a checkpoint, two more; and these two again from the checkpoint: bit for bit the same on this rank?"""
+    first = build()
+    for step in range(4):
+        if step == 2:
+            first.save_checkpoint(folder, tag="two")
+        train(first, step)
+    second = build()
+    second.load_checkpoint(folder, tag="two")
+    for step in (2, 3):
+        train(second, step)
+    equal = same(state(first), state(second)) and second.global_steps == 4
+    first.destroy()
+    second.destroy()
+    return equal
+
+
 def is_fresh(engine: Any) -> bool:
     """Whether nothing has happened yet: no step counted, no moment, the weights those that the model was made with."""
     tensors, steps, _ = state(engine)
-    initial, high = dict(Net().named_parameters()), masters(engine)
-    now = {name: p.detach().cpu() for name, p in engine.module.named_parameters()}
-    weights = [torch.equal(p, initial[n].to(p.dtype)) and torch.equal(high[n], p.float()) for n, p in now.items()]
-    return not any(steps) and not any(bool(moment.any()) for moment in tensors[: 2 * len(steps)]) and all(weights)
+    initial, master = dict(Net().named_parameters()), of_masters(engine)
+    for name, p in engine.module.named_parameters():
+        if not (torch.equal(p.cpu(), initial[name].to(p.dtype)) and torch.equal(master(p).cpu(), p.float().cpu())):
+            return False
+    return not any(steps) and not any(bool(moment.any()) for moment in tensors[: 2 * len(steps)])
 
 
 def worker(rank: int, world_size: int, build: Any, setups: dict[str, Setup], folder: str) -> dict[str, Any]:
@@ -183,12 +334,11 @@ def worker(rank: int, world_size: int, build: Any, setups: dict[str, Setup], fol
     for number, (name, setup) in enumerate(setups.items()):
         engine = build(setup)
         fresh = build is not plain or is_fresh(engine)
-        params = {key: value for key, value in setup.params.items() if key != "max_grad_norm"}
-        errors = replayed(engine, train, setup.grouped, **params)
-        skipped = poisoned(engine, train, victim(engine, rank, setup))
+        wrong, cut = replayed(engine, setup)
+        skipped = poisoned(engine, rank, setup)
         engine.destroy()
-        goes_on = not setup.resumes or resumed(partial(build, setup), train, f"{folder}/{number}")
-        found[name] = errors, fresh, skipped, goes_on
+        goes_on = not setup.resumes or resumed(partial(build, setup), f"{folder}/{number}")
+        found[name] = wrong, cut, fresh, skipped, goes_on
         if build is tensor_parallel:
             from ds_terapipe.megatron.parallel import destroy_parallel
 
@@ -207,35 +357,33 @@ replicas = launched(worker, 3, plain, PLAIN, timeout=400, folder=True)
 parallel = launched(worker, 4, tensor_parallel, TENSOR_PARALLEL, timeout=400, folder=True)
 
 
-def check(ranks: Ranks, name: str, setup: Setup) -> None:
+def check(ranks: Ranks, name: str) -> None:
     """Steps are those of one unsharded optimizer; building the engine does nothing; a nan on one rank skips everywhere.
 
     Training goes on from a checkpoint bit for bit.
     """
     for rank in ranks:
-        errors, fresh, skipped, goes_on = rank[name]
-        clipped = bool(setup.config.get("gradient_clipping") or setup.params.get("max_grad_norm"))
-        check_replay(errors, clipped, *setup.limits)
-        assert fresh and skipped == SKIPPED and goes_on
+        wrong, _, fresh, skipped, goes_on = rank[name]
+        assert not wrong and fresh and skipped == SKIPPED and goes_on
 
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines(pipelines: Ranks, name: str) -> None:
-    check(pipelines, name, PIPELINES[name])
+    check(pipelines, name)
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_engines(replicas: Ranks, name: str) -> None:
     """``FP16_UnfusedOptimizer``, which fp16 and bf16 have without ZeRO, makes a step with zero gradients when it is built."""
-    check(replicas, name, PLAIN[name])
-    cut = [rank[name][0]["cut"] for rank in replicas]
+    check(replicas, name)
+    cut = [rank[name][1] for rank in replicas]
     assert "zero_optimization" not in PLAIN[name].config or min(cut) >= 1, "no layer is cut: the test does not test"
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="extra megatron")
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
 def test_tensor_parallel_engines(parallel: Ranks, name: str) -> None:
-    check(parallel, name, TENSOR_PARALLEL[name])
+    check(parallel, name)
 
 
 def test_stages_with_different_groups_are_refused_under_zero(pipelines: Ranks) -> None:
@@ -250,5 +398,5 @@ def test_stages_with_different_groups_are_refused_under_zero(pipelines: Ranks) -
 def test_on_a_gpu(tmp_path: Path) -> None:
     """All plain engines on one rank, with fp16 as DeepSpeed allows it there."""
     ranks = run_ranks(worker, 1, plain, PLAIN, str(tmp_path), timeout=280, env={"DS_ACCELERATOR": "cuda"})
-    for name, setup in PLAIN.items():
-        check(ranks, name, setup)
+    for name in PLAIN:
+        check(ranks, name)

@@ -30,8 +30,9 @@ BAD: dict[str, tuple[Any, ...]] = {
     "monitor_interval": (-1, 1.5, True),
     "backend": ("fast",),
 }
-OF_GROUPS = [("mode", "foo"), ("eps", -1.0), ("betas", (2, 2)), ("max_grad_norm", 1.0)]
+OF_GROUPS = {"mode": "foo", "eps": -1.0, "betas": (2, 2), "max_grad_norm": 1.0}
 Shapes = list[list[tuple[int, ...]]]
+Action = Callable[[FusedLamb], Any]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -42,11 +43,17 @@ def test_a_bad_setting_is_named(name: str) -> None:
         assert ", must be " in str(caught.value) and ", use " in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value"), OF_GROUPS)
-def test_a_bad_setting_of_a_group_is_named(name: str, value: Any) -> None:
+def test_a_group_with_a_bad_setting_or_of_another_type_is_not_added() -> None:
     optimizer = FusedLamb([Parameter(torch.ones(3))])
-    with pytest.raises(ConfigError, match=rf"^optimizer\.params\.{name}: got "):
-        optimizer.add_param_group({"params": [Parameter(torch.ones(3))], name: value})
+    for name, value in OF_GROUPS.items():
+        with pytest.raises(ConfigError, match=rf"^optimizer\.params\.{name}: got "):
+            optimizer.add_param_group({"params": [Parameter(torch.ones(3))], name: value})
+    for dtype in (torch.float64, torch.complex64, torch.float8_e4m3fn, None):
+        tensor = torch.eye(3).to_sparse() if dtype is None else torch.ones(3).to(dtype)
+        with pytest.raises(
+            ConfigError, match=f"parameter of {dtype or ''}.*must be dense float32, float16 or bfloat16"
+        ):
+            optimizer.add_param_group({"params": [Parameter(tensor, requires_grad=tensor.element_size() != 1)]})
     assert len(optimizer.param_groups) == 1
 
 
@@ -58,38 +65,24 @@ def test_a_clamp_upside_down_is_refused() -> None:
     FusedLamb([Parameter(torch.ones(3))], min_coeff=2.0, max_coeff=2.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.float8_e4m3fn, None], ids=str)
-def test_parameters_of_other_types_are_refused(dtype: torch.dtype | None) -> None:
-    tensor = torch.eye(3).to_sparse() if dtype is None else torch.ones(3).to(dtype)
-    optimizer = FusedLamb([Parameter(torch.ones(3))])
-    with pytest.raises(ConfigError, match=f"parameter of {dtype or ''}.*must be dense float32, float16 or bfloat16"):
-        optimizer.add_param_group({"params": [Parameter(tensor, requires_grad=tensor.element_size() != 1)]})
-    assert len(optimizer.param_groups) == 1
-
-
 def made(shapes: Shapes, **settings: Any) -> FusedLamb:
     """An optimizer of parameters of these shapes per group, with gradients."""
     groups = [{"params": [Parameter(torch.ones(shape)) for shape in group]} for group in shapes]
-    for group in groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.ones_like(parameter)
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        parameter.grad = torch.ones_like(parameter)
     return FusedLamb(groups, **settings)
 
 
-Action = Callable[[FusedLamb], Any]
-
-
-def gradient(value: Tensor) -> Action:
+def step_with(gradient: Tensor) -> Action:
     def action(optimizer: FusedLamb) -> None:
         parameter = optimizer.param_groups[0]["params"][0]
-        parameter.grad_dtype = None
-        parameter.grad = value
+        parameter.grad_dtype, parameter.grad = None, gradient
         optimizer.step()
 
     return action
 
 
-def state(shapes: Shapes = [[(4, 3), (5,)]], **damage: Any) -> Action:  # noqa: B006
+def load(shapes: Shapes = [[(4, 3), (5,)]], **damage: Any) -> Action:  # noqa: B006
     def action(optimizer: FusedLamb) -> None:
         other = made(shapes)
         other.step()
@@ -100,29 +93,29 @@ def state(shapes: Shapes = [[(4, 3), (5,)]], **damage: Any) -> Action:  # noqa: 
     return action
 
 
-def foreign_group(optimizer: FusedLamb) -> None:
+def step_with_a_foreign_group(optimizer: FusedLamb) -> None:
     optimizer.param_groups = made([[(4, 3)]]).param_groups
     optimizer.step()
 
 
 REFUSED: dict[str, tuple[Action, str]] = {
-    "sparse gradient": (gradient(torch.ones(4, 3).to_sparse()), "FusedLamb does not support sparse gradients"),
-    "fp64 gradient": (gradient(torch.ones(4, 3).double()), "got a gradient of torch.float64"),
+    "sparse gradient": (step_with(torch.ones(4, 3).to_sparse()), "FusedLamb does not support sparse gradients"),
+    "fp64 gradient": (step_with(torch.ones(4, 3).double()), "got a gradient of torch.float64"),
     "too few copies": (lambda o: o.step(copies=[None]), "FusedLamb.* copies"),
     "too many copies": (lambda o: o.step(copies=[None] * 3), "FusedLamb.* copies"),
     "copy of another shape": (lambda o: o.step(copies=[torch.ones(3, 4), None]), "FusedLamb.* copy"),
     "copy of integers": (lambda o: o.step(copies=[torch.ones(4, 3).int(), None]), "FusedLamb.* copy"),
     "fp64 copy": (lambda o: o.step(copies=[None, torch.ones(5).double()]), "FusedLamb.* copy"),
     **{f"scale {x}": (lambda o, x=x: o.step(grad_scale=x), "got grad_scale") for x in (0.0, -1.0, NAN, INF)},
-    "state of fewer": (state([[(4, 3)]]), "^optimizer: got "),
-    "state of more groups": (state([[(4, 3)], [(5,)]]), "^optimizer: got "),
-    "state of more": (state([[(4, 3), (5,), (5,)]]), "^optimizer: got "),
-    "state of other shapes": (state([[(4, 3), (6,)]]), "^optimizer: got "),
-    "state of transposed": (state([[(3, 4), (5,)]]), "^optimizer: got "),
-    "no moment": (state(exp_avg=None), "^optimizer: got "),
-    "no tensor": (state(exp_avg_sq=3), "^optimizer: got "),
-    "no number of steps": (state(step=-1), "^optimizer: got "),
-    "foreign group": (foreign_group, "a parameter group that it was not made with"),
+    "state of fewer": (load([[(4, 3)]]), "^optimizer: got "),
+    "state of more groups": (load([[(4, 3)], [(5,)]]), "^optimizer: got "),
+    "state of more": (load([[(4, 3), (5,), (5,)]]), "^optimizer: got "),
+    "state of other shapes": (load([[(4, 3), (6,)]]), "^optimizer: got "),
+    "state of transposed": (load([[(3, 4), (5,)]]), "^optimizer: got "),
+    "no moment": (load(exp_avg=None), "^optimizer: got "),
+    "no tensor": (load(exp_avg_sq=3), "^optimizer: got "),
+    "no number of steps": (load(step=-1), "^optimizer: got "),
+    "foreign group": (step_with_a_foreign_group, "a parameter group that it was not made with"),
     "tied to unknown ranks": (lambda o: o.set_groups(tied={torch.ones(1): object()}), "norm_group"),
 }
 
@@ -161,3 +154,14 @@ def test_unknown_tensors_are_refused(shapes: tuple[tuple[int, ...], ...]) -> Non
     with pytest.raises(ConfigError, match=r"optimizer.type: got FusedLamb with a parameter group of"):
         optimizer.step()
     assert all(flat.eq(1).all() for flat in flats)
+
+
+@pytest.mark.parametrize("rows", [(3, 2), (0, 12), (), 12, (1.5, 4.5), None])
+def test_rows_of_queries_keys_and_values_that_do_not_fit_are_refused(rows: object) -> None:
+    parameter = Parameter(torch.randn(12, 5))
+    parameter.grad = torch.ones(12, 5)
+    if rows is not None:
+        parameter.lamb_rows = rows
+    with pytest.raises(ConfigError, match=r"optimizer.params.split_qkv: got (lamb_rows|true)"):
+        FusedLamb([parameter], split_qkv=True).step()
+    FusedLamb([parameter])

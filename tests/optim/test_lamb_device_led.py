@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,36 +140,33 @@ LED = {"host": (False, False), "device": (True, True), "first by the device": (T
 
 def part(rank: int, led: tuple[bool, bool]) -> tuple[list[float], list[tuple[float, ...]]]:
     """A matrix in two parts: steps of zeros (as DeepSpeed's wrappers begin), of numbers and of nan; its values and statistics."""
-    plain, group = backends.pick, torch.distributed.group.WORLD
-    backends.pick = lambda device, name: StandIn() if led[rank] else plain(device, "plain")
+    group, found = torch.distributed.group.WORLD, []
     parameter: Any = Parameter(torch.arange(1.0, 5.0) * (rank + 1))
     parameter.tensor_model_parallel = True
     optimizer = FusedLamb([parameter], lr=0.1)
     optimizer.set_groups(tensor_parallel_group=group, norm_group=group)
-    found = []
-    for value in (PRIMING, REAL, REAL, BAD, BAD, REAL, BAD):
-        parameter.grad = torch.full((4,), value) * torch.arange(1.0, 5.0)
-        optimizer.step()
-        (layer,) = optimizer.statistics()
-        found.append((layer.weight_norm, layer.update_norm, layer.trust_ratio))
-    backends.pick = plain
+    with mock.patch.object(backends, "pick", lambda device, name: StandIn() if led[rank] else Plain()):
+        for value in (PRIMING, REAL, REAL, BAD, BAD, REAL, BAD):
+            parameter.grad = torch.full((4,), value) * torch.arange(1.0, 5.0)
+            optimizer.step()
+            (layer,) = optimizer.statistics()
+            found.append((layer.weight_norm, layer.update_norm, layer.trust_ratio))
     return parameter.tolist(), found
 
 
 def nothing_left(rank: int) -> list[float]:
     """The first rank's layers are all frozen, on a device; the second's are not."""
-    plain, parameter = backends.pick, Parameter(torch.ones(3))
+    parameter = Parameter(torch.ones(3))
     optimizer = FusedLamb([parameter], lr=0.1, backend="cuda")
     optimizer.set_groups(norm_group=torch.distributed.group.WORLD)
     if rank == 0:
         optimizer.param_groups[0]["params"] = []
         optimizer.parameters_changed()
-    else:
-        backends.pick = lambda device, name: StandIn() if name == "cuda" else plain(device, name)
-    for _ in range(2):
-        parameter.grad = torch.ones(3)
-        optimizer.step()
-    backends.pick = plain
+    stand_in = mock.patch.object(backends, "pick", lambda device, name: StandIn())
+    with stand_in if rank else nullcontext():
+        for _ in range(2):
+            parameter.grad = torch.ones(3)
+            optimizer.step()
     return parameter.tolist()
 
 

@@ -60,10 +60,8 @@ def test_bert_table_from_either_end_and_from_json(batch: int, lr: float, share: 
 
 @pytest.mark.parametrize(("peak", "share", "steps", "warmup"), [(6e-3, 0.2843, 7038, 2001), (4e-3, 0.128, 1563, 200)])
 def test_nvidia_recipe(peak: float, share: float, steps: int, warmup: int) -> None:
-    """DeepLearningExamples' BERT, batch 65536 and 32768, read in its pretraining scripts.
-
-    Their scheduler: progress = k / steps for k = 1, 2, ...; progress / share in the warm-up, then sqrt(1 - progress).
-    """
+    """DeepLearningExamples' BERT, batch 65536 and 32768, read in its pretraining scripts: progress = k / steps for k = 1, 2, ...;
+    progress / share in the warm-up, then sqrt(1 - progress)."""
     assert warmup == whole_steps(share, steps)
     ramp = Ramp(peak, steps, warmup, power=0.5, decay_from="start")
     for k in range(steps):
@@ -129,32 +127,26 @@ def test_groups_keep_their_proportion_and_a_tensor_its_place() -> None:
     assert optimizer.param_groups[0]["lr"] == close(2e-4)
 
 
-@pytest.mark.parametrize("after", [0, 3, 5, 12, 20])
-def test_resumed_in_an_optimizer_that_was_loaded(after: int) -> None:
-    optimizers = [sgd(0.1, 0.02) for _ in range(3)]
-    whole, saved, resumed = (LambWarmup(optimizer, batch_size=64, **PARAMS) for optimizer in optimizers)
-    expected = lrs_used(optimizers[0], whole, 24)
-    lrs_used(optimizers[1], saved, after)
-    # new groups in the place of those that the schedule was built with
-    optimizers[2].load_state_dict(optimizers[1].state_dict())
-    resumed.load_state_dict(saved.state_dict())
-    assert lrs_used(optimizers[2], resumed, 24 - after) == expected[after:]
-    assert optimizers[2].param_groups[1]["lr"] == optimizers[0].param_groups[1]["lr"]
+def test_resumed_in_an_optimizer_that_was_loaded() -> None:
+    for after in (0, 3, 5, 12, 20):
+        optimizers = [sgd(0.1, 0.02) for _ in range(3)]
+        whole, saved, resumed = (LambWarmup(optimizer, batch_size=64, **PARAMS) for optimizer in optimizers)
+        expected = lrs_used(optimizers[0], whole, 24)
+        lrs_used(optimizers[1], saved, after)
+        # new groups in the place of those that the schedule was built with
+        optimizers[2].load_state_dict(optimizers[1].state_dict())
+        resumed.load_state_dict(saved.state_dict())
+        assert lrs_used(optimizers[2], resumed, 24 - after) == expected[after:]
+        assert optimizers[2].param_groups[1]["lr"] == optimizers[0].param_groups[1]["lr"]
 
 
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        (None, "load_lr_scheduler_states=False"), ({"last_batch_iteration": 3}, "load_lr_scheduler_states=False"),
-        ({"schedule": "MixedBatch", "steps_taken": 3}, "load_lr_scheduler_states=False"),
-        (LambWarmup(sgd(0.1, 0.2), batch_size=64, **PARAMS).state_dict(), "2 parameter groups"),
-    ],
-)  # fmt: skip
-def test_another_schedulers_state_is_refused(state: Any, message: str) -> None:
-    schedule = LambWarmup(sgd(), batch_size=64, **PARAMS)
-    with pytest.raises(ValueError, match=message):
-        schedule.load_state_dict(state)
-    assert schedule.steps_taken == 0
+def test_another_schedulers_state_is_refused() -> None:
+    schedule, two = LambWarmup(sgd(), batch_size=64, **PARAMS), LambWarmup(sgd(0.1, 0.2), batch_size=64, **PARAMS)
+    for state in (None, {"last_batch_iteration": 3}, {"schedule": "MixedBatch", "steps_taken": 3}, two.state_dict()):
+        message = "2 parameter groups" if state == two.state_dict() else "load_lr_scheduler_states=False"
+        with pytest.raises(ValueError, match=message):
+            schedule.load_state_dict(state)
+        assert schedule.steps_taken == 0
 
 
 GONE = object()

@@ -65,7 +65,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
 # ------------------------------------------------------------------------------------------------------------ the builders
 
 
-def test_builders_keep_deepspeeds_conventions() -> None:
+def test_builders_keep_deepspeeds_conventions_and_their_flags_are_explicit() -> None:
     for builder in builders():
         assert isinstance(builder, OpBuilder) and builder.BUILD_VAR == "DS_BUILD_FUSED_LAMB_TERAPIPE"
         assert builder.absolute_name() == f"ds_terapipe.optim.{builder.MODULE}"
@@ -73,10 +73,7 @@ def test_builders_keep_deepspeeds_conventions() -> None:
         assert isinstance(builder.is_compatible(verbose=True), bool)
     names = {builder.name for builder in builders()}
     assert len(names) == 2 and not names & set(ALL_OPS)
-
-
-def test_flags_are_explicit_and_fit_every_processor() -> None:
-    """No flag lets the compiler change the order of floating-point operations."""
+    # flags fit every processor, and none lets the compiler change the order of floating-point operations
     flags = CpuLambBuilder().cxx_args()
     assert {"-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off"} <= set(flags)
     assert not [flag for flag in flags if "march" in flag or "mtune" in flag]
@@ -102,13 +99,10 @@ def test_sources_and_headers_are_all_named_and_of_cuda_alone() -> None:
     folder = jit.source_folder()
     cpu = [*CpuLambBuilder.SOURCES, *CpuLambBuilder.HEADERS]
     cuda = {*CudaLambBuilder.SOURCES, *CudaLambBuilder.HEADERS}
-    assert sorted(name for name in cpu if name.startswith("lamb_cpu")) == sorted(
-        p.name for p in folder.glob("lamb_cpu*")
-    )
+    assert {name for name in cpu if name.startswith("lamb_cpu")} == {p.name for p in folder.glob("lamb_cpu*")}
     assert all((folder / name).is_file() for name in {*cpu, *cuda})
-    found = {
-        name: set(re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', (folder / name).read_text(), re.M)) for name in cuda
-    }
+    include = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.M)
+    found = {name: set(include.findall((folder / name).read_text())) for name in cuda}
     bindings = found.pop("bindings_cuda.cpp")
     assert bindings == {"pybind11/pybind11.h", "cstdint", "stdexcept", "string", "lamb_cuda.h"}
     system = {"cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h", "cstdint", "cstddef", "cfloat", "cmath"}
@@ -116,11 +110,12 @@ def test_sources_and_headers_are_all_named_and_of_cuda_alone() -> None:
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
-def test_compiles_for_sm_80_and_sm_90_without_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", ["90", pytest.param("80", marks=pytest.mark.full)])  # no code depends on it
+def test_compiles_for_sm_80_and_sm_90_without_a_warning(tmp_path: Path, number: str) -> None:
     target = tmp_path / "lamb_cuda.o"
     # The optimisation of the device code is most of the time and finds no more errors.
-    flags = ["-std=c++17", "-O1", "-Xptxas=-O1", "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror", "-t2"]
-    flags += [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ("80", "90")]
+    flags = ["-std=c++17", "-Xcicc=-O0", "-Xptxas=-O0", "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror"]
+    flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
     command = [str(NVCC), *flags, "-c", str(jit.source_folder() / "lamb_cuda.cu"), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -132,11 +127,8 @@ def test_compiles_for_sm_80_and_sm_90_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_pick_takes_the_op_of_the_device() -> None:
-    assert [backends.pick(*each).name for each in ((CPU,), (CPU, "plain"), (torch.device("meta"),))] == [
-        "cpu",
-        "plain",
-        "plain",
-    ]
+    found = [backends.pick(*each).name for each in ((CPU,), (CPU, "plain"), (torch.device("meta"),))]
+    assert found == ["cpu", "plain", "plain"]
     for name in ("cuda", "fast"):
         with pytest.raises(ConfigError, match=f'backend: got "{name}"'):
             backends.pick(CPU, name)
@@ -229,11 +221,8 @@ def test_processes_that_come_together_compile_once(recipe: jit.Recipe, tmp_path:
         jit.compile_to = lambda *arguments: (print("compiled"), compile_to(*arguments))
         assert jit.import_from("_small", jit.obtain(recipe)).answer == 42
     """)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program], env={**os.environ, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in ("1", "0")
-    ]
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    environments = [{**os.environ, "LOCAL_RANK": rank} for rank in ("1", "0")]
+    ranks = [subprocess.Popen(command, env=env, stdout=pipe, text=True) for env in environments]
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0] and "".join(said).split() == ["compiled"]
