@@ -23,56 +23,42 @@ from transformers import (
 
 LENGTH, BATCH, VOCABULARY, WINDOW, ORIGINAL = 24, 2, 61, 5, 16
 _SIZES = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-    "intermediate_size": 48,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-}
+    "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 48,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 64,
+}  # fmt: skip
 _GROUPED = {"num_key_value_heads": 2}
-_HEAD = {"head_dim": 8}
-_CAPS = {"attn_logit_softcapping": 0.3, "final_logit_softcapping": 3.0}  # low enough to matter here
-# Rotary scalings that look at the longest sequence, which is longer here than what the model was trained on first.
-_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-_LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": ORIGINAL,
-    "long_factor": [1.5, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.0, 1.1, 1.2],
-}  # fmt: skip
-_YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": ORIGINAL,
-}  # fmt: skip
-_LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": ORIGINAL,
-}  # fmt: skip
+_GEMMA = _GROUPED | {
+    "head_dim": 8,
+    "sliding_window": WINDOW,
+    "final_logit_softcapping": 3.0,
+}  # caps low enough to matter
+
+
+def _rope(kind: str, **options: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **options}}
+
+
+# Some rotary scalings look at the longest sequence, which is longer here than what the model was trained on first.
+_TRAINED_ON = {"original_max_position_embeddings": ORIGINAL}
+_LLAMA3 = _rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, **_TRAINED_ON)
+_LONG = {"long_factor": [1.5, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.0, 1.1, 1.2]}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+_TIED = {"tie_word_embeddings": True}
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "llama": (LlamaConfig, _GROUPED | {"rope_parameters": _LLAMA3, "attention_bias": True}),
+    "llama": (LlamaConfig, _GROUPED | _LLAMA3 | {"attention_bias": True}),
     "llama, tied, dynamic": (
-        LlamaConfig,
-        _GROUPED | {"rope_parameters": _DYNAMIC, "max_position_embeddings": ORIGINAL, "tie_word_embeddings": True},
+        LlamaConfig, _GROUPED | _rope("dynamic", factor=2.0) | {"max_position_embeddings": ORIGINAL} | _TIED
     ),
     "mistral": (MistralConfig, _GROUPED | {"sliding_window": WINDOW}),
-    "qwen2": (Qwen2Config, _GROUPED | {"rope_parameters": _YARN}),
-    "qwen3": (
-        Qwen3Config,
-        _GROUPED
-        | {"head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
-        | {"tie_word_embeddings": True},
-    ),
-    "gemma2": (Gemma2Config, _GROUPED | _HEAD | {"sliding_window": WINDOW, "query_pre_attn_scalar": 10} | _CAPS),
-    "gemma3": (Gemma3TextConfig, _GROUPED | _HEAD | {"sliding_window": WINDOW, "final_logit_softcapping": 3.0}),
-    "phi3": (
-        Phi3Config,
-        _GROUPED | {"rope_parameters": _LONGROPE, "original_max_position_embeddings": ORIGINAL, "pad_token_id": 0},
-    ),
+    "qwen2": (Qwen2Config, _GROUPED | _rope("yarn", factor=2.0, **_TRAINED_ON)),
+    "qwen3": (Qwen3Config, _GROUPED | {"head_dim": 16} | _WINDOWS | _TIED),
+    "gemma2": (Gemma2Config, _GEMMA | {"query_pre_attn_scalar": 10, "attn_logit_softcapping": 0.3}),
+    "gemma3": (Gemma3TextConfig, _GEMMA),
+    "phi3": (Phi3Config, _GROUPED | _rope("longrope", **_TRAINED_ON, **_LONG) | _TRAINED_ON | {"pad_token_id": 0}),
     "olmo2": (Olmo2Config, _GROUPED),
     "gpt2": (GPT2Config, {"n_inner": 48, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
-    "gpt_neox": (
-        GPTNeoXConfig,
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
-    ),
+    "gpt_neox": (GPTNeoXConfig, _rope("default", partial_rotary_factor=0.5)),
 }  # fmt: skip
 
 
@@ -100,9 +86,8 @@ def features(kind: str, seed: int) -> dict[str, Tensor]:
     tokens = torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=generator)
     made = {"input_ids": tokens, "labels": tokens.clone()}
     made["labels"][:, 3 : 5 + seed % 3] = -100  # a prompt
-    padding = (
-        3 if kind == "counted" else 3 + seed % 4
-    )  # counted: within a window, else what a token says that sees nothing counts
+    # counted: within a window, else what a token says that sees nothing counts
+    padding = 3 if kind == "counted" else 3 + seed % 4
     if kind in ("behind", "front", "counted"):
         mask = torch.ones_like(tokens)
         mask[1, -padding:] = 0
@@ -113,9 +98,8 @@ def features(kind: str, seed: int) -> dict[str, Tensor]:
         if kind == "front":  # of a token that sees nothing implementations say different things
             made["labels"][1, padding] = -100
     elif kind == "packed":
-        made["position_ids"] = torch.cat([torch.arange(LENGTH - 5 - padding), torch.arange(5 + padding)]).expand(
-            BATCH, -1
-        )
+        documents = [torch.arange(LENGTH - 5 - padding), torch.arange(5 + padding)]
+        made["position_ids"] = torch.cat(documents).expand(BATCH, -1)
     elif kind == "shifted":
         made["position_ids"] = torch.arange(3, LENGTH + 3)[None]
     return made

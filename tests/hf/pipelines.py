@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,18 @@ SGD = {"type": "SGD", "params": {"lr": 0.03}}
 Steps = Sequence[Sequence[dict[str, Tensor]]]
 
 
-def train_alone(model: Any, steps: Steps, *, mean_over_step: bool = False) -> Trace:
-    """The unmodified model, loss of its own; a step is the mean over micro-batches, or over all labels of the step."""
-    model, trace = copy.deepcopy(model).train(), Trace()
-    stepper = torch.optim.SGD(model.parameters(), lr=SGD["params"]["lr"])
-    for step in steps:
+def train_alone(
+    model: Any,
+    steps: Steps,
+    *,
+    mean_over_step: bool = False,
+    lr: float = SGD["params"]["lr"],
+    before_step: Callable[[int], Any] = lambda number: None,
+) -> Trace:
+    """Train this model by the loss of its own; a step is the mean over micro-batches, or over all labels of the step."""
+    trace, stepper = Trace(), torch.optim.SGD(model.train().parameters(), lr=lr)
+    for number, step in enumerate(steps):
+        before_step(number)
         stepper.zero_grad()
         count = sum(int((one["labels"][:, 1:] != -100).sum()) for one in step)
         total = 0.0
@@ -39,24 +46,14 @@ def train_alone(model: Any, steps: Steps, *, mean_over_step: bool = False) -> Tr
 
 
 def train_in_pipeline(
-    model: Any,
-    steps: Steps,
-    block: dict[str, Any] | None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    stages: int = 2,
-    config: dict[str, Any] | None = None,
-    optimizer: Any = SGD,
-    made: Any = None,
-    **options: Any,
+    model: Any, steps: Steps, block: dict[str, Any] | None, *, stages: int = 2, config: Any = None, **options: Any
 ) -> Trace:
     """The same steps in a pipeline of a copy of the model, under the names that it has there."""
-    made = made or hf.pipeline(copy.deepcopy(model), num_stages=stages, **options)
+    made = hf.pipeline(copy.deepcopy(model), num_stages=stages, **options)
     replicas = torch.distributed.get_world_size() // stages
     engine = build_engine(
-        (), None, token_pipeline=block, micro_batches=len(steps[0]) // replicas, optimizer=optimizer, dtype=dtype,
-        config=config, made=made,
-    )  # fmt: skip
+        (), None, token_pipeline=block, micro_batches=len(steps[0]) // replicas, optimizer=SGD, config=config, made=made
+    )
     trace = train(engine, [[hf.batch(one) for one in step] for step in steps])
     engine.destroy()
     return renamed(trace, made)
@@ -78,17 +75,14 @@ def renamed(trace: Trace, made: Any) -> Trace:
     return Trace(trace.losses, [rename(one) for one in trace.gradients], trace.norms, rename(trace.weights))
 
 
-def compared(got: Trace, expected: Trace, config: Any) -> dict[str, float]:
-    """Largest relative differences of a loss, a gradient and a weight; this rank's part."""
-    assert got.weights and all(step.keys() == got.weights.keys() for step in got.gradients), (
-        "weights without a gradient"
-    )
+def compared(got: Trace, expected: Trace, config: Any) -> float:
+    """Largest relative difference of a loss, a gradient or a weight; this rank's part."""
+    assert got.weights
+    assert all(step.keys() == got.weights.keys() for step in got.gradients), "weights without a gradient"
 
     def known(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: without_key_biases(config, name, tensors[name]) for name in got.weights}
 
-    return {
-        "losses": max(abs(a / b - 1) for a, b in zip(got.losses, expected.losses, strict=True)),
-        "gradients": max(worst(known(a), known(b)) for a, b in zip(got.gradients, expected.gradients, strict=True)),
-        "weights": worst(known(got.weights), known(expected.weights)),
-    }
+    pairs = [*zip(got.gradients, expected.gradients, strict=True), (got.weights, expected.weights)]
+    losses = [abs(a / b - 1) for a, b in zip(got.losses, expected.losses, strict=True)]
+    return max(*losses, *(worst(known(a), known(b)) for a, b in pairs))

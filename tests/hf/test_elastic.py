@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,42 +12,34 @@ import pytest
 import torch
 from torch import nn
 
+pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
+
+from ds_terapipe import hf
+from ds_terapipe.elastic import engine as elastic_engine
+from ds_terapipe.hf.record import names_of
+from ds_terapipe.hf.weights import Weights
+from tests.hf.families import features, model_of, without_key_biases
+from tests.hf.pipelines import SGD, renamed, train_alone
+from tests.pipeline.training import Trace, build_engine, worst
 from tests.spawn import launched
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
-
-FREEZE, RESIZE, STEPS, MICRO_BATCHES = ((2, 2), (4, 3)), ((2, 1), (4, 2)), 6, 2
-CASES = [("gpt2", "plain", "model"), ("qwen3", "packed", "folder")]
+FREEZE, RESIZE, STEPS, MICRO_BATCHES = [[2, 2], [4, 3]], [[2, 1], [4, 2]], 6, 2
+CASES = {"gpt2": ("plain", "model"), "qwen3": ("packed", "folder")}
 
 
-def alone(model: Any, names: list[dict[str, str]], steps: list[list[Any]]) -> tuple[list[float], dict[str, Any]]:
-    """Losses and final weights of one process."""
-    from tests.hf.pipelines import SGD
+def alone(model: Any, names: list[dict[str, str]], steps: list[list[Any]]) -> Trace:
+    """The training of one process."""
 
-    model, losses = copy.deepcopy(model).train(), []
-    stepper = torch.optim.SGD(model.parameters(), lr=SGD["params"]["lr"])
-    for number, step in enumerate(steps):
-        entries = max((entries for first, entries in FREEZE if first <= number), default=0)
+    def freeze(step: int) -> None:
+        entries = max((entries for first, entries in FREEZE if first <= step), default=0)
         frozen = tuple(name for entry in names[:entries] for name in entry.values())
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(frozen or ("nothing",)))
-        stepper.zero_grad()
-        each = [model(**features, use_cache=False).loss / len(step) for features in step]
-        torch.stack(each).sum().backward()
-        losses.append(float(sum(each)))
-        stepper.step()
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    return train_alone(model, steps, before_step=freeze)
 
 
 def one(family: str, kind: str, given: str, folder: Path) -> dict[str, Any]:
-    from ds_terapipe import hf
-    from ds_terapipe.elastic import engine as elastic_engine
-    from ds_terapipe.hf.record import names_of
-    from ds_terapipe.hf.weights import Weights
-    from tests.hf.families import features, model_of, without_key_biases
-    from tests.hf.pipelines import SGD, renamed
-    from tests.pipeline.training import Trace, build_engine, worst
-
     model, rank = model_of(family), torch.distributed.get_rank()
     theirs: Any = copy.deepcopy(model)
     if given == "folder":
@@ -65,8 +56,9 @@ def one(family: str, kind: str, given: str, folder: Path) -> dict[str, Any]:
             look(module, *args)
         assert not {id(p) for each in moved for p in each.parameters()} & set(map(id, module.parameters()))
 
-    freeze = {"policy": "schedule", "frozen_layers": [list(pair) for pair in FREEZE]}
-    keys = {"elastic_pipeline": {"freeze": freeze, "resize": {"policy": [list(pair) for pair in RESIZE]}}}
+    keys = {
+        "elastic_pipeline": {"freeze": {"policy": "schedule", "frozen_layers": FREEZE}, "resize": {"policy": RESIZE}}
+    }
     steps = [[features(kind, 10 * step + m) for m in range(MICRO_BATCHES)] for step in range(STEPS)]
     losses, stages = [], []
     with mock.patch.object(Weights, "read", side_effect=AssertionError("what trains is read again")):
@@ -79,36 +71,38 @@ def one(family: str, kind: str, given: str, folder: Path) -> dict[str, Any]:
         for step in steps:
             losses.append(float(engine.train_batch(iter([hf.batch(each) for each in step]))))
             stages.append(engine.num_stages)
-    expected, weights = alone(model, names_of(made.source), steps)
+    expected = alone(model, names_of(made.source), steps)
     own = dict(engine.module.named_parameters())
     got = renamed(Trace(weights={name: p.detach().clone() for name, p in own.items()}), made).weights
-    pairs = [{name: without_key_biases(model.config, name, each[name]) for name in got} for each in (got, weights)]
+    pairs = [
+        {name: without_key_biases(model.config, name, each[name]) for name in got} for each in (got, expected.weights)
+    ]
     here = set(map(id, own.values()))
     away = [p for p in theirs.parameters() if id(p) not in here] if given == "model" else []
     engine.destroy()
     return {
-        "off": max(worst(*pairs), *(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))),
-        "missing": set(weights) - set(got),
+        "off": max(worst(*pairs), *(abs(a / b - 1) for a, b in zip(losses, expected.losses, strict=True))),
+        "missing": set(expected.weights) - set(got),
         "stages": stages,
         "away": (len(away), sum(p.untyped_storage().nbytes() for p in away) / max(sum(p.numel() for p in away), 1)),
     }
 
 
-def work(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
-    return [one(*case, Path(folder) / str(number)) for number, case in enumerate(CASES)]
+def work(rank: int, world: int, folder: str) -> dict[str, Any]:
+    return {family: one(family, *case, Path(folder, family)) for family, case in CASES.items()}
 
 
 ranks = launched(work, 2, timeout=200, folder=True)
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "-".join(CASES[number]))
-def test_a_decoder_freezes_and_moves_as_in_one_process(ranks: list[Any], number: int) -> None:
+@pytest.mark.parametrize("family", CASES)
+def test_a_decoder_freezes_and_moves_as_in_one_process(ranks: list[Any], family: str) -> None:
     for found in ranks:
-        assert found[number]["off"] <= 1e-5 and found[number]["stages"] == [2, 2, 1, 1, 2, 2], found[number]
-    assert not set.intersection(*(found[number]["missing"] for found in ranks))
+        assert found[family]["off"] <= 1e-5 and found[family]["stages"] == [2, 2, 1, 1, 2, 2], found[family]
+    assert not set.intersection(*(found[family]["missing"] for found in ranks))
 
 
 def test_of_a_model_that_was_given_nothing_is_kept_that_has_moved_away(ranks: list[Any]) -> None:
     for found in ranks:
-        count, bytes_each = found[0]["away"]
+        count, bytes_each = found["gpt2"]["away"]
         assert count > 0 and bytes_each < 0.1, "bytes for each of its numbers"
