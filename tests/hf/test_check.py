@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
+
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_terapipe.errors import ConfigError
-
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
+from ds_terapipe.hf.check import check_chain
+from ds_terapipe.hf.decoder_pipeline import _built, _specs
+from ds_terapipe.hf.source import source_of
 
 TWO = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 SIZES = TWO | {
@@ -21,7 +27,7 @@ PASS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("StableLmConfig", "Starcoder2Config", "SmolLM3Config", "PhiConfig", "Olmo3Config", "NemotronConfig"), SIZES
     ),
-}
+}  # fmt: skip
 DIFFERS = "whose own forward does more than its layers do"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "GraniteConfig": (SIZES | {"logits_scaling": 4.0}, DIFFERS),
@@ -39,20 +45,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def check(model: Any) -> None:
     """What :func:`ds_terapipe.hf.pipeline` does before it reads weights."""
-    import torch
-
-    from ds_terapipe.hf.check import check_chain
-    from ds_terapipe.hf.decoder_pipeline import _built, _specs
-    from ds_terapipe.hf.source import source_of
-
     source = source_of(model, torch.float64, 0)
     check_chain(source, lambda tiny: [_built(spec) for spec in _specs(tiny)])
 
 
 @pytest.mark.parametrize("name", [*PASS, *REFUSED])
 def test_a_model_that_is_its_layers_passes_and_another_is_refused_with_what(name: str) -> None:
-    import transformers
-
     if name in PASS:
         check(getattr(transformers, name)(**PASS[name]))
         return
@@ -63,8 +61,6 @@ def test_a_model_that_is_its_layers_passes_and_another_is_refused_with_what(name
 
 
 def test_a_forward_of_the_users_own_and_kernels_that_know_no_slices_are_refused() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     class Cooler(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             out = super().forward(*args, **kwargs)
