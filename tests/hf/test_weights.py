@@ -215,8 +215,6 @@ class Killed(BaseException):
 
 
 def test_an_export_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, monkeypatch: Any) -> None:
-    from ds_terapipe.hf import export
-
     checkpoint = checkpoint_of(model_of("llama"), tmp_path / "checkpoint")
     calls: list[str] = []
 

@@ -44,11 +44,15 @@ def two_linears(bias=True):
 class Table(nn.Module):
     """An embedding, looked up twice, and a linear layer on it."""
 
-    def __init__(self, **options):
+    def __init__(self, recompute=False, **options):
         super().__init__()
         self.table, self.linear = nn.Embedding(ROWS, FEATURES, **options), nn.Linear(FEATURES, FEATURES)
+        self.recompute = recompute
 
     def forward(self, tokens):
+        return checkpoint(self._forward, tokens, use_reentrant=False) if self.recompute else self._forward(tokens)
+
+    def _forward(self, tokens):
         return self.linear(self.table(tokens)) * self.table((tokens + 1) // 2)
 
 
@@ -61,11 +65,6 @@ class Tied(Table):
 
     def forward(self, tokens):
         return self.product(torch.tanh(super().forward(tokens)), self.table.weight)
-
-
-class Checkpointed(Table):
-    def forward(self, tokens):
-        return checkpoint(super().forward, tokens, use_reentrant=False)
 
 
 class ExtraBias(nn.Module):
@@ -139,7 +138,7 @@ LAYERS = {
     "embedding scaled by frequency": (lambda: Table(scale_grad_by_freq=True), []),
     "embedding with a largest norm": (lambda: Table(max_norm=0.5), ["table.weight"]),
     "sparse embedding": (lambda: Table(sparse=True), ["table.weight"]),
-    "recomputed embedding": (Checkpointed, []),
+    "recomputed embedding": (lambda: Table(recompute=True), []),
     "tied": (lambda: Tied(deferred_linear), []),
     "tied, a bare product": (lambda: Tied(F.linear), ["table.weight"]),
     "tied twice": (lambda: TiedLinears(2), []),
@@ -163,13 +162,10 @@ def made(name):
 
 
 def take(net):
-    taken = {
-        name: p.grad.to_dense() if p.grad.is_sparse else p.grad
-        for name, p in net.named_parameters()
-        if p.grad is not None
-    }
+    """The gradients, which the net has no longer."""
+    taken = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
-    return taken
+    return {name: gradient.to_dense() if gradient.is_sparse else gradient for name, gradient in taken.items()}
 
 
 def gradients_of_the_whole(net, x):
@@ -185,9 +181,14 @@ def assert_same(got, want):
 
 def run_sliced(net, x, lengths, keeper, after=lambda index: None):
     """Forward and backward of one micro-batch, x [b, tokens, ...], in slices; ``after(index)`` is called behind a backward."""
-    context, interception = SliceContext(), Interception([net])
+    interception = Interception([net])
+    run_intercepted(net, x, lengths, keeper, after)
+    interception.close()
+
+
+def run_intercepted(net, x, lengths, keeper, after=lambda index: None):
+    context, slices, outputs = SliceContext(), spans(tuple(lengths)), []
     context.weight_gradients = keeper
-    slices, outputs = spans(tuple(lengths)), []
     for index, span in enumerate(slices):
         with context.forward(Unit(0, index), span):
             context.enter_layer(0)
@@ -196,7 +197,6 @@ def run_sliced(net, x, lengths, keeper, after=lambda index: None):
         with context.backward(Unit(0, index), slices[index]):
             outputs[index].square().sum().backward()
         after(index)
-    interception.close()
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -220,7 +220,7 @@ def test_layers_have_the_gradients_of_the_whole_once_per_micro_batch(name):
 
 
 @pytest.mark.parametrize("name", ["linear", "embedding", "embedding scaled by frequency", "tied"])
-@pytest.mark.parametrize("at", [[3, 1, 0], [2, 0], [3, 2, 1, 0]])
+@pytest.mark.parametrize("at", [[3, 1, 0], [2, 0]])
 def test_gradients_of_a_part_of_the_slices_add_up(name, at):
     net, x = made(name)
     want, keeper, parts = gradients_of_the_whole(net, x), WeightGradients(), []
@@ -245,8 +245,8 @@ def test_a_part_is_that_of_its_slices(late):
         keeper.make(0, index)
         parts[index] = take(net)
 
-    run_sliced(net, x, UNEVEN, keeper, lambda index: None if late else make(index))
-    for index in reversed(range(len(UNEVEN) if late else 0)):
+    run_sliced(net, x, UNEVEN, keeper, (lambda index: None) if late else make)
+    for index in (3, 2, 1, 0) if late else ():
         make(index)
     for index, span in enumerate(spans(UNEVEN)):
         assert_same(parts[index], gradients_of_the_whole(net, x[:, span.start : span.stop]))
