@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,32 +62,23 @@ def test_two_slice_lengths_tell_the_sequence(make, cuts, total):
 
 
 @pytest.mark.parametrize("layout", ["auto", "bsh", "sbh"])
-def test_what_the_shapes_tell_needs_no_layout(layout):
-    # a Megatron model is [b, s, h] behind its embedding and [s, b, h] from there on: one layout names ties only
+def test_a_layout_settles_ties_alone(layout):
+    # a Megatron model is [b, s, h] behind its embedding and [s, b, h] from there on
     assert probe(lambda s, c: torch.zeros(B, s, H), layout) == (BSH,)
     assert probe(lambda s, c: torch.zeros(s, B, H), layout) == (SBH,)
-
-
-def test_a_tie_is_an_error_until_the_layout_is_given():
-    def make(s, c):
-        return torch.zeros(s, s, H)
-
-    with pytest.raises(ConfigError, match=r'layout: got "auto", but the input of layer 3 grows .* dimensions \[0, 1\]'):
-        probe(make)
-    assert probe(make, "bsh") == (BSH,) and probe(make, "sbh") == (SBH,)
+    if layout == "auto":
+        says = r'layout: got "auto", but the input of layer 3 grows .* dimensions \[0, 1\]'
+        with pytest.raises(ConfigError, match=says):
+            probe(lambda s, c: torch.zeros(s, s, H))
+    else:
+        assert probe(lambda s, c: torch.zeros(s, s, H), layout) == ((BSH,) if layout == "bsh" else (SBH,))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda s, c: torch.zeros(B, 2 * s, H),
-            r"layer 3 has shape \[4, 4, 7\] for a slice of 2 tokens and \[4, 6, 7\]",
-        ),
-        (
-            lambda s, c: torch.zeros(B, c - s, H),
-            r"layer 3 has shape \[4, 0, 7\] for a slice of 2 tokens and \[4, 2, 7\]",
-        ),
+        (lambda s, c: torch.zeros(B, 2 * s, H), r"has shape \[4, 4, 7\] for a slice of 2 tokens and \[4, 6, 7\]"),
+        (lambda s, c: torch.zeros(B, c - s, H), r"has shape \[4, 0, 7\] for a slice of 2 tokens and \[4, 2, 7\]"),
         (lambda s, c: torch.zeros(B, *([s] if s > 2 else []), H), "has 2 dimensions for a slice of 2 tokens and 3 for"),
         (lambda s, c: tuple(torch.zeros(B, s) for _ in range(s)), "is 2 tensors for one slice and 3 for the next"),
         (lambda s, c: {"hidden": torch.zeros(B, s)}, "layer 3 gets dict, not tensors|can't be cut"),
@@ -117,16 +109,15 @@ class SequenceFirst(Block):
 
 
 class MaskedEmbedding(Embedding):
-    """((tokens, positions, mask) to (hidden, mask), which travel together."""
+    """(tokens, positions, mask) to (hidden, mask), which travel together."""
 
     def forward(self, inputs):
-        tokens, positions, mask = inputs
-        return super().forward((tokens, positions)), mask
+        return super().forward(inputs[:2]), inputs[2]
 
 
-class DropMask(nn.Module):
+class MaskedHead(Head):
     def forward(self, inputs):
-        return inputs[0]
+        return super().forward(inputs[0])
 
 
 def masked_batch(seed: int, length: int, batch: int):
@@ -136,34 +127,25 @@ def masked_batch(seed: int, length: int, batch: int):
     return (tokens, positions, mask.expand(batch, 1, length, length).contiguous()), targets
 
 
-def blocks(layer: type, *, before: type = Embedding, after: tuple[type, ...] = ()) -> list[LayerSpec]:
-    return [LayerSpec(kind) for kind in (before, *after, *[layer] * 4, *after, Head)]
-
-
-TRANSPOSED = blocks(SequenceFirst, after=(Transpose,))
-# layers, micro-batches, tokens, sequences, keys of token_pipeline
+plain_batch = partial(micro_batch, masked=False)
+SBH_LAYERS = (Embedding, Transpose, *[SequenceFirst] * 4, Transpose, Head)
+# layers, micro-batches, tokens, sequences, slices
 MODELS = {
-    "batch first": (blocks(Block), micro_batch, 24, 2, {"layout": "bsh"}),
-    "sequence first": (TRANSPOSED, micro_batch, 24, 2, {}),
-    "sequence as long as the hidden size": (blocks(Block), micro_batch, HIDDEN, 2, {}),
-    "slices as long as the batch": (blocks(Block), micro_batch, 12, 3, {"slices": 4}),
-    "sequence first, slices as long as the batch": (TRANSPOSED, micro_batch, 12, 3, {"slices": 4}),
-    "a mask travels along": (
-        [*blocks(DocumentMask, before=MaskedEmbedding)[:-1], LayerSpec(DropMask), LayerSpec(Head)],
-        masked_batch, 24, 2, {"slices": [5, 9, 1, 9]},
-    ),
-}  # fmt: skip
+    "sequence first": (SBH_LAYERS, plain_batch, 24, 2, 5),
+    "sequence as long as the hidden size": ((Embedding, *[Block] * 4, Head), plain_batch, HIDDEN, 2, 5),
+    "sequence first, slices as long as the batch": (SBH_LAYERS, plain_batch, 12, 3, 4),
+    "a mask travels along": ((MaskedEmbedding, *[DocumentMask] * 4, MaskedHead), masked_batch, 24, 2, [5, 9, 1, 9]),
+}
 
 
 def train_all(rank: int, world_size: int) -> dict[str, float]:
     """For each model: by how much losses and gradients of this stage differ from those of one process."""
     result = {}
-    for name, (specs, make, length, batch, keys) in MODELS.items():
-        options = {"masked": False} if make is micro_batch else {}
-        steps = [[make(m, length, batch, **options) for m in range(2)]]
+    for name, (kinds, make, length, batch, slices) in MODELS.items():
+        specs, steps = [LayerSpec(kind) for kind in kinds], [[make(m, length, batch) for m in range(2)]]
         expected = train_plain(specs, mean_loss, steps, lambda p: torch.optim.SGD(p, lr=0.2), dtype=torch.float64)
         how = {"batch": batch, "dtype": torch.float64, "stages": world_size}
-        engine = build_engine(specs, mean_loss, token_pipeline={"slices": 5, **keys}, **how)
+        engine = build_engine(specs, mean_loss, token_pipeline={"slices": slices}, **how)
         got = train(engine, steps)
         gradients = worst(got.gradients[0], expected.gradients[0])
         result[name] = max(abs(got.losses[0] / expected.losses[0] - 1) / 1e3, gradients)
