@@ -50,11 +50,8 @@ class Attention(nn.Module):
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v)
 
-    def join(self, hidden: Tensor, mixed: Tensor) -> Tensor:
-        return hidden + self.out(mixed.transpose(1, 2).flatten(2))
-
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.join(hidden, self.mix(*self.qkv(hidden)))
+        return hidden + self.out(self.mix(*self.qkv(hidden)).transpose(1, 2).flatten(2))
 
 
 class BlockCheckpoint(Attention):
@@ -93,14 +90,6 @@ INNER, REENTRANT = (partial(checkpoint, attend, use_reentrant=reentrant) for ree
 def scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """TorchScript; with operators around the call for its fuser and its own differentiation."""
     return F.scaled_dot_product_attention(q * 0.9, k + 0.0, torch.tanh(v), is_causal=True) * 2.0
-
-
-class DocumentMask(Attention):
-    """An explicit mask, made from what the layers hand on: (hidden, mask [b, 1, s, context + s])."""
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        hidden, mask = inputs
-        return self.join(hidden, F.scaled_dot_product_attention(*self.qkv(hidden), attn_mask=mask)), mask
 
 
 def causal_mask(hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a step's line says, that it is printed at DeepSpeed's default log level, and that a trial run has no dropout at all."""
+"""The line of a step, which is printed at DeepSpeed's default log level, and how its micro-batches are loaded."""
 
 from __future__ import annotations
 
@@ -9,36 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from ds_terapipe.config import parse
 from ds_terapipe.pipeline.batch import StepBatch, read_step
-from ds_terapipe.pipeline.inspection.verify import undisturbed
-from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.recording import records
 from ds_terapipe.pipeline.recording.records import Records
 from ds_terapipe.pipeline.recording.report import StepReport, emit
 from ds_terapipe.pipeline.slicing import as_tuple, spans
 from ds_terapipe.pipeline.transport.stream import Loader
-
-
-@torch.jit.script
-def scripted(x: Tensor, residual: Tensor, p: float) -> Tensor:
-    """Dropout and add in TorchScript, as Megatron fuses them."""
-    return residual + torch.nn.functional.dropout(x, p=p, training=True)
-
-
-@pytest.mark.parametrize("trained_before", [False, True])
-def test_trial_runs_have_no_dropout_in_scripts(trained_before: bool) -> None:
-    x, residual = torch.ones(1000), torch.zeros(1000)
-    for _ in range(3 if trained_before else 0):  # then the script runs its differentiated form
-        scripted(x.requires_grad_(), residual, 0.5).sum().backward()
-    with undisturbed(nn.Dropout(), SliceContext()):
-        for _ in range(3):
-            assert torch.equal(scripted(x, residual, 0.5), torch.ones(1000))
-            assert torch.equal(torch.dropout(x, 0.5, True), torch.ones(1000))
-    assert 300 < int((scripted(x, residual, 0.5) == 0).sum()) < 700
-    assert 300 < int((torch.dropout(x, 0.5, True) == 0).sum()) < 700
 
 
 def step_of(slices: Any, pulled: Any, load: Any = None, labels: bool = False) -> Any:
