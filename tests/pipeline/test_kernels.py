@@ -192,10 +192,10 @@ CHOICES = {
     "a window": ({"call": WINDOW}, True, True, CudaFlash),
     "dropout": ({"call": Call(0.1, None)}, True, True, CudaFlash),
     "a mask": ({"mask": MASK}, True, True, CudaEfficient),
-    "a mask, grouped": ({"kv_heads": 2, "mask": MASK}, True, True, CudaEfficient),
+    "a mask, grouped": ({"kv_heads": 2, "mask": MASK, "rows": 16}, True, True, CudaEfficient),
     "without flash": ({}, False, True, CudaEfficient),
     "without flash, grouped": ({"kv_heads": 2}, False, True, CudaEfficient),
-    "without flash, a window": ({"kv_heads": 2, "call": WINDOW}, False, True, CudaEfficient),
+    "without flash, a window": ({"kv_heads": 2, "call": WINDOW, "rows": 16}, False, True, CudaEfficient),
     "heads of 20": ({"d": 20}, True, True, Formula),
     "other values": ({"value": 32}, True, True, Formula),
     "without both": ({}, False, False, Formula),
@@ -210,6 +210,7 @@ def test_the_choice_on_cuda(given, flash, efficient, wanted):
         """PyTorch refuses causal rectangles, and heads that are grouped without its being told or in the efficient kernel."""
         assert not params.is_causal and params.attn_mask is None and params.dropout == given["call"].dropout_p
         assert params.query.shape[1] == params.key.shape[1] == params.value.shape[1] or (grouped and params.enable_gqa)
+        assert grouped or params.query.shape[2] == given.get("rows", 8), "not as it will be run"
         return answer
 
     q, k = torch.zeros(1, 4, 8, given["d"]), torch.zeros(1, given["kv_heads"], 24, given["d"])
