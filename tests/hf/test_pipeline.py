@@ -1,48 +1,38 @@
-"""Models of Hugging Face's families in a pipeline of their own layers, in slices, against the unmodified model in one process."""
+"""Hugging Face's decoders in a pipeline of their own layers: sliced, frozen and moved as the unmodified model in one process."""
 
 from __future__ import annotations
 
 import copy
+import shutil
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
 
 import ds_terapipe
 from ds_terapipe import hf
+from ds_terapipe.elastic import engine as elastic_engine
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.positions import Rotary
-from tests.hf.families import features, model_of
-from tests.hf.pipelines import compared, train_alone, train_in_pipeline
+from ds_terapipe.hf.record import names_of
+from ds_terapipe.hf.weights import Weights
+from tests.hf.families import features, model_of, without_key_biases
+from tests.hf.pipelines import SGD, compared, renamed, train_alone, train_in_pipeline
 from tests.pipeline.host_reads import host_reads
-from tests.pipeline.training import build_engine
+from tests.pipeline.training import Trace, build_engine, worst
 from tests.spawn import launched
 
 STEPS, MICRO_BATCHES, TOLERANCE = 2, 2, 1e-5
-# family, kind of batches, slices, schedule; test_slices.py has the others
-CASES: list[tuple[str, str, Any, str]] = [
-    ("llama, tied, dynamic", "plain", 4, "terapipe"),
-    ("phi3", "front", [11, 7, 5, 1], "terapipe"),
-    ("gpt2", "behind", 1, "terapipe"),
-    ("qwen3", "counted", [1, 8, 1, 13, 1], "1f1b"),
-]
 
 
 def batches_of(*kinds: str) -> list[list[dict[str, torch.Tensor]]]:
     """Steps of a micro-batch of each kind."""
     return [[features(kind, 10 * step + m) for m, kind in enumerate(kinds)] for step in range(STEPS)]
-
-
-def every_family() -> list[float]:
-    """The largest difference from one process, of each case."""
-    found = []
-    for family, kind, slices, schedule in CASES:
-        model, batches = model_of(family), batches_of(kind, kind)
-        got = train_in_pipeline(model, batches, {"slices": slices, "schedule": schedule})
-        found.append(compared(got, train_alone(model, batches), model.config))
-    return found
 
 
 def own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -115,32 +105,106 @@ def without_an_optimizer(rank: int) -> str:
     return str(said.value)
 
 
-def work(rank: int, world: int) -> tuple[Any, ...]:
-    return every_family(), without_the_key(), means_over_a_step(), padded(), without_an_optimizer(rank)
+FREEZE, RESIZE = [[2, 2], [4, 3]], [[2, 1], [4, 2]]
+ELASTIC = {"gpt2": ("plain", "model"), "qwen3": ("packed", "folder")}
 
 
-ranks = launched(work, 2, timeout=240)
+def alone(model: Any, names: list[dict[str, str]], steps: list[list[Any]]) -> Trace:
+    """The training of one process."""
+
+    def freeze(step: int) -> None:
+        entries = max((entries for first, entries in FREEZE if first <= step), default=0)
+        frozen = tuple(name for entry in names[:entries] for name in entry.values())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen or ("nothing",)))
+
+    return train_alone(model, steps, before_step=freeze)
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "-".join(map(str, CASES[number])))
-def test_families_train_as_in_one_process(ranks: list[Any], number: int) -> None:
-    assert max(found[number] for found, *_ in ranks) <= TOLERANCE
+def frozen_and_moved(family: str, kind: str, given: str, folder: Path) -> dict[str, Any]:
+    model, rank = model_of(family), torch.distributed.get_rank()
+    theirs: Any = copy.deepcopy(model)
+    if given == "folder":
+        if rank == 0:
+            model.save_pretrained(folder)
+        torch.distributed.barrier()
+    made = hf.pipeline(folder if given == "folder" else theirs, num_stages=2)
+    moved: list[nn.Module] = []
+    to, look = nn.Module.to, elastic_engine.check_movable
+
+    def noted(module: nn.Module, *args: Any) -> None:
+        """Nothing that trains may be moved by the look at whether it can be: on a device that would be off it."""
+        with mock.patch.object(nn.Module, "to", lambda self, *a, **k: (moved.append(self), to(self, *a, **k))[1]):
+            look(module, *args)
+        assert not {id(p) for each in moved for p in each.parameters()} & set(map(id, module.parameters()))
+
+    keys = {
+        "elastic_pipeline": {"freeze": {"policy": "schedule", "frozen_layers": FREEZE}, "resize": {"policy": RESIZE}}
+    }
+    steps = [[features(kind, 10 * step + m) for m in range(MICRO_BATCHES)] for step in range(6)]
+    losses, stages = [], []
+    with mock.patch.object(Weights, "read", side_effect=AssertionError("what trains is read again")):
+        with mock.patch.object(elastic_engine, "check_movable", noted):
+            engine = build_engine([], None, made=made, token_pipeline={"slices": 3}, optimizer=SGD, config=keys)
+        torch.distributed.barrier()
+        if given == "folder" and rank == 0:
+            shutil.rmtree(folder)
+        torch.distributed.barrier()
+        for step in steps:
+            losses.append(float(engine.train_batch(iter([hf.batch(each) for each in step]))))
+            stages.append(engine.num_stages)
+    expected = alone(model, names_of(made.source), steps)
+    own = dict(engine.module.named_parameters())
+    got = renamed(Trace(weights={name: p.detach().clone() for name, p in own.items()}), made).weights
+    pairs = [
+        {name: without_key_biases(model.config, name, each[name]) for name in got} for each in (got, expected.weights)
+    ]
+    here = set(map(id, own.values()))
+    away = [p for p in theirs.parameters() if id(p) not in here] if given == "model" else []
+    engine.destroy()
+    return {
+        "off": max(worst(*pairs), *(abs(a / b - 1) for a, b in zip(losses, expected.losses, strict=True))),
+        "missing": set(expected.weights) - set(got),
+        "stages": stages,
+        "away": (len(away), sum(p.untyped_storage().nbytes() for p in away) / max(sum(p.numel() for p in away), 1)),
+    }
+
+
+def work(rank: int, world: int, folder: str) -> tuple[Any, ...]:
+    elastic = {family: frozen_and_moved(family, *case, Path(folder, family)) for family, case in ELASTIC.items()}
+    return without_the_key(), means_over_a_step(), padded(), without_an_optimizer(rank), elastic
+
+
+ranks = launched(work, 2, timeout=240, folder=True)
 
 
 def test_the_same_script_without_the_key_has_the_same_losses(ranks: list[Any]) -> None:
-    for _, found, *_ in ranks:
+    for found, *_ in ranks:
         assert len(found) == 8 and not {name: value for name, value in found.items() if not value <= TOLERANCE}
 
 
 def test_the_mean_over_a_step_is_that_of_all_labels_of_all_micro_batches(ranks: list[Any]) -> None:
-    for *_, (off, apart), _, _ in ranks:
+    for _, (off, apart), *_ in ranks:
         assert off <= TOLERANCE and apart > 1e-3
 
 
 def test_positions_of_a_micro_batch_are_worked_out_once_and_no_host_waits(ranks: list[Any]) -> None:
-    assert [found[3] for found in ranks] == [(MICRO_BATCHES, [])] * 2
+    assert [found[2] for found in ranks] == [(MICRO_BATCHES, [])] * 2
 
 
 def test_a_rank_without_an_optimizer_is_named(ranks: list[Any]) -> None:
-    for *_, said in ranks:
+    for *_, said, _ in ranks:
         assert said.startswith("optimizer: got none on a rank that trains, must be one on every rank")
+
+
+@pytest.mark.parametrize("family", ELASTIC)
+def test_a_decoder_freezes_and_moves_as_in_one_process(ranks: list[Any], family: str) -> None:
+    for *_, found in ranks:
+        assert found[family]["off"] <= 1e-5 and found[family]["stages"] == [2, 2, 1, 1, 2, 2], found[family]
+    assert not set.intersection(*(found[family]["missing"] for *_, found in ranks))
+
+
+def test_of_a_model_that_was_given_nothing_is_kept_that_has_moved_away(ranks: list[Any]) -> None:
+    for *_, found in ranks:
+        count, bytes_each = found["gpt2"]["away"]
+        assert count > 0 and bytes_each < 0.1, "bytes for each of its numbers"

@@ -1,4 +1,4 @@
-"""Weights in and out: each stage reads its own, and what a pipeline has trained is a folder that from_pretrained reads."""
+"""Which models a pipeline takes; each stage reads its own weights, and what is trained is a folder that from_pretrained reads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
 
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ds_terapipe import cli, hf, manifest
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf import export
 from ds_terapipe.hf import folder as folder_module
+from ds_terapipe.hf.check import check_chain
 from ds_terapipe.hf.decoder_pipeline import _built, _specs
 from ds_terapipe.hf.folder import Folder
 from ds_terapipe.hf.record import write_record
@@ -136,6 +137,65 @@ def test_a_pipeline_from_a_folder_to_a_folder(tmp_path: Path) -> None:
 
 TWO = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 SMALL = {**TWO, "intermediate_size": 48, "vocab_size": 64}
+SIZES = TWO | {
+    "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+# docs/huggingface.md's list, by the name of the configuration's class
+PASS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("GemmaConfig", "HeliumConfig"), SIZES | {"head_dim": 8}),
+    **dict.fromkeys(
+        ("StableLmConfig", "Starcoder2Config", "SmolLM3Config", "PhiConfig", "Olmo3Config", "NemotronConfig"), SIZES
+    ),
+}  # fmt: skip
+DIFFERS = "whose own forward does more than its layers do"
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "GraniteConfig": (SIZES | {"logits_scaling": 4.0}, DIFFERS),
+    "CohereConfig": (SIZES | {"logit_scale": 0.1}, DIFFERS),
+    "Cohere2Config": (SIZES, DIFFERS),
+    "Gemma3nTextConfig": ({}, "with Gemma3nRMSNorm and"),
+    "OPTConfig": (TWO | {"ffn_dim": 48}, "without a list of layers"),
+    "MixtralConfig": (SIZES, "mixture"),
+    "FalconConfig": (TWO, "AttentionInterface"),
+    "GPTJConfig": ({"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}, "AttentionInterface"),
+    "BloomConfig": ({"hidden_size": 32, "n_head": 4, "n_layer": 2}, "AttentionInterface"),
+    "BertConfig": (TWO, "with BertEmbeddings and BertEncoder"),
+}
+
+
+def check(model: Any) -> None:
+    """What :func:`ds_terapipe.hf.pipeline` does before it reads weights."""
+    source = source_of(model, torch.float64, 0)
+    check_chain(source, lambda tiny: [_built(spec) for spec in _specs(tiny)])
+
+
+@pytest.mark.parametrize("name", [*PASS, *OTHERS])
+def test_a_model_that_is_its_layers_passes_and_another_is_refused_with_what(name: str) -> None:
+    if name in PASS:
+        check(getattr(transformers, name)(**PASS[name]))
+        return
+    sizes, said = OTHERS[name]
+    with pytest.raises(ConfigError) as refused:
+        check(getattr(transformers, name)(**sizes))
+    assert said in str(refused.value) and "\n" not in str(refused.value), str(refused.value)
+
+
+def test_a_forward_of_the_users_own_and_kernels_that_know_no_slices_are_refused() -> None:
+    class Cooler(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits / 2
+            return out
+
+    config = LlamaConfig(**SIZES)
+    check(LlamaForCausalLM(config))
+    with pytest.raises(ConfigError, match=f"{DIFFERS}.*logits differs by"):
+        check(Cooler(config))
+    for kernels in ("flash_attention_2", "flex_attention"):
+        config._attn_implementation = kernels
+        with pytest.raises(ConfigError, match=kernels):
+            check(config)
+
+
 DAMAGED = {
     "missing": "that is missing, must be whole",
     "truncated": "that is damaged",
@@ -144,9 +204,9 @@ DAMAGED = {
     "index": "model.safetensors.index.json that is damaged",
     "pickle": "without model.safetensors",
 }
-LLAMA = transformers.LlamaConfig(**SMALL)
+LLAMA = LlamaConfig(**SMALL)
 PEFT = type("PeftModel", (), {"get_base_model": None})()
-# what hf.pipeline is given (a function of the rank, or a value), its options, and what is said; test_check.py has other models
+# what hf.pipeline is given (a function of the rank, or a value), its options, and what is said
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (transformers.T5Config(), {}, "hf.pipeline: got t5, an encoder with a decoder"),
     (
@@ -158,11 +218,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         transformers.GraniteConfig(**SMALL, logits_scaling=4.0), {},
         "hf.pipeline: got granite, whose own forward does more than its layers do (the logits",
     ),
-    (transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 1}), {}, "layers per stage: got"),
+    (LlamaConfig(**SMALL | {"num_hidden_layers": 1}), {}, "layers per stage: got"),
     (LLAMA, {"layers_per_stage": [2, 1]}, "layers per stage: got [2, 1] for 2 layers"),
     (LLAMA, {"num_stages": 3}, "num_stages: got 3 for 2 processes"),
     (
-        transformers.LlamaConfig(**SMALL, attn_implementation="flash_attention_2"), {},
+        LlamaConfig(**SMALL, attn_implementation="flash_attention_2"), {},
         'attn_implementation: got "flash_attention_2"',
     ),
     (LLAMA, {"loss": "masked_lm"}, 'loss: got "masked_lm"'),
@@ -174,7 +234,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("/no/such/folder", {}, 'hf.pipeline: got "/no/such/folder"'),
     *((name, {}, said) for name, said in DAMAGED.items()),
     (lambda rank: "llama" if rank == 0 else "nowhere/llama", {}, "nowhere"),
-    (lambda rank: transformers.LlamaForCausalLM(LLAMA), {}, "built"),
+    (lambda rank: LlamaForCausalLM(LLAMA), {}, "built"),
 ]  # fmt: skip
 
 

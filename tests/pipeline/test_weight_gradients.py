@@ -219,27 +219,11 @@ def test_layers_have_the_gradients_of_the_whole_once_per_micro_batch(name):
         assert_same(take(net), want)
 
 
-@pytest.mark.parametrize("name", ["linear", "embedding", "embedding scaled by frequency", "tied"])
-@pytest.mark.parametrize("at", [[3, 1, 0], [2, 0]])
-def test_gradients_of_a_part_of_the_slices_add_up(name, at):
-    net, x = made(name)
-    want, keeper, parts = gradients_of_the_whole(net, x), WeightGradients(), []
-
-    def make(index):
-        if index in at:
-            before = keeper.kept_bytes
-            keeper.make(0, index)
-            parts.append(before - keeper.kept_bytes)
-
-    run_sliced(net, x, UNEVEN, keeper, make)
-    assert len(parts) == len(at) and all(part > 0 for part in parts) and keeper.kept_bytes == 0
-    assert_same(take(net), want)
-
-
+@pytest.mark.parametrize("name", ["linear", "embedding", "tied"])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_part_is_that_of_its_slices(late):
+def test_a_part_is_that_of_its_slices(name, late):
     """Made right behind the slice's backward, or behind all of them."""
-    (net, x), keeper, parts = made("linear"), WeightGradients(), {}
+    (net, x), keeper, parts = made(name), WeightGradients(), {}
 
     def make(index):
         keeper.make(0, index)
@@ -279,27 +263,6 @@ def test_tensors_that_were_written_into_are_refused(which):
     with pytest.raises(RuntimeError, match=r"token_pipeline.weight_gradients: .* modified in place"):
         keeper.make(0)
     assert layer.weight.grad is None
-
-
-def test_two_micro_batches_on_their_way_back_are_kept_apart():
-    net, keeper = made("a weight twice")[0], WeightGradients()
-    xs = [torch.randn(1, 12, FEATURES, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    want = [gradients_of_the_whole(net, x)["second.weight"] for x in xs]
-    context, cut, interception, outputs = SliceContext(), spans((6, 6)), Interception([net]), {}
-    context.weight_gradients = keeper
-    for m, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        with context.forward(Unit(m, index), cut[index]):
-            context.enter_layer(0)
-            outputs[m, index] = net(xs[m][:, cut[index].start : cut[index].stop])
-    for m, index in ((0, 1), (1, 1), (1, 0), (0, 0)):
-        with context.backward(Unit(m, index), cut[index]):
-            outputs[m, index].square().sum().backward()
-    interception.close()
-    both = keeper.kept_bytes
-    for m in (1, 0):
-        keeper.make(m)
-        torch.testing.assert_close(take(net)["second.weight"], want[m], rtol=1e-12, atol=1e-12)
-        assert keeper.kept_bytes == (both // 2 if m else 0)
 
 
 def one_slice(net, keeper, x):
