@@ -122,11 +122,7 @@ def test_what_is_ambiguous_names_cut_and_the_tensor(tensors):
 
 def test_an_explicit_cut_settles_it():
     features = torch.zeros(B, S, S)
-    for given_cut, second in [
-        ([1, 1], ROW),
-        ([1, [1, 2]], TensorCut(1, 2)),
-        ([1, 2], TensorCut(row=2)),
-    ]:
+    for given_cut, second in [([1, 1], ROW), ([1, [1, 2]], TensorCut(1, 2)), ([1, 2], TensorCut(row=2))]:
         assert plan_cuts((TOKENS, features), given_cut, "inputs") == (S, (ROW, second))
     assert plan_cuts((TOKENS, features), [None, 2], "inputs") == (S, (WHOLE, TensorCut(row=2)))
     assert plan_cuts((features[..., :7],), [2], "labels") == (7, (TensorCut(row=2),))
