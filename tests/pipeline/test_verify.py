@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import re
+from functools import partial
 from unittest import mock
 
 import numpy
@@ -57,15 +58,6 @@ def rotary(q, k, v):
     return attend(*(x * torch.cat([angles, angles], -1).cos() for x in (q, k)), v)
 
 
-class Table(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(1, 48, HIDDEN))
-
-    def forward(self, hidden):
-        return hidden + self.table[:, : hidden.shape[1]]
-
-
 class HandWrittenBehindZeros(HandWritten):
     """Nothing of the difference leaves the layer."""
 
@@ -96,21 +88,26 @@ SquareMask = masked(lambda q, k: torch.ones(48, 48).tril()[: q.shape[2], : q.sha
 WholeMask = masked(lambda q, k: torch.ones(24, 24).tril())
 
 
-class Convolution(nn.Module):
-    """Causal, over four tokens."""
+def layer(forward, **parts):
+    """A layer of a forward function of it and hidden states, and of parts that it makes."""
 
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(HIDDEN, HIDDEN, 4)
+    def make(self):
+        nn.Module.__init__(self)
+        for name, part in parts.items():
+            setattr(self, name, part())
 
-    def forward(self, hidden):
-        return hidden + self.conv(F.pad(hidden.transpose(1, 2), (3, 0))).transpose(1, 2)
-
-
-def layer(forward):
-    return type("Layer", (nn.Module,), {"forward": forward})
+    return type("Layer", (nn.Module,), {"__init__": make, "forward": forward})
 
 
+Table = layer(
+    lambda self, hidden: hidden + self.table[:, : hidden.shape[1]],
+    table=lambda: nn.Parameter(torch.randn(1, 48, HIDDEN)),
+)
+# causal, over four tokens
+Convolution = layer(
+    lambda self, hidden: hidden + self.conv(F.pad(hidden.transpose(1, 2), (3, 0))).transpose(1, 2),
+    conv=lambda: nn.Conv1d(HIDDEN, HIDDEN, 4),
+)
 MeanOverTokens = layer(lambda self, hidden: hidden + hidden.mean(1, keepdim=True))
 # mixes tokens, but none of the first twelve
 LateMean = layer(lambda self, hidden: hidden + hidden.mean(1, keepdim=True) * (hidden.shape[1] > 12))
@@ -376,21 +373,16 @@ def test_other_modules_for_a_slice_than_for_all_are_found(context):
         look(context, [skips], torch.randn(2, 24, HIDDEN))
 
 
-class SequenceFirst(nn.Module):
+def sequence_first(self, hidden):
     """[s, b, h] outside, an embedding-like module in [b, s, h] and one in [b * s, h] inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.batch_first, self.flat = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden):
-        inner = self.batch_first(hidden.transpose(0, 1))
-        return self.flat(inner.reshape(-1, HIDDEN)).view_as(inner).transpose(0, 1)
+    inner = self.batch_first(hidden.transpose(0, 1))
+    return self.flat(inner.reshape(-1, HIDDEN)).view_as(inner).transpose(0, 1)
 
 
 def test_sequence_first_layers_around_batch_first_modules_pass(context):
-    hidden, layer = torch.randn(24, 2, HIDDEN), SequenceFirst()
-    look(context, [layer], hidden, row=0)
-    layer.batch_first.register_forward_hook(lambda module, args, out: out * out.shape[1])
+    linear = partial(nn.Linear, HIDDEN, HIDDEN)
+    hidden, mixed = torch.randn(24, 2, HIDDEN), layer(sequence_first, batch_first=linear, flat=linear)()
+    look(context, [mixed], hidden, row=0)
+    mixed.batch_first.register_forward_hook(lambda module, args, out: out * out.shape[1])
     with pytest.raises(ConfigError, match=r"layer 4 \(\w+\), module (0\.)?batch_first,"):
-        look(context, [layer], hidden, row=0)
+        look(context, [mixed], hidden, row=0)

@@ -197,6 +197,15 @@ def test_layers_have_the_gradients_of_the_whole_once_per_micro_batch(name):
         assert_same(take(net), want)
 
 
+@pytest.mark.parametrize("name", ["tied", "embedding scaled by frequency"])
+def test_gradients_of_a_part_of_the_slices_add_up(name):
+    (net, x), keeper = made(name), WeightGradients()
+    want = gradients_of_the_whole(net, x)
+    run_sliced(net, x, UNEVEN, keeper, lambda index: index == 2 or keeper.make(0, index))
+    assert keeper.kept_bytes == 0
+    assert_same(take(net), want)
+
+
 @pytest.mark.parametrize("name", ["linear", "embedding", "tied"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_part_is_that_of_its_slices(name, late):
