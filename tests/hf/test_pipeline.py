@@ -21,8 +21,16 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.positions import Rotary
 from ds_terapipe.hf.record import names_of
 from ds_terapipe.hf.weights import Weights
-from tests.hf.families import features, model_of, without_key_biases
-from tests.hf.pipelines import SGD, compared, renamed, train_alone, train_in_pipeline
+from tests.hf.families import (
+    SGD,
+    compared,
+    features,
+    model_of,
+    renamed,
+    train_alone,
+    train_in_pipeline,
+    without_key_biases,
+)
 from tests.pipeline.host_reads import host_reads
 from tests.pipeline.training import Trace, build_engine, worst
 from tests.spawn import launched

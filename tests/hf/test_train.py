@@ -28,7 +28,7 @@ from tests.pipeline.training import build_engine, train, train_plain, worst
 from tests.spawn import launched
 
 LENGTH, STEPS, MICRO_BATCHES = 24, 2, 2
-ONES, EVERY = [1, 8, 1, 13, 1], [1] * LENGTH
+ONES = [1, 8, 1, 13, 1]
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "intermediate_size": 2 * HIDDEN,
     "num_hidden_layers": 4, "max_position_embeddings": POSITIONS,
@@ -66,42 +66,26 @@ class Decoder(nn.Module):
         return (hidden, *mask) if mask else hidden
 
 
-class NotCausal(Decoder):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.layer.self_attn.is_causal = False
-
-
-class Later(Decoder):
-    """A layer that stands aside in as many calls as training makes in one step, and in all without gradients."""
-
-    calls_aside = MICRO_BATCHES * LENGTH
-
-    def forward(self, inputs: Any) -> Any:
-        self.calls_aside -= torch.is_grad_enabled()
-        return inputs if self.calls_aside >= 0 or not torch.is_grad_enabled() else super().forward(inputs)
-
-
 class Logits(Head):
     def forward(self, inputs: Any) -> Tensor:
         return super().forward(inputs[0] if isinstance(inputs, tuple) else inputs)
 
 
-def llama(kind: type[Decoder] = Decoder, **options: Any) -> list[LayerSpec]:
-    config = LlamaConfig(**SIZES | {"attn_implementation": "sdpa", "num_key_value_heads": 2} | options)
-    return [LayerSpec(kind, LlamaDecoderLayer, config, index) for index in range(4)]
+def llama(key_heads: int = 2) -> list[LayerSpec]:
+    config = LlamaConfig(**SIZES, attn_implementation="sdpa", num_key_value_heads=key_heads)
+    return [LayerSpec(Decoder, LlamaDecoderLayer, config, index) for index in range(4)]
 
 
-def bert(kind: type[Decoder], index: int) -> LayerSpec:
+def bert(index: int) -> LayerSpec:
     config = BertConfig(**SIZES, attn_implementation="sdpa", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return LayerSpec(kind, BertLayer, config, index)
+    return LayerSpec(Decoder, BertLayer, config, index)
 
 
 def model(layers: list[LayerSpec]) -> list[LayerSpec]:
     return [LayerSpec(Tokens), *layers, LayerSpec(Logits)]
 
 
-def data(steps: int, micro_batches: int, padded: bool = False) -> list[list[Any]]:
+def data(padded: bool) -> list[list[Any]]:
     """((tokens, mask) or tokens, targets) for each micro-batch; ``padded``: the second sequence ends a few tokens earlier."""
 
     def one(seed: int) -> tuple[Any, Tensor]:
@@ -110,46 +94,33 @@ def data(steps: int, micro_batches: int, padded: bool = False) -> list[list[Any]
         visible = torch.ones(LENGTH, LENGTH).tril().bool() & (torch.arange(LENGTH) < ends)
         return ((tokens, visible) if padded else tokens), targets
 
-    return [[one(100 * step + m) for m in range(micro_batches)] for step in range(steps)]
+    return [[one(100 * step + m) for m in range(MICRO_BATCHES)] for step in range(STEPS)]
 
 
-# a reentrant checkpoint of the embedding would cut it off: its inputs are whole numbers
-LAYERS = {"activation_checkpoint_interval": 1, "checkpointable_layers": ["Decoder", "Logits"]}
-# slices, options of the engine, whether a mask travels along, key heads
-CASES: dict[str, tuple[Any, dict[str, Any], bool, int]] = {
-    "every token": (EVERY, {}, False, 2),
-    "recomputed": (ONES, {"config": {"pipeline": {"use_reentrant": True}}, "module": LAYERS}, False, 2),
-    "padding": (ONES, {}, True, HEADS),
-    "padding, fewer key heads": (4, {}, True, 2),
+# slices, whether a mask travels along, key heads
+CASES: dict[str, tuple[Any, bool, int]] = {
+    "every token": ([1] * LENGTH, False, 2),
+    "padding": (ONES, True, HEADS),
+    "padding, fewer key heads": (4, True, 2),
 }
-PACKED, LAYER = "fewer key heads, a mask, and one token", llama()
-NOT_CAUSAL = r"can't be cut: attention that is not causal \(layer {} \(\w+\), micro-batch 0, tokens 0 to {}\)"
-# layers, slices, data, "verify" (without it the rules of attention stand alone), stages, what the first batch says
-REFUSED: dict[str, tuple[list[Any], list[int], Any, bool, int, str]] = {
+# layers, whether a mask travels along, what the first batch says; without "verify" the rules of attention stand alone
+REFUSED: dict[str, tuple[list[Any], bool, str]] = {
     "bert among others": (
-        [*LAYER[:2], bert(Decoder, 2), LAYER[3]], ONES, data(1, 2), False, 2, NOT_CAUSAL.format(3, 2)
+        [*llama()[:2], bert(2), *llama()[3:]], False,
+        r"can't be cut: attention that is not causal \(layer 3 \(\w+\), micro-batch 0, tokens 0 to 2\)",
     ),
-    # it was not there to be looked at, and a slice of one token is all that is seen of it; on two replicas of one stage
-    "bert that comes later": (
-        [LAYER[0], bert(Later, 1), *LAYER[2:]], EVERY, data(2, 4), False, 1, NOT_CAUSAL.format(2, 1)
-    ),
-    "llama, not causal": ([LAYER[0], *llama(NotCausal)[1:]], ONES, data(1, 2), False, 2, NOT_CAUSAL.format(2, 2)),
-    "eager": (
-        llama(attn_implementation="eager"), ONES, data(1, 2), True, 2,
-        r"module \d\.layer\.self_attn\.o_proj, differs by .* between slice and whole sequence",
-    ),
-    PACKED: (
-        LAYER, ONES, data(1, 2, padded=True), True, 2,
+    "fewer key heads, a mask, and one token": (
+        llama(), True,
         r"4 query heads of one token as 2 queries of 2 key heads \(layer 1 \(\w+\), |^trained, as the keys are repeated$",
     ),
 }  # fmt: skip
 
 
-def trained(slices: Any, options: Any, padded: bool, key_heads: int) -> float:
+def trained(slices: Any, padded: bool, key_heads: int) -> float:
     """The largest difference from one process."""
-    specs, steps = model(llama(num_key_value_heads=key_heads)), data(STEPS, MICRO_BATCHES, padded)
+    specs, steps = model(llama(key_heads)), data(padded)
     plain = train_plain(specs, mean_loss, steps, partial(torch.optim.SGD, lr=0.2))
-    engine = build_engine(specs, mean_loss, token_pipeline={"slices": slices}, micro_batches=MICRO_BATCHES, **options)
+    engine = build_engine(specs, mean_loss, token_pipeline={"slices": slices}, micro_batches=MICRO_BATCHES)
     got = train(engine, steps)
     engine.destroy()
     assert all(step and step.keys() == got.weights.keys() for step in got.gradients), "parameters without a gradient"
@@ -161,11 +132,10 @@ def trained(slices: Any, options: Any, padded: bool, key_heads: int) -> float:
 
 def refused() -> dict[str, str]:
     said = {}
-    for name, (layers, lengths, steps, verify, stages, _) in REFUSED.items():
-        keys = {"slices": lengths, "verify": verify}
-        engine = build_engine(model(layers), mean_loss, token_pipeline=keys, stages=stages)
+    for name, (layers, padded, _) in REFUSED.items():
+        engine = build_engine(model(layers), mean_loss, token_pipeline={"slices": ONES, "verify": padded})
         try:
-            train(engine, steps)
+            train(engine, data(padded))
             said[name] = "trained" if hasattr(sdpa_attention, "pack_gqa") else "trained, as the keys are repeated"
         except ConfigError as error:
             said[name] = str(error)

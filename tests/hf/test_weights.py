@@ -28,8 +28,7 @@ from ds_terapipe.hf.folder import Folder
 from ds_terapipe.hf.record import write_record
 from ds_terapipe.hf.source import source_of
 from ds_terapipe.names import MANIFEST
-from tests.hf.families import features, model_of
-from tests.hf.pipelines import renamed, train_alone
+from tests.hf.families import features, model_of, renamed, train_alone
 from tests.pipeline.training import Trace, allow_fp16, build_engine, difference, mine
 from tests.spawn import run_ranks
 
