@@ -22,7 +22,7 @@ from tests.pipeline.training import build_engine, train, train_plain, worst
 from tests.spawn import launched
 
 SLICES = {"slices": [7, 2, 9, 1, 5]}
-STEPS = [[micro_batch(10 * step + m, masked=False) for m in range(2)] for step in range(3)]
+STEPS = [[micro_batch(10 * step + m, masked=False) for m in range(2)] for step in range(2)]
 
 
 def specs(layer: type) -> list[LayerSpec]:
