@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from zlib_ng import zlib_ng
 
+from ds_terapipe import manifest
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.manifest import Entry, measured
 from ds_terapipe.names import ELASTIC_STATE, MANIFEST
@@ -23,7 +25,7 @@ from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.training import ADAMW, build_engine
 from tests.spawn import launched
 
-BLOCK = 1 << 19  # bytes that the checksum takes at a time
+BLOCK = 1 << 12
 SLICED = {"slices": 2, "timeout_s": 60}
 ZERO1 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 MOVES = {"elastic_pipeline": {"resize": {"policy": [[900, 2]]}}}
@@ -45,6 +47,7 @@ def entry_of(folder: Path, data: bytes) -> Entry:
     return measured(folder / "file")
 
 
+@patch.object(manifest, "_BLOCK", BLOCK)
 @given(size=st.integers(1, 3 * BLOCK), at=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
 def test_one_changed_byte_changes_the_checksum(tmp_path_factory, size, at, mask):
     folder, data = tmp_path_factory.mktemp("file"), bytearray(os.urandom(size))

@@ -88,6 +88,7 @@ class SavedStates:
         self.states: dict[str, dict[str, Any]] = {}
         self.settings: list[dict[str, Any]] = []
         self._wanted = wanted
+        self._stage_of: dict[str, int] = {}  # from whose files flat parts are read
         mine = _of_tensor(parts, tensor)
         known = {name for part in mine for group in part["groups"] for name in group}
         missing = sorted(set(wanted) - known)
@@ -140,7 +141,8 @@ class SavedStates:
             pieces = {key: value for key, value in state.items() if _is_part(key, value)}
             plain = {key: value for key, value in state.items() if key not in pieces}
             for name, place in of_names.items():
-                if name not in self._wanted:
+                # a tied weight is in the files of several stages, the same in each
+                if name not in self._wanted or self._stage_of.setdefault(name, part["stage"]) != part["stage"]:
                     continue
                 mine = self.states.setdefault(name, {})
                 mine.update({key: value for key, value in plain.items() if key not in mine})

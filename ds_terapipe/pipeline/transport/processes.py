@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ds_terapipe.pipeline.transport.board import Board
+from ds_terapipe.pipeline.transport.guard import STOPPED, look
 
 _GONE = ("Z", "X", "x")  # states in /proc: a zombie has ended
-_STOPPED = "T"  # by a signal; a debugger's "t" is left alone
 
 
 class _Process(NamedTuple):
@@ -30,7 +29,7 @@ class Processes:
     def __init__(self, board: Board, rank: int) -> None:
         self._board, self._rank = board, rank
         self._key, self._known = f"ds_terapipe/processes/{_machine()}", dict[int, _Process]()
-        mine = _look(os.getpid())
+        mine = look(os.getpid())
         if mine is not None and board.appends:
             self._board.put(self._key, f"{rank} {os.getpid()} {mine[1]}\n", append=True)
 
@@ -48,7 +47,7 @@ class Processes:
             state = self._state(rank)
             if state in _GONE:
                 found[rank] = f"process {pid} is gone"
-            elif state == _STOPPED:
+            elif state == STOPPED:
                 found[rank] = f"process {pid} is stopped"
         return found
 
@@ -56,26 +55,10 @@ class Processes:
         """Ranks of this machine whose processes have ended."""
         return {rank for rank in self._known if self._state(rank) in _GONE}
 
-    def end_stopped(self) -> None:
-        """Kill the ranks of this machine that are stopped: neither a launcher's SIGTERM nor a broken connection ends them."""
-        for rank, (pid, _) in self._known.items():
-            if rank != self._rank and self._state(rank) == _STOPPED:
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-
     def _state(self, rank: int) -> str:
         pid, started = self._known[rank]
-        found = _look(pid)
+        found = look(pid)
         return found[0] if found is not None and found[1] == started else _GONE[0]
-
-
-def _look(pid: int) -> tuple[str, str] | None:
-    """State and start of a process, as the kernel has them; None: there is no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], fields[19]
 
 
 def _machine() -> str:

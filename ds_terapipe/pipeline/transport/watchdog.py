@@ -31,6 +31,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.transport import guard
 from ds_terapipe.pipeline.transport.board import Board
 from ds_terapipe.pipeline.transport.processes import Processes
 from ds_terapipe.pipeline.transport.stream import Mark, take_device
@@ -45,6 +46,7 @@ _JOINS_WITHIN_S = 2.0
 _LOOKS, _BETWEEN_LOOKS_S = 5, 0.1  # in which a process is gone whose connections are
 _GRACE_S = 5.0  # what the wait itself gets to fail by its own timeout, before the watching thread ends the process
 _LAST_RESORT_S = 60.0
+_STOPPED_FOR_S = 10.0  # beyond the longest wait, in which the others name a rank that is stopped
 _LISTED_OUTSIDE = 8  # ranks of other pipelines that a report names
 _EXIT_CODE = 70  # EX_SOFTWARE
 _HOST = torch.device("cpu")
@@ -269,6 +271,7 @@ class Watchdog:
             self._thread.join(_JOINS_WITHIN_S)
         if not self._thread.is_alive():
             self._board.close()
+        guard.leave(self)
         atexit.unregister(self.close)
 
     def _run(self) -> None:
@@ -326,6 +329,7 @@ class Watchdog:
             note = f"waits {time.monotonic() - waiting.since:.1f} s for {waiting.what}"
         step, action, _ = self._where()
         self._positions.publish(Position(time.time(), step, action, note, bool(self.ended)))
+        guard.beat(self, self.timeout_s + _STOPPED_FOR_S)
 
     def _end(self, note: str) -> None:
         self.ended = note
@@ -348,7 +352,6 @@ class Watchdog:
             logger.error("%s", "\n".join(lines[1:]))
         self._end(f"gave up waiting for {waiting.what}: {reason}")
         lines += self._whereabouts(seat, step, action, grid)
-        self._processes.end_stopped()
         return "\n".join(lines)
 
     def _look_for_lost(self) -> dict[int, str]:

@@ -8,10 +8,17 @@ _WATCHDOG = "tests/pipeline/test_watchdog.py"
 KNOWN = (
     Known(
         "a stopped process is left to the launcher",
-        "pipeline.transport.processes",
-        "if rank != self._rank and self._state(rank) == _STOPPED:",
-        "if rank != self._rank and self._state(rank) == _STOPPED and False:",
-        f"{_PROCESSES} -k stopped_process",
+        "pipeline.transport.guard",
+        "if 0 < limit_s <= silent_s and",
+        "if False and",
+        f"{_PROCESSES} -k guard",
+    ),
+    Known(
+        "a process that a debugger holds is killed",
+        "pipeline.transport.guard",
+        " and state[0] == STOPPED",
+        ' and state[0] in "Tt"',
+        f"{_PROCESSES} -k stays_stopped",
     ),
     Known(
         "a process that is gone is not seen",

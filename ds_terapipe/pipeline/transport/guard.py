@@ -1,0 +1,113 @@
+"""A small process beside a rank, which kills the rank when it stays stopped (SIGSTOP).
+
+A stopped process reacts to no launcher's SIGTERM, and no other rank may be on its machine. The rank writes to its guard about
+once a second. The guard kills it after a given time without a word, where the kernel says that it is stopped; one that a debugger
+holds is left alone. The guard ends with the rank. It counts its own seconds: a job that is suspended as a whole goes on later.
+
+This file is also the guard's program, so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STOPPED = "T"  # by a signal; under a debugger it is "t"
+_TICK_S = 1.0
+
+
+class _Guard(NamedTuple):
+    pid: int
+    pipe: int  # to its standard input
+
+
+_guards: dict[int, _Guard] = {}  # by process: a fork has none of its own at first
+_limits_s, _lock = weakref.WeakKeyDictionary[Any, float](), threading.Lock()
+
+
+def beat(owner: Any, limit_s: float) -> None:
+    """Say that this process runs, which from now on has a guard.
+
+    Args:
+        owner: in whose name; others may have longer limits.
+        limit_s: seconds after which the process is killed if it is stopped then.
+    """
+    with _lock, suppress(OSError):  # the guard has ended, or there can be none
+        _limits_s[owner] = limit_s
+        if os.getpid() not in _guards and look(os.getpid()) is not None:
+            _guards[os.getpid()] = _start()
+        _say_limit()
+
+
+def leave(owner: Any) -> None:
+    """End the guard when no other owner needs it."""
+    with _lock, suppress(OSError):
+        _limits_s.pop(owner, None)
+        if _limits_s:
+            return _say_limit()
+        guard = _guards.pop(os.getpid(), None)
+        if guard is not None:
+            os.close(guard.pipe)
+            os.kill(guard.pid, signal.SIGKILL)  # at once, though a process that was forked may keep the pipe open
+            os.waitpid(guard.pid, 0)
+
+
+def _say_limit() -> None:
+    guard = _guards.get(os.getpid())
+    if guard is not None:
+        os.write(guard.pipe, f"{max(_limits_s.values())}\n".encode())
+
+
+def _start() -> _Guard:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    program = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+    quiet = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0), (os.POSIX_SPAWN_DUP2, 1, 2)]
+    actions = [(os.POSIX_SPAWN_DUP2, reading, 0), *quiet]
+    try:
+        return _Guard(os.posix_spawn(program[0], program, os.environ, file_actions=actions), writing)
+    except OSError:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+
+
+def watch(pid: int) -> None:
+    """Read the beats of this process's parent ``pid`` on standard input until that ends."""
+    limit_s, silent_s = 0.0, 0.0
+    while os.getppid() == pid:  # a process that it has forked may keep the pipe open
+        if select.select([0], [], [], _TICK_S)[0]:
+            beats = os.read(0, 1 << 16).split()
+            if not beats:
+                return
+            limit_s, silent_s = float(beats[-1]), 0.0
+        else:
+            silent_s += _TICK_S
+            state = look(pid)
+            if 0 < limit_s <= silent_s and state is not None and state[0] == STOPPED:
+                os.kill(pid, signal.SIGKILL)
+                return
+
+
+def look(pid: int) -> tuple[str, str] | None:
+    """State and start of a process, as the kernel has them; None: there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], fields[19]
+
+
+if __name__ == "__main__":
+    os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))  # connections that would outlive the rank
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the rank may handle them
+        signal.signal(ignored, signal.SIG_IGN)
+    watch(int(sys.argv[1]))
