@@ -191,7 +191,7 @@ def test_a_forward_of_the_users_own_and_kernels_that_know_no_slices_are_refused(
         check(Cooler(config))
     for kernels in ("flash_attention_2", "flex_attention"):
         config._attn_implementation = kernels
-        with pytest.raises(ConfigError, match=kernels):
+        with pytest.raises(ConfigError, match=f'attn_implementation: got "{kernels}"'):
             check(config)
 
 
@@ -213,17 +213,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         "hf.pipeline: got bert, BertModel without a head for logits",
     ),
     (transformers.CLIPConfig(), {}, "hf.pipeline: got clip, which is none of AutoModelForCausalLM's"),
-    (
-        transformers.GraniteConfig(**SMALL, logits_scaling=4.0), {},
-        "hf.pipeline: got granite, whose own forward does more than its layers do (the logits",
-    ),
     (LlamaConfig(**SMALL | {"num_hidden_layers": 1}), {}, "layers per stage: got"),
     (LLAMA, {"layers_per_stage": [2, 1]}, "layers per stage: got [2, 1] for 2 layers"),
     (LLAMA, {"num_stages": 3}, "num_stages: got 3 for 2 processes"),
-    (
-        LlamaConfig(**SMALL, attn_implementation="flash_attention_2"), {},
-        'attn_implementation: got "flash_attention_2"',
-    ),
     (LLAMA, {"loss": "masked_lm"}, 'loss: got "masked_lm"'),
     (LLAMA, {"mean_over": "batch"}, 'mean_over: got "batch"'),
     (None, {}, "hf.pipeline: got NoneType"),
