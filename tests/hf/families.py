@@ -149,7 +149,7 @@ def train_alone(
             more = {"num_items_in_batch": torch.tensor(count)} if mean_over_step else {}
             loss = model(**features, use_cache=False, **more).loss / (1 if mean_over_step else len(step))
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         trace.losses.append(total)
         trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         stepper.step()
