@@ -1,7 +1,9 @@
-"""Tiny models of the families that ``ds_terapipe.hf`` is tested on, with their odd features on, and batches for them."""
+"""Tiny models of the families that ``ds_terapipe.hf`` is tested on, with their odd features on, batches, and trainings."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,58 +23,48 @@ from transformers import (
     Qwen3Config,
 )
 
+from ds_terapipe import hf
+from ds_terapipe.hf.record import names_of
+from tests.pipeline.training import Trace, build_engine, train, worst
+
 LENGTH, BATCH, VOCABULARY, WINDOW, ORIGINAL = 24, 2, 61, 5, 16
 _SIZES = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-    "intermediate_size": 48,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-}
+    "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 48,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 64,
+}  # fmt: skip
 _GROUPED = {"num_key_value_heads": 2}
-_HEAD = {"head_dim": 8}
-_CAPS = {"attn_logit_softcapping": 0.3, "final_logit_softcapping": 3.0}  # low enough to matter here
-# Rotary scalings that look at the longest sequence, which is longer here than what the model was trained on first.
-_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-_LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": ORIGINAL,
-    "long_factor": [1.5, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.0, 1.1, 1.2],
-}  # fmt: skip
-_YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": ORIGINAL,
-}  # fmt: skip
-_LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": ORIGINAL,
-}  # fmt: skip
+_GEMMA = _GROUPED | {
+    "head_dim": 8,
+    "sliding_window": WINDOW,
+    "final_logit_softcapping": 3.0,
+}  # caps low enough to matter
+
+
+def _rope(kind: str, **options: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **options}}
+
+
+# Some rotary scalings look at the longest sequence, which is longer here than what the model was trained on first.
+_TRAINED_ON = {"original_max_position_embeddings": ORIGINAL}
+_LLAMA3 = _rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, **_TRAINED_ON)
+_LONG = {"long_factor": [1.5, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.0, 1.1, 1.2]}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+_TIED = {"tie_word_embeddings": True}
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "llama": (LlamaConfig, _GROUPED | {"rope_parameters": _LLAMA3, "attention_bias": True}),
+    "llama": (LlamaConfig, _GROUPED | _LLAMA3 | {"attention_bias": True}),
     "llama, tied, dynamic": (
-        LlamaConfig,
-        _GROUPED | {"rope_parameters": _DYNAMIC, "max_position_embeddings": ORIGINAL, "tie_word_embeddings": True},
+        LlamaConfig, _GROUPED | _rope("dynamic", factor=2.0) | {"max_position_embeddings": ORIGINAL} | _TIED
     ),
     "mistral": (MistralConfig, _GROUPED | {"sliding_window": WINDOW}),
-    "qwen2": (Qwen2Config, _GROUPED | {"rope_parameters": _YARN}),
-    "qwen3": (
-        Qwen3Config,
-        _GROUPED
-        | {"head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
-        | {"tie_word_embeddings": True},
-    ),
-    "gemma2": (Gemma2Config, _GROUPED | _HEAD | {"sliding_window": WINDOW, "query_pre_attn_scalar": 10} | _CAPS),
-    "gemma3": (Gemma3TextConfig, _GROUPED | _HEAD | {"sliding_window": WINDOW, "final_logit_softcapping": 3.0}),
-    "phi3": (
-        Phi3Config,
-        _GROUPED | {"rope_parameters": _LONGROPE, "original_max_position_embeddings": ORIGINAL, "pad_token_id": 0},
-    ),
+    "qwen2": (Qwen2Config, _GROUPED | _rope("yarn", factor=2.0, **_TRAINED_ON)),
+    "qwen3": (Qwen3Config, _GROUPED | {"head_dim": 16} | _WINDOWS | _TIED),
+    "gemma2": (Gemma2Config, _GEMMA | {"query_pre_attn_scalar": 10, "attn_logit_softcapping": 0.3}),
+    "gemma3": (Gemma3TextConfig, _GEMMA),
+    "phi3": (Phi3Config, _GROUPED | _rope("longrope", **_TRAINED_ON, **_LONG) | _TRAINED_ON | {"pad_token_id": 0}),
     "olmo2": (Olmo2Config, _GROUPED),
     "gpt2": (GPT2Config, {"n_inner": 48, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
-    "gpt_neox": (
-        GPTNeoXConfig,
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
-    ),
+    "gpt_neox": (GPTNeoXConfig, _rope("default", partial_rotary_factor=0.5)),
 }  # fmt: skip
 
 
@@ -100,9 +92,8 @@ def features(kind: str, seed: int) -> dict[str, Tensor]:
     tokens = torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=generator)
     made = {"input_ids": tokens, "labels": tokens.clone()}
     made["labels"][:, 3 : 5 + seed % 3] = -100  # a prompt
-    padding = (
-        3 if kind == "counted" else 3 + seed % 4
-    )  # counted: within a window, else what a token says that sees nothing counts
+    # counted: within a window, else what a token says that sees nothing counts
+    padding = 3 if kind == "counted" else 3 + seed % 4
     if kind in ("behind", "front", "counted"):
         mask = torch.ones_like(tokens)
         mask[1, -padding:] = 0
@@ -113,9 +104,8 @@ def features(kind: str, seed: int) -> dict[str, Tensor]:
         if kind == "front":  # of a token that sees nothing implementations say different things
             made["labels"][1, padding] = -100
     elif kind == "packed":
-        made["position_ids"] = torch.cat([torch.arange(LENGTH - 5 - padding), torch.arange(5 + padding)]).expand(
-            BATCH, -1
-        )
+        documents = [torch.arange(LENGTH - 5 - padding), torch.arange(5 + padding)]
+        made["position_ids"] = torch.cat(documents).expand(BATCH, -1)
     elif kind == "shifted":
         made["position_ids"] = torch.arange(3, LENGTH + 3)[None]
     return made
@@ -132,3 +122,79 @@ def without_key_biases(config: Any, name: str, tensor: Tensor) -> Tensor:
         q, k, v = tensor.view(config.num_attention_heads, 3, size).unbind(1)
         return torch.cat([q, k[:, :rotated], v], dim=1)
     return tensor
+
+
+# -------------------------------------------------------------------------------------------------------------- trainings
+
+SGD = {"type": "SGD", "params": {"lr": 0.03}}
+Steps = Sequence[Sequence[dict[str, Tensor]]]
+
+
+def train_alone(
+    model: Any,
+    steps: Steps,
+    *,
+    mean_over_step: bool = False,
+    lr: float = SGD["params"]["lr"],
+    before_step: Callable[[int], Any] = lambda number: None,
+) -> Trace:
+    """Train this model by the loss of its own; a step is the mean over micro-batches, or over all labels of the step."""
+    trace, stepper = Trace(), torch.optim.SGD(model.train().parameters(), lr=lr)
+    for number, step in enumerate(steps):
+        before_step(number)
+        stepper.zero_grad()
+        count = sum(int((one["labels"][:, 1:] != -100).sum()) for one in step)
+        total = 0.0
+        for features in step:
+            more = {"num_items_in_batch": torch.tensor(count)} if mean_over_step else {}
+            loss = model(**features, use_cache=False, **more).loss / (1 if mean_over_step else len(step))
+            loss.backward()
+            total += loss.item()
+        trace.losses.append(total)
+        trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        stepper.step()
+    trace.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return trace
+
+
+def train_in_pipeline(
+    model: Any, steps: Steps, block: dict[str, Any] | None, *, stages: int = 2, config: Any = None, **options: Any
+) -> Trace:
+    """The same steps in a pipeline of a copy of the model, under the names that it has there."""
+    made = hf.pipeline(copy.deepcopy(model), num_stages=stages, **options)
+    replicas = torch.distributed.get_world_size() // stages
+    engine = build_engine(
+        (), None, token_pipeline=block, micro_batches=len(steps[0]) // replicas, optimizer=SGD, config=config, made=made
+    )
+    trace = train(engine, [[hf.batch(one) for one in step] for step in steps])
+    engine.destroy()
+    return renamed(trace, made)
+
+
+def renamed(trace: Trace, made: Any) -> Trace:
+    """A trace of a pipeline under the names of the model's weights."""
+    known = {
+        own: name
+        for entry, names in enumerate(names_of(made.source))
+        for layer, name in names.items()
+        for own in (f"{entry}.{layer}", *([f"tied_modules.embed.{layer}"] if entry == 0 else []))
+    }
+
+    def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        owns = {name: next(own for own in known if name.startswith(own)) for name in tensors}
+        return {known[own] + name.removeprefix(own): tensors[name] for name, own in owns.items()}
+
+    return Trace(trace.losses, [rename(one) for one in trace.gradients], trace.norms, rename(trace.weights))
+
+
+def compared(got: Trace, expected: Trace, config: Any) -> float:
+    """Largest relative difference of a loss, a gradient or a weight; this rank's part."""
+    assert got.weights
+    assert all(step.keys() == got.weights.keys() for step in got.gradients), "weights without a gradient"
+
+    def known(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: without_key_biases(config, name, tensors[name]) for name in got.weights}
+
+    pairs = [*zip(got.gradients, expected.gradients, strict=True), (got.weights, expected.weights)]
+    losses = [abs(a / b - 1) for a, b in zip(got.losses, expected.losses, strict=True)]
+    return max(*losses, *(worst(known(a), known(b)) for a, b in pairs))

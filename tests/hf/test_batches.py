@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import copy
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
+
+from transformers import LlamaConfig
+from transformers.masking_utils import create_causal_mask
+
+from ds_terapipe import hf
 from ds_terapipe.errors import ConfigError
-
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
+from ds_terapipe.hf.attention import attention
+from ds_terapipe.hf.batches import _say_that_documents_are_one
+from ds_terapipe.hf.decoder_pipeline import balanced
+from ds_terapipe.hf.positions import Places
+from ds_terapipe.hf.source import source_of
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.slicing import spans
+from tests.hf import families
 
 
 @st.composite
@@ -45,9 +56,6 @@ def batches(draw: Any) -> dict[str, Tensor]:
 
 def visible(made: dict[str, Tensor]) -> Tensor:
     """What transformers' own mask for ``sdpa`` hides, [b, S, S]; True: may attend."""
-    from transformers import LlamaConfig
-    from transformers.masking_utils import create_causal_mask
-
     tokens = made["input_ids"]
     config = LlamaConfig(num_hidden_layers=1)
     config._attn_implementation = "sdpa"
@@ -59,9 +67,6 @@ def visible(made: dict[str, Tensor]) -> Tensor:
 
 def places_of(given: Tensor, tokens: Tensor, span: Any) -> Any:
     """What a layer knows in a slice."""
-    from ds_terapipe.hf.positions import Places
-    from ds_terapipe.pipeline.operators.context import SliceContext
-
     context = SliceContext()
     SliceContext.current, context.span = context, span
     try:
@@ -73,9 +78,6 @@ def places_of(given: Tensor, tokens: Tensor, span: Any) -> Any:
 @settings(deadline=None, max_examples=150)
 @given(batches())
 def test_tokens_see_what_transformers_lets_them_see(made: dict[str, Tensor]) -> None:
-    from ds_terapipe import hf
-    from ds_terapipe.pipeline.slicing import spans
-
     inputs, labels = hf.batch(made)
     tokens, expected = made["input_ids"], visible(made)
     length, plain = tokens.shape[1], torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -97,62 +99,54 @@ def test_tokens_see_what_transformers_lets_them_see(made: dict[str, Tensor]) -> 
     assert torch.equal(seen, expected) and torch.equal(torch.cat(at, 1), positions)
 
 
-GOOD = {"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": torch.ones(2, 4, dtype=torch.long)}
 ONES = torch.ones(2, 4, dtype=torch.long)
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no labels": ({"labels": None}, "got none for labels, must be a tensor"),
-    "a list": ({"input_ids": [[1, 2]]}, "got list"),
+GOOD = {"input_ids": ONES.clone(), "labels": ONES.clone()}
+# a key, its value, and what is said
+BAD: dict[str, tuple[str, Any, str]] = {
+    "no labels": ("labels", None, "got none for labels, must be a tensor"),
+    "a list": ("input_ids", [[1, 2]], "got list"),
     "another length": (
-        {"labels": torch.ones(2, 5)},
-        r"got labels of shape \[2, 5\], must be that of input_ids, use \[2, 4\]",
+        "labels", torch.ones(2, 5), r"got labels of shape \[2, 5\], must be that of input_ids, use \[2, 4\]"
     ),
     "a mask of four dimensions": (
-        {"attention_mask": torch.ones(2, 1, 4, 4)},
+        "attention_mask", torch.ones(2, 1, 4, 4),
         r"got Tensor \[2, 1, 4, 4\] for attention_mask, must be a tensor \[batch, sequence\]",
     ),
     "numbers of documents": (
-        {"attention_mask": torch.tensor([[1, 1, 2, 2], [1, 1, 1, 1]])},
+        "attention_mask", torch.tensor([[1, 1, 2, 2], [1, 1, 1, 1]]),
         "got 2 in attention_mask, must be 1, or 0 for padding, use position_ids that restart with each document, without",
     ),
-    "an additive mask": ({"attention_mask": torch.tensor([[0.0, -1e4, 0, 0]] * 2)}, "got -10000.0 in attention_mask"),
-    "a list for a mask": ({"attention_mask": [[1, 1, 1, 1]] * 2}, "got list"),
-    "images": ({"pixel_values": torch.ones(2, 3)}, "got pixel_values, must be among input_ids"),
-    "types": ({"token_type_ids": torch.ones(2, 4)}, "got token_type_ids other than 0"),
-}
+    "an additive mask": ("attention_mask", torch.tensor([[0.0, -1e4, 0, 0]] * 2), "got -10000.0 in attention_mask"),
+    "a list for a mask": ("attention_mask", [[1, 1, 1, 1]] * 2, "got list"),
+    "images": ("pixel_values", torch.ones(2, 3), "got pixel_values, must be among input_ids"),
+    "types": ("token_type_ids", torch.ones(2, 4), "got token_type_ids other than 0"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_no_batch_is_said(name: str) -> None:
-    from ds_terapipe import hf
-
-    changed, said = BAD[name]
+@pytest.mark.parametrize(("key", "value", "said"), BAD.values(), ids=BAD)
+def test_what_is_no_batch_is_said(key: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"hf.batch: {said}"):
-        hf.batch({**GOOD, **changed})
+        hf.batch({**GOOD, key: value})
 
 
 def test_documents_beside_a_mask_of_ones_are_one_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    from ds_terapipe.hf import batches
-
-    batches._say_that_documents_are_one.cache_clear()
+    _say_that_documents_are_one.cache_clear()
     packed = torch.tensor([[0, 1, 0, 1]] * 2)
     padded = {"attention_mask": torch.tensor([[0, 0, 1, 1]] * 2), "position_ids": torch.tensor([[1, 1, 0, 1]] * 2)}
     for kept in ({"position_ids": packed}, padded, {"attention_mask": ONES, "position_ids": torch.arange(4)[None]}):
-        batches.batch({**GOOD, **kept})
+        hf.batch({**GOOD, **kept})
     assert not caplog.records
     for _ in range(2):
-        inputs, _ = batches.batch({**GOOD, "attention_mask": ONES.bool(), "position_ids": packed})
+        inputs, _ = hf.batch({**GOOD, "attention_mask": ONES.bool(), "position_ids": packed})
         assert torch.equal(inputs[1].chunk(2, dim=-1)[1], ONES[:, None])
     assert len(caplog.records) == 1 and "all tokens of a row are one document, as for transformers" in caplog.text
-    inputs, _ = batches.batch({**GOOD, "token_type_ids": torch.zeros(2, 4), "attention_mask": ONES})
+    inputs, _ = hf.batch({**GOOD, "token_type_ids": torch.zeros(2, 4), "attention_mask": ONES})
     assert inputs is GOOD["input_ids"], "types of zeros are left out"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_a_model_that_was_handed_over_evaluates_and_generates_as_before(family: str) -> None:
     """Padded in front, with a cache, one token after the other: windows and soft caps among them."""
-    from ds_terapipe.hf.source import source_of
-    from tests.hf import families
-
     model = families.model_of(family).eval()
     other = source_of(copy.deepcopy(model), None, 0).model
     assert other.config._attn_implementation == "ds_terapipe"
@@ -166,10 +160,6 @@ def test_a_model_that_was_handed_over_evaluates_and_generates_as_before(family: 
 
 
 def test_bidirectional_attention_and_what_is_not_followed_are_refused() -> None:
-    from torch import nn
-
-    from ds_terapipe.hf.attention import attention
-
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(ConfigError, match="for a layer that calls it with s_aux"):
         attention(nn.Module(), q, q, q, None, s_aux=q)
@@ -178,9 +168,6 @@ def test_bidirectional_attention_and_what_is_not_followed_are_refused() -> None:
 
 
 def test_new_weights_are_the_same_whatever_is_taken_first() -> None:
-    from ds_terapipe.hf.source import source_of
-    from tests.hf import families
-
     config = families.config_of("gemma3")
     one, other, seeded = (source_of(config, None, seed) for seed in (5, 5, 6))
     part = f"{one.parts.layers}.1"
@@ -189,15 +176,11 @@ def test_new_weights_are_the_same_whatever_is_taken_first() -> None:
     for name, parameter in first.named_parameters():
         assert torch.equal(parameter, second.get_parameter(name))
     assert not torch.equal(first.mlp.up_proj.weight, third.mlp.up_proj.weight)
-    assert float(first.mlp.up_proj.weight.std()) == pytest.approx(config.initializer_range, rel=0.2)
+    assert float(first.mlp.up_proj.weight.detach().std()) == pytest.approx(config.initializer_range, rel=0.2)
     assert torch.equal(one.take(one.parts.tokens).embed_scale, torch.tensor(config.hidden_size**0.5))
 
 
 def test_a_head_counts_where_layers_are_shared_out() -> None:
-    from ds_terapipe.hf.decoder_pipeline import balanced
-    from ds_terapipe.hf.source import source_of
-    from tests.hf import families
-
     small = source_of(families.config_of("llama", num_hidden_layers=8), None, 0)
     large = source_of(families.config_of("llama", num_hidden_layers=8, vocab_size=900), None, 0)
     assert balanced(small, 2) == [4, 4] and balanced(small, 1) == [8]

@@ -1,51 +1,46 @@
-"""Models of Hugging Face's families in a pipeline of their own layers, in slices, against the unmodified model in one process."""
+"""Hugging Face's decoders in a pipeline of their own layers: sliced, frozen and moved as the unmodified model in one process."""
 
 from __future__ import annotations
 
 import copy
-from importlib.util import find_spec
+import shutil
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
+pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
+
+import ds_terapipe
+from ds_terapipe import hf
+from ds_terapipe.elastic import engine as elastic_engine
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.hf.positions import Rotary
+from ds_terapipe.hf.record import names_of
+from ds_terapipe.hf.weights import Weights
+from tests.hf.families import (
+    SGD,
+    compared,
+    features,
+    model_of,
+    renamed,
+    train_alone,
+    train_in_pipeline,
+    without_key_biases,
+)
+from tests.pipeline.host_reads import host_reads
+from tests.pipeline.training import Trace, build_engine, worst
 from tests.spawn import launched
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
-
-STEPS, MICRO_BATCHES = 2, 2
-TOLERANCE = 1e-5
-ONES = [1, 8, 1, 13, 1]
-# family, kind of batches, slices, schedule; test_slices.py has the others
-CASES: list[tuple[str, str, Any, str]] = [
-    ("llama, tied, dynamic", "plain", 4, "terapipe"),
-    ("gemma2", "packed", ONES, "1f1b"),
-    ("phi3", "front", [11, 7, 5, 1], "terapipe"),
-    ("gpt2", "shifted", 4, "1f1b"),
-    ("gpt2", "behind", 1, "terapipe"),
-    ("qwen3", "counted", ONES, "1f1b"),
-]
+STEPS, MICRO_BATCHES, TOLERANCE = 2, 2, 1e-5
 
 
 def batches_of(*kinds: str) -> list[list[dict[str, torch.Tensor]]]:
     """Steps of a micro-batch of each kind."""
-    from tests.hf import families
-
-    return [[families.features(kind, 10 * step + m) for m, kind in enumerate(kinds)] for step in range(STEPS)]
-
-
-def every_family(rank: int, world: int) -> list[float]:
-    """The largest difference from one process, of each case."""
-    from tests.hf import families, pipelines
-
-    found = []
-    for family, kind, slices, schedule in CASES:
-        model, batches = families.model_of(family), batches_of(kind, kind)
-        expected = pipelines.train_alone(model, batches)
-        got = pipelines.train_in_pipeline(model, batches, {"slices": slices, "schedule": schedule})
-        found.append(max(pipelines.compared(got, expected, model.config).values()))
-    return found
+    return [[features(kind, 10 * step + m) for m, kind in enumerate(kinds)] for step in range(STEPS)]
 
 
 def own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -57,53 +52,41 @@ RECOMPUTED = {"pipeline": {"use_reentrant": False}}
 AGAIN = {"loss": own_loss, "activation_checkpointing": True, "config": RECOMPUTED}
 
 
-def without_the_key(rank: int, world: int) -> dict[str, float]:
+def without_the_key() -> dict[str, float]:
     """DeepSpeed's own engine and ours on the same pipelines, with a loss of one's own and layers recomputed, too."""
-    from tests.hf import families, pipelines
-
     found: dict[str, float] = {}
-
-    def compare(name: str, got: Any, expected: Any) -> None:
-        found[name] = max(pipelines.compared(got, expected, model.config).values())
-
+    cut = {"slices": [1, 22, 1]}
     for family, kind in (("gemma2", "packed"), ("gpt2", "front")):
-        model, batches = families.model_of(family), batches_of(kind, kind)
-        theirs = pipelines.train_in_pipeline(model, batches, None)
-        compare(family, pipelines.train_in_pipeline(model, batches, {"slices": [1, 22, 1]}), theirs)
-        compare(f"{family} alone", theirs, pipelines.train_alone(model, batches))
+        model, batches = model_of(family), batches_of(kind, kind)
+        theirs = train_in_pipeline(model, batches, None)
+        runs = {"ours": train_in_pipeline(model, batches, cut)}
         if family == "gemma2":
-            for name, block in (("ours", {"slices": [1, 22, 1]}), ("theirs", None)):
-                compare(f"recomputed, {name}", pipelines.train_in_pipeline(model, batches, block, **AGAIN), theirs)
+            for name, block in (("ours", cut), ("theirs", None)):
+                runs[f"recomputed, {name}"] = train_in_pipeline(model, batches, block, **AGAIN)
+        runs["alone"] = train_alone(copy.deepcopy(model), batches)
+        found |= {f"{family}, {name}": compared(theirs, got, model.config) for name, got in runs.items()}
     (long, short) = batches_of("plain", "plain")[0]
     steps = [[{name: value[:, :17] for name, value in short.items()}, long]]
+    alone = train_alone(copy.deepcopy(model), steps)
     for name, block in (("ours", {"slices": 3}), ("theirs", None)):
-        got = pipelines.train_in_pipeline(model, steps, block)
-        compare(f"lengths that differ, {name}", got, pipelines.train_alone(model, steps))
+        found[f"lengths differ, {name}"] = compared(train_in_pipeline(model, steps, block), alone, model.config)
     return found
 
 
-def means_over_a_step(rank: int, world: int) -> tuple[float, float]:
+def means_over_a_step() -> tuple[float, float]:
     """The largest difference where the loss is one mean over the step; how far that is from the mean of means."""
-    from tests.hf import families, pipelines
-
-    model, batches, found = families.model_of("llama"), batches_of("plain", "front"), []
+    model, batches, found = model_of("llama"), batches_of("plain", "front"), []
     for step in batches:
         step[1]["labels"][:, 4:] = -100
-    expected = pipelines.train_alone(model, batches, mean_over_step=True)
+    expected = train_alone(copy.deepcopy(model), batches, mean_over_step=True)
     for slices, stages in ((1, 2), (4, 2), (4, 1)):  # the last of two replicas
-        got = pipelines.train_in_pipeline(model, batches, {"slices": slices}, stages=stages, mean_over="step")
-        found.append(max(pipelines.compared(got, expected, model.config).values()))
-    return max(found), abs(pipelines.train_alone(model, batches).losses[0] / expected.losses[0] - 1)
+        got = train_in_pipeline(model, batches, {"slices": slices}, stages=stages, mean_over="step")
+        found.append(compared(got, expected, model.config))
+    return max(found), abs(train_alone(model, batches).losses[0] / expected.losses[0] - 1)
 
 
-def padded(rank: int, world: int) -> tuple[int, list[str]]:
+def padded() -> tuple[int, list[str]]:
     """Of a step of padded batches whose layers are recomputed: how often positions are worked out, and what the host reads."""
-    from ds_terapipe import hf
-    from ds_terapipe.hf.positions import Rotary
-    from tests.hf.families import model_of
-    from tests.pipeline.host_reads import host_reads
-    from tests.pipeline.training import build_engine
-
     whole, made = Rotary._whole, []
     Rotary._whole = lambda *args: (made.append(args), whole(*args))[1]
     pipeline = hf.pipeline(model_of("llama"), num_stages=2, activation_checkpointing=True)
@@ -118,13 +101,9 @@ def padded(rank: int, world: int) -> tuple[int, list[str]]:
     return len(made), reads
 
 
-def without_an_optimizer(rank: int, world: int) -> str:
+def without_an_optimizer(rank: int) -> str:
     """What is said where the second stage has none."""
-    import ds_terapipe
-    from ds_terapipe import hf
-    from tests.hf.families import model_of
-
-    made = hf.pipeline(copy.deepcopy(model_of("llama")), num_stages=2)
+    made = hf.pipeline(model_of("llama"), num_stages=2)
     given = {} if rank else {"optimizer": torch.optim.SGD(made.parameters(), lr=0.1)}
     config = {"train_micro_batch_size_per_gpu": 2, "token_pipeline": {"slices": 2}}
     engine, *_ = ds_terapipe.initialize(model=made, config=config, **given)
@@ -134,21 +113,82 @@ def without_an_optimizer(rank: int, world: int) -> str:
     return str(said.value)
 
 
-def others(rank: int, world: int) -> tuple[Any, ...]:
-    return tuple(each(rank, world) for each in (without_the_key, means_over_a_step, padded, without_an_optimizer))
+FREEZE, RESIZE = [[2, 2], [4, 3]], [[2, 1], [4, 2]]
+ELASTIC = {"gpt2": ("plain", "model"), "qwen3": ("packed", "folder")}
 
 
-in_slices, ranks = launched(every_family, 2, timeout=240), launched(others, 2, timeout=240)
+def alone(model: Any, names: list[dict[str, str]], steps: list[list[Any]]) -> Trace:
+    """The training of one process."""
+
+    def freeze(step: int) -> None:
+        entries = max((entries for first, entries in FREEZE if first <= step), default=0)
+        frozen = tuple(name for entry in names[:entries] for name in entry.values())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen or ("nothing",)))
+
+    return train_alone(model, steps, before_step=freeze)
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "-".join(map(str, CASES[number])))
-def test_families_train_as_in_one_process(in_slices: list[list[float]], number: int) -> None:
-    assert [found[number] <= TOLERANCE for found in in_slices] == [True, True], in_slices
+def frozen_and_moved(family: str, kind: str, given: str, folder: Path) -> dict[str, Any]:
+    model, rank = model_of(family), torch.distributed.get_rank()
+    theirs: Any = copy.deepcopy(model)
+    if given == "folder":
+        if rank == 0:
+            model.save_pretrained(folder)
+        torch.distributed.barrier()
+    made = hf.pipeline(folder if given == "folder" else theirs, num_stages=2)
+    moved: list[nn.Module] = []
+    to, look = nn.Module.to, elastic_engine.check_movable
+
+    def noted(module: nn.Module, *args: Any) -> None:
+        """Nothing that trains may be moved by the look at whether it can be: on a device that would be off it."""
+        with mock.patch.object(nn.Module, "to", lambda self, *a, **k: (moved.append(self), to(self, *a, **k))[1]):
+            look(module, *args)
+        assert not {id(p) for each in moved for p in each.parameters()} & set(map(id, module.parameters()))
+
+    keys = {
+        "elastic_pipeline": {"freeze": {"policy": "schedule", "frozen_layers": FREEZE}, "resize": {"policy": RESIZE}}
+    }
+    steps = [[features(kind, 10 * step + m) for m in range(MICRO_BATCHES)] for step in range(6)]
+    losses, stages = [], []
+    with mock.patch.object(Weights, "read", side_effect=AssertionError("what trains is read again")):
+        with mock.patch.object(elastic_engine, "check_movable", noted):
+            engine = build_engine([], None, made=made, token_pipeline={"slices": 3}, optimizer=SGD, config=keys)
+        torch.distributed.barrier()
+        if given == "folder" and rank == 0:
+            shutil.rmtree(folder)
+        torch.distributed.barrier()
+        for step in steps:
+            losses.append(float(engine.train_batch(iter([hf.batch(each) for each in step]))))
+            stages.append(engine.num_stages)
+    expected = alone(model, names_of(made.source), steps)
+    own = dict(engine.module.named_parameters())
+    got = renamed(Trace(weights={name: p.detach().clone() for name, p in own.items()}), made).weights
+    pairs = [
+        {name: without_key_biases(model.config, name, each[name]) for name in got} for each in (got, expected.weights)
+    ]
+    here = set(map(id, own.values()))
+    away = [p for p in theirs.parameters() if id(p) not in here] if given == "model" else []
+    engine.destroy()
+    return {
+        "off": max(worst(*pairs), *(abs(a / b - 1) for a, b in zip(losses, expected.losses, strict=True))),
+        "missing": set(expected.weights) - set(got),
+        "stages": stages,
+        "away": (len(away), sum(p.untyped_storage().nbytes() for p in away) / max(sum(p.numel() for p in away), 1)),
+    }
+
+
+def work(rank: int, world: int, folder: str) -> tuple[Any, ...]:
+    elastic = {family: frozen_and_moved(family, *case, Path(folder, family)) for family, case in ELASTIC.items()}
+    return without_the_key(), means_over_a_step(), padded(), without_an_optimizer(rank), elastic
+
+
+ranks = launched(work, 2, timeout=240, folder=True)
 
 
 def test_the_same_script_without_the_key_has_the_same_losses(ranks: list[Any]) -> None:
     for found, *_ in ranks:
-        assert not {name: value for name, value in found.items() if value > TOLERANCE}
+        assert len(found) == 8 and not {name: value for name, value in found.items() if not value <= TOLERANCE}
 
 
 def test_the_mean_over_a_step_is_that_of_all_labels_of_all_micro_batches(ranks: list[Any]) -> None:
@@ -161,6 +201,18 @@ def test_positions_of_a_micro_batch_are_worked_out_once_and_no_host_waits(ranks:
 
 
 def test_a_rank_without_an_optimizer_is_named(ranks: list[Any]) -> None:
-    assert all(
-        found[3].startswith("optimizer: got none on a rank that trains, must be one on every rank") for found in ranks
-    )
+    for *_, said, _ in ranks:
+        assert said.startswith("optimizer: got none on a rank that trains, must be one on every rank")
+
+
+@pytest.mark.parametrize("family", ELASTIC)
+def test_a_decoder_freezes_and_moves_as_in_one_process(ranks: list[Any], family: str) -> None:
+    for *_, found in ranks:
+        assert found[family]["off"] <= 1e-5 and found[family]["stages"] == [2, 2, 1, 1, 2, 2], found[family]
+    assert not set.intersection(*(found[family]["missing"] for *_, found in ranks))
+
+
+def test_of_a_model_that_was_given_nothing_is_kept_that_has_moved_away(ranks: list[Any]) -> None:
+    for *_, found in ranks:
+        count, bytes_each = found["gpt2"]["away"]
+        assert count > 0 and bytes_each < 0.1, "bytes for each of its numbers"

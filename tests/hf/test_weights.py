@@ -1,22 +1,36 @@
-"""Weights in and out: each stage reads its own, and what a pipeline has trained is a folder that from_pretrained reads."""
+"""Which models a pipeline takes; each stage reads its own weights, and what is trained is a folder that from_pretrained reads."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from importlib.util import find_spec
+import shutil
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ds_terapipe import cli, manifest
-from ds_terapipe.errors import ConfigError
-from ds_terapipe.names import MANIFEST
-from tests.spawn import run_ranks
+pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed, extra hf")
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from ds_terapipe import cli, hf, manifest
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.hf import export
+from ds_terapipe.hf import folder as folder_module
+from ds_terapipe.hf.check import check_chain
+from ds_terapipe.hf.decoder_pipeline import _built, _specs
+from ds_terapipe.hf.folder import Folder
+from ds_terapipe.hf.record import write_record
+from ds_terapipe.hf.source import source_of
+from ds_terapipe.names import MANIFEST
+from tests.hf.families import features, model_of, renamed, train_alone
+from tests.pipeline.training import Trace, allow_fp16, build_engine, difference, mine
+from tests.spawn import run_ranks
 
 TIED, UNTIED, SLICED = "llama, tied, dynamic", "qwen2", {"slices": [1, 15, 8]}
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -37,18 +51,11 @@ ADAPTER = "which is an adapter's, must be weights of the model alone, use "
 
 def steps() -> list[list[dict[str, torch.Tensor]]]:
     """Two steps of four micro-batches: two replicas' two."""
-    from tests.hf.families import features
-
     return [[features("plain", 10 * step + m) for m in range(4)] for step in range(2)]
 
 
 def trained(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Two stages of two replicas from a folder of shards, in every type of numbers; a checkpoint and a folder of each."""
-    from ds_terapipe import hf
-    from tests.hf.families import model_of
-    from tests.hf.pipelines import renamed
-    from tests.pipeline.training import Trace, allow_fp16, build_engine, mine
-
     allow_fp16()
     found: dict[str, Any] = {}
     for name, (family, config, ours) in NUMBERS.items():
@@ -86,24 +93,7 @@ class Adapted(torch.nn.Module):
         self.add_module(name, within if name in ("lora_A", "modules_to_save") else layer)
 
 
-def trained_alone(model: Any) -> Any:
-    """The same steps in one process, in fp32."""
-    stepper = torch.optim.SGD(model.train().parameters(), lr=SGD["params"]["lr"])
-    for step in steps():
-        stepper.zero_grad()
-        for one in step:
-            (model(**one, use_cache=False).loss / len(step)).backward()
-        stepper.step()
-    return model.eval()
-
-
 def test_a_pipeline_from_a_folder_to_a_folder(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from ds_terapipe.hf import export
-    from tests.hf.families import model_of
-    from tests.pipeline.training import difference
-
     for family in (TIED, UNTIED):
         model_of(family).save_pretrained(tmp_path / family, max_shard_size="10KB")
         for name in ("tokenizer.json", *NOT_COPIED):
@@ -126,7 +116,9 @@ def test_a_pipeline_from_a_folder_to_a_folder(tmp_path: Path) -> None:
             # without ZeRO masters of fp16 are in checkpoints only
             same = torch.equal(parameter.half() if name == "fp16" else parameter, live.get_parameter(own))
             assert same, f"{name}: {own} differs from the live one"
-        alone = trained_alone(model_of(family))
+        alone = model_of(family)
+        train_alone(alone, steps(), lr=SGD["params"]["lr"])
+        alone.eval()
         if not {"bf16", "fp16"} & set(config):
             assert all(difference(p, alone.get_parameter(own)) <= 1e-5 for own, p in ours.named_parameters()), name
         logits = ours(tokens).logits
@@ -144,6 +136,65 @@ def test_a_pipeline_from_a_folder_to_a_folder(tmp_path: Path) -> None:
 
 TWO = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 SMALL = {**TWO, "intermediate_size": 48, "vocab_size": 64}
+SIZES = TWO | {
+    "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+# docs/huggingface.md's list, by the name of the configuration's class
+PASS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("GemmaConfig", "HeliumConfig"), SIZES | {"head_dim": 8}),
+    **dict.fromkeys(
+        ("StableLmConfig", "Starcoder2Config", "SmolLM3Config", "PhiConfig", "Olmo3Config", "NemotronConfig"), SIZES
+    ),
+}  # fmt: skip
+DIFFERS = "whose own forward does more than its layers do"
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "GraniteConfig": (SIZES | {"logits_scaling": 4.0}, DIFFERS),
+    "CohereConfig": (SIZES | {"logit_scale": 0.1}, DIFFERS),
+    "Cohere2Config": (SIZES, DIFFERS),
+    "Gemma3nTextConfig": ({}, "with Gemma3nRMSNorm and"),
+    "OPTConfig": (TWO | {"ffn_dim": 48}, "without a list of layers"),
+    "MixtralConfig": (SIZES, "mixture"),
+    "FalconConfig": (TWO, "AttentionInterface"),
+    "GPTJConfig": ({"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}, "AttentionInterface"),
+    "BloomConfig": ({"hidden_size": 32, "n_head": 4, "n_layer": 2}, "AttentionInterface"),
+    "BertConfig": (TWO, "with BertEmbeddings and BertEncoder"),
+}
+
+
+def check(model: Any) -> None:
+    """What :func:`ds_terapipe.hf.pipeline` does before it reads weights."""
+    source = source_of(model, torch.float64, 0)
+    check_chain(source, lambda tiny: [_built(spec) for spec in _specs(tiny)])
+
+
+@pytest.mark.parametrize("name", [*PASS, *OTHERS])
+def test_a_model_that_is_its_layers_passes_and_another_is_refused_with_what(name: str) -> None:
+    if name in PASS:
+        check(getattr(transformers, name)(**PASS[name]))
+        return
+    sizes, said = OTHERS[name]
+    with pytest.raises(ConfigError) as refused:
+        check(getattr(transformers, name)(**sizes))
+    assert said in str(refused.value) and "\n" not in str(refused.value), str(refused.value)
+
+
+def test_a_forward_of_the_users_own_and_kernels_that_know_no_slices_are_refused() -> None:
+    class Cooler(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits / 2
+            return out
+
+    config = LlamaConfig(**SIZES)
+    check(LlamaForCausalLM(config))
+    with pytest.raises(ConfigError, match=f"{DIFFERS}.*logits differs by"):
+        check(Cooler(config))
+    for kernels in ("flash_attention_2", "flex_attention"):
+        config._attn_implementation = kernels
+        with pytest.raises(ConfigError, match=f'attn_implementation: got "{kernels}"'):
+            check(config)
+
+
 DAMAGED = {
     "missing": "that is missing, must be whole",
     "truncated": "that is damaged",
@@ -152,56 +203,39 @@ DAMAGED = {
     "index": "model.safetensors.index.json that is damaged",
     "pickle": "without model.safetensors",
 }
-# what is made of transformers' classes, options of hf.pipeline, and what is said
+LLAMA = LlamaConfig(**SMALL)
+PEFT = type("PeftModel", (), {"get_base_model": None})()
+# what hf.pipeline is given (a function of the rank, or a value), its options, and what is said
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (lambda t: t.BertConfig(**TWO), {}, "hf.pipeline: got bert, with BertEmbeddings and BertEncoder"),
-    (lambda t: t.T5Config(), {}, "hf.pipeline: got t5, an encoder with a decoder"),
-    (lambda t: t.BertModel(t.BertConfig(**TWO)), {}, "hf.pipeline: got bert, BertModel without a head for logits"),
-    (lambda t: t.CLIPConfig(), {}, "hf.pipeline: got clip, which is none of AutoModelForCausalLM's"),
+    (transformers.T5Config(), {}, "hf.pipeline: got t5, an encoder with a decoder"),
     (
-        lambda t: t.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4),
-        {},
-        "hf.pipeline: got mixtral, a mixture of experts (num_local_experts 4)",
+        lambda rank: transformers.BertModel(transformers.BertConfig(**TWO)), {},
+        "hf.pipeline: got bert, BertModel without a head for logits",
     ),
+    (transformers.CLIPConfig(), {}, "hf.pipeline: got clip, which is none of AutoModelForCausalLM's"),
+    (LlamaConfig(**SMALL | {"num_hidden_layers": 1}), {}, "layers per stage: got"),
+    (LLAMA, {"layers_per_stage": [2, 1]}, "layers per stage: got [2, 1] for 2 layers"),
+    (LLAMA, {"num_stages": 3}, "num_stages: got 3 for 2 processes"),
+    (LLAMA, {"loss": "masked_lm"}, 'loss: got "masked_lm"'),
+    (LLAMA, {"mean_over": "batch"}, 'mean_over: got "batch"'),
+    (None, {}, "hf.pipeline: got NoneType"),
     (
-        lambda t: t.GraniteConfig(**SMALL, logits_scaling=4.0),
-        {},
-        "hf.pipeline: got granite, whose own forward does more than its layers do (the logits",
+        PEFT, {}, "hf.pipeline: got PeftModel, must be the model that its adapters are in, use model.get_base_model()"
     ),
-    (lambda t: t.LlamaConfig(**SMALL | {"num_hidden_layers": 1}), {}, "layers per stage: got"),
-    (lambda t: t.LlamaConfig(**SMALL), {"layers_per_stage": [2, 1]}, "layers per stage: got [2, 1] for 2 layers"),
-    (lambda t: t.LlamaConfig(**SMALL), {"num_stages": 3}, "num_stages: got 3 for 2 processes"),
-    (
-        lambda t: t.LlamaConfig(**SMALL, attn_implementation="flash_attention_2"),
-        {},
-        'attn_implementation: got "flash_attention_2"',
-    ),
-    (lambda t: t.LlamaConfig(**SMALL), {"loss": "masked_lm"}, 'loss: got "masked_lm"'),
-    (lambda t: t.LlamaConfig(**SMALL), {"mean_over": "batch"}, 'mean_over: got "batch"'),
-    (lambda t: None, {}, "hf.pipeline: got NoneType"),
-    (
-        lambda t: type("PeftModel", (), {"get_base_model": None})(),
-        {},
-        "hf.pipeline: got PeftModel, must be the model that its adapters are in, use model.get_base_model()",
-    ),
-    (lambda t: "/no/such/folder", {}, 'hf.pipeline: got "/no/such/folder"'),
-    *((lambda t, name=name: name, {}, said) for name, said in DAMAGED.items()),
-    (lambda t: "llama" if torch.distributed.get_rank() == 0 else "nowhere/llama", {}, "nowhere"),
-    (lambda t: t.LlamaForCausalLM(t.LlamaConfig(**SMALL)), {}, "built"),
-]
+    ("/no/such/folder", {}, 'hf.pipeline: got "/no/such/folder"'),
+    *((name, {}, said) for name, said in DAMAGED.items()),
+    (lambda rank: "llama" if rank == 0 else "nowhere/llama", {}, "nowhere"),
+    (lambda rank: LlamaForCausalLM(LLAMA), {}, "built"),
+]  # fmt: skip
 
 
 def refused(rank: int, world: int, folder: Path) -> list[str]:
     """What each process is told; one that waits for another would not come back."""
-    import transformers
-
-    from ds_terapipe import hf
-
     os.chdir(folder)
     said = []
-    for make, options, _ in REFUSED:
+    for given, options, _ in REFUSED:
         try:
-            hf.pipeline(make(transformers), **{"num_stages": 2, **options})
+            hf.pipeline(given(rank) if isinstance(given, types.FunctionType) else given, **{"num_stages": 2, **options})
             said.append("built")
         except ConfigError as error:
             said.append(str(error))
@@ -209,9 +243,7 @@ def refused(rank: int, world: int, folder: Path) -> list[str]:
 
 
 def test_what_can_not_be_built_is_said_on_every_process(tmp_path: Path) -> None:
-    from tests.hf import families
-
-    model = families.model_of("llama")
+    model = model_of("llama")
     for name in ("llama", *DAMAGED):
         model.save_pretrained(tmp_path / name, max_shard_size="10KB")
     index = json.loads((tmp_path / "weight" / "model.safetensors.index.json").read_text())
@@ -234,10 +266,7 @@ class Killed(BaseException):
 
 
 def test_an_export_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, monkeypatch: Any) -> None:
-    from ds_terapipe.hf import export, folder
-    from tests.hf import families
-
-    checkpoint = checkpoint_of(families.model_of("llama"), tmp_path / "checkpoint")
+    checkpoint = checkpoint_of(model_of("llama"), tmp_path / "checkpoint")
     calls: list[str] = []
 
     def dies(original: Any, at: int) -> Any:
@@ -249,23 +278,17 @@ def test_an_export_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, 
 
         return call
 
-    kills = 0
-    while True:
+    operations = ((folder_module, "save_file"), (shutil, "copyfile"), (Path, "write_text"), (Path, "rename"))
+    for kills in itertools.count():
         out = tmp_path / f"out {kills}"
         calls.clear()
         try:
             with monkeypatch.context() as patched:
-                for owner, name in (
-                    (folder, "save_file"),
-                    (folder.shutil, "copyfile"),
-                    (Path, "write_text"),
-                    (Path, "rename"),
-                ):
+                for owner, name in operations:
                     patched.setattr(owner, name, dies(getattr(owner, name), kills))
                 export(checkpoint, out, largest=30_000)
             break
         except Killed:
-            kills += 1
             assert not out.exists()
     assert kills > 5 and calls[-1] == "rename" and calls.count("save_file") > 1, calls
     assert (out / "model.safetensors.index.json").exists()
@@ -275,10 +298,6 @@ def test_an_export_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, 
 
 def checkpoint_of(model: Any, folder: Path) -> Path:
     """The layer files of a checkpoint, written without an engine."""
-    from ds_terapipe.hf.decoder_pipeline import _built, _specs
-    from ds_terapipe.hf.record import write_record
-    from ds_terapipe.hf.source import source_of
-
     source = source_of(model, None, 0)
     folder.mkdir()
     for entry, spec in enumerate(_specs(source)):
@@ -290,9 +309,6 @@ def checkpoint_of(model: Any, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["base_layer", "lora_A", "original_module", "modules_to_save"])
 def test_a_checkpoint_with_adapters_is_no_folder(name: str, tmp_path: Path) -> None:
-    from ds_terapipe.hf import export
-    from tests.hf.families import model_of
-
     model = model_of("llama")
     attention = model.model.layers[2].self_attn
     attention.q_proj = Adapted(attention.q_proj, name)
@@ -304,12 +320,6 @@ def test_a_checkpoint_with_adapters_is_no_folder(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_an_export_is_loaded_in_the_type_that_it_has(narrow: bool, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from ds_terapipe.hf import export
-    from ds_terapipe.hf.folder import Folder
-    from tests.hf.families import model_of
-
     model, made = model_of("llama"), torch.bfloat16 if narrow else torch.float32
     model.config.dtype = torch.float32 if narrow else torch.bfloat16  # what a published folder says
     out = export(checkpoint_of(model, tmp_path / "checkpoint"), tmp_path / "out", dtype=made if narrow else None)
@@ -324,10 +334,7 @@ def test_an_export_is_loaded_in_the_type_that_it_has(narrow: bool, tmp_path: Pat
 
 
 def test_an_export_says_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
-    from ds_terapipe.hf import export
-    from tests.hf import families
-
-    checkpoint = checkpoint_of(families.model_of("llama"), tmp_path / "checkpoint")
+    checkpoint = checkpoint_of(model_of("llama"), tmp_path / "checkpoint")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "thesis.tex").write_text("mine")
 

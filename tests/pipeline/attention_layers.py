@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +18,20 @@ from torch.utils.checkpoint import checkpoint
 from tests.pipeline.models import HEADS, HIDDEN
 
 SIZE = HIDDEN // HEADS
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def split(hidden: Tensor, heads: int = HEADS) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+
+
+def split(hidden: Tensor, heads: int) -> Tensor:
     """[b, s, heads * SIZE] to [b, heads, s, SIZE]."""
     return hidden.unflatten(-1, (heads, SIZE)).transpose(1, 2)
 
 
-def join(mixed: Tensor) -> Tensor:
-    """Inverse of :func:`split`."""
-    return mixed.transpose(1, 2).flatten(2)
-
-
 class Attention(nn.Module):
-    """Residual attention through a from-imported SDPA; the others change how it is called."""
+    """Residual attention. Subclasses (`way`) mix q, k and v otherwise, or call it otherwise."""
 
     kv_heads = HEADS
 
@@ -42,57 +45,13 @@ class Attention(nn.Module):
 
     def qkv(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normed = self.norm(hidden)
-        return split(self.q(normed)), split(self.k(normed), self.kv_heads), split(self.v(normed), self.kv_heads)
+        return split(self.q(normed), HEADS), split(self.k(normed), self.kv_heads), split(self.v(normed), self.kv_heads)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attend(q, k, v)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.out(join(self.mix(*self.qkv(hidden))))
-
-
-class Grouped(Attention):
-    """Two key heads for four query heads, own scale."""
-
-    kv_heads = 2
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
-
-
-class OneByOne(Attention):
-    """Each sequence of the batch by itself, without a batch dimension: many calls in a layer."""
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.stack([F.scaled_dot_product_attention(*one, is_causal=True) for one in zip(q, k, v, strict=True)])
-
-
-class TwoCalls(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        first = super().mix(q, k, v)
-        return super().mix(first, k * 0.5, first + v)
-
-
-class InnerCheckpoint(Attention):
-    """A checkpoint of the layer's own around attention alone."""
-
-    reentrant = False
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return checkpoint(super().mix, q, k, v, use_reentrant=self.reentrant)
-
-
-class TwoCheckpoints(InnerCheckpoint):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        first = super().mix(q, k, v)
-        return super().mix(first, k * 0.5, first + v)
-
-
-class SharedKeys(InnerCheckpoint):
-    """Two checkpointed calls over the same keys and values: recomputed keys fit both."""
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().mix(super().mix(q, k, v) + q, k, v)
+        return hidden + self.out(self.mix(*self.qkv(hidden)).transpose(1, 2).flatten(2))
 
 
 class BlockCheckpoint(Attention):
@@ -104,40 +63,37 @@ class BlockCheckpoint(Attention):
         return checkpoint(super().forward, hidden, use_reentrant=self.reentrant)
 
 
-class SharedKeysInOneCheckpoint(BlockCheckpoint):
-    """Two calls over the same keys and values, recomputed together."""
-
-    reentrant = True
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().mix(super().mix(q, k, v) + q, k, v)
+def way(mix: Mix, kind: type[Attention] = Attention, **attributes: Any) -> type[Attention]:
+    """A layer whose q, k and v are mixed by a function."""
+    return type("Way", (kind,), {"mix": lambda self, q, k, v: mix(q, k, v), **attributes})
 
 
-class NestedCheckpoints(InnerCheckpoint):
-    """A checkpoint in a checkpoint: attention is recomputed twice."""
+def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each sequence of the batch by itself, without a batch dimension: many calls in a layer."""
+    return torch.stack([F.scaled_dot_product_attention(*one, is_causal=True) for one in zip(q, k, v, strict=True)])
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return checkpoint(super().forward, hidden, use_reentrant=False)
+
+def twice(call: Mix, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    first = call(q, k, v)
+    return call(first, k * 0.5, first + v)
+
+
+def shared_keys(call: Mix, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two calls over the same keys and values: recomputed keys fit both."""
+    return call(call(q, k, v) + q, k, v)
+
+
+INNER, REENTRANT = (partial(checkpoint, attend, use_reentrant=reentrant) for reentrant in (False, True))
 
 
 @torch.jit.script
-def scripted_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """TorchScript; with operators around the call for its fuser and its own differentiation."""
     return F.scaled_dot_product_attention(q * 0.9, k + 0.0, torch.tanh(v), is_causal=True) * 2.0
 
 
-class Scripted(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scripted_attention(q, k, v)
-
-
-class DocumentMask(Attention):
-    """An explicit mask, made from what the layers hand on: (hidden, mask [b, 1, s, context + s])."""
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        hidden, mask = inputs
-        mixed = F.scaled_dot_product_attention(*self.qkv(hidden), attn_mask=mask)
-        return hidden + self.out(join(mixed)), mask
+def causal_mask(hidden: Tensor) -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(hidden.shape[1], dtype=hidden.dtype)
 
 
 class MultiheadAttention(nn.Module):
@@ -149,10 +105,8 @@ class MultiheadAttention(nn.Module):
         self.attention = nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        normed = self.norm(hidden)
-        mask = nn.Transformer.generate_square_subsequent_mask(hidden.shape[1], dtype=hidden.dtype)
-        mixed, _ = self.attention(normed, normed, normed, attn_mask=mask, is_causal=True, need_weights=False)
-        return hidden + mixed
+        normed, mask = self.norm(hidden), causal_mask(hidden)
+        return hidden + self.attention(normed, normed, normed, attn_mask=mask, is_causal=True, need_weights=False)[0]
 
 
 class EncoderLayer(nn.TransformerEncoderLayer):
@@ -162,8 +116,7 @@ class EncoderLayer(nn.TransformerEncoderLayer):
         super().__init__(HIDDEN, HEADS, 2 * HIDDEN, dropout=0.0, batch_first=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(hidden.shape[1], dtype=hidden.dtype)
-        return super().forward(hidden, src_mask=mask, is_causal=True)
+        return super().forward(hidden, src_mask=causal_mask(hidden), is_causal=True)
 
 
 class AttnMaskType(Enum):
@@ -219,13 +172,13 @@ class CoreAttention(nn.Module):
 class CoreLayer(Attention):
     """A layer as in megatron-core, sequence first inside; no mask."""
 
-    kv_heads = 2
-    layer_number = 3
+    kv_heads, core = 2, DotProductAttention
 
     def __init__(self) -> None:
         super().__init__()
         self.self_attention = nn.Module()
-        self.self_attention.core_attention = DotProductAttention(self.layer_number)
+        self.self_attention.core_attention = self.core(3)
+        self.state = SimpleNamespace(mask=None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.self_attention.core_attention(q, k, v, None, attn_mask_type=AttnMaskType.causal)
@@ -238,12 +191,7 @@ class CoreLayer(Attention):
 class MegatronLayer(CoreLayer):
     """A layer as in Megatron-DeepSpeed: one causal mask (True: hidden) for the whole run, recomputed core attention."""
 
-    kv_heads = HEADS
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.self_attention.core_attention = CoreAttention(self.layer_number)
-        self.state = SimpleNamespace(mask=None)
+    kv_heads, core = HEADS, CoreAttention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.state.mask is None:
@@ -251,14 +199,34 @@ class MegatronLayer(CoreLayer):
         return checkpoint(self.self_attention.core_attention, q, k, v, self.state.mask, use_reentrant=True)
 
 
-def reentrant(way: type[Attention]) -> type[Attention]:
-    """The same with reentrant checkpoints."""
-    return type(f"{way.__name__}Reentrant", (way,), {"reentrant": True})
+def deepspeeds(interval: int, reentrant: bool) -> dict[str, Any]:
+    """Options of an engine whose layers DeepSpeed checkpoints."""
+    # a reentrant checkpoint of the embedding would cut it off: its inputs are whole numbers
+    module = {
+        "activation_checkpoint_interval": interval,
+        "checkpointable_layers": ["Attention", "Way", "Head"] if reentrant else None,
+    }
+    return {"config": {"pipeline": {"use_reentrant": reentrant}}, "module": module}
 
 
-_WAYS = (
-    Attention, Grouped, OneByOne, TwoCalls, InnerCheckpoint, reentrant(InnerCheckpoint), TwoCheckpoints,
-    reentrant(TwoCheckpoints), SharedKeys, reentrant(SharedKeys), SharedKeysInOneCheckpoint, BlockCheckpoint,
-    reentrant(BlockCheckpoint), NestedCheckpoints, Scripted, MultiheadAttention, EncoderLayer, CoreLayer, MegatronLayer,
-)  # fmt: skip
-WAYS = {way.__name__: way for way in _WAYS}
+# a layer, and options of the engine
+WAYS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "from-imported": (Attention, {}),
+    "two key heads for four, own scale": (way(partial(attend, scale=0.3, enable_gqa=True), kv_heads=2), {}),
+    "one by one": (way(one_by_one), {}),
+    "two calls": (way(partial(twice, attend)), {}),
+    "two checkpoints": (way(partial(twice, INNER)), {}),
+    "two checkpoints, reentrant": (way(partial(twice, REENTRANT)), {}),
+    "checkpoints over the same keys": (way(partial(shared_keys, INNER)), {}),
+    "checkpoints over the same keys, reentrant": (way(partial(shared_keys, REENTRANT)), {}),
+    "the same keys in one checkpoint": (way(partial(shared_keys, attend), BlockCheckpoint, reentrant=True), {}),
+    "nested checkpoints": (way(INNER, BlockCheckpoint), {}),
+    "TorchScript": (way(scripted), {}),
+    "nn.MultiheadAttention": (MultiheadAttention, {}),
+    "nn.TransformerEncoderLayer": (EncoderLayer, {}),
+    "megatron-core": (CoreLayer, {}),
+    "Megatron-DeepSpeed": (MegatronLayer, {}),
+    "DeepSpeed's checkpoints": (Attention, deepspeeds(1, True)),
+    "two checkpoints in DeepSpeed's": (way(partial(twice, INNER)), deepspeeds(1, False)),
+    "two checkpoints in DeepSpeed's, reentrant": (way(partial(twice, INNER)), deepspeeds(2, True)),
+}

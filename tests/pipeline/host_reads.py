@@ -31,13 +31,10 @@ class _Reads(TorchDispatchMode):
         self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS or (func in _INDEXED and any(_is_mask(index) for index in args[1])):
+        masked = func in _INDEXED and any(getattr(index, "dtype", None) == torch.bool for index in args[1])
+        if masked or func in _READS:
             self._note(func)
         return func(*args, **(kwargs or {}))
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype == torch.bool
 
 
 @contextmanager
@@ -50,10 +47,8 @@ def host_reads() -> Iterator[list[str]]:
     execute = Assembly.execute
 
     def note(what: Any) -> None:
-        frame = next(
-            f for f in reversed(traceback.extract_stack()) if "/torch/" not in f.filename and f.filename != __file__
-        )
-        found.append(f"{what}: {frame.filename}:{frame.lineno}")
+        theirs = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
+        found.append(f"{what}: {theirs[-1].filename}:{theirs[-1].lineno}")
 
     def noted(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

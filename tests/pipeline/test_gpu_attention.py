@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,16 +46,6 @@ def test_explicit_masks(dtype, kv_heads):
     check(dtype, mask=padded, kv_heads=kv_heads, d=64)
 
 
-def test_values_of_another_size_and_a_learned_bias_run_the_formula():
-    check(torch.float32, d=32, dv=16)
-    values = [t.cuda() for t in tensors(total=TOTAL, d=32, dtype=torch.float32)]
-    with torch.device("cuda"):
-        hidden = torch.zeros(TOTAL, TOTAL).masked_fill(torch.ones(TOTAL, TOTAL).triu(1).bool(), -math.inf)
-        bias = torch.randn(4, TOTAL, TOTAL).requires_grad_()
-        sliced(*values, LENGTHS, mask=bias + hidden)
-    assert bias.grad is not None and torch.isfinite(bias.grad).all() and bias.grad.tril().any()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kv_heads", "masked"), [(4, False), (2, False), (4, True)])
 def test_dropout_is_the_same_in_forward_and_backward(dtype, kv_heads, masked):
@@ -85,10 +73,8 @@ def test_no_score_matrix_and_no_copy_of_the_cache(dtype, kv_heads):
     tiles = spans((total - 2 * length, length, length))
 
     def peak(work):
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before, result = torch.cuda.memory_allocated(), work()
-        torch.cuda.synchronize()
         return result, torch.cuda.max_memory_allocated() - before
 
     def attend(span):

@@ -8,7 +8,6 @@ import gc
 import pickle
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,15 +17,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_terapipe
-from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
 from ds_terapipe.pipeline.operators.interception import Interception, _users, defers, not_deferred_line
 from ds_terapipe.pipeline.operators.sdpa import Overrides
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
-from ds_terapipe.pipeline.slicing import spans
-from ds_terapipe.schedule import Unit
+from tests.pipeline.attention_layers import DotProductAttention
+from tests.pipeline.test_weight_gradients import assert_same, gradients_of_the_whole, run_intercepted, take
 
-WIDTH, ROWS, TOKENS = 6, 12, 8
+WIDTH, ROWS = 6, 12
+TOKENS = torch.randint(0, ROWS, (2, 8), generator=torch.Generator().manual_seed(3))
 
 
 class ParallelLinear(nn.Module):
@@ -61,29 +60,17 @@ class VocabParallel(nn.Module):
         return out
 
 
-class CoreAttention(nn.Module):
-    """Megatron's interface: [s, b, heads, d] to [s, b, heads * d]; causal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale_mask_softmax, self.attention_dropout = SimpleNamespace(scale=None), nn.Dropout(0.0)
-        self.softmax_scale, self.attn_mask_type = WIDTH**-0.5, SimpleNamespace(name="causal")
-
-    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any = None) -> Any:
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-        scores = (q @ k.transpose(-1, -2) * self.softmax_scale).masked_fill(later, float("-inf"))
-        out = scores.softmax(-1) @ v
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
-
-
 class Model(nn.Module):
     """One of each kind that is changed: tokens [b, s] to [b, s, WIDTH]."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
         self.table, self.vocabulary = nn.Embedding(ROWS, WIDTH), VocabParallel()
-        self.linear, self.parallel, self.core_attention = nn.Linear(WIDTH, WIDTH), ParallelLinear(), CoreAttention()
+        self.linear, self.parallel, self.core_attention = (
+            nn.Linear(WIDTH, WIDTH),
+            ParallelLinear(),
+            DotProductAttention(1),
+        )
         self.recompute = recompute
 
     def forward(self, tokens: Any) -> Any:
@@ -92,55 +79,27 @@ class Model(nn.Module):
     def _forward(self, tokens: Any) -> Any:
         hidden = self.parallel(self.linear(self.table(tokens) + self.vocabulary(tokens)))
         rows = hidden.transpose(0, 1).unsqueeze(2)
-        return self.core_attention(rows, rows, rows).transpose(0, 1)
+        return self.core_attention(rows, rows, rows, None).transpose(0, 1)
 
 
-def tokens() -> torch.Tensor:
-    return torch.randint(0, ROWS, (2, TOKENS), generator=torch.Generator().manual_seed(3))
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    model(tokens()).square().sum().backward()
-    return gradients(model)
-
-
-def sliced(model: nn.Module, lengths: tuple[int, ...] = (3, 1, 4)) -> tuple[set[str], dict[str, torch.Tensor]]:
+def sliced(model: nn.Module) -> tuple[set[str], dict[str, torch.Tensor]]:
     """Names of the weights that have no gradient before they are made, and the gradients then."""
-    context, keeper, cuts = SliceContext(), WeightGradients(), spans(lengths)
-    context.weight_gradients, outputs = keeper, []
-    for index, span in enumerate(cuts):
-        with context.forward(Unit(0, index), span):
-            context.enter_layer(0)
-            outputs.append(model(tokens()[:, span.start : span.stop]))
-    for index in reversed(range(len(cuts))):
-        with context.backward(Unit(0, index), cuts[index]):
-            outputs[index].square().sum().backward()
+    keeper = WeightGradients()
+    run_intercepted(model, TOKENS, (3, 1, 4), keeper)
     late = {name for name, p in model.named_parameters() if p.grad is None}
     keeper.make(0)
-    return late, gradients(model)
-
-
-def close_to(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, gradient in got.items():
-        torch.testing.assert_close(gradient, want[name], rtol=1e-10, atol=1e-12, msg=name)
+    return late, take(model)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_everything_that_is_a_module_is_deferred(recompute: bool) -> None:
     model = Model(recompute).double()
-    want, interception = whole(model), Interception([model])
+    want, interception = gradients_of_the_whole(model, TOKENS), Interception([model])
     products = model.parallel.products
     late, got = sliced(model)
     assert late == want.keys() and model.parallel.products == products
-    close_to(got, want)
-    close_to(whole(model), want)  # outside of slices each is what it was
+    assert_same(got, want)
+    assert_same(gradients_of_the_whole(model, TOKENS), want)  # outside of slices each is what it was
     assert model.parallel.products > products
     assert interception.adapted == [model.core_attention]
     assert interception.not_deferred(model.named_parameters()) == []
@@ -183,7 +142,7 @@ def test_one_that_fails_changes_nothing() -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_last_of_two_that_is_closed_leaves_modules_as_they_were(first: int) -> None:
     model = Model().double()
-    want, before = whole(model), state_of(model)
+    want, before = gradients_of_the_whole(model, TOKENS), state_of(model)
     products = model.parallel.products
     layers = [model.linear, model.table, nn.ModuleDict({"core_attention": model.core_attention})]
     two = [Interception([model]), Interception(layers)]
@@ -191,7 +150,7 @@ def test_the_last_of_two_that_is_closed_leaves_modules_as_they_were(first: int) 
     late, got = sliced(model)
     assert {"linear.weight", "table.weight"} <= late
     assert ("vocabulary.weight" in late) == (first == 1)
-    close_to(got, want)
+    assert_same(got, want)
     two[1 - first].close()
     model.parallel.products = products
     assert state_of(model) == before
@@ -209,12 +168,12 @@ def test_a_copy_computes_with_its_own_weights(kind: str) -> None:
             parameter.mul_(-0.5)
     fresh = Model().double()
     fresh.load_state_dict(made.state_dict())
-    want = whole(fresh)
-    close_to(whole(made), want)  # the other one is closed
+    want = gradients_of_the_whole(fresh, TOKENS)
+    assert_same(gradients_of_the_whole(made, TOKENS), want)  # the other one is closed
     mine = Interception([made])
     late, got = sliced(made)
     assert late == want.keys()
-    close_to(got, want)
+    assert_same(got, want)
     mine.close()
     assert [each.keys() for each in state_of(made)[0]] == [each.keys() for each in state_of(Model())[0]]
 
@@ -232,36 +191,29 @@ def good_head(module: nn.Module, x: Any) -> Any:
 
 
 class OwnLinear(nn.Linear):
-    """Whatever it does with its weight."""
-
     def forward(self, x: Any) -> Any:
         return x @ self.weight.t() + self.bias
 
 
 def test_what_is_not_deferred_is_named() -> None:
     table = nn.Embedding(ROWS, WIDTH)
-    everything = nn.ModuleDict(
-        {
-            "model": Model(),
-            "table": table,
-            "own": OwnLinear(2, 2),
-            "heads": nn.MultiheadAttention(4, 2),
-            "frozen": OwnLinear(2, 2).requires_grad_(False),
-            "sparse": nn.Embedding(2, 2, sparse=True),
-            "norm": nn.LayerNorm(2),
-            "convolution": nn.Conv1d(1, 1, 1),
-        }
-    )
+    deferred = {
+        "model": Model(),
+        "table": table,
+        "norm": nn.LayerNorm(2),
+        "frozen": OwnLinear(2, 2).requires_grad_(False),
+    }
+    others = {"own": OwnLinear(2, 2), "heads": nn.MultiheadAttention(4, 2)}
+    others |= {"sparse": nn.Embedding(2, 2, sparse=True), "convolution": nn.Conv1d(1, 1, 1)}
+    everything = nn.ModuleDict({**deferred, **others})
     named = ["own.weight", "heads.in_proj_weight", "heads.out_proj.weight", "sparse.weight", "convolution.weight"]
     for heads in ([], [good_head], [bare_head], [good_head, bare_head]):
         interception = Interception([everything, *(functools.partial(head, table) for head in heads), F.gelu])
         expected = ["table.weight", *named] if bare_head in heads else named
         assert interception.not_deferred(everything.named_parameters()) == expected
         interception.close()
-    assert not_deferred_line([]) == ""
-    assert not_deferred_line(["a", "b"]) == (
-        "weight gradients made slice by slice, not once per micro-batch (as exact, but slower): a, b"
-    )
+    said = "weight gradients made slice by slice, not once per micro-batch (as exact, but slower): a, b"
+    assert not_deferred_line([]) == "" and not_deferred_line(["a", "b"]) == said
     assert not_deferred_line(list("abcdef")).endswith(": a, b, c, d and 2 more")
 
 
@@ -305,7 +257,7 @@ def test_layers_of_another_model_run_no_python_of_ours() -> None:
         F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
 
     def train_other() -> None:
-        other(tokens()).square().sum().backward()
+        other(TOKENS).square().sum().backward()
         F.linear(torch.randn(2, 2), torch.randn(2, 2, requires_grad=True)).sum().backward()
 
     assert our_python(train_other) == set()

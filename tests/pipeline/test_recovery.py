@@ -17,9 +17,9 @@ from tests.pipeline.models import Block, gpt, mean_loss, micro_batch
 from tests.pipeline.training import build_engine
 from tests.spawn import launched
 
-SLICES, LENGTH, MICRO_BATCHES = 4, 24, 2
-COPIES = 61
+SLICES, LENGTH, MICRO_BATCHES, COPIES = 4, 24, 2, 61
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+REFUSED, UNUSABLE = "ConfigError: token_pipeline.slices: got", "RuntimeError: this engine is no longer usable"
 
 
 class Faulty(Block):
@@ -32,54 +32,6 @@ class Faulty(Block):
         if span is not None and span.start == Faulty.at:
             raise KeyError("a bug in the layer")
         return super().forward(hidden)
-
-
-def layers() -> list[Any]:
-    return [gpt(2)[0], *(LayerSpec(Faulty) for _ in range(3)), gpt(2)[-1]]
-
-
-def data(length: int = LENGTH) -> Any:
-    return iter([micro_batch(m, length=length, masked=False) for m in range(MICRO_BATCHES)])
-
-
-def said(call: Any) -> str:
-    """Type and first line of the error that a call raises; empty for one that succeeds."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return ""
-
-
-def come_back(rank: int) -> dict[str, list[str]]:
-    """Errors before the first action of a step, each followed by a step that succeeds."""
-    engine = build_engine(layers(), mean_loss, token_pipeline={"slices": SLICES, "timeout_s": 20})
-    if rank == 1:
-        Faulty.at = probe_spans(LENGTH)[1].start  # on the last stage, when the first slice has been sent, and taken
-    found = {"the model can't be cut": [said(lambda: engine.train_batch(data())) for _ in range(2)]}
-    Faulty.at = None
-    found["data"] = [said(lambda: engine.train_batch(data(3))), said(lambda: engine.eval_batch(data(3)))]
-    found["good"] = [said(lambda: engine.train_batch(data())) for _ in range(2)]
-    reduced = [partial(engine.eval_batch, reduce_output=how) for how in ("sum", None, "avg")]
-    found["evaluation"] = [said(lambda call=call: call(data())) for call in reduced]
-    engine.destroy()
-    found["destroyed"] = [said(lambda: engine.train_batch(data()))]
-    return found
-
-
-def refused() -> dict[str, list[str]]:
-    """Errors that stages find while they look at the model, and a model that may be compiled as it is never cut."""
-    engine = build_engine(many_tensors(), mean_loss, token_pipeline={"slices": 2, "timeout_s": 20})
-    found = {"tensors": [said(lambda: engine.train_batch(data())) for _ in range(2)]}
-    engine.destroy()
-    engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2, "timeout_s": 20})
-    engine.train_batch(data())
-    engine.set_slices(1)
-    engine.compile(backend="eager")
-    found["compiled"] = [said(lambda: engine.set_slices(2)), said(lambda: engine.train_batch(data()))]
-    assert engine.slices_run == ((LENGTH,),) * MICRO_BATCHES
-    engine.destroy()
-    return found
 
 
 class Spread(nn.Module):
@@ -96,14 +48,62 @@ class Gather(nn.Module):
         return sum(hidden)
 
 
-def many_tensors() -> list[Any]:
-    first, block, *_, last = gpt(2)
-    return [first, block, LayerSpec(Spread), LayerSpec(Gather), block, last]
+EMBEDDING, BLOCK, _, HEAD = gpt(2)
+FAULTY = [EMBEDDING, *[LayerSpec(Faulty)] * 3, HEAD]
+MANY_TENSORS = [EMBEDDING, BLOCK, LayerSpec(Spread), LayerSpec(Gather), BLOCK, HEAD]
+
+
+def data(length: int = LENGTH) -> Any:
+    return iter([micro_batch(m, length=length, masked=False) for m in range(MICRO_BATCHES)])
+
+
+def engine_of(layers: Any, slices: int = SLICES, timeout_s: float = 20, **options: Any) -> Any:
+    return build_engine(layers, mean_loss, token_pipeline={"slices": slices, "timeout_s": timeout_s}, **options)
+
+
+def said(call: Any) -> str:
+    """Type and first line of the error that a call raises; empty for one that succeeds."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
+
+
+def come_back(rank: int) -> dict[str, list[str]]:
+    """Errors before the first action of a step, each followed by a step that succeeds."""
+    engine = engine_of(FAULTY)
+    if rank == 1:
+        Faulty.at = probe_spans(LENGTH)[1].start  # on the last stage, when the first slice has been sent, and taken
+    found = {"the model can't be cut": [said(lambda: engine.train_batch(data())) for _ in range(2)]}
+    Faulty.at = None
+    found["data"] = [said(lambda: engine.train_batch(data(3))), said(lambda: engine.eval_batch(data(3)))]
+    found["good"] = [said(lambda: engine.train_batch(data())) for _ in range(2)]
+    reduced = [partial(engine.eval_batch, reduce_output=how) for how in ("sum", None, "avg")]
+    found["evaluation"] = [said(lambda call=call: call(data())) for call in reduced]
+    engine.destroy()
+    found["destroyed"] = [said(lambda: engine.train_batch(data()))]
+    return found
+
+
+def refused() -> dict[str, list[str]]:
+    """Errors that stages find while they look at the model, and a model that may be compiled as it is never cut."""
+    engine = engine_of(MANY_TENSORS, slices=2)
+    found = {"tensors": [said(lambda: engine.train_batch(data())) for _ in range(2)]}
+    engine.destroy()
+    engine = engine_of(gpt(2), slices=2)
+    engine.train_batch(data())
+    engine.set_slices(1)
+    engine.compile(backend="eager")
+    found["compiled"] = [said(lambda: engine.set_slices(2)), said(lambda: engine.train_batch(data()))]
+    assert engine.slices_run == ((LENGTH,),) * MICRO_BATCHES
+    engine.destroy()
+    return found
 
 
 def break_down(rank: int) -> dict[str, list[str]]:
     """An error in the middle of a step, on the last stage; the other one waits in vain. A call after that is told."""
-    engine = build_engine(layers(), mean_loss, token_pipeline={"slices": SLICES, "timeout_s": 3})
+    engine = engine_of(FAULTY, timeout_s=3)
     found = {"good": [said(lambda: engine.train_batch(data()))]}
     if rank == 1:
         Faulty.at = LENGTH // SLICES
@@ -118,17 +118,19 @@ def break_down(rank: int) -> dict[str, list[str]]:
 
 
 def autocast(rank: int) -> dict[str, Any]:
-    """Deferred gradients under autocast, by the engine, by the grid, and by the leftovers of a micro-batch."""
+    """Whether gradients wait, by the engine, by the grid, and by how often what waits of a micro-batch is made."""
     found: dict[str, Any] = {}
     for name, config in (("plain", {}), ("autocast", AUTOCAST)):
-        engine = build_engine(gpt(4), mean_loss, token_pipeline={"slices": SLICES}, config=config)
+        engine = engine_of(gpt(4), config=config)
         made: list[int] = []
         (stage,) = engine._assembly.stages.values()
-        make = stage.weight_gradients.make
-        stage.weight_gradients.make = lambda *unit, make=make, made=made, stage=stage: (  # type: ignore[misc]
-            made.append(stage.weight_gradients.kept_bytes),
-            make(*unit),
-        )
+        keeper, make = stage.weight_gradients, stage.weight_gradients.make
+
+        def noted(*unit: int, keeper: Any = keeper, make: Any = make, made: list[int] = made) -> None:
+            made.append(keeper.kept_bytes)
+            make(*unit)
+
+        keeper.make = noted
         engine.train_batch(data())
         weights = [action for action in engine._watchdog._grid[rank] if action.op is Op.WEIGHT_GRADIENTS]
         found[name] = engine.makes_weight_gradients_once(), len(weights), len(made), all(count > 0 for count in made)
@@ -138,20 +140,15 @@ def autocast(rank: int) -> dict[str, Any]:
     return found
 
 
-def everything(rank: int, world_size: int) -> dict[str, Any]:
-    found = {"come back": come_back(rank), "autocast": autocast(rank), "refused": refused()}
-    return {**found, "break down": break_down(rank)}
+def everything(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return [come_back(rank), autocast(rank), refused(), break_down(rank)]
 
 
 ranks = launched(everything, 2)
 
 
-REFUSED = "ConfigError: token_pipeline.slices: got"
-UNUSABLE = "RuntimeError: this engine is no longer usable"
-
-
 def test_after_an_error_before_the_step_an_engine_goes_on(ranks):
-    for found in (rank["come back"] for rank in ranks):
+    for found, *_ in ranks:
         for line in found["the model can't be cut"]:  # on every rank the same, and no message of the first is left over
             assert line.startswith(f"{REFUSED} a model that can't be cut: run on a slice it fails")
             assert "a bug in the layer" in line
@@ -165,7 +162,7 @@ def test_after_an_error_before_the_step_an_engine_goes_on(ranks):
 
 
 def test_what_one_stage_finds_is_said_on_all(ranks):
-    for found in (rank["refused"] for rank in ranks):
+    for _, _, found, _ in ranks:
         for line in found["tensors"]:
             assert line.startswith(f"{REFUSED} a model that can't be cut")
             assert f"a stage hands on {COPIES} tensors" in line
@@ -174,7 +171,7 @@ def test_what_one_stage_finds_is_said_on_all(ranks):
 
 
 def test_after_an_error_in_a_step_an_engine_says_so(ranks):
-    first, last = (rank["break down"] for rank in ranks)
+    first, last = (found for *_, found in ranks)
     assert first["good"] == last["good"] == [""]
     assert last["bad"] == ["KeyError: 'a bug in the layer'"]
     assert first["bad"][0].startswith("PipelineStalled: rank 0 (stage 0) waited")
@@ -183,7 +180,7 @@ def test_after_an_error_in_a_step_an_engine_says_so(ranks):
 
 
 def test_engine_and_grid_agree_on_what_is_deferred(ranks):
-    for found in (rank["autocast"] for rank in ranks):
+    for _, found, *_ in ranks:
         assert found["plain"] == (True, MICRO_BATCHES, MICRO_BATCHES, True)
         assert found["autocast"] == (False, 0, 0, True)
         text = 'token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast'

@@ -1,4 +1,4 @@
-"""What a step's line says, that it is printed at DeepSpeed's default log level, and that a trial run has no dropout at all."""
+"""What a run says, of a step and of a checkpoint that it goes on from; and how micro-batches are loaded."""
 
 from __future__ import annotations
 
@@ -9,36 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ds_terapipe.config import parse
+from ds_terapipe.optim.schedules.lr_schedules import LambWarmup
 from ds_terapipe.pipeline.batch import StepBatch, read_step
-from ds_terapipe.pipeline.inspection.verify import undisturbed
-from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.recording import records
 from ds_terapipe.pipeline.recording.records import Records
 from ds_terapipe.pipeline.recording.report import StepReport, emit
+from ds_terapipe.pipeline.resuming import resuming
 from ds_terapipe.pipeline.slicing import as_tuple, spans
 from ds_terapipe.pipeline.transport.stream import Loader
-
-
-@torch.jit.script
-def scripted(x: Tensor, residual: Tensor, p: float) -> Tensor:
-    """Dropout and add in TorchScript, as Megatron fuses them."""
-    return residual + torch.nn.functional.dropout(x, p=p, training=True)
-
-
-@pytest.mark.parametrize("trained_before", [False, True])
-def test_trial_runs_have_no_dropout_in_scripts(trained_before: bool) -> None:
-    x, residual = torch.ones(1000), torch.zeros(1000)
-    for _ in range(3 if trained_before else 0):  # then the script runs its differentiated form
-        scripted(x.requires_grad_(), residual, 0.5).sum().backward()
-    with undisturbed(nn.Dropout(), SliceContext()):
-        for _ in range(3):
-            assert torch.equal(scripted(x, residual, 0.5), torch.ones(1000))
-            assert torch.equal(torch.dropout(x, 0.5, True), torch.ones(1000))
-    assert 300 < int((scripted(x, residual, 0.5) == 0).sum()) < 700
-    assert 300 < int((torch.dropout(x, 0.5, True) == 0).sum()) < 700
 
 
 def step_of(slices: Any, pulled: Any, load: Any = None, labels: bool = False) -> Any:
@@ -121,3 +102,70 @@ def test_the_line_is_printed_below_the_log_level(capfd: pytest.CaptureFixture[st
     assert not logging.getLogger("DeepSpeed").isEnabledFor(logging.INFO)
     emit("step 1: loss 2.5")
     assert "step 1: loss 2.5\n" in capfd.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------- a training is resumed
+
+SAVED = {"lr": 0.25, "initial_lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+OTHERS = "betas [0.9, 0.95], not [0.9, 0.99]; {}weight_decay 0.1, not 0.3"
+WARMUP = {"batch_size": 8, "reference_lr": 0.4, "reference_batch_size": 8, "total_steps": 4, "warmup_steps": 2}
+
+
+def torchs(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def ours(optimizer: Any) -> Any:
+    return LambWarmup(optimizer, **WARMUP, decay_from="peak")
+
+
+def resumed(scheduler: Any, saved: dict[str, Any], steps: int = 3, **more: Any) -> Any:
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=2.0, betas=(0.9, 0.99), weight_decay=0.3)
+    engine = SimpleNamespace(
+        basic_optimizer=optimizer, lr_scheduler=scheduler and scheduler(optimizer), global_steps=0, global_samples=24,
+        global_rank=0, training_dataloader=None, continues_data=False,
+    )  # fmt: skip
+    vars(engine).update(more)
+
+    @resuming
+    def inner(engine: Any) -> str:
+        optimizer.param_groups[0].update(saved)
+        engine.global_steps = steps
+        return "found"
+
+    assert resuming(lambda engine: inner(engine))(engine) == "found"
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "settings"),
+    [
+        (None, OTHERS.format("lr 0.25, not 2.0; ")),
+        (torchs, OTHERS.format("lr 0.5, not 2.0; ")),
+        (ours, OTHERS.format("") + "; the LR is that of LambWarmup as configured now"),
+    ],
+)
+def test_settings_that_are_not_those_of_the_configuration_are_one_line(caplog, scheduler, settings):
+    engine = resumed(scheduler, SAVED)
+    said = "load_checkpoint: the settings of the checkpoint's optimizer count, not those of this engine's: "
+    assert caplog.messages == [said + settings]
+    if scheduler is ours:  # from the next step on, whatever the checkpoint's was
+        assert engine.basic_optimizer.param_groups[0]["lr"] == engine.lr_scheduler.get_lr()[0]
+
+
+def test_other_ranks_weights_alone_and_the_same_settings_are_no_line(caplog):
+    for more in ({"global_rank": 1}, {"steps": 0}, {"saved": {}}):
+        resumed(None, **{"saved": SAVED, **more})
+    assert caplog.messages == []
+
+
+def test_training_data_that_begins_again_is_one_line(caplog):
+    caplog.set_level(logging.WARNING)
+    resumed(None, {}, training_dataloader=[])
+    (line,) = caplog.messages
+    said = "load_checkpoint: training_data begins at its first sample again, as in DeepSpeed, not behind the 24 "
+    assert line.startswith(said)
+    caplog.clear()
+    resumed(None, {}, training_dataloader=[], continues_data=True)
+    resumed(lambda optimizer: SimpleNamespace(seek=None), {}, training_dataloader=[])  # MixedBatch goes on by itself
+    assert caplog.messages == []

@@ -23,20 +23,11 @@ REFUSED: list[tuple[tuple[Any, ...], tuple[Any, ...], str]] = [
     ((4,), (2,), "slices: got 2 on rank 1 and 4 on rank 0, must be the same on all, use"),
     ((4, "1f1b"), (4, "terapipe"), 'schedule: got "terapipe" on rank 1 and "1f1b" on rank 0, must be the same on all'),
 ]
+STAYS = "got an assignment, must stay as it"
 # object, attribute, value, the message
 ASSIGNED: list[tuple[str, str, Any, str]] = [
-    (
-        "engine",
-        "token_pipeline",
-        {},
-        "engine.token_pipeline: got an assignment, must stay as it is, use engine.set_slices(",
-    ),
-    (
-        "block",
-        "slices",
-        2,
-        "token_pipeline.slices: got an assignment, must stay as it was read, use engine.set_slices(...)",
-    ),
+    ("engine", "token_pipeline", {}, f"engine.token_pipeline: {STAYS} is, use engine.set_slices("),
+    ("block", "slices", 2, f"token_pipeline.slices: {STAYS} was read, use engine.set_slices(...)"),
     ("block", "timeout_s", 5.0, "token_pipeline.timeout_s: got an assignment, "),
 ]
 

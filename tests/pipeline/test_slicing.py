@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, check_outputs, probe_spans
 from ds_terapipe.pipeline.slicing import (
     WHOLE,
     Span,
@@ -119,11 +122,7 @@ def test_what_is_ambiguous_names_cut_and_the_tensor(tensors):
 
 def test_an_explicit_cut_settles_it():
     features = torch.zeros(B, S, S)
-    for given_cut, second in [
-        ([1, 1], ROW),
-        ([1, [1, 2]], TensorCut(1, 2)),
-        ([1, 2], TensorCut(row=2)),
-    ]:
+    for given_cut, second in [([1, 1], ROW), ([1, [1, 2]], TensorCut(1, 2)), ([1, 2], TensorCut(row=2))]:
         assert plan_cuts((TOKENS, features), given_cut, "inputs") == (S, (ROW, second))
     assert plan_cuts((TOKENS, features), [None, 2], "inputs") == (S, (WHOLE, TensorCut(row=2)))
     assert plan_cuts((features[..., :7],), [2], "labels") == (7, (TensorCut(row=2),))
@@ -176,3 +175,81 @@ def test_a_layer_that_writes_into_its_slice_changes_no_other(lengths):
         for part in part_of(values, cuts, span):
             part.zero_()
     assert all(torch.equal(value, was) for value, was in zip(values, before, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------- between layers
+
+SHORT, LONGER = LEAST_TOKENS, 100  # sequences that are looked at in slices of two tokens and one, and of two and three
+
+
+def probe(make: Callable[[int, int], Any], layout: str = "auto", total: int = LONGER) -> tuple[TensorCut, ...]:
+    """The cuts of a boundary whose tensors are ``make(tokens of the slice, tokens so far)``."""
+    recorder = SequenceProbe(layout, first_layer=3)
+    for span in probe_spans(total):
+        recorder.begin_slice(span)
+        recorder.record(make(span.length, span.stop))
+        recorder.record(torch.zeros(4, span.length))
+    (cuts,) = recorder.result().layers
+    return cuts
+
+
+BSH, SBH = TensorCut(row=1), TensorCut(row=0)
+
+
+@pytest.mark.parametrize("total", [SHORT, 4, 5, LONGER])
+@pytest.mark.parametrize(
+    ("make", "cuts"),
+    [
+        (lambda s, c: torch.zeros(4, s, 7), (BSH,)),
+        (lambda s, c: torch.zeros(s, 4, 7), (SBH,)),
+        (lambda s, c: torch.zeros(4, s), (BSH,)),
+        # a batch as large as a slice, or as both
+        *((lambda s, c, b=b: torch.zeros(b, s, 7), (BSH,)) for b in (1, 2, 3, 5)),
+        *((lambda s, c, b=b: torch.zeros(s, b, 8 - b), (SBH,)) for b in (1, 2, 3, 5)),
+        (lambda s, c: torch.zeros(4, 4, s, 7), (TensorCut(row=2),)),
+        (lambda s, c: (torch.zeros(4, s, 7), torch.zeros(4, s).long()), (BSH, BSH)),
+        (lambda s, c: (torch.zeros(s, 4, 7), torch.zeros(4, 1, s, c).bool()), (SBH, TensorCut(row=2, column=3))),
+        (lambda s, c: (torch.zeros(s, 4, 7), torch.zeros(4, 1, 1, c)), (SBH, TensorCut(column=3))),
+        (lambda s, c: (torch.zeros(4, s, 7), torch.zeros(4, 7), torch.zeros(())), (BSH, TensorCut(), TensorCut())),
+    ],
+)
+def test_two_slice_lengths_tell_the_sequence(make, cuts, total):
+    assert probe(make, total=total) == cuts
+    first, second = probe_spans(total)  # begins with several tokens and stays in the sequence
+    assert (first.start, first.stop, second.start) == (0, 2, 2) and second.stop <= total
+    assert second.length == (3 if total >= 5 else 1)
+
+
+@pytest.mark.parametrize("layout", ["auto", "bsh", "sbh"])
+def test_a_layout_settles_ties_alone(layout):
+    # a Megatron model is [b, s, h] behind its embedding and [s, b, h] from there on
+    assert probe(lambda s, c: torch.zeros(4, s, 7), layout) == (BSH,)
+    assert probe(lambda s, c: torch.zeros(s, 4, 7), layout) == (SBH,)
+    if layout == "auto":
+        says = r'layout: got "auto", but the input of layer 3 grows .* dimensions \[0, 1\]'
+        with pytest.raises(ConfigError, match=says):
+            probe(lambda s, c: torch.zeros(s, s, 7))
+    else:
+        assert probe(lambda s, c: torch.zeros(s, s, 7), layout) == ((BSH,) if layout == "bsh" else (SBH,))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda s, c: torch.zeros(4, 2 * s, 7), r"has shape \[4, 4, 7\] for a slice of 2 tokens and \[4, 6, 7\]"),
+        (lambda s, c: torch.zeros(4, c - s, 7), r"has shape \[4, 0, 7\] for a slice of 2 tokens and \[4, 2, 7\]"),
+        (lambda s, c: torch.zeros(4, *([s] if s > 2 else []), 7), "has 2 dimensions for a slice of 2 tokens and 3 for"),
+        (lambda s, c: tuple(torch.zeros(4, s) for _ in range(s)), "is 2 tensors for one slice and 3 for the next"),
+        (lambda s, c: {"hidden": torch.zeros(4, s)}, "layer 3 gets dict, not tensors|can't be cut"),
+    ],
+)
+def test_what_follows_no_slice_is_a_model_that_cannot_be_cut(make, message):
+    with pytest.raises(ConfigError, match=message):
+        probe(make)
+
+
+def test_outputs_must_follow_the_tokens():
+    check_outputs((BSH, TensorCut()))
+    for cuts in ((), (TensorCut(),), (BSH, TensorCut(row=2, column=3))):
+        with pytest.raises(ConfigError, match="outputs do not follow the tokens"):
+            check_outputs(cuts)

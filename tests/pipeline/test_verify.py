@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import re
+from functools import partial
 from unittest import mock
 
 import numpy
@@ -17,12 +18,12 @@ from torch import nn
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.inspection import first_batch
-from ds_terapipe.pipeline.inspection.verify import TOLERANCE, _corresponding, undisturbed, verify_stage
+from ds_terapipe.pipeline.inspection.verify import TOLERANCE, undisturbed, verify_stage
 from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.interception import Overrides
-from ds_terapipe.pipeline.slicing import Span, TensorCut, spans
-from tests.pipeline.attention_layers import Attention, EncoderLayer
+from ds_terapipe.pipeline.slicing import TensorCut, spans
+from tests.pipeline.attention_layers import Attention, EncoderLayer, MultiheadAttention, attend, causal_mask, way
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, mean_loss, micro_batch
 from tests.pipeline.training import build_engine
 from tests.spawn import launched
@@ -37,11 +38,13 @@ class CountedPositions(Embedding):
         return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
 
 
-class HandWritten(Attention):
-    def mix(self, q, k, v):
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+def hand_written(q, k, v):
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
+HandWritten = way(hand_written)
 
 
 class HandWrittenIn16Bits(HandWritten):
@@ -50,20 +53,9 @@ class HandWrittenIn16Bits(HandWritten):
             return super().forward(hidden).float()
 
 
-class Rotary(Attention):
-    def mix(self, q, k, v):
-        angles = torch.outer(torch.arange(q.shape[2]), 1 / torch.arange(1, q.shape[3] // 2 + 1))
-        q, k = (x * torch.cat([angles, angles], -1).cos() for x in (q, k))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-class Table(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(1, 48, HIDDEN))
-
-    def forward(self, hidden):
-        return hidden + self.table[:, : hidden.shape[1]]
+def rotary(q, k, v):
+    angles = torch.outer(torch.arange(q.shape[2]), 1 / torch.arange(1, q.shape[3] // 2 + 1))
+    return attend(*(x * torch.cat([angles, angles], -1).cos() for x in (q, k)), v)
 
 
 class HandWrittenBehindZeros(HandWritten):
@@ -74,56 +66,48 @@ class HandWrittenBehindZeros(HandWritten):
         nn.init.zeros_(self.out.weight)
 
 
-class NeedsWeights(nn.Module):
+class NeedsWeights(MultiheadAttention):
     """``nn.MultiheadAttention`` that returns its weights computes them by hand."""
 
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(HIDDEN, 4, batch_first=True)
-
     def forward(self, hidden):
-        mask = nn.Transformer.generate_square_subsequent_mask(hidden.shape[1])
-        return hidden + self.attention(hidden, hidden, hidden, attn_mask=mask, is_causal=True)[0]
+        return hidden + self.attention(hidden, hidden, hidden, attn_mask=causal_mask(hidden), is_causal=True)[0]
 
 
-class Bert(nn.TransformerEncoderLayer):
-    def __init__(self):
-        super().__init__(HIDDEN, 4, 2 * HIDDEN, dropout=0.0, batch_first=True)
+class Bert(EncoderLayer):
+    def forward(self, hidden):
+        return nn.TransformerEncoderLayer.forward(self, hidden)
 
 
 def masked(make):
     """Attention with an explicit mask [.., rows, columns] made of q and k."""
-
-    def mix(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=make(q, k).bool())
-
-    return type("Masked", (Attention,), {"mix": mix})
+    return way(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=make(q, k).bool()))
 
 
 SquareMask = masked(lambda q, k: torch.ones(48, 48).tril()[: q.shape[2], : q.shape[2]])
-# bidirectional, hides nothing
-BertWithMask = masked(lambda q, k: torch.ones(q.shape[2], 24)[:, : k.shape[2]])
-# bidirectional over all tokens but the padded ones
-PaddingMask = masked(lambda q, k: torch.ones(q.shape[0], 1, 1, 24))
 # of all tokens, as Megatron-DeepSpeed keeps it, which attention of fewer of them does not fit
 WholeMask = masked(lambda q, k: torch.ones(24, 24).tril())
 
 
-class Convolution(nn.Module):
-    """Causal, over four tokens."""
+def layer(forward, **parts):
+    """A layer of a forward function of it and hidden states, and of parts that it makes."""
 
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(HIDDEN, HIDDEN, 4)
+    def make(self):
+        nn.Module.__init__(self)
+        for name, part in parts.items():
+            setattr(self, name, part())
 
-    def forward(self, hidden):
-        return hidden + self.conv(F.pad(hidden.transpose(1, 2), (3, 0))).transpose(1, 2)
-
-
-def layer(forward):
-    return type("Layer", (nn.Module,), {"forward": forward})
+    return type("Layer", (nn.Module,), {"__init__": make, "forward": forward})
 
 
+Table = layer(
+    lambda self, hidden: hidden + self.table[:, : hidden.shape[1]],
+    table=lambda: nn.Parameter(torch.randn(1, 48, HIDDEN)),
+)
+# causal, over four tokens
+Convolution = layer(
+    lambda self, hidden: hidden + self.conv(F.pad(hidden.transpose(1, 2), (3, 0))).transpose(1, 2),
+    conv=lambda: nn.Conv1d(HIDDEN, HIDDEN, 4),
+)
 MeanOverTokens = layer(lambda self, hidden: hidden + hidden.mean(1, keepdim=True))
 # mixes tokens, but none of the first twelve
 LateMean = layer(lambda self, hidden: hidden + hidden.mean(1, keepdim=True) * (hidden.shape[1] > 12))
@@ -148,7 +132,7 @@ CHANGED = {
         with_middle(Block, CountedPositions),
         rf"layer 0 \(\w+\), module 0\.positions,{FROM_0} .*arange.*{START}",
     ),
-    "rotary": (with_middle(Rotary), rf"{INPUT}{FROM_0} \(angles = .*{START}"),
+    "rotary": (with_middle(way(rotary)), rf"{INPUT}{FROM_0} \(angles = .*{START}"),
     "table": (with_middle(Table), rf"{OUTPUT}(, module 3,)? differs{FROM_0} .*table\[.*{START}"),
     "square mask": (
         with_middle(SquareMask),
@@ -159,8 +143,11 @@ CHANGED = {
     "behind zeros": (with_middle(HandWrittenBehindZeros), INPUT),
     "needs weights": (with_middle(NeedsWeights), r"layer 3 \(\w+\), module 3\.attention,"),
     "bert": (with_middle(Bert), r"attention that is not causal \(layer 3"),
-    "bert with a mask": (with_middle(BertWithMask), r"an attention mask of 3 x 3 for tokens 2 to 5 of 24 \(layer 3"),
-    "padding mask": (with_middle(PaddingMask), INPUT),
+    "bert with a mask": (
+        with_middle(masked(lambda q, k: torch.ones(q.shape[2], 24)[:, : k.shape[2]])),
+        r"an attention mask of 3 x 3 for tokens 2 to 5 of 24 \(layer 3",
+    ),
+    "padding mask": (with_middle(masked(lambda q, k: torch.ones(q.shape[0], 1, 1, 24))), INPUT),
     "convolution": (with_middle(Convolution), OUTPUT + r", module 3\.conv,"),
     "mean": (with_middle(MeanOverTokens), OUTPUT + "(, module 3,)? differs"),
     "pooling": (with_middle(Block, head=Pooled), r"outputs do not follow the tokens"),
@@ -355,73 +342,47 @@ def test_good_models_pass_in_every_dtype(dtype, context):
     look(context, layers, STEPS[0][0][0])
 
 
-class Changing(nn.Module):
-    """Computes something else of fewer than all tokens."""
-
-    def __init__(self, total, change):
-        super().__init__()
-        self.total, self.change, self.norm = total, change, nn.LayerNorm(HIDDEN)
-
-    def forward(self, hidden):
-        return hidden if hidden.shape[1] == self.total else self.change(self, hidden)
+def changing(total, change):
+    """A layer that computes something else of fewer than all tokens."""
+    return layer(lambda self, hidden: hidden if hidden.shape[1] == total else change(hidden))()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_threshold_of_each_dtype_is_between_rounding_and_a_change(dtype, context):
     hidden = torch.randn(2, 24, HIDDEN, dtype=torch.float64).to(dtype)
-    look(context, [Changing(24, lambda _, x: x * (1 + TOLERANCE[dtype] / 4))], hidden)
+    look(context, [changing(24, lambda x: x * (1 + TOLERANCE[dtype] / 4))], hidden)
     said = r"the output of layer 4 \(\w+\), module 0, differs by \d\.\de-\d+ between slice and whole"
     with pytest.raises(ConfigError, match=said):
-        look(context, [Changing(24, lambda _, x: x * (1 + TOLERANCE[dtype] * 4))], hidden)
+        look(context, [changing(24, lambda x: x * (1 + TOLERANCE[dtype] * 4))], hidden)
 
 
 def test_one_wrong_token_of_many_is_found(context):
-    def third(_, tokens):
+    def third(tokens):
         return tokens + (torch.arange(tokens.shape[1]) == 3) * (tokens.shape[1] == 4)
 
     with pytest.raises(ConfigError, match=r"differs by 1\.0e\+00 .* \(tokens 60 to 64\)"):
-        look(context, [Changing(64, third)], torch.zeros(1, 64).long(), (60, 4))
+        look(context, [changing(64, third)], torch.zeros(1, 64).long(), (60, 4))
 
 
 def test_other_modules_for_a_slice_than_for_all_are_found(context):
-    skips = Changing(24, lambda layer, x: layer.norm(x) if x.shape[1] < 5 else x)
+    norm = nn.LayerNorm(HIDDEN)
+    skips = changing(24, lambda x: norm(x) if x.shape[1] < 5 else x)
+    skips.norm = norm
     said = r"layer 4 \(\w+\) calls other modules for tokens 7 to 9 than for the whole sequence"
     with pytest.raises(ConfigError, match=said):
         look(context, [skips], torch.randn(2, 24, HIDDEN))
 
 
-class SequenceFirst(nn.Module):
+def sequence_first(self, hidden):
     """[s, b, h] outside, an embedding-like module in [b, s, h] and one in [b * s, h] inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.batch_first, self.flat = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden):
-        inner = self.batch_first(hidden.transpose(0, 1))
-        return self.flat(inner.reshape(-1, HIDDEN)).view_as(inner).transpose(0, 1)
+    inner = self.batch_first(hidden.transpose(0, 1))
+    return self.flat(inner.reshape(-1, HIDDEN)).view_as(inner).transpose(0, 1)
 
 
 def test_sequence_first_layers_around_batch_first_modules_pass(context):
-    hidden, layer = torch.randn(24, 2, HIDDEN), SequenceFirst()
-    look(context, [layer], hidden, row=0)
-    layer.batch_first.register_forward_hook(lambda module, args, out: out * out.shape[1])
+    linear = partial(nn.Linear, HIDDEN, HIDDEN)
+    hidden, mixed = torch.randn(24, 2, HIDDEN), layer(sequence_first, batch_first=linear, flat=linear)()
+    look(context, [mixed], hidden, row=0)
+    mixed.batch_first.register_forward_hook(lambda module, args, out: out * out.shape[1])
     with pytest.raises(ConfigError, match=r"layer 4 \(\w+\), module (0\.)?batch_first,"):
-        look(context, [layer], hidden, row=0)
-
-
-@pytest.mark.parametrize("order", ["b s h", "s b h", "b h s", "bs h", "sb h", "b a s c", "h"])
-def test_the_part_that_a_slice_must_be_is_found_in_any_layout(order):
-    b, span, names = 3, Span(4, 9, 12), order.split()
-    sizes = {"b": b, "s": 12, "c": 12, "h": 12, "a": 2, "bs": 36, "sb": 36}
-    part = whole = torch.rand([sizes[name] for name in names])
-    for d, name in enumerate(names):
-        if name in "sc":
-            part = part.narrow(d, 4 if name == "s" else 0, 5 if name == "s" else 9)
-        elif name in ("bs", "sb"):
-            shape, inner = ((b, 12), d + 1) if name == "bs" else ((12, b), d)
-            part = part.unflatten(d, shape).narrow(inner, 4, 5).flatten(d, d + 1)
-    candidates = [piece for piece, _ in _corresponding(whole, part, span, b)]
-    assert any(torch.equal(piece, part) for piece in candidates) and len(candidates) <= 2
-    for other in (torch.rand(3, 6), torch.rand(3, 5, 1), torch.rand(3, 5).double()):
-        assert not list(_corresponding(torch.rand(3, 12), other, span, 3))
+        look(context, [mixed], hidden, row=0)

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.transport import board, processes
@@ -154,14 +152,6 @@ def fails(error: BaseException) -> Message:
 
 
 CLOSED = RuntimeError("[/src/gloo/tcp/pair.cc:553] Connection closed by peer [::1]:7. This is typically caused by what")
-
-
-@given(
-    st.floats(0, 2e9), st.integers(0, 9), st.integers(0, 999), st.text(alphabet="ab 1:.", max_size=20), st.booleans()
-)
-def test_a_position_survives_its_text(written, step, action, note, ended):
-    position = Position(round(written, 3), step, action, note, ended)
-    assert Position.from_text(position.to_text()) == position
 
 
 def test_time_waited_is_counted_once_and_from_zero_with_a_step(watchdog, clock):

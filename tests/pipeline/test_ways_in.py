@@ -16,40 +16,36 @@ from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext
 from ds_terapipe.pipeline.operators.interception import Overrides
 from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
-from tests.pipeline.attention_layers import WAYS, Attention, TwoCheckpoints
+from tests.pipeline.attention_layers import WAYS, Attention, attend, way
 from tests.pipeline.models import HIDDEN, Embedding, Head, Plain, mean_loss, micro_batch
 from tests.pipeline.training import build_engine, train, train_plain, worst
 from tests.spawn import launched
 
 SLICES = {"slices": [7, 2, 9, 1, 5]}
-STEPS = [[micro_batch(10 * step + m, masked=False) for m in range(2)] for step in range(3)]
-TOLERANCE = 1e-10
+STEPS = [[micro_batch(10 * step + m, masked=False) for m in range(2)] for step in range(2)]
 
 
-def specs(layer: type, count: int = 2) -> list[LayerSpec]:
-    """A model of ``count`` such layers."""
-    return [LayerSpec(Embedding), *(LayerSpec(layer) for _ in range(count)), LayerSpec(Head)]
+def specs(layer: type) -> list[LayerSpec]:
+    return [LayerSpec(kind) for kind in (Embedding, layer, layer, Head)]
 
 
-def plain_evaluation(weights: dict[str, torch.Tensor], layer: type) -> float:
-    model = Plain(specs(layer)).double().eval()
-    model.load_state_dict(weights)
-    with torch.no_grad():
-        return sum(float(mean_loss(model(x), y)) for x, y in STEPS[0]) / 2
-
-
-def one_way(rank: int, world_size: int) -> dict[str, dict[str, float]]:
+def every_way() -> dict[str, dict[str, float]]:
     """For each way: by how much losses, gradients, weights and the evaluation differ from one process, unsliced."""
     result = {}
-    for name, layer in WAYS.items():
-        model, dtype = specs(layer), torch.float64
-        engine = build_engine(model, mean_loss, token_pipeline=SLICES, stages=1, dtype=dtype)
+    for name, (layer, options) in WAYS.items():
+        how = {"stages": 1, "dtype": torch.float64, **options}
+        engine = build_engine(specs(layer), mean_loss, token_pipeline=SLICES, **how)
         got = train(engine, STEPS)
-        expected = train_plain(model, mean_loss, STEPS, partial(torch.optim.SGD, lr=0.2), dtype=dtype)
+        sgd = partial(torch.optim.SGD, lr=0.2)
+        expected = train_plain(specs(layer), mean_loss, STEPS, sgd, dtype=torch.float64)
         loss = float(engine.eval_batch(iter(STEPS[0])))
         with torch.inference_mode():
             inference = float(engine.eval_batch(iter(STEPS[0])))
-        evaluated = plain_evaluation(expected.weights, layer)
+        engine.destroy()
+        model = Plain(specs(layer)).double().eval()
+        model.load_state_dict(expected.weights)
+        with torch.no_grad():
+            evaluated = sum(float(mean_loss(model(x), y)) for x, y in STEPS[0]) / 2
         result[name] = {
             "losses": max(abs(a / b - 1) for a, b in zip(got.losses, expected.losses, strict=True)),
             "gradients": max(worst(a, b) for a, b in zip(got.gradients, expected.gradients, strict=True)),
@@ -57,53 +53,10 @@ def one_way(rank: int, world_size: int) -> dict[str, dict[str, float]]:
             "evaluation": abs(loss / evaluated - 1) / 1e4,  # DeepSpeed reduces evaluation losses in fp32
             "inference": abs(inference / evaluated - 1) / 1e4,
         }
-        engine.destroy()
     return result
 
 
-all_ways = launched(one_way, 1)
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_trains_and_evaluates_as_the_whole_sequence(name, all_ways):
-    assert max(all_ways[0][name].values()) <= TOLERANCE, all_ways[0][name]
-
-
-# layer, interval, reentrant
-CHECKPOINTED = [(Attention, 1, True), (Attention, 2, False), (TwoCheckpoints, 1, False), (TwoCheckpoints, 2, True)]
-
-
-def checkpointed(rank: int, world_size: int) -> list[tuple[float, float, float]]:
-    """Losses, weights and evaluation with DeepSpeed's own activation checkpointing, against its own engine's."""
-    result = []
-    for layer, interval, reentrant in CHECKPOINTED:
-        # a reentrant checkpoint of the embedding would cut it off: its inputs are whole numbers
-        module = {
-            "activation_checkpoint_interval": interval,
-            "checkpointable_layers": [layer.__name__, "Head"] if reentrant else None,
-        }
-        options = {"config": {"pipeline": {"use_reentrant": reentrant}}, "module": module, "dtype": torch.float64}
-        traces, evaluations = [], []
-        for block in (SLICES, None):
-            engine = build_engine(specs(layer, 3), mean_loss, token_pipeline=block, stages=1, **options)
-            traces.append(train(engine, STEPS[:2]))
-            evaluations.append(float(engine.eval_batch(iter(STEPS[2]))))
-            engine.destroy()
-        ours, theirs = traces
-        losses = max(abs(a / b - 1) for a, b in zip(ours.losses, theirs.losses, strict=True))
-        result.append((losses, worst(ours.weights, theirs.weights), abs(evaluations[0] / evaluations[1] - 1)))
-    return result
-
-
-all_checkpointed = launched(checkpointed, 1)
-
-
-def test_deepspeeds_activation_checkpointing(all_checkpointed):
-    for case, (losses, weights, evaluation) in zip(CHECKPOINTED, all_checkpointed[0], strict=True):
-        assert losses <= TOLERANCE and weights <= TOLERANCE and evaluation <= 1e-6, (case, losses, weights, evaluation)
-
-
-def refused(rank: int, world_size: int) -> dict[str, str]:
+def refused() -> dict[str, str]:
     """The errors of the first batch, or of the construction, for models that can't be placed."""
     said = {}
 
@@ -119,45 +72,40 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
     def attention_first(module, inputs):
         x = torch.ones(2, 4, inputs[0][0].shape[1], 8)
-        sdpa(x, x, x, is_causal=True)
+        attend(x, x, x)
 
-    compiled = Attention()
+    compiled, inside = Attention(), way(torch.compile(attend, backend="aot_eager", dynamic=True))
     compiled.compile()
     attempt("compile()", [LayerSpec(Embedding), compiled, LayerSpec(Head)])
     attempt("OptimizedModule", [LayerSpec(Embedding), torch.compile(Attention()), LayerSpec(Head)])
     for length in (1, 9, 11):  # graphs for any length are there before the engine is
-        warm = partial(CompiledInside(), torch.randn(2, length, HIDDEN))
+        warm = partial(inside(), torch.randn(2, length, HIDDEN))
         warm().sum().backward()
         with torch.no_grad():
             warm()
-    attempt("compiled function", specs(CompiledInside), slices={"slices": [7, 3, 9, 5]})
+    attempt("compiled function", specs(inside), slices={"slices": [7, 3, 9, 5]})
     attempt("outside the layers", specs(Attention), hook=attention_first)
-    attempt("not causal", specs(Bidirectional))
+    attempt("not causal", specs(way(sdpa)))
     reentrant = {"config": {"pipeline": {"use_reentrant": True}}, "module": {"activation_checkpoint_interval": 1}}
     attempt("reentrant", specs(Attention), **reentrant)
     return said
 
 
-@torch.compile(backend="aot_eager", dynamic=True)
-def compiled_attention(q, k, v):
-    return sdpa(q, k, v, is_causal=True)
+def work(rank: int, world_size: int):
+    return every_way(), refused()
 
 
-class CompiledInside(Attention):
-    def mix(self, q, k, v):
-        return compiled_attention(q, k, v)
+alone = launched(work, 1)
 
 
-class Bidirectional(Attention):
-    def mix(self, q, k, v):
-        return sdpa(q, k, v)
+@pytest.mark.parametrize("name", WAYS)
+def test_trains_and_evaluates_as_the_whole_sequence(name, alone):
+    ((ways, _),) = alone
+    assert max(ways[name].values()) <= 1e-10, ways[name]
 
 
-all_refused = launched(refused, 1)
-
-
-def test_what_cannot_be_placed_is_refused_before_the_first_step(all_refused):
-    (said,) = all_refused
+def test_what_cannot_be_placed_is_refused_before_the_first_step(alone):
+    ((_, said),) = alone
     assert "compiled" in said["compile()"] and "compiled" in said["OptimizedModule"]
     assert "attention is compiled by torch.compile (layer 1 (" in said["compiled function"]
     assert "), micro-batch 0, tokens 0 to" in said["compiled function"]
@@ -179,28 +127,19 @@ def rows(length: int, seed: int = 0, **options) -> list[torch.Tensor]:
     return [torch.randn(1, 2, length, 8, generator=random).requires_grad_(**options) for _ in range(3)]
 
 
-def run(context: SliceContext, span: Span, *calls, layer: int | None = 5) -> list[torch.Tensor]:
+def run(context: SliceContext, span: Span, *calls) -> list[torch.Tensor]:
     with context.forward(Unit(3, 0), span):
-        if layer is not None:
-            context.enter_layer(layer)
+        context.enter_layer(5)
         return [call() for call in calls]
 
 
-def calls_of(context, span, *calls, **options):
+def calls_of(context, span, *calls):
     """Run a slice of a layer that makes these calls, each with queries, keys and values of its own."""
-    return run(context, span, *(partial(call, *rows(span.length)) for call in calls), **options)
-
-
-def attend(q, k, v, **options):
-    return sdpa(q, k, v, is_causal=True, **options)
+    return run(context, span, *(partial(call, *rows(span.length)) for call in calls))
 
 
 def narrow(q, k, v):
     return attend(q[..., :4], k[..., :4], v[..., :4])
-
-
-def crossed(q, k, v):
-    return attend(q[:, :, :2], k, v)
 
 
 def fewer_keys(q, k, v):  # without enable_gqa, an error in torch, too
@@ -212,7 +151,7 @@ MISPLACED = [
     ([attend], [attend] * 2, "layer 5: attention call 1 of micro-batch 3 has no keys for tokens 0 to 4"),
     ([attend] * 2, [attend], r"layer 5: its attention call 1 is made for some slices .*\(tokens 4 to 8\)"),
     ([attend], [narrow], "not with these shapes"),
-    ([], [crossed], "of 2 queries over 4 keys in a slice of 4 tokens"),
+    ([], [lambda q, k, v: attend(q[:, :, :2], k, v)], "of 2 queries over 4 keys in a slice of 4 tokens"),
     ([], [fewer_keys], "enable_gqa"),
 ]
 
@@ -225,14 +164,9 @@ def test_a_call_that_cannot_be_placed_is_an_error(context, before, calls, text):
         calls_of(context, Span(4, 8, 8) if before else Span(0, 4, 8), *calls)
 
 
-def test_attention_outside_the_layers_is_an_error(context):
-    with pytest.raises(PlacementError, match="outside the layers"):
-        calls_of(context, Span(0, 4, 8), attend, layer=None)
-
-
-def without_flag(q, k, v, mask=None):
-    """Hugging Face's call: ``is_causal`` for several queries only, and with a mask not at all."""
-    return sdpa(q, k, v, attn_mask=mask, is_causal=q.shape[-2] > 1 and mask is None)
+def without_flag(q, k, v):
+    """Hugging Face's call: ``is_causal`` for several queries only."""
+    return sdpa(q, k, v, is_causal=q.shape[-2] > 1)
 
 
 def look_at(context, *calls):
@@ -267,12 +201,8 @@ def test_one_token_needs_no_flag_where_more_tokens_have_it(context, lengths, che
         torch.testing.assert_close(torch.cat([part[index].grad for part in parts], 2), tensor.grad)
 
 
-def with_mask(q, k, v):
-    return without_flag(q, k, v, torch.ones(q.shape[-2], 8, dtype=torch.bool))
-
-
-def with_mask_and_flag(q, k, v):
-    return attend(q, k, v, attn_mask=torch.ones(q.shape[-2], 8, dtype=torch.bool))
+def with_mask(q, k, v, flag=False):
+    return sdpa(q, k, v, attn_mask=torch.ones(q.shape[-2], 8, dtype=torch.bool), is_causal=flag)
 
 
 # the calls of a layer; one more, of one token, without a mask or flag, comes behind the first of them
@@ -282,7 +212,7 @@ NEVER_CAUSAL = {
     "a masked call": (without_flag, with_mask),
     "a call of other heads": (without_flag, lambda q, k, v: without_flag(q[:, :1], k[:, :1], v[:, :1])),
     "a call of heads of another size": (without_flag, lambda q, k, v: without_flag(q, k, v[..., :4])),
-} | ({"a mask beside the flag": (without_flag, with_mask_and_flag)} if torch.__version__ >= "2.13" else {})
+} | ({"a mask beside the flag": (without_flag, partial(with_mask, flag=True))} if torch.__version__ >= "2.13" else {})
 
 
 @pytest.mark.parametrize("name", NEVER_CAUSAL)
@@ -294,11 +224,6 @@ def test_one_token_without_a_flag_is_refused_where_more_tokens_did_not_have_it(c
         calls_of(context, span, *calls)
     with pytest.raises(ConfigError, match=r"attention that is not causal \(layer 5, micro-batch 3, tokens"):
         calls_of(context, Span(0, 1, 8) if first else Span(7, 8, 8), *calls[:1], sdpa)
-
-
-def test_bidirectional_attention_is_refused_before_any_slice_of_one_token(context):
-    with pytest.raises(ConfigError, match=r"not causal \(layer 5, micro-batch 3, tokens 0 to 2\)"):
-        look_at(context, sdpa)
 
 
 def test_query_heads_of_one_token_taken_as_queries_are_refused(context):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -22,154 +23,127 @@ TOKENS, FEATURES, ROWS = 24, 6, 11
 UNEVEN = (5, 1, 10, 8)
 
 
-class Net(nn.Module):
-    """Its first weight is used twice; inputs ask for a gradient, as between stages."""
-
-    def __init__(self, recompute=False):
-        super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, 2 * FEATURES), nn.Linear(2 * FEATURES, FEATURES, bias=False)
-        self.norm, self.recompute = nn.LayerNorm(FEATURES), recompute
-
-    def forward(self, x):
-        return checkpoint(self._forward, x, use_reentrant=False) if self.recompute else self._forward(x)
-
-    def _forward(self, x):
-        return self.first(self.norm(self.second(F.gelu(self.first(x))))) + 1
+def net_of(forward, recompute=False, **parts):
+    """A module of these parts, and a forward that is a function of it and its input."""
+    net = nn.Module()
+    for name, part in parts.items():
+        setattr(net, name, part)
+    run = partial(forward, net)
+    net.forward = partial(checkpoint, run, use_reentrant=False) if recompute else run
+    return net
 
 
-def two_linears(bias=True):
+def twice(recompute=False):
+    """A net that uses its first weight twice."""
+    first, second = nn.Linear(FEATURES, 2 * FEATURES), nn.Linear(2 * FEATURES, FEATURES, bias=False)
+    parts = {"first": first, "second": second, "norm": nn.LayerNorm(FEATURES)}
+    return net_of(lambda net, x: net.first(net.norm(net.second(F.gelu(net.first(x))))) + 1, recompute, **parts)
+
+
+def linears(bias=True):
     return nn.Sequential(nn.Linear(FEATURES, 8, bias=bias), nn.GELU(), nn.Linear(8, FEATURES, bias=bias))
 
 
-class Table(nn.Module):
+def looked_up(net, tokens):
+    return net.linear(net.table(tokens)) * net.table((tokens + 1) // 2)
+
+
+def table(forward=looked_up, recompute=False, **options):
     """An embedding, looked up twice, and a linear layer on it."""
-
-    def __init__(self, **options):
-        super().__init__()
-        self.table, self.linear = nn.Embedding(ROWS, FEATURES, **options), nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, tokens):
-        return self.linear(self.table(tokens)) * self.table((tokens + 1) // 2)
+    parts = {"table": nn.Embedding(ROWS, FEATURES, **options), "linear": nn.Linear(FEATURES, FEATURES)}
+    return net_of(forward, recompute, **parts)
 
 
-class Tied(Table):
+def tied(product):
     """A head that is the embedding's table, by ``product``."""
-
-    def __init__(self, product):
-        super().__init__()
-        self.product = product
-
-    def forward(self, tokens):
-        return self.product(torch.tanh(super().forward(tokens)), self.table.weight)
+    return table(lambda net, tokens: product(torch.tanh(looked_up(net, tokens)), net.table.weight))
 
 
-class Checkpointed(Table):
-    def forward(self, tokens):
-        return checkpoint(super().forward, tokens, use_reentrant=False)
-
-
-class ExtraBias(nn.Module):
-    """A bias that is made of something else."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(FEATURES, FEATURES)), nn.Parameter(torch.randn(FEATURES))
-
-    def forward(self, x):
-        return deferred_linear(x, self.weight, self.bias * 2)
-
-
-class Shift(nn.Module):
-    """A bias that takes a gradient of one row for its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.shift = nn.Linear(FEATURES, FEATURES), nn.Parameter(torch.randn(FEATURES))
-
-    def forward(self, x):
-        return self.shift[None, None] + self.linear(x)
-
-
-class Inplace(Table):
+def in_place(net, tokens):
     """Writes into what its layers hand on."""
-
-    def forward(self, tokens):
-        hidden = self.table(tokens)
-        hidden[..., 0] = 0.0
-        return self.linear(self.linear(hidden).relu_()).add_(hidden)
+    hidden = net.table(tokens)
+    hidden[..., 0] = 0.0
+    return net.linear(net.linear(hidden).relu_()).add_(hidden)
 
 
-class TiedLinears(nn.Module):
+def tied_linears(uses):
     """One weight in several layers, with a bias in every second."""
-
-    def __init__(self, uses):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES, bias=bool(i % 2)) for i in range(uses))
-        for layer in self.layers[1:]:
-            layer.weight = self.layers[0].weight
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+    net = nn.Sequential(*(nn.Linear(FEATURES, FEATURES, bias=bool(i % 2)) for i in range(uses)))
+    for layer in net[1:]:
+        layer.weight = net[0].weight
+    return net
 
 
 def weight_normed():
-    net = two_linears()
+    net = linears()
     nn.utils.parametrizations.weight_norm(net[0])
     return net
 
 
 def partly_frozen(name):
-    net = two_linears()
+    net = linears()
     for layer in (net[0], net[2]):
         getattr(layer, name).requires_grad_(False)
     return net
 
 
+def parameter(*shape):
+    return nn.Parameter(torch.randn(*shape))
+
+
 # name: a model, and its matrices whose gradients are made slice by slice
 NORMED = "0.parametrizations.weight.original"
 LAYERS = {
-    "a weight twice": (Net, []),
-    "recomputed": (lambda: Net(recompute=True), []),
-    "linear": (two_linears, []),
-    "linear without bias": (lambda: two_linears(False), []),
-    "embedding": (Table, []),
-    "embedding with a padding index from the end": (lambda: Table(padding_idx=-1), []),
-    "embedding scaled by frequency": (lambda: Table(scale_grad_by_freq=True), []),
-    "embedding with a largest norm": (lambda: Table(max_norm=0.5), ["table.weight"]),
-    "sparse embedding": (lambda: Table(sparse=True), ["table.weight"]),
-    "recomputed embedding": (Checkpointed, []),
-    "tied": (lambda: Tied(deferred_linear), []),
-    "tied, a bare product": (lambda: Tied(F.linear), ["table.weight"]),
-    "tied twice": (lambda: TiedLinears(2), []),
-    "tied three times": (lambda: TiedLinears(3), []),
+    "a weight twice": (twice, []),
+    "recomputed": (lambda: twice(recompute=True), []),
+    "linear": (linears, []),
+    "linear without bias": (lambda: linears(False), []),
+    "embedding": (table, []),
+    "embedding with a padding index from the end": (lambda: table(padding_idx=-1), []),
+    "embedding scaled by frequency": (lambda: table(scale_grad_by_freq=True), []),
+    "embedding with a largest norm": (lambda: table(max_norm=0.5), ["table.weight"]),
+    "sparse embedding": (lambda: table(sparse=True), ["table.weight"]),
+    "recomputed embedding": (lambda: table(recompute=True), []),
+    "tied": (lambda: tied(deferred_linear), []),
+    "tied, a bare product": (lambda: tied(F.linear), ["table.weight"]),
+    "tied twice": (lambda: tied_linears(2), []),
+    "tied three times": (lambda: tied_linears(3), []),
     "weight norm": (weight_normed, [NORMED + "0", NORMED + "1"]),
     "trained bias": (lambda: partly_frozen("weight"), []),
     "trained weight": (lambda: partly_frozen("bias"), []),
-    "a bias made of another": (ExtraBias, ["weight"]),
-    "a bias of one row": (Shift, []),
-    "written in place": (Inplace, []),
-}
+    "a bias made of another": (
+        lambda: net_of(
+            lambda net, x: deferred_linear(x, net.weight, net.bias * 2),
+            weight=parameter(FEATURES, FEATURES), bias=parameter(FEATURES),
+        ),
+        ["weight"],
+    ),
+    # that takes a gradient of one row for its own
+    "a bias of one row": (
+        lambda: net_of(
+            lambda net, x: net.shift[None, None] + net.linear(x),
+            linear=nn.Linear(FEATURES, FEATURES), shift=parameter(FEATURES),
+        ),
+        [],
+    ),
+    "written in place": (lambda: table(in_place), []),
+}  # fmt: skip
 
 
 def made(name):
-    """A model in fp64 and inputs [3, TOKENS, ...], of the first two such that ask for a gradient."""
+    """A model in fp64 and inputs [3, TOKENS, ...], of the first two such that ask for a gradient, as between stages."""
     torch.manual_seed(0)
     net = LAYERS[name][0]().double()
-    if isinstance(net, Table):
+    if hasattr(net, "table"):
         return net, torch.randint(0, ROWS, (3, TOKENS))
-    return net, torch.randn(3, TOKENS, FEATURES, dtype=torch.float64, requires_grad=isinstance(net, Net))
+    return net, torch.randn(3, TOKENS, FEATURES, dtype=torch.float64, requires_grad=hasattr(net, "norm"))
 
 
 def take(net):
-    taken = {
-        name: p.grad.to_dense() if p.grad.is_sparse else p.grad
-        for name, p in net.named_parameters()
-        if p.grad is not None
-    }
+    """The gradients, which the net has no longer."""
+    taken = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
-    return taken
+    return {name: gradient.to_dense() if gradient.is_sparse else gradient for name, gradient in taken.items()}
 
 
 def gradients_of_the_whole(net, x):
@@ -185,9 +159,14 @@ def assert_same(got, want):
 
 def run_sliced(net, x, lengths, keeper, after=lambda index: None):
     """Forward and backward of one micro-batch, x [b, tokens, ...], in slices; ``after(index)`` is called behind a backward."""
-    context, interception = SliceContext(), Interception([net])
+    interception = Interception([net])
+    run_intercepted(net, x, lengths, keeper, after)
+    interception.close()
+
+
+def run_intercepted(net, x, lengths, keeper, after=lambda index: None):
+    context, slices, outputs = SliceContext(), spans(tuple(lengths)), []
     context.weight_gradients = keeper
-    slices, outputs = spans(tuple(lengths)), []
     for index, span in enumerate(slices):
         with context.forward(Unit(0, index), span):
             context.enter_layer(0)
@@ -196,7 +175,6 @@ def run_sliced(net, x, lengths, keeper, after=lambda index: None):
         with context.backward(Unit(0, index), slices[index]):
             outputs[index].square().sum().backward()
         after(index)
-    interception.close()
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -219,34 +197,27 @@ def test_layers_have_the_gradients_of_the_whole_once_per_micro_batch(name):
         assert_same(take(net), want)
 
 
-@pytest.mark.parametrize("name", ["linear", "embedding", "embedding scaled by frequency", "tied"])
-@pytest.mark.parametrize("at", [[3, 1, 0], [2, 0], [3, 2, 1, 0]])
-def test_gradients_of_a_part_of_the_slices_add_up(name, at):
-    net, x = made(name)
-    want, keeper, parts = gradients_of_the_whole(net, x), WeightGradients(), []
-
-    def make(index):
-        if index in at:
-            before = keeper.kept_bytes
-            keeper.make(0, index)
-            parts.append(before - keeper.kept_bytes)
-
-    run_sliced(net, x, UNEVEN, keeper, make)
-    assert len(parts) == len(at) and all(part > 0 for part in parts) and keeper.kept_bytes == 0
+@pytest.mark.parametrize("name", ["tied", "embedding scaled by frequency"])
+def test_gradients_of_a_part_of_the_slices_add_up(name):
+    (net, x), keeper = made(name), WeightGradients()
+    want = gradients_of_the_whole(net, x)
+    run_sliced(net, x, UNEVEN, keeper, lambda index: index == 2 or keeper.make(0, index))
+    assert keeper.kept_bytes == 0
     assert_same(take(net), want)
 
 
+@pytest.mark.parametrize("name", ["linear", "embedding", "tied"])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_part_is_that_of_its_slices(late):
+def test_a_part_is_that_of_its_slices(name, late):
     """Made right behind the slice's backward, or behind all of them."""
-    (net, x), keeper, parts = made("linear"), WeightGradients(), {}
+    (net, x), keeper, parts = made(name), WeightGradients(), {}
 
     def make(index):
         keeper.make(0, index)
         parts[index] = take(net)
 
-    run_sliced(net, x, UNEVEN, keeper, lambda index: None if late else make(index))
-    for index in reversed(range(len(UNEVEN) if late else 0)):
+    run_sliced(net, x, UNEVEN, keeper, (lambda index: None) if late else make)
+    for index in (3, 2, 1, 0) if late else ():
         make(index)
     for index, span in enumerate(spans(UNEVEN)):
         assert_same(parts[index], gradients_of_the_whole(net, x[:, span.start : span.stop]))
@@ -281,27 +252,6 @@ def test_tensors_that_were_written_into_are_refused(which):
     assert layer.weight.grad is None
 
 
-def test_two_micro_batches_on_their_way_back_are_kept_apart():
-    net, keeper = made("a weight twice")[0], WeightGradients()
-    xs = [torch.randn(1, 12, FEATURES, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    want = [gradients_of_the_whole(net, x)["second.weight"] for x in xs]
-    context, cut, interception, outputs = SliceContext(), spans((6, 6)), Interception([net]), {}
-    context.weight_gradients = keeper
-    for m, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        with context.forward(Unit(m, index), cut[index]):
-            context.enter_layer(0)
-            outputs[m, index] = net(xs[m][:, cut[index].start : cut[index].stop])
-    for m, index in ((0, 1), (1, 1), (1, 0), (0, 0)):
-        with context.backward(Unit(m, index), cut[index]):
-            outputs[m, index].square().sum().backward()
-    interception.close()
-    both = keeper.kept_bytes
-    for m in (1, 0):
-        keeper.make(m)
-        torch.testing.assert_close(take(net)["second.weight"], want[m], rtol=1e-12, atol=1e-12)
-        assert keeper.kept_bytes == (both // 2 if m else 0)
-
-
 def one_slice(net, keeper, x):
     """A context and what the net makes of the first of two slices in it."""
     context, (span, _), interception = SliceContext(), spans((6, 6)), Interception([net])
@@ -314,14 +264,8 @@ def one_slice(net, keeper, x):
         interception.close()
 
 
-class Penalised(Net):
-    def forward(self, x):
-        out = super().forward(x)
-        return out + torch.autograd.grad(out.sum(), x, retain_graph=True)[0].sum()
-
-
 def test_what_autograd_would_refuse_or_no_backward_would_make_is_an_error():
-    net, x = Net(), torch.randn(1, 6, FEATURES, requires_grad=True)
+    net, x = twice(), torch.randn(1, 6, FEATURES, requires_grad=True)
     going_back, output = one_slice(net, WeightGradients(), x)
     with torch.no_grad():
         net.first.weight.mul_(2)
@@ -333,12 +277,12 @@ def test_what_autograd_would_refuse_or_no_backward_would_make_is_an_error():
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.square().sum().backward()
     with pytest.raises(RuntimeError, match=r'^token_pipeline.weight_gradients: got "micro_batch" and .* use "slice"$'):
-        one_slice(Penalised(), WeightGradients(), x)
+        one_slice(net_of(lambda net, x: torch.autograd.grad(net.inner(x).sum(), x)[0], inner=net), WeightGradients(), x)
 
 
 def test_what_is_kept_does_not_hold_the_graph():
     keeper, x = WeightGradients(), torch.randn(1, 6, FEATURES, requires_grad=True)
-    going_back, output = one_slice(Net(), keeper, x * 1)
+    going_back, output = one_slice(twice(), keeper, x * 1)
     with going_back:
         output.sum().backward()
     received = weakref.ref(x)
