@@ -17,17 +17,8 @@ from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, Cluster, Model, Ra
 
 V100 = CLUSTERS["p3.16xlarge"]
 GPT = MODELS["gpt3-175b"]
-RATES = Rates(
-    launch_s=1e-3,
-    flops=80e12,
-    attention_flops=20e12,
-    weight_passes=6.0,
-    score_bytes=10.0,
-    latency_s=2e-4,
-    message_bytes_per_s=3e9,
-    all_reduce_bytes_per_s=30e9,
-    gradient_bytes_per_s=2e9,
-)
+# in the order of its fields
+RATES = Rates(1e-3, 80e12, 20e12, 6.0, 10.0, 2e-4, 3e9, 30e9, 2e9)
 WEIGHTS = 12 * 12288**2 / 4  # of a layer, on each of four ranks
 
 
@@ -67,18 +58,14 @@ def test_more_tokens_or_more_context_never_take_less_time(length, context, more,
 
 
 def test_weight_gradients_made_apart_save_the_traffic_of_all_slices_but_one():
-    slices, length = 64, 32
-
     def step(cost, slices, length):
         units = sum(cost.forward(0, length, i * length) + cost.backward(0, length, i * length) for i in range(slices))
         return units + cost.weights(0, slices * length)
 
-    # Slices this short are bound by traffic: 4 of the 6 passes are left once per sequence and not once per slice, where they
-    # hide behind the sequence's products.
-    saved = 2 * (slices * 4 * 2 * WEIGHTS / 900e9 - 6 / 3 * 2048 * WEIGHTS / 80e12)
+    # Slices this short are bound by traffic, of which 4 of 6 passes are left once per sequence; a whole sequence is not.
+    saved = 2 * (64 * 4 * 2 * WEIGHTS / 900e9 - 6 / 3 * 2048 * WEIGHTS / 80e12)
     each, apart = cost_of(), cost_of(weights_apart=True)
-    assert step(each, slices, length) - step(apart, slices, length) == pytest.approx(saved, rel=1e-9)
-    # A whole sequence is bound by its products either way, and nothing is saved.
+    assert step(each, 64, 32) - step(apart, 64, 32) == pytest.approx(saved, rel=1e-9)
     assert step(each, 1, 2048) == pytest.approx(step(apart, 1, 2048), rel=1e-9)
 
 
@@ -91,19 +78,12 @@ def test_vocabulary_costs_its_stages():
     assert extra[2] == pytest.approx(head + 12 * 512 * 50304 / 4 / 900e9, rel=1e-9)
 
 
-def test_the_end_of_a_step():
+def test_the_end_of_a_step_and_layers_of_other_shapes():
     adam = 36 * 2 * WEIGHTS / 900e9
     assert cost_of().step_overhead() == pytest.approx(adam)
     assert cost_of().step_overhead(4) == pytest.approx(adam + 2 * 3 / 4 * 2 * WEIGHTS * 2 * 8 / 2e9)
-
-
-def test_layers_of_other_shapes():
-    assert GPT.layer_parameters == 12 * 12288**2
     llama = Model("llama", 32, 4096, 32, ffn_hidden_size=14336, num_query_groups=8, swiglu=True)
     assert llama.layer_parameters == 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
-
-
-# --- calibration ---
 
 
 def test_a_fit_is_the_weighted_mean_of_prior_and_time():
@@ -117,17 +97,10 @@ def test_a_fit_is_the_weighted_mean_of_prior_and_time():
     assert all(abs(shift) < 1e-6 for name, shift in found.shifts.items() if name != "latency_s")
 
 
-# --- the user's files ---
-
 CLUSTER = {
-    "devices_per_node": 4,
-    "peak_tflops": 312,
-    "memory_gb": 40,
-    "memory_gb_per_s": 1555,
-    "link_gb_per_s": 300,
-    "slowest_link_gb_per_s": 300,
-    "node_gb_per_s": 25,
-}
+    "devices_per_node": 4, "peak_tflops": 312, "memory_gb": 40, "memory_gb_per_s": 1555, "link_gb_per_s": 300,
+    "slowest_link_gb_per_s": 300, "node_gb_per_s": 25,
+}  # fmt: skip
 MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
 
 
@@ -154,8 +127,6 @@ def test_files_are_read(tmp_path):
         (load_cluster, {**CLUSTER, "peak_tflop": 1}, "peak_tflop", "peak_tflops"),
         (load_cluster, {k: v for k, v in CLUSTER.items() if k != "memory_gb"}, "memory_gb", "given"),
         (load_cluster, {**CLUSTER, "memory_gb": -1}, "memory_gb", "a positive number"),
-        (load_cluster, {**CLUSTER, "memory_gb": True}, "memory_gb", "a positive number"),
-        (load_cluster, {**CLUSTER, "memory_gb": "16"}, "memory_gb", "a positive number"),
         (load_cluster, {**CLUSTER, "devices_per_node": 1.5}, "devices_per_node", "a positive whole number"),
         (load_cluster, {**CLUSTER, "slowest_link_gb_per_s": 301}, "slowest_link_gb_per_s", "link_gb_per_s (300)"),
         (load_cluster, {**CLUSTER, "rates": [1]}, "rates", "an object"),
@@ -163,7 +134,6 @@ def test_files_are_read(tmp_path):
         (load_cluster, {**CLUSTER, "rates": {"flops": 0}}, "rates.flops", "a positive number"),
         (load_cluster, {**CLUSTER, "name": 3}, "name", "text"),
         (load_model, {"num_layers": 4, "hidden_size": 64}, "num_attention_heads", "given"),
-        (load_model, {**MODEL, "num_layers": 0}, "num_layers", "a positive whole number"),
         (load_model, {**MODEL, "num_attention_heads": 5}, "num_attention_heads", "a divisor of hidden_size (64)"),
         (load_model, {**MODEL, "num_query_groups": 3}, "num_query_groups", "a divisor of 4 heads"),
         (load_model, {**MODEL, "swiglu": 1}, "swiglu", "true or false"),

@@ -60,8 +60,9 @@ def test_more_tokens_or_context_never_take_less_whatever_the_noise(random):
 
 @pytest.mark.parametrize(("length", "context"), [(7, 0), (513, 0), (8, 505), (8, -1)])
 def test_a_cost_is_not_extrapolated(length, context):
-    says = f"got a slice of {length} tokens after {context}, must be within the measured 8 to"
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(
+        ConfigError, match=f"got a slice of {length} tokens after {context}, must be within the measured 8 to"
+    ):
         measured().forward(length, context)
     with pytest.raises(ConfigError, match="must be within the measured"):
         measured().backward(np.array([16.0, length]), np.array([0.0, context]))
@@ -107,54 +108,33 @@ def test_a_saved_measurement_is_the_same(tmp_path):
         MeasuredCost.load(tmp_path / "none.json")
 
 
-def of(change):
-    """A file whose data are changed so."""
-
-    def text():
-        data = pipeline().to_dict()
-        change(data)
-        return json.dumps(data)
-
-    return text
-
-
 TOO_FEW = r"messages\[0\].points: got .*, must be of at least one token and from 8 to 512"
+BROKEN = [
+    (lambda d: json.dumps(d)[:-40], "is no JSON .*must be a measurement and whole, write it again"),
+    (lambda d: "[]", r"got \[\], must be a measurement, a JSON object"),
+    (lambda d: d.pop("format") and None, 'format: got null, must be "ds_terapipe costs 1"'),
+    (lambda d: d.pop("stages") and None, "stages: missing, must be a list of at least 1 objects"),
+    (lambda d: d.update(sequences=0), "sequences: got 0, must be a positive integer"),
+    (lambda d: d["messages"].clear(), r"messages: got \[\], must be a list of at least 1 objects"),
+    (lambda d: d["stages"][1]["samples"].append([8, 0, 1.0]),
+     r"stages\[1\].samples\[\d+\]: got \[8, 0, 1.0\], must be \[length, context, forward, backward\]"),
+    (lambda d: d["stages"][0]["samples"].append([8.5, 0, 1.0, 1.0]),
+     r"stages\[0\].samples\[\d+\]: got \[8.5, 0.0, 1.0, 1.0\], must be whole numbers of tokens"),
+    (lambda d: d["stages"][0].update(samples=[[8, 8, 1, 1]]),
+     r"stages\[0\].samples: costs of stage 0: got no measurement without context"),
+    (lambda d: d["stages"][1].update(weights=[[0, 1.0]]),
+     r"stages\[1\].weights: got \[\[0, 1.0\]\], must be of at least one token and up to 512"),
+    (lambda d: d["messages"][0].update(points=[[0, 1e-4], [512, 2e-4]]), TOO_FEW),
+    (lambda d: d["messages"][0].update(points=[[8, 1e-4], [256, 2e-4]]), TOO_FEW),
+    (lambda d: d["memory"]["stages"].pop() and None, "memory: got .*, must be of 2 stages"),
+    (lambda d: d["memory"]["stages"][0].pop("sent") and None, r"memory.stages\[0\].sent: missing, must be a number"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (lambda: of(len)()[:-40], "is no JSON .*must be a measurement and whole, write it again"),
-        (lambda: "[]", "got \\[\\], must be a measurement, a JSON object"),
-        (of(lambda d: d.pop("format")), 'format: got null, must be "ds_terapipe costs 1"'),
-        (of(lambda d: d.pop("stages")), "stages: missing, must be a list of at least 1 objects"),
-        (of(lambda d: d.update(sequences=0)), "sequences: got 0, must be a positive integer"),
-        (of(lambda d: d["messages"].clear()), "messages: got \\[\\], must be a list of at least 1 objects"),
-        (
-            of(lambda d: d["stages"][1]["samples"].append([8, 0, 1.0])),
-            r"stages\[1\].samples\[\d+\]: got \[8, 0, 1.0\], must be \[length, context, forward, backward\]",
-        ),
-        (
-            of(lambda d: d["stages"][0]["samples"].append([8.5, 0, 1.0, 1.0])),
-            r"stages\[0\].samples\[\d+\]: got \[8.5, 0.0, 1.0, 1.0\], must be whole numbers of tokens",
-        ),
-        (
-            of(lambda d: d["stages"][0].update(samples=[[8, 8, 1, 1]])),
-            r"stages\[0\].samples: costs of stage 0: got no measurement without context",
-        ),
-        (
-            of(lambda d: d["stages"][1].update(weights=[[0, 1.0]])),
-            r"stages\[1\].weights: got \[\[0, 1.0\]\], must be of at least one token and up to 512",
-        ),
-        (of(lambda d: d["messages"][0].update(points=[[0, 1e-4], [512, 2e-4]])), TOO_FEW),
-        (of(lambda d: d["messages"][0].update(points=[[8, 1e-4], [256, 2e-4]])), TOO_FEW),
-        (of(lambda d: d["memory"]["stages"].pop()), "memory: got .*, must be of 2 stages"),
-        (of(lambda d: d["memory"]["stages"][0].pop("sent")), r"memory.stages\[0\].sent: missing, must be a number"),
-    ],
-)
-def test_a_broken_file_is_one_line_with_file_and_field(tmp_path, text, says):
-    path = tmp_path / "costs.json"
-    path.write_text(text())
+@pytest.mark.parametrize(("change", "says"), BROKEN)
+def test_a_broken_file_is_one_line_with_file_and_field(tmp_path, change, says):
+    path, data = tmp_path / "costs.json", pipeline().to_dict()
+    path.write_text(change(data) or json.dumps(data))
     with pytest.raises(ConfigError, match=says) as raised:
         MeasuredCost.load(path)
     assert str(raised.value).startswith(f"{path}: ") and "\n" not in str(raised.value)

@@ -32,19 +32,15 @@ class Joined(ExampleCost):
         return 2 * super().forward(stage, length, context)
 
 
-def costs(factors=FACTORS):
-    options = {"attention": 1e-7, "link": 1e-6, "weights": 1e-5}
-    return ExampleCost(factors, **options), Joined(factors[0], factors[1:], **options)
+OPTIONS = {"attention": 1e-7, "link": 1e-6, "weights": 1e-5}
 
 
-@pytest.mark.parametrize(
-    ("factors", "weights_once"), [(FACTORS, False), (FACTORS, True), ((1.0, 1.0, 2.0), False)]
-)  # the first place is slower, or the second
-def test_a_divided_place_takes_what_its_parts_take(factors, weights_once):
-    parts, joined = costs(factors)
-    request = {"seq_length": 256, "micro_batches": 3, "weights_once": weights_once}
-    got = choose(parts, Request(stages=3, placement=DIVIDED, **request))
-    wanted = choose(joined, Request(stages=2, **request))
+# the first place is slower, or the second
+@pytest.mark.parametrize(("factors", "once"), [(FACTORS, False), (FACTORS, True), ((1.0, 1.0, 2.0), False)])
+def test_a_divided_place_takes_what_its_parts_take(factors, once):
+    parts, joined = ExampleCost(factors, **OPTIONS), Joined(factors[0], factors[1:], **OPTIONS)
+    got = choose(parts, Request(256, 3, 3, placement=DIVIDED, weights_once=once))
+    wanted = choose(joined, Request(256, 2, 3, weights_once=once))
     assert (got.schedule, got.slices) == (wanted.schedule, wanted.slices)
     assert got.step_s == pytest.approx(wanted.step_s, rel=1e-12)
     assert [option[:2] for option in got.options] == [option[:2] for option in wanted.options]
@@ -57,12 +53,14 @@ def test_memory_that_is_too_little_names_the_place():
     memory = MemoryModel((StageMemory(keys_values=1e6), StageMemory(activations=1e7), StageMemory(activations=2e7)))
     request = Request(256, 3, 2, placement=DIVIDED, memory=memory, memory_gb=1e-3)
     with pytest.raises(ConfigError, match="that is what place 1 takes with the thriftiest plan"):
-        choose(costs()[0], request)
+        choose(ExampleCost(FACTORS, **OPTIONS), request)
 
 
 def plan(placement=DIVIDED):
     memory = MemoryModel((StageMemory(activations=1.0),) * 3)
-    return choose(costs()[0], Request(256, 3, 2, placement=placement, memory=memory, memory_gb=1.0))
+    return choose(
+        ExampleCost(FACTORS, **OPTIONS), Request(256, 3, 2, placement=placement, memory=memory, memory_gb=1.0)
+    )
 
 
 def test_a_plan_says_where_its_stages_are(tmp_path):

@@ -30,15 +30,18 @@ def table(n, value):
 
 
 @st.composite
-def tables(draw, most=9):
-    """Any times: with plateaus, falling, infinite where a slice is too short."""
+def tables(draw, most):
+    """Any times: with plateaus, falling, infinite where a slice is too short; or many that are close."""
     n, least = draw(st.integers(1, most)), draw(st.integers(1, 3))
+    if draw(st.booleans()):
+        random = draw(st.randoms(use_true_random=False))
+        return table(n, lambda at, count: 1 + count * (1 + random.random() / 4))
     values = draw(st.lists(st.integers(1, 40), min_size=n * n, max_size=n * n))
     return table(n, lambda at, count: values[at * n + count - 1] / 8 if count >= least or count == n else np.inf)
 
 
-@settings(deadline=None, max_examples=150)
-@given(tables(), st.sampled_from([0.0, 0.125, 0.5, 1.0, 3.0, 7.0, 47.0]))
+@settings(deadline=None, max_examples=200)
+@given(tables(most=11), st.sampled_from([0.0, 0.125, 0.5, 1.0, 3.0, 7.0, 47.0]))
 def test_the_programme_finds_the_best_of_all_cuts(times, weight):
     cut = best_cut(times, weight)
     own = of_cut(times, cut.counts)
@@ -46,27 +49,6 @@ def test_the_programme_finds_the_best_of_all_cuts(times, weight):
     all_cuts = [of_cut(times, counts) for counts in compositions(len(times))]
     best = min(sum(t) + weight * max(t) for t in all_cuts if math.isfinite(sum(t)))
     assert cut.total + weight * cut.slowest == pytest.approx(best, rel=1e-12)
-
-
-def naive_optimum(times, weight):
-    """The programme as the paper has it: one table for every latency there is as the bound, in plain loops."""
-    n, best = len(times), math.inf
-    for bound in sorted({float(t) for t in times.ravel() if math.isfinite(t)}):
-        least = [0.0] + [math.inf] * n
-        for end in range(1, n + 1):
-            for start in range(end):
-                if times[start, end - 1 - start] <= bound:
-                    least[end] = min(least[end], least[start] + times[start, end - 1 - start])
-        best = min(best, least[n] + weight * bound)
-    return best
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(8, 16), st.sampled_from([0.25, 1.0, 2.0, 4.0, 8.0]), st.randoms(use_true_random=False))
-def test_it_finds_the_optimum_among_many_close_latencies(n, weight, random):
-    times = table(n, lambda start, count: 1 + count * (1 + random.random() / 4))
-    cut = best_cut(times, weight)
-    assert cut.total + weight * cut.slowest == pytest.approx(naive_optimum(times, weight), rel=1e-12)
 
 
 @settings(deadline=None, max_examples=80)

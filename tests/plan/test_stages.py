@@ -1,4 +1,4 @@
-"""Layers over stages: against all partitions and DeepSpeed's own, and the advice from times of single layers."""
+"""Layers over stages: against all partitions, and the advice from times of single layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import json
 
 import pytest
-from deepspeed.runtime.utils import partition_balanced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,12 +30,6 @@ def test_the_slowest_stage_is_the_least_there_is(costs, data):
     best = min(every, key=lambda seconds: (max(seconds), sum(s * s for s in seconds)))
     assert found.slowest == pytest.approx(max(best))
     assert sum(s * s for s in found.seconds) == pytest.approx(sum(s * s for s in best))
-    assert found.slowest <= max(sums(costs, partition_balanced(costs, stages)))
-
-
-def test_deepspeeds_partition_is_not_always_the_best():
-    costs = [40, 1, 12, 13, 30, 1, 10]  # DeepSpeed 0.19.8 minimises the difference between slowest and fastest stage
-    assert (partition(costs, 4).slowest, max(sums(costs, partition_balanced(costs, 4)))) == (40, 41)
 
 
 def test_a_partition_prints_what_a_command_line_takes():
@@ -97,8 +90,7 @@ def test_other_stages_are_advised_by_the_times_of_layers(layers, says):
 
 @pytest.mark.parametrize(("gain", "says"), [(0.99 * WORTH, False), (1.01 * WORTH, True)])
 def test_a_line_is_worth_a_gain_of_more_than_three_per_cent(gain, says):
-    layers = LayerSeconds(((1 - gain, gain), (0.1,)))
-    assert layers.gain == pytest.approx(gain) and bool(layers.advice()) is says
+    assert bool(LayerSeconds(((1 - gain, gain), (0.1,))).advice()) is says
 
 
 def saved(path, layers):
@@ -118,16 +110,13 @@ def test_measurements_keep_the_times_of_layers(tmp_path):
 @pytest.mark.parametrize(
     ("data", "field"),
     [
-        ({"stages": [[1.0], [1.0, 2.0]]}, "layers.ends"),
-        ({"stages": [[1.0]], "ends": [0, 0]}, "layers.stages"),
-        ({"stages": [[1.0], []], "ends": [0, 0]}, "layers.stages"),
+        ({"stages": [[1.0], [1.0, 2.0]]}, "layers.ends"), ({"stages": [[1.0]], "ends": [0, 0]}, "layers.stages"),
+        ({"stages": [[1.0], []], "ends": [0, 0]}, "layers.stages"), ([], "layers"),
         ({"stages": [[1.0], [-1.0]], "ends": [0, 0]}, "layers.stages"),
         ({"stages": [[1.0], "ab"], "ends": [0, 0]}, "layers.stages"),
-        ({"stages": [[1.0], [1.0]], "ends": [1, 0]}, "layers.ends"),
         ({"stages": [[1.0], [1.0]], "ends": [0, True]}, "layers.ends"),
-        ([], "layers"),
     ],
-)
+)  # fmt: skip
 def test_what_a_file_has_wrong_in_layers_is_one_line(tmp_path, data, field):
     with pytest.raises(ConfigError, match=rf"^.*costs\.json: {field}: [^\n]*$"):
         saved(tmp_path / "costs.json", data)
