@@ -26,19 +26,12 @@ def test_text_parses_back(action):
     assert Unit.from_text(str(action.unit)) == action.unit
 
 
-def test_text_forms():
-    assert str(Action(Op.FORWARD, 2, Unit(0, 3))) == "2F0.3"
-    assert str(Action(Op.SEND_FORWARD, 1, Unit(0, 3))) == "1SEND_F0.3"
-    assert repr([Action(Op.RECV_BACKWARD, 10, Unit(12, 0))]) == "[10RECV_B12.0]"
-
-
 @given(st.text(alphabet="0123FB.SENDRCV_ -", max_size=12))
 def test_only_the_exact_text_parses(text):
     try:
-        action = Action.from_text(text)
+        assert str(Action.from_text(text)) == text
     except ValueError:
         return
-    assert str(action) == text
 
 
 @pytest.mark.parametrize(
@@ -61,12 +54,7 @@ def test_other_text_is_refused(kind, example, texts):
 def test_a_message_has_a_counterpart(text, counterpart):
     action = Action.from_text(text)
     assert str(action.counterpart) == counterpart and action.peer == action.counterpart.stage
-    assert action.counterpart.counterpart == action
-
-
-def test_a_computation_has_no_peer():
-    action = Action.from_text("1F0.3")
-    assert action.peer is None and action.counterpart is None and action.op.is_compute
+    assert action.counterpart.counterpart == action and Action.from_text("1F0.3").counterpart is None
 
 
 def test_the_package_imports_the_standard_library_alone():
@@ -74,16 +62,10 @@ def test_the_package_imports_the_standard_library_alone():
     assert len(files) >= 12
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [node.module]
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
             own = [name for name in names if not name.startswith("ds_terapipe.schedule")]
             assert {name.split(".")[0] for name in own} <= sys.stdlib_module_names, f"{file.name}: {own}"
-
-
-# ------------------------------------------------------------------------------------------------------------- placements
 
 
 def test_a_plain_placement_is_a_stage_on_each_place():
@@ -106,8 +88,8 @@ def test_every_message_has_two_ends(placement):
 
 
 def test_a_placement_is_a_key_that_travels():
-    one, other = Placement.of([0, 1, 0]), Placement.of((0, 1, 0), [0, 1, 2, 3])
-    assert one == other and hash(one) == hash(other) and pickle.loads(pickle.dumps(one)) == one
+    one = Placement.of([0, 1, 0])
+    assert one == Placement.of((0, 1, 0), [0, 1, 2, 3]) == pickle.loads(pickle.dumps(one))
     assert len({one, Placement.of([0, 1, 0], forward_only=1), Placement.of([0, 1, 0], [0, 1, 2, 4])}) == 3
 
 

@@ -11,7 +11,6 @@ from ds_terapipe.schedule import (
     Placement,
     forward_only,
     order,
-    simulate,
     validate,
     with_messages,
     with_weight_gradients,
@@ -97,12 +96,6 @@ def test_weight_gradients_on_any_placement_by_slice_or_micro_batch(name, placeme
         wanted = [a.unit for a in row if a.op is Op.FORWARD and (each_slice or a.unit.slice == 0)]
         apart = (stages is None or stage in stages) and placement.goes_backward(stage)
         assert sorted(units) == (sorted(wanted) if apart else [])
-
-
-def test_the_simulator_is_asked_for_each_weight_gradient():
-    grid = with_weight_gradients(order("1f1b", 2, [3]), each_slice=True)
-    found = simulate(grid, lambda action: 1.0 + (action.op is Op.WEIGHT_GRADIENTS) * action.unit.slice)
-    assert [place.busy for place in found.places] == [3 + 3 + 1 + 2 + 3] * 2
 
 
 def test_bad_grids_are_refused():

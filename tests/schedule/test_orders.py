@@ -128,12 +128,10 @@ def test_one_slice_is_deepspeeds_1f1b(stages, micro_batches):
     for stage, row in enumerate(order("1f1b", stages, [1] * micro_batches)):
         # A buffer serves one micro-batch at a time, and both directions are first in first out, so counting tells the unit.
         train = TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=stage)
-        commands = [type(command) for step in train.steps() for command in step]
-        seen, theirs = {ForwardPass: 0, BackwardPass: 0}, []
-        for command in commands:
+        seen, theirs = {ForwardPass: itertools.count(), BackwardPass: itertools.count()}, []
+        for command in (type(command) for step in train.steps() for command in step):
             if command in seen:
-                theirs.append(f"{stage}{'F' if command is ForwardPass else 'B'}{seen[command]}.0")
-                seen[command] += 1
+                theirs.append(f"{stage}{'F' if command is ForwardPass else 'B'}{next(seen[command])}.0")
         assert list(map(str, row)) == theirs
 
 
@@ -213,9 +211,7 @@ def test_interleaved_runs_every_chunk_of_every_micro_batch_in_the_published_time
     places, chunks, groups = sizes
     slices = [1] * (groups * places)
     placement = Placement.interleaved(places, chunks, forward_only=min(frozen, places * chunks - 1))
-    grid = order("interleaved", placement, slices)
-    validate(grid, slices, "interleaved", placement)
-    validate(with_messages(grid, placement), slices, "interleaved", placement)
+    validate(with_messages(order("interleaved", placement, slices), placement), slices, "interleaved", placement)
     # Narayanan et al. 2021, section 2.2.2: (K - 1) (t_f + t_b) / v beside the ideal M (t_f + t_b)
     whole = Placement.interleaved(places, chunks)
     times = {Op.FORWARD: 1 / chunks, Op.BACKWARD: 2 / chunks}

@@ -36,10 +36,10 @@ def test_a_file_gives_back_what_was_written_or_is_refused_when_it_is_cut_off(
 
 
 def test_every_stage_is_a_named_process():
-    data = to_json(simulated(3, (2,)))
-    names = {e["pid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"}
+    events = to_json(simulated(3, (2,)))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {stage: f"stage {stage}, rank {stage}, predicted" for stage in range(3)}
-    complete = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    complete = [e for e in events if e["ph"] == "X"]
     assert {e["cat"] for e in complete} == {"F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"}
     assert max(e["ts"] + e["dur"] for e in complete) == 1e6 * max(e.end for e in simulated(3, (2,)))
 
