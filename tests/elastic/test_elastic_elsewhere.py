@@ -36,7 +36,7 @@ CASES = {  # and whether ds_to_universal converts the checkpoint
 
 def held(engine: Any, case: Case) -> dict[str, tuple[Tensor, ...]]:
     """Weights of this rank by name, and what the optimizer steps in their place with its moments; collective."""
-    moments = {} if case.precision == "fp32" else kept(engine, case.optimizer)
+    moments = {} if case.precision == "fp32" else kept(engine)
     return {name: (p.detach().clone(), *moments.get(name, ())) for name, p in engine.module.named_parameters()}
 
 
@@ -122,12 +122,12 @@ def from_another_engine(folder: str) -> Any:
     engine = engine_of(case, config={"elastic_pipeline": {"enabled": False}})
     train(engine, case, SAVED)
     engine.save_checkpoint(folder, tag="of/steps")
-    saved, losses = kept(engine, case.optimizer), train(engine, case, STEPS)
+    saved, losses = kept(engine), train(engine, case, STEPS)
     engine.destroy()
     engine = engine_of(case)
     assert hasattr(engine, "elastic_pipeline")
     engine.load_checkpoint(folder)
-    loaded = kept(engine, case.optimizer)
+    loaded = kept(engine)
     found = saved, loaded, losses, train(engine, case, STEPS), weights_alone(engine, case, folder)
     engine.destroy()
     return found
@@ -140,9 +140,9 @@ def train(engine: Any, case: Case, until: int) -> list[float]:
 
 def weights_alone(engine: Any, case: Case, folder: str) -> float:
     """How far a step of no rate moves the weights when the optimizer's state, masters with it, has been left out."""
-    moments = {name: tensors[1:] for name, tensors in kept(engine, case.optimizer).items()}
+    moments = {name: tensors[1:] for name, tensors in kept(engine).items()}
     engine.load_checkpoint(folder, load_optimizer_states=False)
-    now = kept(engine, case.optimizer)
+    now = kept(engine)
     assert all(torch.equal(a, b) for k in moments for a, b in zip(moments[k], now[k][1:], strict=True))
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     engine.lr_scheduler = None
@@ -190,7 +190,7 @@ def tensor_run(rank: int, world_size: int, folder: str, saves: bool) -> dict[str
             engine.save_checkpoint(f"{folder}/{precision}", tag="saved")
         else:
             engine.load_checkpoint(f"{folder}/{precision}")
-        mine = kept(engine, "adamw")
+        mine = kept(engine)
         names = {id(p): name for name, p in engine.module.named_parameters()}
         state = [whole_tensors(engine.module)]
         for number in range(3):

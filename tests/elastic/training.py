@@ -56,7 +56,7 @@ class Case:
     stages: int
     freeze: Steps
     resize: Steps
-    slices: int | None = 4
+    slices: int | None = 2
     scheduler: str | None = None
     steps: int = 30
     batch: int = 8
@@ -247,8 +247,8 @@ def lambda_lr(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.Lamb
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step)
 
 
-# a scale that overflows first, is halved, and grows after six steps without
-FP16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 20, "loss_scale_window": 6, "hysteresis": 2}
+# a scale that overflows first, is halved, and grows after three steps without
+FP16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 20, "loss_scale_window": 3, "hysteresis": 2}
 _BF16, _ZERO_1 = {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
