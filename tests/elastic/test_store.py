@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +19,8 @@ PARTS = [b"head", bytes(range(256)) * 8]
 WHOLE = b"".join(PARTS)
 
 
-def tier(root: Path, run: str = "one", limit: int | None = None) -> Tier:
-    return Tier(root, run, limit)
-
-
 def test_what_is_read_is_what_was_written_under_its_name(tmp_path: Path) -> None:
-    one = tier(tmp_path)
+    one = Tier(tmp_path, "one", None)
     assert one.read("a/b") is None
     assert one.write("a/b", PARTS) and bytes(one.read("a/b")) == WHOLE
     assert one.write("a/b", [b"other"]) and bytes(one.read("a/b")) == b"other"
@@ -37,7 +32,7 @@ def test_what_is_read_is_what_was_written_under_its_name(tmp_path: Path) -> None
 
 def test_a_damaged_entry_is_none(tmp_path: Path) -> None:
     """A flipped bit anywhere, header too, or an entry that is cut off anywhere."""
-    one, rng = tier(tmp_path), random.Random(0)
+    one, rng = Tier(tmp_path, "one", None), random.Random(0)
     for number in range(100):
         name = f"a/{number}"
         assert one.write(name, [*PARTS, bytes([number])])
@@ -54,21 +49,21 @@ def test_a_damaged_entry_is_none(tmp_path: Path) -> None:
 
 
 def test_the_limit_is_that_of_all_processes_and_of_a_run_alone(tmp_path: Path) -> None:
-    one, other = tier(tmp_path, limit=5000), tier(tmp_path, limit=5000)
+    one, other = Tier(tmp_path, "one", 5000), Tier(tmp_path, "one", 5000)
     assert one.write("a", PARTS) and other.write("b", PARTS)
     assert not one.write("c", PARTS) and one.full and not other.write("c", PARTS)
     assert one.write("a", PARTS)  # in the place of what it had
     assert one.used_bytes == other.used_bytes == sum((tmp_path / "one" / n).stat().st_size for n in "ab")
     other.remove("a")
     assert one.write("c", PARTS) and not one.full
-    another = tier(tmp_path, "other", limit=3000)
+    another = Tier(tmp_path, "other", 3000)
     assert another.write("a", [b"its own"]) and not another.write("b", PARTS * 2)
     another.close(keep=False)
     assert not (tmp_path / "other").exists() and bytes(one.read("c")) == WHOLE
 
 
 def test_no_space_left_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = tier(tmp_path)
+    one = Tier(tmp_path, "one", None)
     assert one.write("a", PARTS)
     before = one.used_bytes
 
@@ -82,7 +77,7 @@ def test_no_space_left_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_last_process_removes_the_folder_or_keeps_it_for_a_run_that_goes_on(tmp_path: Path) -> None:
-    one, other = tier(tmp_path), tier(tmp_path)
+    one, other = Tier(tmp_path, "one", None), Tier(tmp_path, "one", None)
     one.write("a", PARTS)
     (tmp_path / "one" / f"b.{os.getpid()}-1").write_bytes(b"half")  # of a write that was killed
     used = one.used_bytes
@@ -90,7 +85,7 @@ def test_the_last_process_removes_the_folder_or_keeps_it_for_a_run_that_goes_on(
     assert other.read("a") is not None
     other.close(keep=True)
     (tmp_path / "one" / "used").write_bytes(b"12345")
-    again = tier(tmp_path)
+    again = Tier(tmp_path, "one", None)
     assert bytes(again.read("a")) == WHOLE and again.used_bytes == used
     assert sorted(os.listdir(tmp_path / "one")) == ["a", "lock", "used"]
     again.close(keep=False)
@@ -116,14 +111,12 @@ def test_processes_write_at_once_and_a_dead_run_is_removed(tmp_path: Path) -> No
     children = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in range(2)]
     try:  # never half of one and half of the other
         assert [child.stdout.readline() for child in children if child.stdout is not None] == ["True\n"] * 2
-        tier(tmp_path, "one")
-        files = [
-            each for each in (tmp_path / "child").rglob("*") if each.is_file() and each.name not in ("lock", "used")
-        ]
-        assert 100_000 < sum(path.stat().st_size for path in files) <= 200_000
+        Tier(tmp_path, "one", None)
+        entries = (path for path in (tmp_path / "child").rglob("*") if path.name not in ("lock", "used"))
+        assert 100_000 < sum(path.stat().st_size for path in entries if path.is_file()) <= 200_000
     finally:
         for child in children:
-            child.send_signal(signal.SIGKILL)
+            child.kill()
             child.wait()
-    tier(tmp_path, "two")
+    Tier(tmp_path, "two", None)
     assert not (tmp_path / "child").exists() and (tmp_path / "one").is_dir()
