@@ -134,7 +134,8 @@ def test_a_run_that_was_killed_goes_on(run: Path) -> None:
 
 def test_a_script_that_does_not_destroy_its_engine_has_an_end(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
-    program = "import sys, pathlib; from tests.elastic.test_history import *; train(pathlib.Path(sys.argv[1]), (TWO, 0, 3), closes=False)"
+    program = "import sys, pathlib; from tests.elastic import test_history as t; "
+    program += "t.train(pathlib.Path(sys.argv[1]), (t.TWO, 0, 3), closes=False)"
     subprocess.run([sys.executable, "-c", program, str(path)], cwd=ROOT, check=True, timeout=60)
     assert steps(path) == [(0, 3)]
 
