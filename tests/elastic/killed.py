@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -16,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -50,27 +49,17 @@ class Aim(NamedTuple):
     halfway: bool
 
 
-# ---------------------------------------------------------------------------------------------------------- the script
-
-
 def train(
-    rank: int,
-    world_size: int,
-    where: Path,
-    name: str,
-    precision: str,
-    aims: dict[int, Aim],
-    keeps: bool,
-    cached: bool = False,
+    rank: int, world_size: int, where: Path, name: str, precision: str, aims: dict[int, Aim], keeps: bool, cached: bool
 ) -> None:
-    """Train to the end, from the latest checkpoint on where there is one.
+    """The user's script: train to the end, from the latest checkpoint on where there is one.
 
     Args:
         where: the folder of everything.
         name: of this attempt, for what it writes down.
         aims: by rank, where it has to die.
         keeps: a copy of each checkpoint, for comparisons.
-        cached: what frozen layers put out is kept, too, in memory, and used by the next attempt.
+        cached: whether outputs of frozen layers are kept in memory, and used by the next attempt.
     """
     if cached:
         OutputCache._compare = lambda self: None  # type: ignore[method-assign]  # these layers take less than a file
@@ -123,11 +112,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# ------------------------------------------------------------------------------------------------------- undisturbed
-
-
-@dataclass(frozen=True, eq=False)
-class Undisturbed:
+class Undisturbed(NamedTuple):
     """A run that none killed."""
 
     folder: Path
@@ -138,25 +123,17 @@ class Undisturbed:
     operations: list[dict[int, list[str]]]  # of every rank and every step with a save, by name
     cached: bool = False  # as in `train`
 
-    @functools.cache  # noqa: B019
-    def kept(self, step: int) -> dict[str, Any]:
-        """The checkpoint of a step."""
-        return content_of(self.folder / "kept" / str(step))
-
 
 def run_whole(folder: Path, precision: str = "fp32", cached: bool = False) -> Undisturbed:
     """Run the script to its end."""
     folder.mkdir(parents=True)
     ends = run(folder, "whole", precision, {}, True, cached)
     assert [end.code for end in ends] == [0] * PROCESSES, "\n".join(end.output for end in ends)
-    assert all((int((folder / f"whole.{rank}.read").read_text()) > 0) == cached for rank in range(PROCESSES))
+    ranks, saves = range(PROCESSES), range(EVERY, STEPS + 1, EVERY)
+    assert all((int((folder / f"whole.{rank}.read").read_text()) > 0) == cached for rank in ranks)
     losses = {step: found.pop() for step, found in losses_of(folder).items()}
     times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()[1:]]
-    saves = range(EVERY, STEPS + 1, EVERY)
-    found = [
-        {step: json.loads((folder / f"operations.{step}.{rank}").read_text()) for step in saves}
-        for rank in range(PROCESSES)
-    ]
+    found = [{step: json.loads((folder / f"operations.{step}.{rank}").read_text()) for step in saves} for rank in ranks]
     seconds = [after - before for before, after in itertools.pairwise(times)]
     return Undisturbed(folder, precision, losses, weights_of(folder, "whole"), seconds, found, cached)
 
@@ -176,11 +153,7 @@ def weights_of(folder: Path, name: str) -> list[dict[str, torch.Tensor]]:
     return [torch.load(folder / f"{name}.{rank}.weights") for rank in range(PROCESSES)]
 
 
-# ------------------------------------------------------------------------------------------------------------- killed
-
-
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     """One kill of rank ``victim``.
 
     ``share``: of the time that is left of the run, or of the file operations, at which it happens. The run begins when there is
@@ -193,8 +166,7 @@ class Kill:
     halfway: bool = False  # in the middle of the operation
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One kill and its consequences."""
 
     kill: Kill
@@ -238,7 +210,7 @@ def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
     assassin: threading.Thread | None = None
     if kill.operation is None or not (places := saves_after(whole, resumed, kill)):
         after, delay = moment(whole, resumed, kill.share)
-        where = f"{delay:.2f} s after step {after}" if after > resumed else f"{delay:.2f} s after the engine was built"
+        where = f"{delay:.2f} s after {f'step {after}' if after > resumed else 'the engine was built'}"
         progress = folder / f"{name}.{kill.victim}.progress"
         assassin = threading.Thread(target=kill_after, args=(progress, after - resumed + 2, delay))
         assassin.start()
@@ -251,7 +223,8 @@ def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
     ends = run(folder, name, whole.precision, aims, False, whole.cached)
     if assassin is not None:
         assassin.join()
-        where += f", {doing(ends[kill.victim])}"
+        begun = re.findall(r"^MARK (\S+) ", ends[kill.victim].output, re.M)
+        where += f", {(begun[-1] if begun else 'starts').replace('_', ' after step ')}"
     died = ends[kill.victim].code == -signal.SIGKILL
     (said, wrong) = survived(kill, ends) if died else ("", [])
     return Row(kill, resumed, where, died, said, (*wrong, *broken(whole, folder)))
@@ -294,15 +267,6 @@ def kill_after(progress: Path, lines: int, delay: float) -> None:
     time.sleep(delay)
     if process is not None and process.is_running():  # never another one that has got its number
         process.kill()
-
-
-def doing(end: Exit) -> str:
-    """The last thing that a process began before it was killed."""
-    found = re.findall(r"^MARK (\S+) ", end.output, re.M)
-    return (found[-1] if found else "starts").replace("_", " after step ")
-
-
-# ---------------------------------------------------------------------------------------------------- what is wrong
 
 
 _TELLS = r"waited .* (for|from|to) .*|Connection (closed|reset|refused) by peer.*|Broken pipe.*|failed to recv.*"
@@ -374,7 +338,7 @@ def broken(whole: Undisturbed, folder: Path) -> list[str]:
             continue
         if tag_at(step) != tag:
             wrong.append(f"{tag}: is of step {step}")
-        wrong += [f"{tag}: {text}" for text in differences(content, whole.kept(step))]
+        wrong += [f"{tag}: {text}" for text in differences(content, content_of(whole.folder / "kept" / str(step)))]
     return wrong
 
 

@@ -25,7 +25,6 @@ PERIOD = 2  # steps after which the samples come again
 EXACT, BF16 = {"enabled": True}, {"enabled": True, "dtype": "bf16"}
 CASES = {
     "two freezes": (Case("texts", "adamw", 2, ((2, 2), (6, 4)), ((4, 1),), steps=10), EXACT),
-    "images": (Case("classifier", "lamb", 2, ((1, 2),), ((3, 1),), slices=None, steps=5), EXACT),
     "by hand": (Case("writing", "adamw", 2, (), (), slices=None, steps=5), EXACT),
     "bf16 entries": (Case("texts", "sgd", 2, ((1, 2),), (), steps=12), BF16),
 }
@@ -63,14 +62,11 @@ def written(engine: Any) -> None:
 
 
 def training(name: str) -> Any:
-    """Losses, after each step what became of the samples of this rank, and weights."""
+    """Losses, after each step the counts of this rank, and weights."""
     case, cache = CASES[name]
     specs = [writing()[0], LayerSpec(DroppingBlock), *writing()[2:]] if name == "by hand" else None
-    engine, losses, counts = (
-        engine_of(case, config={"elastic_pipeline": case.elastic(cache=cache)}, specs=specs),
-        [],
-        [],
-    )
+    engine = engine_of(case, config={"elastic_pipeline": case.elastic(cache=cache)}, specs=specs)
+    losses, counts = [], []
     for step in steps_of(case):
         OVER.clear()
         losses.append(float(engine.train_batch(iter(step))))
@@ -156,24 +152,23 @@ def test_a_run_that_goes_on_reads_what_the_last_one_kept(ranks: Any) -> None:
         assert not any(path.name == run for root in Path("/dev/shm").glob("ds_terapipe-*") for path in root.iterdir())
 
 
-def ends(rank: int, world_size: int, how: str) -> None:
+def ends(rank: int, world_size: int) -> None:
+    """As train.py says what is wrong, in a line."""
     engine = engine_of(RESUMED, config={"elastic_pipeline": RESUMED.elastic(cache=EXACT)})
     for step in steps_of(RESUMED)[:4]:
         engine.train_batch(iter(step))
     mark(f"run-{engine._shelf.run}")
-    if how == "of no data":  # as train.py says what is wrong, in a line
-        try:
-            engine.train_batch(iter([]))
-        except StopIteration:
-            raise SystemExit("no data") from None
+    try:
+        engine.train_batch(iter([]))
+    except StopIteration:
+        raise SystemExit("no data") from None
 
 
-@pytest.mark.parametrize(("how", "stays"), [("of no data", True), ("well", False)])
-def test_entries_stay_for_a_run_that_goes_on_after_any_error(how: str, stays: bool) -> None:
-    exits = run_to_exit(ends, 2, how)
-    assert all((end.code == 0) == (not stays) for end in exits), [end.output for end in exits]
+def test_entries_stay_for_a_run_that_goes_on_after_any_error() -> None:
+    exits = run_to_exit(ends, 2)
+    assert all(end.code for end in exits), [end.output for end in exits]
     (run,) = {name for end in exits for name in re.findall(r"MARK run-(\w+)", end.output)}
     left = [path for root in Path("/dev/shm").glob("ds_terapipe-*") for path in root.iterdir() if path.name == run]
     for path in left:
         shutil.rmtree(path)
-    assert bool(left) == stays, [end.output for end in exits]
+    assert left, [end.output for end in exits]

@@ -13,7 +13,7 @@ import torch
 from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.elastic.sampler import SampleOrder
 from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
-from tests.elastic.training import Objects, prefixes
+from tests.elastic.training import are_the_same, objects_of, prefixes
 from tests.optim.phase_runs import SAMPLES, Texts, error_of, stacked
 from tests.pipeline.models import Plain, gpt, mean_loss
 from tests.pipeline.training import SGD, build_engine, difference
@@ -92,13 +92,17 @@ def runs(folder: str) -> dict[str, Any]:
     """
     data, forgotten, forget = Texts(), [], Shelf.forget
     engine = engine_of(data)
-    objects = Objects(engine)
+    objects = objects_of(engine)
     with mock.patch.object(Shelf, "forget", lambda shelf: (forgotten.append(engine.global_steps), forget(shelf))):
         first = trained(engine, data, SAVED)
         engine.save_checkpoint(folder)
         rest = trained(engine, data, STEPS - SAVED)
     joined = {key: first[key] + rest[key] for key in ("losses", "steps", "read")}
-    found: dict[str, Any] = {"whole": {**rest, **joined}, "same": objects.same(), "forgotten": forgotten}
+    found: dict[str, Any] = {
+        "whole": {**rest, **joined},
+        "same": are_the_same(objects, objects_of(engine)),
+        "forgotten": forgotten,
+    }
     engine.destroy()
     data = Texts()
     engine = engine_of(data)

@@ -16,7 +16,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor
 
-from tests.elastic.training import FP16, LAMB, MODELS, Case, Objects, data_of, engine_of, prefixes
+from tests.elastic.training import FP16, LAMB, MODELS, Case, are_the_same, data_of, engine_of, objects_of, prefixes
 from tests.spawn import launched
 
 # a freeze with a reshape, one without, a reshape alone; beside fp16 the first steps overflow, and later ones double the scale
@@ -80,7 +80,7 @@ def run(case: Case, folder: str) -> dict[str, Any]:
     engine = engine_of(case, **more)
     replica, share = engine.grid.data_parallel_id, case.batch // case.size // engine.dp_world_size
     found: dict[str, Any] = {name: [] for name in ("changes", "shapes", "scales", "skipped", "told")}
-    objects, change = Objects(engine), engine._change
+    objects, change = objects_of(engine), engine._change
     given = engine.client_optimizer if case.optimizer == "instance" else engine.basic_optimizer
 
     def noted(*args: Any, **options: Any) -> None:
@@ -100,7 +100,11 @@ def run(case: Case, folder: str) -> dict[str, Any]:
             found["told"].append(sorted(each.name for each in engine.basic_optimizer.statistics()) == sorted(trained))
     del engine._change
     found["by the rules"] = by_the_rules(case, found["skipped"])
-    found["same"] = objects.same() and engine.basic_optimizer is given and engine.optimizer.optimizer is given
+    found["same"] = (
+        are_the_same(objects, objects_of(engine))
+        and engine.basic_optimizer is given
+        and engine.optimizer.optimizer is given
+    )
     found["wrapper"] = type(engine.optimizer).__name__
     engine.destroy()
     events = Path(folder, "job").glob("Train_Lamb_*_trust_ratio.csv")

@@ -9,15 +9,12 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ds_terapipe import FusedLamb
 from tests.pipeline.models import (
-    HEADS,
-    HIDDEN,
     POSITIONS,
     VOCABULARY,
     Block,
@@ -84,52 +81,6 @@ class Case:
         return {"freeze": freeze, "resize": resize, **more}
 
 
-class Patches(nn.Module):
-    """Images [b, patches, 12] to hidden states, with learned positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(12, HIDDEN)
-        self.positions = nn.Parameter(torch.empty(9, HIDDEN).normal_(std=0.1))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.project(images) + self.positions
-
-
-class Bidirectional(nn.Module):
-    """A pre-norm Transformer layer in which every position sees all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN)
-        self.mlp = nn.Linear(HIDDEN, HIDDEN)
-        self.register_buffer("scale", torch.tensor(0.9), persistent=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        b, s, _ = hidden.shape
-        q, k, v = (t.view(b, s, HEADS, -1).transpose(1, 2) for t in self.qkv(self.before(hidden)).chunk(3, dim=-1))
-        hidden = hidden + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, HIDDEN))
-        return hidden + self.scale * F.gelu(self.mlp(self.after(hidden)))
-
-
-def pooled(hidden: Tensor) -> Tensor:
-    """The mean over all positions: a plain function among the layers."""
-    return hidden.mean(dim=1)
-
-
-def classifier() -> list[Any]:
-    """A small vision Transformer."""
-    ends = [LayerSpec(nn.LayerNorm, HIDDEN), pooled, LayerSpec(nn.Linear, HIDDEN, 7)]
-    return [LayerSpec(Patches), *(LayerSpec(Bidirectional) for _ in range(3)), *ends]
-
-
-def images(seed: int, size: int) -> tuple[Tensor, Tensor]:
-    """A micro-batch of the classifier's."""
-    random = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 9, 12, generator=random), torch.randint(0, 7, (size,), generator=random)
-
-
 class Dropping(Block):
     """A block with dropout of 0.1."""
 
@@ -180,7 +131,6 @@ MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Tensor], Callable
     "writing": (writing, mean_loss, _texts),
     "texts": (gpt, mean_loss, _texts),
     "tied texts": (tied_gpt, mean_loss, _texts),
-    "classifier": (classifier, F.cross_entropy, images),
 }
 
 
@@ -330,23 +280,14 @@ def engine_of(case: Case, **more: Any) -> Any:
     return build_engine(more.pop("specs", None) or make(), loss_fn, config=config, **{**options, **more})
 
 
-class Objects:
+def objects_of(engine: Any) -> list[Any]:
     """What a user has in hand, and must still be what trains after any number of reshapes."""
+    optimizer = engine.basic_optimizer
+    return [engine.module, optimizer, engine.lr_scheduler, engine.training_dataloader, *optimizer.param_groups]
 
-    _NAMES = ("module", "basic_optimizer", "lr_scheduler", "training_dataloader")
 
-    def __init__(self, engine: Any) -> None:
-        self._engine, self._had = engine, self._now(engine)
-
-    def _now(self, engine: Any) -> dict[str, Any]:
-        groups = engine.basic_optimizer.param_groups
-        return {**{name: getattr(engine, name) for name in self._NAMES}, "groups": groups, "list": list(groups)}
-
-    def same(self) -> bool:
-        """Whether they are; the groups of the optimiser too, none more or less."""
-        now = self._now(self._engine)
-        pairs = zip(self._had.pop("list"), now.pop("list"), strict=True)
-        return all(a is b for a, b in pairs) and all(now[name] is value for name, value in self._had.items())
+def are_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(a is b for a, b in zip(some, others, strict=True))
 
 
 def what_is_wrong(engine: Any, specs: Sequence[Any], frozen: int) -> list[str]:
