@@ -119,7 +119,10 @@ def others(saved: tuple[Path, list[Any]]) -> dict[int, list[Any]]:
 
 @pytest.mark.parametrize(
     ("processes", "name"),
-    [pytest.param(*each, marks=[pytest.mark.xfail(strict=True, reason=BROKEN)] * each[1].startswith("tied")) for each in READ],
+    [
+        pytest.param(*each, marks=[pytest.mark.xfail(strict=True, reason=BROKEN)] * each[1].startswith("tied"))
+        for each in READ
+    ],
 )
 def test_a_training_goes_on_from_the_same_bits(saved: Any, others: Any, processes: int, name: str) -> None:
     ranks, others = [rank[name] for rank in saved[1]], [rank[name] for rank in others[processes]]

@@ -115,11 +115,10 @@ class Tying(PipelineModule):
 def shared(kind: str) -> dict[str, Any]:
     """The errors of two stages at the start and of one that would become two, and losses up to there and behind it."""
     with known("shared", partial(sharing, kind), mean_loss):
-        case = replace(SHARING, model="shared")
+        case, losses = replace(SHARING, model="shared"), []
         start = error_of(lambda: engine_of(replace(case, stages=2, resize=())).destroy())
-        engine, losses = engine_of(case), []
-        losses += trained(engine, case, 0, 1)
-        move = error_of(lambda: losses.extend(trained(engine, case, 1, case.steps)))
+        engine = engine_of(case)
+        move = error_of(lambda: losses.extend(trained(engine, case, at, at + 1)[0] for at in range(case.steps)))
         engine.destroy()
         wanted = reference(case).losses
     reference.cache_clear()
