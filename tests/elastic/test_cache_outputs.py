@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_terapipe.elastic.cache import outputs
 from ds_terapipe.elastic.cache.outputs import Compute, Counts, OutputCache, level_of
 from ds_terapipe.elastic.cache.samples import decode, encode, names
 from ds_terapipe.elastic.cache.shelf import Shelf
@@ -306,23 +305,8 @@ def test_room_is_made_for_other_samples(make: Made, size: tuple[Stage, int]) -> 
     assert one.counts.kept == 3 and one.counts.read == 6 - 3, one.counts  # the first that is read is computed, too
 
 
-def test_threads_that_copy_are_on_the_stages_device(tmp_path: Path, monkeypatch: Any) -> None:
-    """CUDA is told by each thread; this machine's stands in for it with a note of who has."""
-    told: list[tuple[str, torch.device]] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(outputs, "new_clock", lambda device: None)
-    device = torch.device("cuda", 3)
-    one = OutputCache([Tier(tmp_path, "one", None)], False, device, int, print)
-    for pool in (one._readers, one._writers):
-        pool.submit(int).result()
-    one.close(keep=False)
-    assert told == [("cache-read_0", device), ("cache-write_0", device)]
-
-
 def test_a_name_is_of_all_that_the_model_gets_of_a_sample_and_not_of_strides() -> None:
-    tokens, mask = torch.arange(12).view(3, 4), torch.ones(3, 1, 1, 4, dtype=torch.bool)
-    everywhere = torch.ones(4, 4)
+    tokens, mask, everywhere = torch.arange(12).view(3, 4), torch.ones(3, 1, 1, 4, dtype=torch.bool), torch.ones(4, 4)
     before = names((tokens, mask, everywhere))
     assert len(set(before)) == 3 and before == names((tokens.clone(), mask, everywhere))
     assert names((tokens[[2, 0]], mask[[2, 0]], everywhere)) == [before[2], before[0]]  # in other company
@@ -355,12 +339,12 @@ def test_outputs_become_bytes_and_back(data: Any) -> None:
             shape[dims[-1]] = rows
         values = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
         tensors.append((100 * values).to(data.draw(st.sampled_from(dtypes))))
-    together = tuple(tensors) if len(tensors) > 1 or data.draw(st.booleans()) else tensors[0]
     smaller, order = data.draw(st.booleans()), data.draw(st.permutations(range(rows)))
-    found = decode([memoryview(b"".join(map(bytes, encode(together, dims, row, smaller)))) for row in order])
-    assert isinstance(found, tuple) == isinstance(together, tuple)
-    for one, other, dim in zip(tensors, found if isinstance(found, tuple) else [found], dims, strict=True):
+    encoded = [b"".join(map(bytes, encode(tuple(tensors), dims, row, smaller))) for row in order]
+    for one, other, dim in zip(tensors, decode([memoryview(each) for each in encoded]), dims, strict=True):
         expected = one if dim is None else one.index_select(dim, torch.tensor(order))
         if smaller and one.is_floating_point():
             expected = expected.to(torch.bfloat16).to(one.dtype)
         assert other.dtype == one.dtype and torch.equal(expected, other)
+    alone = decode([memoryview(b"".join(map(bytes, encode(tensors[0], dims[:1], row, False)))) for row in order])
+    assert isinstance(alone, Tensor)

@@ -72,16 +72,16 @@ BESIDES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         (f"zero_optimization.stage: got 2, must be 0 or 1 {BESIDE}", "use 1"),
     ),
     "norms and bf16": ({"bf16": {"enabled": True}}, NORMS, FLAT),
-    "norms and fp16": ({"fp16": {"enabled": True}}, NORMS, FLAT),
     "norms and ZeRO-1": ({"zero_optimization": {"stage": 1}}, NORMS, FLAT),
 }  # fmt: skip
 MODELS = {
     "batch": (
-        "resize.policy: got 1, must be a number of stages whose replicas, here 2, divide the batch of 3 samples", "use 2",
+        "resize.policy: got 1, must be a number of stages whose replicas, here 2, divide the batch of 3 samples",
+        "use 2",
     ),
     "one count": ('freeze.unfreeze: got ["lr_restart"], must be absent beside DeepSpeed\'s FusedAdam', "use []"),
     "nothing trains": ("model: got no parameter with requires_grad", "use "),
-}  # fmt: skip
+}
 
 
 def refused(case: Case = CASE, **options: Any) -> tuple[str, str]:
@@ -118,11 +118,7 @@ def order_of_devices_and_objects() -> list[Any]:
     """Numbers of devices that ``initialize`` sets, and objects that it gathers."""
     found: list[Any] = []
     gather = torch.distributed.all_gather_object
-
-    def noted(*args: Any, **options: Any) -> None:
-        found.append("objects")
-        gather(*args, **options)
-
+    noted = lambda *args, **options: (found.append("objects"), gather(*args, **options))  # noqa: E731
     with (
         mock.patch.object(get_accelerator(), "set_device", found.append),
         mock.patch.object(torch.distributed, "all_gather_object", noted),

@@ -130,7 +130,8 @@ def test_what_can_run_is_not_refused(block: Any, given: Any) -> None:
         ({"freeze": {"policy": "alpha"}}, {"data": False},
          'elastic_pipeline.freeze.interval: got "epoch", must be a number of steps where there is no training_data, use e.g. '
          '"interval": 1000'),
-        ({"resize": {"policy": [[1, 2], [2, 3]]}}, {}, "got 3, must be a number of stages that divides the 4 processes, use 1 or 2 or 4"),
+        ({"resize": {"policy": [[1, 2], [2, 3]]}}, {},
+         "got 3, must be a number of stages that divides the 4 processes, use 1 or 2 or 4"),
         ({"resize": {"policy": [[1, 4]]}}, {"stages": 2, "tensor": 2},
          "got 4, must be a number of stages that times the tensor-parallel size (2) divides the 4 processes, use 1 or 2"),
         ({"resize": {"policy": [[1, 1]]}}, {"batch": 6}, "replicas, here 4, divide the batch of 6 samples, use 2 or 4"),
