@@ -20,7 +20,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 
 from ds_terapipe.elastic.cache.outputs import OutputCache
@@ -42,11 +41,12 @@ def tag_at(step: int) -> str:
 
 
 class Aim(NamedTuple):
-    """The ``operation``-th file operation of the save after ``step``; see ``tests.pipeline.operations``."""
+    """The ``operation``-th file operation of the save after ``step``, see ``tests.pipeline.operations``; or a delay after it."""
 
     step: int
-    operation: int
-    halfway: bool
+    operation: int | None
+    halfway: bool = False
+    delay: float = 0.0
 
 
 def train(
@@ -63,8 +63,7 @@ def train(
     """
     if cached:
         OutputCache._compare = lambda self: None  # type: ignore[method-assign]  # these layers take less than a file
-    saves, progress = where / "checkpoints", where / f"{name}.{rank}.progress"
-    note(progress, os.getpid())
+    saves, progress, aim = where / "checkpoints", where / f"{name}.{rank}.progress", aims.get(rank)
     torch.manual_seed(SEED)
     engine = engine_of(
         replace(CASE, precision=precision),
@@ -79,13 +78,19 @@ def train(
     if engine.global_steps:
         torch.manual_seed(os.getpid())  # dropout has to go on with what the checkpoint says
     mark("trains")
-    while engine.global_steps < STEPS:
-        loss = float(engine.train_batch())
+    while True:
         step = engine.global_steps
+        if aim is not None and (aim.step, aim.operation) == (step, None):
+            timer = threading.Timer(aim.delay, die)
+            timer.daemon = True
+            timer.start()
+        if step == STEPS:
+            break
+        loss = float(engine.train_batch())
+        step += 1
         note(progress, step, loss.hex())
         if step % EVERY == 0:
             mark(f"saves_{step}")
-            aim = aims.get(rank)
             at = aim.operation if aim is not None and aim.step == step else None
             with operations(die, at, at is not None and aim.halfway) as begun:
                 engine.save_checkpoint(str(saves), tag_at(step))
@@ -132,7 +137,7 @@ def run_whole(folder: Path, precision: str = "fp32", cached: bool = False) -> Un
     ranks, saves = range(PROCESSES), range(EVERY, STEPS + 1, EVERY)
     assert all((int((folder / f"whole.{rank}.read").read_text()) > 0) == cached for rank in ranks)
     losses = {step: found.pop() for step, found in losses_of(folder).items()}
-    times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()[1:]]
+    times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()]
     found = [{step: json.loads((folder / f"operations.{step}.{rank}").read_text()) for step in saves} for rank in ranks]
     seconds = [after - before for before, after in itertools.pairwise(times)]
     return Undisturbed(folder, precision, losses, weights_of(folder, "whole"), seconds, found, cached)
@@ -206,25 +211,19 @@ def run(folder: Path, *args: Any) -> list[Exit]:
 def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
     """Start the script, kill it, and look at what it has left."""
     resumed = step_of(folder / "checkpoints")
-    aims: dict[int, Aim] = {}
-    assassin: threading.Thread | None = None
     if kill.operation is None or not (places := saves_after(whole, resumed, kill)):
         after, delay = moment(whole, resumed, kill.share)
-        where = f"{delay:.2f} s after {f'step {after}' if after > resumed else 'the engine was built'}"
-        progress = folder / f"{name}.{kill.victim}.progress"
-        assassin = threading.Thread(target=kill_after, args=(progress, after - resumed + 2, delay))
-        assassin.start()
+        aim = Aim(after, None, delay=delay)
+        where = f"{delay:.2f} s after {f'step {after}' if after > resumed else 'the checkpoint was loaded'}"
     else:
         aim = places[int(kill.share * len(places))]
-        aims = {kill.victim: aim}
         operation = whole.operations[kill.victim][aim.step][aim.operation]
         before = "halfway through" if aim.halfway and operation in DIVISIBLE else "before"
         where = f"save after step {aim.step}, {before} {operation}, its operation {aim.operation}"
-    ends = run(folder, name, whole.precision, aims, False, whole.cached)
-    if assassin is not None:
-        assassin.join()
-        begun = re.findall(r"^MARK (\S+) ", ends[kill.victim].output, re.M)
-        where += f", {(begun[-1] if begun else 'starts').replace('_', ' after step ')}"
+    ends = run(folder, name, whole.precision, {kill.victim: aim}, False, whole.cached)
+    if aim.operation is None:
+        *_, begun = ["starts", *re.findall(r"^MARK (?!dies)(\S+) ", ends[kill.victim].output, re.M)]
+        where += f", {begun.replace('_', ' after step ')}"
     died = ends[kill.victim].code == -signal.SIGKILL
     (said, wrong) = survived(kill, ends) if died else ("", [])
     return Row(kill, resumed, where, died, said, (*wrong, *broken(whole, folder)))
@@ -249,24 +248,6 @@ def moment(whole: Undisturbed, resumed: int, share: float) -> tuple[int, float]:
             return resumed + number, at
         at -= seconds
     return resumed + len(left) - 1, left[-1]
-
-
-def kill_after(progress: Path, lines: int, delay: float) -> None:
-    """Kill the process that writes this file so many seconds after its ``lines``-th line, if it is still there."""
-    deadline, process = time.monotonic() + ENDS_WITHIN_S, None
-    while time.monotonic() < deadline:
-        text = progress.read_text() if progress.exists() else ""
-        if process is None and text.endswith("\n"):
-            try:
-                process = psutil.Process(int(text.split()[0]))
-            except psutil.NoSuchProcess:
-                return
-        if process is not None and (text.count("\n") >= lines or not process.is_running()):
-            break
-        time.sleep(0.002)
-    time.sleep(delay)
-    if process is not None and process.is_running():  # never another one that has got its number
-        process.kill()
 
 
 _TELLS = r"waited .* (for|from|to) .*|Connection (closed|reset|refused) by peer.*|Broken pipe.*|failed to recv.*"

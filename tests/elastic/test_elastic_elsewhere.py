@@ -28,12 +28,11 @@ CASES = {  # and whether ds_to_universal converts the checkpoint
     "fused adam": (Case("texts", "fused adam", 2, FREEZE, (), scheduler="warmup"), False),
     # four stages have the groups in another order
     "groups": (Case("partly frozen", "adamw", 2, ((1, 4),), (), scheduler="lambda"), False),
-    "bf16": (Case("texts", "adamw", 2, FREEZE, ((2, 1),), precision="bf16"), False),
     "universal, ZeRO-1": (Case("texts", "adamw", 2, FREEZE, (), precision="ZeRO-1", scheduler="lambda"), True),
     "universal, bf16": (Case("tied texts", "lamb", 2, ((1, 1),), (), precision="bf16"), True),
     # a weight in the flat parts of two stages
-    "tied, ZeRO-1": (Case("tied texts", "adamw", 2, ((3, 2),), ((99, 1),), precision="ZeRO-1"), False),
-    "tied, bf16": (Case("tied texts", "adamw", 2, ((3, 2),), ((99, 1),), precision="bf16"), False),
+    "tied, ZeRO-1": (Case("tied texts", "adamw", 2, (), ((99, 1),), precision="ZeRO-1"), False),
+    "tied, bf16": (Case("tied texts", "adamw", 2, (), ((99, 1),), precision="bf16"), False),
 }
 BROKEN = "restore.SavedStates puts both stages' parts of a tied weight one behind the other"
 READ = [(1, name) for name in CASES] + [(4, "groups"), (4, "universal, ZeRO-1")]  # on so many processes, each a stage
@@ -139,7 +138,7 @@ def test_a_training_goes_on_from_the_same_bits(saved: Any, others: Any, processe
 
 def from_another_engine(folder: str) -> Any:
     """DeepSpeed's engine saves, without ZeRO, parts that it does not read, and ours nothing beside them."""
-    case = replace(CASES["bf16"][0], freeze=(), resize=())
+    case = Case("texts", "adamw", 2, (), (), precision="bf16")
     engine = engine_of(case, config={"elastic_pipeline": {"enabled": False}})
     train(engine, case, SAVED)
     engine.save_checkpoint(folder, tag="of/steps")

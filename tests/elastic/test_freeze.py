@@ -23,7 +23,7 @@ from ds_terapipe.elastic.policies.freeze import (
 from ds_terapipe.elastic.policies.freezer import Freezer, Signals, completed_intervals
 from ds_terapipe.elastic.settings import FreezeSettings
 from ds_terapipe.errors import ConfigError, shown
-from tests.elastic.policies import registered
+from tests.elastic.samples import registered
 
 STILL = Signals(1.0, lambda: None)
 models = st.lists(st.booleans(), min_size=1, max_size=12).filter(any).map(lambda flags: ModelLayers(tuple(flags)))

@@ -20,7 +20,7 @@ from ds_terapipe.elastic.settings import (
     parse,
 )
 from ds_terapipe.errors import ConfigError
-from tests.elastic.policies import registered
+from tests.elastic.samples import registered
 from tests.json_values import JSON
 
 BLOCKS = {"freeze": FreezeSettings, "resize": ResizeSettings, "cache": CacheSettings, "data": DataSettings}

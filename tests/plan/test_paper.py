@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 
@@ -15,7 +14,6 @@ from ds_terapipe.plan.paper import predicted as paper
 from ds_terapipe.plan.paper.predicted import (
     CALIBRATING,
     Options,
-    best_slices,
     calibration_set,
     closed_form,
     compact,
@@ -76,21 +74,6 @@ def test_the_papers_own_slices_and_setting_10_never_calibrate():
 @pytest.mark.parametrize("index", range(0, len(PUBLISHED), 4))
 def test_the_simulator_agrees_with_the_closed_form(index):
     assert simulated(PUBLISHED[index], RATES) == pytest.approx(closed_form(PUBLISHED[index], RATES), rel=1e-9)
-
-
-def test_own_slices_are_the_best_of_all_cuts():
-    """Of 2048 tokens at multiples of 256. The programme takes forward and backward as one: a thousandth here."""
-    for number in (1, 5, 8, 10):
-        figure = next(f for f in PUBLISHED if f.setting.number == number and f.kind == "without")
-        least = math.inf
-        for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, 8), n) for n in range(8)):
-            slices = tuple(256 * (b - a) for a, b in itertools.pairwise((0, *cuts, 8)))
-            least = min(least, closed_form(dataclasses.replace(figure, slices=slices), RATES))
-        own = best_slices(figure, RATES, 256)
-        assert sum(own) == 2048
-        assert least <= closed_form(dataclasses.replace(figure, slices=own), RATES) <= least * 1.001
-    figure = next(f for f in PUBLISHED if f.setting.number == 9 and f.kind == "with")
-    assert best_slices(figure, RATES, 2048) == figure.slices, "the paper's where they are better"
 
 
 def test_held_out_times_and_setting_10_are_predicted(result):

@@ -1,4 +1,4 @@
-"""The words of a schedule: actions as text, and stages on places."""
+"""The words of a schedule: actions as text, stages on places; messages and weight gradients that are put into an order."""
 
 from __future__ import annotations
 
@@ -8,12 +8,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe import schedule
-from ds_terapipe.schedule import Action, Op, PlacedStage, Placement, Unit, as_placement
+from ds_terapipe.schedule import (
+    Action,
+    Op,
+    PlacedStage,
+    Placement,
+    Unit,
+    as_placement,
+    forward_only,
+    order,
+    validate,
+    with_messages,
+    with_weight_gradients,
+)
 from tests.schedule import strategies
+from tests.schedule.strategies import rows_of
 
 number = st.integers(0, 10**6)
 units = st.builds(Unit, number, number)
@@ -116,3 +129,90 @@ def test_what_is_no_placement(make, message):
     with pytest.raises(ValueError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+FOLDED = Placement.of([0, 1, 1, 0], forward_only=1)
+GOLDEN = {
+    "terapipe": (
+        order("terapipe", 3, [2]), None,
+        [
+            "0F0.0 0SEND_F0.0 0F0.1 0SEND_F0.1 0RECV_B0.1 0B0.1 0RECV_B0.0 0B0.0",
+            "1RECV_F0.0 1F0.0 1SEND_F0.0 1RECV_F0.1 1F0.1 1SEND_F0.1 "
+            "1RECV_B0.1 1B0.1 1SEND_B0.1 1RECV_B0.0 1B0.0 1SEND_B0.0",
+            "2RECV_F0.0 2F0.0 2RECV_F0.1 2F0.1 2B0.1 2SEND_B0.1 2B0.0 2SEND_B0.0",
+        ],
+    ),
+    "evaluation": (
+        forward_only(2, [2]), None, ["0F0.0 0SEND_F0.0 0F0.1 0SEND_F0.1", "1RECV_F0.0 1F0.0 1RECV_F0.1 1F0.1"]
+    ),
+    # Stages 1 and 2 hand over in memory; nothing goes back to stage 0, which is forward-only.
+    "places": (
+        order("1f1b", FOLDED, [1]), FOLDED,
+        [
+            "0F0.0 0SEND_F0.0 3RECV_F0.0 3F0.0 3B0.0 3SEND_B0.0",
+            "1RECV_F0.0 1F0.0 2F0.0 2SEND_F0.0 2RECV_B0.0 2B0.0 1B0.0",
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_messages(name):
+    grid, placement, rows = GOLDEN[name]
+    assert rows_of(with_messages(grid, placement)) == rows
+
+
+@given(strategies.names, strategies.placements() | strategies.stages.map(Placement.plain), strategies.slices)
+def test_messages_of_any_placement_are_all_that_is_added_in_one_order_at_both_ends(name, placement, slices):
+    grid = order(name, placement, slices)
+    before = [list(row) for row in grid]
+    lowered = with_messages(grid, placement)
+    assert grid == before and [[action for action in row if action.op.is_compute] for row in lowered] == grid
+    for stage in range(len(placement.stages)):
+        row = [action for action in lowered[placement.place_of(stage)] if action.stage == stage]
+        for op, sends in ((Op.SEND_FORWARD, placement.sends_forward), (Op.SEND_BACKWARD, placement.sends_backward)):
+            sent = [action.counterpart for action in row if action.op is op]
+            assert len(sent) == sum(slices) * sends(stage)
+            if sent:
+                peer = lowered[placement.place_of(sent[0].stage)]
+                assert sent == [a for a in peer if (a.op, a.stage) == (sent[0].op, sent[0].stage)]
+
+
+def test_weight_gradients_come_after_what_the_stage_before_waits_for():
+    first = with_weight_gradients(with_messages(order("1f1b", 2, [2])))
+    assert rows_of(first, 5) == ["0RECV_B0.1 0B0.1 0RECV_B0.0 0B0.0 0W0.0", "1B0.1 1SEND_B0.1 1B0.0 1SEND_B0.0 1W0.0"]
+    assert with_messages(with_weight_gradients(order("1f1b", 2, [2]))) == first
+    placement = Placement.of([0, 0, 1, 1], forward_only=1)
+    lowered = with_messages(order("1f1b", placement, [2]), placement)
+    assert rows_of(with_weight_gradients(lowered, placement), 6) == [
+        "1SEND_F0.1 1RECV_B0.1 1B0.1 1RECV_B0.0 1B0.0 1W0.0",
+        "2SEND_B0.1 3B0.0 2B0.0 2SEND_B0.0 3W0.0 2W0.0",
+    ]
+    some = with_weight_gradients(lowered, placement, stages=[0, 3], each_slice=True)
+    assert [str(a) for row in some for a in row if a.op is Op.WEIGHT_GRADIENTS] == ["3W0.1", "3W0.0"]
+    validate(some, [2], "1f1b", placement)
+
+
+@settings(deadline=None)
+@given(strategies.names, strategies.placements(), strategies.few_slices, st.booleans(), st.booleans(), st.data())
+def test_weight_gradients_on_any_placement_by_slice_or_micro_batch(name, placement, slices, each_slice, first, data):
+    stages = data.draw(st.none() | st.sets(st.integers(0, len(placement.stages) - 1)))
+    grid = order(name, placement, slices)
+    if first:  # before the messages or after them: the same computations in one order
+        made = with_messages(with_weight_gradients(grid, placement, stages, each_slice), placement)
+    else:
+        made = with_weight_gradients(with_messages(grid, placement), placement, stages, each_slice)
+    validate(made, slices, name, placement)
+    for stage in range(len(placement.stages)):
+        row = [action for action in made[placement.place_of(stage)] if action.stage == stage]
+        units = [action.unit for action in row if action.op is Op.WEIGHT_GRADIENTS]
+        wanted = [a.unit for a in row if a.op is Op.FORWARD and (each_slice or a.unit.slice == 0)]
+        apart = (stages is None or stage in stages) and placement.goes_backward(stage)
+        assert sorted(units) == (sorted(wanted) if apart else [])
+
+
+def test_bad_grids_are_refused():
+    with pytest.raises(ValueError, match="got 2 places for a grid of 3 rows, must be a row for each place"):
+        with_messages(order("1f1b", 3, [1]), Placement.of([0, 1, 0]))
+    with pytest.raises(ValueError, match=r"0SEND_F0\.0, must be computations only"):
+        with_messages(with_messages(order("1f1b", 2, [1])))
