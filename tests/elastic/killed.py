@@ -118,8 +118,6 @@ def die() -> None:
 
 
 class Undisturbed(NamedTuple):
-    """A run that none killed."""
-
     folder: Path
     precision: str  # of tests.elastic.training.PRECISIONS
     losses: dict[int, str]  # of every step, in hexadecimal
@@ -130,7 +128,6 @@ class Undisturbed(NamedTuple):
 
 
 def run_whole(folder: Path, precision: str = "fp32", cached: bool = False) -> Undisturbed:
-    """Run the script to its end."""
     folder.mkdir(parents=True)
     ends = run(folder, "whole", precision, {}, True, cached)
     assert [end.code for end in ends] == [0] * PROCESSES, "\n".join(end.output for end in ends)
@@ -172,8 +169,6 @@ class Kill(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One kill and its consequences."""
-
     kill: Kill
     resumed: int  # the step after which the checkpoint was saved that the attempt went on from; 0 for the start
     where: str
@@ -209,7 +204,6 @@ def run(folder: Path, *args: Any) -> list[Exit]:
 
 
 def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
-    """Start the script, kill it, and look at what it has left."""
     resumed = step_of(folder / "checkpoints")
     if kill.operation is None or not (places := saves_after(whole, resumed, kill)):
         after, delay = moment(whole, resumed, kill.share)

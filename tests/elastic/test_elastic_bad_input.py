@@ -128,7 +128,6 @@ def order_of_devices_and_objects() -> list[Any]:
 
 
 def warnings(**options: Any) -> list[str]:
-    """Of a block ``data``."""
     handler, logger = BufferingHandler(100), logging.getLogger("ds_terapipe.elastic")
     logger.addHandler(handler)
     refused(config={"elastic_pipeline": {"data": {"shuffle": True}}}, **options)
@@ -137,7 +136,6 @@ def warnings(**options: Any) -> list[str]:
 
 
 def trains() -> float:
-    """After all that was refused."""
     engine = engine_of(CASE, config={"elastic_pipeline": HALVE})
     loss = float(engine.train_batch(iter(data_of(CASE)[0])))
     engine.destroy()

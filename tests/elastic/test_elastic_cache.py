@@ -57,7 +57,6 @@ def write_when_the_step_is_over(write: Any) -> Any:
 
 
 def steps_of(case: Case) -> list[list[Any]]:
-    """Its batches, of which the first few come again and again."""
     return [data_of(case)[number % PERIOD] for number in range(case.steps)]
 
 
@@ -160,7 +159,6 @@ def test_a_run_that_goes_on_reads_what_the_last_one_kept(ranks: Any) -> None:
 
 
 def ends(rank: int, world_size: int) -> None:
-    """As train.py says what is wrong, in a line."""
     engine = engine_of(RESUMED, config={"elastic_pipeline": RESUMED.elastic(cache=EXACT)})
     for step in steps_of(RESUMED)[:4]:
         engine.train_batch(iter(step))

@@ -88,7 +88,6 @@ def go_on(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str
 
 
 def convert(folder: Path) -> None:
-    """Convert a checkpoint as DeepSpeed's script `ds_to_universal` does."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     main(

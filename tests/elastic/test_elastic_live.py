@@ -65,8 +65,6 @@ def prepare(layers: list[nn.Module], first: int = 0) -> list[nn.Module]:
 
 
 class Prepared(PipelineModule):
-    """A module whose layers get `prepare` when they are there."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         prepare(self.forward_funcs, self._local_start)
@@ -201,8 +199,6 @@ def state_of(engine: Any) -> tuple[Any, ...]:
 
 
 class Hooked(PipelineModule):
-    """A module with a hook on a layer of the last stage."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.stage_id == 1:
@@ -210,7 +206,6 @@ class Hooked(PipelineModule):
 
 
 def dropping(case: Case) -> list[float]:
-    """Losses of a model with dropout."""
     engine = engine_of(replace(case, model="dropping"))
     torch.manual_seed(SEED)
     losses = [float(engine.train_batch(iter(step))) for step in DATA]

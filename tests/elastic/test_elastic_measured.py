@@ -50,8 +50,6 @@ class _Takes(torch.autograd.Function):
 
 
 class Timed(Block):
-    """A block that takes a known time."""
-
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(_Takes.apply(hidden))
 
@@ -78,8 +76,6 @@ class Lopsided(PipelineModule):
 
 
 class Hooked(PipelineModule):
-    """With a hook on a live layer, which another rank would not have."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.forward_funcs[0].register_forward_hook(lambda module, inputs, output: None)

@@ -28,8 +28,6 @@ RANKS, CPU = st.integers(1, 6), torch.device("cpu")
 
 
 class Layer(nn.Module):
-    """A layer with a parameter, a buffer and settings."""
-
     def __init__(self, width: int = 3) -> None:
         super().__init__()
         self.inner, self.drop = nn.Linear(2, width), nn.Dropout(0.1)
@@ -37,8 +35,6 @@ class Layer(nn.Module):
 
 
 class Lora(nn.Module):
-    """Stands in for a linear layer, with another beside it."""
-
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base, self.a = base, nn.Linear(2, base.out_features)

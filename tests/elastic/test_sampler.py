@@ -37,8 +37,6 @@ class Numbers(Dataset):
 
 
 class Augmented(Numbers):
-    """Adds what a worker draws."""
-
     def __getitem__(self, index: int) -> float:
         return index + torch.rand(()).item()
 

@@ -67,23 +67,18 @@ class Case:
         return sorted({step for step, _ in (*self.freeze, *self.resize)})
 
     def frozen(self, step: int) -> int:
-        """Entries that this step trains without."""
         return max((entries for begin, entries in self.freeze if begin <= step), default=0)
 
     def stages_at(self, step: int) -> int:
-        """Stages that this step runs on."""
         return next((number for begin, number in reversed(self.resize) if begin <= step), self.stages)
 
     def elastic(self, **more: Any) -> dict[str, Any]:
-        """The block of ``ds_config.json``."""
         freeze = {"policy": "schedule", "frozen_layers": [list(pair) for pair in self.freeze]} if self.freeze else {}
         resize = {"policy": [list(pair) for pair in self.resize] or "off"}
         return {"freeze": freeze, "resize": resize, **more}
 
 
 class Dropping(Block):
-    """A block with dropout of 0.1."""
-
     def __init__(self) -> None:
         super().__init__()
         self.drop = nn.Dropout(0.1)
@@ -93,7 +88,6 @@ class Dropping(Block):
 
 
 def dropping() -> list[Any]:
-    """GPT with dropout."""
     return [LayerSpec(Embedding), *(LayerSpec(Dropping) for _ in range(4)), LayerSpec(Head)]
 
 
@@ -103,8 +97,6 @@ def partly_frozen() -> list[Any]:
 
 
 class WritingBlock(Block):
-    """Writes into its input."""
-
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden.mul_(1.5))
 

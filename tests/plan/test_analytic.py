@@ -74,8 +74,7 @@ def test_vocabulary_costs_its_stages():
     extra = [full.forward(stage, 512, 0) - plain.forward(stage, 512, 0) for stage in range(3)]
     assert extra[1] == 0.0 < extra[0] < extra[2]
     # The head is one more matrix of H x V; logits are 24 bytes each, half of them forward.
-    head = 2 * 512 * 12288 * 50304 / 4 / 80e12
-    assert extra[2] == pytest.approx(head + 12 * 512 * 50304 / 4 / 900e9, rel=1e-9)
+    assert extra[2] == pytest.approx(512 * 50304 / 4 * (2 * 12288 / 80e12 + 12 / 900e9), rel=1e-9)
 
 
 def test_the_end_of_a_step_and_layers_of_other_shapes():

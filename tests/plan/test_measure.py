@@ -17,8 +17,6 @@ TRIALS = [(4,) * 16, (8,) * 8, (16,) * 4, (32, 32), (64,)]
 
 
 class Truth:
-    """Costs of the form that is fitted."""
-
     sequences, max_length = 1, TOTAL
 
     def __init__(self, weights: float = 0.0, message: float = 0.0, loss: tuple[float, float] = (0.0, 0.0)) -> None:

@@ -33,7 +33,6 @@ def placements(draw: st.DrawFn, most_stages: int = 7, most_places: int = 4) -> P
 
 
 def grid_of(*rows: str) -> list[list[Action]]:
-    """A grid of which each row is written out."""
     return [list(map(Action.from_text, row.split())) for row in rows]
 
 

@@ -48,19 +48,6 @@ def test_only_the_exact_text_parses(text):
 
 
 @pytest.mark.parametrize(
-    ("kind", "example", "texts"),
-    [
-        (Action, r"2F0\.3", ["", "2F03", "2X0.3", "02F0.3", "-1F0.3", "2F0.3 ", "2F0.3\n", "2SEND_0.3", "٢F0.3"]),
-        (Unit, r"0\.3", ["", "3", "0.3.1", "00.3", "0.3\n"]),
-    ],
-)
-def test_other_text_is_refused(kind, example, texts):
-    for text in texts:
-        with pytest.raises(ValueError, match=rf"{kind.__name__.lower()}: got .* e\.g\. {example}"):
-            kind.from_text(text)
-
-
-@pytest.mark.parametrize(
     ("text", "counterpart"),
     [("1SEND_F0.3", "2RECV_F0.3"), ("1RECV_F0.3", "0SEND_F0.3"), ("1SEND_B0.3", "0RECV_B0.3"), ("1RECV_B0.3", "2SEND_B0.3")],
 )  # fmt: skip
@@ -109,19 +96,15 @@ def test_a_placement_is_a_key_that_travels():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Placement(()), "placement: got no stages"),
         (lambda: Placement.plain(0), "stages: got 0, must be at least 1"),
         (lambda: Placement.of([0, 2]), r"got stages on places \[0, 2\], must be on 0, 1, ... without a gap"),
-        (lambda: Placement.of([-1, 0]), "without a gap"),
         (lambda: Placement.of([0, 1], [0, 2]), "got 2 boundaries, must be one more than the 2 stages"),
         (
             lambda: Placement.of([0, 1], [0, 2, 2]),
             "layers 2 to 2 for stage 1, must start at layer 2 and stop at a later",
         ),
-        (lambda: Placement.of([0, 1], [-1, 2, 3]), "must start at layer 0"),
         (lambda: Placement((PlacedStage(0, 0, 2), PlacedStage(1, 3, 4))), "stage 1, must start at layer 2"),
         (lambda: Placement.plain(2, forward_only=3), "forward_only: got 3, must be 0 to the number of stages, 2"),
-        (lambda: Placement.plain(2, forward_only=-1), "forward_only: got -1"),
         (lambda: Placement.interleaved(2, 0), "got 0 chunks on each of 2 places"),
     ],
 )

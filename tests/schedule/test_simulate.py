@@ -142,9 +142,8 @@ def test_the_parts_of_the_bubble_name_their_cause():
 
 @pytest.mark.parametrize(("name", "slices", "live"), [("1f1b", 4, 2.75), ("terapipe", 4, 32), ("1f1b", 1, 8)])
 def test_live_sequences_on_the_first_of_eight_stages(name, slices, live):
-    tokens = 2048 // slices
-    grid = order(name, 8, [slices] * 32)
-    result = simulate(grid, lambda action: 1.0, tokens=lambda action: tokens, held=lambda action: 10.0 * tokens)
+    grid, tokens = order(name, 8, [slices] * 32), lambda action: 2048 // slices
+    result = simulate(grid, lambda action: 1.0, tokens=tokens, held=lambda action: 10.0 * tokens(action))
     assert result.places[0][4:] == (live * slices, live * 2048, 10 * live * 2048)
 
 
