@@ -25,7 +25,7 @@ import torch
 from ds_terapipe.elastic.cache.outputs import OutputCache
 from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
 from tests.elastic.samples import Texts
-from tests.elastic.training import Case, engine_of
+from tests.elastic.training import Case, engine_of, weights
 from tests.pipeline.models import SEED
 from tests.pipeline.operations import DIVISIBLE, operations
 from tests.spawn import Exit, mark, run_to_exit
@@ -99,7 +99,7 @@ def train(
                 if rank == 0:
                     shutil.copytree(saves / tag_at(step), where / "kept" / str(step))
             mark("trains")
-    torch.save({n: p.detach().clone() for n, p in engine.module.named_parameters()}, where / f"{name}.{rank}.weights")
+    torch.save(weights(engine), where / f"{name}.{rank}.weights")
     note(progress, STEPS + 1)
     (where / f"{name}.{rank}.read").write_text(str(engine.cache_counts.read))
     engine.destroy()

@@ -39,10 +39,6 @@ def schedule(*pairs: list[int]) -> dict[str, Any]:
 # what is in the configuration beside an elastic block that says less, or by rank; what is said
 CONFIGS: dict[str, tuple[Any, ...]] = {
     "value": ({"freeze": {"policy": "alpha", "alpha": 1.5, "interval": 4}}, "freeze.alpha: got 1.5, must be ", "use e.g. 0.33"),
-    "processes": (
-        {"resize": {"policy": [[1, 1], [2, 3]]}}, "resize.policy: got 3, must be a number of stages that divides the 2 processes",
-        "use 1 or 2",
-    ),
     "disk": (
         {"cache": {"enabled": True, "disk_path": "/dev/null/cache"}},
         'elastic_pipeline.cache.disk_path: got "/dev/null/cache", must be a folder that can be written to (Not a directory), use '
@@ -56,7 +52,6 @@ CONFIGS: dict[str, tuple[Any, ...]] = {
         {"history_path": str(ROOT / "pyproject.toml")}, "pyproject.toml (line 1), must be a new file or one", "use another name",
     ),
     "ranks differ": ((schedule([1, 1]), schedule([1, 2])), *OTHERS),
-    "ranks move differently": (({"resize": {"policy": "off"}}, {"resize": {"policy": [[1, 1]]}}), *OTHERS),
 }  # fmt: skip
 BESIDES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "offload": (
@@ -108,14 +103,13 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
         "nothing trains": refused(specs=[LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]),
         # a user's own frozen layers need nothing moved
         "static": refused(config={"zero_optimization": {"stage": 1}, "elastic_pipeline": {"enabled": True}}),
-        "order": order_of_devices_and_objects(),
         "warnings": [warnings(**options) for options in ({}, {"training_data": Texts(8)})],
-        "trains": trains(),
+        "order": order_of_devices_and_objects(),
     }
 
 
-def order_of_devices_and_objects() -> list[Any]:
-    """Numbers of devices that ``initialize`` sets, and objects that it gathers."""
+def order_of_devices_and_objects() -> tuple[list[Any], float]:
+    """Numbers of devices that ``initialize`` sets, objects that it gathers; the loss of a step after all that was refused."""
     found: list[Any] = []
     gather = torch.distributed.all_gather_object
     noted = lambda *args, **options: (found.append("objects"), gather(*args, **options))  # noqa: E731
@@ -123,8 +117,10 @@ def order_of_devices_and_objects() -> list[Any]:
         mock.patch.object(get_accelerator(), "set_device", found.append),
         mock.patch.object(torch.distributed, "all_gather_object", noted),
     ):
-        engine_of(CASE, config={"elastic_pipeline": HALVE}).destroy()
-    return found
+        engine = engine_of(CASE, config={"elastic_pipeline": HALVE})
+    loss = float(engine.train_batch(iter(data_of(CASE)[0])))
+    engine.destroy()
+    return found, loss
 
 
 def warnings(**options: Any) -> list[str]:
@@ -133,13 +129,6 @@ def warnings(**options: Any) -> list[str]:
     refused(config={"elastic_pipeline": {"data": {"shuffle": True}}}, **options)
     logger.removeHandler(handler)
     return [record.getMessage() for record in handler.buffer]
-
-
-def trains() -> float:
-    engine = engine_of(CASE, config={"elastic_pipeline": HALVE})
-    loss = float(engine.train_batch(iter(data_of(CASE)[0])))
-    engine.destroy()
-    return loss
 
 
 ranks = launched(worker, 2, timeout=200)
@@ -160,11 +149,11 @@ def test_what_is_wrong_is_one_line_on_every_rank(ranks: Any, name: str) -> None:
 
 
 def test_what_was_refused_leaves_nothing_behind_and_what_is_right_is_not_refused(ranks: Any) -> None:
-    assert ranks[0]["trains"] == ranks[1]["trains"] > 0 and ranks[0]["static"] == ("nothing", "")
+    assert ranks[0]["order"][1] == ranks[1]["order"][1] > 0 and ranks[0]["static"] == ("nothing", "")
 
 
 def test_a_process_has_its_own_device_before_objects_are_gathered_on_it(ranks: Any) -> None:
-    assert [found["order"][:2] for found in ranks] == [[0, "objects"], [1, "objects"]]
+    assert [found["order"][0][:2] for found in ranks] == [[0, "objects"], [1, "objects"]]
 
 
 def test_an_order_of_samples_without_training_data_is_one_line(ranks: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ds_terapipe.tracing.chrome import read
 from tests.elastic.samples import Texts, in_order, micro_batch_of
-from tests.elastic.training import Case, engine_of
+from tests.elastic.training import Case, engine_of, weights
 from tests.spawn import launched
 
 SAMPLES, SAVED, STEPS = 20, 6, 10
@@ -58,10 +58,6 @@ def trained(engine: Any, steps: int) -> list[float]:
 
 def shape_of(engine: Any) -> Any:
     return tuple(engine.shape), list(engine.module.parts), engine.frozen_layers
-
-
-def weights(engine: Any) -> dict[str, Any]:
-    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
 def same(some: dict[str, Any], others: dict[str, Any]) -> bool:

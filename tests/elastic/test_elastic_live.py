@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ds_terapipe import ConfigError
 from tests.elastic.test_elastic_moves import Lora
-from tests.elastic.training import MODELS, Case, data_of, engine_of, reference, what_is_wrong
+from tests.elastic.training import MODELS, Case, data_of, engine_of, reference, weights, what_is_wrong
 from tests.pipeline.models import SEED, Block, Embedding, Head, gpt, masked_loss
 from tests.pipeline.training import difference
 from tests.spawn import launched
@@ -159,7 +159,7 @@ def run(specs: list[Any], **options: Any) -> dict[str, Any]:
         wrong = lost(engine) if "kind" in options else what_is_wrong(engine, gpt(), CASE.frozen(step))
         found["wrong"] += [f"step {step}: {text}" for text in wrong]
     del engine._change, engine._reshape
-    found["weights"] = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    found["weights"] = weights(engine)
     engine.destroy()
     return found
 

@@ -204,22 +204,22 @@ def predicted(ranks: Any, name: str) -> list[str]:
     return [line for line in ranks[0][name]["lines"] if "is predicted to take" in line]
 
 
-def seconds(line: str, shape: str) -> float:
+def seconds(line: str, shape: str = "as it is") -> float:
     return float(re.findall(rf"{shape}, ([0-9.]+) s", line)[0])
 
 
 def test_what_trains_again_is_predicted_to_take_what_it_took(ranks: Any) -> None:
     """In one stage 8 x 0.04 with nothing frozen; what was timed last is 2 x 0.02 + 4 x 0.04."""
     first, frozen, again = predicted(ranks, "trains again")
-    assert seconds(first, "1 stage .*? layers") == 0.32 and seconds(frozen, "as it is") == 0.2
+    assert seconds(first, "1 stage .*? layers") == 0.32 and seconds(frozen) == 0.2
     # The block behind frozen ones had no gradient of its input to make when it was timed last, in either micro-batch.
-    assert seconds(again, "as it is") == pytest.approx(0.32 - 2 * BACKWARD)
+    assert seconds(again) == pytest.approx(0.32 - 2 * BACKWARD)
 
 
 def test_what_is_kept_takes_nothing(ranks: Any) -> None:
     """Step 8 freezes three blocks of four: with what they put out kept, two replicas take 2 x 0.04 each, else 0.06 more."""
     lines = predicted(ranks, "kept")
-    assert len(lines) == 3 and seconds(lines[-1], "as it is") == 0.08
+    assert len(lines) == 3 and seconds(lines[-1]) == 0.08
     assert ranks[0]["by hand, kept"]["read"] >= 4 * 3
     divided = ranks[0]["divided again"]["lines"]
     assert len(divided) == 2 and "and was predicted to take 0." in divided[1] and ranks[0]["a list"]["lines"] == []

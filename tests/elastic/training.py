@@ -272,6 +272,10 @@ def engine_of(case: Case, **more: Any) -> Any:
     return build_engine(more.pop("specs", None) or make(), loss_fn, config=config, **{**options, **more})
 
 
+def weights(engine: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+
+
 def objects_of(engine: Any) -> list[Any]:
     """What a user has in hand, and must still be what trains after any number of reshapes."""
     optimizer = engine.basic_optimizer

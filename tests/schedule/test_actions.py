@@ -192,10 +192,3 @@ def test_weight_gradients_on_any_placement_by_slice_or_micro_batch(name, placeme
         wanted = [a.unit for a in row if a.op is Op.FORWARD and (each_slice or a.unit.slice == 0)]
         apart = (stages is None or stage in stages) and placement.goes_backward(stage)
         assert sorted(units) == (sorted(wanted) if apart else [])
-
-
-def test_bad_grids_are_refused():
-    with pytest.raises(ValueError, match="got 2 places for a grid of 3 rows, must be a row for each place"):
-        with_messages(order("1f1b", 3, [1]), Placement.of([0, 1, 0]))
-    with pytest.raises(ValueError, match=r"0SEND_F0\.0, must be computations only"):
-        with_messages(with_messages(order("1f1b", 2, [1])))

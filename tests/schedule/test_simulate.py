@@ -62,12 +62,6 @@ def test_stuck_stages_are_named_with_the_receive_they_wait_in():
         simulate(grid, seconds, placement=placement)
 
 
-def test_only_sends_are_asked_for_the_time_of_a_message():
-    asked, grid = [], with_messages(order("1f1b", 3, [2]))
-    replay(grid, seconds, lambda action: asked.append(action) or 0.0)
-    assert sorted(map(str, asked)) == sorted(str(a) for row in grid for a in row if a.op.is_send)
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     st.integers(1, 8), st.integers(1, 6), st.lists(st.tuples(times_of_units, times_of_units), min_size=1, max_size=8)
