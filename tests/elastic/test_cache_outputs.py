@@ -84,6 +84,12 @@ class Stage:
 Made = Callable[..., OutputCache]
 
 
+def begun(cache: OutputCache, *layers: nn.Module) -> tuple[OutputCache, Stage]:
+    stage = Stage(*layers)
+    cache.begin(stage.level(), None)
+    return cache, stage
+
+
 @pytest.fixture
 def said() -> list[str]:
     return []
@@ -128,8 +134,7 @@ def entries(cache: OutputCache) -> list[Path]:
 
 @pytest.mark.parametrize("last", [Slow, Turned])
 def test_a_micro_batch_is_computed_once_and_found_in_other_company(make: Made, last: type[nn.Module]) -> None:
-    cache, stage = make(), Stage(Slow(), last())
-    cache.begin(stage.level(), None)
+    cache, stage = begun(make(), Slow(), last())
     first = step(cache, stage, batch(0), batch(1))
     assert cache.counts == Counts(computed=6, kept=6) and stage.starts == [(0, 3), (0, 1), (0, 3)]
     again = [step(cache, stage, batch(0), batch(1)) for _ in range(3)]
@@ -173,8 +178,7 @@ def test_other_weights_or_numbers_are_another_level() -> None:
 
 @pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Flatten(0, 1)])
 def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(make, layer, said):
-    cache, stage = make(), Stage(Slow(), layer.train())
-    cache.begin(stage.level(), None)
+    cache, stage = begun(make(), Slow(), layer.train())
     for _ in range(3):
         step(cache, stage, batch(0))
     assert cache.counts.read == cache.counts.kept == 0 and not cache.active
@@ -182,8 +186,7 @@ def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(make, layer, s
 
 
 def test_entries_that_are_not_what_the_layers_put_out_are_found_out(make: Made, said: list[str]) -> None:
-    cache, stage = make(), Stage(Slow())
-    cache.begin(stage.level(), None)
+    cache, stage = begun(make(), Slow())
     step(cache, stage, batch(0))
     other = OutputCache([Tier(cache.tiers[0].root, "one", None)], False, CPU, int, said.append)
     other.begin(stage.level(), None)
@@ -244,8 +247,7 @@ def test_what_does_not_fit_is_computed_with_one_warning_or_goes_to_the_disk(make
 @pytest.fixture
 def size(make: Made) -> tuple[Stage, int]:
     """A stage, and the bytes of a micro-batch."""
-    cache, stage = make(), Stage(Slow())
-    cache.begin(stage.level(), None)
+    cache, stage = begun(make(), Slow())
     step(cache, stage, batch(0))
     return stage, cache.tiers[0].used_bytes
 

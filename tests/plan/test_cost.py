@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan import MeasuredCost, MemoryModel, Sample, StageCost, StageMemory, sample_points
-from ds_terapipe.plan.costs.cost import Curve
 from ds_terapipe.plan.costs.fit import nonnegative_least_squares
 from tests.plan.costs import ExampleCost
 
@@ -66,14 +65,6 @@ def test_a_cost_is_not_extrapolated(length, context):
         measured().forward(length, context)
     with pytest.raises(ConfigError, match="must be within the measured"):
         measured().backward(np.array([16.0, length]), np.array([0.0, context]))
-
-
-def test_a_curve_does_not_fall_and_is_not_extrapolated():
-    curve = Curve([(8, 1.0), (16, 3.0), (32, 2.0), (64, 4.0)], "messages of boundary 0")
-    values = curve(np.arange(8.0, 65.0))
-    assert np.all(np.diff(values) >= 0) and values[0] == pytest.approx(1.0) and 2 < curve(20.0) < 3
-    with pytest.raises(ConfigError, match="messages of boundary 0: got 65 tokens, must be within the measured 8 to 64"):
-        curve(65.0)
 
 
 @settings(deadline=None, max_examples=60)

@@ -94,13 +94,6 @@ def test_a_timeline_draws_every_computation_once_to_scale(stages):
     assert long == pytest.approx(2 * short, abs=0.2)
 
 
-def test_timelines_share_one_scale():
-    whole = Panel("whole", order("1f1b", 4, [1]), seconds)
-    sliced = Panel("sliced", order("1f1b", 4, [4]), lambda action: seconds(action) / 4)
-    widths = [float(track.get("width")) for track in rectangles(timelines_svg([whole, sliced]))[0]]
-    assert len(widths) == 8 and widths[4] / widths[0] == pytest.approx((3 + 3 * 3 / 4) / 12, abs=1e-3)
-
-
 def test_what_cannot_be_drawn_is_refused():
     grid = with_messages(order("1f1b", 2, [1]))
     del grid[0][1]

@@ -151,21 +151,6 @@ def test_live_units_of_a_place_are_those_of_its_trained_stages():
         validate(frozen, [1, 1], None, Placement.of([0, 0], forward_only=1))
 
 
-@pytest.mark.parametrize(
-    ("grid", "slices", "name", "placement", "says"),
-    [
-        ([], [1], None, None, "no stages"),
-        (forward_only(1, [1]), [], None, None, "slices: got"),
-        (forward_only(1, [1]), [1], "gpipe", None, "schedule: got 'gpipe'"),
-        (forward_only(1, [1]), [1], None, Placement.plain(2), "placement: got 2 places for a grid of 1 rows"),
-        (forward_only(2, [1]), [1], "1f1b", Placement.plain(2, forward_only=2), "forward_only: got all 2 stages"),
-    ],
-)
-def test_bad_arguments_are_refused(grid, slices, name, placement, says):
-    with pytest.raises(ValueError, match=says):
-        validate(grid, slices, name, placement)
-
-
 def test_the_message_of_a_large_schedule_stays_readable():
     rows = rows_of(with_messages(order("1f1b", 32, [8] * 8)))
     rows[20] = rows[20].replace("20RECV_B3.2 ", "")
