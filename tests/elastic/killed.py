@@ -164,7 +164,9 @@ class Kill(NamedTuple):
 
     victim: int
     share: float
-    operation: str | None = None  # the kind of file operation in a save that is aimed at; "any" of them; None: any time
+    operation: str | None = (
+        None  # the kind of file operation in a save, or "any"; "step": as one begins; None: any time
+    )
     halfway: bool = False  # in the middle of the operation
 
 
@@ -205,8 +207,9 @@ def run(folder: Path, *args: Any) -> list[Exit]:
 
 def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
     resumed = step_of(folder / "checkpoints")
-    if kill.operation is None or not (places := saves_after(whole, resumed, kill)):
-        after, delay = moment(whole, resumed, kill.share)
+    if kill.operation in (None, "step") or not (places := saves_after(whole, resumed, kill)):
+        in_step = resumed + int(kill.share * (STEPS - resumed)), 0.0
+        after, delay = in_step if kill.operation == "step" else moment(whole, resumed, kill.share)
         aim = Aim(after, None, delay=delay)
         where = f"{delay:.2f} s after {f'step {after}' if after > resumed else 'the checkpoint was loaded'}"
     else:

@@ -34,7 +34,7 @@ def while_the_latest_has_no_name(whole: Undisturbed) -> Kill:
 def killed_three_times() -> tuple[list[Row], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         whole = run_whole(Path(folder, "whole"))
-        kills = [while_the_latest_has_no_name(whole), Kill(1, 0.3, "save", halfway=True), Kill(0, 0.5)]
+        kills = [while_the_latest_has_no_name(whole), Kill(1, 0.3, "save", halfway=True), Kill(0, 0.5, "step")]
         return run_killed(kills, whole, Path(folder, "killed"))
 
 
