@@ -23,7 +23,7 @@ from ds_terapipe.elastic.cache import outputs as outputs_of_cache
 from ds_terapipe.elastic.cache import store
 from ds_terapipe.elastic.cache.store import Tier
 from tests.elastic.samples import Texts
-from tests.elastic.training import Case, data_of, engine_of, reference_on, weights, writing
+from tests.elastic.training import MODELS, Case, data_of, engine_of, reference_on, weights
 from tests.pipeline.models import FrozenBlock
 from tests.pipeline.training import difference
 from tests.spawn import launched, mark, run_to_exit
@@ -70,7 +70,9 @@ def written(engine: Any) -> None:
 def training(name: str) -> Any:
     """Losses, after each step the counts of this rank, and weights."""
     case, cache = CASES[name]
-    specs = [writing()[0], LayerSpec(DroppingBlock), *writing()[2:]] if name == "by hand" else None
+    specs = MODELS["writing"][0]() if name == "by hand" else None
+    if specs is not None:
+        specs[1] = LayerSpec(DroppingBlock)
     engine = engine_of(case, config={"elastic_pipeline": case.elastic(cache=cache)}, specs=specs)
     losses, counts = [], []
     for step in steps_of(case):

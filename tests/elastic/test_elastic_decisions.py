@@ -113,17 +113,14 @@ def decided(policy: Policy, folder: str) -> dict[str, Any]:
     first = engine(policy, folder)
     begun = run(first, SAVED)
     first.save_checkpoint(folder)
-    told = float(first._losses[0]), first._losses[1]
     went_on = run(first, CASE.steps - SAVED)
     first.destroy()
     second = engine(policy, folder)
     second.load_checkpoint(folder)
-    same = (float(second._losses[0]), second._losses[1]) == told
-    kept = same and told[1] == (SAVED - 3 if "loss_rise" in policy.freeze.get("unfreeze", []) else 0)
     resumed = run(second, CASE.steps - SAVED)
     second.destroy()
     written = {} if first.global_rank else {"history": read_history(f"{folder}.jsonl")}
-    return {"run": begun + went_on, "kept": kept, "resumed": begun + resumed, **written}
+    return {"run": begun + went_on, "resumed": begun + resumed, **written}
 
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -172,8 +169,7 @@ def test_decisions_and_losses_are_those_of_one_process(ranks: Any, name: str) ->
     history, losses, given = alone(POLICIES[name])
     assert history[-1] > history[0] == 0 and len(set(history)) >= 2, history
     for rank in ranks:
-        same = repr(rank[name]["run"]) == repr(rank[name]["resumed"]) == repr(ranks[0][name]["run"])
-        assert rank[name]["kept"] and same
+        assert repr(rank[name]["run"]) == repr(rank[name]["resumed"]) == repr(ranks[0][name]["run"])
         frozen, stages, got, norms = zip(*rank[name]["run"], strict=True)
         assert list(frozen) == history and got == pytest.approx(losses, rel=1e-5)
         assert (stages[0], stages[-1]) == (2, 1) and POLICIES[name].stages in (None, stages)

@@ -77,12 +77,13 @@ def test_what_a_spec_does_not_build_is_refused_by_name(change: str) -> None:
 def test_a_holding_says_what_of_a_layer_may_have_changed() -> None:
     live = Layer()
     optimizer = torch.optim.AdamW([{"params": [live.inner.bias]}, {"params": [live.inner.weight], "lr": 1.0}])
-    live.inner.weight.grad, live.cached = torch.ones(3, 2), torch.ones(1)
+    live.inner.weight.grad, live.cached, live.inner.weight.sequence_parallel = torch.ones(3, 2), torch.ones(1), True
     optimizer.step()
     found = holding({"5.": live}, optimizer)
     weight, bias, count = (found.pieces[f"5.{name}"] for name in ("inner.weight", "inner.bias", "count"))
     assert (weight.group, bias.group, count.group) == (1, 0, None) and "cached" not in found.modules["5."]["settings"]
     assert set(weight.moments) == {"exp_avg", "exp_avg_sq"} and set(weight.values) == {"step"} and not bias.moments
+    assert weight.attributes == {"sequence_parallel": True}
     assert holding({"5.": live}, optimizer, ["5."]).pieces["5.inner.bias"].used is False
 
 

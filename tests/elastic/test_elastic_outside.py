@@ -111,16 +111,15 @@ class Tying(PipelineModule):
 
 
 def shared(kind: str) -> dict[str, Any]:
-    """The errors of two stages at the start and of one that would become two, and losses up to there and behind it."""
+    """The error of one stage that would become two, and losses up to there and behind it."""
     with known("shared", partial(sharing, kind), mean_loss):
         case, losses = replace(SHARING, model="shared"), []
-        start = error_of(lambda: engine_of(replace(case, stages=2, resize=())).destroy())
         engine = engine_of(case)
         move = error_of(lambda: losses.extend(trained(engine, case, at, at + 1)[0] for at in range(case.steps)))
         engine.destroy()
         wanted = reference(case).losses
     reference.cache_clear()
-    return {"model": start, POLICY: move, "losses": losses, "alone": wanted}
+    return {"error": move, "losses": losses, "alone": wanted}
 
 
 def not_measured() -> list[int]:
@@ -199,20 +198,19 @@ def test_a_loss_that_is_a_module_goes_where_the_model_ends_and_into_checkpoints(
     assert all(difference(weight, weights[key]) <= 10 * limit for key, weight in found[1]["loss"].items())
 
 
-def test_stages_that_would_train_copies_of_a_weight_are_refused(ranks: Any) -> None:
+def test_a_reshape_to_stages_that_would_train_copies_of_a_weight_is_refused(ranks: Any) -> None:
     entries, weights = SHARED["head's weight"]
     text = f"got entries {entries} of the layer list on stages 0 and 1, which share trained weights and would train copies, must"
     for found in (rank["head's weight"] for rank in ranks):
-        for key in ("model", POLICY):
-            said = str(found[key])
-            assert said.startswith(f"{key}: {text}") and f' use TiedLayerSpec("shared", {weights}' in said, said
-            assert "\n" not in said and type(found[key]).__name__ == "ConfigError"
+        said = str(found["error"])
+        assert said.startswith(f"{POLICY}: {text}") and f' use TiedLayerSpec("shared", {weights}' in said, said
+        assert "\n" not in said and type(found["error"]).__name__ == "ConfigError"
         assert found["losses"] == pytest.approx(found["alone"][:1], rel=1e-5)
 
 
 def test_entries_that_share_nothing_are_not_refused_and_measured_shapes_leave_the_others_together(ranks: Any) -> None:
     for found in (rank["copied"] for rank in ranks):
-        assert (found["model"], found[POLICY]) == (None, None)
+        assert found["error"] is None
         assert found["losses"] == pytest.approx(found["alone"], rel=1e-5)
     assert [rank["measured"] for rank in ranks] == [[0], []]
 

@@ -167,12 +167,10 @@ def predicted(shape: Shape, frozen: int = 0, machine: Machine = FREE, same: Any 
         (Shape(4, 1, 1, 4), {}, 24 + 3 * 6),
         (Shape(2, 1, 1, 4), {"parts": (0, 2, 8)}, 24 + 3 * 18),
         (Shape(2, 1, 1, 4), {"slices": 4}, (24 + 15 * 12) / 4),
-        (Shape(1, 2, 1, 2), {"slices": 4}, 2 * 24),  # nothing to overlap
         (Shape(2, 1, 3, 4), {}, 3 * (24 + 3 * 12)),
         # frozen layers cost their forward pass
         (Shape(2, 1, 1, 4), {"frozen": 4}, 16 + 3 * 9),
         # replicas add up what trains
-        (Shape(1, 1, 1, 4), {"machine": SYNC}, 4 * 24 + 0.25 * 80),
         (Shape(1, 2, 1, 2), {"machine": SYNC}, 2 * 24 + (3 + 0.5 * 80) + 0.25 * 80),
         (Shape(1, 2, 1, 2), {"machine": SYNC, "frozen": 6}, 2 * 12 + (3 + 0.5 * 20) + 0.25 * 20),
         (Shape(2, 4, 1, 1), {"machine": SYNC}, 24 + (3 + 0.5 * 1.5 * 40) + 0.25 * 40),

@@ -57,14 +57,11 @@ def test_defaults() -> None:
     ("block", "key", "value"),
     [
         ({"freeze": {"policy": "alpha", "alpha": 0.5, "interval": 100}}, "interval", 100),
-        ({"freeze": {"policy": "grad_norm", "interval": "epoch"}}, "alpha", 0.33),
         ({"freeze": {"policy": "schedule", "frozen_layers": [[0, 1], [10, 2], [20, 2]], "interval": 7}},
          "frozen_layers", ((0, 1), (10, 2), (20, 2))),
         ({"freeze": {"policy": "static", "frozen_layers": None, "unfreeze": []}}, "frozen_layers", None),
-        ({"resize": {"policy": "halve"}}, "policy", "halve"),
         ({"resize": {"policy": [[0, 4], [10, 2], [11, 4]]}}, "policy", ((0, 4), (10, 2), (11, 4))),
         ({"cache": {"enabled": True, "memory_gb": 8, "disk_path": "cache/"}}, "memory_gb", 8.0),
-        ({"data": {"shuffle": True, "seed": 0}}, "seed", 0),
     ],
 )  # fmt: skip
 def test_what_is_right_is_accepted(block: dict[str, Any], key: str, value: Any) -> None:

@@ -87,23 +87,13 @@ class Dropping(Block):
         return super().forward(self.drop(hidden))
 
 
-def dropping() -> list[Any]:
-    return [LayerSpec(Embedding), *(LayerSpec(Dropping) for _ in range(4)), LayerSpec(Head)]
-
-
-def partly_frozen() -> list[Any]:
-    """GPT of whose layers the user has frozen the first half."""
-    return [LayerSpec(kind) for kind in (FrozenEmbedding, FrozenBlock, FrozenBlock, Block, Block, Head)]
-
-
 class WritingBlock(Block):
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden.mul_(1.5))
 
 
-def writing() -> list[Any]:
-    """GPT of whose layers the user has frozen the first two; the next one writes into what these put out."""
-    return [LayerSpec(kind) for kind in (FrozenEmbedding, FrozenBlock, WritingBlock, Block, Block, Head)]
+def layers(*kinds: type[nn.Module]) -> Callable[[], list[Any]]:
+    return lambda: [LayerSpec(kind) for kind in kinds]
 
 
 def _masked(seed: int, size: int) -> Any:
@@ -114,13 +104,15 @@ def _texts(seed: int, size: int) -> Any:
     return micro_batch(seed, batch=size, masked=False)
 
 
+dropping = layers(Embedding, *[Dropping] * 4, Head)
 MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Tensor], Callable[[int, int], Any]]] = {
     "gpt": (gpt, masked_loss, _masked),
     "tied": (tied_gpt, masked_loss, _masked),
     "dropping": (dropping, masked_loss, _masked),
     "dropping texts": (dropping, mean_loss, _texts),
-    "partly frozen": (partly_frozen, mean_loss, _texts),
-    "writing": (writing, mean_loss, _texts),
+    "partly frozen": (layers(FrozenEmbedding, FrozenBlock, FrozenBlock, Block, Block, Head), mean_loss, _texts),
+    # the layer behind the frozen ones writes into what these put out
+    "writing": (layers(FrozenEmbedding, FrozenBlock, WritingBlock, Block, Block, Head), mean_loss, _texts),
     "texts": (gpt, mean_loss, _texts),
     "tied texts": (tied_gpt, mean_loss, _texts),
 }

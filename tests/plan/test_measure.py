@@ -41,13 +41,12 @@ class Truth:
         return self._message * np.ones_like(np.asarray(length, float))
 
 
-def recorded(truth, schedule="1f1b", micro_batches=1, once=False, trials=TRIALS, after=0.05):
-    times = StepTimes(truth, STAGES, micro_batches, once)
-    steps = []
+def recorded(truth, schedule="1f1b", micro_batches=1, once=False, trials=TRIALS):
+    times, steps = StepTimes(truth, STAGES, micro_batches, once), []
     for number, slices in enumerate(trials):
         simulation = times.simulate(schedule, slices)
         events = [e._replace(run=MEASURED) for e in events_of(simulation.grid, simulation.intervals, step=number)]
-        steps.append(RecordedStep(slices, events, simulation.makespan + after))
+        steps.append(RecordedStep(slices, events, simulation.makespan + 0.05))
     return steps
 
 
@@ -60,9 +59,8 @@ def agree(cost, truth, relative=1e-6):
     for stage in range(STAGES):
         for length, context in spans:
             for found, true in ((cost.forward, truth.forward), (cost.backward, truth.backward)):
-                assert found(stage, float(length), float(context)) == pytest.approx(
-                    float(true(stage, length, context)), rel=relative
-                )
+                wanted = pytest.approx(float(true(stage, length, context)), rel=relative)
+                assert found(stage, float(length), float(context)) == wanted
 
 
 @pytest.mark.parametrize(("schedule", "micro_batches"), [("1f1b", 1), ("1f1b", 3), ("terapipe", 3)])

@@ -34,11 +34,6 @@ from tests.schedule.strategies import grid_of, rows_of
 # computation a time step; at one time backward first, later segments first. (schedule, places, forward-only stages, slices)
 GOLDEN = {
     ("terapipe", (0, 1), 0, (3,)): ["0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0B0.0", "1F0.0 1F0.1 1F0.2 1B0.2 1B0.1 1B0.0"],
-    ("1f1b", (0, 1), 0, (3,)): ["0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0B0.0", "1F0.0 1F0.1 1F0.2 1B0.2 1B0.1 1B0.0"],
-    ("terapipe", (0, 1), 0, (2, 2)): [
-        "0F0.0 0F0.1 0F1.0 0F1.1 0B1.1 0B1.0 0B0.1 0B0.0",
-        "1F0.0 1F0.1 1F1.0 1F1.1 1B1.1 1B1.0 1B0.1 1B0.0",
-    ],
     ("1f1b", (0, 1, 2), 0, (2, 2)): [
         "0F0.0 0F0.1 0F1.0 0F1.1 0B0.1 0B0.0 0B1.1 0B1.0",
         "1F0.0 1F0.1 1F1.0 1B0.1 1F1.1 1B0.0 1B1.1 1B1.0",
@@ -52,10 +47,6 @@ GOLDEN = {
         "0F0.0 1F0.0 0F0.1 1F0.1 1B0.1 0B0.1 1B0.0 0B0.0",
         "2F0.0 3F0.0 2F0.1 3F0.1 3B0.1 2B0.1 3B0.0 2B0.0",
     ],
-    ("1f1b", (0, 1, 1, 0), 0, (1, 1)): [
-        "0F0.0 0F1.0 3F0.0 3B0.0 3F1.0 3B1.0 0B0.0 0B1.0",
-        "1F0.0 2F0.0 1F1.0 2F1.0 2B0.0 1B0.0 2B1.0 1B1.0",
-    ],
     ("1f1b", (0, 1, 1, 0), 2, (1, 1)): [
         "0F0.0 0F1.0 3F0.0 3B0.0 3F1.0 3B1.0",
         "1F0.0 2F0.0 1F1.0 2F1.0 2B0.0 2B1.0",
@@ -64,7 +55,6 @@ GOLDEN = {
         "0F0.0 0F0.1 2F0.0 2F0.1 2B0.1 2B0.0",
         "1F0.0 1F0.1 3F0.0 3F0.1 3B0.1 3B0.0 1B0.1 1B0.0",
     ],
-    ("forward_only", (0, 1), 0, (2, 1)): ["0F0.0 0F0.1 0F1.0", "1F0.0 1F0.1 1F1.0"],
     ("forward_only", (0, 1, 0), 0, (2, 2)): [
         "0F0.0 0F0.1 2F0.0 0F1.0 2F0.1 0F1.1 2F1.0 2F1.1",
         "1F0.0 1F0.1 1F1.0 1F1.1",
@@ -161,10 +151,8 @@ def test_a_schedule_of_ones_own_is_known_by_its_name(monkeypatch):
 
     def one_by_one(placement, slices):
         """A unit's whole way there and back before the next unit starts; of unsliced micro-batches."""
-        return [
-            [Action(op, stage, Unit(m, 0)) for m in range(len(slices)) for op in (Op.FORWARD, Op.BACKWARD)]
-            for stage in range(placement.places)
-        ]
+        each = [(op, Unit(m, 0)) for m in range(len(slices)) for op in (Op.FORWARD, Op.BACKWARD)]
+        return [[Action(op, stage, unit) for op, unit in each] for stage in range(placement.places)]
 
     made = register(Schedule("one-by-one", one_by_one, lambda placement, slices: [1] * placement.places))
     assert schedule_named("one-by-one") is made
@@ -221,17 +209,13 @@ def test_interleaved_holds_a_warm_up_of_chunks_and_starts_like_this():
     assert row.startswith("0F0.0 0F1.0 2F0.0 2F1.0 0F2.0 2B0.0 0F3.0 2B1.0 ")
 
 
-@pytest.mark.parametrize(
-    ("placement", "slices", "message"),
-    [
+def test_what_cannot_be_interleaved_is_refused():
+    for placement, slices, message in (
         (Placement.interleaved(4, 2), [1] * 6, "micro-batches a multiple of the 4 places"),
         (Placement.interleaved(2, 2), [2, 2], "must be one each"),
-        (Placement.interleaved(2, 2), [], "must be one each"),
         (Placement.of([0, 1, 1, 0]), [1, 1], r"got stages on places \[0, 1, 1, 0\], must be on 0, 1, ... 1 in turn"),
         (Placement.of([0, 1, 0]), [1, 1], "use Placement.interleaved"),
-    ],
-)
-def test_what_cannot_be_interleaved_is_refused(placement, slices, message):
-    for function in (order, peak_live_units):
-        with pytest.raises(ValueError, match=message):
-            function("interleaved", placement, slices)
+    ):
+        for function in (order, peak_live_units):
+            with pytest.raises(ValueError, match=message):
+                function("interleaved", placement, slices)
