@@ -17,8 +17,18 @@ from torch import Tensor, nn
 
 from ds_terapipe import ConfigError
 from tests.elastic.test_elastic_moves import Lora
-from tests.elastic.training import MODELS, Case, data_of, engine_of, reference, weights, what_is_wrong
-from tests.pipeline.models import SEED, Block, Embedding, Head, gpt, masked_loss
+from tests.elastic.training import (
+    MODELS,
+    Case,
+    data_of,
+    engine_of,
+    grouped_adamw,
+    prefixes,
+    reference,
+    weights,
+    what_is_wrong,
+)
+from tests.pipeline.models import SEED, Block, Embedding, Head, Plain, gpt, masked_loss
 from tests.pipeline.training import difference
 from tests.spawn import launched
 
@@ -130,6 +140,12 @@ def bytes_by_name(engine: Any) -> dict[str, int]:
     }
 
 
+def settings(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]:
+    """Rate and decay of every parameter that is trained, by name."""
+    of = {p: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    return {name: of[p] for name, p in module.named_parameters() if p in of}
+
+
 def run(specs: list[Any], **options: Any) -> dict[str, Any]:
     engine = engine_of(CASE, specs=specs, **options)
     found: dict[str, Any] = {name: [] for name in ("losses", "wrong", "random", "weighed", "moved")}
@@ -159,7 +175,7 @@ def run(specs: list[Any], **options: Any) -> dict[str, Any]:
         wrong = lost(engine) if "kind" in options else what_is_wrong(engine, gpt(), CASE.frozen(step))
         found["wrong"] += [f"step {step}: {text}" for text in wrong]
     del engine._change, engine._reshape
-    found["weights"] = weights(engine)
+    found |= {"weights": weights(engine), "settings": settings(engine.module, engine.basic_optimizer)}
     engine.destroy()
     return found
 
@@ -241,6 +257,17 @@ def test_what_was_set_on_live_layers_is_where_the_layers_are(ranks: Any, kind: s
         assert found["first"][0] == found["first"][1] < whole, "weights are where they are trained and nowhere else"
         assert all(alive == here for alive, here in found["weighed"])
         assert [here for _, here in found["weighed"]] == [found["first"][1], whole, found["weighed"][2][1]]
+
+
+def test_groups_keep_their_settings_by_name(ranks: Any) -> None:
+    model = Plain(gpt())
+    wanted = settings(model, grouped_adamw(list(model.parameters())))
+    for found in (rank["modules"] for rank in ranks):
+        trained = {
+            name for name in found["weights"] if not name.startswith(prefixes(gpt(), CASE.frozen(CASE.steps - 1)))
+        }
+        assert found["settings"] == {name: wanted[name] for name in trained}
+    assert len(set(wanted.values())) == 3
 
 
 def test_what_a_rank_lacks_is_all_that_is_sent(ranks: Any) -> None:

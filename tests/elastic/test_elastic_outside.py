@@ -163,9 +163,7 @@ def stray(name: str) -> str:
     ):
         try:
             engine = engine_of(
-                replace(case, model="stray"),
-                config=config,
-                optimizer=lambda p: torch.optim.SGD([*p, weight], lr=0.1),
+                replace(case, model="stray"), config=config, optimizer=lambda p: torch.optim.SGD([*p, weight], lr=0.1)
             )
         except Exception as error:
             return str(error)
