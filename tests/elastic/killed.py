@@ -164,9 +164,8 @@ class Kill(NamedTuple):
 
     victim: int
     share: float
-    operation: str | None = (
-        None  # the kind of file operation in a save, or "any"; "step": as one begins; None: any time
-    )
+    # the kind of file operation in a save, or "any"; "step": as one begins; None: any time
+    operation: str | None = None
     halfway: bool = False  # in the middle of the operation
 
 
