@@ -19,8 +19,8 @@ from tests.elastic.training import Case, engine_of, grouped_adamw, prefixes
 from tests.pipeline.models import Embedding, Plain, gpt, mean_loss
 from tests.spawn import launched
 
-SAMPLES = 20  # an epoch is 2.5 steps
-CASE = Case("texts", "adamw", 2, (), (), slices=None, steps=12)
+SAMPLES = 10  # an epoch is 2.5 steps
+CASE = Case("texts", "adamw", 2, (), (), slices=None, steps=12, batch=4)
 SAVED = 4  # within an interval of three steps
 ENTRIES = 6
 
