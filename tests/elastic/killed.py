@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -16,18 +15,17 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 
 from ds_terapipe.elastic.cache.outputs import OutputCache
 from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
 from tests.elastic.samples import Texts
-from tests.elastic.training import Case, engine_of
+from tests.elastic.training import Case, engine_of, weights
 from tests.pipeline.models import SEED
 from tests.pipeline.operations import DIVISIBLE, operations
 from tests.spawn import Exit, mark, run_to_exit
@@ -43,39 +41,29 @@ def tag_at(step: int) -> str:
 
 
 class Aim(NamedTuple):
-    """The ``operation``-th file operation of the save after ``step``; see ``tests.pipeline.operations``."""
+    """The ``operation``-th file operation of the save after ``step``, see ``tests.pipeline.operations``; or a delay after it."""
 
     step: int
-    operation: int
-    halfway: bool
-
-
-# ---------------------------------------------------------------------------------------------------------- the script
+    operation: int | None
+    halfway: bool = False
+    delay: float = 0.0
 
 
 def train(
-    rank: int,
-    world_size: int,
-    where: Path,
-    name: str,
-    precision: str,
-    aims: dict[int, Aim],
-    keeps: bool,
-    cached: bool = False,
+    rank: int, world_size: int, where: Path, name: str, precision: str, aims: dict[int, Aim], keeps: bool, cached: bool
 ) -> None:
-    """Train to the end, from the latest checkpoint on where there is one.
+    """The user's script: train to the end, from the latest checkpoint on where there is one.
 
     Args:
         where: the folder of everything.
         name: of this attempt, for what it writes down.
         aims: by rank, where it has to die.
         keeps: a copy of each checkpoint, for comparisons.
-        cached: what frozen layers put out is kept, too, in memory, and used by the next attempt.
+        cached: whether outputs of frozen layers are kept in memory, and used by the next attempt.
     """
     if cached:
         OutputCache._compare = lambda self: None  # type: ignore[method-assign]  # these layers take less than a file
-    saves, progress = where / "checkpoints", where / f"{name}.{rank}.progress"
-    note(progress, os.getpid())
+    saves, progress, aim = where / "checkpoints", where / f"{name}.{rank}.progress", aims.get(rank)
     torch.manual_seed(SEED)
     engine = engine_of(
         replace(CASE, precision=precision),
@@ -90,13 +78,19 @@ def train(
     if engine.global_steps:
         torch.manual_seed(os.getpid())  # dropout has to go on with what the checkpoint says
     mark("trains")
-    while engine.global_steps < STEPS:
-        loss = float(engine.train_batch())
+    while True:
         step = engine.global_steps
+        if aim is not None and (aim.step, aim.operation) == (step, None):
+            timer = threading.Timer(aim.delay, die)
+            timer.daemon = True
+            timer.start()
+        if step == STEPS:
+            break
+        loss = float(engine.train_batch())
+        step += 1
         note(progress, step, loss.hex())
         if step % EVERY == 0:
             mark(f"saves_{step}")
-            aim = aims.get(rank)
             at = aim.operation if aim is not None and aim.step == step else None
             with operations(die, at, at is not None and aim.halfway) as begun:
                 engine.save_checkpoint(str(saves), tag_at(step))
@@ -105,7 +99,7 @@ def train(
                 if rank == 0:
                     shutil.copytree(saves / tag_at(step), where / "kept" / str(step))
             mark("trains")
-    torch.save({n: p.detach().clone() for n, p in engine.module.named_parameters()}, where / f"{name}.{rank}.weights")
+    torch.save(weights(engine), where / f"{name}.{rank}.weights")
     note(progress, STEPS + 1)
     (where / f"{name}.{rank}.read").write_text(str(engine.cache_counts.read))
     engine.destroy()
@@ -123,13 +117,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# ------------------------------------------------------------------------------------------------------- undisturbed
-
-
-@dataclass(frozen=True, eq=False)
-class Undisturbed:
-    """A run that none killed."""
-
+class Undisturbed(NamedTuple):
     folder: Path
     precision: str  # of tests.elastic.training.PRECISIONS
     losses: dict[int, str]  # of every step, in hexadecimal
@@ -138,25 +126,16 @@ class Undisturbed:
     operations: list[dict[int, list[str]]]  # of every rank and every step with a save, by name
     cached: bool = False  # as in `train`
 
-    @functools.cache  # noqa: B019
-    def kept(self, step: int) -> dict[str, Any]:
-        """The checkpoint of a step."""
-        return content_of(self.folder / "kept" / str(step))
-
 
 def run_whole(folder: Path, precision: str = "fp32", cached: bool = False) -> Undisturbed:
-    """Run the script to its end."""
     folder.mkdir(parents=True)
     ends = run(folder, "whole", precision, {}, True, cached)
     assert [end.code for end in ends] == [0] * PROCESSES, "\n".join(end.output for end in ends)
-    assert all((int((folder / f"whole.{rank}.read").read_text()) > 0) == cached for rank in range(PROCESSES))
+    ranks, saves = range(PROCESSES), range(EVERY, STEPS + 1, EVERY)
+    assert all((int((folder / f"whole.{rank}.read").read_text()) > 0) == cached for rank in ranks)
     losses = {step: found.pop() for step, found in losses_of(folder).items()}
-    times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()[1:]]
-    saves = range(EVERY, STEPS + 1, EVERY)
-    found = [
-        {step: json.loads((folder / f"operations.{step}.{rank}").read_text()) for step in saves}
-        for rank in range(PROCESSES)
-    ]
+    times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()]
+    found = [{step: json.loads((folder / f"operations.{step}.{rank}").read_text()) for step in saves} for rank in ranks]
     seconds = [after - before for before, after in itertools.pairwise(times)]
     return Undisturbed(folder, precision, losses, weights_of(folder, "whole"), seconds, found, cached)
 
@@ -176,11 +155,7 @@ def weights_of(folder: Path, name: str) -> list[dict[str, torch.Tensor]]:
     return [torch.load(folder / f"{name}.{rank}.weights") for rank in range(PROCESSES)]
 
 
-# ------------------------------------------------------------------------------------------------------------- killed
-
-
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     """One kill of rank ``victim``.
 
     ``share``: of the time that is left of the run, or of the file operations, at which it happens. The run begins when there is
@@ -189,14 +164,12 @@ class Kill:
 
     victim: int
     share: float
-    operation: str | None = None  # the kind of file operation in a save that is aimed at; "any" of them; None: any time
+    # the kind of file operation in a save, or "any"; "step": as one begins; None: any time
+    operation: str | None = None
     halfway: bool = False  # in the middle of the operation
 
 
-@dataclass(frozen=True)
-class Row:
-    """One kill and its consequences."""
-
+class Row(NamedTuple):
     kill: Kill
     resumed: int  # the step after which the checkpoint was saved that the attempt went on from; 0 for the start
     where: str
@@ -232,26 +205,21 @@ def run(folder: Path, *args: Any) -> list[Exit]:
 
 
 def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
-    """Start the script, kill it, and look at what it has left."""
     resumed = step_of(folder / "checkpoints")
-    aims: dict[int, Aim] = {}
-    assassin: threading.Thread | None = None
-    if kill.operation is None or not (places := saves_after(whole, resumed, kill)):
-        after, delay = moment(whole, resumed, kill.share)
-        where = f"{delay:.2f} s after step {after}" if after > resumed else f"{delay:.2f} s after the engine was built"
-        progress = folder / f"{name}.{kill.victim}.progress"
-        assassin = threading.Thread(target=kill_after, args=(progress, after - resumed + 2, delay))
-        assassin.start()
+    if kill.operation in (None, "step") or not (places := saves_after(whole, resumed, kill)):
+        in_step = resumed + int(kill.share * (STEPS - resumed)), 0.0
+        after, delay = in_step if kill.operation == "step" else moment(whole, resumed, kill.share)
+        aim = Aim(after, None, delay=delay)
+        where = f"{delay:.2f} s after {f'step {after}' if after > resumed else 'the checkpoint was loaded'}"
     else:
         aim = places[int(kill.share * len(places))]
-        aims = {kill.victim: aim}
         operation = whole.operations[kill.victim][aim.step][aim.operation]
         before = "halfway through" if aim.halfway and operation in DIVISIBLE else "before"
         where = f"save after step {aim.step}, {before} {operation}, its operation {aim.operation}"
-    ends = run(folder, name, whole.precision, aims, False, whole.cached)
-    if assassin is not None:
-        assassin.join()
-        where += f", {doing(ends[kill.victim])}"
+    ends = run(folder, name, whole.precision, {kill.victim: aim}, False, whole.cached)
+    if aim.operation is None:
+        *_, begun = ["starts", *re.findall(r"^MARK (?!dies)(\S+) ", ends[kill.victim].output, re.M)]
+        where += f", {begun.replace('_', ' after step ')}"
     died = ends[kill.victim].code == -signal.SIGKILL
     (said, wrong) = survived(kill, ends) if died else ("", [])
     return Row(kill, resumed, where, died, said, (*wrong, *broken(whole, folder)))
@@ -276,33 +244,6 @@ def moment(whole: Undisturbed, resumed: int, share: float) -> tuple[int, float]:
             return resumed + number, at
         at -= seconds
     return resumed + len(left) - 1, left[-1]
-
-
-def kill_after(progress: Path, lines: int, delay: float) -> None:
-    """Kill the process that writes this file so many seconds after its ``lines``-th line, if it is still there."""
-    deadline, process = time.monotonic() + ENDS_WITHIN_S, None
-    while time.monotonic() < deadline:
-        text = progress.read_text() if progress.exists() else ""
-        if process is None and text.endswith("\n"):
-            try:
-                process = psutil.Process(int(text.split()[0]))
-            except psutil.NoSuchProcess:
-                return
-        if process is not None and (text.count("\n") >= lines or not process.is_running()):
-            break
-        time.sleep(0.002)
-    time.sleep(delay)
-    if process is not None and process.is_running():  # never another one that has got its number
-        process.kill()
-
-
-def doing(end: Exit) -> str:
-    """The last thing that a process began before it was killed."""
-    found = re.findall(r"^MARK (\S+) ", end.output, re.M)
-    return (found[-1] if found else "starts").replace("_", " after step ")
-
-
-# ---------------------------------------------------------------------------------------------------- what is wrong
 
 
 _TELLS = r"waited .* (for|from|to) .*|Connection (closed|reset|refused) by peer.*|Broken pipe.*|failed to recv.*"
@@ -374,7 +315,7 @@ def broken(whole: Undisturbed, folder: Path) -> list[str]:
             continue
         if tag_at(step) != tag:
             wrong.append(f"{tag}: is of step {step}")
-        wrong += [f"{tag}: {text}" for text in differences(content, whole.kept(step))]
+        wrong += [f"{tag}: {text}" for text in differences(content, content_of(whole.folder / "kept" / str(step)))]
     return wrong
 
 

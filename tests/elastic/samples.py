@@ -1,12 +1,15 @@
-"""A dataset that notes who was asked for what, and which samples a step must train."""
+"""A dataset that notes who was asked for what, which samples a step must train; policies for the length of a test."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_terapipe.elastic.policies import freeze
 from tests.pipeline.models import VOCABULARY
 
 LENGTH = 16
@@ -48,3 +51,12 @@ def micro_batch_of(data: Texts, indices: list[int]) -> Any:
 def in_order(steps: int, batch: int, samples: int) -> list[list[int]]:
     """The samples of every step, of a dataset that is read again and again from the first on."""
     return [[position % samples for position in range(t * batch, (t + 1) * batch)] for t in range(steps)]
+
+
+@contextlib.contextmanager
+def registered(name: str, cls: type[freeze.FreezePolicy]) -> Iterator[None]:
+    freeze.register_policy(name, cls)
+    try:
+        yield
+    finally:
+        del freeze._POLICIES[name]

@@ -20,9 +20,8 @@ SIZES = (3, 11)  # of datasets: less than a micro-batch for each replica, odd
 ASKED = (None, 1, 3)  # num_micro_batches
 LOSS = 1e-5  # relative; evaluations have no training before them that could add up
 CASE = Case("texts", "adamw", 2, ((1, 2),), ((2, 1), (4, 4)), steps=6, batch=12)
-SHAPES = (
-    [(2, 2, 2, 3)] * 2 + [(1, 4, 1, 3)] * 2 + [(4, 1, 2, 6)] * 2
-)  # of 3 samples, micro-batches of 2 become single ones
+# of 3 samples, micro-batches of 2 become single ones
+SHAPES = [(2, 2, 2, 3)] * 2 + [(1, 4, 1, 3)] * 2 + [(4, 1, 2, 6)] * 2
 CHANGES = (0, 2, 4)  # the first step in each shape, behind which evaluations are made
 ENDS = Case("texts", "sgd", 2, ((1, 1),), ((1, 1),), steps=4)
 
@@ -38,8 +37,7 @@ def datasets() -> list[Texts]:
 
 def from_training_data() -> dict[str, Any]:
     """Train on a dataset, evaluate others in every shape."""
-    data = Texts(SAMPLES)
-    block = CASE.elastic(data={"shuffle": True, "seed": SEED})
+    data, block = Texts(SAMPLES), CASE.elastic(data={"shuffle": True, "seed": SEED})
     engine = engine_of(CASE, training_data=data, config={"elastic_pipeline": block})
     found: dict[str, Any] = {"losses": [], "read": [], "shapes": [], "evaluated": {}}
     for step in range(CASE.steps):
@@ -89,18 +87,18 @@ def from_iterators() -> dict[str, Any]:
 def ends(rank: int) -> dict[str, Any]:
     """One reader's data ends, or is no micro-batch, in a step of each shape; then there is more."""
     engine = engine_of(ENDS)
-    share, replica = ENDS.batch // ENDS.size // engine.dp_world_size, engine.grid.data_parallel_id
+    share = ENDS.batch // ENDS.size // engine.dp_world_size
+    first = engine.grid.data_parallel_id * share
     found: dict[str, Any] = {"raised": [], "losses": []}
     for step in range(3):
-        seeds = [1000 * step + replica * share + n for n in range(share)]
-        found["losses"].append(float(engine.train_batch(iter([micro(seed) for seed in seeds]))))
+        batches = [micro(1000 * step + first + n) for n in range(share)]
+        found["losses"].append(float(engine.train_batch(iter(batches))))
         wrong = [*[micro(0)] * (share - 1), {"text": 1} if rank == 0 else micro(0)]
         for data in ([micro(0)] * (share - (rank == 0)), wrong):
             for call in (engine.train_batch, engine.eval_batch):
-                try:
+                with pytest.raises((StopIteration, ConfigError)) as raised:
                     call(iter(data))
-                except BaseException as error:
-                    found["raised"].append((type(error).__name__, str(error)))
+                found["raised"].append((raised.type.__name__, str(raised.value)))
     engine.destroy()
     return found
 

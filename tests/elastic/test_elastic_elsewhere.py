@@ -28,15 +28,18 @@ CASES = {  # and whether ds_to_universal converts the checkpoint
     "fused adam": (Case("texts", "fused adam", 2, FREEZE, (), scheduler="warmup"), False),
     # four stages have the groups in another order
     "groups": (Case("partly frozen", "adamw", 2, ((1, 4),), (), scheduler="lambda"), False),
-    "bf16": (Case("texts", "adamw", 2, FREEZE, ((2, 1),), precision="bf16"), False),
     "universal, ZeRO-1": (Case("texts", "adamw", 2, FREEZE, (), precision="ZeRO-1", scheduler="lambda"), True),
     "universal, bf16": (Case("tied texts", "lamb", 2, ((1, 1),), (), precision="bf16"), True),
+    # a weight in the flat parts of two stages
+    "tied, ZeRO-1": (Case("tied texts", "adamw", 2, (), ((99, 1),), precision="ZeRO-1"), False),
+    "tied, bf16": (Case("tied texts", "adamw", 2, (), ((99, 1),), precision="bf16"), False),
 }
+READ = [(1, name) for name in CASES] + [(4, "groups"), (4, "universal, ZeRO-1")]  # on so many processes, each a stage
 
 
 def held(engine: Any, case: Case) -> dict[str, tuple[Tensor, ...]]:
     """Weights of this rank by name, and what the optimizer steps in their place with its moments; collective."""
-    moments = {} if case.precision == "fp32" else kept(engine, case.optimizer)
+    moments = {} if case.precision == "fp32" else kept(engine)
     return {name: (p.detach().clone(), *moments.get(name, ())) for name, p in engine.module.named_parameters()}
 
 
@@ -66,8 +69,11 @@ def go_on(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str
     found = {}
     for name in names:
         case, universal = CASES[name]
-        case = replace(case, stages=world_size, resize=())
-        engine = engine_of(case, training_data=Texts(SAMPLES), config=UNIVERSAL if universal else {})
+        engine = engine_of(
+            replace(case, stages=world_size, resize=()),
+            training_data=Texts(SAMPLES),
+            config=UNIVERSAL if universal else {},
+        )
         before = engine.basic_optimizer, engine.lr_scheduler
         path, client = engine.load_checkpoint(f"{folder}/{name}")
         assert path and client["mine"] == 7 and not any("terapipe" in key or "universal" in key for key in client)
@@ -77,7 +83,6 @@ def go_on(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str
 
 
 def convert(folder: Path) -> None:
-    """Convert a checkpoint as DeepSpeed's script `ds_to_universal` does."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     main(
@@ -99,35 +104,37 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     return folder, ranks
 
 
-@pytest.mark.parametrize(
-    ("processes", "names"), [(1, list(CASES)), (4, ["groups", "universal, ZeRO-1"])], ids=["one process", "four stages"]
-)
-def test_a_training_goes_on_from_the_same_bits(saved: Any, processes: int, names: list[str]) -> None:
-    folder, ranks = saved
-    others = run_ranks(go_on, processes, str(folder), names, timeout=200)
-    for name in names:
-        case, (_, same, losses) = CASES[name][0], ranks[0][name]
-        had = {key: each for rank in ranks for key, each in rank[name][0].items()}
-        assert same[-1] == case.frozen(SAVED - 1) > 0 and set(had) == {key for rank in others for key in rank[name][0]}
-        for now, same_now, went in (rank[name] for rank in others):
-            assert same_now == same
-            assert went == pytest.approx(losses, rel=1e-5 if case.precision in ("fp32", "ZeRO-1") else 1e-2)
-            for key, tensors in now.items():
-                assert len(tensors) == len(had[key]) and all(map(torch.equal, tensors, had[key])), (name, key)
+@pytest.fixture(scope="module")
+def others(saved: tuple[Path, list[Any]]) -> dict[int, list[Any]]:
+    names = {processes: [name for number, name in READ if number == processes] for processes in (1, 4)}
+    return {number: run_ranks(go_on, number, str(saved[0]), names[number], timeout=200) for number in names}
+
+
+@pytest.mark.parametrize(("processes", "name"), READ)
+def test_a_training_goes_on_from_the_same_bits(saved: Any, others: Any, processes: int, name: str) -> None:
+    ranks, others = [rank[name] for rank in saved[1]], [rank[name] for rank in others[processes]]
+    case, (_, same, losses) = CASES[name][0], ranks[0]
+    had = {key: each for rank in ranks for key, each in rank[0].items()}
+    assert same[-1] == case.frozen(SAVED - 1) and set(had) == {key for rank in others for key in rank[0]}
+    for now, same_now, went in others:
+        assert same_now == same
+        assert went == pytest.approx(losses, rel=1e-5 if case.precision in ("fp32", "ZeRO-1") else 1e-2)
+        for key, tensors in now.items():
+            assert len(tensors) == len(had[key]) and all(map(torch.equal, tensors, had[key])), key
 
 
 def from_another_engine(folder: str) -> Any:
     """DeepSpeed's engine saves, without ZeRO, parts that it does not read, and ours nothing beside them."""
-    case = replace(CASES["bf16"][0], freeze=(), resize=())
+    case = Case("texts", "adamw", 2, (), (), precision="bf16")
     engine = engine_of(case, config={"elastic_pipeline": {"enabled": False}})
     train(engine, case, SAVED)
     engine.save_checkpoint(folder, tag="of/steps")
-    saved, losses = kept(engine, case.optimizer), train(engine, case, STEPS)
+    saved, losses = kept(engine), train(engine, case, STEPS)
     engine.destroy()
     engine = engine_of(case)
     assert hasattr(engine, "elastic_pipeline")
     engine.load_checkpoint(folder)
-    loaded = kept(engine, case.optimizer)
+    loaded = kept(engine)
     found = saved, loaded, losses, train(engine, case, STEPS), weights_alone(engine, case, folder)
     engine.destroy()
     return found
@@ -140,9 +147,9 @@ def train(engine: Any, case: Case, until: int) -> list[float]:
 
 def weights_alone(engine: Any, case: Case, folder: str) -> float:
     """How far a step of no rate moves the weights when the optimizer's state, masters with it, has been left out."""
-    moments = {name: tensors[1:] for name, tensors in kept(engine, case.optimizer).items()}
+    moments = {name: tensors[1:] for name, tensors in kept(engine).items()}
     engine.load_checkpoint(folder, load_optimizer_states=False)
-    now = kept(engine, case.optimizer)
+    now = kept(engine)
     assert all(torch.equal(a, b) for k in moments for a, b in zip(moments[k], now[k][1:], strict=True))
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     engine.lr_scheduler = None
@@ -161,28 +168,21 @@ def test_a_training_goes_on_from_what_deepspeed_saved_of_bf16_without_zero(saved
 TENSOR = {"ZeRO-1": Model(tied=False), "bf16": Model(modern=True)}  # by precision
 
 
-def tensor_engine(precision: str, stages: int, tensor: int) -> Any:
-    module = build(TENSOR[precision], tensor=tensor, stages=stages)
-    config = {
-        "train_batch_size": 2 * MICRO_BATCH,
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "zero_allow_untested_optimizer": True,
-        "optimizer": {"type": "AdamW", "params": {"lr": 4e-3, "eps": 1e-4, "torch_adam": True}},
-        "elastic_pipeline": {
-            "freeze": {"policy": "schedule", "frozen_layers": [[1, 1], [2, 3]]},
-            "resize": {"policy": "off"},
-        },
-        **PRECISIONS[precision],
-        **UNIVERSAL,
-    }
-    return ds_terapipe.initialize(model=module, config=config, model_parameters=list(module.parameters()))[0]
-
-
 def tensor_run(rank: int, world_size: int, folder: str, saves: bool) -> dict[str, Any]:
     """Weights, masters and moments where the checkpoint is, put together from all ranks, and the losses from there on."""
-    found = {}
+    found, each = {}, 2 if saves else 1
     for precision in TENSOR:
-        engine, data = tensor_engine(precision, 2 if saves else 1, 2 if saves else 1), batches(seed=3)
+        module, data = build(TENSOR[precision], tensor=each, stages=each), batches(seed=3)
+        config = {
+            "train_batch_size": 2 * MICRO_BATCH,
+            "train_micro_batch_size_per_gpu": MICRO_BATCH,
+            "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": "AdamW", "params": {"lr": 4e-3, "eps": 1e-4, "torch_adam": True}},
+            "elastic_pipeline": Case("", "", each, ((1, 1), (2, 3)), ()).elastic(),
+            **PRECISIONS[precision],
+            **UNIVERSAL,
+        }
+        engine = ds_terapipe.initialize(model=module, config=config, model_parameters=list(module.parameters()))[0]
         steps = [[next(data), next(data)] for _ in range(STEPS)]
         if saves:
             for step in steps[:SAVED]:
@@ -190,17 +190,14 @@ def tensor_run(rank: int, world_size: int, folder: str, saves: bool) -> dict[str
             engine.save_checkpoint(f"{folder}/{precision}", tag="saved")
         else:
             engine.load_checkpoint(f"{folder}/{precision}")
-        mine = kept(engine, "adamw")
+        mine = kept(engine)
         names = {id(p): name for name, p in engine.module.named_parameters()}
         state = [whole_tensors(engine.module)]
         for number in range(3):
             of = {i: mine[name][number] for i, name in names.items() if name in mine}
             state.append(whole_tensors(engine.module, lambda p, of=of: of.get(id(p), torch.zeros_like(p))))
-        found[precision] = (
-            state,
-            engine.frozen_layers,
-            [float(engine.train_batch(iter(step))) for step in steps[SAVED:]],
-        )
+        losses = [float(engine.train_batch(iter(step))) for step in steps[SAVED:]]
+        found[precision] = state, engine.frozen_layers, losses
         engine.destroy()
     return found
 

@@ -16,18 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.elastic.killed import (
-    EVERY,
-    Kill,
-    Row,
-    Undisturbed,
-    differences,
-    moment,
-    run_killed,
-    run_whole,
-    saves_after,
-    tag_at,
-)
+from tests.elastic.killed import EVERY, Kill, Row, Undisturbed, differences, run_killed, run_whole, saves_after, tag_at
 from tests.elastic.training import Case, data_of, engine_of
 from tests.spawn import Exit, in_background, mark, run_to_exit
 
@@ -45,7 +34,7 @@ def while_the_latest_has_no_name(whole: Undisturbed) -> Kill:
 def killed_three_times() -> tuple[list[Row], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         whole = run_whole(Path(folder, "whole"))
-        kills = [while_the_latest_has_no_name(whole), Kill(1, 0.3, "save", halfway=True), Kill(0, 0.5)]
+        kills = [while_the_latest_has_no_name(whole), Kill(1, 0.3, "save", halfway=True), Kill(0, 0.5, "step")]
         return run_killed(kills, whole, Path(folder, "killed"))
 
 
@@ -59,11 +48,7 @@ def test_three_kills_of_one_run(killed: tuple[list[Row], list[str]]) -> None:
     assert rows[0].resumed == 0 and all(row.resumed for row in rows[1:]), rows
 
 
-def test_a_moment_is_a_share_of_what_is_left_and_differences_are_told() -> None:
-    whole = Undisturbed(Path(), "fp32", {}, [], [4.0, 1.0, 1.0, 1.0, 1.0], [])
-    assert [moment(whole, *at) for at in ((0, 0.25), (0, 0.75), (2, 0.5), (2, 0.75))] == [
-        (0, 2.0), (3, 0.0), (2, 3.0), (3, 0.5),
-    ]  # fmt: skip
+def test_differences_are_told() -> None:
     ones = torch.ones(2)
     for found, told in (
         ({"a": [ones, 1.0]}, []),

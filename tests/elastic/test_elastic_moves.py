@@ -1,9 +1,10 @@
-"""Layers, their settings and samples go from one shape to another without loss: tests of one process."""
+"""Layers, their settings, parameter groups and samples go from one shape to another without loss: tests of one process."""
 
 from __future__ import annotations
 
 import random
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,20 +16,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_terapipe import ConfigError
+from ds_terapipe import ConfigError, FusedLamb
 from ds_terapipe.elastic import feed
 from ds_terapipe.elastic.feed import Ranks, parcels
+from ds_terapipe.elastic.moves.groups import in_order, refill, release
 from ds_terapipe.elastic.moves.layers import random_states_kept
 from ds_terapipe.elastic.moves.reshape import check_movable
-from ds_terapipe.elastic.moves.transfer import Holding, check_structure, holding, sent_of
+from ds_terapipe.elastic.moves.transfer import check_structure, holding, sent_of
+from ds_terapipe.names import UNUSED
 from ds_terapipe.optim.step_rules import DeviceSteps
+from ds_terapipe.pipeline.parameter_groups import drop_unused, keep_trained, make_alike, occupy, unused
+from tests.threads import Threads
 
 RANKS, CPU = st.integers(1, 6), torch.device("cpu")
 
 
 class Layer(nn.Module):
-    """A layer with a parameter, a buffer and settings."""
-
     def __init__(self, width: int = 3) -> None:
         super().__init__()
         self.inner, self.drop = nn.Linear(2, width), nn.Dropout(0.1)
@@ -36,42 +39,31 @@ class Layer(nn.Module):
 
 
 class Lora(nn.Module):
-    """Stands in for a linear layer, with another beside it."""
-
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base, self.a = base, nn.Linear(2, base.out_features)
 
 
-HOOKED = "got 1 hooks on module 5.inner, registered on a live layer"
+def hooked_weight(kind: str) -> Any:
+    return lambda layer: getattr(layer.inner.weight, f"register_{kind}")(lambda gradient: None)
+
+
+HOOKED, SET = "got 1 hooks on module 5.inner, registered on a live layer", "set on a live layer"
+NEW = nn.Parameter(torch.zeros(4, 2))
 SET_ON_LIVE: dict[str, tuple[Any, str]] = {
-    "lora": (
-        lambda layer: setattr(layer, "inner", Lora(layer.inner)),
-        "got module 5.inner (Lora), set on a live layer",
-    ),
+    "lora": (lambda layer: setattr(layer, "inner", Lora(layer.inner)), f"got module 5.inner (Lora), {SET}"),
     "hook": (lambda layer: layer.inner.register_forward_hook(lambda *args: None), HOOKED),
-    "hook of a gradient": (lambda layer: layer.inner.weight.register_hook(lambda gradient: gradient), HOOKED),
-    "hook behind a gradient": (
-        lambda layer: layer.inner.weight.register_post_accumulate_grad_hook(lambda p: None),
-        HOOKED,
-    ),
+    "hook of a gradient": (hooked_weight("hook"), HOOKED),
+    "hook behind a gradient": (hooked_weight("post_accumulate_grad_hook"), HOOKED),
     "another shape": (
-        lambda layer: setattr(layer.inner, "weight", nn.Parameter(torch.zeros(4, 2))),
-        "got parameter 5.inner.weight of shape [4, 2], built as [3, 2], set on a live layer",
+        lambda layer: setattr(layer.inner, "weight", NEW),
+        f"got parameter 5.inner.weight of shape [4, 2], built as [3, 2], {SET}",
     ),
-    "one more": (
-        lambda layer: setattr(layer, "extra", nn.Parameter(torch.zeros(4))),
-        "got parameter 5.extra of shape [4], built as none, set on a live layer",
-    ),
+    "one more": (lambda layer: setattr(layer, "extra", NEW), f"got parameter 5.extra of shape [4, 2], built as none, {SET}"),
     "one fewer": (
-        lambda layer: setattr(layer.inner, "bias", None),
-        "got parameter 5.inner.bias of shape none, built as [3], set on a live layer",
+        lambda layer: setattr(layer.inner, "bias", None), f"got parameter 5.inner.bias of shape none, built as [3], {SET}",
     ),
-}
-
-
-def held_by(layer: nn.Module) -> Holding:
-    return holding({"5.": layer}, torch.optim.SGD(layer.parameters(), lr=0.1))
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", SET_ON_LIVE)
@@ -80,31 +72,23 @@ def test_what_a_spec_does_not_build_is_refused_by_name(change: str) -> None:
     live = Layer()
     set_on(live)
     with pytest.raises(ConfigError) as refused:
-        check_structure("5.", Layer(), held_by(live))
+        check_structure("5.", Layer(), holding({"5.": live}, torch.optim.SGD(live.parameters(), lr=0.1)))
     text = str(refused.value)
     assert message in text and "\n" not in text and text.startswith("elastic_pipeline.resize.policy: got ")
     assert "must be part of the LayerSpec, use " in text
 
 
-def test_a_holding_says_all_of_a_layer_whose_values_and_settings_may_have_changed() -> None:
+def test_a_holding_says_what_of_a_layer_may_have_changed() -> None:
     live = Layer()
-    live.drop.p, live.inner.weight.sequence_parallel = 0.5, True
-    live.window, live.spans, live.cached = 3, (1, 2), torch.ones(1)  # the spec builds none of them
     optimizer = torch.optim.AdamW([{"params": [live.inner.bias]}, {"params": [live.inner.weight], "lr": 1.0}])
-    live.inner.weight.grad = torch.ones(3, 2)
+    live.inner.weight.grad, live.cached, live.inner.weight.sequence_parallel = torch.ones(3, 2), torch.ones(1), True
     optimizer.step()
     found = holding({"5.": live}, optimizer)
     weight, bias, count = (found.pieces[f"5.{name}"] for name in ("inner.weight", "inner.bias", "count"))
-    assert (weight.group, bias.group, count.group) == (1, 0, None)
-    assert weight.is_parameter and not count.is_parameter and weight.requires_grad
-    assert weight.attributes == {"sequence_parallel": True}
+    assert (weight.group, bias.group, count.group) == (1, 0, None) and "cached" not in found.modules["5."]["settings"]
     assert set(weight.moments) == {"exp_avg", "exp_avg_sq"} and set(weight.values) == {"step"} and not bias.moments
-    settings = found.modules["5."]["settings"]
-    assert (settings["window"], settings["spans"]) == (3, (1, 2)) and "cached" not in settings
-    assert found.modules["5.drop"]["settings"]["p"] == 0.5
+    assert weight.attributes == {"sequence_parallel": True}
     assert holding({"5.": live}, optimizer, ["5."]).pieces["5.inner.bias"].used is False
-    live.requires_grad_(False)
-    check_structure("5.", Layer(), held_by(live))
 
 
 def test_what_is_on_a_device_is_sent_and_not_described() -> None:
@@ -140,27 +124,25 @@ def test_ranks_keep_their_tensor_parallel_parts() -> None:
 def test_building_a_layer_leaves_random_states_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of megatron-core's and DeepSpeed's trackers too, and megatron-core is not imported for it."""
     modules = ("megatron.core.tensor_parallel.random", "deepspeed.runtime.activation_checkpointing.checkpointing")
-
-    def drawn() -> tuple[float, float, float]:
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
-
     with monkeypatch.context() as patched:
         patched.delitem(sys.modules, modules[0], raising=False)
         with random_states_kept(CPU):
-            drawn()
+            pass
         assert modules[0] not in sys.modules
     before, after = torch.zeros(2), torch.ones(2)
     trackers = [SimpleNamespace(states_={"model": before}), SimpleNamespace(states_={"model": before, "more": after})]
     for name, tracker in zip(modules, trackers, strict=True):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(_CUDA_RNG_STATE_TRACKER=tracker))
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    expected = drawn()
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    with random_states_kept(CPU):
-        drawn()
-        for tracker in trackers:
-            tracker.states_["model"] = after
-    assert drawn() == expected
+    drawn = []
+    for builds in (False, True):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        with random_states_kept(CPU) if builds else nullcontext():
+            if builds:
+                random.random(), np.random.rand(), torch.rand(())
+            for tracker in trackers if builds else ():
+                tracker.states_["model"] = after
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert drawn[0] == drawn[1]
     assert [tracker.states_ for tracker in trackers] == [{"model": before}, {"model": before, "more": after}]
 
 
@@ -214,3 +196,145 @@ def test_inputs_are_with_first_stages_and_labels_with_last_ones(stages: int, rep
         for replica, shard in [(r, t) for r in range(replicas) for t in range(tensor)]:
             at = where.topology.get_coord(where.at(role, replica, shard))
             assert (at.pipe, at.data, at.model) == (stage, replica, shard)
+
+
+def with_groups(*settings: tuple[float, float]) -> torch.optim.Optimizer:
+    groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": lr, "weight_decay": decay} for lr, decay in settings]
+    return torch.optim.AdamW(groups)
+
+
+def members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def ids(*groups: list[Any]) -> list[list[int]]:
+    return [[id(parameter) for parameter in group] for group in groups]
+
+
+def test_all_ranks_have_the_same_groups_in_one_order() -> None:
+    settings = [((1.0, 0.1), (1.0, 0.0)), ((1.0, 0.0), (1.0, 0.0), (2.0, 0.1)), ((2.0, 0.1),)]
+    optimizers = [with_groups(*each) for each in settings]
+    before = [list(optimizer.param_groups) for optimizer in optimizers]
+    Threads(3).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
+    for groups, optimizer in zip(before, optimizers, strict=True):
+        said = [(group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
+        assert said == [(lr, decay, (0.9, 0.999)) for lr, decay in [(1.0, 0.1), (1.0, 0.0), (1.0, 0.0), (2.0, 0.1)]]
+        kept = [group for group in optimizer.param_groups if group["params"]]
+        assert all(a is b for a, b in zip(groups, kept, strict=True))
+    here = [[int(bool(group["params"])) for group in optimizer.param_groups] for optimizer in optimizers]
+    assert here == [[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 1]]
+
+
+def test_a_scheduler_for_other_groups_is_refused_on_every_rank() -> None:
+    optimizers = [with_groups((1.0, 0.1), (1.0, 0.0)), with_groups((1.0, 0.0))]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1.0) for each in optimizers]
+    errors = Threads(2).run(lambda rank, gather: make_alike(optimizers[rank], schedulers[rank], gather))
+    (text,) = {f"{type(error).__name__}: {error}" for error in errors}
+    assert text.startswith("ConfigError: optimizer: got 1 parameter groups on rank 1 and 2 on all ranks together")
+    assert "\n" not in text and [len(each.param_groups) for each in optimizers] == [2, 1]
+
+
+def test_groups_keep_the_modules_order_and_lose_what_only_stands_for_others() -> None:
+    module, gone, other = nn.Linear(2, 2), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(3))
+    weight, bias = module.weight, module.bias
+    given = [{"params": [gone], "lr": 5.0}, {"params": [bias, weight], "lr": 2.0}, {"params": [], "lr": 3.0}]
+    optimizer = torch.optim.AdamW(given)
+    groups = optimizer.param_groups
+    in_order(optimizer, module, {gone: UNUSED})
+    assert optimizer.param_groups is groups and [group["lr"] for group in groups] == [2.0, 3.0]
+    assert members(optimizer) == ids([weight, bias], [])
+    # one that is trained and not the module's stays in its group with its state
+    optimizer = torch.optim.AdamW([{"params": [other, bias]}, {"params": [weight]}])
+    other.grad = torch.ones(3)
+    optimizer.step()
+    in_order(optimizer, module, {})
+    assert members(optimizer) == ids([bias, other], [weight]) and optimizer.state[other]["exp_avg"].all()
+
+
+def test_frozen_parameters_leave_and_an_empty_group_gets_one_that_nothing_uses() -> None:
+    module, names = nn.Linear(2, 2), {}
+    module.bias.requires_grad_(False)
+    gone = unused(module, torch.device("cpu"), names)
+    optimizer = torch.optim.AdamW(
+        [{"params": [p], "lr": lr} for lr, p in enumerate((module.weight, module.bias, gone))]
+    )
+    keep_trained(optimizer)
+    drop_unused(optimizer, names)
+    occupy(optimizer, module, torch.device("cpu"), names)
+    assert [group["lr"] for group in optimizer.param_groups] == [0, 1]
+    first, second = ([*group["params"]] for group in optimizer.param_groups)
+    assert len(first) == len(second) == 1 and first[0] is module.weight
+    assert second[0].requires_grad and names[second[0]] == UNUSED and second[0].numel() == 1
+
+
+KINDS = {
+    "adamw": (lambda groups: torch.optim.AdamW(groups, lr=0.1), 2),
+    "momentum": (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), 1),
+    "lamb": (lambda groups: FusedLamb(groups, lr=0.1), 2),
+}
+
+
+def stepped(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two linear layers of 6 + 3 numbers each, weights and biases in groups of their own, after a step."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
+    weights, biases = ([getattr(layer, name) for layer in model] for name in ("weight", "bias"))
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+    optimizer = KINDS[kind][0](groups)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def numbers(optimizer: torch.optim.Optimizer, *parameters: torch.Tensor) -> int:
+    return sum(v.nbytes for p in parameters for v in optimizer.state[p].values() if isinstance(v, torch.Tensor))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_frozen_leaves_the_optimizer_and_gives_its_moments_back(kind: str) -> None:
+    model, optimizer = stepped(kind)
+    groups, given_up = list(optimizer.param_groups), numbers(optimizer, *model[0].parameters())
+    assert given_up >= 9 * 4 * KINDS[kind][1]
+    model[0].requires_grad_(False)
+    assert release(optimizer) == given_up and release(optimizer) == 0
+    assert all(a is b for a, b in zip(groups, optimizer.param_groups, strict=True))
+    assert members(optimizer) == ids([model[1].weight], [model[1].bias])
+    assert set(optimizer.state) == set(model[1].parameters())
+    before, frozen = model[1].weight.clone(), model[0].weight.clone()
+    optimizer.step()  # goes on with the rest, frozen or not there
+    assert not torch.equal(model[1].weight, before) and torch.equal(model[0].weight, frozen)
+    model[1].requires_grad_(False)
+    release(optimizer)
+    optimizer.step()
+    assert members(optimizer) == [[], []]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_gets_other_parameters_with_their_state_and_settings(kind: str) -> None:
+    model, optimizer = stepped(kind)
+    state, groups, kept = optimizer.state, list(optimizer.param_groups), dict(optimizer.state[model[1].weight])
+    gone = numbers(optimizer, *model[0].parameters(), model[1].bias)
+    new = nn.Sequential(nn.Linear(4, 5), model[1])
+    came = {name: torch.full((5, 4), 2.0) for name in kept if kept[name] is not None and name != "step"}
+    came |= {"step": kept["step"]} if "step" in kept else {}
+    settings = [{"lr": 0.7, "weight_decay": 0.3}, {"lr": 0.8}]
+    assert refill(optimizer, new, {"0.weight": 1, "1.weight": 0}, {"0.weight": came}, settings) == gone
+    assert optimizer.state is state and all(a is b for a, b in zip(groups, optimizer.param_groups, strict=True))
+    assert members(optimizer) == ids([new[1].weight], [new[0].weight])
+    assert [(g["lr"], g["weight_decay"]) for g in groups] == [(0.7, 0.3), (0.8, 0.0)]
+    assert dict(state) == {new[1].weight: kept, new[0].weight: came}
+    for parameter in (new[0].weight, new[1].weight):
+        parameter.grad = torch.ones_like(parameter)
+    before = new[0].weight.clone()
+    optimizer.step()
+    assert not torch.equal(new[0].weight, before)
+
+
+def test_names_of_a_groups_parameters_follow_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
+    optimizer = torch.optim.SGD([{"params": list(model.named_parameters())}], lr=0.1)
+    model[0].requires_grad_(False)
+    release(optimizer)
+    assert optimizer.param_groups[0]["param_names"] == ["1.weight", "1.bias"]
+    refill(optimizer, nn.Sequential(model[1]), {"0.bias": 0}, {})
+    assert optimizer.param_groups[0]["param_names"] == ["0.bias"]

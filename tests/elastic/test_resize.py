@@ -35,8 +35,7 @@ def test_halve_goes_by_the_compression_test_and_never_grows() -> None:
     assert wanted("halve", sizes=(9, 1, 1, 1, 1, 1, 1, 2)) == 4  # two stages would be no larger, but nothing is frozen
     # a quarter of even layers each: half the stages when half is frozen, one when three quarters are
     assert [wanted("halve", frozen=frozen) for frozen in range(8)] == [4, 4, 4, 4, 2, 2, 1, 1]
-    for present, start, frozen, stages in ((2, 4, 4, 2), (2, 2, 0, 2), (1, 4, 0, 1), (2, 4, 6, 1)):
-        assert wanted("halve", present=present, start=start, frozen=frozen) == stages
+    assert wanted("halve", present=2, frozen=4) == 2 and wanted("halve", present=1) == 1
     assert wanted("halve", present=6, start=6, sizes=(1,) * 6, frozen=5) == 3  # stops at an odd number
 
 
@@ -67,26 +66,6 @@ def test_the_batch_stays_and_the_micro_batch_where_it_can(stages, replicas, tens
     found = shapes(stages * replicas * tensor, tensor, batch, micro)  # all use all processes and the whole batch
     together = {(each.stages * each.replicas, each.replicas * each.micro_batch * each.micro_batches) for each in found}
     assert shape in found and together == {(stages * replicas, batch)}
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((3, 4, 1, 8, 1), "got 3, must be a number of stages that divides the 4 processes, use 1 or 2 or 4"),
-        (
-            (4, 4, 2, 8, 1),
-            "got 4, must be a number of stages that times the tensor-parallel size (2) divides the 4 processes, use 1 or 2",
-        ),
-        (
-            (1, 4, 1, 6, 1),
-            "got 1, must be a number of stages whose replicas, here 4, divide the batch of 6 samples, use 2 or 4",
-        ),
-    ],
-)
-def test_a_shape_that_leaves_something_over_is_refused(args: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        shape_of(*args)
-    assert str(caught.value) == f"elastic_pipeline.resize.policy: {message}"
 
 
 @given(st.data(), st.integers(1, 7))
@@ -129,12 +108,9 @@ HEAD = "(the head, the last entry with trained parameters, is never frozen)"
 @pytest.mark.parametrize(
     ("block", "given"),
     [
-        ({}, {"data": False}),
         ({"resize": {"policy": "off"}}, {"stages": 3, "processes": 3, "batch": 3}),
         ({"freeze": SCHEDULE}, {"data": False}),
         ({"freeze": {"policy": "alpha", "interval": 3}}, {"data": False}),
-        ({"freeze": {"policy": "grad_norm"}}, {}),
-        ({"resize": {"policy": "halve"}}, {"batch": 12}),
         ({"resize": {"policy": "halve"}}, {"stages": 6, "processes": 6, "batch": 2}),  # 3, and no further
         ({"resize": {"policy": [[1, 2], [3, 1]]}}, {"micro": 4}),
         ({"resize": {"policy": [[1, 2]]}}, {"batches": ((8, 1), (6, 2))}),  # of every phase
@@ -154,7 +130,10 @@ def test_what_can_run_is_not_refused(block: Any, given: Any) -> None:
         ({"freeze": {"policy": "alpha"}}, {"data": False},
          'elastic_pipeline.freeze.interval: got "epoch", must be a number of steps where there is no training_data, use e.g. '
          '"interval": 1000'),
-        ({"resize": {"policy": [[1, 2], [2, 3]]}}, {}, "got 3, must be a number of stages that divides the 4 processes"),
+        ({"resize": {"policy": [[1, 2], [2, 3]]}}, {},
+         "got 3, must be a number of stages that divides the 4 processes, use 1 or 2 or 4"),
+        ({"resize": {"policy": [[1, 4]]}}, {"stages": 2, "tensor": 2},
+         "got 4, must be a number of stages that times the tensor-parallel size (2) divides the 4 processes, use 1 or 2"),
         ({"resize": {"policy": [[1, 1]]}}, {"batch": 6}, "replicas, here 4, divide the batch of 6 samples, use 2 or 4"),
         ({"resize": {"policy": [[5, 8]]}}, {"processes": 8}, "got 8, must be at most the entries of the layer list, 6"),
         ({"resize": {"policy": "halve"}}, {"batch": 2}, "got 1, must be a number of stages whose replicas, here 4,"),
@@ -188,12 +167,10 @@ def predicted(shape: Shape, frozen: int = 0, machine: Machine = FREE, same: Any 
         (Shape(4, 1, 1, 4), {}, 24 + 3 * 6),
         (Shape(2, 1, 1, 4), {"parts": (0, 2, 8)}, 24 + 3 * 18),
         (Shape(2, 1, 1, 4), {"slices": 4}, (24 + 15 * 12) / 4),
-        (Shape(1, 2, 1, 2), {"slices": 4}, 2 * 24),  # nothing to overlap
         (Shape(2, 1, 3, 4), {}, 3 * (24 + 3 * 12)),
         # frozen layers cost their forward pass
         (Shape(2, 1, 1, 4), {"frozen": 4}, 16 + 3 * 9),
         # replicas add up what trains
-        (Shape(1, 1, 1, 4), {"machine": SYNC}, 4 * 24 + 0.25 * 80),
         (Shape(1, 2, 1, 2), {"machine": SYNC}, 2 * 24 + (3 + 0.5 * 80) + 0.25 * 80),
         (Shape(1, 2, 1, 2), {"machine": SYNC, "frozen": 6}, 2 * 12 + (3 + 0.5 * 20) + 0.25 * 20),
         (Shape(2, 4, 1, 1), {"machine": SYNC}, 24 + (3 + 0.5 * 1.5 * 40) + 0.25 * 40),
@@ -224,15 +201,10 @@ def prediction(stages: int, seconds: float, peak: float = 0.0) -> Prediction:
 NOW, HALF, ONE = prediction(4, 10.0, 5.0), prediction(2, 7.0, 8.0), prediction(1, 6.0, 12.0)
 
 
+# one stage does not fit; nothing does, and what is there stays; the change takes more than it saves, 80 s
 @pytest.mark.parametrize(
     ("most", "left", "taken"),
-    [
-        (None, math.inf, ONE),
-        (10.0, math.inf, HALF),  # one stage does not fit
-        (4.0, math.inf, NOW),  # nothing does; what is there stays
-        (None, 100.0, ONE),
-        (None, 20.0, NOW),  # saves 80 s
-    ],
+    [(None, math.inf, ONE), (10.0, math.inf, HALF), (4.0, math.inf, NOW), (None, 100.0, ONE), (None, 20.0, NOW)],
 )
 def test_the_fastest_that_fits_and_pays_is_taken(most: float | None, left: float, taken: Prediction) -> None:
     found = choose(NOW, [ONE, HALF], most, left, 100.0)

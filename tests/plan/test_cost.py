@@ -1,9 +1,10 @@
-"""Measured costs: the fit, what it refuses, and its file."""
+"""Measured costs: the fit, what it refuses, its file; and costs from recorded steps, as they went into a simulated one."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan import MeasuredCost, MemoryModel, Sample, StageCost, StageMemory, sample_points
-from ds_terapipe.plan.costs.cost import Curve
 from ds_terapipe.plan.costs.fit import nonnegative_least_squares
+from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
+from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.tracing.chrome import MEASURED, Event, events_of
 from tests.plan.costs import ExampleCost
 
 
@@ -60,19 +63,12 @@ def test_more_tokens_or_context_never_take_less_whatever_the_noise(random):
 
 @pytest.mark.parametrize(("length", "context"), [(7, 0), (513, 0), (8, 505), (8, -1)])
 def test_a_cost_is_not_extrapolated(length, context):
-    says = f"got a slice of {length} tokens after {context}, must be within the measured 8 to"
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(
+        ConfigError, match=f"got a slice of {length} tokens after {context}, must be within the measured 8 to"
+    ):
         measured().forward(length, context)
     with pytest.raises(ConfigError, match="must be within the measured"):
         measured().backward(np.array([16.0, length]), np.array([0.0, context]))
-
-
-def test_a_curve_does_not_fall_and_is_not_extrapolated():
-    curve = Curve([(8, 1.0), (16, 3.0), (32, 2.0), (64, 4.0)], "messages of boundary 0")
-    values = curve(np.arange(8.0, 65.0))
-    assert np.all(np.diff(values) >= 0) and values[0] == pytest.approx(1.0) and 2 < curve(20.0) < 3
-    with pytest.raises(ConfigError, match="messages of boundary 0: got 65 tokens, must be within the measured 8 to 64"):
-        curve(65.0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -107,54 +103,147 @@ def test_a_saved_measurement_is_the_same(tmp_path):
         MeasuredCost.load(tmp_path / "none.json")
 
 
-def of(change):
-    """A file whose data are changed so."""
-
-    def text():
-        data = pipeline().to_dict()
-        change(data)
-        return json.dumps(data)
-
-    return text
-
-
 TOO_FEW = r"messages\[0\].points: got .*, must be of at least one token and from 8 to 512"
+BROKEN = [
+    (lambda d: json.dumps(d)[:-40], "is no JSON .*must be a measurement and whole, write it again"),
+    (lambda d: "[]", r"got \[\], must be a measurement, a JSON object"),
+    (lambda d: d.pop("format") and None, 'format: got null, must be "ds_terapipe costs 1"'),
+    (lambda d: d.pop("stages") and None, "stages: missing, must be a list of at least 1 objects"),
+    (lambda d: d.update(sequences=0), "sequences: got 0, must be a positive integer"),
+    (lambda d: d["messages"].clear(), r"messages: got \[\], must be a list of at least 1 objects"),
+    (lambda d: d["stages"][1]["samples"].append([8, 0, 1.0]),
+     r"stages\[1\].samples\[\d+\]: got \[8, 0, 1.0\], must be \[length, context, forward, backward\]"),
+    (lambda d: d["stages"][0]["samples"].append([8.5, 0, 1.0, 1.0]),
+     r"stages\[0\].samples\[\d+\]: got \[8.5, 0.0, 1.0, 1.0\], must be whole numbers of tokens"),
+    (lambda d: d["stages"][0].update(samples=[[8, 8, 1, 1]]),
+     r"stages\[0\].samples: costs of stage 0: got no measurement without context"),
+    (lambda d: d["stages"][1].update(weights=[[0, 1.0]]),
+     r"stages\[1\].weights: got \[\[0, 1.0\]\], must be of at least one token and up to 512"),
+    (lambda d: d["messages"][0].update(points=[[0, 1e-4], [512, 2e-4]]), TOO_FEW),
+    (lambda d: d["messages"][0].update(points=[[8, 1e-4], [256, 2e-4]]), TOO_FEW),
+    (lambda d: d["memory"]["stages"].pop() and None, "memory: got .*, must be of 2 stages"),
+    (lambda d: d["memory"]["stages"][0].pop("sent") and None, r"memory.stages\[0\].sent: missing, must be a number"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (lambda: of(len)()[:-40], "is no JSON .*must be a measurement and whole, write it again"),
-        (lambda: "[]", "got \\[\\], must be a measurement, a JSON object"),
-        (of(lambda d: d.pop("format")), 'format: got null, must be "ds_terapipe costs 1"'),
-        (of(lambda d: d.pop("stages")), "stages: missing, must be a list of at least 1 objects"),
-        (of(lambda d: d.update(sequences=0)), "sequences: got 0, must be a positive integer"),
-        (of(lambda d: d["messages"].clear()), "messages: got \\[\\], must be a list of at least 1 objects"),
-        (
-            of(lambda d: d["stages"][1]["samples"].append([8, 0, 1.0])),
-            r"stages\[1\].samples\[\d+\]: got \[8, 0, 1.0\], must be \[length, context, forward, backward\]",
-        ),
-        (
-            of(lambda d: d["stages"][0]["samples"].append([8.5, 0, 1.0, 1.0])),
-            r"stages\[0\].samples\[\d+\]: got \[8.5, 0.0, 1.0, 1.0\], must be whole numbers of tokens",
-        ),
-        (
-            of(lambda d: d["stages"][0].update(samples=[[8, 8, 1, 1]])),
-            r"stages\[0\].samples: costs of stage 0: got no measurement without context",
-        ),
-        (
-            of(lambda d: d["stages"][1].update(weights=[[0, 1.0]])),
-            r"stages\[1\].weights: got \[\[0, 1.0\]\], must be of at least one token and up to 512",
-        ),
-        (of(lambda d: d["messages"][0].update(points=[[0, 1e-4], [512, 2e-4]])), TOO_FEW),
-        (of(lambda d: d["messages"][0].update(points=[[8, 1e-4], [256, 2e-4]])), TOO_FEW),
-        (of(lambda d: d["memory"]["stages"].pop()), "memory: got .*, must be of 2 stages"),
-        (of(lambda d: d["memory"]["stages"][0].pop("sent")), r"memory.stages\[0\].sent: missing, must be a number"),
-    ],
-)
-def test_a_broken_file_is_one_line_with_file_and_field(tmp_path, text, says):
-    path = tmp_path / "costs.json"
-    path.write_text(text())
+@pytest.mark.parametrize(("change", "says"), BROKEN)
+def test_a_broken_file_is_one_line_with_file_and_field(tmp_path, change, says):
+    path, data = tmp_path / "costs.json", pipeline().to_dict()
+    path.write_text(change(data) or json.dumps(data))
     with pytest.raises(ConfigError, match=says) as raised:
         MeasuredCost.load(path)
     assert str(raised.value).startswith(f"{path}: ") and "\n" not in str(raised.value)
+
+
+TOTAL, STAGES = 64, 2
+TRIALS = [(4,) * 16, (8,) * 8, (16,) * 4, (32, 32), (64,)]
+
+
+class Truth:
+    sequences, max_length = 1, TOTAL
+
+    def __init__(self, weights: float = 0.0, message: float = 0.0, loss: tuple[float, float] = (0.0, 0.0)) -> None:
+        self._weights, self._message, self._loss = weights, message, loss
+
+    def _at(self, stage, length, context, factor, which):
+        length, context = np.asarray(length, float), np.asarray(context, float)
+        plain = factor * (1 + stage) * (1e-3 + 2e-4 * length + 1e-6 * length * context)
+        last = (stage == STAGES - 1) & (length + context == TOTAL)
+        return plain + np.where(last, self._loss[which], 0.0)
+
+    def forward(self, stage, length, context):
+        return self._at(stage, length, context, 1, 0)
+
+    def backward(self, stage, length, context):
+        return self._at(stage, length, context, 2, 1)
+
+    def weights(self, stage, length):
+        return self._weights * length / TOTAL
+
+    def message(self, boundary, length):
+        return self._message * np.ones_like(np.asarray(length, float))
+
+
+def recorded(truth, schedule="1f1b", micro_batches=1, once=False, trials=TRIALS):
+    times, steps = StepTimes(truth, STAGES, micro_batches, once), []
+    for number, slices in enumerate(trials):
+        simulation = times.simulate(schedule, slices)
+        events = [e._replace(run=MEASURED) for e in events_of(simulation.grid, simulation.intervals, step=number)]
+        steps.append(RecordedStep(slices, events, simulation.makespan + 0.05))
+    return steps
+
+
+def learn(steps, once=False, whole=False):
+    return measured_cost(steps, STAGES, 1, once, whole, {"model": "none"})
+
+
+def agree(cost, truth, relative=1e-6):
+    spans = [span for slices in TRIALS for span in zip(slices, [0, *accumulate(slices)], strict=False)]
+    for stage in range(STAGES):
+        for length, context in spans:
+            for found, true in ((cost.forward, truth.forward), (cost.backward, truth.backward)):
+                wanted = pytest.approx(float(true(stage, length, context)), rel=relative)
+                assert found(stage, float(length), float(context)) == wanted
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("1f1b", 1), ("1f1b", 3), ("terapipe", 3)])
+def test_slices_cost_what_they_took(schedule, micro_batches):
+    steps = recorded(Truth(), schedule, micro_batches)
+    agree(learn(steps), Truth())
+    assert overhead(steps) == pytest.approx(0.05)
+
+
+def test_weight_gradients_are_apart_and_in_the_backward_of_an_uncut_sequence():
+    truth = Truth(weights=0.02)
+    cost = learn(recorded(truth, once=True), once=True)
+    agree(cost, truth)
+    for stage in range(STAGES):
+        assert cost.weights(stage, 64.0) == pytest.approx(0.02)
+        assert cost.weights(stage, 32.0) == pytest.approx(0.01, rel=0.05)
+
+
+def test_a_message_takes_what_a_waiting_stage_waited_for_it():
+    truth = Truth(message=0.004)
+    cost = learn(recorded(truth))
+    agree(cost, truth)
+    assert [cost.message(0, float(n)) for n in (4, 16, 64)] == pytest.approx([0.004] * 3)
+
+
+def test_the_loss_of_the_whole_is_no_cost_of_a_slice():
+    truth = Truth(loss=(0.003, 0.006))
+    cost = learn(recorded(truth), whole=True)
+    assert cost.loss == pytest.approx((0.003, 0.006), rel=0.05)
+    agree(cost, truth, relative=0.02)
+
+
+def test_other_cuts_are_predicted():
+    truth = Truth(weights=0.01, message=0.002)
+    cost = learn(recorded(truth, micro_batches=2, once=True), once=True)
+    for slices in ((24, 20, 20), (8,) * 8, (40, 24), (64,)):
+        predicted, true = (StepTimes(c, STAGES, 2, True).seconds("1f1b", slices) for c in (cost, truth))
+        assert predicted == pytest.approx(true, rel=0.01), slices
+
+
+def test_noise_that_hits_one_of_four_repeats_does_not_count():
+    late = []
+    for number, step in enumerate(recorded(Truth(), trials=TRIALS * 4)):
+        slow = 3.0 if number < len(TRIALS) else 1.0
+        late.append(step._replace(events=[e._replace(start=e.start * slow, end=e.end * slow) for e in step.events]))
+    agree(learn(late), Truth())
+
+
+def test_sending_belongs_to_the_slice_and_collectives_to_the_step():
+    rows = [
+        (0, "0F0.0", "F", 0.0, 1.0), (0, "0SEND_F0.0", "SEND_F", 1.0, 1.2), (0, "0RECV_B0.0", "RECV_B", 1.25, 4.0),
+        (0, "0B0.0", "B", 4.0, 6.0), (0, "optimiser", "optimiser", 6.0, 7.0), (1, "1RECV_F0.0", "RECV_F", 0.0, 1.5),
+        (1, "1F0.0", "F", 1.5, 2.0), (1, "1B0.0", "B", 2.0, 3.0), (1, "1SEND_B0.0", "SEND_B", 3.0, 3.1),
+    ]  # fmt: skip
+    step = RecordedStep((8,), [Event(MEASURED, stage, stage, 1, *row) for stage, *row in rows], 8.0)
+    cost = measured_cost([step], 2, 1, False, False, {})
+    assert cost.stage_costs[0].samples[0] == (8, 0, pytest.approx(1.25), pytest.approx(2.0))
+    assert cost.stage_costs[1].samples[0] == (8, 0, pytest.approx(0.5), pytest.approx(1.1))
+    # from the end of a send to the end of its receive
+    assert cost.message(0, 8.0) == pytest.approx((0.3 + 0.9) / 2, rel=0.3)
+    assert overhead([step]) == pytest.approx(2.0)
+    with pytest.raises(ConfigError, match="stage 1: got no recorded slice"):
+        learn([step._replace(events=[e for e in step.events if e.stage == 0])])

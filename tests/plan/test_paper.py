@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 
@@ -15,15 +14,13 @@ from ds_terapipe.plan.paper import predicted as paper
 from ds_terapipe.plan.paper.predicted import (
     CALIBRATING,
     Options,
-    best_slices,
     calibration_set,
     closed_form,
     compact,
-    layout_cost,
     reproduce,
     simulated,
 )
-from ds_terapipe.plan.paper.published import SETTINGS, figures, lengths
+from ds_terapipe.plan.paper.published import figures
 
 PUBLISHED = figures()
 RATES = CLUSTERS["p3.16xlarge"].rates
@@ -41,23 +38,6 @@ def result(told):
 
 def published(setting, kind):
     return next(f.published_s for f in PUBLISHED if (f.setting.number, f.kind, f.seq_length) == (setting, kind, 2048))
-
-
-def test_every_published_step_can_be_laid_out():
-    devices = [s.data_parallel * s.stages * s.tensor_parallel for s in SETTINGS]
-    assert devices == [192, 192, 192, 320, 320, 384, 384, 384, 384, 384]
-    sizes = [setting.model.num_layers * setting.model.layer_parameters / 1e9 for setting in SETTINGS]
-    assert [round(size, 1) for size in sizes] == [1.2] * 3 + [12.6] * 2 + [43.5] * 3 + [173.9] * 2
-    for figure in PUBLISHED:
-        setting = figure.setting
-        assert sum(figure.slices) == figure.seq_length and all(length % 8 == 0 for length in figure.slices)
-        assert figure.batch % setting.data_parallel == 0 and setting.model.num_layers % setting.stages == 0
-        assert figure.source in ("read", "recalled") and figure.slices_source in ("read", "recalled")
-        assert lengths(compact(figure.slices)) == figure.slices
-    assert {f.setting.number for f in PUBLISHED if f.source == "recalled"} == {2, 4, 7}
-    assert sum(f.source == "read" for f in PUBLISHED) == 29
-    cost = layout_cost(SETTINGS[6], RATES)  # equal stages, and messages that block
-    assert cost.layers == (4,) * 24 and cost.message(0, 2048.0) == 0.0
 
 
 def test_published_times_agree_with_the_printed_speedups():
@@ -82,28 +62,12 @@ def test_the_simulator_agrees_with_the_closed_form(index):
     assert simulated(PUBLISHED[index], RATES) == pytest.approx(closed_form(PUBLISHED[index], RATES), rel=1e-9)
 
 
-def test_own_slices_are_the_best_of_all_cuts():
-    """Of 2048 tokens at multiples of 256. The programme takes forward and backward as one: a thousandth here."""
-    for number in (1, 5, 8, 10):
-        figure = next(f for f in PUBLISHED if f.setting.number == number and f.kind == "without")
-        least = math.inf
-        for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, 8), n) for n in range(8)):
-            slices = tuple(256 * (b - a) for a, b in itertools.pairwise((0, *cuts, 8)))
-            least = min(least, closed_form(dataclasses.replace(figure, slices=slices), RATES))
-        own = best_slices(figure, RATES, 256)
-        assert sum(own) == 2048
-        assert least <= closed_form(dataclasses.replace(figure, slices=own), RATES) <= least * 1.001
-    figure = next(f for f in PUBLISHED if f.setting.number == 9 and f.kind == "with")
-    assert best_slices(figure, RATES, 2048) == figure.slices, "the paper's where they are better"
-
-
 def test_held_out_times_and_setting_10_are_predicted(result):
     held_out = [entry for entry in result.compared if entry.held_out]
     logs = [abs(math.log(entry.simulated_s / entry.figure.published_s)) for entry in held_out]
     assert len(logs) == 22 and result.held_out_mean_error == pytest.approx(sum(logs) / 22) and sum(logs) / 22 <= 0.08
     tenth = result.speedups[9]
-    assert tenth.setting.number == 10 and tenth.published == pytest.approx(5.822 / 1.160)
-    assert abs(tenth.simulated / tenth.published - 1) <= 0.10
+    assert tenth.setting.number == 10 and tenth.simulated == pytest.approx(5.822 / 1.160, rel=0.10)
     # Two standard deviations of the prior; the times would rather be fitted exactly.
     assert 0.1 < max(map(abs, result.shifts.values())) < 2
 
@@ -118,23 +82,16 @@ def test_own_plans_are_never_slower_than_the_papers(result):
 
 
 def test_json_has_the_figures_of_the_table(result, told):
-    data = json.loads(json.dumps(result.as_json()))
+    data, table = json.loads(json.dumps(result.as_json())), result.table()
     assert data.keys() == {"figures", "settings", "held_out_mean_error"}
     assert len(data["figures"]) == 35 and [entry["setting"] for entry in data["settings"]] == list(range(1, 11))
     keys = {"setting", "kind", "seq_length", "slices", "published_s", "simulated_s", "calibration", "source"}
-    assert all(entry.keys() == keys for entry in data["figures"])
-    assert {entry["kind"] for entry in data["figures"]} == {"without", "with", "uniform", "long"}
-    keys = {"setting", "speedup_published", "speedup_simulated", "own_best_s", "own_best_slices"}
-    assert all(entry.keys() == keys for entry in data["settings"])
-    table = result.table()
-    lines = table.splitlines()
-    assert all(f"{entry['simulated_s']:.3f} s" in table for entry in data["figures"])
+    assert all(entry.keys() == keys and f"{entry['simulated_s']:.3f} s" in table for entry in data["figures"])
     for entry in data["settings"]:
         assert f"{entry['speedup_simulated']:.2f}x" in table and compact(entry["own_best_slices"]) in table
-    assert sum(entry["calibration"] for entry in data["figures"]) == 7 == sum(" calibrates " in line for line in lines)
-    assert max(map(len, lines)) <= 130
+    calibrating = sum(" calibrates " in line for line in table.splitlines())
+    assert sum(entry["calibration"] for entry in data["figures"]) == 7 == calibrating
     assert told[0].startswith("calibrating on 7 of 35") and told[-1] == "planning setting 10"
-    assert sum(line.startswith("simulating") for line in told) == 35
 
 
 def test_the_command_prints_the_table_and_the_same_figures_without_calibration(monkeypatch, capsys, tmp_path):

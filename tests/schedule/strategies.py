@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -22,9 +22,9 @@ KNOWN_PLACES = ((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (1
 
 
 @st.composite
-def placements(draw: st.DrawFn, most_stages: int = 7, most_places: int = 4) -> Placement:
+def placements(draw: st.DrawFn) -> Placement:
     """Stages on places in any order, some of the first ones forward-only, at least one trained."""
-    places = draw(st.lists(st.integers(0, most_places - 1), min_size=1, max_size=most_stages))
+    places = draw(st.lists(st.integers(0, 3), min_size=1, max_size=7))
     numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
     if draw(st.booleans()):  # else the first stage would always be on place 0
         numbers = {place: len(numbers) - 1 - number for place, number in numbers.items()}
@@ -33,7 +33,6 @@ def placements(draw: st.DrawFn, most_stages: int = 7, most_places: int = 4) -> P
 
 
 def grid_of(*rows: str) -> list[list[Action]]:
-    """A grid of which each row is written out."""
     return [list(map(Action.from_text, row.split())) for row in rows]
 
 
@@ -60,15 +59,13 @@ def _interleaved(backward: list[Unit]) -> bool:
     return any(came[i] != came[i - 1] and came[i] in came[: i - 1] for i in range(1, len(came)))
 
 
-@st.composite
-def random_grids(
-    draw: st.DrawFn, least_stages: int = 1, most_stages: int = 4, weights: bool | None = None
-) -> RandomGrid:
+def random_grids(most_stages: int = 4, weights: bool | None = None) -> st.SearchStrategy[RandomGrid]:
     """Messages and weight gradients included, anywhere where the rules let them be."""
-    stages = draw(st.integers(least_stages, most_stages))
-    each = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    with_weights = draw(st.booleans()) if weights is None else weights
-    return random_grid(draw(st.integers(0, 2**32 - 1)), stages, each, with_weights)
+    each, either = (
+        st.lists(st.integers(1, 3), min_size=1, max_size=3),
+        st.booleans() if weights is None else st.just(weights),
+    )
+    return st.builds(random_grid, st.integers(0, 2**32 - 1), st.integers(1, most_stages), each, either)
 
 
 def random_grid(
@@ -76,7 +73,7 @@ def random_grid(
 ) -> RandomGrid:
     """One of the orders in which a job could run its actions one at a time, whatever they are; a row is a place's part of it."""
     choice, run = random.Random(seed), _Run(as_placement(stages), slices, weights, each_slice)
-    while ready := list(run.ready()):
+    while ready := [action for action in run.wanted if action not in run.done and run.may(action)]:
         run.do(choice.choice(ready))
     assert len(run.done) == len(run.wanted)
     return RandomGrid(run.grid, list(slices), run.placement)
@@ -117,12 +114,7 @@ class _Run:
             + [Op.RECV_BACKWARD] * where.receives_backward(stage)
         )
 
-    def ready(self) -> Iterator[Action]:
-        for action in self.wanted:
-            if action not in self.done and self._may(action):
-                yield action
-
-    def _may(self, action: Action) -> bool:
+    def may(self, action: Action) -> bool:
         op, stage, unit = action
         done, where, (m, i) = self.done, self.placement, unit
         if op.is_receive:

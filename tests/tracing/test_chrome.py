@@ -36,10 +36,10 @@ def test_a_file_gives_back_what_was_written_or_is_refused_when_it_is_cut_off(
 
 
 def test_every_stage_is_a_named_process():
-    data = to_json(simulated(3, (2,)))
-    names = {e["pid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"}
+    events = to_json(simulated(3, (2,)))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {stage: f"stage {stage}, rank {stage}, predicted" for stage in range(3)}
-    complete = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    complete = [e for e in events if e["ph"] == "X"]
     assert {e["cat"] for e in complete} == {"F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"}
     assert max(e["ts"] + e["dur"] for e in complete) == 1e6 * max(e.end for e in simulated(3, (2,)))
 
@@ -64,26 +64,24 @@ def test_steps_are_averaged_and_collectives_named():
 
 
 HEAD = '"otherData": {"format": "ds_terapipe trace 1"}}'
+BROKEN = {
+    '{"traceEvents": [': "is no JSON",
+    "[]": "traceEvents is missing",
+    '{"traceEvents": []}': "otherData.format: got null",
+    '{"traceEvents": [{"ph": "X"}], ' + HEAD: "traceEvents[0]: 'args' is missing",
+    '{"traceEvents": [7], ' + HEAD: "traceEvents[0]",
+}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read"),
-        ('{"traceEvents": [', "is no JSON"),
-        ("[]", "traceEvents is missing"),
-        ('{"traceEvents": []}', "otherData.format: got null"),
-        ('{"traceEvents": [{"ph": "X"}], ' + HEAD, "traceEvents[0]: 'args' is missing"),
-        ('{"traceEvents": [7], ' + HEAD, "traceEvents[0]"),
-    ],
-)
-def test_broken_files_are_one_line(tmp_path, content, message):
+@pytest.mark.parametrize("content", [None, *BROKEN])
+def test_broken_files_are_one_line(tmp_path, content):
     path = tmp_path / "t.json"
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError) as error:
         read(path)
-    assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+    said = str(error.value)
+    assert BROKEN.get(content, "cannot be read") in said and str(path) in said and "\n" not in said
 
 
 def test_the_command_prints_draws_and_merges(tmp_path, capsys):

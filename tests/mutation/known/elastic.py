@@ -35,7 +35,7 @@ KNOWN = (
         "elastic.moves.groups",
         '        group["params"] = [parameter for _, parameter in members]\n',
         '        group["params"] = [nn.Parameter(p.detach().clone()) if name in states else p for name, p in members]\n',
-        "tests/elastic/test_groups.py",
+        f"{_MOVES} -k optimizer_gets",
     ),
     Known(
         "a sample is handed over twice",

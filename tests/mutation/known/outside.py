@@ -36,6 +36,6 @@ KNOWN = (
         "pipeline.parameter_groups",
         "[each for each, trained in zip(group[key], kept, strict=True) if trained]",
         "list(group[key])",
-        "tests/elastic/test_groups.py -k empty_group",
+        "tests/elastic/test_elastic_moves.py -k empty_group",
     ),
 )
