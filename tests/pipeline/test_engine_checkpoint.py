@@ -24,11 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 SLICED = {"slices": [7, 2, 9, 1, 5]}
-ENGINES: dict[str, dict[str, Any] | None] = {
-    "own": None,
-    "ours": SLICED,
-    "one slice": {"slices": 1},
-}
+ENGINES: dict[str, dict[str, Any] | None] = {"own": None, "ours": SLICED, "one slice": {"slices": 1}}
 
 
 def engine(kind: str, name: str) -> Any:

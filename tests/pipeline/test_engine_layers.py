@@ -139,11 +139,7 @@ MODELS: dict[str, list[Any]] = {
 }
 UNCUT = ("complex", "inputs written to", "boundary written to", "loss that writes")
 # weight gradients, layers in a checkpoint, whether it is a reentrant one, slices
-CHECKPOINTED = [
-    ("micro_batch", 1, False, [7, 2, 9, 6]),
-    ("auto", 2, True, [7, 2, 9, 6]),
-    ("auto", 3, False, 4),
-]
+CHECKPOINTED = [("micro_batch", 1, False, [7, 2, 9, 6]), ("auto", 2, True, [7, 2, 9, 6]), ("auto", 3, False, 4)]
 
 
 def differences(specs: Sequence[Any], keys: dict[str, Any], loss: Any = masked_loss, **options: Any) -> float:

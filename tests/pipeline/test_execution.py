@@ -112,10 +112,7 @@ def interleaved(name: str, placement: Placement, slices: tuple[int, ...], deferr
     return made.grid
 
 
-ORDERS = {
-    "random": ("micro_batch", interleaved),
-    "random, gradients by slice": ("slice", interleaved),
-}
+ORDERS = {"random": ("micro_batch", interleaved), "random, gradients by slice": ("slice", interleaved)}
 
 
 def train_in_random_orders(rank: int, world_size: int) -> dict[tuple[str, str], dict[str, float]]:
