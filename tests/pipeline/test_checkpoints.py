@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from tests.pipeline.training import build_engine
 from tests.spawn import launched
 
 FILES = ("layer_00-model_states.pt", "mp_rank_00_model_states.pt", "elastic_pipeline.json")
-SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it beside the checkpoints
 LEFT = (".other.unfinished", ".other_5.unfinished", ".other_5.replaced")
 OF_USER = ("hf", "plots/loss.svg", "weights.pt")
 
@@ -45,24 +45,20 @@ def save(folder: Path, tag: str, content: str) -> None:
     (checkpoint.unfinished / tag).mkdir(parents=True, exist_ok=True)
     for name in FILES:
         (checkpoint.unfinished / tag / name).write_text(content)
-    (checkpoint.unfinished / SCRIPT).write_text("script")
+    (checkpoint.unfinished / "zero_to_fp32.py").write_text("script")  # DeepSpeed puts it beside the checkpoints
     checkpoint.finish(True, {})
 
 
 def content(folder: Path, tag: str | None) -> str | None:
     """What all files of a checkpoint have in them, the user's aside; None where there is none."""
-    if not (folder / str(tag)).exists():
+    here = folder / str(tag)
+    if not here.exists():
         return None
-    paths = {str(path.relative_to(folder / str(tag))): path for path in (folder / str(tag)).rglob("*")}
+    paths = {str(path.relative_to(here)): path for path in here.rglob("*")}
     found = {name: path.read_text() for name, path in paths.items() if name not in (*OF_USER, "plots")}
-    assert set(json.loads(found.pop(MANIFEST))["files"]) == set(FILES)
-    assert sorted(found) == sorted(FILES), found
+    assert set(json.loads(found.pop(MANIFEST))["files"]) == set(FILES) == found.keys(), found
     (text,) = set(found.values())
     return text
-
-
-def killed() -> None:
-    raise Killed
 
 
 def ends(folder: Path, action: Callable[[Path], None]) -> Iterator[tuple[Path, bool]]:
@@ -70,52 +66,51 @@ def ends(folder: Path, action: Callable[[Path], None]) -> Iterator[tuple[Path, b
 
     There are another checkpoint in each, a job's leftovers of it, and what the user has beside them.
     """
+
+    def killed() -> None:
+        raise Killed
+
     for at in range(1000):
         for halfway in (False, True):
             each = folder / f"{at}-{halfway}"
             each.mkdir()
             save(each, "other", "other")
-            for leftover in LEFT:
-                (each / leftover).mkdir()
-                (each / leftover / "file").write_text("left")
-            (each / "notes.txt").write_text("notes")
+            beside = [each / leftover / "file" for leftover in LEFT] + [each / "notes.txt"]
+            for path in beside:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text("left")
             try:
                 with operations(killed, at, halfway):
                     action(each)
             except Killed:
                 yield each, halfway
                 assert content(each, "other") == "other", "another checkpoint is lost"
-                assert all((each / name / "file").is_file() for name in LEFT) and (each / "notes.txt").is_file()
+                assert all(path.is_file() for path in beside)
             else:
                 assert at > 8, "there is more to do than that"
                 return
 
 
-def put_by_the_user(checkpoint: Path) -> None:
-    (checkpoint / "plots").mkdir()
-    for name in OF_USER:
-        with (checkpoint / name).open("w") as file:  # no operation that is counted
+def twice(folder: Path, tag: str = "last") -> None:
+    """Save a checkpoint, put files of a user's into it, and replace it."""
+    save(folder, tag, "old")
+    (folder / tag / "plots").mkdir()
+    for path in (*(folder / tag / name for name in OF_USER), folder / "put"):
+        with path.open("w") as file:  # no operation that is counted
             file.write("user's")
+    save(folder, tag, "new")
 
 
 @pytest.mark.parametrize("tag", ["global_step5", "epoch/5", "a_b"])
 def test_a_checkpoint_is_there_as_a_whole_or_not_at_all_and_one_that_replaces_it_too(tmp_path, tag):
     """What the user has put into one is in the one that replaces it."""
-    put = set()
-
-    def twice(folder: Path) -> None:
-        save(folder, tag, "old")
-        put_by_the_user(folder / tag)
-        put.add(folder)
-        save(folder, tag, "new")
-
     seen = set()
-    for folder, _ in ends(tmp_path, twice):
+    for folder, _ in ends(tmp_path, lambda folder: twice(folder, tag)):
         before = content(folder, tag)  # between two renames there is none, until
         assert before in (None, "old", "new") and (folder / LATEST).read_text() in ("other", tag)
         whole(folder, tag).recover()
         seen.add((tag_of(folder, None) == tag, before, content(folder, tag)))
-        if folder in put:
+        if (folder / "put").exists():
             assert all((folder / tag / name).read_text() == "user's" for name in OF_USER)
         save(folder, tag, "again")
         assert content(folder, tag) == "again" and tag_of(folder, None) == tag
@@ -127,10 +122,9 @@ def test_a_checkpoint_is_there_as_a_whole_or_not_at_all_and_one_that_replaces_it
 def test_files_of_a_checkpoint_that_the_new_one_does_not_have_go(tmp_path):
     """They are of more stages, of freezing, of a Hugging Face model: the new one would be read as if it were such."""
     save(tmp_path, "last", "old")
-    (tmp_path / "last" / "layer_09-model_states.pt").write_text("old")
-    for folder in ("offloaded_tensors", "hf"):
-        (tmp_path / "last" / folder).mkdir()
-    (tmp_path / "last" / "hf" / "names.json").write_text("old")
+    for name in ("layer_09-model_states.pt", "offloaded_tensors/0.pt", "hf/names.json"):
+        (tmp_path / "last" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "last" / name).write_text("old")
     save(tmp_path, "last", "new")
     assert sorted(path.name for path in (tmp_path / "last").iterdir()) == sorted((*FILES, MANIFEST))
 
@@ -159,16 +153,9 @@ def test_what_was_about_to_be_replaced_is_never_put_under_another_name(tmp_path)
 
 def test_half_of_what_was_replaced_is_not_put_back(tmp_path):
     """Where the new one has been removed since: no checkpoint is better than a part of one."""
-
-    def twice(folder: Path) -> None:
-        save(folder, "last", "old")
-        save(folder, "last", "new")
-
     for folder, halfway in ends(tmp_path, twice):
         if halfway and content(folder, "last") == "new":
-            for path in (folder / "last").iterdir():
-                path.unlink()
-            (folder / "last").rmdir()
+            shutil.rmtree(folder / "last")
             whole(folder, "last").recover()
             assert content(folder, "last") in (None, "old")
 
