@@ -90,8 +90,7 @@ TOLD = (
     ("kill in a replica", 1, rf" for gradients of 0\.\d from rank 3 in .*{BROKEN}"),
     ("kill in a replica", 0, r"rank 3: .*; no sign of life|rank 1: .* gave up waiting for"),
     ("stop the first of 2", 1, rf" for activations of 0\.\d from rank 0 in .*{LATE}"),
-    # the first survivor whose time is over kills the stopped rank, and on busy cores that need not be its neighbour
-    ("stop the last of 4", 2, rf" for gradients of 0\.\d from rank 3 in .*({LATE}|{BROKEN})"),
+    ("stop the last of 4", 2, rf" for gradients of 0\.\d from rank 3 in .*{LATE}"),
     ("bug", 0, r"rank 1 \(stage 1\): last seen in step 2, action \d+, failed: Bug: 'a bug in the layer'"),
 )
 
@@ -222,7 +221,6 @@ def check(case: Case, ends: list[Exit]) -> None:
             named = rf"  rank \d+: .* from rank {victim}: |  rank {victim}: (.*; no sign of life|process \d+ is gone)"
             assert re.search(named, text), text
     if case.what == "stop":
-        assert any(re.search(f"{LATE}|no answer", text.splitlines()[0], re.I) for text in reports.values()), reports
         assert ends[victim].code == -signal.SIGKILL, "no launcher's SIGTERM ends a process that is stopped"
         assert ends[victim].at - accident < limit
 
