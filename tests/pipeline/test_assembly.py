@@ -6,7 +6,6 @@ layers are alive together and closed one after the other.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,67 +27,41 @@ from ds_terapipe.pipeline.stage import PlainGradients, Stage
 from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Op, Placement, Unit, validate
+from tests.pipeline import models
 from tests.pipeline.fake_links import assemblies, run
 from tests.schedule.strategies import RandomGrid, few_slices, interleaved_grid, placements, random_grid, random_grids
 from tests.spawn import launched
 
-VOCABULARY, WIDTH, BLOCKS = 17, 8, 6
-LENGTHS = (12, 9)  # of the micro-batches
-CUT = TensorCut(1)
+BLOCKS, LENGTHS = 6, (12, 9)  # of the micro-batches
+BOTH = (TensorCut(1), TensorCut(1))
 
 
-class Embedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(max(LENGTHS), WIDTH)
-
+class Embedding(models.Embedding):
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        tokens, positions = inputs
-        return self.table(tokens) + self.places(positions), positions
+        return super().forward(inputs), inputs[1]
 
 
-class Block(nn.Module):
-    """Attention and two linear layers; hands the positions on, which no gradient goes back for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+class Block(models.Block):
+    """Hands the positions on, which no gradient goes back for."""
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         hidden, positions = inputs
-        q, k, v = self.qkv(self.norm(hidden)).unsqueeze(1).chunk(3, dim=-1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
-        return hidden + self.out(mixed) * (1 + positions.unsqueeze(-1) / 10), positions
+        return super().forward(hidden) * (1 + positions.unsqueeze(-1) / 10), positions
 
 
 def logits(embedding: Embedding, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    return F.linear(inputs[0], embedding.table.weight)
-
-
-class PerToken:
-    """The mean over even labels, in the form that runs slice by slice."""
-
-    def token_sum(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        each = F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="none")
-        return (each * (labels.flatten() % 2 == 0)).sum()
-
-    def token_weight(self, labels: Tensor) -> Tensor:
-        return (labels % 2 == 0).sum()
-
-    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        return self.token_sum(outputs, labels) / self.token_weight(labels)
+    return F.linear(inputs[0], embedding.tokens.weight)
 
 
 def batch_of(lengths: Sequence[int], slices: Sequence[int]) -> StepBatch:
     """A micro-batch of two sequences for each length, in so many slices."""
     batch = StepBatch(lengths=list(lengths), signatures=list(lengths))
     for m, length in enumerate(lengths):
-        tokens = torch.randint(VOCABULARY, (2, length + 1), generator=torch.Generator().manual_seed(m))
-        batch.inputs.append((tokens[:, :-1], torch.arange(length).expand(2, -1)))
-        batch.labels.append(tokens[:, 1:])
-        batch.input_cuts.append((CUT, CUT))
-        batch.label_cuts.append((CUT,))
+        inputs, labels = models.micro_batch(m, length)
+        batch.inputs.append(inputs)
+        batch.labels.append(labels)
+        batch.input_cuts.append(BOTH)
+        batch.label_cuts.append(BOTH)
     batch.spans = [spans(slice_lengths(length, count)) for length, count in zip(lengths, slices, strict=True)]
     return batch
 
@@ -159,11 +132,11 @@ class Case(NamedTuple):
         return batch_of(LENGTHS, [self.slices] * len(LENGTHS))
 
     def losses(self, batch: StepBatch) -> StepLosses:
-        return StepLosses(batch, PerToken() if self.per_token else PerToken().__call__, (CUT,))
+        return StepLosses(batch, models.MaskedTokenLoss() if self.per_token else models.masked_loss, (TensorCut(1),))
 
     def check(self, total: Any, got: Sequence[Tensor | None]) -> None:
         """Loss and gradients are those of one process."""
-        loss, wanted = plain(self.model(), self.batch(), PerToken())
+        loss, wanted = plain(self.model(), self.batch(), models.masked_loss)
         limit = 1e-10 if self.dtype == torch.float64 else 1e-5
         assert float(total) / len(LENGTHS) == pytest.approx(float(loss), rel=limit)
         assert_same(got, wanted, limit)
@@ -220,19 +193,19 @@ def test_any_placement_gives_the_gradients_of_one_process(case):
 # ------------------------------------------------------------------------------------------------------------ any order
 
 
-def squares(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-    return (outputs[0].mean(-1) - labels).square().mean()
-
-
 def check_grid(made: RandomGrid, once: bool = True) -> None:
     """Gradients are those of plain autograd, and nothing is left over; the grid's weight gradients run if ``once``."""
     torch.manual_seed(0)
     layers: Any = nn.ModuleList([Embedding(), *(Block() for _ in made.placement.stages[1:])]).double()
     layers[: made.placement.forward_only].requires_grad_(False)
     batch = batch_of([2 * count for count in made.slices], made.slices)
+
+    def squares(outputs: Any, labels: Any) -> Tensor:
+        return (outputs[0].mean(-1) - labels[0]).square().mean()
+
     _, wanted = plain(layers, batch, squares)
     grid = made.grid if once else [[a for a in row if a.op is not Op.WEIGHT_GRADIENTS] for row in made.grid]
-    ran(made.placement, layers, batch, grid, StepLosses(batch, squares, (CUT, CUT)))
+    ran(made.placement, layers, batch, grid, StepLosses(batch, squares, BOTH))
     assert_same(gradients_of(layers), wanted)
 
 
@@ -269,17 +242,6 @@ def test_a_part_of_the_weight_gradients_is_the_first_or_the_last():
         stage.make_weight_gradients(Unit.from_text(unit))
     parts = [(True, False), (True, False), (False, False), (False, True), (False, True)]
     assert told == [*parts, (True, True), (True, True)] and stage.left_over == 0
-
-
-def test_a_copy_of_a_layer_computes_with_its_own_weights():
-    layers = Case([0, 1]).model()
-    interception = Interception(layers)
-    twin = copy.deepcopy(layers[1])
-    with torch.no_grad():
-        twin.out.weight.zero_()
-    interception.close()
-    x = torch.ones(1, 3, WIDTH, dtype=torch.float64)
-    assert not torch.equal(twin.out(x), layers[1].out(x))
 
 
 # ------------------------------------------------------------------------------------------------------- two processes

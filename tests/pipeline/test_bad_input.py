@@ -98,10 +98,6 @@ class Raising(nn.Module):
         raise self.error
 
 
-def loss_of_fewer(outputs: Tensor, labels: Tensor) -> Tensor:
-    return mean_loss(outputs, labels[:, 1:])
-
-
 def model(last: type | LayerSpec = Block, first: type | LayerSpec = Embedding) -> list[LayerSpec]:
     kinds = (first, Block, Block, Block, last, Head)
     return [kind if isinstance(kind, LayerSpec) else LayerSpec(kind) for kind in kinds]
@@ -114,7 +110,7 @@ MODELS: dict[str, tuple[list[Any], Any, str]] = {
     "wordless bug": (model(LayerSpec(Raising, RuntimeError())), mean_loss, FAILS + ", RuntimeError"),
     "bug in the first layer": (model(first=BUG), mean_loss, FAILS),
     "no loss_fn": (model(), None, "got a PipelineModule without loss_fn"),
-    "labels": (model(), loss_of_fewer, "got labels that the loss_fn"),
+    "labels": (model(), lambda outputs, labels: mean_loss(outputs, labels[:, 1:]), "got labels that the loss_fn"),
 }
 OTHERS = "token_pipeline: got other settings on rank "
 ADD_UP = "got {}, which add up to {} tokens, must add up to the sequence length {}, use"

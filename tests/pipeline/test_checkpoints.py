@@ -1,4 +1,4 @@
-"""A checkpoint's folder after a process has died at any single operation of writing it."""
+"""A checkpoint's folder after a process has died at any single operation of writing it; exchange with DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ds_terapipe.names import MANIFEST
 from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
-from tests.pipeline.models import gpt, mean_loss, micro_batch
+from tests.pipeline.models import gpt, masked_loss, mean_loss, steps_of, tied_gpt
 from tests.pipeline.operations import operations
-from tests.pipeline.training import build_engine
+from tests.pipeline.training import ADAMW, build_engine, train, worst
 from tests.spawn import launched
 
 FILES = ("layer_00-model_states.pt", "mp_rank_00_model_states.pt", "elastic_pipeline.json")
@@ -160,10 +161,52 @@ def test_half_of_what_was_replaced_is_not_put_back(tmp_path):
             assert content(folder, "last") in (None, "old")
 
 
-def saved_nowhere(rank: int, world_size: int, folder: str) -> tuple[list[str], str | None]:
+# ------------------------------------------------------------------------------------------------------------- engines
+
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6}}}
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16 zero1": BF16,
+    "bf16 zero1 fp32 sum": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+}
+ENGINES: dict[str, Any] = {"own": None, "ours": {"slices": [7, 2, 9, 1, 5]}, "one slice": {"slices": 1}}
+# who saves and who loads; one slice is the very computation of DeepSpeed's own engine
+WAYS = [
+    (kind, *pair)
+    for kind in KINDS
+    for other in ("ours" if kind == "fp32" else "one slice",)
+    for pair in (("own", other), (other, "own"))
+]
+
+
+def exchange(kind: str, saver: str, loader: str, folder: str) -> dict[str, Any]:
+    """Two steps with one engine, save, two more with it and with another one that loads."""
+
+    def engine(name: str) -> Any:
+        options: Any = {"optimizer": ADAMW, "config": {**KINDS[kind], **WARMUP}}
+        return build_engine(tied_gpt(), masked_loss, token_pipeline=ENGINES[name], **options)
+
+    steps, first = steps_of(4, 2), engine(saver)
+    train(first, steps[:2])
+    first.save_checkpoint(folder, tag="two", client_state={"note": saver})
+    uninterrupted = train(first, steps[2:])
+    first.destroy()
+    second = engine(loader)
+    path, client = second.load_checkpoint(folder, tag="two")
+    assert path is not None and client["note"] == saver
+    resumed = train(second, steps[2:])
+    counted = (second.global_steps, second.global_samples, second.get_lr())
+    second.destroy()
+    off = [abs(a - b) / b for a, b in zip(resumed.losses, uninterrupted.losses, strict=True)]
+    files = sorted(file.name for file in Path(folder, "two").iterdir())
+    return {"off": max(*off, worst(resumed.weights, uninterrupted.weights)), "counted": counted, "files": files}
+
+
+def saved_nowhere(folder: str) -> tuple[list[str], str | None]:
     """What each rank gets to know of saves into what is a file, and the tag of one that goes well after them."""
     errors = []
-    if rank == 0:
+    if torch.distributed.get_rank() == 0:
         Path(folder, "file").write_text("")
     for config in ({}, {"elastic_pipeline": {}}):
         engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2}, config=config)
@@ -171,16 +214,34 @@ def saved_nowhere(rank: int, world_size: int, folder: str) -> tuple[list[str], s
             with pytest.raises(Exception) as said:
                 engine.save_checkpoint(f"{folder}/{where}")
             errors.append(f"{said.type.__name__}: {said.value}")
-        engine.train_batch(iter([micro_batch(m, masked=False) for m in range(2)]))
+        engine.train_batch(iter(steps_of(1, 2, masked=False)[0]))
         engine.save_checkpoint(f"{folder}/good")
         engine.destroy()
     return [error.replace(folder, "FOLDER") for error in errors], tag_of(Path(folder, "good"), None)
 
 
-ranks = launched(saved_nowhere, 2, folder=True)
+def worker(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = {way: exchange(*way, folder=f"{folder}/{'-'.join(way)}") for way in WAYS}
+    return {**found, "nowhere": saved_nowhere(folder)}
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(ranks: list[Any]):
-    for errors, tag in ranks:
+ranks = launched(worker, 2, timeout=180, folder=True)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(ranks: list[Any]) -> None:
+    for errors, tag in (rank["nowhere"] for rank in ranks):
         assert len(errors) == 4 and all("Error: " in text and "FOLDER/file" in text for text in errors), errors
         assert tag == "global_step1"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=" ".join)
+def test_training_goes_on_where_it_was_with_deepspeeds_engine_or_ours(ranks: list[Any], way: tuple[str, ...]) -> None:
+    for found in ranks:
+        assert found[way]["off"] <= (1e-5 if way[0] == "fp32" else 0.0)
+        assert found[way]["counted"] == found[WAYS[0]]["counted"] and found[way]["counted"][:2] == (4, 16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_their_files_have_the_same_names(ranks: list[dict[Any, Any]], kind: str) -> None:
+    own, ours = sorted((ranks[0][way]["files"] for way in WAYS if way[0] == kind), key=len)
+    assert ours == sorted([*own, MANIFEST]) and any(name.startswith("layer_02-") for name in own)

@@ -10,21 +10,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed
-from deepspeed.runtime import dataloader
 from deepspeed.utils import groups as deepspeed_groups
 from torch.distributed import distributed_c10d
-from torch.utils.data import DataLoader
 
 import ds_terapipe
 from ds_terapipe.pipeline.operators.interception import Overrides
 from ds_terapipe.process_groups import close_groups
 from tests.pipeline.footprint import Footprint, footprint, settled
-from tests.pipeline.models import gpt, mean_loss, micro_batch, tied_gpt
+from tests.pipeline.models import gpt, masked_loss, mean_loss, micro_batch, tied_gpt
+from tests.pipeline.test_engine_data import Texts, loading_here
 from tests.pipeline.training import ADAMW, build_engine, difference
 from tests.spawn import launched
 
@@ -112,14 +110,6 @@ def test_nothing_grows_but_with_deepspeeds_own_engine_by_which_the_meter_is_prov
 # ------------------------------------------------------------------------------------------------------ what one leaves
 
 
-class Texts(list[Any]):
-    """Samples without a batch dimension."""
-
-    def __getitem__(self, index: Any) -> Any:
-        (tokens, positions), targets = micro_batch(index, batch=1, masked=False)
-        return (tokens[0], positions[0]), targets[0]
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "zero": {"optimizer": ADAMW, "config": {"zero_optimization": {"stage": 1}}},
@@ -140,9 +130,8 @@ def left_by(kind: str, folder: str) -> dict[str, Any]:
     monitor = {"tensorboard": {"enabled": True, "output_path": folder, "job_name": "close"}}
     options = {**KINDS[kind], "config": {**KINDS[kind].get("config", {}), **monitor}}
     before = footprint()
-    # DeepSpeed starts two processes that load
-    with mock.patch.object(dataloader, "DataLoader", lambda *a, **k: DataLoader(*a, **{**k, "num_workers": 0})):
-        engine = build_engine(tied_gpt(2), mean_loss, token_pipeline=SLICED, training_data=Texts(range(8)), **options)
+    with loading_here():
+        engine = build_engine(tied_gpt(2), masked_loss, token_pipeline=SLICED, training_data=Texts(), **options)
         for _ in range(2):
             engine.train_batch()
     loader, held = weakref.ref(engine.data_iterator), footprint()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,25 +40,10 @@ def simulated(micro_batches: int, schedule: str, slices: tuple[int, ...]) -> tup
     return found.makespan, [e._replace(run=MEASURED) for e in events_of(found.grid, found.intervals)]
 
 
-class Meter:
-    """Counts how often memory is measured."""
-
-    begun = watched = 0
-
-    def __init__(self, limit: float | None = None, stage: StageMemory | None = None) -> None:
-        self._known = MemoryModel((stage or StageMemory(activations=1.0),) * STAGES), limit
-
-    def begin(self) -> None:
-        self.begun += 1
-
-    def end(self) -> tuple[MemoryModel, float | None]:
-        return self._known
-
-    def note_peak(self) -> None:
-        self.watched += 1
-
-    def peaks(self) -> Any:
-        return None
+def metered(limit: float | None = None, **stage: float) -> Any:
+    """What measures memory, and counts how often; a token takes one byte, or what the stages are said to take."""
+    model = MemoryModel((StageMemory(**(stage or {"activations": 1.0})),) * STAGES)
+    return Mock(**{"end.return_value": (model, limit), "peaks.return_value": None})
 
 
 class Run:
@@ -66,7 +52,7 @@ class Run:
     def __init__(self, meter: Any = None, micro_batches: int = 1, device: str = "this one", **keys: Any) -> None:
         self.lines: list[str] = []
         self.schedule = ""  # of the last step
-        self.meter = meter or Meter()
+        self.meter = meter or metered()
         config = parse({"token_pipeline": {key: str(v) if key.endswith("path") else v for key, v in keys.items()}})
         assert config is not None
         about = RunInfo(STAGES, 1, micro_batches, False, False, {"device": device, "versions": {"torch": "2"}})
@@ -131,28 +117,26 @@ def test_lengths_that_alternate_are_both_planned_in_the_end(lengths):
         for length in lengths:
             run.step([length])
     run.step([512])
-    assert sorted(run.planned) == [512, 1024] and run.meter.begun <= 2
+    assert sorted(run.planned) == [512, 1024] and run.meter.begin.call_count <= 2
 
 
 def test_lengths_that_never_repeat_are_seldom_measured_and_always_run():
     run = Run()
     for length in (5000, *range(1000, 1000 + 4 * PATIENCE)):
         assert sum(run.step([length])) == length
-    assert run.planned == [] and run.meter.begun <= 5
+    assert run.planned == [] and run.meter.begin.call_count <= 5
 
 
 def test_micro_batches_of_different_lengths_are_run_unmeasured_and_by_the_plan_when_there_is_one():
     run = Run()
-    assert len(run.step([1024, 512])) == 8 and run.meter.begun == 0
+    assert len(run.step([1024, 512])) == 8 and run.meter.begin.call_count == 0
     run.steps(MEASURING, [1024, 1024])
     assert len(run.step([1024, 512])) == len(run.step([1024, 1024]))
 
 
 def test_trials_that_need_too_much_memory_or_too_short_slices_are_left_out():
-    run, other = (
-        Run(Meter(limit=1700.0)),
-        Run(granularity=128),
-    )  # bytes; a token takes one: two whole sequences are too many
+    # bytes, of which a token takes one: two whole sequences are too many
+    run, other = Run(metered(1700.0)), Run(granularity=128)
     assert {len(slices) for slices in run.measure([1024] * 8)} == set(TRIALS) - {1}
     assert {len(slices) for slices in other.measure([1024])} == set(TRIALS) - {16}
     assert len(run.step([1024] * 8)) > 1 and all(length % 128 == 0 for length in other.step([1024])[:-1])
@@ -166,18 +150,15 @@ def test_what_trials_really_took_says_which_are_left_out(limit, runs):
     def takes(slices: int) -> tuple[float, ...]:
         return tuple(use.total for use in memory_use(truth, "1f1b", slice_lengths(1024, slices), 1))
 
-    class Watching(Meter):
-        def peaks(self) -> Any:
-            return takes(tried[-1])
-
-    run = Run(Watching(limit))
+    run = Run(metered(limit))
+    run.meter.peaks.side_effect = lambda: takes(tried[-1])
     cutting = run.auto.cutting
     run.auto.cutting = lambda *given: (found := cutting(*given), tried.append(found.slices))[0]
     run.measure([1024])
     assert set(tried) == runs and all(max(takes(n)) <= limit for n in runs)
     # one measurement makes careful
     assert all(max(takes(n)) > limit for n in TRIALS if n < min(runs)) or limit == 5000.0
-    assert run.meter.watched == len(tried)
+    assert run.meter.note_peak.call_count == len(tried)
 
 
 def test_a_plan_that_disappoints_gives_way_to_the_best_trial():
@@ -214,7 +195,7 @@ def test_replicas_with_other_lengths_measure_and_plan_together():
         for short, long in ((512, 1024), (1024, 1024)):
             here.step([short], elsewhere=[long])
             there.step([long], elsewhere=[short])
-            assert here.planned == there.planned and here.meter.begun == there.meter.begun
+            assert here.planned == there.planned and here.meter.begin.call_count == there.meter.begin.call_count
     assert here.planned == [1024]
 
 
@@ -281,7 +262,7 @@ def test_a_plan_for_another_number_of_micro_batches_is_compared_with_its_predict
 
 
 def test_a_plan_for_another_run_is_refused(path):
-    other = OTHER[measured(path, meter=Meter(limit=1e9)).plans[0]["schedule"]]
+    other = OTHER[measured(path, meter=metered(1e9)).plans[0]["schedule"]]
     for keys, says in [
         ({"micro_batches": 4}, r"plan_path: .* is for 8 micro_batches, must be for this run's 4"),
         ({"schedule": other}, r"token_pipeline\.plan_path: .* is for the schedule"),
@@ -292,7 +273,7 @@ def test_a_plan_for_another_run_is_refused(path):
 
 
 def test_it_is_said_whether_a_plan_is_used(path):
-    state = measured(path, meter=Meter(limit=1e9)).auto.state()
+    state = measured(path, meter=metered(1e9)).auto.state()
     (plan,) = state["plans"]
     file, schedule = path.parent / "plan.json", plan["schedule"]
     run = Run(plan_path=file, micro_batches=8)
@@ -316,11 +297,11 @@ def test_measurements_are_used_again_in_the_same_run_only(path):
     measured(path)
     again, other = Run(measurements_path=path), Run(measurements_path=path, device="another")
     again.step([1024] * 8)
-    assert again.planned == [1024] and again.meter.begun == 0
+    assert again.planned == [1024] and again.meter.begin.call_count == 0
     said = f'plan: {path} was measured on another run: device "this one", here "another": measured again'
     assert other.lines == [said]
     other.step([1024] * 8)
-    assert other.planned == [] and other.meter.begun == 1
+    assert other.planned == [] and other.meter.begin.call_count == 1
 
 
 # what was free when it was measured is a limit for each run that uses the measurements, and memory_gb wins; a limit that was
@@ -330,7 +311,7 @@ LIMITS = [(1700.0, {}, {}, 1700.0), (1700.0, {}, {"memory_gb": 1.0}, 1e9), (1e9,
 
 @pytest.mark.parametrize(("limit", "first", "second", "told"), LIMITS)
 def test_limits_of_measurements(path, limit, first, second, told):
-    measured(path, meter=Meter(limit=limit), **first)
+    measured(path, meter=metered(limit), **first)
     again = Run(measurements_path=path, **second)
     again.step([1024] * 8)
     assert again.plans[0]["memory_limit_bytes"] == told
@@ -343,19 +324,19 @@ def test_limits_of_measurements(path, limit, first, second, told):
 
 def test_a_sequence_that_the_measured_slices_cannot_make_is_measured():
     """So little memory that one cut was measured: slices of 64 tokens, of which 1000 cannot be made."""
-    run = Run(Meter(limit=1100.0))
+    run = Run(metered(1100.0))
     run.measure()
     assert {len(plan["slices"]) for plan in run.plans} == {16}
     before = len(run.lines)
     run.measure([1000] * 8)
-    assert run.planned == [1024, 1000] and run.meter.begun == 2
+    assert run.planned == [1024, 1000] and run.meter.begin.call_count == 2
     known = "plan: measured were slices of 64 to 64 tokens, up to 1024, not sequences of 1000: measured again"
     assert run.lines[before] == known
 
 
 def test_too_little_memory_names_the_least_that_any_trial_takes():
     """One micro-batch is held whole however it is cut, and cut it keeps K and V besides."""
-    run = Run(Meter(1e9, StageMemory(activations=1e6, keys_values=1e6)), memory_gb=1.0)
+    run = Run(metered(1e9, activations=1e6, keys_values=1e6), memory_gb=1.0)
     with pytest.raises(ConfigError, match=r"token_pipeline\.memory_gb: got 1, must be at least 1\.024.*unsliced"):
         run.steps(MEASURING, [1024])
 

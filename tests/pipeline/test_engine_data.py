@@ -44,6 +44,11 @@ class Texts(torch.utils.data.Dataset):
         return tree_map(lambda tensor: tensor[0], micro_batch(index, batch=1))
 
 
+def loading_here() -> Any:
+    """DeepSpeed starts two processes that load: none here, a test's process may not have children."""
+    return mock.patch.object(dataloader, "DataLoader", lambda *a, **k: DataLoader(*a, **{**k, "num_workers": 0}))
+
+
 def differences(losses: list[float], steps: list[Any], weights: dict[str, torch.Tensor] | None = None) -> float:
     """Largest relative difference from the same training in one process."""
     plain = train_plain(tied_gpt(), masked_loss, steps, partial(torch.optim.SGD, lr=0.2))
@@ -72,8 +77,7 @@ def watched(keys: dict[str, Any] | None, folder: str) -> dict[str, Any]:
     engine.destroy()
     written = {path.name: list(csv.reader(path.open())) for path in Path(folder).rglob("*.csv")}
     halved = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
-    # DeepSpeed starts two processes that load: none here, a test's process may not have children
-    with mock.patch.object(dataloader, "DataLoader", lambda *a, **k: DataLoader(*a, **{**k, "num_workers": 0})):
+    with loading_here():
         engine = build_engine(tied_gpt(), masked_loss, token_pipeline=keys, training_data=Texts(), lr_scheduler=halved)
         answers = evaluated(engine)
         steps = [(float(engine.train_batch()), engine.get_lr()[0]) for _ in range(7)]
@@ -133,14 +137,6 @@ def numbers_of_micro_batches() -> tuple[float, list[str]]:
     return differences(losses, steps), seen
 
 
-def uncut_without_loss_fn() -> float:
-    specs = [*gpt(), lambda logits: logits.square().mean()]
-    engine = build_engine(specs, None, token_pipeline={"slices": 1})
-    loss = float(engine.train_batch(iter(steps_of(1, 2)[0])))
-    engine.destroy()
-    return loss
-
-
 def lines(every: int, micro_batches: int) -> list[str]:
     """Our log lines of four steps."""
     config, out = {"steps_per_print": every}, io.StringIO()
@@ -155,6 +151,10 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     engine = build_engine(tied_gpt(), MaskedTokenLoss(), token_pipeline=SLICED)
     per_token = evaluated(engine)
     engine.destroy()
+    specs = [*gpt(), lambda logits: logits.square().mean()]
+    engine = build_engine(specs, None, token_pipeline={"slices": 1})
+    without_loss_fn = float(engine.train_batch(iter(steps_of(1, 2)[0])))
+    engine.destroy()
     return {
         "own": watched(None, f"{folder}/{rank}/own"),
         "ours": watched(SLICED, f"{folder}/{rank}/ours"),
@@ -162,7 +162,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "between": evaluation_between_steps(),
         "shapes": changing_shapes(),
         "numbers": numbers_of_micro_batches(),
-        "no loss": uncut_without_loss_fn(),
+        "no loss": without_loss_fn,
         "lines": [lines(2, 2), lines(4, 16)],
     }
 

@@ -7,7 +7,6 @@ import pkgutil
 import re
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -131,46 +130,40 @@ class Accident(Block):
 
 
 def train(rank: int, world_size: int, *fields: Any) -> None:
-    """Train until it happens."""
+    """Build an engine and train until it happens."""
     case = Case(*fields)
+    if rank == case.victim and case.where in BUILDING:
+        owner, name = BUILDING[case.where]
+        setattr(pkgutil.resolve_name(owner), name, lambda *args, **kwargs: os.kill(os.getpid(), SIGNALS[case.what]))
     layers = tied_gpt(6) if case.where == "tied" else gpt(6)
     if case.where == "layer":
         layers = [layers[0], *(LayerSpec(Accident, case.what, case.victim) for _ in range(6)), layers[-1]]
     keys = {"slices": SLICES, "timeout_s": case.timeout_s, "verify": False}
     options = {"micro_batches": MICRO_BATCHES, "stages": case.stages, "clip": 1.0}
     engine = build_engine(layers, mean_loss, token_pipeline=keys, **options)
+    mark("built")
     for step in range(STEP + 2):
-        if step == STEP and rank == case.victim and case.where != "layer":
+        if step == STEP and rank == case.victim and case.where in COLLECTIVES:
             *part, method = COLLECTIVES[case.where][0].split(".")
             setattr(getattr(engine, *part) if part else engine, method, lambda *args: happen(case.what))
         engine.train_batch(iter([micro_batch(m, masked=False) for m in range(MICRO_BATCHES)]))
     mark("trained")
 
 
-def build(rank: int, world_size: int, *fields: Any) -> None:
-    """Have it happen while engines are built."""
-    case = Case(*fields)
-    if rank == case.victim:
-        owner, name = BUILDING[case.where]
-        setattr(pkgutil.resolve_name(owner), name, lambda *args, **kwargs: os.kill(os.getpid(), SIGNALS[case.what]))
-    build_engine(gpt(6), mean_loss, token_pipeline={"slices": SLICES, "timeout_s": case.timeout_s}, stages=case.stages)
-    mark("built")
-
-
-def ends_of(function: Callable[..., None], cases: dict[str, Case]) -> Any:
+def ends_of(name: str, cases: dict[str, Case]) -> Any:
     """A fixture: the exits of all cases."""
 
     def run() -> dict[str, list[Exit]]:
         def exits_of(case: Case) -> list[Exit]:
-            return run_to_exit(function, case.world_size, *case, timeout=ENDS_WITHIN_S)
+            return run_to_exit(train, case.world_size, *case, timeout=ENDS_WITHIN_S)
 
         with ThreadPoolExecutor(6) as pool:
             return dict(zip(cases, pool.map(exits_of, cases.values()), strict=True))
 
-    return in_background(f"{__name__}:{function.__name__}", 1, run)  # they mostly wait
+    return in_background(f"{__name__}:{name}", 1, run)  # they mostly wait
 
 
-built, exits, exits_full = ends_of(build, BUILT), ends_of(train, CASES), ends_of(train, FULL)
+built, exits, exits_full = ends_of("built", BUILT), ends_of("exits", CASES), ends_of("full", FULL)
 
 
 def gone(rank: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -129,12 +129,8 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Cost(NamedTuple):
-    """What a micro-batch took: bytes that autograd saved, bytes that were kept for weight gradients, products by shape."""
-
-    saved: int
-    kept: int
-    products: Counter[tuple[int, ...]]
+# what a micro-batch took: bytes that autograd saved, bytes that were kept for weight gradients, products by shape
+Cost = tuple[int, int, Counter[tuple[int, ...]]]
 
 
 class Products(TorchDispatchMode):
@@ -182,7 +178,7 @@ def whole(net: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Cost]:
         with saving(net, saved):
             outputs = net(inputs[0])
         outputs.square().sum().backward()
-    return taken(net, inputs), Cost(saved[0], 0, products.shapes)
+    return taken(net, inputs), (saved[0], 0, products.shapes)
 
 
 def sliced(net: nn.Module, x: Tensor, deferred: bool) -> tuple[dict[str, Tensor], Cost]:
@@ -203,7 +199,7 @@ def sliced(net: nn.Module, x: Tensor, deferred: bool) -> tuple[dict[str, Tensor]
         keeper.make(0)
     interception.close()
     assert keeper.kept_bytes == 0
-    return taken(net, inputs), Cost(sum(saved), kept, products.shapes)
+    return taken(net, inputs), (sum(saved), kept, products.shapes)
 
 
 @pytest.mark.parametrize("deferred", [True, False])
@@ -215,16 +211,17 @@ def test_nothing_is_made_saved_or_kept_for_a_frozen_weight(name: str, deferred: 
     net, x = NETS[name]().double(), torch.randint(ROWS, (BATCH, TOKENS))
     if not hasattr(net, "table"):
         x = torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
-    (wanted, plain), (got, ours) = whole(net, x), sliced(net, x, deferred)
+    wanted, (plain_saved, _, plain_products) = whole(net, x)
+    got, (saved, kept, products) = sliced(net, x, deferred)
     assert got.keys() == wanted.keys()
     for each, gradient in got.items():
         assert torch.linalg.vector_norm(gradient - wanted[each]) <= 1e-10 * torch.linalg.vector_norm(wanted[each])
-    assert ours.saved <= plain.saved
+    assert saved <= plain_saved
     for each, weight in net.named_parameters():
         shape = tuple(weight.shape)
         if weight.dim() == 2 and not weight.requires_grad:  # Megatron's own frozen layer makes no such product either
-            assert ours.products[shape] == ours.products[shape[::-1]] == 0 == plain.products[shape], each
-    assert ours.kept == (expected(net) if deferred else 0)
+            assert products[shape] == products[shape[::-1]] == 0 == plain_products[shape], each
+    assert kept == (expected(net) if deferred else 0)
 
 
 def expected(net: nn.Module) -> int:
