@@ -156,9 +156,7 @@ CASES = [
 ]
 
 
-def ran(
-    placement: Placement, layers: Sequence[Any], batch: StepBatch, grid: Any, losses: StepLosses
-) -> tuple[Any, ...]:
+def ran(placement: Placement, layers: Any, batch: StepBatch, grid: Any, losses: StepLosses) -> tuple[Any, list[int]]:
     """The places after a step, and the bytes that were kept whenever a stage made weight gradients."""
     places, made = assemblies(placement, layers, PlainGradients(len(batch.spans))), list[int]()
 

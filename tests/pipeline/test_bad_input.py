@@ -14,9 +14,7 @@ from tests.pipeline.models import Block, Embedding, Head, MaskedTokenLoss, gpt, 
 from tests.pipeline.training import build_engine
 from tests.spawn import launched, run_to_exit
 
-TIMEOUT_S = (
-    900  # of waits, and longer than the processes get: an error that somebody has to wait for does not come at all
-)
+TIMEOUT_S = 900  # of waits, longer than the processes get: an error that a rank has to wait for does not come at all
 ENDS_WITHIN_S = 300
 MICRO_BATCHES = 2
 INPUTS, LABELS = micro_batch(0)

@@ -103,9 +103,7 @@ def beside(first: Any, join: Any) -> list[Any]:
 
 MODELS: dict[str, list[Any]] = {
     "bool mask": beside(lambda tokens, _: tokens % 5 != 0, lambda inputs: inputs[0] * inputs[1].unsqueeze(-1)),
-    "float without gradient": beside(
-        lambda _, positions: (positions.float() / 24).cos().unsqueeze(-1), lambda inputs: inputs[0] * inputs[1]
-    ),
+    "float without gradient": beside(lambda _, at: (at / 24).cos().unsqueeze(-1), lambda inputs: inputs[0] * inputs[1]),
     "integers": beside(lambda tokens, _: tokens, AddAgain),
     "two with gradients": beside(Two, lambda inputs: inputs[0] + inputs[1]),
     "unused output": beside(Two, lambda inputs: inputs[0]),
@@ -121,7 +119,7 @@ CHECKPOINTED = [("micro_batch", 1, False, [7, 2, 9, 6]), ("auto", 2, True, [7, 2
 
 
 def differences(
-    specs: Sequence[Any], keys: dict[str, Any], loss: Any = masked_loss, then: Sequence[Any] = (), **options: Any
+    specs: list[Any], keys: Any, loss: Any = masked_loss, then: Sequence[Any] = (), **options: Any
 ) -> float:
     """Largest relative difference of losses, gradients and weights between the engine and one process.
 

@@ -270,9 +270,7 @@ def check_order(found: dict[str, Any], place: int, where: Placement) -> None:
 
 
 def test_what_cannot_train_is_said(ranks: list[dict[Any, Any]]) -> None:
-    text = (
-        "model: got 1.up.weight.requires_grad {} after initialize, must be set before it (now it has no effect), use "
-    )
+    text = "model: got 1.up.weight.requires_grad {} after initialize, must be set before it (now it has no effect), use"
     for rank in ranks:
         said, loss, apart = rank["refused"]
         assert said.startswith("model: got no parameter that is trained, must have one on some stage, use ")
