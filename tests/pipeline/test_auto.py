@@ -85,7 +85,7 @@ def measured_once(folder: str) -> tuple[list[Any], list[Any]]:
 
 
 def given(folder: str) -> dict[str, Any]:
-    """What runs with a plan that no trial and no planner would make: from plan_path, and then from a checkpoint."""
+    """Run a plan that no trial and no planner would make: from plan_path, and then from a checkpoint."""
     if torch.distributed.get_rank() == 0:
         request = Request(SEQUENCE, 2, MICRO_BATCHES, granularity=2)
         plan_of(ExampleCost([1.0, 1.0], sequences=BATCH), request, "terapipe", GIVEN).save(f"{folder}/plan.json")

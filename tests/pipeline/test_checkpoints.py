@@ -40,7 +40,7 @@ def whole(folder: Path, tag: str) -> WholeFolder:
 
 
 def save(folder: Path, tag: str, content: str) -> None:
-    """As an engine does it."""
+    """Save as an engine does."""
     checkpoint = whole(folder, tag)
     checkpoint.begin()
     (checkpoint.unfinished / tag).mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def save(folder: Path, tag: str, content: str) -> None:
 
 
 def content(folder: Path, tag: str | None) -> str | None:
-    """What all files of a checkpoint have in them, the user's aside; None where there is none."""
+    """The text that all files of a checkpoint have in them, the user's aside; None where there is none."""
     here = folder / str(tag)
     if not here.exists():
         return None
@@ -104,7 +104,7 @@ def twice(folder: Path, tag: str = "last") -> None:
 
 @pytest.mark.parametrize("tag", ["global_step5", "epoch/5", "a_b"])
 def test_a_checkpoint_is_there_as_a_whole_or_not_at_all_and_one_that_replaces_it_too(tmp_path, tag):
-    """What the user has put into one is in the one that replaces it."""
+    """Files that the user has put into one are in the one that replaces it."""
     seen = set()
     for folder, _ in ends(tmp_path, lambda folder: twice(folder, tag)):
         before = content(folder, tag)  # between two renames there is none, until
@@ -204,7 +204,7 @@ def exchange(kind: str, saver: str, loader: str, folder: str) -> dict[str, Any]:
 
 
 def saved_nowhere(folder: str) -> tuple[list[str], str | None]:
-    """What each rank gets to know of saves into what is a file, and the tag of one that goes well after them."""
+    """Errors of saves into a place that is a file, and the tag of a save that goes well after them."""
     errors = []
     if torch.distributed.get_rank() == 0:
         Path(folder, "file").write_text("")

@@ -1,26 +1,20 @@
-"""Ranks agree before a step, by few messages: threads in place of ranks. And every channel has a group, and nothing else."""
+"""Ranks agree before a step, by few messages: threads in place of ranks."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 from contextlib import nullcontext
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.transport import consensus
-from ds_terapipe.pipeline.transport.channels import Channels
 from ds_terapipe.pipeline.transport.consensus import Consensus, Header
-from ds_terapipe.pipeline.transport.watchdog import Watchdog
-from ds_terapipe.schedule import Channel, Placement
-from tests.spawn import launched
+from ds_terapipe.schedule import Placement
 from tests.threads import Threads
 
 PIPELINES = [[0, 1, 2], [3, 4, 5]]
@@ -29,7 +23,7 @@ QUIET: Any = SimpleNamespace(timeout_s=10.0, waiting=lambda what: nullcontext())
 
 
 class Rank(NamedTuple):
-    """What a rank comes with."""
+    """A rank's own part of an announcement."""
 
     header: Header | None = None
     micro_batches: int = 2
@@ -46,7 +40,7 @@ USUAL = [Rank(header(24, 24)), Rank(), Rank(header(24, 24, signature=0))] * 2
 
 
 def announced(monkeypatch: Any, others: dict[int, Rank]) -> tuple[list[Any], Counter[str]]:
-    """What every rank gets, or its error, and how many collectives each took part in; ``others`` are other ranks than usual."""
+    """The header that every rank gets, or its error, and how many collectives it took; ``others`` are not as usual."""
     threads, local, calls = Threads(WORLD), threading.local(), Counter[str]()
 
     def everybodys(name: str, value: Any) -> list[Any]:
@@ -116,48 +110,3 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(monkeypatch, others, said, a
     found, calls = announced(monkeypatch, others)
     assert all(isinstance(one, ConfigError) and said in str(one) for one in found), found
     assert calls == {"reduce": 1, after: 1}
-
-
-# ----------------------------------------------------------------------------------------------------------- channels
-
-PLACED: dict[str, tuple[Placement, list[list[int]]]] = {
-    "four stages": (Placement.plain(4), [[0, 1, 2, 3]]),
-    "two pipelines": (Placement.plain(2), [[0, 2], [1, 3]]),
-    "two stages on a place": (Placement.of([0, 0, 1, 1]), [[0, 1], [2, 3]]),
-    "there and back": (Placement.of([0, 1, 0]), [[0, 1], [2, 3]]),
-    "the first only go forward": (Placement.plain(4, forward_only=2), [[0, 1, 2, 3]]),
-}
-
-
-def open_and_close(rank: int, world_size: int) -> dict[str, Any]:
-    """The members of each channel's group of this rank, and how many groups are left."""
-    found, groups, members = {}, distributed_c10d._world.pg_map, torch.distributed.get_process_group_ranks
-    for name, (placement, pipelines) in PLACED.items():
-        before = len(groups)
-        watchdog = Watchdog(Seat.of(placement, rank, pipelines), timeout_s=60.0)
-        channels = Channels(placement, pipelines, watchdog, torch.device("cpu"))
-        made = {channel: tuple(members(group)) for channel, group in channels._groups.items()}
-        assert len(groups) == before + len(made) == before + len(channels)
-        channels.close()
-        channels.close()
-        found[name] = made, len(groups) - before
-        watchdog.close()
-    return found
-
-
-opened = launched(open_and_close, 4)
-
-
-@pytest.mark.parametrize("name", PLACED)
-def test_every_rank_has_the_groups_of_its_own_channels(opened, name):
-    placement, pipelines = PLACED[name]
-    for rank, found in enumerate(opened):
-        mine = next(ranks for ranks in pipelines if rank in ranks)
-        pairs = [tuple(sorted(pair)) for pair in pairwise(mine[stage.place] for stage in placement.stages)]
-        wanted = {
-            Channel(boundary, forward): pair
-            for boundary, pair in enumerate(pairs)
-            for forward in (True, False)
-            if rank in pair and len({*pair}) == 2 and (forward or boundary >= placement.forward_only)
-        }
-        assert found[name] == (wanted, 0)

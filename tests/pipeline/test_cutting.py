@@ -41,7 +41,7 @@ def simulated(micro_batches: int, schedule: str, slices: tuple[int, ...]) -> tup
 
 
 def metered(limit: float | None = None, **stage: float) -> Any:
-    """What measures memory, and counts how often; a token takes one byte, or what the stages are said to take."""
+    """A meter of memory that counts its uses; a token takes one byte, or what ``stage`` says."""
     model = MemoryModel((StageMemory(**(stage or {"activations": 1.0})),) * STAGES)
     return Mock(**{"end.return_value": (model, limit), "peaks.return_value": None})
 
@@ -189,7 +189,7 @@ def test_ragged_steps_here_or_elsewhere_do_not_count_in_the_comparison():
 
 
 def test_replicas_with_other_lengths_measure_and_plan_together():
-    """What is decided together is decided by the lengths in all pipelines, never by a replica's own."""
+    """The lengths in all pipelines decide, never a replica's own."""
     here, there = Run(), Run()
     for _ in range(3 * MEASURING):
         for short, long in ((512, 1024), (1024, 1024)):

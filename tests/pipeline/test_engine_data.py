@@ -57,7 +57,7 @@ def differences(losses: list[float], steps: list[Any], weights: dict[str, torch.
 
 
 def evaluated(engine: Any) -> dict[str, Any]:
-    """What eval_batch gives for every combination of its arguments that changes the result."""
+    """Results of eval_batch for every combination of its arguments that changes them."""
     answers = {}
     for question, arguments in QUESTIONS.items():
         engine.total_loss = None  # DeepSpeed's eval_batch (0.19.8) adds to what the last one left, whatever its shape

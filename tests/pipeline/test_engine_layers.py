@@ -1,4 +1,4 @@
-"""What layers may be and hand to one another, embeddings scaled by frequency, and what a step holds in memory."""
+"""Layers of all kinds train as in one process, whatever they hand to one another; a step holds what it must in memory."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
 
 
 def refusals() -> dict[str, str]:
-    """What is said of such embeddings, and where one that runs uncut is to be cut later."""
+    """Errors of such embeddings, also where one that runs uncut is to be cut later."""
     said = {}
     for name, (first, keys, config, _) in REFUSED.items():
         with pytest.raises(ConfigError) as raised:

@@ -128,7 +128,7 @@ def one(model: str, config: str, folder: str) -> dict[str, Any]:
 
 
 def refused() -> tuple[str, float, str]:
-    """What training says where nothing is trained, the loss of an evaluation; what is said of a weight that one stage trains."""
+    """The error where nothing is trained, the loss of an evaluation, and the error of a weight that only one stage trains."""
     engine, data = engine_of([F_EMBEDDING, *[F_BLOCK] * 3], hidden_loss), steps_for()[0]
     with pytest.raises(ConfigError) as nothing:
         engine.train_batch(iter(data))
@@ -141,7 +141,7 @@ def refused() -> tuple[str, float, str]:
 
 
 def switched(model: str, config: dict[str, Any], value: bool) -> str:
-    """What is said where ``requires_grad`` is set by hand; training goes on where it is set back."""
+    """The error where ``requires_grad`` is set by hand; training goes on where it is set back."""
     engine = engine_of(MODELS[model][0], loss_of(model), config=config, optimizer=ADAMW)
     ups, data = [p for name, p in engine.module.named_parameters() if name.startswith("1.up.")], steps_for()
     first, before = engine.train_batch(iter(data[0])), [up.detach().clone() for up in ups]
@@ -163,7 +163,7 @@ def switched(model: str, config: dict[str, Any], value: bool) -> str:
 
 
 def labelled(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """As users mark what an optimizer has to know."""
+    """Mark parameters for the optimizer, as users do."""
     found = list(parameters)
     for parameter in found:
         parameter.is_matrix = parameter.dim() > 1

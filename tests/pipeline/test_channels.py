@@ -1,0 +1,59 @@
+"""A group for every channel and no other; made by all, and given up together."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch.distributed import distributed_c10d
+
+from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.transport.channels import Channels
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.schedule import Channel, Placement
+from tests.spawn import launched
+
+PLACED: dict[str, tuple[Placement, list[list[int]]]] = {
+    "four stages": (Placement.plain(4), [[0, 1, 2, 3]]),
+    "two pipelines": (Placement.plain(2), [[0, 2], [1, 3]]),
+    "two stages on a place": (Placement.of([0, 0, 1, 1]), [[0, 1], [2, 3]]),
+    "there and back": (Placement.of([0, 1, 0]), [[0, 1], [2, 3]]),
+    "the first only go forward": (Placement.plain(4, forward_only=2), [[0, 1, 2, 3]]),
+}
+
+
+def open_and_close(rank: int, world_size: int) -> dict[str, Any]:
+    """The members of each channel's group of this rank, and how many groups are left."""
+    found, groups, members = {}, distributed_c10d._world.pg_map, torch.distributed.get_process_group_ranks
+    for name, (placement, pipelines) in PLACED.items():
+        before = len(groups)
+        watchdog = Watchdog(Seat.of(placement, rank, pipelines), timeout_s=60.0)
+        channels = Channels(placement, pipelines, watchdog, torch.device("cpu"))
+        made = {channel: tuple(members(group)) for channel, group in channels._groups.items()}
+        assert len(groups) == before + len(made) == before + len(channels)
+        channels.close()
+        channels.close()
+        found[name] = made, len(groups) - before
+        watchdog.close()
+    return found
+
+
+opened = launched(open_and_close, 4)
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_every_rank_has_the_groups_of_its_own_channels(opened, name):
+    placement, pipelines = PLACED[name]
+    for rank, found in enumerate(opened):
+        mine = next(ranks for ranks in pipelines if rank in ranks)
+        pairs = [tuple(sorted(pair)) for pair in pairwise(mine[stage.place] for stage in placement.stages)]
+        wanted = {
+            Channel(boundary, forward): pair
+            for boundary, pair in enumerate(pairs)
+            for forward in (True, False)
+            if rank in pair and len({*pair}) == 2 and (forward or boundary >= placement.forward_only)
+        }
+        assert found[name] == (wanted, 0)
