@@ -105,6 +105,8 @@ def resumed(engine: Any, folder: str) -> bool:
 def one(model: str, config: str, folder: str) -> dict[str, Any]:
     engine, steps = engine_of(MODELS[model][0], loss_of(model), **CONFIGS[config]), steps_for(config)
     passes, last = list[bool](), list[int]()  # in train mode of frozen layers: whether they made a graph
+    left, end = list[int](), engine._assembly.end  # over from each step
+    engine._assembly.end = lambda: (left.append(engine._assembly.left_over), end())
 
     def passed(layer: nn.Module, inputs: Any, outputs: Any) -> None:
         if layer.training:
@@ -117,7 +119,7 @@ def one(model: str, config: str, folder: str) -> dict[str, Any]:
     for layer in (each for s in engine._assembly.stages.values() if not s.trains for each in s.layers.modules):
         layer.register_forward_hook(passed)
     trace = train(engine, steps, after_step=stepped)
-    found = {"trace": trace, "placement": engine.placement, "units": engine.units_run, "passes": last}
+    found = {"trace": trace, "placement": engine.placement, "units": engine.units_run, "passes": [*last, sum(left)]}
     found["ops"] = {(action.stage, action.op.name) for action in engine._watchdog._grid[engine.stage_id]}
     found["evaluated"] = engine.eval_batch(iter(steps[0])).item()
     # DeepSpeed 0.19.8 can't load one of bf16 without ZeRO
@@ -266,7 +268,7 @@ def check_order(found: dict[str, Any], place: int, where: Placement) -> None:
     units = found["units"][0] // len(own)
     assert found["units"] == (units * len(own), units * len(backward)) and units > 0
     in_prefix = sum(stop - first for at, first, stop in where.stages[: where.forward_only] if at == place)
-    assert found["passes"] == [units * in_prefix, False]
+    assert found["passes"] == [units * in_prefix, False, 0]
 
 
 def test_what_cannot_train_is_said(ranks: list[dict[Any, Any]]) -> None:
