@@ -38,13 +38,13 @@ def plans(engine: Any) -> list[dict[str, Any]]:
     return state["plans"] if state else []
 
 
-def compared(engine: Any) -> int:
-    """How many plans are still compared with what they predict."""
-    return sum(isinstance(phase, Compared) for phase in engine._cutting._phases.values())
-
-
 def memory(engine: Any) -> Any:
     return engine._cutting._planner.budget.model.stages
+
+
+def slow_weights(engine: Any) -> list[list[str]]:
+    """By stage, the weights that measurements name whose gradients are made slice by slice."""
+    return [stage["not_deferred"] for stage in engine._cutting._run.measured_on["stages"]]
 
 
 def same_numbers() -> dict[str, Any]:
@@ -52,15 +52,14 @@ def same_numbers() -> dict[str, Any]:
     fixed = build_engine(gpt(), masked_loss, token_pipeline={"slices": 2}, micro_batches=MICRO_BATCHES)
     wanted = train(fixed, steps)
     fixed.destroy()
-    engine = auto()
-    waited: list[int] = []
+    engine, waited, after = auto(), list[int](), list[Any]()  # after each step
     engine._wait_for_device = lambda: waited.append(engine.global_steps)
-    after: list[Any] = []  # each step
 
     def look() -> None:
         counts = [len(lengths) for lengths in engine.slices_run]
         live = engine.peak_live_units <= max(peak_live_units("terapipe", 2, counts))
-        after.append((len(plans(engine)), compared(engine), engine.slices_run[0], live))
+        compared = sum(isinstance(phase, Compared) for phase in engine._cutting._phases.values())
+        after.append((len(plans(engine)), compared, engine.slices_run[0], live))
 
     found = train(engine, steps, look)
     engine.destroy()
@@ -74,28 +73,19 @@ def same_numbers() -> dict[str, Any]:
     }
 
 
-def outlives(folder: str) -> dict[str, Any]:
-    steps = steps_of(MEASURING + 1, MICRO_BATCHES)
-    engine = auto(measurements_path=f"{folder}/costs.json", schedule="terapipe")
-    train(engine, steps)
-    found = {"made": plans(engine)}
-    engine.save_checkpoint(f"{folder}/checkpoint", tag="here", client_state={"mine": 7})
-    engine.destroy()
-    resumed = auto()
-    _, found["client"] = resumed.load_checkpoint(f"{folder}/checkpoint", tag="here")
-    found["checkpoint"] = plans(resumed)
-    train(resumed, steps[:1])
-    found["resumed_cut"] = resumed.slices_run[0]
-    resumed.destroy()
-    again = auto(measurements_path=f"{folder}/costs.json")
-    train(again, steps[:1])
-    found["measured"] = plans(again)
-    again.destroy()
-    return found
+def measured_once(folder: str) -> tuple[list[Any], list[Any]]:
+    """The plan that is made of measurements by a given schedule, and the one that is made of them in another run."""
+    found = []
+    for keys, steps in (({"schedule": "terapipe"}, MEASURING + 1), ({}, 1)):
+        engine = auto(measurements_path=f"{folder}/costs.json", **keys)
+        train(engine, steps_of(steps, MICRO_BATCHES))
+        found.append(plans(engine))
+        engine.destroy()
+    return found[0], found[1]
 
 
 def given(folder: str) -> dict[str, Any]:
-    """What runs with a plan that no trial and no planner would make: from plan_path, and then from a checkpoint."""
+    """Run a plan that no trial and no planner would make: from plan_path, and then from a checkpoint."""
     if torch.distributed.get_rank() == 0:
         request = Request(SEQUENCE, 2, MICRO_BATCHES, granularity=2)
         plan_of(ExampleCost([1.0, 1.0], sequences=BATCH), request, "terapipe", GIVEN).save(f"{folder}/plan.json")
@@ -104,19 +94,22 @@ def given(folder: str) -> dict[str, Any]:
     for known_by, keys in (("plan_path", {"plan_path": f"{folder}/plan.json"}), ("checkpoint", {})):
         engine = auto(**keys)
         if known_by == "checkpoint":
-            engine.load_checkpoint(f"{folder}/given", tag="here")
+            _, found["client"] = engine.load_checkpoint(f"{folder}/given", tag="here")
         found[known_by] = []
         for step in steps_of(2, MICRO_BATCHES):
             train(engine, [step])
             found[known_by].append((list(engine.slices_run), engine.peak_live_units))
         if known_by == "plan_path":
-            engine.save_checkpoint(f"{folder}/given", tag="here")
+            engine.save_checkpoint(f"{folder}/given", tag="here", client_state={"mine": 7})
         engine.destroy()
     return found
 
 
 def odd_steps() -> dict[str, Any]:
-    """Evaluation before there is a plan; shorter sequences, which are planned, and longer ones, which are measured."""
+    """Evaluation before there is a plan; shorter sequences, which are planned, and longer ones, which are measured.
+
+    Then, as ``MixedBatch`` begins a phase of the same length and number of micro-batches, each of twice the sequences.
+    """
     engine = auto(module={"seed_layers": False})  # with it, every layer sets the random state
     random, lengths = torch.get_rng_state(), []
 
@@ -129,35 +122,19 @@ def odd_steps() -> dict[str, Any]:
     run(steps_of(MEASURING, MICRO_BATCHES)[1:])
     run(steps_of(1, MICRO_BATCHES, length=SEQUENCE - 8))
     run(steps_of(1 + ROUNDS * 3, MICRO_BATCHES, length=SEQUENCE + 8))  # in four slices, two and one
-    engine.destroy()
-    return {"lengths": lengths, "random_used": not torch.equal(random, torch.get_rng_state())}
-
-
-def larger_micro_batches() -> dict[str, Any]:
-    """As ``MixedBatch`` begins a phase of the same length and number of micro-batches, each of twice the sequences."""
-    engine = auto()
-    train(engine, steps_of(MEASURING, MICRO_BATCHES))
-    counts = [len(plans(engine))]
+    random_used = not torch.equal(random, torch.get_rng_state())
     set_batch(engine, 2 * BATCH * MICRO_BATCHES, 2 * BATCH)
-    for step in range(MEASURING):
-        engine.train_batch(iter([micro_batch(10 * step + m, batch=2 * BATCH) for m in range(MICRO_BATCHES)]))
-        counts.append(len(plans(engine)))
+    for step in steps_of(MEASURING, MICRO_BATCHES, batch=2 * BATCH):
+        run([step])
     engine.destroy()
-    return {"counts": counts, "plan": plans(engine), "memory": memory(engine)}
-
-
-def slow_weights() -> dict[str, list[list[str]]]:
-    """By model and stage, the weights that measurements name whose gradients are made slice by slice."""
-    found = {}
-    for name, layers, keys in (
-        ("untied", gpt(), {}),
-        ("tied", tied_gpt(), {}),
-        ("all of them", tied_gpt(), {"weight_gradients": "slice"}),
-    ):
-        engine = auto(layers, **keys)
-        found[name] = [stage["not_deferred"] for stage in engine._cutting._run.measured_on["stages"]]
-        engine.destroy()
-    return found
+    slow = slow_weights(engine)
+    return {
+        "lengths": lengths,
+        "random_used": random_used,
+        "plan": plans(engine),
+        "memory": memory(engine),
+        "slow": slow,
+    }
 
 
 CANNOT: list[tuple[dict[str, Any], int, str]] = [
@@ -178,15 +155,14 @@ def told(keys: dict[str, Any], steps: int) -> str:
 
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    return {
-        "numbers": same_numbers(),
-        "outlives": outlives(folder),
-        "odd": odd_steps(),
-        "given": given(folder),
-        "slow": slow_weights(),
-        "larger": larger_micro_batches(),
-        "told": [told(keys, steps) for keys, steps, _ in CANNOT],
-    }
+    found = {"numbers": same_numbers(), "once": measured_once(folder), "odd": odd_steps(), "given": given(folder)}
+    found["told"] = [told(keys, steps) for keys, steps, _ in CANNOT]
+    found["slow"] = [found["odd"]["slow"]]
+    for keys in ({}, {"weight_gradients": "slice"}):
+        engine = auto(tied_gpt(), **keys)
+        found["slow"].append(slow_weights(engine))
+        engine.destroy()
+    return found
 
 
 results = launched(worker, 2, timeout=240, folder=True)
@@ -198,17 +174,20 @@ def test_a_run_with_trials_has_the_losses_and_weights_of_one_without(results):
         assert found == pytest.approx(wanted, rel=1e-5) and result["numbers"]["weights"] < 1e-5
 
 
-def test_trials_use_no_random_number_and_evaluation_and_other_lengths_are_no_trouble(results):
-    assert not any(result["odd"]["random_used"] for result in results)
+def test_trials_use_no_random_number_and_evaluation_and_other_shapes_are_no_trouble(results):
+    """Lengths are planned from what is known, or measured; micro-batches of another size are measured again."""
+    first, second = (result["odd"] for result in results)
+    assert not first["random_used"] and not second["random_used"] and first["plan"] == second["plan"]
     lengths = [SEQUENCE, SEQUENCE - 8, SEQUENCE + 8]
-    assert results[0]["odd"]["lengths"] == [lengths[:1], lengths[:2], lengths]
+    assert first["lengths"] == [lengths[:1], lengths[:2], lengths, *[[]] * (MEASURING - 1), lengths[:1]]
+    for one, two in zip(results[0]["numbers"]["memory"], first["memory"], strict=True):
+        assert two.keys_values == 2 * one.keys_values
 
 
 def test_measurements_name_what_is_not_deferred(results):
     """The tied table is a parameter of the model's own, which it looks up and multiplies with by functions."""
-    tied = [["tied_modules.tokens.weight"]] * 2
     for result in results:
-        assert result["slow"] == {"untied": [[], []], "tied": tied, "all of them": [[], []]}
+        assert result["slow"] == [[[], []], [["tied_modules.tokens.weight"]] * 2, [[], []]]  # untied, tied, all of them
 
 
 def test_memory_is_counted_in_bytes_of_the_models_sizes(results):
@@ -218,7 +197,7 @@ def test_memory_is_counted_in_bytes_of_the_models_sizes(results):
         assert counted.keys_values == counted.key_value_gradients == blocks * 2 * HIDDEN * number
         # qkv, out, up and down: what each is given and the gradient of what each gives; the last stage's head as well; of the two
         # tables, whose sum is the output, one gradient and the indices of each, of eight bytes
-        linear = blocks * (HIDDEN + 3 * HIDDEN + HIDDEN + HIDDEN + HIDDEN + 2 * HIDDEN + 2 * HIDDEN + HIDDEN)
+        linear = blocks * (1 + 3 + 1 + 1 + 1 + 2 + 2 + 1) * HIDDEN
         rest = HIDDEN + VOCABULARY if stage == 1 else HIDDEN + 2 * 2
         assert counted.weight_gradients == (linear + rest) * number
         assert (counted.sent, counted.received) == ((HIDDEN * number, 0), (0, HIDDEN * number))[stage]
@@ -241,18 +220,13 @@ def test_the_plan_is_made_after_the_trials_and_compared_with_its_rivals_on_all_r
     assert comparing == (0,) * (MEASURING - 1) + (1,) * steps + (0,) * (len(known) - MEASURING + 1 - steps)
     # A device is waited for where seconds decide, in all steps but the last ones, when the plan is settled: a host that is
     # ahead would compare how fast it launches.
-    assert first["waited"] == second["waited"] == list(range(1, MEASURING + steps + 1)) and MEASURING + steps < len(
-        known
-    )
+    assert first["waited"] == second["waited"] == [*range(1, MEASURING + steps + 1)]
+    assert MEASURING + steps < len(known)
 
 
-def test_an_explicit_schedule_binds_and_the_plan_outlives_the_run(results):
-    for result in (result["outlives"] for result in results):
-        (made,), (measured,) = result["made"], result["measured"]
+def test_an_explicit_schedule_binds_and_measurements_of_the_same_run_spare_the_trials(results):
+    for (made,), (measured,) in (result["once"] for result in results):
         assert made["schedule"] == "terapipe" and {option["schedule"] for option in made["options"]} == {"terapipe"}
-        assert result["checkpoint"] == [made] and result["resumed_cut"] == tuple(made["slices"])
-        assert result["client"]["mine"] == 7 and PLAN_STATE not in result["client"]
-        # measurements of the same run spare the trials
         assert measured["seq_length"] == SEQUENCE and measured["memory_bytes"][0]["activations"] > 0
         assert {option["schedule"] for option in measured["options"]} == {"1f1b", "terapipe"}
 
@@ -260,18 +234,11 @@ def test_an_explicit_schedule_binds_and_the_plan_outlives_the_run(results):
 @pytest.mark.parametrize("known_by", ["plan_path", "checkpoint"])
 def test_a_plan_that_is_given_is_what_runs(results, known_by):
     """Its slices and its schedule, in every micro-batch, from the first step on."""
-    counts = [len(GIVEN)] * MICRO_BATCHES
-    live = {schedule: peak_live_units(schedule, 2, counts) for schedule in ("terapipe", "1f1b")}
-    assert live["terapipe"][0] != live["1f1b"][0]  # what tells them apart
+    live, other = (peak_live_units(name, 2, [len(GIVEN)] * MICRO_BATCHES) for name in ("terapipe", "1f1b"))
+    assert live[0] != other[0]  # what tells them apart
     for stage, result in enumerate(results):
-        assert result["given"][known_by] == [([GIVEN] * MICRO_BATCHES, live["terapipe"][stage])] * 2
-
-
-def test_micro_batches_of_another_size_are_measured_again(results):
-    first, second = (result["larger"] for result in results)
-    assert first["counts"] == [1] + [0] * (MEASURING - 1) + [1] and first["plan"] == second["plan"]
-    for one, two in zip(results[0]["numbers"]["memory"], first["memory"], strict=True):
-        assert two.keys_values == 2 * one.keys_values
+        assert result["given"][known_by] == [([GIVEN] * MICRO_BATCHES, live[stage])] * 2
+        assert result["given"]["client"]["mine"] == 7 and PLAN_STATE not in result["given"]["client"]
 
 
 def test_what_cannot_be_planned_is_one_line_on_every_rank(results):

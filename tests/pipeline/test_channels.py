@@ -16,7 +16,7 @@ from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Channel, Placement
 from tests.spawn import launched
 
-PIPELINES: dict[str, tuple[Placement, list[list[int]]]] = {
+PLACED: dict[str, tuple[Placement, list[list[int]]]] = {
     "four stages": (Placement.plain(4), [[0, 1, 2, 3]]),
     "two pipelines": (Placement.plain(2), [[0, 2], [1, 3]]),
     "two stages on a place": (Placement.of([0, 0, 1, 1]), [[0, 1], [2, 3]]),
@@ -27,12 +27,11 @@ PIPELINES: dict[str, tuple[Placement, list[list[int]]]] = {
 
 def open_and_close(rank: int, world_size: int) -> dict[str, Any]:
     """The members of each channel's group of this rank, and how many groups are left."""
-    found, groups = {}, distributed_c10d._world.pg_map
-    for name, (placement, pipelines) in PIPELINES.items():
+    found, groups, members = {}, distributed_c10d._world.pg_map, torch.distributed.get_process_group_ranks
+    for name, (placement, pipelines) in PLACED.items():
         before = len(groups)
         watchdog = Watchdog(Seat.of(placement, rank, pipelines), timeout_s=60.0)
         channels = Channels(placement, pipelines, watchdog, torch.device("cpu"))
-        members = torch.distributed.get_process_group_ranks
         made = {channel: tuple(members(group)) for channel, group in channels._groups.items()}
         assert len(groups) == before + len(made) == before + len(channels)
         channels.close()
@@ -45,16 +44,16 @@ def open_and_close(rank: int, world_size: int) -> dict[str, Any]:
 opened = launched(open_and_close, 4)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", PLACED)
 def test_every_rank_has_the_groups_of_its_own_channels(opened, name):
-    placement, pipelines = PIPELINES[name]
+    placement, pipelines = PLACED[name]
     for rank, found in enumerate(opened):
         mine = next(ranks for ranks in pipelines if rank in ranks)
-        places = [mine[stage.place] for stage in placement.stages]
+        pairs = [tuple(sorted(pair)) for pair in pairwise(mine[stage.place] for stage in placement.stages)]
         wanted = {
-            Channel(boundary, forward): tuple(sorted(pair))
-            for boundary, pair in enumerate(pairwise(places))
+            Channel(boundary, forward): pair
+            for boundary, pair in enumerate(pairs)
             for forward in (True, False)
-            if rank in pair and pair[0] != pair[1] and (forward or boundary >= placement.forward_only)
+            if rank in pair and len({*pair}) == 2 and (forward or boundary >= placement.forward_only)
         }
         assert found[name] == (wanted, 0)

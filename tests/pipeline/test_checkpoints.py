@@ -1,23 +1,24 @@
-"""A checkpoint's folder after a process has died at any single operation of writing it."""
+"""A checkpoint's folder after a process has died at any single operation of writing it; exchange with DeepSpeed's engine."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ds_terapipe.names import MANIFEST
 from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
-from tests.pipeline.models import gpt, mean_loss, micro_batch
+from tests.pipeline.models import gpt, masked_loss, mean_loss, steps_of, tied_gpt
 from tests.pipeline.operations import operations
-from tests.pipeline.training import build_engine
+from tests.pipeline.training import ADAMW, build_engine, train, worst
 from tests.spawn import launched
 
 FILES = ("layer_00-model_states.pt", "mp_rank_00_model_states.pt", "elastic_pipeline.json")
-SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it beside the checkpoints
 LEFT = (".other.unfinished", ".other_5.unfinished", ".other_5.replaced")
 OF_USER = ("hf", "plots/loss.svg", "weights.pt")
 
@@ -39,30 +40,26 @@ def whole(folder: Path, tag: str) -> WholeFolder:
 
 
 def save(folder: Path, tag: str, content: str) -> None:
-    """As an engine does it."""
+    """Save as an engine does."""
     checkpoint = whole(folder, tag)
     checkpoint.begin()
     (checkpoint.unfinished / tag).mkdir(parents=True, exist_ok=True)
     for name in FILES:
         (checkpoint.unfinished / tag / name).write_text(content)
-    (checkpoint.unfinished / SCRIPT).write_text("script")
+    (checkpoint.unfinished / "zero_to_fp32.py").write_text("script")  # DeepSpeed puts it beside the checkpoints
     checkpoint.finish(True, {})
 
 
 def content(folder: Path, tag: str | None) -> str | None:
-    """What all files of a checkpoint have in them, the user's aside; None where there is none."""
-    if not (folder / str(tag)).exists():
+    """The text that all files of a checkpoint have in them, the user's aside; None where there is none."""
+    here = folder / str(tag)
+    if not here.exists():
         return None
-    paths = {str(path.relative_to(folder / str(tag))): path for path in (folder / str(tag)).rglob("*")}
+    paths = {str(path.relative_to(here)): path for path in here.rglob("*")}
     found = {name: path.read_text() for name, path in paths.items() if name not in (*OF_USER, "plots")}
-    assert set(json.loads(found.pop(MANIFEST))["files"]) == set(FILES)
-    assert sorted(found) == sorted(FILES), found
+    assert set(json.loads(found.pop(MANIFEST))["files"]) == set(FILES) == found.keys(), found
     (text,) = set(found.values())
     return text
-
-
-def killed() -> None:
-    raise Killed
 
 
 def ends(folder: Path, action: Callable[[Path], None]) -> Iterator[tuple[Path, bool]]:
@@ -70,52 +67,51 @@ def ends(folder: Path, action: Callable[[Path], None]) -> Iterator[tuple[Path, b
 
     There are another checkpoint in each, a job's leftovers of it, and what the user has beside them.
     """
+
+    def killed() -> None:
+        raise Killed
+
     for at in range(1000):
         for halfway in (False, True):
             each = folder / f"{at}-{halfway}"
             each.mkdir()
             save(each, "other", "other")
-            for leftover in LEFT:
-                (each / leftover).mkdir()
-                (each / leftover / "file").write_text("left")
-            (each / "notes.txt").write_text("notes")
+            beside = [each / leftover / "file" for leftover in LEFT] + [each / "notes.txt"]
+            for path in beside:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text("left")
             try:
                 with operations(killed, at, halfway):
                     action(each)
             except Killed:
                 yield each, halfway
                 assert content(each, "other") == "other", "another checkpoint is lost"
-                assert all((each / name / "file").is_file() for name in LEFT) and (each / "notes.txt").is_file()
+                assert all(path.is_file() for path in beside)
             else:
                 assert at > 8, "there is more to do than that"
                 return
 
 
-def put_by_the_user(checkpoint: Path) -> None:
-    (checkpoint / "plots").mkdir()
-    for name in OF_USER:
-        with (checkpoint / name).open("w") as file:  # no operation that is counted
+def twice(folder: Path, tag: str = "last") -> None:
+    """Save a checkpoint, put files of a user's into it, and replace it."""
+    save(folder, tag, "old")
+    (folder / tag / "plots").mkdir()
+    for path in (*(folder / tag / name for name in OF_USER), folder / "put"):
+        with path.open("w") as file:  # no operation that is counted
             file.write("user's")
+    save(folder, tag, "new")
 
 
 @pytest.mark.parametrize("tag", ["global_step5", "epoch/5", "a_b"])
 def test_a_checkpoint_is_there_as_a_whole_or_not_at_all_and_one_that_replaces_it_too(tmp_path, tag):
-    """What the user has put into one is in the one that replaces it."""
-    put = set()
-
-    def twice(folder: Path) -> None:
-        save(folder, tag, "old")
-        put_by_the_user(folder / tag)
-        put.add(folder)
-        save(folder, tag, "new")
-
+    """Files that the user has put into one are in the one that replaces it."""
     seen = set()
-    for folder, _ in ends(tmp_path, twice):
+    for folder, _ in ends(tmp_path, lambda folder: twice(folder, tag)):
         before = content(folder, tag)  # between two renames there is none, until
         assert before in (None, "old", "new") and (folder / LATEST).read_text() in ("other", tag)
         whole(folder, tag).recover()
         seen.add((tag_of(folder, None) == tag, before, content(folder, tag)))
-        if folder in put:
+        if (folder / "put").exists():
             assert all((folder / tag / name).read_text() == "user's" for name in OF_USER)
         save(folder, tag, "again")
         assert content(folder, tag) == "again" and tag_of(folder, None) == tag
@@ -127,10 +123,9 @@ def test_a_checkpoint_is_there_as_a_whole_or_not_at_all_and_one_that_replaces_it
 def test_files_of_a_checkpoint_that_the_new_one_does_not_have_go(tmp_path):
     """They are of more stages, of freezing, of a Hugging Face model: the new one would be read as if it were such."""
     save(tmp_path, "last", "old")
-    (tmp_path / "last" / "layer_09-model_states.pt").write_text("old")
-    for folder in ("offloaded_tensors", "hf"):
-        (tmp_path / "last" / folder).mkdir()
-    (tmp_path / "last" / "hf" / "names.json").write_text("old")
+    for name in ("layer_09-model_states.pt", "offloaded_tensors/0.pt", "hf/names.json"):
+        (tmp_path / "last" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "last" / name).write_text("old")
     save(tmp_path, "last", "new")
     assert sorted(path.name for path in (tmp_path / "last").iterdir()) == sorted((*FILES, MANIFEST))
 
@@ -159,24 +154,59 @@ def test_what_was_about_to_be_replaced_is_never_put_under_another_name(tmp_path)
 
 def test_half_of_what_was_replaced_is_not_put_back(tmp_path):
     """Where the new one has been removed since: no checkpoint is better than a part of one."""
-
-    def twice(folder: Path) -> None:
-        save(folder, "last", "old")
-        save(folder, "last", "new")
-
     for folder, halfway in ends(tmp_path, twice):
         if halfway and content(folder, "last") == "new":
-            for path in (folder / "last").iterdir():
-                path.unlink()
-            (folder / "last").rmdir()
+            shutil.rmtree(folder / "last")
             whole(folder, "last").recover()
             assert content(folder, "last") in (None, "old")
 
 
-def saved_nowhere(rank: int, world_size: int, folder: str) -> tuple[list[str], str | None]:
-    """What each rank gets to know of saves into what is a file, and the tag of one that goes well after them."""
+# ------------------------------------------------------------------------------------------------------------- engines
+
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6}}}
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16 zero1": BF16,
+    "bf16 zero1 fp32 sum": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+}
+ENGINES: dict[str, Any] = {"own": None, "ours": {"slices": [7, 2, 9, 1, 5]}, "one slice": {"slices": 1}}
+# who saves and who loads; one slice is the very computation of DeepSpeed's own engine
+WAYS = [
+    (kind, *pair)
+    for kind in KINDS
+    for other in ("ours" if kind == "fp32" else "one slice",)
+    for pair in (("own", other), (other, "own"))
+]
+
+
+def exchange(kind: str, saver: str, loader: str, folder: str) -> dict[str, Any]:
+    """Two steps with one engine, save, two more with it and with another one that loads."""
+
+    def engine(name: str) -> Any:
+        options: Any = {"optimizer": ADAMW, "config": {**KINDS[kind], **WARMUP}}
+        return build_engine(tied_gpt(), masked_loss, token_pipeline=ENGINES[name], **options)
+
+    steps, first = steps_of(4, 2), engine(saver)
+    train(first, steps[:2])
+    first.save_checkpoint(folder, tag="two", client_state={"note": saver})
+    uninterrupted = train(first, steps[2:])
+    first.destroy()
+    second = engine(loader)
+    path, client = second.load_checkpoint(folder, tag="two")
+    assert path is not None and client["note"] == saver
+    resumed = train(second, steps[2:])
+    counted = (second.global_steps, second.global_samples, second.get_lr())
+    second.destroy()
+    off = [abs(a - b) / b for a, b in zip(resumed.losses, uninterrupted.losses, strict=True)]
+    files = sorted(file.name for file in Path(folder, "two").iterdir())
+    return {"off": max(*off, worst(resumed.weights, uninterrupted.weights)), "counted": counted, "files": files}
+
+
+def saved_nowhere(folder: str) -> tuple[list[str], str | None]:
+    """Errors of saves into a place that is a file, and the tag of a save that goes well after them."""
     errors = []
-    if rank == 0:
+    if torch.distributed.get_rank() == 0:
         Path(folder, "file").write_text("")
     for config in ({}, {"elastic_pipeline": {}}):
         engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2}, config=config)
@@ -184,16 +214,34 @@ def saved_nowhere(rank: int, world_size: int, folder: str) -> tuple[list[str], s
             with pytest.raises(Exception) as said:
                 engine.save_checkpoint(f"{folder}/{where}")
             errors.append(f"{said.type.__name__}: {said.value}")
-        engine.train_batch(iter([micro_batch(m, masked=False) for m in range(2)]))
+        engine.train_batch(iter(steps_of(1, 2, masked=False)[0]))
         engine.save_checkpoint(f"{folder}/good")
         engine.destroy()
     return [error.replace(folder, "FOLDER") for error in errors], tag_of(Path(folder, "good"), None)
 
 
-ranks = launched(saved_nowhere, 2, folder=True)
+def worker(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = {way: exchange(*way, folder=f"{folder}/{'-'.join(way)}") for way in WAYS}
+    return {**found, "nowhere": saved_nowhere(folder)}
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(ranks: list[Any]):
-    for errors, tag in ranks:
+ranks = launched(worker, 2, timeout=180, folder=True)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(ranks: list[Any]) -> None:
+    for errors, tag in (rank["nowhere"] for rank in ranks):
         assert len(errors) == 4 and all("Error: " in text and "FOLDER/file" in text for text in errors), errors
         assert tag == "global_step1"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=" ".join)
+def test_training_goes_on_where_it_was_with_deepspeeds_engine_or_ours(ranks: list[Any], way: tuple[str, ...]) -> None:
+    for found in ranks:
+        assert found[way]["off"] <= (1e-5 if way[0] == "fp32" else 0.0)
+        assert found[way]["counted"] == found[WAYS[0]]["counted"] and found[way]["counted"][:2] == (4, 16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_their_files_have_the_same_names(ranks: list[dict[Any, Any]], kind: str) -> None:
+    own, ours = sorted((ranks[0][way]["files"] for way in WAYS if way[0] == kind), key=len)
+    assert ours == sorted([*own, MANIFEST]) and any(name.startswith("layer_02-") for name in own)

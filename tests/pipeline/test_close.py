@@ -10,25 +10,22 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed
-from deepspeed.runtime import dataloader
 from deepspeed.utils import groups as deepspeed_groups
 from torch.distributed import distributed_c10d
-from torch.utils.data import DataLoader
 
 import ds_terapipe
 from ds_terapipe.pipeline.operators.interception import Overrides
 from ds_terapipe.process_groups import close_groups
 from tests.pipeline.footprint import Footprint, footprint, settled
-from tests.pipeline.models import gpt, mean_loss, micro_batch, tied_gpt
+from tests.pipeline.models import gpt, masked_loss, mean_loss, micro_batch, tied_gpt
+from tests.pipeline.test_engine_data import Texts, loading_here
 from tests.pipeline.training import ADAMW, build_engine, difference
 from tests.spawn import launched
 
-RANKS, STEPS, SETTLED = 2, 2, 5  # the first rounds fill caches
 MEMORY = 0.02  # of the resident memory, in twenty-five rounds
 SLICED = {"slices": 4}
 MEGATRON = importlib.util.find_spec("megatron") is not None
@@ -43,8 +40,7 @@ def data() -> Any:
 
 def small(stages: int, token_pipeline: dict[str, Any] | None = SLICED) -> Any:
     engine = build_engine(tied_gpt(2), mean_loss, stages=stages, token_pipeline=token_pipeline)
-    for _ in range(STEPS):
-        engine.train_batch(data())
+    engine.train_batch(data())
     engine.destroy()
     return engine
 
@@ -53,60 +49,58 @@ def megatron(stages: int) -> Any:
     from ds_terapipe.megatron import destroy_parallel
     from tests.megatron.common import Model, batches, build, deepspeed_config
 
-    model, replicas = Model(), RANKS // stages
+    model, replicas = Model(), 2 // stages
     config = deepspeed_config(model, replicas, token_pipeline=SLICED)
     engine, *_ = ds_terapipe.initialize(model=build(model, stages=stages), config=config)
-    of_this_replica = batches(engine.grid.data_parallel_id, replicas)
-    for _ in range(STEPS):
-        engine.train_batch(of_this_replica)
+    engine.train_batch(batches(engine.grid.data_parallel_id, replicas))
     engine.destroy()
     destroy_parallel()
     return engine
 
 
-LOOPS: dict[str, tuple[Callable[[int], Any], int]] = {
-    "ours": (small, 10),
-    **({"megatron": (megatron, 9)} if MEGATRON else {}),
-    "DeepSpeed's": (partial(small, token_pipeline=None), 10),
+# who makes engines, how many, and after how many of them caches are full
+LOOPS: dict[str, tuple[Callable[[int], Any], int, int]] = {
+    "ours": (small, 10, 5),
+    **({"megatron": (megatron, 9, 5)} if MEGATRON else {}),
+    "DeepSpeed's": (partial(small, token_pipeline=None), 8, 3),
 }
-
-
-def come_and_go(loop: str) -> tuple[dict[str, int], float, int]:
-    """By how much counts and memory grew from the fifth to the last of some engines, and how many are alive then.
-
-    They have two stages and one by turns. Memory is a share of what was there, in as many rounds as :data:`MEMORY` is for.
-    """
-    build, rounds = LOOPS[loop]
-    alive = []
-    for number in range(1, rounds + 1):
-        alive.append(weakref.ref(build(1 + number % 2)))
-        gc.collect()  # at one time in each round: what is allocated between garbage keeps whole pages
-        if number == SETTLED:
-            torch.distributed.barrier()
-            before = footprint()
-    torch.distributed.barrier()
-    after = footprint() if loop == "DeepSpeed's" else settled(before)
-    share = (after.resident / before.resident - 1) * 25 / (rounds - SETTLED)
-    counts = change(before, after, *(name for name in Footprint._fields if name != "resident"))
-    return counts, share, sum(engine() is not None for engine in alive)
 
 
 def change(before: Footprint, after: Footprint, *names: str) -> dict[str, int]:
     return {name: getattr(after, name) - getattr(before, name) for name in names}
 
 
+def come_and_go(loop: str) -> tuple[dict[str, int], float, int]:
+    """By how much counts and memory grew since caches were full, and how many engines are alive at the end.
+
+    They have two stages and one by turns. Memory is a share of what was there, in as many rounds as :data:`MEMORY` is for.
+    """
+    build, rounds, full = LOOPS[loop]
+    alive = []
+    for number in range(1, rounds + 1):
+        alive.append(weakref.ref(build(1 + number % 2)))
+        gc.collect()  # at one time in each round: what is allocated between garbage keeps whole pages
+        if number == full:
+            torch.distributed.barrier()
+            before = footprint()
+    torch.distributed.barrier()
+    after = footprint() if loop == "DeepSpeed's" else settled(before)
+    share = (after.resident / before.resident - 1) * 25 / (rounds - full)
+    return change(before, after, *Footprint._fields[:-1]), share, sum(engine() is not None for engine in alive)
+
+
 def all_loops(rank: int, world_size: int) -> dict[str, tuple[dict[str, int], float, int]]:
     return {loop: come_and_go(loop) for loop in LOOPS}
 
 
-grown = launched(all_loops, RANKS, timeout=240)
+grown = launched(all_loops, 2, timeout=240)
 
 
 def test_nothing_grows_but_with_deepspeeds_own_engine_by_which_the_meter_is_proven(grown: list[Any]) -> None:
     for rank in grown:
         for loop, (counts, memory, alive) in rank.items():
             if loop == "DeepSpeed's":
-                assert all(counts[name] >= LOOPS[loop][1] - SETTLED for name in ("groups", "threads", "files"))
+                assert all(counts[name] >= 5 for name in ("groups", "threads", "files"))
                 assert memory > MEMORY
             else:
                 assert alive == 0 and max(counts.values()) <= 0 and counts["groups"] == 0, (loop, counts)
@@ -116,17 +110,6 @@ def test_nothing_grows_but_with_deepspeeds_own_engine_by_which_the_meter_is_prov
 # ------------------------------------------------------------------------------------------------------ what one leaves
 
 
-class Texts(torch.utils.data.Dataset):
-    """Samples without a batch dimension."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        (tokens, positions), targets = micro_batch(index, batch=1, masked=False)
-        return (tokens[0], positions[0]), targets[0]
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "zero": {"optimizer": ADAMW, "config": {"zero_optimization": {"stage": 1}}},
@@ -134,15 +117,22 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def left_by(kind: str, folder: str) -> dict[str, Any]:
     """Leftovers of a destroyed engine while the engine is held, then only its module and optimizer."""
-    monitor = {"enabled": True, "output_path": folder, "job_name": "close"}
-    options = {**KINDS[kind], "config": {**KINDS[kind].get("config", {}), "tensorboard": monitor}}
+    monitor = {"tensorboard": {"enabled": True, "output_path": folder, "job_name": "close"}}
+    options = {**KINDS[kind], "config": {**KINDS[kind].get("config", {}), **monitor}}
     before = footprint()
-    # DeepSpeed starts two processes that load
-    with mock.patch.object(dataloader, "DataLoader", lambda *a, **k: DataLoader(*a, **{**k, "num_workers": 0})):
-        engine = build_engine(tied_gpt(2), mean_loss, token_pipeline=SLICED, training_data=Texts(), **options)
-        for _ in range(STEPS):
+    with loading_here():
+        engine = build_engine(tied_gpt(2), masked_loss, token_pipeline=SLICED, training_data=Texts(), **options)
+        for _ in range(2):
             engine.train_batch()
     loader, held = weakref.ref(engine.data_iterator), footprint()
     engine.destroy()
@@ -161,14 +151,6 @@ def left_by(kind: str, folder: str) -> dict[str, Any]:
     found["kept"].append(engines() is not None)  # by module and optimizer
     assert optimizer is not None and sum(p.numel() for p in module.parameters()) > 0
     return found
-
-
-def raised(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def names() -> set[str]:
@@ -213,44 +195,32 @@ def megatrons_groups() -> tuple[set[str], set[str], list[str], dict[str, int]]:
     return made, names() ^ before, kept, change(quiet, settled(quiet), "threads")
 
 
-# -------------------------------------------------------------------------------------------------------- two at once
-
-
-def one_of_two(number: int) -> Any:
-    # clipping asks DeepSpeed's groups
-    return build_engine(
-        tied_gpt(2), mean_loss, stages=2 - number, module={"base_seed": number}, token_pipeline=SLICED, clip=0.5
-    )
-
-
 def two_at_once() -> list[list[float]]:
-    """By how much two engines that train by turns differ from each alone. Two stages, and two replicas of one."""
-    alone = []
+    """By how much two engines that train by turns, of which the one or the other goes first, differ from each alone."""
+
+    def one(number: int) -> Any:  # two stages, or two replicas of one; clipping asks DeepSpeed's groups
+        options: Any = {"stages": 2 - number, "module": {"base_seed": number}, "clip": 0.5}
+        return build_engine(tied_gpt(2), mean_loss, token_pipeline=SLICED, **options)
+
+    def weights(engine: Any) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+    alone, found = [], []
     for number in (0, 1):
-        engine = one_of_two(number)
-        losses = [float(engine.train_batch(data())) for _ in range(4)]
-        alone.append((losses, weights(engine)))
+        engine = one(number)
+        alone.append(([float(engine.train_batch(data())) for _ in range(4)], weights(engine)))
         engine.destroy()
-    return [by_turns(alone, goes) for goes in (0, 1)]
-
-
-def by_turns(alone: list[tuple[list[float], dict[str, torch.Tensor]]], goes: int) -> list[float]:
-    """Differences of all losses of both, one of which ``goes`` after two steps, and of the other one's weights."""
-    pair, losses = [one_of_two(number) for number in (0, 1)], [[], []]
-    for number in (0, 1, 0, 1):
-        losses[number].append(float(pair[number].train_batch(data())))
-    pair[goes].destroy()
-    stays = 1 - goes
-    losses[stays] += [float(pair[stays].train_batch(data())) for _ in range(2)]
-    assert Overrides._library is not None and len(losses[stays]) == 4
-    found = [abs(a - b) for number in (0, 1) for a, b in zip(losses[number], alone[number][0], strict=False)]
-    found += [difference(got, alone[stays][1][name]) for name, got in weights(pair[stays]).items()]
-    pair[stays].destroy()
+    for goes, stays in ((0, 1), (1, 0)):
+        pair, losses = [one(number) for number in (0, 1)], [[], []]
+        for number in (0, 1, 0, 1):
+            losses[number].append(float(pair[number].train_batch(data())))
+        pair[goes].destroy()
+        losses[stays] += [float(pair[stays].train_batch(data())) for _ in range(2)]
+        assert Overrides._library is not None and len(losses[stays]) == 4
+        found.append([abs(a - b) for n in (0, 1) for a, b in zip(losses[n], alone[n][0], strict=False)])
+        found[-1] += [difference(got, alone[stays][1][name]) for name, got in weights(pair[stays]).items()]
+        pair[stays].destroy()
     return found
-
-
-def weights(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
 def all_that_is_left(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -259,13 +229,12 @@ def all_that_is_left(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {**found, "collected": collected()}  # which ends the job
 
 
-left = launched(all_that_is_left, RANKS, folder=True)
+left = launched(all_that_is_left, 2, folder=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_destroy_undoes_what_the_engine_did_and_engine_and_module_say_so(left: list[dict[str, Any]], kind: str) -> None:
-    for rank in left:
-        found = rank[kind]
+    for found in (rank[kind] for rank in left):
         assert found["grew"], "there was nothing to undo"
         assert max(found["left"]) <= 0 and found["left"][:2] == [0, 0]
         assert found["hooks"] == 0 and not any(found["kept"])
@@ -285,7 +254,7 @@ def test_an_engine_that_is_collected_leaves_its_groups_to_all_ranks(left: list[d
 
 
 def test_two_engines_train_by_turns_as_each_alone(left: list[dict[str, Any]]) -> None:
-    for found in (found for rank in left for found in rank["two"]):  # the older goes first, the younger
+    for found in (found for rank in left for found in rank["two"]):
         assert len(found) > 6 and max(found) == 0.0
 
 

@@ -1,10 +1,11 @@
-"""What ranks agree on before a step, and by how many messages: threads in place of ranks."""
+"""Ranks agree before a step, by few messages: threads in place of ranks."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,19 +19,11 @@ from tests.threads import Threads
 
 PIPELINES = [[0, 1, 2], [3, 4, 5]]
 WORLD = 6
-
-
-class Quiet:
-    """A watchdog that watches nothing."""
-
-    timeout_s = 10.0
-
-    def waiting(self, what: str) -> Any:
-        return nullcontext()
+QUIET: Any = SimpleNamespace(timeout_s=10.0, waiting=lambda what: nullcontext())  # a watchdog that watches nothing
 
 
 class Rank(NamedTuple):
-    """What a rank comes with."""
+    """A rank's own part of an announcement."""
 
     header: Header | None = None
     micro_batches: int = 2
@@ -43,13 +36,11 @@ def header(*lengths: int, signature: int = 77) -> Header:
 
 
 # first stages know lengths and shapes, last ones lengths
-FIRST, LAST = Rank(header(24, 24)), Rank(header(24, 24, signature=0))
-USUAL = [FIRST, Rank(), LAST] * 2
+USUAL = [Rank(header(24, 24)), Rank(), Rank(header(24, 24, signature=0))] * 2
 
 
-def announced(monkeypatch: Any, **others: Rank) -> tuple[list[Any], Counter[str]]:
-    """What every rank gets, or its error, and how many collectives each took part in; ``r3=...`` is another rank 3."""
-    given = [others.get(f"r{rank}", usual) for rank, usual in enumerate(USUAL)]
+def announced(monkeypatch: Any, others: dict[int, Rank]) -> tuple[list[Any], Counter[str]]:
+    """The header that every rank gets, or its error, and how many collectives it took; ``others`` are not as usual."""
     threads, local, calls = Threads(WORLD), threading.local(), Counter[str]()
 
     def everybodys(name: str, value: Any) -> list[Any]:
@@ -74,58 +65,48 @@ def announced(monkeypatch: Any, **others: Rank) -> tuple[list[Any], Counter[str]
     monkeypatch.setattr(consensus, "bounded_group", lambda *_, **__: None)
 
     def run(rank: int, _: Any) -> Header:
-        local.rank, mine = rank, given[rank]
-        agreed = Consensus(Quiet(), PIPELINES, mine.config_hash)  # type: ignore[arg-type]
+        local.rank, mine = rank, others.get(rank, USUAL[rank])
+        agreed = Consensus(QUIET, PIPELINES, mine.config_hash)
         return agreed.announce(Placement.plain(3), mine.header, mine.micro_batches, mine.error)
 
     found = threads.run(run)
     return found, Counter({name: count // WORLD for name, count in calls.items()})
 
 
-def of(first: Any, rest: Any, everywhere: tuple[int, ...]) -> list[Header]:
-    """What the ranks of both pipelines know of lengths and signatures."""
-    return [Header(*first, everywhere)] * 3 + [Header(*rest, everywhere)] * 3
+def other(*lengths: int) -> dict[int, Rank]:
+    """The second pipeline has other lengths."""
+    return {3: Rank(header(*lengths)), 5: Rank(header(*lengths, signature=0))}
 
 
-ALIKE, OTHER = ((24, 24), (77, 77)), ((16, 30), (77, 77))
-# other ranks, what all of them get, the collectives that it takes
+ALIKE = ((24, 24), (77, 77))
+# other ranks, lengths and signatures in the second pipeline, lengths everywhere, further collectives
 AGREED: dict[str, Any] = {
-    "alike": ({}, of(ALIKE, ALIKE, (24,)), {"reduce": 1}),
-    "labels that are not known": ({"r2": Rank(), "r5": Rank()}, of(ALIKE, ALIKE, (24,)), {"reduce": 1}),
-    "other lengths": (
-        {"r3": Rank(header(16, 30)), "r5": Rank(header(16, 30, signature=0))},
-        of(ALIKE, OTHER, (16, 24, 30)), {"reduce": 1, "gather": 1},
-    ),
-    "one other length": (
-        {"r3": Rank(header(16, 16)), "r5": Rank(header(16, 16, signature=0))},
-        of(ALIKE, ((16, 16), (77, 77)), (16, 24)), {"reduce": 1, "gather": 1},
-    ),
-    "other shapes": (
-        {"r3": Rank(header(24, 24, signature=5))}, of(ALIKE, ((24, 24), (5, 5)), (24,)), {"reduce": 1, "gather": 1}
-    ),
-}  # fmt: skip
+    "alike": ({}, ALIKE, (24,), {}),
+    "labels that are not known": ({2: Rank(), 5: Rank()}, ALIKE, (24,), {}),
+    "other lengths": (other(16, 30), ((16, 30), (77, 77)), (16, 24, 30), {"gather": 1}),
+    "one other length": (other(16, 16), ((16, 16), (77, 77)), (16, 24), {"gather": 1}),
+    "other shapes": ({3: Rank(header(24, 24, signature=5))}, ((24, 24), (5, 5)), (24,), {"gather": 1}),
+}
 
 
-@pytest.mark.parametrize(("others", "headers", "collectives"), AGREED.values(), ids=AGREED)
-def test_ranks_agree_on_lengths_and_shapes_by_a_few_words(monkeypatch, others, headers, collectives):
-    assert announced(monkeypatch, **others) == (headers, collectives)
+@pytest.mark.parametrize(("others", "second", "everywhere", "collectives"), AGREED.values(), ids=AGREED)
+def test_ranks_agree_on_lengths_and_shapes_by_a_few_words(monkeypatch, others, second, everywhere, collectives):
+    wanted = [Header(*ALIKE, everywhere)] * 3 + [Header(*second, everywhere)] * 3
+    assert announced(monkeypatch, others) == (wanted, {"reduce": 1, **collectives})
 
 
+BAD, FIRST = (Rank(error=ConfigError(text)) for text in ("the data iterator: bad", "first"))
 ERRORS: dict[str, Any] = {
-    "an error": ({"r4": Rank(error=ConfigError("the data iterator: bad"))}, "the data iterator: bad", "objects"),
-    "other settings": ({"r4": Rank(config_hash=1)}, "other settings on rank 4 than on rank 0", "gather"),
-    "other micro-batches": ({"r1": Rank(micro_batches=3)}, "3 micro-batches on rank 1 and 2 on rank 0", "gather"),
-    "labels": (
-        {"r5": Rank(header(23, 23, signature=0))}, "got labels of [23] tokens for inputs of [24]", "gather"
-    ),
-    "an error beside others": (
-        {"r0": Rank(error=ConfigError("first")), "r3": Rank(header(16, 30)), "r4": Rank(config_hash=1)}, "first", "objects"
-    ),
-}  # fmt: skip
+    "an error": ({4: BAD}, "the data iterator: bad", "objects"),
+    "other settings": ({4: Rank(config_hash=1)}, "other settings on rank 4 than on rank 0", "gather"),
+    "other micro-batches": ({1: Rank(micro_batches=3)}, "3 micro-batches on rank 1 and 2 on rank 0", "gather"),
+    "labels": ({5: Rank(header(23, 23, signature=0))}, "got labels of [23] tokens for inputs of [24]", "gather"),
+    "an error beside others": ({0: FIRST, 3: Rank(header(16, 30)), 4: Rank(config_hash=1)}, "first", "objects"),
+}
 
 
 @pytest.mark.parametrize(("others", "said", "after"), ERRORS.values(), ids=ERRORS)
 def test_what_is_wrong_on_one_rank_is_raised_on_all(monkeypatch, others, said, after):
-    found, calls = announced(monkeypatch, **others)
+    found, calls = announced(monkeypatch, others)
     assert all(isinstance(one, ConfigError) and said in str(one) for one in found), found
     assert calls == {"reduce": 1, after: 1}

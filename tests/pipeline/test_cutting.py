@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,24 +40,10 @@ def simulated(micro_batches: int, schedule: str, slices: tuple[int, ...]) -> tup
     return found.makespan, [e._replace(run=MEASURED) for e in events_of(found.grid, found.intervals)]
 
 
-class Meter:
-    """Counts how often memory is measured."""
-
-    def __init__(self, limit: float | None = None, stage: StageMemory | None = None) -> None:
-        self.begun, self.watched, self._limit = 0, 0, limit
-        self._model = MemoryModel((stage or StageMemory(activations=1.0),) * STAGES)
-
-    def begin(self) -> None:
-        self.begun += 1
-
-    def end(self) -> tuple[MemoryModel, float | None]:
-        return self._model, self._limit
-
-    def note_peak(self) -> None:
-        self.watched += 1
-
-    def peaks(self) -> Any:
-        return None
+def metered(limit: float | None = None, **stage: float) -> Any:
+    """A meter of memory that counts its uses; a token takes one byte, or what ``stage`` says."""
+    model = MemoryModel((StageMemory(**(stage or {"activations": 1.0})),) * STAGES)
+    return Mock(**{"end.return_value": (model, limit), "peaks.return_value": None})
 
 
 class Run:
@@ -66,9 +52,8 @@ class Run:
     def __init__(self, meter: Any = None, micro_batches: int = 1, device: str = "this one", **keys: Any) -> None:
         self.lines: list[str] = []
         self.schedule = ""  # of the last step
-        self.meter = meter or Meter()
-        keys = {name: str(value) if name.endswith("path") else value for name, value in keys.items()}
-        config = parse({"token_pipeline": keys})
+        self.meter = meter or metered()
+        config = parse({"token_pipeline": {key: str(v) if key.endswith("path") else v for key, v in keys.items()}})
         assert config is not None
         about = RunInfo(STAGES, 1, micro_batches, False, False, {"device": device, "versions": {"torch": "2"}})
         self.auto = AutoCutting(config, about, lambda decide: decide(), self.meter, self.lines.append)
@@ -87,16 +72,23 @@ class Run:
     def steps(self, count: int, lengths: Any, slow: Any = lambda slices: 1.0) -> list[tuple[int, ...]]:
         return [self.step(lengths, slow) for _ in range(count)]
 
+    def measure(self, lengths: Any = (1024,) * 8) -> list[tuple[int, ...]]:
+        """Run steps until there is one more plan; their slices."""
+        begin, ran = len(self.planned), []
+        while len(self.planned) == begin:
+            ran.append(self.step(lengths))
+        return ran
+
     @property
     def plans(self) -> Any:
-        return self.auto.state()["plans"]
+        return (self.auto.state() or {"plans": []})["plans"]
 
     @property
     def planned(self) -> list[int]:
         return [plan["seq_length"] for plan in self.plans]
 
-    def said(self, words: str) -> int:
-        return sum(words in line for line in self.lines)
+    def said(self, words: str) -> list[str]:
+        return [line for line in self.lines if words in line]
 
 
 @pytest.fixture
@@ -104,21 +96,17 @@ def path(tmp_path):
     return tmp_path / "costs.json"
 
 
-def measured(path: Any = None, **keys: Any) -> Run:
-    """A run that has measured and planned; with a path it has written its measurements and its plan."""
-    run = Run(**keys, **({"measurements_path": path} if path else {}))
-    lengths = [1024] * (8 if path else 1)
-    run.steps(MEASURING, lengths)
-    assert run.planned == [1024]
-    if path:
-        Plan.from_dict(run.plans[0]).save(path.parent / "plan.json")
+def measured(path: Any, **keys: Any) -> Run:
+    """A run that has written its measurements and its plan."""
+    run = Run(measurements_path=path, **keys)
+    run.measure()
+    Plan.from_dict(run.plans[0]).save(path.parent / "plan.json")
     return run
 
 
 def test_trials_then_a_plan_that_is_the_best_of_them_or_better():
     run = Run()
-    assert [len(slices) for slices in run.steps(MEASURING, [1024])] == [TRIALS[0], *TRIALS * ROUNDS]
-    assert run.planned == [1024]
+    assert [len(slices) for slices in run.measure([1024])] == [TRIALS[0], *TRIALS * ROUNDS]
     assert TIMES.seconds("1f1b", run.step([1024])) <= min(EQUAL.values()) * (1 + 1e-9)
 
 
@@ -129,28 +117,29 @@ def test_lengths_that_alternate_are_both_planned_in_the_end(lengths):
         for length in lengths:
             run.step([length])
     run.step([512])
-    assert sorted(run.planned) == [512, 1024] and run.meter.begun <= 2
+    assert sorted(run.planned) == [512, 1024] and run.meter.begin.call_count <= 2
 
 
 def test_lengths_that_never_repeat_are_seldom_measured_and_always_run():
     run = Run()
     for length in (5000, *range(1000, 1000 + 4 * PATIENCE)):
         assert sum(run.step([length])) == length
-    assert run.planned == [] and run.meter.begun <= 5
+    assert run.planned == [] and run.meter.begin.call_count <= 5
 
 
 def test_micro_batches_of_different_lengths_are_run_unmeasured_and_by_the_plan_when_there_is_one():
     run = Run()
-    assert len(run.step([1024, 512])) == 8 and run.meter.begun == 0
+    assert len(run.step([1024, 512])) == 8 and run.meter.begin.call_count == 0
     run.steps(MEASURING, [1024, 1024])
     assert len(run.step([1024, 512])) == len(run.step([1024, 1024]))
 
 
-def test_a_trial_that_needs_more_memory_than_there_is_is_left_out():
-    run = Run(Meter(limit=1700.0))  # bytes; a token takes one: two whole sequences are too many
-    tried = {len(slices) for slices in run.steps(1 + ROUNDS * (len(TRIALS) - 1), [1024] * 8)}
-    assert tried == set(TRIALS) - {1} and run.planned == [1024]
-    assert len(run.step([1024] * 8)) > 1
+def test_trials_that_need_too_much_memory_or_too_short_slices_are_left_out():
+    # bytes, of which a token takes one: two whole sequences are too many
+    run, other = Run(metered(1700.0)), Run(granularity=128)
+    assert {len(slices) for slices in run.measure([1024] * 8)} == set(TRIALS) - {1}
+    assert {len(slices) for slices in other.measure([1024])} == set(TRIALS) - {16}
+    assert len(run.step([1024] * 8)) > 1 and all(length % 128 == 0 for length in other.step([1024])[:-1])
 
 
 @pytest.mark.parametrize(("limit", "runs"), [(5000.0, {16}), (7000.0, {16, 8, 4}), (50000.0, set(TRIALS))])
@@ -161,24 +150,20 @@ def test_what_trials_really_took_says_which_are_left_out(limit, runs):
     def takes(slices: int) -> tuple[float, ...]:
         return tuple(use.total for use in memory_use(truth, "1f1b", slice_lengths(1024, slices), 1))
 
-    class Watching(Meter):
-        def peaks(self) -> Any:
-            return takes(tried[-1])
-
-    run = Run(Watching(limit))
+    run = Run(metered(limit))
+    run.meter.peaks.side_effect = lambda: takes(tried[-1])
     cutting = run.auto.cutting
     run.auto.cutting = lambda *given: (found := cutting(*given), tried.append(found.slices))[0]
-    while not run.planned:
-        run.step([1024])
+    run.measure([1024])
     assert set(tried) == runs and all(max(takes(n)) <= limit for n in runs)
-    assert all(max(takes(n)) > limit for n in TRIALS if n < min(runs)) or limit == 5000.0, (
-        "one measurement makes careful"
-    )
-    assert run.meter.watched == len(tried)
+    # one measurement makes careful
+    assert all(max(takes(n)) > limit for n in TRIALS if n < min(runs)) or limit == 5000.0
+    assert run.meter.note_peak.call_count == len(tried)
 
 
 def test_a_plan_that_disappoints_gives_way_to_the_best_trial():
-    run = measured()
+    run = Run()
+    run.measure([1024])
     planned, *ran = run.steps(COMPARING, [1024], lambda slices: 1.0 if len(set(slices)) == 1 else 10.0)
     best, second, *_ = sorted(EQUAL, key=EQUAL.__getitem__)
     assert planned not in EQUAL
@@ -191,47 +176,40 @@ def test_a_plan_that_disappoints_gives_way_to_the_best_trial():
     assert len(kept["memory_bytes"]) == STAGES and kept["options"]
 
 
-def test_a_lucky_trial_does_not_displace_a_plan_that_is_faster_in_the_same_steps():
-    run = Run()
-    run.steps(MEASURING, [1024], lambda slices: 0.9)  # the machine was faster then
-    planned = run.steps(COMPARING, [1024])[0]
-    assert run.step([1024]) == planned and not run.said("used instead") and run.said("predicted")
-
-
 def test_ragged_steps_here_or_elsewhere_do_not_count_in_the_comparison():
     run = Run()
-    run.steps(MEASURING, [1024, 1024])
+    run.measure([1024, 1024])
     first = run.step([1024, 1024])
     for _ in range(COMPARING):
         assert len(run.step([1024, 512])) == len(first)
         assert run.step([1024, 1024], elsewhere=[512]) == first
     assert not run.said("taken")
     run.steps(COMPARING - 1, [1024, 1024])
-    assert run.said("taken") == 1
+    assert len(run.said("taken")) == 1
 
 
 def test_replicas_with_other_lengths_measure_and_plan_together():
-    """What is decided together is decided by the lengths in all pipelines, never by a replica's own."""
+    """The lengths in all pipelines decide, never a replica's own."""
     here, there = Run(), Run()
     for _ in range(3 * MEASURING):
         for short, long in ((512, 1024), (1024, 1024)):
             here.step([short], elsewhere=[long])
             there.step([long], elsewhere=[short])
-            assert here.planned == there.planned and here.meter.begun == there.meter.begun
+            assert here.planned == there.planned and here.meter.begin.call_count == there.meter.begin.call_count
     assert here.planned == [1024]
 
 
-@pytest.mark.parametrize(
-    ("plan_s", "rival_s", "winner"),
-    [
-        # the plan's first step does not count, nor does one lucky step of the rival
-        ([9.0, 1.0, 1.0, 1.0], [1.1, 0.5, 1.1], "plan"),
-        ([9.0, 0.9, 1.1, 1.1], [1.0, 1.0, 1.0], "plan"),  # slower in most turns, but not at its best
-        ([9.0, 1.0, 1.0, 1.0], [0.9, 0.9, 0.9, 1.1], "rival"),
-        ([9.0, 1.0, 1.0, 1.0], [0.995], "plan"),
-        ([2.0, 1.0], [], "plan"),
-    ],
-)
+WINNERS = [
+    # the plan's first step does not count, nor does one lucky step of the rival
+    ([9.0, 1.0, 1.0, 1.0], [1.1, 0.5, 1.1], "plan"),
+    ([9.0, 0.9, 1.1, 1.1], [1.0, 1.0, 1.0], "plan"),  # slower in most turns, but not at its best
+    ([9.0, 1.0, 1.0, 1.0], [0.9, 0.9, 0.9, 1.1], "rival"),
+    ([9.0, 1.0, 1.0, 1.0], [0.995], "plan"),
+    ([2.0, 1.0], [], "plan"),
+]
+
+
+@pytest.mark.parametrize(("plan_s", "rival_s", "winner"), WINNERS)
 def test_a_rival_wins_by_the_median_turn_and_by_the_fastest_step(plan_s, rival_s, winner):
     """Steps take these seconds, the last for all further ones."""
     left = {"plan": list(plan_s), "rival": list(rival_s)}
@@ -250,13 +228,15 @@ def test_a_rival_wins_by_the_median_turn_and_by_the_fastest_step(plan_s, rival_s
 
 @pytest.mark.parametrize("known_by", ["trials", "measurements", "plan", "checkpoint"])
 def test_what_is_planned_is_what_runs(path, known_by):
-    """Slices and schedule, from the first step on; no trial and no equal cut is like any of these plans."""
+    """Slices and schedule, from the first step on, and it takes what it predicts; no equal cut is like any of these plans."""
     run = measured(path)
     plan = Plan.from_dict(run.plans[0])
     if known_by == "measurements":
         run = Run(measurements_path=path)
     elif known_by != "trials":
-        plan = dataclasses.replace(plan, slices=(600, 424), schedule="terapipe")
+        slices, seconds = (600, 424), StepTimes(TRUTH, STAGES, 8).seconds
+        took = seconds("terapipe", slices)
+        plan = dataclasses.replace(plan, slices=slices, schedule="terapipe", step_s=took)
     if known_by == "plan":
         plan.save(path.parent / "other.json")
         run = Run(plan_path=path.parent / "other.json", micro_batches=8)
@@ -264,38 +244,42 @@ def test_what_is_planned_is_what_runs(path, known_by):
         run = Run()
         run.auto.load({"plans": [plan.to_dict()]})
     assert len(set(plan.slices)) > 1 and plan.slices != slice_lengths(1024, len(plan.slices))
-    for _ in range(comparison_steps(1) + 2 if known_by in ("plan", "checkpoint") else 1):  # nothing to be compared with
+    for _ in range(1 if known_by == "trials" else comparison_steps(1) + 2):  # nothing to be compared with
         assert (run.step([1024] * 8), run.schedule) == (plan.slices, plan.schedule)
+    assert known_by == "trials" or error_said(run) == pytest.approx(0.0, abs=5.0)
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
+def error_said(run: Run) -> float:
+    """By how many per cent steps took longer than predicted."""
+    (line,) = run.said("taken")
+    return float(line.split("(")[1].split("%")[0])
+
+
+def test_a_plan_for_another_number_of_micro_batches_is_compared_with_its_prediction_too(path):
+    run = measured(path)
+    run.steps(comparison_steps(1), [1024] * 4)
+    assert error_said(run) == pytest.approx(0.0, abs=5.0)
+
+
+def test_a_plan_for_another_run_is_refused(path):
+    other = OTHER[measured(path, meter=metered(1e9)).plans[0]["schedule"]]
+    for keys, says in [
         ({"micro_batches": 4}, r"plan_path: .* is for 8 micro_batches, must be for this run's 4"),
-        ({"schedule": "other"}, r"token_pipeline\.plan_path: .* is for the schedule"),
+        ({"schedule": other}, r"token_pipeline\.plan_path: .* is for the schedule"),
         ({"memory_gb": 1e-8}, r"plan_path: .*plan\.json is for \S+e-06 GB, must be for memory_gb, 1e-08"),
-    ],
-)
-def test_a_plan_for_another_run_is_refused(path, keys, says):
-    plan = measured(path, meter=Meter(limit=1e9)).plans[0]
-    keys = {"micro_batches": 8, **keys, **({"schedule": OTHER[plan["schedule"]]} if "schedule" in keys else {})}
-    with pytest.raises(ConfigError, match=says):
-        Run(plan_path=path.parent / "plan.json", **keys)
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            Run(plan_path=path.parent / "plan.json", **{"micro_batches": 8, **keys})
 
 
-def test_a_plan_for_other_lengths_is_said_to_be_of_no_use(path):
-    measured(path)
-    file = path.parent / "plan.json"
-    other, plan = Run(plan_path=file, micro_batches=8), Plan.load(file)
-    other.step([512] * 8)
-    said = f"plan: {file} is for 8 micro-batches of 1024 tokens, not for these 8 of 512"
-    assert other.lines == [f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from {file}", said]
-
-
-def test_a_checkpoints_plan_is_said_to_be_used_or_not(path):
-    state = measured(path, meter=Meter(limit=1e9)).auto.state()
+def test_it_is_said_whether_a_plan_is_used(path):
+    state = measured(path, meter=metered(1e9)).auto.state()
     (plan,) = state["plans"]
-    schedule = plan["schedule"]
+    file, schedule = path.parent / "plan.json", plan["schedule"]
+    run = Run(plan_path=file, micro_batches=8)
+    run.step([512] * 8)
+    first = f"plan: {compact(tuple(plan['slices']))} tokens, {schedule}, from {file}"
+    assert run.lines == [first, f"plan: {file} is for 8 micro-batches of 1024 tokens, not for these 8 of 512"]
     for keys, ending, used in [
         ({}, "from the checkpoint, for 8 micro-batches of 1024 tokens", [1024]),
         ({"memory_gb": 1e-8}, "e-06 GB and not for memory_gb, 1e-08: not used", []),
@@ -313,79 +297,46 @@ def test_measurements_are_used_again_in_the_same_run_only(path):
     measured(path)
     again, other = Run(measurements_path=path), Run(measurements_path=path, device="another")
     again.step([1024] * 8)
-    assert again.planned == [1024] and again.meter.begun == 0
+    assert again.planned == [1024] and again.meter.begin.call_count == 0
     said = f'plan: {path} was measured on another run: device "this one", here "another": measured again'
     assert other.lines == [said]
     other.step([1024] * 8)
-    assert other.planned == [] and other.meter.begun == 1
+    assert other.planned == [] and other.meter.begin.call_count == 1
 
 
-@pytest.mark.parametrize(
-    ("limit", "first", "second", "told"),
-    [
-        # what was free when it was measured is a limit for each run that uses the measurements, and memory_gb wins
-        (1700.0, {}, {}, 1700.0),
-        (1700.0, {}, {"memory_gb": 1.0}, 1e9),
-        (1e9, {"memory_gb": 1.0}, {}, None),  # a limit that was given belongs to its run
-    ],
-)
+# what was free when it was measured is a limit for each run that uses the measurements, and memory_gb wins; a limit that was
+# given belongs to its run
+LIMITS = [(1700.0, {}, {}, 1700.0), (1700.0, {}, {"memory_gb": 1.0}, 1e9), (1e9, {"memory_gb": 1.0}, {}, None)]
+
+
+@pytest.mark.parametrize(("limit", "first", "second", "told"), LIMITS)
 def test_limits_of_measurements(path, limit, first, second, told):
-    run = Run(Meter(limit=limit), measurements_path=path, **first)
-    while not run.planned:
-        run.step([1024] * 8)
+    measured(path, meter=metered(limit), **first)
     again = Run(measurements_path=path, **second)
     again.step([1024] * 8)
     assert again.plans[0]["memory_limit_bytes"] == told
-
-
-def test_a_limit_from_the_file_is_called_by_its_field(path):
-    measured(path, meter=Meter(limit=1e9))
-    data = json.loads(path.read_text())
-    data["measured_on"]["memory_limit_bytes"] = 10.0
-    path.write_text(json.dumps(data))
-    with pytest.raises(ConfigError, match=r"costs\.json: measured_on\.memory_limit_bytes, in GB: got 1e-08, must be"):
-        Run(measurements_path=path).step([1024] * 8)
-
-
-@pytest.mark.parametrize("known_by", ["measurements", "plan", "checkpoint", "another number of micro-batches"])
-def test_every_plan_is_compared_with_its_prediction(path, known_by):
-    run = measured(path)
-    other = {
-        "measurements": lambda: Run(measurements_path=path),
-        "plan": lambda: Run(plan_path=path.parent / "plan.json", micro_batches=8),
-        "checkpoint": Run,
-    }.get(known_by, lambda: run)()
-    if known_by == "checkpoint":
-        other.auto.load(run.auto.state())
-    other.steps(comparison_steps(1), [1024] * (4 if other is run else 8))
-    (line,) = [line for line in other.lines if "taken" in line]
-    assert float(line.split("(")[1].split("%")[0]) == pytest.approx(0.0, abs=5.0)
+    if told == 1700.0:  # and is called by its field
+        path.write_text(path.read_text().replace('"memory_limit_bytes": 1700.0', '"memory_limit_bytes": 10.0', 1))
+        said = r"costs\.json: measured_on\.memory_limit_bytes, in GB: got 1e-08, must be"
+        with pytest.raises(ConfigError, match=said):
+            Run(measurements_path=path).step([1024] * 8)
 
 
 def test_a_sequence_that_the_measured_slices_cannot_make_is_measured():
     """So little memory that one cut was measured: slices of 64 tokens, of which 1000 cannot be made."""
-    run = Run(Meter(limit=1100.0))
-    while not run.planned:
-        run.step([1024] * 8)
+    run = Run(metered(1100.0))
+    run.measure()
     assert {len(plan["slices"]) for plan in run.plans} == {16}
     before = len(run.lines)
-    while len(run.planned) < 2:
-        run.step([1000] * 8)
-    assert run.planned == [1024, 1000] and run.meter.begun == 2
+    run.measure([1000] * 8)
+    assert run.planned == [1024, 1000] and run.meter.begin.call_count == 2
     known = "plan: measured were slices of 64 to 64 tokens, up to 1024, not sequences of 1000: measured again"
     assert run.lines[before] == known
 
 
-def test_no_slice_shorter_than_the_granularity_is_tried():
-    run = Run(granularity=128)
-    tried = {len(slices) for slices in run.steps(1 + ROUNDS * (len(TRIALS) - 1), [1024])}
-    assert tried == set(TRIALS) - {16} and run.planned == [1024]
-    assert all(length % 128 == 0 for length in run.step([1024])[:-1])
-
-
 def test_too_little_memory_names_the_least_that_any_trial_takes():
     """One micro-batch is held whole however it is cut, and cut it keeps K and V besides."""
-    run = Run(Meter(1e9, StageMemory(activations=1e6, keys_values=1e6)), memory_gb=1.0)
+    run = Run(metered(1e9, activations=1e6, keys_values=1e6), memory_gb=1.0)
     with pytest.raises(ConfigError, match=r"token_pipeline\.memory_gb: got 1, must be at least 1\.024.*unsliced"):
         run.steps(MEASURING, [1024])
 

@@ -1,36 +1,29 @@
-"""Where batches come from, what shapes they have, and evaluation between steps."""
+"""Where batches come from, what shapes they have, evaluation between steps, and what a run says of them: as DeepSpeed does it."""
 
 from __future__ import annotations
 
+import csv
+import io
+import re
+from contextlib import redirect_stdout
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from deepspeed.runtime import dataloader
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from ds_terapipe import ConfigError
-from tests.pipeline.models import MaskedTokenLoss, gpt, masked_loss, mean_loss, micro_batch, steps_of, tied_gpt
+from tests.pipeline.models import MaskedTokenLoss, gpt, masked_loss, micro_batch, steps_of, tied_gpt
 from tests.pipeline.training import build_engine, train, train_plain, worst
 from tests.spawn import launched
 
 SLICED = {"slices": 5}
-sgd = partial(torch.optim.SGD, lr=0.2)
-
-
-class Texts(torch.utils.data.Dataset):
-    """Nine samples of ((tokens, positions), targets)."""
-
-    def __len__(self) -> int:
-        return 9
-
-    def __getitem__(self, index: int) -> Any:
-        (tokens, positions), targets = micro_batch(index, batch=1, masked=False)
-        return (tokens[0], positions[0]), targets[0]
-
-
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2, "warmup_num_steps": 4}}}
 QUESTIONS: dict[str, dict[str, Any]] = {
     "mean": {},
     "three micro-batches": {"num_micro_batches": 3},
@@ -41,50 +34,70 @@ QUESTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def evaluated(loss: Any, keys: dict[str, Any] | None) -> dict[str, Any]:
-    """What eval_batch gives for every combination of its arguments that changes the result."""
-    engine, answers = build_engine(tied_gpt(), loss, token_pipeline=keys), {}
+class Texts(torch.utils.data.Dataset):
+    """Nine samples without a batch dimension."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> Any:
+        return tree_map(lambda tensor: tensor[0], micro_batch(index, batch=1))
+
+
+def loading_here() -> Any:
+    """DeepSpeed starts two processes that load: none here, a test's process may not have children."""
+    return mock.patch.object(dataloader, "DataLoader", lambda *a, **k: DataLoader(*a, **{**k, "num_workers": 0}))
+
+
+def differences(losses: list[float], steps: list[Any], weights: dict[str, torch.Tensor] | None = None) -> float:
+    """Largest relative difference from the same training in one process."""
+    plain = train_plain(tied_gpt(), masked_loss, steps, partial(torch.optim.SGD, lr=0.2))
+    found = [abs(a - b) / b for a, b in zip(losses, plain.losses, strict=True)]
+    return max(*found, worst(weights or {}, plain.weights))
+
+
+def evaluated(engine: Any) -> dict[str, Any]:
+    """Results of eval_batch for every combination of its arguments that changes them."""
+    answers = {}
     for question, arguments in QUESTIONS.items():
         engine.total_loss = None  # DeepSpeed's eval_batch (0.19.8) adds to what the last one left, whatever its shape
         answers[question] = engine.eval_batch(iter([micro_batch(7 + m) for m in range(3)]), **arguments)
-    engine.destroy()
+    engine.total_loss = None
     return answers
 
 
-def evaluation_between_steps() -> bool:
-    """Whether losses of training are bit for bit the same with and without evaluations in between."""
-    losses = []
+def watched(keys: dict[str, Any] | None, folder: str) -> dict[str, Any]:
+    """Losses, rates and what a CSV monitor wrote; evaluations, losses and rates with a dataset and a client's scheduler."""
+    monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    engine = build_engine(tied_gpt(), masked_loss, token_pipeline=keys, config={**monitor, **WARMUP})
+    rates: list[float] = []
+    losses = train(engine, steps_of(5, 2), after_step=lambda: rates.append(engine.get_lr()[0])).losses
+    engine.total_loss = None
+    engine.eval_batch(iter(steps_of(1, 2)[0]))
+    engine.destroy()
+    written = {path.name: list(csv.reader(path.open())) for path in Path(folder).rglob("*.csv")}
+    halved = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    with loading_here():
+        engine = build_engine(tied_gpt(), masked_loss, token_pipeline=keys, training_data=Texts(), lr_scheduler=halved)
+        answers = evaluated(engine)
+        steps = [(float(engine.train_batch()), engine.get_lr()[0]) for _ in range(7)]
+    engine.destroy()
+    dataset = tuple(zip(*steps, strict=True))
+    return {"trained": (losses, rates), "written": written, "evaluated": answers, "dataset": dataset}
+
+
+def evaluation_between_steps() -> tuple[list[list[float]], str]:
+    """Losses of training with and without evaluations in between, and what is printed."""
+    losses, out = [], io.StringIO()
     for evaluates in (False, True):
         engine = build_engine(tied_gpt(), masked_loss, token_pipeline=SLICED)
         between = (lambda engine=engine: engine.eval_batch(iter(steps_of(1, 2)[0]))) if evaluates else None
         if evaluates:
             engine.eval_batch(iter(steps_of(1, 3)[0]), num_micro_batches=3)
-        losses.append(train(engine, steps_of(3, 2), after_step=between).losses)
+        with redirect_stdout(out):
+            losses.append(train(engine, steps_of(3, 2), after_step=between).losses)
         engine.destroy()
-    return losses[0] == losses[1]
-
-
-def dataset(keys: dict[str, Any] | None) -> list[float]:
-    """``training_data``: nine samples in batches of two, over and over; the last one of a round is smaller."""
-    # DeepSpeed starts two processes that load: none here, a test's process may not have children
-    with mock.patch.object(dataloader, "DataLoader", lambda *a, **k: DataLoader(*a, **{**k, "num_workers": 0})):
-        engine = build_engine(gpt(), mean_loss, token_pipeline=keys, micro_batches=1, training_data=Texts())
-        losses = [float(engine.train_batch()) for _ in range(7)]
-    engine.destroy()
-    return losses
-
-
-def end_of_data() -> list[str]:
-    """A step with too few micro-batches, and the next one with enough."""
-    engine, seen = build_engine(gpt(), masked_loss, token_pipeline=SLICED), []
-    for count in (2, 1, 2):
-        try:
-            engine.train_batch(iter([micro_batch(m) for m in range(count)]))
-            seen.append("trained")
-        except StopIteration:
-            seen.append("end")
-    engine.destroy()
-    return seen
+    return losses, out.getvalue()
 
 
 def changing_shapes() -> tuple[float, str]:
@@ -94,92 +107,117 @@ def changing_shapes() -> tuple[float, str]:
         [micro_batch(10 * s + m, length=length, batch=batch) for m, (length, batch) in enumerate(step)]
         for s, step in enumerate(shapes)
     ]
-    plain, found, said = train_plain(tied_gpt(), masked_loss, steps, sgd), [], ""
-    for schedule in ("terapipe", "1f1b"):
-        engine = build_engine(tied_gpt(), masked_loss, token_pipeline={**SLICED, "schedule": schedule})
-        trace = train(engine, steps)
-        found += [abs(a - b) / b for a, b in zip(trace.losses, plain.losses, strict=True)]
-        found.append(worst(trace.weights, plain.weights))
-        engine.destroy()
-    engine = build_engine(tied_gpt(), masked_loss, token_pipeline={"slices": [4, 20]})
+    engine = build_engine(tied_gpt(), masked_loss, token_pipeline={**SLICED, "schedule": "terapipe"})
+    losses = train(engine, steps).losses
+    engine.set_slices(5, "1f1b")
+    trace = train(engine, steps)
+    engine.set_slices([4, 20])
     engine.train_batch(iter(steps[0]))
-    try:
+    with pytest.raises(ConfigError) as raised:
         engine.train_batch(iter(steps[1]))
-    except ConfigError as error:
-        said = str(error)
     engine.train_batch(iter(steps[3]))
     engine.destroy()
-    return max(found), said
+    return differences(losses + trace.losses, steps * 2, trace.weights), str(raised.value)
 
 
-def batch_size() -> float:
-    """set_train_batch_size between steps: two micro-batches, then three, then one."""
-    engine, losses = build_engine(tied_gpt(), masked_loss, token_pipeline=SLICED), []
-    steps = [steps_of(1, count)[0] for count in (2, 3, 1)]
+def numbers_of_micro_batches() -> tuple[float, list[str]]:
+    """set_train_batch_size between steps; then a step with too few micro-batches, and the next one with enough."""
+    engine, losses, seen = build_engine(tied_gpt(), masked_loss, token_pipeline=SLICED), [], []
+    steps = [steps_of(1, count)[0] for count in (3, 1, 2)]
     for step in steps:
         engine.set_train_batch_size(2 * len(step))
         losses.append(float(engine.train_batch(iter(step))))
+    for count in (1, 2):
+        try:
+            engine.train_batch(iter(steps[0][:count]))
+            seen.append("trained")
+        except StopIteration:
+            seen.append("end")
     engine.destroy()
-    plain = train_plain(tied_gpt(), masked_loss, steps, sgd)
-    return max(abs(a - b) / b for a, b in zip(losses, plain.losses, strict=True))
+    return differences(losses, steps), seen
 
 
-def no_loss_fn(slices: int) -> str:
+def lines(every: int, micro_batches: int) -> list[str]:
+    """Our log lines of four steps."""
+    config, out = {"steps_per_print": every}, io.StringIO()
+    engine = build_engine(gpt(), masked_loss, token_pipeline={"slices": 4}, micro_batches=micro_batches, config=config)
+    with redirect_stdout(out):
+        train(engine, steps_of(4, micro_batches))
+    engine.destroy()
+    return [line for line in out.getvalue().splitlines() if "tokens/s" in line]
+
+
+def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    engine = build_engine(tied_gpt(), MaskedTokenLoss(), token_pipeline=SLICED)
+    per_token = evaluated(engine)
+    engine.destroy()
     specs = [*gpt(), lambda logits: logits.square().mean()]
-    engine = build_engine(specs, None, token_pipeline={"slices": slices})
-    try:
-        return f"{float(engine.train_batch(iter(steps_of(1, 2)[0]))):.2f}"
-    except ConfigError as error:
-        return str(error)
-    finally:
-        engine.destroy()
-
-
-def worker(rank: int, world_size: int) -> dict[str, Any]:
+    engine = build_engine(specs, None, token_pipeline={"slices": 1})
+    without_loss_fn = float(engine.train_batch(iter(steps_of(1, 2)[0])))
+    engine.destroy()
     return {
-        "evaluated": [evaluated(*way) for way in ((masked_loss, None), (masked_loss, SLICED), (MaskedTokenLoss(), SLICED))],
+        "own": watched(None, f"{folder}/{rank}/own"),
+        "ours": watched(SLICED, f"{folder}/{rank}/ours"),
+        "per token": per_token,
         "between": evaluation_between_steps(),
-        "dataset": [dataset(keys) for keys in (None, SLICED)],
-        "end": end_of_data(),
         "shapes": changing_shapes(),
-        "batch size": batch_size(),
-        "no loss": [no_loss_fn(slices) for slices in (1, 5)],
-    }  # fmt: skip
+        "numbers": numbers_of_micro_batches(),
+        "no loss": without_loss_fn,
+        "lines": [lines(2, 2), lines(4, 16)],
+    }
 
 
-ranks = launched(worker, 2, timeout=180)
+ranks = launched(worker, 2, folder=True, timeout=240)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_evaluation_equals_deepspeeds(ranks: list[dict[str, Any]], question: str) -> None:
     for rank, found in enumerate(ranks):
-        theirs, *ours = (answers[question] for answers in found["evaluated"])
-        for answer in ours:
-            torch.testing.assert_close(answer, theirs, rtol=1e-5, atol=1e-6)
+        theirs = found["own"]["evaluated"][question]
+        for ours in (found["ours"]["evaluated"], found["per token"]):
+            torch.testing.assert_close(ours[question], theirs, rtol=1e-5, atol=1e-6)
         if question == "not reduced":
             assert (theirs is not None) == (rank == 1)
 
 
+def test_datasets_schedulers_and_monitors_are_used_as_by_deepspeed(ranks: list[dict[str, Any]]) -> None:
+    for rank, (theirs, ours) in enumerate((found["own"], found["ours"]) for found in ranks):
+        for what in ("trained", "dataset"):
+            (losses, rates), (own_losses, own_rates) = ours[what], theirs[what]
+            assert losses == pytest.approx(own_losses, rel=1e-5)
+            assert rates == own_rates and len(set(rates)) > 2
+        assert ours["written"].keys() == theirs["written"].keys() and len(ours["written"]) == (3 if rank == 0 else 0)
+        for file, (head, *rows) in theirs["written"].items():
+            own_head, *own_rows = ours["written"][file]
+            assert own_head == head and len(own_rows) == len(rows) > 0, file
+            for a, b in zip(own_rows, rows, strict=True):
+                assert [float(x) for x in a] == pytest.approx([float(x) for x in b], rel=1e-5), file
+
+
 def test_evaluation_leaves_training_alone(ranks: list[dict[str, Any]]) -> None:
-    assert all(rank["between"] for rank in ranks)
-
-
-def test_a_dataset_given_to_initialize_trains_as_deepspeeds(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["dataset"][1] == pytest.approx(rank["dataset"][0], rel=1e-5)
-
-
-def test_the_end_of_data_is_seen_by_every_rank(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["end"] for rank in ranks] == [["trained", "end", "trained"]] * 2
+    assert all(without == with_it for (without, with_it), _ in (rank["between"] for rank in ranks))
 
 
 def test_lengths_and_batches_may_change_and_a_list_fits_one_length(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         off, said = rank["shapes"]
-        assert max(off, rank["batch size"]) <= 1e-5
+        assert off <= 1e-5
         assert "token_pipeline.slices: got [4, 20], which add up to 24 tokens" in said
 
 
-def test_a_model_without_loss_fn_is_refused_when_cut(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert float(rank["no loss"][0]) > 0 and "PipelineModule without loss_fn" in rank["no loss"][1]
+def test_micro_batches_may_change_in_number_and_their_end_is_seen_by_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for off, seen in (rank["numbers"] for rank in ranks):
+        assert off <= 1e-5 and seen == ["end", "trained"]
+
+
+def test_a_model_without_loss_fn_trains_uncut(ranks: list[dict[str, Any]]) -> None:
+    assert all(rank["no loss"] > 0 for rank in ranks)
+
+
+def test_the_first_rank_prints_a_line_as_often_as_asked(ranks: list[dict[str, Any]]) -> None:
+    (first, second), (many,) = ranks[0]["lines"]
+    assert ranks[1]["lines"] == [[], []] and all("tokens/s" not in rank["between"][1] for rank in ranks)
+    form = r"step (\d+): loss \d\.\d{4}, [\d,]+ tokens/s, .* waited \d+% \d+% .*4 slices, 1f1b"
+    assert [re.search(form, line)[1] for line in (first, second)] == ["2", "4"]  # type: ignore[index]
+    assert "does not pay" not in first
+    assert "slicing does not pay here" in many, "with many micro-batches"

@@ -1,86 +1,162 @@
-"""Every wrapper that DeepSpeed has for bf16 is as exact in slices as unsliced, and clips by the true norm."""
+"""Every wrapper that DeepSpeed has for 16 bits is as exact in slices, in any order, as unsliced, and clips by the true norm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
+from ds_terapipe.pipeline import engine as engine_module
+from ds_terapipe.schedule import Grid, Placement, validate
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
-from tests.pipeline.training import Trace, build_engine, errors, train, train_plain
-from tests.spawn import launched
+from tests.pipeline.training import Trace, allow_fp16, build_engine, errors, train, train_plain, worst
+from tests.schedule.strategies import interleaved_grid
+from tests.spawn import launched, run_ranks
 
-STEPS = 3
-FP32_SUM = {"data_types": {"grad_accum_dtype": "fp32"}}
-LATE = {"bf16": {"enabled": True, "immediate_grad_update": False}}
-BF16 = {  # the optimiser classes that DeepSpeed 0.19.8 chooses among
-    "zero0": {"bf16": {"enabled": True}},
-    "zero0, gathered after backward": LATE,
-    "zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-    "zero1, fp32 sum, gathered after backward": {**LATE, "zero_optimization": {"stage": 1}, **FP32_SUM},
-}
-CLIP = 0.5
+STEPS, MICRO_BATCHES, SLICES, CLIP = 2, 3, 8, 0.5
 LOSS_ROUNDING = 2.0**-11  # of a mean of losses made from bf16 logits
+ZERO1 = {"zero_optimization": {"stage": 1}}
+LATE = {"bf16": {"enabled": True, "immediate_grad_update": False}}
+FP32 = "zero1"
+CONFIGS: dict[str, dict[str, Any]] = {  # in bf16 the optimiser classes that DeepSpeed 0.19.8 chooses among
+    FP32: ZERO1,
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16 zero1": {"bf16": {"enabled": True}, **ZERO1},
+    "bf16, gathered after backward": LATE,
+    "bf16 zero1, fp32 sum, gathered after backward": {**LATE, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}},
+}
+# how an engine runs: its order, and when it makes weight gradients; by slice each is still rounded once
+WAYS: dict[str, tuple[str, str] | None] = {
+    "unsliced": None,  # DeepSpeed's own engine
+    "sliced": ("1f1b", "auto"),
+    "by slice": ("1f1b", "slice"),
+    "random": ("random", "micro_batch"),
+    "random by slice": ("random", "slice"),
+    "clipped": ("1f1b", "auto"),
+}
+RUNS = [
+    *((name, way) for name in CONFIGS if name != FP32 for way in ("unsliced", "sliced")),
+    ("bf16 zero1", "by slice"),
+    # optimisers that gather gradients themselves
+    *((name, way) for name in CONFIGS if "gathered" in name or name == FP32 for way in ("random", "random by slice")),
+    *((name, "clipped") for name in ("bf16", "bf16 zero1")),
+]
+
+
+def data() -> list[Any]:
+    return steps_of(STEPS, MICRO_BATCHES, length=48)
 
 
 @cache
-def exact(micro_batches: int, clip: float = 0.0) -> Trace:
-    """One process: fp64 from weights that bf16 can hold."""
-    return train_plain(
-        tied_gpt(), masked_loss, steps_of(STEPS, micro_batches, length=48), partial(torch.optim.SGD, lr=0.2), clip,
-        dtype=torch.float64, start=torch.bfloat16,
-    )  # fmt: skip
+def exact(fp32: bool, clip: float) -> Trace:
+    """One process: fp64 from weights that bf16 can hold, or fp32."""
+    wide, start = (torch.float32, torch.float32) if fp32 else (torch.float64, torch.bfloat16)
+    sgd = partial(torch.optim.SGD, lr=0.2)
+    return train_plain(tied_gpt(), masked_loss, data(), sgd, clip, dtype=wide, start=start)
 
 
-def trained(slices: int | None, micro_batches: int, clip: float = 0.0, **options: Any) -> dict[str, float]:
-    """Errors on two stages; ``slices`` None: of DeepSpeed's own engine."""
-    keys = None if slices is None else {"slices": slices, **options.pop("keys", {})}
-    engine = build_engine(
-        tied_gpt(), masked_loss, token_pipeline=keys, micro_batches=micro_batches, clip=clip, **options
-    )
-    trace = train(engine, steps_of(STEPS, micro_batches, length=48))
+def interleaved(name: str, placement: Placement, slices: tuple[int, ...], deferring: tuple[int, ...] = ()) -> Grid:
+    """A random order, with micro-batches that come back together."""
+    made = interleaved_grid(0, placement.places, slices, weights=bool(deferring))
+    validate(made.grid, made.slices)
+    return made.grid
+
+
+def trained(name: str, way: str) -> dict[str, float]:
+    """Errors on two stages."""
+    clip, known, keys = CLIP if way == "clipped" else 0.0, engine_module.grid_of_step, None
+    if WAYS[way] is not None:
+        order, weights = WAYS[way]
+        keys = {"slices": SLICES, "weight_gradients": weights, "verify": False}
+        engine_module.grid_of_step = interleaved if order == "random" else known
+    options: Any = {"micro_batches": MICRO_BATCHES, "clip": clip, "config": CONFIGS[name]}
+    engine = build_engine(tied_gpt(), masked_loss, token_pipeline=keys, **options)
+    found = errors(train(engine, data()), exact(name == FP32, clip))
     engine.destroy()
-    return errors(trace, exact(micro_batches, clip))
-
-
-def runs() -> dict[str, Callable[[], dict[str, float]]]:
-    found = {}
-    for name, config in BF16.items():
-        for slices in (None, 8):
-            found[f"{name}/{'own' if slices is None else slices}"] = partial(trained, slices, 4, config=config)
-    # every weight's gradient comes slice by slice, and is still rounded once
-    per_slice = {"weight_gradients": "slice"}
-    found["zero1/8, weight gradients per slice"] = partial(trained, 8, 4, config=BF16["zero1"], keys=per_slice)
-    for name in ("zero0", "zero1"):
-        found[f"{name}, clipped"] = partial(trained, 8, 2, CLIP, config=BF16[name])
+    engine_module.grid_of_step = known
     return found
 
 
-def worker(rank: int, world_size: int) -> dict[str, dict[str, float]]:
-    return {name: run() for name, run in runs().items()}
+def worker(rank: int, world_size: int) -> dict[Any, dict[str, float]]:
+    return {run: trained(*run) for run in RUNS}
 
 
 ranks = launched(worker, 2, timeout=240)
 
 
-@pytest.mark.parametrize("name", BF16)
-def test_bf16_is_as_exact_as_unsliced(ranks: list[dict[str, dict[str, float]]], name: str) -> None:
+@pytest.mark.parametrize(("name", "way"), [run for run in RUNS if run[1] not in ("unsliced", "clipped")])
+def test_slices_in_any_order_are_as_exact_as_the_whole(ranks: list[dict[Any, Any]], name: str, way: str) -> None:
     for found in ranks:
-        own = found[f"{name}/own"]
-        for key, sliced in found.items():
-            if not key.startswith(f"{name}/"):
-                continue
-            assert sliced["gradients"] <= 1.2 * own["gradients"], (
-                f"{key}: {sliced['gradients']:.2e} > {own['gradients']:.2e}"
-            )
-            assert sliced["loss"] <= max(1.2 * own["loss"], LOSS_ROUNDING), f"{key}: {sliced} {own}"
+        got = found[name, way]
+        if name == FP32:
+            assert max(got[what] for what in ("gradients", "weights", "loss")) <= 1e-5, got
+            continue
+        own = found[name, "unsliced"]
+        assert got["gradients"] <= 1.2 * own["gradients"], (got, own)
+        assert got["loss"] <= max(1.2 * own["loss"], LOSS_ROUNDING), (got, own)
+        assert got["weights together"] <= 1.2 * own["weights together"], (got, own)
+        assert got["weights"] <= 1.5 * own["weights"], (got, own)
 
 
-@pytest.mark.parametrize("name", ["zero0", "zero1"])
-def test_bf16_is_clipped_by_the_true_norm(ranks: list[dict[str, dict[str, float]]], name: str) -> None:
+@pytest.mark.parametrize("name", ["bf16", "bf16 zero1"])
+def test_bf16_is_clipped_by_the_true_norm(ranks: list[dict[Any, Any]], name: str) -> None:
     for found in ranks:
-        assert found[f"{name}, clipped"]["norms"] <= 1e-2
-        assert found[f"{name}, clipped"]["weights"] <= 1e-2
+        assert found[name, "clipped"]["norms"] <= 1e-2 and found[name, "clipped"]["weights"] <= 1e-2
+
+
+# ------------------------------------------------------------------------------------------------- fp16, with loss scaling
+
+SCALES: dict[str, dict[str, Any]] = {
+    "static": {"loss_scale": 128.0},
+    "overflow": {"loss_scale": 0, "initial_scale_power": 22, "hysteresis": 1},
+}
+CASES = [("static", 1), ("overflow", 0), ("overflow", 1)]  # and the ZeRO stage
+
+
+def scaled(stages: int, scale: str, zero: int) -> dict[str, Any]:
+    """Errors against fp64 from weights that fp16 can hold, on the steps that were not skipped."""
+    config = {"fp16": {"enabled": True, **SCALES[scale]}, "zero_optimization": {"stage": zero}}
+    options: Any = {"stages": stages, "clip": CLIP, "config": config}
+    engine = build_engine(tied_gpt(), masked_loss, token_pipeline={"slices": 5}, **options)
+    steps = steps_of(14 if scale == "overflow" else 3, 2)
+    got, skipped, device = train(engine, steps), engine.skipped_steps, str(engine.device)
+    engine.destroy()
+    sgd = partial(torch.optim.SGD, lr=0.2)
+    plain = train_plain(tied_gpt(), masked_loss, steps[skipped:], sgd, CLIP, torch.float64, torch.float16)
+    pairs = (got.losses[skipped:], plain.losses), (got.norms[skipped:], plain.norms)
+    off = [max(abs(a - b) / b for a, b in zip(*pair, strict=True)) for pair in pairs]
+    weights = worst({name: weight.cpu() for name, weight in got.weights.items()}, plain.weights)
+    return {"off": (*off, weights), "skipped": skipped, "device": device}
+
+
+def fp16_worker(rank: int, world_size: int) -> dict[tuple[str, int], dict[str, Any]]:
+    if get_accelerator().device_name() == "cpu":
+        allow_fp16()
+    return {case: scaled(world_size, *case) for case in CASES}
+
+
+def check_fp16(results: list[dict[tuple[str, int], dict[str, Any]]]) -> None:
+    for case in CASES:
+        for rank, found in enumerate(result[case] for result in results):
+            losses, norms, weights = found["off"]
+            assert losses <= 2e-3 and norms <= 5e-3 and weights <= 1e-2, (case, rank, found)
+            assert found["skipped"] == results[0][case]["skipped"]
+            assert 1 < found["skipped"] < 12 if case[0] == "overflow" else found["skipped"] == 0, (case, found)
+
+
+fp16_ranks = launched(fp16_worker, 2, timeout=180)
+
+
+def test_fp16_on_two_stages_skips_steps_that_overflow_and_clips_by_the_true_norm(fp16_ranks: list[Any]) -> None:
+    check_fp16(fp16_ranks)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_fp16_on_one_stage_on_a_gpu() -> None:
+    results = run_ranks(fp16_worker, 1, timeout=300, env={"DS_ACCELERATOR": "cuda"})
+    check_fp16(results)
+    assert all(found["device"].startswith("cuda") for found in results[0].values())

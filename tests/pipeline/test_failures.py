@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import os
+import pkgutil
 import re
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -23,7 +21,7 @@ from tests.pipeline.models import Block, gpt, mean_loss, micro_batch, tied_gpt
 from tests.pipeline.training import build_engine
 from tests.spawn import Exit, in_background, mark, run_to_exit, torchrun
 
-SLICES, LENGTH, MICRO_BATCHES, STEP = 4, 24, 2, 2
+SLICES, MICRO_BATCHES, STEP = 4, 2, 2
 GRACE_S = 5.0  # see watchdog.py
 REPORT_S = 40.0  # what a report and Python's exit take, about 10 of which are waits of the report's own, on busy cores
 ENDS_WITHIN_S = 150  # more than any case may take
@@ -35,10 +33,16 @@ COLLECTIVES = {
     "optimizer": ("_exec_optimizer_step", "the optimiser step of the other ranks"),
     "loss": ("_aggregate_total_loss", "the loss from the last stage"),
 }
+# Where DeepSpeed or we are when it happens to a rank while engines are built.
+BUILDING = {
+    "the first look at the model": ("ds_terapipe.refusals", "on_every_rank"),
+    "DeepSpeed's constructor": ("deepspeed.runtime.engine:DeepSpeedEngine", "_configure_distributed_model"),
+    "groups": ("ds_terapipe.pipeline.engine", "Consensus"),
+}
 
 
 class Case(NamedTuple):
-    """An accident of rank ``victim``, and where: in a layer, or when it comes to a collective."""
+    """An accident of rank ``victim``, and where: in a layer, when it comes to a collective, or while engines are built."""
 
     what: str
     victim: int
@@ -48,39 +52,44 @@ class Case(NamedTuple):
 
     @property
     def timeout_s(self) -> float:
-        return 12.0 if self.what == "stop" else 60.0
+        return 8.0 if self.what == "stop" else 60.0
 
-    def place_of(self, rank: int) -> tuple[int, int]:
-        """Stage and replica; DeepSpeed numbers the replicas of a stage one after the other."""
-        return divmod(rank, self.world_size // self.stages)
-
+    @property
     def survivors(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.victim]
 
 
-CASES = {
-    "kill the first of 4": Case("kill", 0, 4, 4),
-    "kill the last of 4": Case("kill", 3, 4, 4),
-    "kill in a replica": Case("kill", 3, 4, 2),
-    "bug": Case("raise", 1, 2, 2),
+CASES = {  # those that take longest first: all together mostly wait
     "stop the first of 2": Case("stop", 0, 2, 2),
     "stop the last of 4": Case("stop", 3, 4, 4),
     "stop before header": Case("stop", 1, 2, 2, "header"),
     "stop before gradients": Case("stop", 1, 2, 1, "gradients"),
+    "kill the first of 4": Case("kill", 0, 4, 4),
+    "kill the last of 4": Case("kill", 3, 4, 4),
+    "kill in a replica": Case("kill", 3, 4, 2),
+    "bug": Case("raise", 1, 2, 2),
 }
 FULL = {
     "stop the store's host": Case("stop", 0, 2, 2, "header"),
     **{f"stop before {where}": Case("stop", 1, 2, 2, where) for where in ("tied", "optimizer", "loss")},
 }
+BUILT = {
+    "stop in groups": Case("stop", 1, 3, 3, "groups"),
+    "kill in the first look at the model": Case("kill", 1, 2, 2, "the first look at the model"),
+    "kill in DeepSpeed's constructor": Case("kill", 1, 3, 3, "DeepSpeed's constructor"),
+    "kill the store's host": Case("kill", 0, 2, 2, "DeepSpeed's constructor"),
+    "kill in groups": Case("kill", 1, 2, 2, "groups"),
+}
+BROKEN, LATE = "(closed|reset)", "Timed out"
 # What a survivor's report says of those that it waited for, and of those that it did not.
 TOLD = (
-    ("kill the first of 4", 1, r" for activations of 0\.\d from rank 0 in .*(closed|reset)"),
-    ("kill the last of 4", 2, r" for gradients of 0\.\d from rank 3 in .*(closed|reset)"),
+    ("kill the first of 4", 1, rf" for activations of 0\.\d from rank 0 in .*{BROKEN}"),
+    ("kill the last of 4", 2, rf" for gradients of 0\.\d from rank 3 in .*{BROKEN}"),
     ("kill the last of 4", 0, r"rank 3 \(stage 3\): .*; no sign of life|rank 2 \(stage 2\): .* gave up waiting for"),
-    ("kill in a replica", 1, r" for gradients of 0\.\d from rank 3 in .*(closed|reset)"),
+    ("kill in a replica", 1, rf" for gradients of 0\.\d from rank 3 in .*{BROKEN}"),
     ("kill in a replica", 0, r"rank 3: .*; no sign of life|rank 1: .* gave up waiting for"),
-    ("stop the first of 2", 1, r" for activations of 0\.\d from rank 0 in .*Timed out"),
-    ("stop the last of 4", 2, r" for gradients of 0\.\d from rank 3 in .*Timed out"),
+    ("stop the first of 2", 1, rf" for activations of 0\.\d from rank 0 in .*{LATE}"),
+    ("stop the last of 4", 2, rf" for gradients of 0\.\d from rank 3 in .*{LATE}"),
     ("bug", 0, r"rank 1 \(stage 1\): last seen in step 2, action \d+, failed: Bug: 'a bug in the layer'"),
 )
 
@@ -89,18 +98,14 @@ class Bug(KeyError):
     """An error of the user's layer."""
 
 
-def until_all_have_said_where_they_are() -> None:
-    """Every rank's watching thread has written down that it is in step ``STEP``."""
-    store = _get_default_store()
+def happen(what: str) -> None:
+    """Have it happen when the watching threads of all ranks have written down that they are in step ``STEP``."""
+    # as in the steps of a model worth slicing, which take longer than a moment
+    store, deadline = _get_default_store(), time.monotonic() + ENDS_WITHIN_S
     keys = [f"ds_terapipe/position/0/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
-    deadline = time.monotonic() + ENDS_WITHIN_S
     while not all(store.check([key]) and Position.from_text(store.get(key).decode()).step == STEP for key in keys):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def happen(what: str) -> None:
-    until_all_have_said_where_they_are()  # as in the steps of a model worth slicing, which take longer than a moment
     mark("accident")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher ends the others as soon as it looks: see `torchrun`
         os.kill(os.getppid(), signal.SIGSTOP)
@@ -114,8 +119,7 @@ class Accident(Block):
 
     def __init__(self, what: str, rank: int) -> None:
         super().__init__()
-        self.what, self.calls = what, 0
-        self.armed = rank == int(os.environ["RANK"])
+        self.what, self.calls, self.armed = what, 0, rank == int(os.environ["RANK"])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.armed and torch.is_grad_enabled() and current_span() is not None:
@@ -126,67 +130,40 @@ class Accident(Block):
 
 
 def train(rank: int, world_size: int, *fields: Any) -> None:
-    """Train until it happens."""
+    """Build an engine and train until it happens."""
     case = Case(*fields)
+    if rank == case.victim and case.where in BUILDING:
+        owner, name = BUILDING[case.where]
+        setattr(pkgutil.resolve_name(owner), name, lambda *args, **kwargs: os.kill(os.getpid(), SIGNALS[case.what]))
     layers = tied_gpt(6) if case.where == "tied" else gpt(6)
     if case.where == "layer":
         layers = [layers[0], *(LayerSpec(Accident, case.what, case.victim) for _ in range(6)), layers[-1]]
-    keys = {"slices": SLICES, "timeout_s": case.timeout_s}
-    engine = build_engine(
-        layers, mean_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES, stages=case.stages, clip=1.0
-    )
+    keys = {"slices": SLICES, "timeout_s": case.timeout_s, "verify": False}
+    options = {"micro_batches": MICRO_BATCHES, "stages": case.stages, "clip": 1.0}
+    engine = build_engine(layers, mean_loss, token_pipeline=keys, **options)
+    mark("built")
     for step in range(STEP + 2):
-        if step == STEP and rank == case.victim and case.where != "layer":
+        if step == STEP and rank == case.victim and case.where in COLLECTIVES:
             *part, method = COLLECTIVES[case.where][0].split(".")
             setattr(getattr(engine, *part) if part else engine, method, lambda *args: happen(case.what))
-        engine.train_batch(iter([micro_batch(m, length=LENGTH, masked=False) for m in range(MICRO_BATCHES)]))
+        engine.train_batch(iter([micro_batch(m, masked=False) for m in range(MICRO_BATCHES)]))
     mark("trained")
 
 
-# Where DeepSpeed or we are when it happens to a rank while engines are built.
-BUILDING = {
-    "the first look at the model": "ds_terapipe.refusals:on_every_rank",
-    "DeepSpeed's constructor": "deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model",
-    "groups": "ds_terapipe.pipeline.engine:Consensus",
-}
-BUILT = {
-    "kill in the first look at the model": Case("kill", 1, 2, 2, "the first look at the model"),
-    "kill in DeepSpeed's constructor": Case("kill", 1, 3, 3, "DeepSpeed's constructor"),
-    "kill the store's host": Case("kill", 0, 2, 2, "DeepSpeed's constructor"),
-    "kill in groups": Case("kill", 1, 2, 2, "groups"),
-    "stop in groups": Case("stop", 1, 3, 3, "groups"),
-}
-
-
-def build(rank: int, world_size: int, *fields: Any) -> None:
-    """Have it happen while engines are built."""
-    case = Case(*fields)
-
-    def accident(*args: Any, **kwargs: Any) -> None:
-        os.kill(os.getpid(), SIGNALS[case.what])
-
-    if rank == case.victim:
-        module, _, path = BUILDING[case.where].partition(":")
-        *owners, name = path.split(".")
-        setattr(functools.reduce(getattr, owners, importlib.import_module(module)), name, accident)
-    build_engine(gpt(6), mean_loss, token_pipeline={"slices": SLICES, "timeout_s": case.timeout_s}, stages=case.stages)
-    mark("built")
-
-
-def ends_of(function: Callable[..., None], cases: dict[str, Case]) -> Any:
-    """A fixture: the exits of all cases, some of which run at a time: they mostly wait."""
+def ends_of(name: str, cases: dict[str, Case]) -> Any:
+    """A fixture: the exits of all cases."""
 
     def run() -> dict[str, list[Exit]]:
+        def exits_of(case: Case) -> list[Exit]:
+            return run_to_exit(train, case.world_size, *case, timeout=ENDS_WITHIN_S)
+
         with ThreadPoolExecutor(6) as pool:
-            found = pool.map(
-                lambda case: run_to_exit(function, case.world_size, *case, timeout=ENDS_WITHIN_S), cases.values()
-            )
-            return dict(zip(cases, found, strict=True))
+            return dict(zip(cases, pool.map(exits_of, cases.values()), strict=True))
 
-    return in_background(f"{__name__}:{function.__name__}", 2, run)
+    return in_background(f"{__name__}:{name}", 1, run)  # they mostly wait
 
 
-built, exits, exits_full = ends_of(build, BUILT), ends_of(train, CASES), ends_of(train, FULL)
+built, exits, exits_full = ends_of("built", BUILT), ends_of("exits", CASES), ends_of("full", FULL)
 
 
 def gone(rank: int) -> str:
@@ -197,7 +174,7 @@ def gone(rank: int) -> str:
 def test_who_is_missing_while_engines_are_built_is_said(built: dict[str, list[Exit]], name: str) -> None:
     case, ends = BUILT[name], built[name]
     assert ends[case.victim].code == -signal.SIGKILL
-    for end in (ends[rank] for rank in case.survivors()):
+    for end in (ends[rank] for rank in case.survivors):
         assert end.code in (1, 70) and "MARK built" not in end.output, end.output
         said = rf"rank {end.rank} waited [\d.]+ s for all ranks to build their engines: "
         assert re.search(said, end.output) and re.search(gone(case.victim), end.output, re.M), end.output
@@ -213,33 +190,32 @@ def report(end: Exit) -> str:
 
 def check(case: Case, ends: list[Exit]) -> None:
     """Every survivor ends in time, says for what it waited and how long, and shows where everybody is."""
-    accident = ends[case.victim].mark("accident")
+    accident, victim = ends[case.victim].mark("accident"), case.victim
     limit = case.timeout_s + (0 if case.what == "kill" else GRACE_S + REPORT_S)
-    lost, lost_replica = case.place_of(case.victim)
-    for rank in case.survivors():
-        end, (stage, replica) = ends[rank], case.place_of(rank)
+    replicas = case.world_size // case.stages  # DeepSpeed numbers the replicas of a stage one after the other
+    reports = {rank: report(ends[rank]) for rank in case.survivors}
+    for rank, text in reports.items():
+        end, stage, first = ends[rank], rank // replicas, text.splitlines()[0]
         assert end.code in (1, 70), end.output
         assert end.at - accident < limit, (end.at - accident, end.output)
-        text = report(end)
-        first = text.splitlines()[0]
         assert re.fullmatch(rf"rank {rank} \(stage {stage}\) waited [\d.]+ s for .+ in step {STEP}: .+", first), first
         assert f"(token_pipeline.timeout_s is {case.timeout_s:g})" in first
         assert case.where == "layer" or f" for {COLLECTIVES[case.where][1]} in " in first
         # a rank with a bug may live a moment longer than its connections
-        assert case.what == "raise" or re.search(gone(case.victim), end.output, re.M), end.output
+        assert case.what == "raise" or re.search(gone(victim), end.output, re.M), end.output
         if case.where != "header":
             assert re.search(r"^step +stage 0", text, re.M), text
             assert re.search(rf"\[\S+\].*<-- .*stage {stage}\b", text), text
-        if case.victim == 0 and case.what != "raise":  # it had the store
+        if victim == 0 and case.what != "raise":  # it had the store
             assert "positions unknown: the process with the store" in text
-        elif replica == lost_replica:
-            assert f"rank {case.victim} (stage {lost}): last seen in step {STEP}, action " in text, text
+        elif rank % replicas == victim % replicas:
+            assert f"rank {victim} (stage {victim // replicas}): last seen in step {STEP}, action " in text, text
         else:  # named by those who waited for it, or by its silence
-            named = rf"  rank \d+: .* from rank {case.victim}: |  rank {case.victim}: (.*; no sign of life|process \d+ is gone)"
+            named = rf"  rank \d+: .* from rank {victim}: |  rank {victim}: (.*; no sign of life|process \d+ is gone)"
             assert re.search(named, text), text
     if case.what == "stop":
-        assert ends[case.victim].code == -signal.SIGKILL, "no launcher's SIGTERM ends a process that is stopped"
-        assert ends[case.victim].at - accident < limit
+        assert ends[victim].code == -signal.SIGKILL, "no launcher's SIGTERM ends a process that is stopped"
+        assert ends[victim].at - accident < limit
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -266,5 +242,4 @@ def test_a_bug_in_a_layer_is_the_failing_ranks_own_error(exits: dict[str, list[E
 def test_under_torchrun_a_survivor_says_it() -> None:
     said = r"rank 0 \(stage 0\) waited [\d.]+ s for gradients of 0\.\d from rank 1 in step 2: "
     end = torchrun(train, 2, *Case("kill", 1, 2, 2), until=said)
-    assert end.code == 1, end.output
-    assert re.search(said, end.output), end.output
+    assert end.code == 1 and re.search(said, end.output), end.output

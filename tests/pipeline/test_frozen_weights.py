@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -56,9 +56,8 @@ class Tied(nn.Module):
 
     def __init__(self, trains: bool) -> None:
         super().__init__()
-        self.table, self.layer = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.table.requires_grad_(trains)
-        self.layer.requires_grad_(not trains)
+        self.table = nn.Embedding(ROWS, WIDTH).requires_grad_(trains)
+        self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(not trains)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return head(self.table, torch.tanh(self.layer(self.table(tokens))))
@@ -80,32 +79,25 @@ class Recomputed(nn.Module):
         return checkpoint(self.net, x, use_reentrant=self.reentrant)
 
 
-def megatron(*frozen: str) -> nn.Module:
-    """Megatron-core's layers: an embedding, a column-parallel and a row-parallel one."""
-    from megatron.core import tensor_parallel
-    from megatron.core.transformer.transformer_config import TransformerConfig
+class Megatron(nn.Module):
+    """Megatron-core's layers: an embedding, a column-parallel and a row-parallel one, in one of whose names is ``frozen``."""
 
-    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1, use_cpu_initialization=True)
-    options: dict[str, Any] = {"config": config, "init_method": nn.init.xavier_normal_}
+    def __init__(self, frozen: str) -> None:
+        super().__init__()
+        from megatron.core import tensor_parallel as mcore
+        from megatron.core.transformer.transformer_config import TransformerConfig
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = tensor_parallel.VocabParallelEmbedding(ROWS, WIDTH, **options)
-            self.column = tensor_parallel.ColumnParallelLinear(
-                WIDTH, 10, **options, bias=True, gather_output=False, skip_bias_add=False
-            )
-            self.row = tensor_parallel.RowParallelLinear(
-                10, 14, **options, bias=True, input_is_parallel=True, skip_bias_add=False
-            )
+        config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1, use_cpu_initialization=True)
+        own: dict[str, Any] = {"config": config, "init_method": nn.init.xavier_normal_}
+        both: dict[str, Any] = {**own, "bias": True, "skip_bias_add": False}
+        self.table = mcore.VocabParallelEmbedding(ROWS, WIDTH, **own)
+        self.column = mcore.ColumnParallelLinear(WIDTH, 10, **both, gather_output=False)
+        self.row = mcore.RowParallelLinear(10, 14, **both, input_is_parallel=True)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(frozen not in name)
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.row(F.gelu(self.column(self.table(tokens))[0]))[0]
-
-    net = Net()
-    for name, parameter in net.named_parameters():
-        parameter.requires_grad_(not any(part in name for part in frozen))
-    return net
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.row(F.gelu(self.column(self.table(tokens))[0]))[0]
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
@@ -118,10 +110,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "tied, trained": lambda: Tied(True),
     "reentrant": lambda: Recomputed(True),
     "not reentrant": lambda: Recomputed(False),
-    "Megatron's embedding": lambda: megatron("table"),
-    "Megatron's column": lambda: megatron("column"),
-    "Megatron's row": lambda: megatron("row"),
-    "Megatron's weights": lambda: megatron("weight"),
+    **{f"Megatron's {name}": lambda name=name: Megatron(name) for name in ("table", "column", "row", "weight")},
 }
 
 
@@ -140,22 +129,8 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def made(name: str) -> tuple[nn.Module, Tensor]:
-    if name.startswith("Megatron"):
-        pytest.importorskip("megatron.core")
-    torch.manual_seed(0)
-    net = NETS[name]().double()
-    if name.startswith(("Megatron", "tied")):
-        return net, torch.randint(ROWS, (BATCH, TOKENS))
-    return net, torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
-
-
-class Cost(NamedTuple):
-    """What a micro-batch took: bytes that autograd saved, bytes that were kept for weight gradients, products by shape."""
-
-    saved: int
-    kept: int
-    products: Counter[tuple[int, ...]]
+# what a micro-batch took: bytes that autograd saved, bytes that were kept for weight gradients, products by shape
+Cost = tuple[int, int, Counter[tuple[int, ...]]]
 
 
 class Products(TorchDispatchMode):
@@ -174,11 +149,9 @@ class Products(TorchDispatchMode):
 
 
 @contextmanager
-def saving(net: nn.Module) -> Iterator[list[int]]:
+def saving(net: nn.Module, saved: list[int]) -> Iterator[None]:
     """Bytes of what autograd saves, every storage once, weights aside."""
-    known = {p.untyped_storage().data_ptr() for p in net.parameters()}
-    found: dict[int, int] = {}
-    total: list[int] = []
+    known, found = {p.untyped_storage().data_ptr() for p in net.parameters()}, dict[int, int]()
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -187,13 +160,8 @@ def saving(net: nn.Module) -> Iterator[list[int]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield total
-    total.append(sum(found.values()))
-
-
-def pieces(x: Tensor) -> list[Tensor]:
-    """Slices of x [batch, tokens, ...] with memory of their own, as messages have it."""
-    return [part.detach().clone().requires_grad_(x.requires_grad) for part in x.split(SLICES, dim=1)]
+        yield
+    saved.append(sum(found.values()))
 
 
 def taken(net: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
@@ -205,24 +173,25 @@ def taken(net: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
 
 
 def whole(net: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Cost]:
-    inputs = [x.detach().clone().requires_grad_(x.requires_grad)]
+    inputs, saved = [x.detach().clone().requires_grad_(x.requires_grad)], list[int]()
     with Products() as products:
-        with saving(net) as saved:
+        with saving(net, saved):
             outputs = net(inputs[0])
         outputs.square().sum().backward()
-    return taken(net, inputs), Cost(saved[0], 0, products.shapes)
+    return taken(net, inputs), (saved[0], 0, products.shapes)
 
 
 def sliced(net: nn.Module, x: Tensor, deferred: bool) -> tuple[dict[str, Tensor], Cost]:
-    context, keeper, cuts, outputs = SliceContext(), WeightGradients(), spans(SLICES), []
+    context, keeper, cuts, outputs, saved = SliceContext(), WeightGradients(), spans(SLICES), [], list[int]()
     context.weight_gradients = keeper if deferred else None
-    inputs, bytes_, interception = pieces(x), 0, Interception([net])
+    # memory of their own, as messages have it
+    inputs = [part.detach().clone().requires_grad_(x.requires_grad) for part in x.split(SLICES, dim=1)]
+    interception = Interception([net])
     with Products() as products:
         for index, span in enumerate(cuts):
-            with context.forward(Unit(0, index), span), saving(net) as saved:
+            with context.forward(Unit(0, index), span), saving(net, saved):
                 context.enter_layer(0)
                 outputs.append(net(inputs[index]))
-            bytes_ += saved[0]
         for index in reversed(range(len(cuts))):
             with context.backward(Unit(0, index), cuts[index]):
                 outputs[index].square().sum().backward()
@@ -230,33 +199,37 @@ def sliced(net: nn.Module, x: Tensor, deferred: bool) -> tuple[dict[str, Tensor]
         keeper.make(0)
     interception.close()
     assert keeper.kept_bytes == 0
-    return taken(net, inputs), Cost(bytes_, kept, products.shapes)
+    return taken(net, inputs), (sum(saved), kept, products.shapes)
 
 
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("name", NETS)
 def test_nothing_is_made_saved_or_kept_for_a_frozen_weight(name: str, deferred: bool) -> None:
-    net, x = made(name)
-    (wanted, plain), (got, ours) = whole(net, x), sliced(net, x, deferred)
+    if name.startswith("Megatron"):
+        pytest.importorskip("megatron.core")
+    torch.manual_seed(0)
+    net, x = NETS[name]().double(), torch.randint(ROWS, (BATCH, TOKENS))
+    if not hasattr(net, "table"):
+        x = torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    wanted, (plain_saved, _, plain_products) = whole(net, x)
+    got, (saved, kept, products) = sliced(net, x, deferred)
     assert got.keys() == wanted.keys()
     for each, gradient in got.items():
         assert torch.linalg.vector_norm(gradient - wanted[each]) <= 1e-10 * torch.linalg.vector_norm(wanted[each])
-    assert ours.saved <= plain.saved
+    assert saved <= plain_saved
     for each, weight in net.named_parameters():
         shape = tuple(weight.shape)
         if weight.dim() == 2 and not weight.requires_grad:  # Megatron's own frozen layer makes no such product either
-            assert ours.products[shape] == ours.products[shape[::-1]] == 0 == plain.products[shape], each
-    assert ours.kept == (expected(net) if deferred else 0)
+            assert products[shape] == products[shape[::-1]] == 0 == plain_products[shape], each
+    assert kept == (expected(net) if deferred else 0)
 
 
 def expected(net: nn.Module) -> int:
     """Bytes of the inputs and output gradients of the trained linear layers and tables of this file's models."""
-    floats = indices = 0
+    numbers = 0  # of eight bytes, indices among them
     for name, weight in net.named_parameters():
         if weight.dim() == 2 and weight.requires_grad:
-            table = name.startswith("table")
-            floats += weight.shape[1] if table else sum(weight.shape)
-            indices += table
+            numbers += 1 + weight.shape[1] if name.startswith("table") else sum(weight.shape)
     if isinstance(net, Tied) and net.table.weight.requires_grad:
-        floats += ROWS + WIDTH  # its head
-    return BATCH * TOKENS * (8 * floats + 8 * indices)
+        numbers += ROWS + WIDTH  # its head
+    return BATCH * TOKENS * 8 * numbers
