@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-RANKS = 4  # at a time
+RANKS = 6  # at a time
 
 
 class Room:

@@ -79,6 +79,20 @@ def test_even_cuts_have_the_least_squares_for_each_number(times, most):
             assert len(own) == count and sum(t * t for t in own) == pytest.approx(min(finite), rel=1e-9)
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.lists(tables(most=3), min_size=1, max_size=3), st.integers(1, 5), st.integers(1, 6))
+def test_groups_of_sequences_are_the_best_of_all(drawn, sequences, stages):
+    times = dict(enumerate(drawn, start=1))
+    found, best = group_sequences(times, sequences, stages), math.inf
+    assert sum(size for size, _ in found.groups) == sequences
+    for sizes in compositions(sequences):
+        if max(sizes) <= len(drawn) and list(sizes) == sorted(sizes):
+            for cuts in itertools.product(*(list(compositions(len(times[size]))) for size in sizes)):
+                t = [x for size, counts in zip(sizes, cuts, strict=True) for x in of_cut(times[size], counts)]
+                best = min(best, sum(t) + (stages - 1) * max(t)) if math.isfinite(sum(t)) else best
+    assert found.seconds == pytest.approx(best, rel=1e-9)
+
+
 def test_times_are_those_of_the_slowest_stage():
     cost = ExampleCost([1.0, 1.0, 3.0, 2.0])
     times = slice_times(cost, 4, Cuts.of(100, granularity=8, min_length=16))

@@ -5,85 +5,40 @@ from . import Known
 _WRAPPED, _LIVE, _MOVES = (f"tests/elastic/test_elastic_{name}.py" for name in ("wrapped", "live", "moves"))
 
 KNOWN = (
-    Known(
-        "a moment stays behind",
-        "elastic.moves.reshape",
-        "{**piece.values, **moments}",
-        '{**piece.values, **{k: torch.zeros_like(v) if k == "exp_avg" else v for k, v in moments.items()}}',
-        f"{_WRAPPED} -k bits",
-    ),
-    Known(
-        "a group's decay is lost",
-        "elastic.moves.reshape",
-        "    return [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]\n",
-        "    found = [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]\n"
-        '    return [{**each, "weight_decay": found[0]["weight_decay"]} for each in found]\n',
-        f"{_LIVE} -k live_layers",
-    ),
-    Known(
-        "frozen weights decay",
-        "elastic.engine",
-        "            super()._exec_optimizer_step(lr_kwargs)\n",
-        "            super()._exec_optimizer_step(lr_kwargs)\n"
-        "        group = self.basic_optimizer.param_groups[0]\n"
-        "        for parameter in (p for p in self.module.parameters() if not p.requires_grad):\n"
-        '            parameter.data.mul_(1 - group["lr"] * group["weight_decay"])\n',
-        f"{_LIVE} -k live_layers",
-    ),
-    Known(
-        "a stale copy is trained",
-        "elastic.moves.groups",
-        '        group["params"] = [parameter for _, parameter in members]\n',
-        '        group["params"] = [nn.Parameter(p.detach().clone()) if name in states else p for name, p in members]\n',
-        f"{_MOVES} -k optimizer_gets",
-    ),
-    Known(
-        "a sample is handed over twice",
-        "elastic.feed",
-        "first % part, first % part + stop - first",
-        "0, stop - first",
-        f"{_MOVES} -k replica",
-    ),
-    Known(
-        "a sample is trained twice at a change of the shape",
-        "elastic.sampler",
-        "self.consumed = micro_batch, replicas, replica, consumed\n",
-        "self.consumed = micro_batch, replicas, replica, max(consumed - 1, 0)\n",
-        "tests/elastic/test_sampler.py -k sequence_of_shapes",
-    ),
-    Known(
-        "what was set on a parameter stays behind",
-        "elastic.moves.transfer",
-        "{key: value for key, value in vars(parameter).items() if _is_plain(value)}",
-        "{}",
-        f"{_MOVES} -k holding",
-    ),
-    Known(
-        "random streams count a replica's own micro-batches",
-        "pipeline.operators.random_streams",
-        "        self._step, self._first = step, first_micro_batch\n",
-        "        self._step, self._first = step, 0\n",
-        f"{_LIVE} -k dropout",
-    ),
-    Known(
-        "frozen layers keep their dropout",
-        "elastic.freezing",
-        "                layer.eval()\n",
-        "                layer.train()\n",
-        f"{_LIVE} -k live_layers",
-    ),
-    Known(
-        "masters go as what the layers compute with",
-        "elastic.moves.masters",
-        "    found[MASTER] = _whole(place, place.master)\n",
-        "    found[MASTER] = _whole(place, place.master).bfloat16().float()\n",
-        f"{_WRAPPED} -k bits",
-    ),
-    Known(
-        "the loss scale begins again",
-        "elastic.moves.masters",
-        "    for name in _SCALING:\n",
-        "    for name in ():\n",
-        f"{_WRAPPED} -k fp16",
-    ),
-)
+    Known("a moment stays behind", "elastic.moves.reshape", "{**piece.values, **moments}",
+          '{**piece.values, **{k: torch.zeros_like(v) if k == "exp_avg" else v for k, v in moments.items()}}',
+          f"{_WRAPPED} -k bits"),
+    Known("a group's decay is lost", "elastic.moves.reshape",
+          "    return [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]\n",
+          "    found = [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]\n"
+                   '    return [{**each, "weight_decay": found[0]["weight_decay"]} for each in found]\n',
+          f"{_LIVE} -k live_layers"),
+    Known("frozen weights decay", "elastic.engine", "            super()._exec_optimizer_step(lr_kwargs)\n",
+          "            super()._exec_optimizer_step(lr_kwargs)\n"
+          "        group = self.basic_optimizer.param_groups[0]\n"
+          "        for parameter in (p for p in self.module.parameters() if not p.requires_grad):\n"
+                   '            parameter.data.mul_(1 - group["lr"] * group["weight_decay"])\n',
+          f"{_LIVE} -k live_layers"),
+    Known("a stale copy is trained", "elastic.moves.groups",
+          '        group["params"] = [parameter for _, parameter in members]\n',
+          '        group["params"] = [nn.Parameter(p.detach().clone()) if name in states else p for name, p in members]\n',
+          f"{_MOVES} -k optimizer_gets"),
+    Known("a sample is handed over twice", "elastic.feed", "first % part, first % part + stop - first",
+          "0, stop - first", f"{_MOVES} -k replica"),
+    Known("a sample is trained twice at a change of the shape", "elastic.sampler",
+          "self.consumed = micro_batch, replicas, replica, consumed\n",
+          "self.consumed = micro_batch, replicas, replica, max(consumed - 1, 0)\n",
+          "tests/elastic/test_sampler.py -k sequence_of_shapes"),
+    Known("what was set on a parameter stays behind", "elastic.moves.transfer",
+          "{key: value for key, value in vars(parameter).items() if _is_plain(value)}", "{}", f"{_MOVES} -k holding"),
+    Known("random streams count a replica's own micro-batches", "pipeline.operators.random_streams",
+          "        self._step, self._first = step, first_micro_batch\n",
+          "        self._step, self._first = step, 0\n", f"{_LIVE} -k dropout"),
+    Known("frozen layers keep their dropout", "elastic.freezing", "                layer.eval()\n",
+          "                layer.train()\n", f"{_LIVE} -k live_layers"),
+    Known("masters go as what the layers compute with", "elastic.moves.masters",
+          "    found[MASTER] = _whole(place, place.master)\n",
+          "    found[MASTER] = _whole(place, place.master).bfloat16().float()\n", f"{_WRAPPED} -k bits"),
+    Known("the loss scale begins again", "elastic.moves.masters", "    for name in _SCALING:\n",
+          "    for name in ():\n", f"{_WRAPPED} -k fp16"),
+)  # fmt: skip

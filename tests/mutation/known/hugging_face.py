@@ -10,82 +10,33 @@ _CUT = (
 _CALL = "is_causal=True, window=sliding_window, softcap=softcap,"
 
 KNOWN = (
-    Known(
-        "learned positions start at 0 in every slice",
-        "hf.positions",
-        "self.positions[:, self.span.start : self.span.stop]",
-        "self.positions[:, : self.span.length]",
-        _BATCHES,
-    ),
-    Known(
-        "rotary positions start at 0 in every slice",
-        "hf.positions",
-        _CUT,
-        "        return cos[:, : places.span.length], sin[:, : places.span.length]\n",
-        _TRAINED,
-    ),
-    Known(
-        "rotary frequencies look at a slice",
-        "hf.positions",
-        _CUT,
-        "        more = [layer_type] if self._by_type else []\n"
-        "        return copy.deepcopy(self._module)(hidden, places.here, *more)\n",
-        _TRAINED,
-    ),
-    Known(
-        "padding and other documents are seen",
-        "hf.positions",
-        "(keys != PADDING) & ((keys == rows) | (rows == PADDING))",
-        "(keys == keys) & (rows == rows)",
-        _BATCHES,
-    ),
+    Known("learned positions start at 0 in every slice", "hf.positions",
+          "self.positions[:, self.span.start : self.span.stop]", "self.positions[:, : self.span.length]", _BATCHES),
+    Known("rotary positions start at 0 in every slice", "hf.positions", _CUT,
+          "        return cos[:, : places.span.length], sin[:, : places.span.length]\n", _TRAINED),
+    Known("rotary frequencies look at a slice", "hf.positions", _CUT,
+          "        more = [layer_type] if self._by_type else []\n"
+                   "        return copy.deepcopy(self._module)(hidden, places.here, *more)\n", _TRAINED),
+    Known("padding and other documents are seen", "hf.positions",
+          "(keys != PADDING) & ((keys == rows) | (rows == PADDING))", "(keys == keys) & (rows == rows)", _BATCHES),
     Known("a slice's attention has no window", "hf.attention", _CALL, "is_causal=True, softcap=softcap,", _TRAINED),
-    Known(
-        "a slice's attention has no soft cap", "hf.attention", _CALL, "is_causal=True, window=sliding_window,", _TRAINED
-    ),
-    Known(
-        "keys before a slice in its window get no gradient",
-        "pipeline.operators.buffers",
-        "        if self._dk is None or self._dv is None:\n",
-        "        if first:\n            dk[:, :, : span.start - first] = 0\n        if self._dk is None or self._dv is None:\n",
-        "tests/pipeline/test_attention.py -k window",
-    ),
-    Known(
-        "a token is to say itself",
-        "hf.loss",
-        "return F.pad(labels[:, 1:], (0, 1), value=IGNORED)",
-        "return labels",
-        _TRAINED,
-    ),
-    Known(
-        "the last token of a slice is to say nothing",
-        "hf.loss",
-        "outputs.float().flatten(0, 1), labels.flatten()",
-        "outputs.float()[:, :-1].flatten(0, 1), labels[:, :-1].flatten()",
-        _TRAINED,
-    ),
-    Known(
-        "the labels of a step are those of its first micro-batch",
-        "hf.loss",
-        "for one in labels])",
-        "for one in labels[:1]])",
-        "tests/hf/test_pipeline.py -k mean",
-    ),
-    Known(
-        "logits have no soft cap", "hf.layers", "return logits if softcap is None", "return logits if True", _TRAINED
-    ),
-    Known(
-        "numbers of documents are read as ones",
-        "hf.batches",
-        "    if odd.numel():\n",
-        "    if False:\n",
-        f"{_BATCHES} -k said",
-    ),
-    Known(
-        "weights of adapters are written as a model's",
-        "hf.folder",
-        "        if any(mark in name for mark in _ADAPTERS):\n",
-        "        if False:\n",
-        "tests/hf/test_weights.py -k adapters",
-    ),
-)
+    Known("a slice's attention has no soft cap", "hf.attention", _CALL, "is_causal=True, window=sliding_window,",
+          _TRAINED),
+    Known("keys before a slice in its window get no gradient", "pipeline.operators.buffers",
+          "        if self._dk is None or self._dv is None:\n",
+          "        if first:\n            dk[:, :, : span.start - first] = 0\n        if self._dk is None or self._dv is None:\n",
+          "tests/pipeline/test_attention.py -k window"),
+    Known("a token is to say itself", "hf.loss", "return F.pad(labels[:, 1:], (0, 1), value=IGNORED)",
+          "return labels", _TRAINED),
+    Known("the last token of a slice is to say nothing", "hf.loss", "outputs.float().flatten(0, 1), labels.flatten()",
+          "outputs.float()[:, :-1].flatten(0, 1), labels[:, :-1].flatten()", _TRAINED),
+    Known("the labels of a step are those of its first micro-batch", "hf.loss", "for one in labels])",
+          "for one in labels[:1]])", "tests/hf/test_pipeline.py -k mean"),
+    Known("logits have no soft cap", "hf.layers", "return logits if softcap is None", "return logits if True",
+          _TRAINED),
+    Known("numbers of documents are read as ones", "hf.batches", "    if odd.numel():\n", "    if False:\n",
+          f"{_BATCHES} -k said"),
+    Known("weights of adapters are written as a model's", "hf.folder",
+          "        if any(mark in name for mark in _ADAPTERS):\n", "        if False:\n",
+          "tests/hf/test_weights.py -k adapters"),
+)  # fmt: skip
