@@ -16,7 +16,7 @@ KNOWN = (
           "        return cos[:, : places.span.length], sin[:, : places.span.length]\n", _TRAINED),
     Known("rotary frequencies look at a slice", "hf.positions", _CUT,
           "        more = [layer_type] if self._by_type else []\n"
-                   "        return copy.deepcopy(self._module)(hidden, places.here, *more)\n", _TRAINED),
+          "        return copy.deepcopy(self._module)(hidden, places.here, *more)\n", _TRAINED),
     Known("padding and other documents are seen", "hf.positions",
           "(keys != PADDING) & ((keys == rows) | (rows == PADDING))", "(keys == keys) & (rows == rows)", _BATCHES),
     Known("a slice's attention has no window", "hf.attention", _CALL, "is_causal=True, softcap=softcap,", _TRAINED),

@@ -13,7 +13,7 @@ KNOWN = (
     Known("all layers of a flat buffer have one trust ratio", "optim.op.segments",
           "        self.segments[:, LAYER] = self.layer\n",
           "        first = [self.layer[self.tensor == tensor].min() for tensor in self.tensor]\n"
-                   "        self.segments[:, LAYER] = self.layer = np.array(first, dtype=np.int64)\n",
+          "        self.segments[:, LAYER] = self.layer = np.array(first, dtype=np.int64)\n",
           f"{_SHARDED} flat"),
     Known("queries, keys and values are one layer in spite of split_qkv", "optim.op.segments",
           "    if pattern is None:\n        yield", "    if True:\n        yield",

@@ -13,7 +13,7 @@ KNOWN = (
     Known("all phases have the batch of the first one", "optim.schedules.mixed_batch",
           "    engine.set_train_batch_size(batch_size)\n",
           '    batch_size = engine.__dict__.setdefault("_first_batch", batch_size) // micro_batch_size * micro_batch_size\n'
-                   "    engine.set_train_batch_size(batch_size)\n",
+          "    engine.set_train_batch_size(batch_size)\n",
           "tests/optim/test_mixed_batch_engine.py -k every_step"),
     Known("all phases have sequences as long as in the first one", "optim.schedules.mixed_batch",
           "            dataset.set_seq_length(self.phase.seq_length)",

@@ -20,7 +20,7 @@ KNOWN = (
           "        span = self._spans[len(self._terms)]\n        labels =",
           "        span = self._spans[len(self._terms)]\n"
           "        start = min(self._spans[len(self._terms) - 1].start, span.total - span.length)\n"
-                   "        span = Span(start, start + span.length, span.total)\n        labels =",
+          "        span = Span(start, start + span.length, span.total)\n        labels =",
           "tests/pipeline/test_assembly.py"),
     Known("a denominator per slice", "pipeline.loss", "/ self._weight ",
           "/ self._loss_fn.token_weight(labels) / len(self._spans) ", "tests/pipeline/test_assembly.py"),
@@ -36,6 +36,6 @@ KNOWN = (
           '        outbox.send(unit, gradients, f"gradients of {unit}")\n',
           "        sent, shapes = vars(self).setdefault('sent', {}), (stage, *(t.shape for t in gradients))\n"
           "        gradients, sent[shapes] = sent.get(shapes, gradients), gradients\n"
-                   '        outbox.send(unit, gradients, f"gradients of {unit}")\n',
+          '        outbox.send(unit, gradients, f"gradients of {unit}")\n',
           "tests/pipeline/test_assembly.py -k two_processes"),
 )  # fmt: skip

@@ -13,7 +13,7 @@ _SOURCE = "            also_after.append(channel.messages.popleft()[1])\n"
 KNOWN = (
     Known("a plan's slices are made equal", _AUTO, _BEGIN,
           "        cut = phase.begin()\n"
-                   "        return cut._replace(slices=cut.slices if isinstance(cut.slices, int) else len(cut.slices))\n",
+          "        return cut._replace(slices=cut.slices if isinstance(cut.slices, int) else len(cut.slices))\n",
           _CUTTING + "'planned_is_what_runs and measurements'"),
     Known("a plan's schedule is not used", _AUTO, _BEGIN,
           "        return phase.begin()._replace(schedule=DEFAULT_SCHEDULE)\n",
@@ -48,7 +48,7 @@ KNOWN = (
           "    each, more = divmod(len(times), len(found.counts))\n"
           "    counts = tuple(each + (i < more) for i in range(len(found.counts)))\n"
           "    own = [float(times[sum(counts[:i]), count - 1]) for i, count in enumerate(counts)]\n"
-                   "    return Cut(counts, sum(own), max(own))\n\n\ndef even_cuts", _SLICES + "programme_finds"),
+          "    return Cut(counts, sum(own), max(own))\n\n\ndef even_cuts", _SLICES + "programme_finds"),
     Known("even cuts are equal lengths", "plan.slices",
           "            out[slices] = tuple(b - a for a, b in pairwise(reversed(ends)))\n",
           "            out[slices] = tuple(n // slices + (i < n % slices) for i in range(slices))\n",

@@ -20,9 +20,9 @@ KNOWN = (
           _REFUSED + "one_rank_finds"),
     Known("unknown keys are accepted", "config",
           "            raise unknown_key(TOKEN_PIPELINE, name, TokenPipelineConfig.model_fields)\n"
-                   "    settings = TokenPipelineConfig(strict=True, **block)\n",
+          "    settings = TokenPipelineConfig(strict=True, **block)\n",
           "            block = {key: block[key] for key in block if key != name}\n"
-                   "    settings = TokenPipelineConfig(strict=True, **block)\n", "tests/test_config.py -k xyzzy"),
+          "    settings = TokenPipelineConfig(strict=True, **block)\n", "tests/test_config.py -k xyzzy"),
     Known("misspelt keys beside ours are accepted", "register", "    return near[0] if near else None\n",
           "    return None\n", _REFUSED + "'same_line and config'"),
     Known("verify finds no difference", "pipeline.inspection.verify",
