@@ -209,7 +209,7 @@ def _build(
 
 
 def _optimizer_keys(config: Mapping[str, Any], arguments: Mapping[str, Any], wanted: Wanted) -> Any:
-    """What ``optimizer`` and ``scheduler`` say, as arguments of ``deepspeed.initialize``."""
+    """Read ``optimizer`` and ``scheduler`` as arguments of ``deepspeed.initialize``."""
     key = "optimizer.type" if wanted.optimizer else "scheduler.type"
     try:
         from . import compat

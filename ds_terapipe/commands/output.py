@@ -1,4 +1,4 @@
-"""What all subcommands that print a table have in common: ``--json FILE`` beside it."""
+"""Output of all subcommands that print a table: ``--json FILE`` beside it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 class Cutting(NamedTuple):
-    """What is simulated."""
+    """The schedule and slices of a simulation."""
 
     schedule: str
     slices: tuple[int, ...]

@@ -68,7 +68,10 @@ class Parcel(NamedTuple):
 
 
 def parcels(samples: int, readers: int, replicas: int, alike: bool = False) -> list[Parcel]:
-    """Who needs what of ``samples`` that readers read in equal parts: replicas equal parts of them, or all ``alike``."""
+    """Return the parcels that deliver ``samples`` from the readers to the replicas.
+
+    Each reader reads an equal part of the samples. Each replica gets an equal part, or all of them if ``alike``.
+    """
     if alike:
         whole = [(reader, 0, samples // readers) for reader in range(readers)]
         return [Parcel(role, *part, replica) for role in _ROLES for replica in range(replicas) for part in whole]

@@ -81,7 +81,7 @@ class ElasticOptimizer(ElasticPhases):
 
     @property
     def _layer_dtype(self) -> torch.dtype | None:
-        """What DeepSpeed makes of the layers' numbers."""
+        """Type to which DeepSpeed casts the layers; None: it leaves them."""
         if self.fp16_enabled():
             return torch.float16
         return torch.bfloat16 if self.bfloat16_enabled() else None

@@ -1,4 +1,4 @@
-"""What the first rank says of a transition: a line, a warning once, the monitor's events."""
+"""The first rank's reports of a transition: a log line, a one-time warning, monitor events."""
 
 from __future__ import annotations
 

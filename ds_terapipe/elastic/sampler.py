@@ -204,7 +204,7 @@ class ElasticLoader:
         return next(self._iterator)
 
     def __len__(self) -> int:
-        """As `ElasticBatchSampler`'s."""
+        """Number of batches, that of the `ElasticBatchSampler`."""
         return len(self.sampler)
 
     def reshape(self, micro_batch: int, replicas: int, replica: int, consumed: int, batch: int | None = None) -> None:

@@ -43,7 +43,7 @@ class FreezeSettings(Block):
     _PAIRS: ClassVar[str] = "a list of [step, entries], steps increasing, entries 1 or more and not decreasing"
 
     policy: str = "static"
-    """Who decides: a policy of `ds_terapipe.elastic.policies.freeze`, or one that the user has registered there."""
+    """A policy of `ds_terapipe.elastic.policies.freeze`, or one that the user has registered there."""
 
     alpha: float = 0.33
     """Share of the layers that still train by which each interval may freeze more; for policies that read it."""
@@ -58,7 +58,7 @@ class FreezeSettings(Block):
     """Intervals that a plateau lasts before it counts; for policies that read it."""
 
     unfreeze: tuple[str, ...] = ()
-    """What has all layers train again: of `ds_terapipe.elastic.policies.freezer.REASONS`."""
+    """Events that make all layers train again: of `ds_terapipe.elastic.policies.freezer.REASONS`."""
 
     frozen_layers: Steps | None = None
     """For policies that read it: from which step on how many entries of the layer list are frozen, from the first one on."""
@@ -119,7 +119,7 @@ class FreezeSettings(Block):
 
     @model_validator(mode="after")
     def _check_order(self) -> FreezeSettings:
-        """What was frozen stays frozen, unless something has layers train again."""
+        """Refuse a decreasing ``frozen_layers`` unless an event may unfreeze layers."""
         decreases = any(a > b for (_, a), (_, b) in pairwise(self.frozen_layers or ()))
         if decreases and not self.unfreeze:
             raise bad_value(f"{self.PATH}.frozen_layers", self.frozen_layers, self._PAIRS, self._EXAMPLE)
@@ -156,7 +156,7 @@ class ResizeSettings(Block):
     how many stages. Where it is not given, ``measured`` gives way to ``off`` with what it does not go with."""
 
     memory_gb: float | None = None
-    """What a rank may hold, in 1e9 bytes, where shapes are chosen by what is measured; None: what one held at the start."""
+    """Memory limit of a rank, in 1e9 bytes, for measured shapes; None: a rank's use at the start."""
 
     @field_validator("policy", mode="before")
     @classmethod
@@ -197,16 +197,16 @@ class CacheSettings(Block):
     """Whether outputs are kept."""
 
     dtype: Literal["exact", "bf16"] = "exact"
-    """As they are, or floating-point numbers as bf16."""
+    """Unchanged, or floating-point numbers cast to bf16."""
 
     memory_gb: float | None = None
-    """What they may take in a machine's memory (/dev/shm), in 1e9 bytes; by default half of what is free there."""
+    """Limit for entries in a machine's memory (/dev/shm), in 1e9 bytes; by default half of its free space."""
 
     disk_path: str | None = None
-    """Folder for what memory does not hold."""
+    """Folder for entries that do not fit into memory."""
 
     disk_gb: float | None = None
-    """What they may take there, in 1e9 bytes; by default 0.8 of what is free."""
+    """Limit for entries on disk, in 1e9 bytes; by default 0.8 of the free space."""
 
     @field_validator("enabled", mode="before")
     @classmethod

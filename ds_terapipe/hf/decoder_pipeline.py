@@ -44,7 +44,7 @@ class DecoderPipeline(StagedPipeline):
         super().__init__(_specs(source), layers_per_stage, topology, **arguments)
 
     def save_state_dict(self, save_dir: Any, checkpoint_engine: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``PipelineModule.save_state_dict``, with the model's configuration and the names of its weights."""
+        """Override ``PipelineModule.save_state_dict``: also save the model's configuration and its weights' names."""
         super().save_state_dict(save_dir, checkpoint_engine, *args, **kwargs)
         if self.global_rank == 0:
             write_record(self.source, Path(save_dir))

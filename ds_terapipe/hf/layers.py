@@ -75,7 +75,7 @@ class Decoder(nn.Module):
 
 
 class Norm(nn.Module):
-    """What is between the last decoder layer and the head."""
+    """The layer between the last decoder layer and the head."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ PADDING = 0
 
 
 def travelling(positions: Tensor, documents: Tensor) -> Tensor:
-    """What travels [b, 1, 2 S] of positions and numbers of documents, both [b, S]; see :class:`Places`."""
+    """Join positions and document numbers, both [b, S], into one tensor [b, 1, 2 S]; see :class:`Places`."""
     return torch.cat([positions, documents], dim=1)[:, None]
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline's checkpoint says of the Hugging Face model that it is of: configuration, names of the weights, tokenizer."""
+"""Record of the Hugging Face model in a pipeline's checkpoint: configuration, names of the weights, tokenizer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write_model(config: Any, model: Any, folder: Path) -> None:
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    """What :func:`write_record` has written.
+    """Read the record that :func:`write_record` wrote.
 
     Raises:
         ConfigError: there is none, a damaged one, or another version's.

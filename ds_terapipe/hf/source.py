@@ -58,7 +58,7 @@ class Source:
         return self  # layers that are copied are of the same model
 
     def layer_type(self, index: int) -> str | None:
-        """As the configuration calls it; None: all are alike."""
+        """Type of a layer by the configuration's name; None if all layers are alike."""
         types = getattr(self.config, "layer_types", None)
         return None if types is None else types[index]
 

@@ -13,7 +13,7 @@ from ds_terapipe.errors import ConfigError
 
 
 class _Attention(nn.Module):
-    """What both kinds have in common: ``softmax(scale * q k^T) v``; grouped-query heads where there are fewer keys than queries.
+    """Base of both kinds: ``softmax(scale * q k^T) v``; grouped-query heads if there are fewer keys than queries.
 
     ``apply_query_key_layer_scaling`` changes nothing: the softmax is computed in fp32 anyway.
     """

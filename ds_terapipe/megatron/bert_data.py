@@ -26,7 +26,7 @@ PADDING = "[PAD]"
 
 @dataclass(frozen=True)
 class WordPieces:
-    """What the dataset asks its tokenizer for.
+    """The tokenizer's interface for the dataset.
 
     Attributes:
         inv_vocab: the token of each id; one that goes on with a word begins with ``##``.
@@ -74,7 +74,7 @@ class WordPieces:
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What megatron-core puts into the name of the dataset's cache."""
+        """Part of the name of the dataset's cache in megatron-core."""
         written = zlib.crc32("\n".join(self.inv_vocab.values()).encode())
         return OrderedDict({"class": type(self).__name__, "vocab_size": self.vocab_size, "tokens": written})
 

@@ -81,7 +81,7 @@ def linear(config: TransformerConfig, outputs: int) -> nn.Linear:
 
 
 class PretrainingHead(nn.Module):
-    """What comes before the vocabulary, and whether the second sentence follows the first, by the first token."""
+    """Transform before the vocabulary, and the classifier of the sentence order, by the first token."""
 
     def __init__(self, config: TransformerConfig, seed: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Vocabulary(nn.Module):
 
 @defers
 def tied_vocabulary(embedding: Embedding, inputs: Logits) -> Logits:
-    """As :class:`Vocabulary`, by the embedding's table and without the bias."""
+    """Compute the logits of :class:`Vocabulary` from the embedding's table, without the bias."""
     return tied_logits(embedding, inputs[0]), inputs[1]
 
 

@@ -1,4 +1,4 @@
-"""What the pipelines of megatron-core's layers have in common: their layout, and which settings are followed."""
+"""Code shared by the pipelines of megatron-core's layers: their layout, and the settings that they follow."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SPLITS = ("training", "validation", "test")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a dataset of token ids needs to know of its tokenizer: ids are below ``vocab_size``, the last ends a document."""
+    """The tokenizer's interface for a dataset of token ids: ids are below ``vocab_size``, the last ends a document."""
 
     vocab_size: int
 
@@ -38,7 +38,7 @@ class Vocabulary:
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What megatron-core puts into the name of the dataset's cache."""
+        """Part of the name of the dataset's cache in megatron-core."""
         return OrderedDict({"class": type(self).__name__, "vocab_size": self.vocab_size})
 
 
@@ -226,7 +226,7 @@ class SampleIterator(Iterator[Batch]):
 
     @abstractmethod
     def batch(self, samples: Sequence[Any]) -> Batch:
-        """What the model gets of these samples: (inputs, labels), each a tensor or a tuple of them."""
+        """Return the model's batch of these samples: (inputs, labels), each a tensor or a tuple of them."""
 
 
 class BatchIterator(SampleIterator):

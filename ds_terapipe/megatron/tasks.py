@@ -1,4 +1,4 @@
-"""What ``train.py`` trains: models by Megatron's argument names, their data, and the batches of a process."""
+"""Tasks of ``train.py``: models by Megatron's argument names, their data, and the batches of a process."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Task(ABC):
         }
 
     def _text(self, vocab_size: int) -> dict[str, Any]:
-        """What GPT and BERT are built with."""
+        """Arguments that GPT and BERT are built with."""
         args = self.args
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         return {

@@ -1,4 +1,4 @@
-"""What one call of ``step`` updates: the tensors of its parameter groups by device, and the original parameters in them."""
+"""Tensors that one call of ``step`` updates, by device, and the original parameters in them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Record:
 
 @dataclass
 class DeviceTensors:
-    """What one device holds.
+    """Tensors and parameters on one device.
 
     Attributes:
         tensors: what is updated.
@@ -52,7 +52,7 @@ class DeviceTensors:
 
 
 def by_device(records: Sequence[Record]) -> dict[torch.device, DeviceTensors]:
-    """What each device holds of these parameter groups."""
+    """Sort the tensors of these parameter groups by device."""
     found: dict[torch.device, DeviceTensors] = {}
     position = 0
     for number, record in enumerate(records):
@@ -76,7 +76,7 @@ def by_device(records: Sequence[Record]) -> dict[torch.device, DeviceTensors]:
 
 
 def fingerprint(records: Sequence[Record]) -> list[Any]:
-    """What a table depends on and others may change: the groups' tensors, and DeepSpeed's links to them."""
+    """Return all that a table depends on and others may change: the groups' tensors, and DeepSpeed's links to them."""
     tensors = [list(map(id, record.group["params"])) for record in records]
     links = [
         [_link(original) for original in record.originals]

@@ -134,7 +134,7 @@ class FusedLamb(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _reset(self) -> None:
-        """What is made anew and not saved: tables, counters, the monitor."""
+        """Reset everything that is not saved: tables, counters, the monitor."""
         self._tables: dict[tuple[int, ...], tuple[Any, list[DeviceTable]]] = {}
         self._changed = False
         self._skips = telemetry.SkippedSteps()
@@ -143,7 +143,7 @@ class FusedLamb(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------------- what is optimized
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in PyTorch; the group may have settings of its own.
+        """Override ``Optimizer.add_param_group``: the group may have settings of its own.
 
         Raises:
             ConfigError: for a bad setting, or a parameter that is not fp32, fp16 or bf16.
@@ -378,8 +378,10 @@ class FusedLamb(torch.optim.Optimizer):
     # -------------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As in PyTorch, with ``step`` as int in every parameter's state and in every group, so that DeepSpeed's FusedLamb,
-        apex's FusedLAMB and timm's Lamb load it. Waits for a CUDA device."""
+        """Override ``Optimizer.state_dict``: ``step`` is an int in every parameter's state and in every group.
+
+        So DeepSpeed's FusedLamb, apex's FusedLAMB and timm's Lamb load it. Waits for a CUDA device.
+        """
         return state_dicts.exported(super().state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

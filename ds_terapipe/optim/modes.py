@@ -40,7 +40,7 @@ LR = RULE_COLUMNS.index("lr")
 
 @dataclass(frozen=True)
 class Mode:
-    """What a named variant switches.
+    """Switches of a named variant.
 
     Attributes:
         correction: the flag of the place where the bias correction is made.

@@ -73,7 +73,7 @@ class StepRules:
         self.values = torch.tensor(rules, dtype=torch.float64)
 
     def _renew_on_device(self, active: np.ndarray) -> None:
-        """As on the host, but the numbers stay on the device, where the op counts them."""
+        """Renew the rules, but leave the step numbers on the device, where the op counts them."""
         steps = [state.get("step", 0) for state in self._states]
         if not self._is_known(steps, active):
             self._begin_cohorts(steps, active)

@@ -1,4 +1,4 @@
-"""What the trust ratios were: per layer on demand, as a summary to a monitor every few steps."""
+"""Trust ratios: per layer on demand, as a summary to a monitor every few steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FLAGS, _LOW, _HIGH, _NORM_LOW, _NORM_HIGH = (
 
 
 class LayerStatistics(NamedTuple):
-    """What the last step did to one layer.
+    """Statistics of one layer in the last step.
 
     Attributes:
         name: of the parameter, with the number of the sub-layer in brackets where it has some.
@@ -43,7 +43,7 @@ class LayerStatistics(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a table's last step was.
+    """Report of a table's last step.
 
     Attributes:
         layers: its layers.

@@ -33,7 +33,7 @@ from ds_terapipe.schedule import Action, Grid, Op, Placement, Unit
 
 @dataclass(frozen=True)
 class Step:
-    """What a step runs: ``grid`` over ``batch``.
+    """A step of training or evaluation: ``grid`` over ``batch``.
 
     ``losses``: on the rank that has the model's last stage. ``first_micro_batch``: how many of the step's micro-batches come
     before this pipeline's, those of other replicas; random streams know a micro-batch by that number.
@@ -246,7 +246,7 @@ class Assembly:
 
     @property
     def left_over(self) -> int:
-        """What actions have left and no action took; 0 after a step."""
+        """Number of inputs, outputs, gradients and live units that no action has taken; 0 after a step."""
         kept = (self._inputs, self._outputs, self._gradients, self._of_inputs)
         return sum(map(len, kept)) + sum(stage.left_over for stage in self.stages.values()) + self.live.count
 

@@ -144,7 +144,7 @@ class Checkpoints(PipelineEngine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As ``PipelineEngine.save_checkpoint``; whole where its name is, with the plan of ``"slices": "auto"``."""
+        """Override ``PipelineEngine.save_checkpoint``: save atomically, with the plan of ``"slices": "auto"``."""
         self._refuse_broken()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         state = self._cutting.state()
@@ -171,7 +171,7 @@ class Checkpoints(PipelineEngine):
         return WholeFolder(folder, tag, rank == 0, self._consensus)
 
     def _client_state(self) -> dict[str, Any]:
-        """What an engine of another kind adds to DeepSpeed's own files; collective."""
+        """Client state that a subclass adds to DeepSpeed's own files; collective."""
         return {}
 
     def _save_beside(self, folder: Path) -> None:
@@ -200,7 +200,7 @@ class Checkpoints(PipelineEngine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As ``PipelineEngine.load_checkpoint``; a plan that is in the checkpoint is used again.
+        """Override ``PipelineEngine.load_checkpoint``: check the files first, and use a plan in the checkpoint again.
 
         Raises:
             ConfigError: on every rank, a file that is missing, not as it was saved, or not of this model: nothing was changed.

@@ -117,7 +117,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         return settings
 
     def _follow_micro_batch(self) -> None:
-        """What was measured of micro-batches of another size says nothing of these; collective."""
+        """Drop measurements if the micro-batch size has changed; collective."""
         if self.train_micro_batch_size_per_gpu() == self._cut_for:
             return
         if self.global_rank == 0 and self._cutting.state():
@@ -145,7 +145,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         return assembly
 
     def _first_stage(self, placement: Placement) -> Callable[..., Stage]:
-        """What makes the model's first stage; called on every rank."""
+        """Factory of the model's first stage; called on every rank."""
         return Stage
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -212,7 +212,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._trace.describe(slices=settings.slices, schedule=settings.schedule)
 
     def _uncut_only(self, settings: TokenPipelineConfig) -> ConfigError | None:
-        """What of this engine goes with it only as long as nothing is cut."""
+        """Return the error for settings of this engine that only work while nothing is cut; None if there is none."""
         try:
             check_config({**self._config._param_dict, TOKEN_PIPELINE: settings.model_dump()})
             check_model(self.module)
@@ -246,7 +246,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                 undo()
 
     def _release(self) -> None:
-        """What :meth:`destroy` does in this process alone: a collector runs on every rank at another time."""
+        """Release this process's resources without collectives: each rank collects garbage at its own time."""
         self._trace.close()
         self._watchdog.close()
         self._assembly.leave()
@@ -310,7 +310,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         return self._cutting.wants_layers
 
     def _finish_step(self) -> None:
-        """What comes after the schedule: gradients reduced, weights updated, the loss known on all stages."""
+        """Finish a step after its schedule: reduce gradients, update weights, bring the loss to all stages."""
         with self._collective("tied gradients", "the all-reduce of tied gradients"):
             self._exec_reduce_tied_grads()
         with self._collective("gradients", "the all-reduce of gradients over data-parallel replicas"):
@@ -475,7 +475,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
     # ------------------------------------------------------------------------------------------------- around DeepSpeed
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As ``DeepSpeedEngine.compile`` where nothing is cut; a graph would keep the position of the slice it was made for."""
+        """Override ``DeepSpeedEngine.compile``: refuse slices, since a graph would keep the position of its slice."""
         if cuts(self.token_pipeline.slices):
             got = shown(self.token_pipeline.slices)
             raise ConfigError(

@@ -84,7 +84,7 @@ class Replicas(DeepSpeedEngine):
     """Stands before ``PipelineEngine``: large gradients of replicas are reduced where they are, one replica's not at all."""
 
     def _exec_reduce_tied_grads(self) -> None:
-        """As DeepSpeed's, of the weights that are trained: with bf16 it asks every one for sums that a frozen one has not."""
+        """Override ``PipelineEngine``: reduce only trained tied weights; with bf16 DeepSpeed reduces all."""
         shared = self.module.get_tied_weights_and_groups()
         self.module.get_tied_weights_and_groups = lambda: [pair for pair in shared if pair[0].requires_grad]
         try:
@@ -93,7 +93,8 @@ class Replicas(DeepSpeedEngine):
             del self.module.get_tied_weights_and_groups
 
     def _exec_reduce_grads(self) -> None:
-        """As DeepSpeed's; but one replica has nothing to reduce, where DeepSpeed flattens all gradients and copies them back."""
+        """Override ``PipelineEngine``: skip the reduction of one replica; DeepSpeed flattens and copies all
+        gradients."""
         if self.is_data_parallel or isinstance(self.optimizer, ZeROOptimizer):
             super()._exec_reduce_grads()
             return
@@ -102,7 +103,8 @@ class Replicas(DeepSpeedEngine):
                 parameter.grad = torch.zeros_like(parameter)  # optimisers decay a weight whose gradient is zero
 
     def allreduce_no_retain(self, bucket: list[Tensor], dp_group: Any, *args: Any, **kwargs: Any) -> None:
-        """As DeepSpeed's, which copies all gradients into one tensor and back: as much memory as they take themselves."""
+        """Override ``DeepSpeedEngine``: reduce large gradients in place; DeepSpeed copies all into one tensor and
+        back."""
         large: list[Tensor] = []
         small: list[Tensor] = []
         for gradient in bucket:

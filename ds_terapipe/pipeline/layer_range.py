@@ -96,7 +96,7 @@ class LayerRange:
         return inputs
 
     def _ranges(self, interval: int) -> list[tuple[int, int]]:
-        """What is checkpointed together: DeepSpeed's ranges of the layers of the process, as far as they are in here."""
+        """Return the ranges of layers checkpointed together: DeepSpeed's of this process, clipped to these layers."""
         count = len(self.functions)
         starts = [0, *range(interval - self._before % interval, count, interval)]
         return list(zip(starts, [*starts[1:], count], strict=True))

@@ -21,7 +21,7 @@ class _Layer(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a rank has of the model."""
+    """The part of the model on one rank."""
 
     place: int
     first_layer: int

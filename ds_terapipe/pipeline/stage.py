@@ -30,7 +30,7 @@ Autocast: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 class GradientRules(Protocol):
-    """What has to be done around backward passes that are parts of one."""
+    """Hooks around backward passes that are parts of one."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss of a micro-batch, or a slice's share, as its backward pass starts from it."""
@@ -158,7 +158,7 @@ class Stage:
 
     @property
     def left_over(self) -> int:
-        """What actions have left and no action took: units, micro-batches and bytes together; 0 after a step."""
+        """Sum of the units, micro-batches and bytes that no action has taken; 0 after a step."""
         losses = 0 if self.losses is None else len(self.losses)
         kept = len(self._inputs) + len(self._outputs) + len(self._making) + losses
         return kept + self.context.micro_batches + self.weight_gradients.kept_bytes

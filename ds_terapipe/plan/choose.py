@@ -37,7 +37,7 @@ _Candidate = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan for.
+    """A request for a plan.
 
     Attributes:
         seq_length: tokens of a sequence.
@@ -84,7 +84,7 @@ class Request:
         return Placement.plain(self.stages) if self.placement is None else self.placement
 
     def times(self, cost: Cost) -> StepTimes:
-        """What steps take with these costs."""
+        """Return the step times with these costs."""
         return StepTimes(cost, self.stages, self.micro_batches, self.weights_once, self.placement)
 
     @property
@@ -188,7 +188,7 @@ def _compositions(quanta: int, least: int) -> Iterator[tuple[int, ...]]:
 
 
 class _Search:
-    """What was timed so far, and the fastest that fits."""
+    """Search over candidates: the times so far, and the fastest candidate that fits."""
 
     def __init__(self, times: StepTimes, request: Request) -> None:
         self._times, self._request = times, request

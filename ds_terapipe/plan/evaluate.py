@@ -72,7 +72,7 @@ class StepTimes:
         return with_weight_gradients(grid, self.placement) if self.weights_once and slices > 1 else grid
 
     def slice_seconds(self, lengths: Sequence[int]) -> SliceSeconds:
-        """What each slice takes on each stage. An uncut micro-batch makes its weight gradients with its backward."""
+        """Return the seconds of each slice on each stage. An uncut backward includes its weight gradients."""
         key = tuple(lengths)
         if key not in self._slices:
             length = np.array(key, dtype=float)

@@ -20,7 +20,7 @@ _BUBBLE = ("total", "fill", "imbalance", "messages")
 
 
 class Option(NamedTuple):
-    """What was considered: schedule, tokens of each slice, predicted seconds of a step, whether it fits into memory."""
+    """A candidate: schedule, tokens of each slice, predicted seconds of a step, whether it fits into memory."""
 
     schedule: str
     slices: tuple[int, ...]
@@ -29,7 +29,7 @@ class Option(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As a table has it: ``1f1b, 4 slices``."""
+        """Name for a table: ``1f1b, 4 slices``."""
         count = len(self.slices)
         return f"{self.schedule}, {'unsliced' if count == 1 else f'{count} slices'}"
 
@@ -127,7 +127,7 @@ class Plan:
         return f"{self.stages} stages{on}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What the file holds; ``--json`` prints the same keys."""
+        """Return the file's content; ``--json`` prints the same keys."""
         return {
             "format": FORMAT,
             "schedule": self.schedule,

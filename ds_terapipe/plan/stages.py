@@ -32,7 +32,7 @@ class Partition(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As ``--stage-layers`` takes it: ``5,3``."""
+        """Format for ``--stage-layers``: ``5,3``."""
         return ",".join(map(str, self.layers))
 
 
@@ -94,7 +94,7 @@ def gain(layer_seconds: Sequence[float], layers: Sequence[int]) -> float:
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers on each stage, the first ones one more where it does not divide.
+    """Return an even partition; if it does not divide, the first stages have one layer more.
 
     Raises:
         ConfigError: more stages than layers.

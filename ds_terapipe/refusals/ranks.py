@@ -1,4 +1,4 @@
-"""What one rank has found is raised on all of them; what is legal but wasteful is said on the first."""
+"""Errors of one rank, raised on all ranks; advice on legal but wasteful settings, logged on the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs when and where: schedules and placements as data. Pure functions on the standard library alone.
+"""Schedules and placements as data. Pure functions on the standard library alone.
 
 A `Placement` says which stages are on which place. An order (`order`, `forward_only`) lists the computations of each place,
 `with_messages` puts in sends and receives, `with_weight_gradients` weight gradients of their own, `validate` proves that the

@@ -31,7 +31,7 @@ def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[A
 
 
 def _messages(where: Placement, stage: int) -> dict[Op, tuple[Op | None, Op | None]]:
-    """What a stage does before and after each of its computations."""
+    """Return the operations before and after each of a stage's computations."""
     return {
         Op.FORWARD: (
             Op.RECV_FORWARD if where.receives_forward(stage) else None,

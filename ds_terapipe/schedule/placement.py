@@ -152,7 +152,7 @@ def placement_of(rows: int, placement: Placement | None) -> Placement:
 
 
 def row_word(placement: Placement) -> str:
-    """What a row of a grid is called: ``stage`` where each place has its own, in order, else ``place``."""
+    """Return the name of a grid's rows: ``stage`` if each place has one stage, in order, else ``place``."""
     return "stage" if placement.is_plain else "place"
 
 

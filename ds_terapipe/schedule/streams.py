@@ -23,7 +23,7 @@ SENT_KEPT = 8
 """Units whose gradients a stage has sent and the stage before has not taken; at one more it waits."""
 
 EVAL_SENT_KEPT = 4
-"""As `SENT_KEPT`, of outputs where no gradient will say that they were taken: in an evaluation, and of a forward-only stage.
+"""Counterpart of `SENT_KEPT` for outputs that no gradient acknowledges: in an evaluation, and of a forward-only stage.
 
 Other stages keep their outputs anyway in training, for their backward pass."""
 

@@ -1,4 +1,4 @@
-"""What all pictures have in common: the frame of the file, the legend, the colours."""
+"""Code shared by all pictures: the frame of the file, the legend, the colours."""
 
 from __future__ import annotations
 

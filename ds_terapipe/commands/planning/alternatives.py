@@ -1,4 +1,4 @@
-"""What could be done in place of slices: chunks of the model that are interleaved, or more tensor parallelism."""
+"""Alternatives to slices: interleaved chunks of the model, or more tensor parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the entries of the layer list take, from the costs of ``plan``, as ``elastic/shapes/predict.py`` wants to know it.
+"""Costs of the entries of the layer list, from the costs of ``plan``, for ``elastic/shapes/predict.py``.
 
 The layer list of a model file is that of ``gpt_pipeline``: the embedding, the layers, the final norm, the head; or the layers
 alone where there is no vocabulary. That of measurements is the one that was measured.
@@ -94,8 +94,11 @@ def _analytic(source: Analytic, lengths: tuple[int, ...]) -> Entries:
 
 
 def _machine(source: Analytic, shape: Shape) -> Machine:
-    """As `AnalyticCost.step_overhead` has it between nodes, by bytes of gradients in 16 bit. DeepSpeed numbers the replicas of a
-    stage one after the other: where they are within a node, the links of the node add their gradients up."""
+    """Return the costs between nodes of `AnalyticCost.step_overhead`, per byte of 16-bit gradients.
+
+    DeepSpeed numbers the replicas of a stage consecutively. If they fit into a node, the all-reduce uses the node's
+    links.
+    """
     cluster, rates = source.cluster, source.cluster.rates
     within = shape.replicas * source.tensor_parallel <= cluster.devices_per_node
     return Machine(

@@ -32,7 +32,7 @@ _LAUNCHED, _FROZEN = "as launched, nothing frozen", "as launched, frozen"
 
 @dataclass(frozen=True)
 class FrozenTable:
-    """What there could be with so many entries frozen.
+    """The possible shapes with so many entries frozen.
 
     Attributes:
         frozen: entries.
@@ -216,7 +216,7 @@ def _lengths(inputs: Inputs) -> tuple[int, ...]:
 
 
 def _limit_gb(given: float | None, ds_config: str | None, inputs: Inputs) -> float | None:
-    """What a rank may hold, in 1e9 bytes: of the argument, the configuration or the cluster."""
+    """Return the memory limit of a rank in 1e9 bytes: from the argument, the configuration or the cluster."""
     if given is not None:
         return given
     if ds_config is not None:

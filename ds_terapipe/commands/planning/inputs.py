@@ -1,4 +1,4 @@
-"""What ``plan`` and ``simulate`` are asked about: arguments, configuration, model, cluster and measurements, read and checked.
+"""Inputs of ``plan`` and ``simulate``: arguments, configuration, model, cluster and measurements, read and checked.
 
 An explicit argument wins over the DeepSpeed configuration, that over a default.
 """
@@ -34,7 +34,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was asked for.
+    """Checked inputs of a command.
 
     Attributes:
         source: the costs.

@@ -1,4 +1,8 @@
-"""What the frozen layers of the first stage put out, kept by sample, so that they need not run again.
+"""Outputs of the first stage's frozen layers, cached by sample, so that the layers need not run again.
+
+A level is a number of frozen layers with their current weights. When more layers are frozen, a new level begins: the
+further layers start from the entries of the last level, and each sample's new entry replaces its old one. A rank
+requests a step's micro-batches when it has read them; threads read the entries while the stage computes.
 
 A level is a number of layers with the weights that they have. When more layers are frozen another level begins: what was kept of
 the last one is what the further layers start from, and each sample's entry replaces the one before. A rank asks for the
@@ -40,7 +44,7 @@ class Level(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """What a stage offers: run its layers from one on, forward, on whole micro-batches."""
+    """Forward of a stage on whole micro-batches: ``run(inputs, start)`` runs its layers from ``start`` on."""
 
     run: Callable[[Any, int], Any]
     can_start_inside: bool
@@ -206,7 +210,7 @@ class OutputCache:
         self._given = []
 
     def outputs(self, number: int, inputs: Any, compute: Compute) -> Any:
-        """What the stage puts out for a micro-batch: read, or computed and kept.
+        """Return the stage's output for a micro-batch: read from the cache, or computed and kept.
 
         Args:
             number: of the micro-batch in the step.

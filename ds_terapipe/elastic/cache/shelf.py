@@ -26,7 +26,7 @@ _NAME = "ds_terapipe"
 
 
 class Shelf:
-    """What a rank keeps of its first stage, over all reshapes.
+    """The cached outputs of this rank's first stage, over all reshapes.
 
     Args:
         settings: the block ``elastic_pipeline.cache``.
@@ -103,7 +103,7 @@ class Shelf:
             self._cache.forget()
 
     def outputs(self, number: int, inputs: Any, compute: Compute) -> Any:
-        """As `OutputCache.outputs`."""
+        """Call `OutputCache.outputs` of the current cache."""
         assert self._cache is not None
         return self._cache.outputs(number, inputs, compute)
 

@@ -58,7 +58,7 @@ class Tier:
             _remove_dead(root, self.path)
 
     def read(self, name: str) -> memoryview | None:
-        """What was written under a name; None where there is nothing, or not what was written."""
+        """Return the bytes written under a name; None if they are missing or damaged."""
         try:
             with open(self.path / name, "rb") as file:
                 data = memoryview(file.read())

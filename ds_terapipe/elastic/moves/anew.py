@@ -32,7 +32,7 @@ _OUTLIVES = (
 
 
 class Kept(NamedTuple):
-    """What an engine that is built anew is given in place of what its configuration asks for."""
+    """Objects that a rebuilt engine keeps instead of building them from its configuration."""
 
     optimizer: Any
     basic_optimizer: Any

@@ -52,7 +52,9 @@ def builder(module: PipelineModule, prefix: str, start: int, stop: int) -> int |
 def layers_for(
     module: PipelineModule, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None
 ) -> dict[str, nn.Module]:
-    """What a rank with these entries has: the live modules that are here already, and others built anew, of ``dtype``.
+    """Return the layers of these entries: live modules that are here already, the others newly built, of ``dtype``.
+
+    The caller overwrites the values of the built ones. The process's random states stay as they are.
 
     The values of what is built are to be overwritten. The process's random states stay as they are.
     """
@@ -83,8 +85,7 @@ def build(spec: LayerSpec | nn.Module, device: torch.device, dtype: torch.dtype 
 
 
 def structure_of(spec: LayerSpec, live: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """What a spec builds on another rank, to be looked at; where that is made of the live layer's own modules, they stay as they
-    are, on their device."""
+    """Build a layer as another rank would, for inspection; modules shared with the live layer stay as they are."""
     with building_empty():
         built: nn.Module = spec.build()
     alive = set(map(id, _tensors(live)))
@@ -143,7 +144,7 @@ def reassemble(
 
 
 def _stand_in(module: PipelineModule, entry: int, spec: Any, layers: Mapping[str, nn.Module]) -> Any:
-    """What ``PipelineModule._build`` is given for an entry: its layer in place of the spec that would build another."""
+    """Return what ``PipelineModule._build`` gets for an entry: its layer if there is one, else the spec."""
     layer = layers.get(prefix_of(module, entry))
     if layer is None or not isinstance(spec, LayerSpec):
         return spec
@@ -174,5 +175,5 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
 
 
 def names_in(module: PipelineModule, entries: Iterable[int]) -> tuple[str, ...]:
-    """What the names of these entries' parameters begin with."""
+    """Return the prefixes of the names of these entries' parameters."""
     return tuple(dict.fromkeys(prefix_of(module, entry) for entry in entries))

@@ -79,7 +79,7 @@ def _one_after_another(parameters: list[nn.Parameter], flat: Tensor) -> list[Pla
 
 
 def _linked(parameter: Any, flat: Tensor) -> Place:
-    """As DeepSpeed says it of a replica's part."""
+    """Return the place of a replica's part as DeepSpeed's links give it."""
     if parameter._hp_mapping is None:
         return Place(parameter, flat, 0, 0, 0, parameter._dp_group)
     mine, its = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address

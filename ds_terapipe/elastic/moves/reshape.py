@@ -49,7 +49,7 @@ from ds_terapipe.pipeline.transport.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class _Said:
-    """What one rank of the first replica tells the others."""
+    """The message of one rank of the first replica to all others."""
 
     stage: int
     tensor: int
@@ -165,7 +165,7 @@ class Reshape:
         return {one.stage: one.holding for one in said}
 
     def _gather(self) -> list[_Said]:
-        """What the stages of this rank's tensor-parallel index have now; collective."""
+        """Gather the layers and settings of the stages with this rank's tensor-parallel index; collective."""
         coordinates, mine = self._old.get_coord(self._rank), None
         tensor = getattr(coordinates, "model", 0)
         if getattr(coordinates, "data", 0) == 0:

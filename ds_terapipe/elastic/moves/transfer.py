@@ -81,7 +81,7 @@ class Move(NamedTuple):
 
 
 def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, shared: Sequence[str] = ()) -> Holding:
-    """What this rank has.
+    """Describe this rank's parameters, buffers and modules.
 
     Args:
         layers: by the prefix of their names.
@@ -167,7 +167,7 @@ def authority(name: str, holdings: Mapping[int, Holding]) -> int:
 
 
 def plan(wanted: Sequence[Sequence[str]], holders: Callable[[str, int], Sequence[int]]) -> list[Move]:
-    """What is sent, in one order for all ranks.
+    """Return all transfers, in one order for all ranks.
 
     Args:
         wanted: the names that each rank lacks, by global rank.

@@ -22,7 +22,7 @@ _ROUNDING = 1e-9
 
 
 class PolicySettings(Protocol):
-    """What of the block ``elastic_pipeline.freeze`` concerns policies."""
+    """The settings of ``elastic_pipeline.freeze`` that policies read."""
 
     @property
     def policy(self) -> str:
@@ -51,7 +51,7 @@ class PolicySettings(Protocol):
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """What freezing has to know of a model.
+    """The trainable entries of a model's layer list.
 
     Args:
         trainable: for each entry of the PipelineModule's layer list, whether it has parameters that the user trains at the
@@ -149,7 +149,7 @@ class FreezePolicy:
         """From the step with this 0-based ``global_steps`` on all layers train again: what was before counts no more."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to keep, as JSON can hold it: all that the next answers depend on beside their arguments."""
+        """Return all state on which later answers depend beside their arguments, as JSON types, for a checkpoint."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -183,7 +183,7 @@ class SchedulePolicy(FreezePolicy):
         return {"since": self._since}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """As saved."""
+        """Restore the saved state."""
         self._since = state.get("since", -1)
 
 
@@ -269,7 +269,7 @@ class PlateauPolicy(FreezePolicy):
         return {"last": self._last, "quiet": self._quiet}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """As saved."""
+        """Restore the saved state."""
         self._last, self._quiet = list(state["last"]), list(state["quiet"])
 
 
@@ -294,7 +294,7 @@ def register_policy(name: str, cls: type[FreezePolicy]) -> None:
 
 
 def policy_names() -> tuple[str, ...]:
-    """What ``elastic_pipeline.freeze.policy`` may be."""
+    """Return the values that ``elastic_pipeline.freeze.policy`` may have."""
     return tuple(_POLICIES)
 
 

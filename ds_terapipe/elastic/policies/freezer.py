@@ -16,7 +16,7 @@ _WORSE = 1.05  # of the lowest mean loss of an interval
 
 
 class Signals(NamedTuple):
-    """What has happened in the training; the same on all ranks.
+    """State of the training that triggers unfreezing; the same on all ranks.
 
     Attributes:
         lr: of the step that begins: the highest of all parameter groups.

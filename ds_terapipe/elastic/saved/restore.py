@@ -25,7 +25,7 @@ _PLAIN, _FLAT, _FP16 = "plain", "flat", "fp16"
 
 
 def about(engine: Any) -> dict[str, Any] | None:
-    """What a checkpoint has to note of this rank's part; None where nothing here is of use to others."""
+    """Return a checkpoint's record of this rank's part; None if no other rank needs it."""
     coordinates = engine.module._topo.get_coord(engine.global_rank)
     if engine.basic_optimizer is None:
         return None

@@ -1,4 +1,4 @@
-"""What a checkpoint has to say of the shape it was saved in: a small file beside DeepSpeed's, read before them."""
+"""The shape of the pipeline in a checkpoint: a small file beside DeepSpeed's, read before them."""
 
 from __future__ import annotations
 

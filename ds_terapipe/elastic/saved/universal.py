@@ -85,7 +85,7 @@ def part_of(whole: Tensor, kind: str | None, rank: int, ranks: int) -> Tensor:
 
 
 def info(said: Sequence[tuple[int, Mapping[str, str | None]]]) -> dict[str, Any] | None:
-    """What the conversion asks of a client; None where it could not be right.
+    """Return the entry that DeepSpeed's universal conversion expects; None if its result could not be right.
 
     Args:
         said: of every rank the stage, and the kinds of the parameters that it trains, by name.
@@ -108,7 +108,7 @@ def _patterns(names: Any) -> list[str]:
 
 
 def to_carry(engine: Any, state: Mapping[str, Any], said: dict[str, Any] | None) -> dict[str, Any]:
-    """What goes into this rank's ``mp_rank`` file.
+    """Return this rank's additions to its ``mp_rank`` file.
 
     Args:
         engine: saves.
@@ -138,7 +138,7 @@ def untrained(module: PipelineModule) -> dict[str, Tensor]:
 
 
 class Universal:
-    """What a universal checkpoint has beside DeepSpeed's own.
+    """The additions of this engine to a universal checkpoint.
 
     Args:
         folder: that has the checkpoints.

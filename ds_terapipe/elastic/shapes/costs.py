@@ -1,4 +1,4 @@
-"""What the layers of a live pipeline take: time, parameters, memory. All collective."""
+"""Costs of the layers of a live pipeline: time, parameters, memory. All collective."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def trained_sizes(module: PipelineModule, consensus: Consensus) -> list[int]:
 
 
 class Costs:
-    """What the entries of the layer list take; of those that are frozen, what they took while they were trained."""
+    """Costs of the entries of the layer list; frozen entries keep the backward time measured while they trained."""
 
     def __init__(self) -> None:
         self._backward: dict[int, float] = {}  # seconds, as measured last

@@ -1,4 +1,4 @@
-"""Which shape a training had at which step: a file with a line of JSON for each change, written by the run, and read again.
+"""Choice of the next shape, or the next partition into stages, from times of the running pipeline.
 
 A line says what holds from its step on: ``start`` where a process begins to train or goes on from a checkpoint, ``change`` where
 layers froze or moved. ``end`` says how many steps there were; a process that is killed leaves none. No DeepSpeed, no torch.
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepShape(NamedTuple):
-    """What a step runs on.
+    """The shape in which a step runs.
 
     Attributes:
         stages, replicas, micro_batch, micro_batches: as of `resize.Shape`.

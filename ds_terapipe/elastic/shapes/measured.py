@@ -1,4 +1,4 @@
-"""What the running pipeline takes, and what is made of it: another shape, or other layers on its stages.
+"""Choice of the next shape, or the next partition into stages, from times of the running pipeline.
 
 ``"resize": {"policy": "measured"}`` and ``"partition": "measured"`` predict a step in every shape that there could be
 (``predict.py``) from times of the live layers, once whenever other layers are frozen. All of it is collective.
@@ -112,7 +112,9 @@ class Chooser:
     # ---------------------------------------------------------------------------------------------------- what is decided
 
     def decide(self, frozen: int) -> Prediction | None:
-        """What shall be from now on, with so many entries frozen; None where there is nothing to decide, or it is too early to.
+        """Choose shape and parts for so many frozen entries; None if nothing is to be decided yet.
+
+        Called before every step. It decides if more entries are frozen, or if layers have just been timed.
 
         Asked before every step; it decides where more is frozen, or where layers have just been timed.
         """
@@ -268,7 +270,7 @@ class Chooser:
         return float(highest_allocated(device)) if device.type == "cuda" else None
 
     def _steps_left(self) -> float:
-        """As the scheduler knows them: DeepSpeed's have the first name, torch's and this package's the second."""
+        """Steps left by the scheduler's total, under DeepSpeed's name or else torch's and this package's."""
         scheduler = self._engine.lr_scheduler
         total = getattr(scheduler, "total_num_steps", getattr(scheduler, "total_steps", None))
         if not isinstance(total, (int, float)):  # none, or a user's scheduler means something else by the name

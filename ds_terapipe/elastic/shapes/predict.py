@@ -1,4 +1,4 @@
-"""What a step would take in a shape, and what its fullest rank would hold: by this ``"resize": {"policy": "measured"}`` chooses.
+"""Prediction of a step's time and peak memory in a shape; ``"resize": {"policy": "measured"}`` chooses by it.
 
 Pure: no process groups, no tensors. Times and bytes come from the running pipeline (``measured.py``).
 """
@@ -45,7 +45,7 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is not a layer's.
+    """Costs of a step that do not depend on the layers.
 
     Attributes:
         reduce_seconds: that a sum over replicas takes per byte that each rank sends.
@@ -77,7 +77,7 @@ class Prediction(NamedTuple):
 def predict(
     shape: Shape, costs: LayerCosts, machine: Machine, frozen: int, slices: int = 1, parts: Sequence[int] | None = None
 ) -> Prediction:
-    """What a step would be in a shape.
+    """Predict a step's time and peak memory in a shape.
 
     A pipeline of K stages takes the time of one unit on all stages, and that of the slowest stage for each further one; units
     are micro-batches, or their slices. Then replicas add up their gradients, in a ring, and each rank steps.
@@ -114,7 +114,7 @@ def predict(
 
 
 class Choice(NamedTuple):
-    """What is taken, and why others are not."""
+    """The prediction that is taken, and the shapes that do not fit."""
 
     taken: Prediction
     too_large: tuple[Prediction, ...]

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class HasShape(Protocol):
-    """What a shape is made of, see `resize.Shape`."""
+    """The numbers of a shape, see `resize.Shape`."""
 
     @property
     def stages(self) -> int:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class _LambBuilder(OpBuilder):
-    """What the two have in common. Subclasses set ``NAME``, ``MODULE`` and ``SOURCES``."""
+    """Base of both builders. Subclasses set ``NAME``, ``MODULE`` and ``SOURCES``."""
 
     BUILD_VAR = "DS_BUILD_FUSED_LAMB_TERAPIPE"
     NAME = ""
@@ -46,7 +46,7 @@ class _LambBuilder(OpBuilder):
         return [str(jit.source_folder())]
 
     def recipe(self) -> jit.Recipe:
-        """What jit.py needs to compile the module.
+        """Return the recipe by which jit.py compiles the module.
 
         Raises:
             jit.BuildError: if the sources are not there.

@@ -124,7 +124,7 @@ class CudaOp:
             yield sent, stream
 
     def _current(self, tables: Tables, device: torch.device) -> _Sent:
-        """What was sent of these tables, sent again if they have changed."""
+        """Return the device's copy of these tables, renewed if they have changed."""
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         sent = self._sent.get(id(tables))
         if tables.segments.dtype != torch.int64 or tables.segments.device.type != "cpu" or tables.segments.dim() != 2:
@@ -151,7 +151,7 @@ class CudaOp:
 
 
 class _Chunks:
-    """What the blocks work through, on the device, and what they need to do so. Depends on lengths, layers and device only.
+    """Chunks of the tables' segments on the device, and work space. They depend on lengths, layers and device only.
 
     Args:
         tables: whose segments to cut.

@@ -319,7 +319,7 @@ class DeviceTable:
         return torch.cat([self.norms.reshape(-1), self.ratios, rest])
 
     def read(self, values: Tensor) -> telemetry.Report:
-        """What :meth:`report` gave, once it is in host memory."""
+        """Convert the values of :meth:`report`, in host memory, into a report."""
         layers = self.tables.layers
         rules = [modes.rule(self.records[group].group, excluded, 0.0) for group, excluded in self.layer_groups]
         norms, ratios = values[: 2 * layers].reshape(-1, 2), values[2 * layers : 3 * layers]

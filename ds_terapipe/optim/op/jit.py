@@ -145,7 +145,7 @@ def pybind11_include() -> str | None:
 
 
 def why_not(recipe: Recipe | None = None) -> str | None:
-    """What is missing to compile, in one line; None if nothing is."""
+    """Return in one line the first requirement for compiling that is missing; None if nothing is."""
     if compiler() is None:
         return "no C++ compiler (CXX, c++, g++, clang++)"
     if ninja() is None:

@@ -58,7 +58,7 @@ class Views(Sequence[View]):
 
 @dataclass
 class Tables:
-    """What a back end is given.
+    """Input of a back end.
 
     Attributes:
         segments: int64 [S, 8] in host memory, columns of ``Segment`` in csrc/lamb/segment.h, sorted by layer.

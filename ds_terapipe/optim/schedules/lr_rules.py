@@ -103,7 +103,7 @@ class Schedule:
         return [lr * scale for scale in self._scales]
 
     def get_last_lr(self) -> list[float]:
-        """As :meth:`get_lr`; the name that PyTorch's schedulers have for it."""
+        """Return :meth:`get_lr`, under the name of PyTorch's schedulers."""
         return self.get_lr()
 
     def state_dict(self) -> dict[str, Any]:

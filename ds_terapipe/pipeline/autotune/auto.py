@@ -88,7 +88,10 @@ class AutoCutting:
         return self._unmeasured(lengths) if plan is None else _scaled(plan, lengths, longest)
 
     def _phase_of(self, shape: Shape, alike: bool) -> Phase | None:
-        """What steps of this shape are for, a new phase where there is none yet; None where another one is being measured.
+        """Return the phase of steps of this shape, a new one if there is none; None while another shape is measured.
+
+        If lengths change from step to step, the shape under measurement is measured whenever it comes; steps of others
+        just run. A shape that does not come again is given up after ``PATIENCE`` steps.
 
         Where lengths change from step to step, one is measured whenever it comes, the others run meanwhile; what never comes
         again is given up after a while.
@@ -157,7 +160,7 @@ class AutoCutting:
         return [phase.plan for phase in self._phases.values() if phase.plan is not None]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the plans."""
+        """Return the plans, for a checkpoint."""
         return {"plans": [plan.to_dict() for plan in self._plans()]}
 
     def load(self, state: Mapping[str, Any] | None) -> None:

@@ -12,7 +12,7 @@ from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, Peaks, calibrat
 
 
 class Budget:
-    """What is known about memory: counted in one step, the better known the more steps' peaks were seen.
+    """The memory model: counted in one step, refined by the peaks of later steps.
 
     Args:
         config: the block ``token_pipeline``.
@@ -67,12 +67,12 @@ class Budget:
 
     @property
     def free_bytes(self) -> float | None:
-        """What was free when it was measured; None where the configuration sets the limit, or nothing does."""
+        """Free bytes at the measurement; None if the configuration sets the limit, or nothing limits a plan."""
         return self._limit if self._given_gb is None else None
 
     @property
     def limit_gb(self) -> float | None:
-        """What a plan may take: the configuration's limit, else what was free."""
+        """Memory limit of a plan in 1e9 bytes: the configuration's, else the bytes that were free."""
         given = self._given_gb
         return self._limit / GIGABYTE if given is None and self._limit is not None else given
 

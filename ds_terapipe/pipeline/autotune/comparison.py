@@ -41,7 +41,7 @@ class Comparison:
         return self.cuttings[self._order[self._done]]
 
     def took(self, seconds: float) -> bool:
-        """What the step took, of the one whose turn it was; True after the last."""
+        """Note the seconds of a step for the candidate whose turn it was; return True after the last turn."""
         if self._done:
             self._seconds[self._order[self._done]].append(seconds)
         self._done += 1

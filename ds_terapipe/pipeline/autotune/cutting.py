@@ -28,7 +28,7 @@ class FixedCutting:
         return self._cutting
 
     def now(self, lengths: Sequence[int]) -> Cutting:
-        """As :meth:`cutting`, for an evaluation, which is neither measured nor planned for."""
+        """Return the current cutting for an evaluation, which is neither measured nor planned for."""
         return self._cutting
 
     @property
@@ -43,14 +43,14 @@ class FixedCutting:
 
     @property
     def wants_seconds(self) -> bool:
-        """Whether what the step takes decides something: a device has to be waited for, then."""
+        """Whether the seconds of the step decide anything; if so, the engine synchronizes with the device."""
         return False
 
     def took(self, events: Sequence[Event], seconds: float) -> None:
-        """What the step took."""
+        """Note the events and seconds of the step."""
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return None
 
     def load(self, state: Mapping[str, Any] | None) -> None:

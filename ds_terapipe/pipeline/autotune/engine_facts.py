@@ -57,7 +57,10 @@ def new_cutting(
 
 
 def _by_frequency(engine: Any) -> ConfigError | None:
-    """What is wrong with an embedding whose gradient depends on all tokens of a micro-batch, and is made slice by slice."""
+    """Return an error for an embedding with ``scale_grad_by_freq`` whose gradient would be made slice by slice.
+
+    Such a gradient depends on all tokens of a micro-batch.
+    """
     interception, once = engine._assembly.interception, engine.makes_weight_gradients_once()
     for name, module in engine.module.named_modules():
         weight = getattr(module, "weight", None)
@@ -160,8 +163,11 @@ def _processor() -> str:
 
 
 def _layer_seconds(engine: Any, consensus: Consensus, times: LayerTimes) -> LayerSeconds | None:
-    """What single layers took on all places, of which the slowest replica or tensor-parallel rank stands for it; None where that
-    was not timed, or a place has layers from several parts of the model, which no boundaries could say."""
+    """Return the seconds of single layers on all places, from the slowest replica or tensor-parallel rank of each.
+
+    None if some rank has not timed them, or a place has layers from several parts of the model: boundaries cannot
+    describe it.
+    """
     places = [stage.place for stage in engine.placement.stages]
     if places != sorted(places):
         return None
@@ -185,7 +191,7 @@ class _Meter:
         self._memory.begin(self._engine.module.parameters())
 
     def end(self) -> tuple[MemoryModel | None, float | None]:
-        """What it took; the fullest replica and tensor-parallel rank of a stage stands for it."""
+        """Return the memory model and limit of a step, each stage from its fullest replica and tensor-parallel rank."""
         said = self._consensus.gather((self._memory.end(), self._free()))
         stages: dict[int, StageMemory] = {}
         for stage, taken in (each for of_rank, _ in said for each in of_rank.items()):

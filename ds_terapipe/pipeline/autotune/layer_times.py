@@ -1,4 +1,9 @@
-"""What the single layers of this place take, timed during steps.
+"""Times of this place's single layers, taken during steps.
+
+In a timed step the functions that a stage calls in turn are wrapped. A layer's forward ends when its output exists; its
+backward begins when the gradient of that output exists. So the times of a stage's layers add up to those of its
+actions. A step that is not timed runs none of this. Deferred weight gradients, in a step that is cut, cannot be told
+apart by layer: they are spread over the layers of their stage in proportion to its backward.
 
 For such a step the functions that a stage calls in turn are wrapped: a layer's forward ends when its output is
 there, and its backward begins when the gradient of that output is. So the times of a stage's layers add up to those of its
@@ -170,7 +175,10 @@ class LayerTimes:
         return [self._clock.seconds(end, begin) for begin, end in zip([timed.begin, *ends], ends, strict=False)]
 
     def _backward(self, timed: _Timed, number: int) -> list[float] | None:
-        """What comes before the last layer is the loss, which counts with it; layers that get no gradient take nothing."""
+        """Return the backward seconds of a stage's layers; None if the order of the marks is unexpected.
+
+        The last layer includes the loss. Layers without a gradient take 0.
+        """
         order = [index for index, _ in timed.layers]
         first, stop = self._starts[number : number + 2]
         if not order or order != sorted(set(order), reverse=True) or order[-1] < first or order[0] >= stop:

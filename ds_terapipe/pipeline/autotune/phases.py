@@ -1,5 +1,4 @@
-"""What the steps of one shape are for, one after the other: warming up, trials, the comparison of the plan with the best of
-them, and from then on training alone.
+"""Phases of the steps of one shape: warm-up, trials, comparison of the plan with the best trials, then training alone.
 
 A phase says how its next step is cut, is told what the step took, and says which phase follows.
 """
@@ -29,7 +28,7 @@ class Phase(Protocol):
 
     @property
     def plan(self) -> Plan | None:
-        """What such steps are cut by; None while that is being measured."""
+        """Plan by which such steps are cut; None while costs are measured."""
 
     @property
     def wants_events(self) -> bool:
@@ -63,7 +62,7 @@ class WarmUp:
         self._trials = [n for _ in range(ROUNDS) for n in TRIALS if n == 1 or shape[0] // n >= least]
 
     def begin(self) -> Cutting:
-        """As the first trial."""
+        """Run the first trial."""
         self._planner.budget.begin()
         self._planner.budget.note_peak()
         return Cutting(self._trials[0], self._planner.schedule)
@@ -171,7 +170,7 @@ class Settled:
         self.plan = plan
 
     def begin(self) -> Cutting:
-        """As planned."""
+        """Run the plan."""
         return _cutting(self.plan)
 
     def took(self, events: Sequence[Event], seconds: float) -> Phase:

@@ -1,4 +1,4 @@
-"""What a plan is made for, and what cutting by measurements needs of the engine around it."""
+"""Facts of a run that a plan depends on, and the engine's interface for measuring them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_terapipe.schedule import Placement
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a plan is made for and what is known about the run: the same on all ranks.
+    """Facts of a run that a plan is made for; the same on all ranks.
 
     Attributes:
         stages: pipeline stages, of which a place may have several.
@@ -51,7 +51,7 @@ class MemoryMeter(Protocol):
         """The step that begins is to be measured."""
 
     def end(self) -> tuple[MemoryModel | None, float | None]:
-        """What it took on every stage, and the bytes that a stage may take, None without limit; collective."""
+        """Return the memory model of all stages, and the free bytes of a stage, None without limit; collective."""
 
     def note_peak(self) -> None:
         """The peak of the step that begins is to be known."""
@@ -99,7 +99,7 @@ def check_plan(plan: Plan, run: RunInfo, schedule: str, memory_gb: float | None,
 
 
 def differences(there: Any, here: Any, name: str = "") -> list[str]:
-    """What differs between two JSON values, each as ``name there, here``: ``versions.torch "2.12", here "2.13"``."""
+    """Return the differences of two JSON values as ``name there, here``: ``versions.torch "2.12", here "2.13"``."""
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         keys = [*here, *(key for key in there if key not in here)]
         parts = [(f"{name}.{key}" if name else key, there.get(key), here.get(key)) for key in keys]

@@ -70,7 +70,7 @@ class SequenceProbe:
         self._floating.append([tensor.is_floating_point() for tensor in tensors])
 
     def result(self) -> SequenceDims:
-        """What was found. Raises ConfigError where it can't be told."""
+        """Return the sequence dimensions. Raises ConfigError if they are ambiguous."""
         one, two = self._shapes
         cuts = []
         for index, (first, second, floating) in enumerate(zip(one, two, self._floating, strict=True)):

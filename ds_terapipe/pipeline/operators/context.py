@@ -1,4 +1,10 @@
-"""What this process is running right now: which slice of which micro-batch, in which layer.
+"""Position of the running computation: slice, micro-batch and layer.
+
+Attention is the one operation of a causal Transformer that looks beyond its slice. A layer, a checkpoint inside a
+layer, or a recomputation in the middle of a backward pass may call it. The call asks the context for the position of
+the slice and for the keys and values of the earlier ones. A call is identified by (layer, number of the call in that
+layer, micro-batch, slice); a call that cannot be placed is an error. A layer recomputed from its beginning is trusted;
+whether it made the same keys again is checked before the optimiser steps.
 
 Attention is the one operation of a causal Transformer that looks beyond its slice. Wherever it is called from (a layer, a
 checkpoint inside a layer, a recomputation in the middle of a backward pass), it asks the context for the position of the
@@ -36,7 +42,7 @@ class CallKey(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """What an attention call is like whatever the length of the slice.
+    """Form of an attention call, independent of the slice's length.
 
     ``causal``: it says ``is_causal`` and has no mask, though only where there are several queries; the rest are numbers of
     heads and sizes of a head.
@@ -217,7 +223,7 @@ class SliceContext:
 
     @property
     def notes(self) -> dict[Any, Any]:
-        """What layers want to keep of the micro-batch that is being run; it is gone when that is through."""
+        """Notes of layers about the running micro-batch; they end with it."""
         return self._notes[self.micro_batch]
 
     @property

@@ -41,7 +41,7 @@ def _scale(module: nn.Module) -> float | None:
 
 
 def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What stands in for the module's ``forward``; outside of a slice it calls that."""
+    """Replacement of the module's ``forward``; outside a slice it calls the original."""
     original: Any = type(module).forward
     context = SliceContext.current
     span = context.span if context is not None else None

@@ -93,7 +93,7 @@ class EmbeddingCalls(TorchFunctionMode):
 
 
 def _anchor(weight: Tensor) -> Tensor:
-    """What asks for a gradient where no input does: without, autograd would not call a backward. It never gets one."""
+    """Return an empty tensor that requires a gradient but never gets one: it makes autograd call backward."""
     return weight.new_empty(0).requires_grad_()
 
 

@@ -1,4 +1,8 @@
-"""What an engine changes in the modules of its stages so that they run slices, without a line of the model changed; and back.
+"""Changes of an engine to the modules of its stages so that they run slices; the model's code stays as it is.
+
+Attention is intercepted in two ways: as an operator of ATen (sdpa.py) and as a module of Megatron's
+(core_attention.py). The weight gradients of linear layers and embeddings that are modules are deferred to the end of
+their micro-batch (deferred.py). Other products are computed as usual, and named in the log.
 
 Attention is met in two ways, as an operator of ATen (sdpa.py) and as a module of Megatron's (core_attention.py). The weight
 gradients of linear layers and embeddings that are modules wait for the end of their micro-batch (deferred.py); what multiplies in
@@ -83,7 +87,7 @@ def defers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def not_deferred_line(names: Iterable[str], shown: int = 4) -> str:
-    """What a log says of weights whose gradients are made slice by slice, empty where there are none."""
+    """Return a log line on weights whose gradients are made slice by slice; empty without any."""
     names = list(names)
     if not names:
         return ""
@@ -142,7 +146,7 @@ def _undo(changed: list[tuple[nn.Module, str, Callable[..., Any]]]) -> None:
 
 
 def _deferring(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What stands in for which method of a module, so that the gradients of its own parameters are deferred."""
+    """Yield method names of a module and replacements that defer the gradients of its own parameters."""
     kind = type(module)
     if isinstance(module, nn.Linear):
         # the other one is nn.MultiheadAttention's, which takes its weight and never calls it

@@ -28,7 +28,7 @@ _HEAD_ALIGNMENT = 8  # size of a head, for both of CUDA's
 
 
 class Call(NamedTuple):
-    """What stays the same between forward and backward of one call.
+    """Arguments of a call that forward and backward share.
 
     Attributes:
         dropout_p: of the weights.
@@ -185,7 +185,7 @@ class CpuFlash(Formula):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        """As :meth:`Formula.forward`; saves q, output and log-sum-exp, groups folded."""
+        """Implement :meth:`Formula.forward`; saves q, output and log-sum-exp, groups folded."""
         folded, square = fold_groups(q, k.shape[1]), CpuFlash._square(q, k, mask, call)
         bias = None if square else _fold_mask(mask, q, k, call.window)
         out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
@@ -197,7 +197,7 @@ class CpuFlash(Formula):
     def backward(
         grad: Tensor, saved: tuple[Tensor, ...], kept: Any, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> Gradients:
-        """As :meth:`Formula.backward`."""
+        """Implement :meth:`Formula.backward`."""
         folded, out, lse = saved
         q = folded.reshape(kept)
         square = CpuFlash._square(q, k, mask, call)
@@ -220,7 +220,7 @@ class CudaFlash(Formula):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        """As :meth:`Formula.forward`."""
+        """Implement :meth:`Formula.forward`."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, lse, seed, offset, _ = _ATEN._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], call.dropout_p, True, False,
@@ -232,7 +232,7 @@ class CudaFlash(Formula):
     def backward(
         grad: Tensor, saved: tuple[Tensor, ...], kept: Any, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> Gradients:
-        """As :meth:`Formula.backward`."""
+        """Implement :meth:`Formula.backward`."""
         q, out, lse, seed, offset = saved
         grad, k, v = (t.transpose(1, 2) for t in (grad, k, v))
         gradients = _ATEN._flash_attention_backward(
@@ -258,7 +258,7 @@ class CudaEfficient(Formula):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        """As :meth:`Formula.forward`."""
+        """Implement :meth:`Formula.forward`."""
         shape, bias, kind = q.shape, *CudaEfficient._bias(q, k, mask, call)
         q, k, v = CudaEfficient._alike(q, k, v, bias)
         out, lse, seed, offset, max_q, max_k = _ATEN._efficient_attention_forward(
@@ -271,7 +271,7 @@ class CudaEfficient(Formula):
     def backward(
         grad: Tensor, saved: tuple[Tensor, ...], kept: Any, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> Gradients:
-        """As :meth:`Formula.backward`."""
+        """Implement :meth:`Formula.backward`."""
         q, out, lse, seed, offset = saved
         shape, max_q, max_k = kept
         kv_heads = k.shape[1]
@@ -288,7 +288,7 @@ class CudaEfficient(Formula):
 
     @staticmethod
     def _alike(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """As many heads of each."""
+        """Return q, k, v with the same number of heads."""
         if bias is not None or q.shape[1] == k.shape[1]:
             return fold_groups(q, k.shape[1]), k, v
         groups = q.shape[1] // k.shape[1]

@@ -85,7 +85,7 @@ class OfEmbedding:
 
 
 class WeightGradients:
-    """What is kept for the weight gradients of the micro-batches that are on their way back."""
+    """Inputs and output gradients for the weight gradients of micro-batches in their backward pass."""
 
     def __init__(self) -> None:
         self._layers: dict[int, dict[tuple[Rule, tuple[int, ...], int], _Kept]] = defaultdict(dict)
@@ -138,7 +138,7 @@ class WeightGradients:
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept for all micro-batches that are on their way back; layers with the same inputs keep them once."""
+        """Bytes kept for all micro-batches in their backward pass; tensors that layers share count once."""
         layers = (layer for of_one in self._layers.values() for layer in of_one.values())
         kept = (t.untyped_storage() for layer in layers for t in layer.tensors())
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
@@ -149,7 +149,7 @@ class WeightGradients:
 
 
 class _Left(NamedTuple):
-    """What one slice left in one layer, and the versions of these tensors."""
+    """Tensors of one slice in one layer, and their versions."""
 
     slice: int
     operands: Operands
@@ -157,7 +157,7 @@ class _Left(NamedTuple):
 
 
 class _Kept:
-    """What the slices of a micro-batch leave in one layer."""
+    """Tensors of a micro-batch's slices in one layer."""
 
     def __init__(self, rule: Rule, parameters: tuple[Tensor, ...]) -> None:
         self._rule, self.parameters = rule, parameters

@@ -1,4 +1,4 @@
-"""What a stage holds while a step runs: live units, and the bytes that they and their buffers take."""
+"""Memory of a stage while a step runs: live units, and the bytes of them and their buffers."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ class DevicePeak:
         self._beside = self._most = 0.0
 
     def mark(self, beside: float) -> None:
-        """As :meth:`Peak.mark`."""
+        """Implement :meth:`Peak.mark`."""
         self._look()
         self._beside = beside
 
     def taken(self) -> float:
-        """As :meth:`Peak.taken`."""
+        """Implement :meth:`Peak.taken`."""
         self._look()
         return self._most
 
@@ -229,7 +229,7 @@ class StepMemory:
             self._add(stage, "key_value_gradients", tensor.numel() * max(tensor.element_size(), 4))
 
     def weight_gradients(self, stage: int, keeper: WeightGradients) -> None:
-        """What is kept for the weight gradients of one micro-batch."""
+        """Count the tensors kept for the weight gradients of one micro-batch."""
         if self.on:
             self._add(stage, "weight_gradients", keeper.kept_bytes)
 

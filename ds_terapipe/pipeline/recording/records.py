@@ -1,4 +1,4 @@
-"""What an engine records of its steps and says of them: slices that ran, memory, a trace, a line of the log."""
+"""Records of an engine's steps: slices, memory, trace, log line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Records(PipelineEngine):
 
     @property
     def peak_live_tokens(self) -> int:
-        """As :attr:`peak_live_units`, in tokens of a sequence."""
+        """:attr:`peak_live_units`, in tokens of a sequence."""
         return self._live.peak_tokens
 
     def _new_memory(self) -> StepMemory:

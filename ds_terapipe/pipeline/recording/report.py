@@ -55,7 +55,7 @@ class StepReport:
 
 
 def does_not_pay(stages: int, slices: Sequence[int]) -> str:
-    """What to say where micro-batches alone already fill the pipeline; empty otherwise.
+    """Return a warning if micro-batches alone already fill the pipeline, else an empty string.
 
     The bubble of M micro-batches on K stages is (K-1)/(M+K-1) of the step; slicing can save at most that, and costs some
     per cent itself.

@@ -1,4 +1,7 @@
-"""What this rank did during a step, and when: recorded beside the engine, collected on rank 0, written as one file.
+"""Trace of a step: recorded on each rank beside the engine, collected on rank 0, written as one file.
+
+A step that is not traced costs nothing: the engine calls its actions directly. Otherwise an action costs two readings
+of a clock (on a GPU two events on the stream, read after the step).
 
 A step that nobody wants recorded costs nothing: the engine calls its actions directly. Otherwise an action costs two
 readings of a clock (on a GPU two events on the stream, read after the step).
@@ -63,7 +66,7 @@ class StreamMarks:
         return event
 
     def start(self) -> torch.cuda.Event:
-        """As :meth:`HostClock.start`; the stream is empty at that moment, so the event is now."""
+        """Implement :meth:`HostClock.start`; the stream is empty then, so the event is now."""
         torch.cuda.synchronize()
         return self.now()
 
@@ -153,7 +156,10 @@ class Recorder:
         return self._zero + self._clock.seconds(mark, self._start)
 
     def _zero_of_all(self, at: float) -> float:
-        """What this rank's clock showed when the recorder's time was zero.
+        """Return the reading of this rank's clock at the recorder's time zero.
+
+        Processes of one host share a clock. Processes of several hosts do not: their times count from the moment they
+        left the barrier.
 
         Processes of one host share a clock. Those of several have none in common: their times count from the moment in which
         they left the barrier.
@@ -233,7 +239,7 @@ class TraceFile:
 
 
 def _overhead(events: Sequence[Event], cost: float) -> dict[str, float]:
-    """What recording a step cost one rank."""
+    """Return a rank's cost of recording a step."""
     seconds = max(event.end for event in events) - min(event.start for event in events)
     return {
         "events_per_step": len(events),

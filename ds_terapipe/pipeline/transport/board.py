@@ -38,7 +38,7 @@ class Board:
             logger.debug("can't write %s: %s", key, error)
 
     def read(self, keys: Collection[str]) -> dict[str, str] | None:
-        """What is written under those of ``keys`` that there are; None when the store does not answer."""
+        """Return the texts under those of ``keys`` that exist; None if the store does not answer."""
         found: dict[str, str] = {}
         done, store = threading.Event(), self._store
 

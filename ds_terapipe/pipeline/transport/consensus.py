@@ -1,4 +1,8 @@
-"""What all ranks agree on before a step: that nobody has failed, and how long the sequences are.
+"""Agreement of all ranks before a step: no rank has failed, and all know the sequence lengths.
+
+The first stage announces one header per step. An error on any rank is raised on every rank, so no rank is left waiting.
+A step costs one reduction of a few words, whatever the number of ranks; ranks exchange messages only where they differ.
+All runs over a gloo group of its own (host memory, own timeout), whatever the backend of the job.
 
 The first stage announces one header per step; an error on any rank is raised on every rank, so nobody is left waiting. What a
 step costs is one reduction of a few words, whatever the number of ranks: only where ranks differ do they say what they have.
@@ -106,7 +110,7 @@ class Consensus:
             self._raise_everywhere(error)
 
     def decide(self, decision: Callable[[], Any]) -> Any:
-        """What rank 0 decides, or the error that keeps it from deciding, on every rank; collective."""
+        """Return rank 0's decision on every rank, or raise its error there; collective."""
         error, said = None, [None]
         if torch.distributed.get_rank() == 0:
             try:
@@ -182,7 +186,7 @@ def _restore(messages: Sequence[tuple[str, str] | None]) -> Exception:
 
 
 def error_of(action: Callable[[], Any]) -> Exception | None:
-    """What it raises, for :meth:`Consensus.agree`."""
+    """Return the exception that ``action`` raises, for :meth:`Consensus.agree`; None if it succeeds."""
     try:
         action()
     except Exception as error:  # whatever a user's layer or file raises

@@ -1,4 +1,9 @@
-"""What crosses between stages on different places: typed, ordered, posted ahead.
+"""Messages between stages on different places: typed, ordered, posted ahead.
+
+Every channel, one direction of one boundary, has its own process group (``channels.py``). So each is a queue whose
+order both ends know from the schedule. Shapes and types of a boundary are announced once per new shape and cached;
+afterwards receives are posted ahead, and nothing else is negotiated. A send completes only when its receiver arrives,
+so a rank waits for sends only to bound the memory they keep (``schedule/streams.py`` proves that this cannot deadlock).
 
 Every channel, one direction of one boundary, has a process group of its own (``channels.py``), so each is a queue whose order
 both ends know from the schedule. Shapes and types of a boundary are announced once per new shape and cached; afterwards
@@ -42,7 +47,7 @@ class TensorSpec(NamedTuple):
 
 
 class BoundarySpec(NamedTuple):
-    """What a stage hands to the next for one unit: one tensor or a tuple of them."""
+    """Types and shapes of a stage's output for one unit: one tensor or a tuple of them."""
 
     tensors: tuple[TensorSpec, ...]
     single: bool
@@ -54,11 +59,11 @@ class BoundarySpec(NamedTuple):
         return cls(tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), single)
 
     def gradients(self) -> BoundarySpec:
-        """What comes back for it."""
+        """Return the spec of the gradients that come back for it."""
         return BoundarySpec(tuple(spec for spec in self.tensors if spec.needs_grad), self.single)
 
     def encode(self, device: torch.device) -> Tensor:
-        """As int64 [256]: single, count, then type, needs_grad, dimensions and shape of each tensor."""
+        """Encode as int64 [256]: single, count, then type, needs_grad, dimensions and shape of each tensor."""
         words = [int(self.single), len(self.tensors)]
         for spec in self.tensors:
             words += [_DTYPES.index(spec.dtype), int(spec.needs_grad), len(spec.shape), *spec.shape]

@@ -33,8 +33,10 @@ class StreamMark:
 
 
 def take_device(device: torch.device) -> None:
-    """What a new thread calls first: until then its device is the machine's first, where CUDA makes a context of some hundred MB
-    when it is asked for anything."""
+    """Set the device of a new thread; call it first.
+
+    Until then the thread uses the machine's first device, where any CUDA call creates a context of some hundred MB.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

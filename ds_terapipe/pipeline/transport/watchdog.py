@@ -82,7 +82,7 @@ class _Passed(NamedTuple):
 
 
 class Position(NamedTuple):
-    """What a rank last said of itself: when (``time.time``), in which step, at which action, and doing what."""
+    """A rank's last report: when (``time.time``), in which step, at which action, and its state."""
 
     written: float
     step: int
@@ -243,7 +243,7 @@ class Watchdog:
             return self._marks[0] if self._marks else None
 
     def _late(self) -> Waiting | None:
-        """What the stream has waited for, longer than it may."""
+        """Return the wait of the stream that has exceeded the timeout; None if there is none."""
         first = self._drop_reached()
         if first is None:
             return None

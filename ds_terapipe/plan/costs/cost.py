@@ -284,7 +284,7 @@ class MeasuredCost:
         return self._messages[boundary](length)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `save` writes: the measurements, from which the fit is made again."""
+        """Return the measurements as `save` writes them; the fit is made again from them."""
         return {
             "format": FORMAT,
             "measured_on": self.measured_on,

@@ -115,7 +115,7 @@ class Cluster:
 
     @property
     def rates(self) -> Rates:
-        """What is known, and the middle of the range for what is not."""
+        """Rates that are known, and the middle of the range for the others."""
         return Rates(**{name: self.rates_known.get(name, known.middle) for name, known in self.ranges.items()})
 
 

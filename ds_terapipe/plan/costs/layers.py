@@ -1,4 +1,4 @@
-"""What single layers took, and whether other stages would be faster: advice, for stages are made before anything is measured."""
+"""Times of single layers, and advice on a faster partition: the stages exist before anything is measured."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class LayerSeconds:
         return f"{best.text} layers would take {self.gain:.1%} less than {present.text} in the slowest stage: {how}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As a file holds it."""
+        """Return the times as a file holds them."""
         return {"stages": [list(stage) for stage in self.stages], "ends": list(self.ends)}
 
     @classmethod

@@ -141,7 +141,10 @@ def _messages(step: RecordedStep) -> list[_Message]:
 
 
 def _receive_overhead(messages: Sequence[_Message], stage: int) -> dict[Op, float]:
-    """What a receive takes on a stage when its message is there already: the shortest of those that came late for it.
+    """Return a stage's seconds of a receive whose message has arrived already: the shortest of the late receives.
+
+    A receive is late if it starts later than the message could travel: the longest time of a message to a waiting
+    receiver.
 
     Late is whoever comes after the longest time that a message took to a receiver that stood waiting.
     """

@@ -48,7 +48,7 @@ _SINCE = {"working": 0.0, "joined": 0.0, "largest_gradient": 0.0}  # files that 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a stage takes, in bytes per token of a micro-batch (all its sequences together), for all its layers.
+    """Memory of a stage, for all its layers, in bytes per token of a micro-batch (all its sequences together).
 
     Attributes:
         activations: what a live unit holds.
@@ -248,7 +248,7 @@ def _together(uses: Sequence[MemoryUse]) -> MemoryUse:
 
 
 class _Held:
-    """What a stage holds while its place walks along its computations, in tokens of a micro-batch."""
+    """Memory held by a stage while its place walks along its computations, in tokens of a micro-batch."""
 
     def __init__(
         self, model: MemoryModel, where: Placement, stage: int, row: Sequence[Action], lengths: Sequence[int]

@@ -41,7 +41,7 @@ _NOT_CALIBRATING = (3, 10)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `reproduce` may be asked for.
+    """Options of `reproduce`.
 
     Attributes:
         calibrated: False leaves all rates at the middle of the datasheet's ranges: then all times are predictions.
@@ -75,7 +75,7 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True)
 class Speedup:
-    """What slices bring in a setting, published and simulated, and our own best slices of one sequence."""
+    """Speedup by slices in a setting, published and simulated, and our own best slices of one sequence."""
 
     setting: Setting
     published: float
@@ -86,7 +86,7 @@ class Speedup:
 
 @dataclasses.dataclass(frozen=True)
 class Reproduction:
-    """What `reproduce` found. ``shifts``: by rate, how many widths of its range the fit moved it."""
+    """Result of `reproduce`. ``shifts``: by rate, how many widths of its range the fit moved it."""
 
     compared: tuple[Compared, ...]
     speedups: tuple[Speedup, ...]
