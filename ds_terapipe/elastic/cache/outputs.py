@@ -3,10 +3,6 @@
 A level is a number of frozen layers with their current weights. When more layers are frozen, a new level begins: the
 further layers start from the entries of the last level, and each sample's new entry replaces its old one. A rank
 requests a step's micro-batches when it has read them; threads read the entries while the stage computes.
-
-A level is a number of layers with the weights that they have. When more layers are frozen another level begins: what was kept of
-the last one is what the further layers start from, and each sample's entry replaces the one before. A rank asks for the
-micro-batches of a step when it has read them, and threads read entries while the stage computes.
 """
 
 from __future__ import annotations

@@ -55,8 +55,6 @@ def layers_for(
     """Return the layers of these entries: live modules that are here already, the others newly built, of ``dtype``.
 
     The caller overwrites the values of the built ones. The process's random states stay as they are.
-
-    The values of what is built are to be overwritten. The process's random states stay as they are.
     """
     here, found = modules_here(module), {}
     with random_states_kept(device):

@@ -1,4 +1,4 @@
-"""Choice of the next shape, or the next partition into stages, from times of the running pipeline.
+"""History of a training's shapes: a file with a line of JSON for each change, written by the run, and read again.
 
 A line says what holds from its step on: ``start`` where a process begins to train or goes on from a checkpoint, ``change`` where
 layers froze or moved. ``end`` says how many steps there were; a process that is killed leaves none. No DeepSpeed, no torch.

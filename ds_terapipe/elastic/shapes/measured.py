@@ -115,8 +115,6 @@ class Chooser:
         """Choose shape and parts for so many frozen entries; None if nothing is to be decided yet.
 
         Called before every step. It decides if more entries are frozen, or if layers have just been timed.
-
-        Asked before every step; it decides where more is frozen, or where layers have just been timed.
         """
         if not self._decides:
             return None

@@ -92,9 +92,6 @@ class AutoCutting:
 
         If lengths change from step to step, the shape under measurement is measured whenever it comes; steps of others
         just run. A shape that does not come again is given up after ``PATIENCE`` steps.
-
-        Where lengths change from step to step, one is measured whenever it comes, the others run meanwhile; what never comes
-        again is given up after a while.
         """
         found = self._phases.get(shape)
         if found is not None:

@@ -4,11 +4,6 @@ In a timed step the functions that a stage calls in turn are wrapped. A layer's 
 backward begins when the gradient of that output exists. So the times of a stage's layers add up to those of its
 actions. A step that is not timed runs none of this. Deferred weight gradients, in a step that is cut, cannot be told
 apart by layer: they are spread over the layers of their stage in proportion to its backward.
-
-For such a step the functions that a stage calls in turn are wrapped: a layer's forward ends when its output is
-there, and its backward begins when the gradient of that output is. So the times of a stage's layers add up to those of its
-actions, and a step that is not timed runs nothing of this. Weight gradients that are made apart, where a step is cut, belong to
-no layer that could be told: they are spread over the layers of their stage as its backward is.
 """
 
 from __future__ import annotations

@@ -5,12 +5,6 @@ layer, or a recomputation in the middle of a backward pass may call it. The call
 the slice and for the keys and values of the earlier ones. A call is identified by (layer, number of the call in that
 layer, micro-batch, slice); a call that cannot be placed is an error. A layer recomputed from its beginning is trusted;
 whether it made the same keys again is checked before the optimiser steps.
-
-Attention is the one operation of a causal Transformer that looks beyond its slice. Wherever it is called from (a layer, a
-checkpoint inside a layer, a recomputation in the middle of a backward pass), it asks the context for the position of the
-slice and for the keys and values of the earlier ones. A call is known by (layer, number of the call in that layer,
-micro-batch, slice); one that can't be placed is an error. A layer that is recomputed from its beginning is taken at its word, and
-whether it made the same keys again is looked at before the optimiser steps.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 Attention is intercepted in two ways: as an operator of ATen (sdpa.py) and as a module of Megatron's
 (core_attention.py). The weight gradients of linear layers and embeddings that are modules are deferred to the end of
 their micro-batch (deferred.py). Other products are computed as usual, and named in the log.
-
-Attention is met in two ways, as an operator of ATen (sdpa.py) and as a module of Megatron's (core_attention.py). The weight
-gradients of linear layers and embeddings that are modules wait for the end of their micro-batch (deferred.py); what multiplies in
-some other way is computed as ever, and named.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 A step that is not traced costs nothing: the engine calls its actions directly. Otherwise an action costs two readings
 of a clock (on a GPU two events on the stream, read after the step).
-
-A step that nobody wants recorded costs nothing: the engine calls its actions directly. Otherwise an action costs two
-readings of a clock (on a GPU two events on the stream, read after the step).
 """
 
 from __future__ import annotations
