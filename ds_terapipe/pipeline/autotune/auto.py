@@ -91,7 +91,7 @@ class AutoCutting:
         """Return the phase of steps of this shape, a new one if there is none; None while another shape is measured.
 
         If lengths change from step to step, the shape under measurement is measured whenever it comes; steps of others
-        just run. A shape that does not come again is given up after ``PATIENCE`` steps.
+        just run. After ``PATIENCE`` steps of other shapes its measurement is given up.
         """
         found = self._phases.get(shape)
         if found is not None:

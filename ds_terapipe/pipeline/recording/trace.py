@@ -157,9 +157,6 @@ class Recorder:
 
         Processes of one host share a clock. Processes of several hosts do not: their times count from the moment they
         left the barrier.
-
-        Processes of one host share a clock. Those of several have none in common: their times count from the moment in which
-        they left the barrier.
         """
         said: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(said, (platform.node(), at), group=self._group)

@@ -3,10 +3,6 @@
 The first stage announces one header per step. An error on any rank is raised on every rank, so no rank is left waiting.
 A step costs one reduction of a few words, whatever the number of ranks; ranks exchange messages only where they differ.
 All runs over a gloo group of its own (host memory, own timeout), whatever the backend of the job.
-
-The first stage announces one header per step; an error on any rank is raised on every rank, so nobody is left waiting. What a
-step costs is one reduction of a few words, whatever the number of ranks: only where ranks differ do they say what they have.
-Runs over a gloo group of its own (host memory, own timeout), whatever the backend of the job.
 """
 
 from __future__ import annotations

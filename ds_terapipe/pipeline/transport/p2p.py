@@ -4,11 +4,6 @@ Every channel, one direction of one boundary, has its own process group (``chann
 order both ends know from the schedule. Shapes and types of a boundary are announced once per new shape and cached;
 afterwards receives are posted ahead, and nothing else is negotiated. A send completes only when its receiver arrives,
 so a rank waits for sends only to bound the memory they keep (``schedule/streams.py`` proves that this cannot deadlock).
-
-Every channel, one direction of one boundary, has a process group of its own (``channels.py``), so each is a queue whose order
-both ends know from the schedule. Shapes and types of a boundary are announced once per new shape and cached; afterwards
-receives are posted before they are needed and nothing else is negotiated. Sends complete only when the receiver arrives, so
-none is waited for but to bound what is kept (``schedule/streams.py`` proves that this cannot lock up).
 """
 
 from __future__ import annotations

@@ -145,8 +145,6 @@ def _receive_overhead(messages: Sequence[_Message], stage: int) -> dict[Op, floa
 
     A receive is late if it starts later than the message could travel: the longest time of a message to a waiting
     receiver.
-
-    Late is whoever comes after the longest time that a message took to a receiver that stood waiting.
     """
     shortest: dict[Op, float] = {}
     own = [message for message in messages if message.receive.stage == stage]
