@@ -1,4 +1,4 @@
-"""How the micro-batches of a step are cut, where that is given."""
+"""Cutting of the micro-batches of a step, if it is given."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 class Cutting(NamedTuple):
-    """How the micro-batches of a step are cut, and the schedule that they run in."""
+    """Slices of a step's micro-batches, and their schedule."""
 
     slices: int | tuple[int, ...]
     schedule: str
 
 
 class FixedCutting:
-    """``slices`` is a number or a list of lengths."""
+    """Fixed ``slices``: a number or a list of lengths."""
 
     def __init__(self, slices: int | Sequence[int], schedule: str) -> None:
         self._cutting = Cutting(slices if isinstance(slices, int) else tuple(slices), schedule)
 
     def cutting(self, lengths: Sequence[int], everywhere: Sequence[int]) -> Cutting:
-        """For micro-batches of these lengths."""
+        """Return the cutting for micro-batches of these lengths."""
         return self._cutting
 
     def now(self, lengths: Sequence[int]) -> Cutting:
@@ -33,12 +33,12 @@ class FixedCutting:
 
     @property
     def wants_events(self) -> bool:
-        """Whether the step is to be recorded."""
+        """Whether to record the step."""
         return False
 
     @property
     def wants_layers(self) -> bool:
-        """Whether the step's single layers are to be timed."""
+        """Whether to time the step's single layers."""
         return False
 
     @property
@@ -54,4 +54,4 @@ class FixedCutting:
         return None
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""

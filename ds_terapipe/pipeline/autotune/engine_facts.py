@@ -1,4 +1,4 @@
-"""How an engine cuts its steps, and what that has to know of it: which run this is, and what memory there is."""
+"""Facts of an engine for cutting its steps: the run, and the free memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ds_terapipe.version import __version__
 def new_cutting(
     engine: Any, config: TokenPipelineConfig, consensus: Consensus, memory: StepMemory, layers: LayerTimes
 ) -> FixedCutting | AutoCutting:
-    """How the engine cuts its steps, as ``config`` says; collective where it does.
+    """Return the engine's cutting by ``config``; collective.
 
-    Raises ConfigError, on every rank, for a file that can't be written or does not fit, and for a layer whose gradient its slices
-    do not add up to.
+    Raises ConfigError, on every rank, for a file that cannot be written or does not fit, and for a layer whose gradient
+    is no sum over slices.
     """
     fixed = config.slices != AUTO or (engine.num_stages == 1 and config.plan_path is None)
     slices = 1 if fixed and config.slices == AUTO else config.slices
@@ -80,9 +80,9 @@ def _by_frequency(engine: Any) -> ConfigError | None:
 def changed_settings(
     settings: TokenPipelineConfig, slices: int | Sequence[int] | str, schedule: str | None, consensus: Consensus
 ) -> TokenPipelineConfig:
-    """The settings with other slices and, unless it is None, another schedule; collective.
+    """Return the settings with other slices and, unless it is None, another schedule; collective.
 
-    Raises ConfigError on every rank where one has a bad value, or other values than the rest.
+    Raises ConfigError on every rank for a bad value, or different values between ranks.
     """
     error, changed = None, settings
     try:
@@ -92,7 +92,7 @@ def changed_settings(
             "schedule": settings.schedule if schedule is None else schedule,
         }
         changed = TokenPipelineConfig(**values)
-    except Exception as problem:  # whatever a value does, the others must not wait for this rank
+    except Exception as problem:  # an error must not leave the others waiting
         error = " ".join(str(problem).split())
     said = consensus.gather((error, changed.slices, changed.schedule))
     for message, *_ in said:
@@ -153,7 +153,7 @@ def _run_info(engine: Any, consensus: Consensus) -> RunInfo:
 
 
 def _processor() -> str:
-    """The processor's name, as Linux gives it, or the little that Python knows of it."""
+    """Return the processor's name from Linux, else from Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -187,7 +187,7 @@ class _Meter:
         self._engine, self._consensus, self._memory = engine, consensus, memory
 
     def begin(self) -> None:
-        """Measure the step that begins."""
+        """Implement :meth:`MemoryMeter.begin`."""
         self._memory.begin(self._engine.module.parameters())
 
     def end(self) -> tuple[MemoryModel | None, float | None]:
@@ -202,12 +202,13 @@ class _Meter:
         return model, min(limits) if limits else None
 
     def note_peak(self) -> None:
-        """Know the peak of the step that begins."""
+        """Implement :meth:`MemoryMeter.note_peak`."""
         self._memory.note_peak(self._engine.module.parameters())
 
     def peaks(self) -> tuple[float, ...] | None:
-        """Of the step that was watched; the fullest replica and tensor-parallel rank of a place stands for it."""
-        if self._engine.device.type == "cpu":  # of all ranks
+        """Return the peaks of the watched step by place, from the fullest replica and tensor-parallel rank;
+        collective."""
+        if self._engine.device.type == "cpu":  # on all ranks
             return None
         peaks: dict[int, float] = {}
         for place, taken in self._consensus.gather((self._engine.stage_id, self._memory.taken)):
@@ -215,8 +216,10 @@ class _Meter:
         return tuple(peaks[place] for place in sorted(peaks))
 
     def _free(self) -> float | None:
-        """Bytes for activations and buffers: what the configuration says, or what is free now that weights and optimiser are
-        there, what PyTorch keeps for later included, and room left for gradients."""
+        """Return the bytes for activations and buffers: the configured ones, else the free ones; None if unknown.
+
+        Free bytes include PyTorch's cache, and leave room for gradients. Weights and optimiser are allocated by then.
+        """
         given = self._engine.token_pipeline.memory_gb
         if given is not None:
             return float(given * GIGABYTE)
