@@ -388,7 +388,7 @@ NAMES: tuple[Name, ...] = (
 
 
 def report(names: Iterable[Name] = NAMES, packages: Sequence[str] | None = None) -> dict[Name, bool]:
-    """Which names exist in the installed versions.
+    """Check which names exist in the installed versions.
 
     Args:
         names: what to look for.

@@ -39,7 +39,7 @@ class Block(DeepSpeedConfigModel):
     """
 
     PATH: ClassVar[str]
-    """Of the block itself, in front of its keys in errors."""
+    """Path of the block, the prefix of its keys in errors."""
 
     def __init__(self, strict: bool = True, **data: Any) -> None:
         try:
@@ -87,10 +87,10 @@ class TokenPipelineConfig(Block):
     """A plan to run by, as ``ds_terapipe plan`` or a run has written it."""
 
     measurements_path: str | None = None
-    """Where measurements are written to, and read from where they were made on the same; none are kept by default."""
+    """File of measurements, written, and read if made on the same system; none by default."""
 
     layout: Layout = "auto"
-    """Where the sequence is in tensors between layers: [b, s, h], [s, b, h], or found by comparing shapes."""
+    """Position of the sequence in tensors between layers: [b, s, h], [s, b, h], or found by comparing shapes."""
 
     cut: dict[str, list[Dimensions] | None] | None = Field(default=None)
     """Per tensor of the inputs and the labels, the dimension or dimensions to cut, or null to keep it whole.

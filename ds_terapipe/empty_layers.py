@@ -11,7 +11,7 @@ _empty = ContextVar("ds_terapipe_empty", default=False)
 
 @contextmanager
 def building_empty() -> Iterator[None]:
-    """Within it layers are built for weights that come from elsewhere: nobody has to read or draw them."""
+    """Context manager in which layers are built empty, for weights from elsewhere: none are read or drawn."""
     token = _empty.set(True)
     try:
         yield

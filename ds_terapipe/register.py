@@ -29,7 +29,7 @@ Initialize = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class Wanted(NamedTuple):
-    """Which of our features a configuration asks for."""
+    """Features of this package that a configuration requests."""
 
     pipeline: bool
     optimizer: bool

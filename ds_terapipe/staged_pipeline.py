@@ -58,7 +58,7 @@ class StagedPipeline(PipelineModule):
 def stage_boundaries(
     num_layers: int, stages: int, layers_per_stage: Sequence[int] | None, around: tuple[int, int]
 ) -> list[int]:
-    """Where each stage starts in the list of layers, and the end; ``around``: layers before and after the Transformer layers.
+    """Return the first layer of each stage, then the number of layers; ``around``: layers at both ends.
 
     Raises:
         ConfigError: ``layers_per_stage`` are not positive numbers, one for each stage, that add up to ``num_layers``.

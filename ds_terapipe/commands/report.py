@@ -82,7 +82,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """All that the report shows, as plain data."""
+    """Return all data of the report, in plain types."""
     versions = {"ds_terapipe": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

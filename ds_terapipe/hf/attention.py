@@ -91,7 +91,7 @@ def attention(
 def _whole(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: kernels.Call, causal: bool, window: int | None
 ) -> Tensor:
-    """Of a sequence that is not cut, or of generated tokens over those before them: causal to the lower right."""
+    """Compute attention of an uncut sequence, or of generated tokens over earlier ones: causal to the lower right."""
     rows, columns = q.shape[2], k.shape[2]
     hides = window is not None and columns > window
     square = rows == columns and not hides

@@ -74,7 +74,7 @@ class Folder:
         return Written(name, list(tensors), [value.dtype for value in tensors.values() if value.is_floating_point()])
 
     def finish(self, files: Sequence[Written]) -> None:
-        """All files in order: give them their names, write the index, and the folder its name.
+        """Rename the files in order, write the index, and rename the folder.
 
         The configuration gets the widest type that weights have: ``from_pretrained`` loads all in the one that stands there.
         """
@@ -256,7 +256,7 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
 
 
 def _live_layers(module: Any) -> Iterator[tuple[dict[str, str], Any]]:
-    """Those of this stage that have weights of their own, with the beginnings of their names."""
+    """Yield this stage's layers with their own weights, and the prefixes of the weights' names."""
     names = names_of(module.source)
     for index, layer in enumerate(module.forward_funcs, start=module._local_start):
         if names[index] and hasattr(layer, "state_dict"):
@@ -264,7 +264,7 @@ def _live_layers(module: Any) -> Iterator[tuple[dict[str, str], Any]]:
 
 
 def _live(module: Any, dtype: torch.dtype | None) -> Iterator[Tensors]:
-    """Of the layers of this stage, in order; a tied head has no weights of its own."""
+    """Yield the tensors of this stage's layers, in order; a tied head has no weights of its own."""
     for names, layer in _live_layers(module):
         parameters, found = dict(layer.named_parameters()), {}
         for own, value in layer.state_dict().items():

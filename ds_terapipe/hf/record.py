@@ -17,7 +17,7 @@ _LARGEST = 64 * 2**20
 
 
 def names_of(source: Source) -> list[dict[str, str]]:
-    """For each entry of the layer list: beginnings of its weights' names, and what they are in the model."""
+    """Return for each entry of the layer list the prefixes of its weights' names, here and in the model."""
     parts = source.parts
     embed = {"tokens.": parts.tokens, "positions.": parts.positions, "dropout.": parts.dropout}
     layers = [{"layer.": f"{parts.layers}.{index}"} for index in range(source.config.num_hidden_layers)]
@@ -28,7 +28,7 @@ def names_of(source: Source) -> list[dict[str, str]]:
 
 
 def write_record(source: Source, checkpoint: Path) -> None:
-    """Into a folder ``hf`` of a checkpoint."""
+    """Write the record into a folder ``hf`` of a checkpoint."""
     folder = checkpoint / HF_FOLDER
     write_model(source.config, source.model, folder)
     record = {

@@ -1,4 +1,4 @@
-"""Where the layers of a pipeline come from: a model that is there, or its configuration and, where there are some, weights."""
+"""Sources of a pipeline's layers: an existing model, or its configuration with weights, if there are any."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Source:
 
 
 def source_of(what: Any, dtype: torch.dtype | None, seed: int, revision: str | None = None) -> Source:
-    """Of a model, a configuration, or the name of a folder or of a model on the Hub.
+    """Return the source of a model, a configuration, or the name of a folder or of a model on the Hub.
 
     Raises:
         ConfigError: it is nothing of that, no decoder, or its attention can't be served.

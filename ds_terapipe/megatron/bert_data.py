@@ -64,7 +64,7 @@ class WordPieces:
 
     @classmethod
     def of_bytes(cls) -> WordPieces:
-        """Of ``ds_terapipe prepare-data --split-sentences``: bytes, of which no text has 0, and the special tokens."""
+        """Return the pieces of ``ds_terapipe prepare-data --split-sentences``: bytes 1 to 255, special tokens."""
         return cls(dict(enumerate([PADDING, *map(chr, range(1, 256)), *SPECIAL])), 256, 257, 258)
 
     @property

@@ -65,7 +65,7 @@ class BertLayer(CoreLayer):
 
 
 class BertNorm(FinalNorm):
-    """The norm after the last layer, behind which nobody asks for the padding."""
+    """The norm after the last layer; later layers do not need the padding."""
 
     def forward(self, inputs: Any) -> Tensor:
         return super().forward(inputs[0])

@@ -21,7 +21,7 @@ from ds_terapipe.megatron.vit import vit_pipeline
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """For argparse: the type of an integer that is not smaller."""
+    """Return an argparse type for integers of at least ``least``."""
 
     def number(text: str) -> int:
         try:
@@ -183,7 +183,7 @@ class Task(ABC):
         }
 
     def _check_lengths(self, steps: Iterable[int]) -> None:
-        """Of phases: the longest may come last, after days."""
+        """Check the lengths of all phases at the start: the longest may come last, after days."""
         longest = max(steps)
         if longest > self.seq_length:
             raise bad_value(

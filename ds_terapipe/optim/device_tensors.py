@@ -88,6 +88,6 @@ def fingerprint(records: Sequence[Record]) -> list[Any]:
 
 
 def _link(original: Tensor) -> tuple[int, int] | None:
-    """Where DeepSpeed's flat partition holds the original: first element and number of elements."""
+    """Return the original's position in DeepSpeed's flat partition: first element and number of elements."""
     mapping = getattr(original, "_hp_mapping", None)
     return None if mapping is None else (mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)

@@ -249,7 +249,7 @@ class FusedLamb(torch.optim.Optimizer):
         """One step on the groups in ``param_groups``. Collective where layers are sharded.
 
         Args:
-            closure: computes the loss anew.
+            closure: computes the loss again.
             grad_scale: the loss scale that the gradients carry: they are divided by it, as ``torch.amp`` does.
             found_inf: nonzero if the caller has found a nan or inf, whereupon the step is skipped; if given, the gradients are
                 not searched here.
@@ -399,7 +399,7 @@ class FusedLamb(torch.optim.Optimizer):
             self.state[parameter].update(values)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles. Process groups, the monitor and the count of skipped steps stay behind."""
+        """Return the state for copies and pickles, without process groups, monitor and count of skipped steps."""
         kept = ("max_grad_norm", "monitor_interval", "check_gradients", "backend")
         records = [(record.originals, record.names) for record in self._records]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, "_saved_records": records}

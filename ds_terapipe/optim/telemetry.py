@@ -162,7 +162,7 @@ class SkippedSteps:
                 )
 
     def total(self) -> int:
-        """All so far; waits for the devices."""
+        """Number of all skipped steps so far; waits for the devices."""
         self.poll(wait=True)
         return self._count
 

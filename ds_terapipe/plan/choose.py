@@ -28,7 +28,7 @@ from ds_terapipe.schedule.placement import row_word
 
 _EQUAL = 16  # equal lengths are tried for 1 to this many slices
 _EVEN = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64)
-_SHOWN = (1, 2, 4, 8, 16)  # numbers of slices that are always timed, for whoever compares
+_SHOWN = (1, 2, 4, 8, 16)  # numbers of slices that are always timed, for comparisons
 _COMPOSITIONS = 128  # so few cuts are all tried
 _CLOSE, _REFINED = 1.03, 3  # the best few families of candidates are refined, if they come this close to the best
 _REFINE_RUNS, _REFINE_NODES = 150, 1_000_000  # simulations of a refinement, and the work in them
@@ -181,7 +181,7 @@ def _candidates(cost: Cost, request: Request) -> Iterator[tuple[int, ...]]:
 
 
 def _compositions(quanta: int, least: int) -> Iterator[tuple[int, ...]]:
-    """All cuts of so many quanta into slices of at least ``least``."""
+    """Yield all cuts of so many quanta into slices of at least ``least``."""
     yield (quanta,)
     for first in range(least, quanta - least + 1):
         yield from ((first, *rest) for rest in _compositions(quanta - first, least))

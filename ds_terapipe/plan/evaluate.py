@@ -1,4 +1,4 @@
-"""How long a step takes with given slices: the simulator, with what does not change from plan to plan worked out once."""
+"""Time of a step with given slices: the simulator, with parts shared by all plans computed once."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class StepTimes:
         return max(graph.run(values[keys].tolist()))
 
     def nodes(self, schedule: str, slices: int) -> int:
-        """How much work one call of `seconds` is."""
+        """Return the work of one call of `seconds`, in nodes of its graph."""
         return len(self._graph(schedule, slices)[0].after)
 
     def bound(self, lengths: Sequence[int]) -> float:

@@ -27,7 +27,7 @@ class Fields:
         self._data, self._where = data, where
 
     def path(self, name: str) -> str:
-        """How an error names a field of this object."""
+        """Return the name of a field of this object in errors."""
         return f"{self._where}.{name}" if ": " in self._where else f"{self._where}: {name}"
 
     def fail(self, name: str, rule: str, use: str) -> ConfigError:

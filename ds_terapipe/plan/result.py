@@ -36,7 +36,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How to run a step.
+    """Plan of a step.
 
     Attributes:
         schedule: ``terapipe`` or ``1f1b``.
@@ -49,7 +49,7 @@ class Plan:
         memory: bytes of each place by line; empty where memory is not known.
         memory_limit: bytes that each stage may take, None where there is no limit.
         options: the best of each schedule and number of slices, fastest first.
-        about: what the costs are from, for whoever reads the file.
+        about: origin of the costs, for readers of the file.
         placement: of the stages; None: stage s on place s, and all go backward.
     """
 

@@ -1,4 +1,4 @@
-"""Which layers go to which stage: the contiguous partition whose slowest stage is fastest."""
+"""Partition of layers into stages: the contiguous one whose slowest stage is fastest."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def describe(layer_seconds: Sequence[float], layers: Sequence[int]) -> Partition
 
 
 def gain(layer_seconds: Sequence[float], layers: Sequence[int]) -> float:
-    """How much less time the slowest stage would take with the best partition, as a share: 0.03 is 3%."""
+    """Return the share of the slowest stage's time that the best partition would save: 0.03 is 3%."""
     present = describe(layer_seconds, layers).slowest
     return 1 - partition(layer_seconds, len(layers)).slowest / present if present > 0 else 0.0
 

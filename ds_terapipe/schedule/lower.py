@@ -64,8 +64,8 @@ def with_weight_gradients(
 ) -> list[list[Action]]:
     """The same actions, with weight gradients after the backward that they belong to and what that one sends.
 
-    The stage before gets its gradient first, be it on another place or on this one: weight gradients delay nobody (the W of
-    zero-bubble schedules, Qi et al., ICLR 2024, arXiv 2401.10241).
+    The stage before gets its gradient first, be it on another place or on this one: weight gradients delay no stage
+    (the W of zero-bubble schedules, Qi et al., ICLR 2024, arXiv 2401.10241).
 
     Args:
         grid: computations, with or without messages, one list per place. It is not changed.

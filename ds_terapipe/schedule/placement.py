@@ -1,4 +1,4 @@
-"""Where a model's stages are: each a range of layers on a place of the pipeline.
+"""Placement of a model's stages: each is a range of layers on a place of the pipeline.
 
 A *stage* is a range of layers, a *place* a position in the pipeline. Plain is stage s on place s. Interleaved is stage s on
 place s mod K of K places (Narayanan et al. 2021, arXiv 2104.04473), so that a unit goes around the pipeline more than once.

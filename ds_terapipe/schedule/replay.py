@@ -142,7 +142,7 @@ class _Channel:
 
 
 class _Channels(dict[tuple[int, bool], _Channel]):
-    """By receiving stage and direction."""
+    """Channels by receiving stage and direction."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()

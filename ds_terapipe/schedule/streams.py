@@ -61,7 +61,7 @@ def stream_deadlock(
     sent_kept: int | None = None,
     placement: Placement | None = None,
 ) -> dict[int, int]:
-    """Where the places stop for ever when their messages run in order of issue, group by group.
+    """Return the actions at which places deadlock when their messages run in order of issue, group by group.
 
     Args:
         grid: computations and messages, as `lower.with_messages` returns them.

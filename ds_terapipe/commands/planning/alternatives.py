@@ -15,7 +15,7 @@ from ds_terapipe.plan.stages import even_layers
 from ds_terapipe.schedule import Action, Op, Placement, Simulation, order, simulate
 
 _CHUNKS = (2, 3, 4, 5, 6, 8)
-_UNKNOWN_LAYERS = (2,)  # where nobody knows how many layers a stage has, and what small chunks cost
+_UNKNOWN_LAYERS = (2,)  # for an unknown number of layers in a stage, and unknown costs of small chunks
 UNSLICED = "1f1b"
 
 
@@ -110,7 +110,7 @@ def more_tensor_parallel(inputs: Inputs) -> list[Alternative] | str:
 
 
 def alternatives_to(inputs: Inputs) -> tuple[list[Alternative], list[str]]:
-    """All that there are, and why others are not."""
+    """Return all alternatives, and the reasons against others."""
     found, why_not = [], []
     for each in (interleaved(inputs), more_tensor_parallel(inputs)):
         if isinstance(each, str):

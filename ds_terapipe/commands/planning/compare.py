@@ -52,7 +52,7 @@ class _Row:
 
 
 def compare(inputs: Inputs, slices: tuple[int, ...] | None) -> tuple[list[str], dict[str, Any], list[Panel]]:
-    """All schedules for a step.
+    """Compare all schedules for a step.
 
     Args:
         inputs: costs and sizes.

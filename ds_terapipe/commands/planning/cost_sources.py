@@ -1,4 +1,4 @@
-"""Where the seconds of ``plan`` and ``simulate`` come from: a model on a cluster, measurements, or units without a cost."""
+"""Sources of the seconds of ``plan`` and ``simulate``: a model on a cluster, measurements, or units without a cost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Source(Protocol):
         """Memory of a device in 1e9 bytes; None if it is not known."""
 
     def cost(self, sequences: int) -> Cost:
-        """For micro-batches of so many sequences."""
+        """Return the cost of micro-batches of so many sequences."""
 
     def memory(self, sequences: int) -> MemoryModel | None:
         """Return the memory model of micro-batches of so many sequences; None if it is not known."""
@@ -63,7 +63,7 @@ class UnitCost:
         return self.total
 
     def forward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        """By the share of the sequence's tokens."""
+        """Return the forward time: the share of the sequence's tokens."""
         return length * (self.sequences / self.total / self.chunks)
 
     def backward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:

@@ -55,7 +55,7 @@ class Entries:
 
     @property
     def processes(self) -> int:
-        """Of the launch."""
+        """Number of processes of the launch."""
         return (len(self.parts) - 1) * self.replicas * self.tensor_parallel
 
 

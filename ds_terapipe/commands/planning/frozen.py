@@ -59,7 +59,7 @@ class FrozenTable:
         return self.most_bytes is None or each.peak_bytes <= self.most_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all figures for JSON."""
         return {
             "frozen_layers": self.frozen,
             "launched": self._figures(self.launched),
@@ -69,7 +69,7 @@ class FrozenTable:
         }
 
     def lines(self, entries: int) -> list[str]:
-        """For a person."""
+        """Return the lines of the table."""
         from ds_terapipe.elastic.shapes.shape_text import shape_text
 
         named = [(_LAUNCHED, self.launched), (_FROZEN, self.present)]
@@ -206,7 +206,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _lengths(inputs: Inputs) -> tuple[int, ...]:
-    """Of the slices that the launch has: named ones, those of the fastest plan, or one where there is no token_pipeline."""
+    """Return the slices of the launch: named ones, those of the fastest plan, or one without ``token_pipeline``."""
     if not inputs.cuts:
         return (inputs.request.seq_length,)
     if inputs.slices != AUTO:

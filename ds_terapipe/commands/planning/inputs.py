@@ -56,7 +56,7 @@ class Inputs:
 
     @property
     def lines(self) -> list[str]:
-        """For a person: what the figures are from and for."""
+        """Lines about the origin of the figures."""
         request = self.request
         micro_batches = f"{request.micro_batches} micro-batch{'es' if request.micro_batches > 1 else ''}"
         return [
@@ -350,5 +350,5 @@ def unwritable(argument: str, path: str, error: OSError) -> ConfigError:
 
 
 def shown_time(units: bool) -> Callable[[float], str]:
-    """How times are shown: as seconds, or as plain numbers where they have no unit."""
+    """Return a formatter of times: seconds, or plain numbers if they have no unit."""
     return (lambda value: f"{value:.4g}") if units else seconds_text

@@ -35,7 +35,7 @@ class _LambBuilder(OpBuilder):
         super().__init__(name=name or self.NAME)
 
     def absolute_name(self) -> str:
-        """Where the module is imported from when it was built ahead."""
+        """Return the import name of a module that was built ahead."""
         return f"ds_terapipe.optim.{self.MODULE}"
 
     def sources(self) -> list[str]:
@@ -153,7 +153,10 @@ class CudaLambBuilder(_LambBuilder):
         return ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0"]
 
     def nvcc_args(self) -> list[str]:
-        """For the architectures of TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), else those of the devices here, else 8.0 and 9.0."""
+        """Return flags for the architectures of TORCH_CUDA_ARCH_LIST, e.g. "8.0;9.0+PTX", else of the devices here.
+
+        Without either, 8.0 and 9.0.
+        """
         return ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", *self._architectures()]
 
     def why_not(self) -> str | None:

@@ -1,7 +1,7 @@
 """The compiled back end on CUDA: three kernels a step, no host that waits, all that changes from step to step on the device.
 
 What Python does at a step is to compare the table of segments, in host memory, with the one that it has sent, and to launch.
-A table that has changed is sent from pinned memory; what the blocks work through, chunks, is made anew only when lengths or
+A table that has changed is sent from pinned memory; the blocks' chunks are only remade when lengths or
 layers have changed.
 """
 
@@ -110,7 +110,7 @@ class CudaOp:
 
     @contextlib.contextmanager
     def _ready(self, tables: Tables, control: Tensor, norms: Tensor | None = None, ratios: Tensor | None = None) -> Any:
-        """On the tables' device: what the kernels read in place of ``tables``, and the address of the current stream."""
+        """Yield the device's copy of ``tables`` and the address of the current stream, with their device current."""
         device = tables.rules.device
         _check("rules", tables.rules, RULE_COLUMNS * tables.rules.shape[0], device)
         _check("control", control, 4, device)

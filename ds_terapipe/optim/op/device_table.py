@@ -287,7 +287,7 @@ class DeviceTable:
             self.op.apply(self.tables, self.norms, self.control, self.ratios, **advances)
 
     def _sum_norms(self) -> None:
-        """Of whole layers, but for a step that the device skips: then the last one's stay, which are sums already."""
+        """Sum the norms of whole layers; in a step that the device skips, the last sums stay."""
         if self._is_host_led:
             self.reduction.sum_norms(self.norms)
             return
@@ -330,7 +330,7 @@ class DeviceTable:
         return telemetry.Report(statistics, squares, scale, int(step))
 
     def statistics(self) -> list[telemetry.LayerStatistics]:
-        """Of the last step; waits for the device."""
+        """Return the statistics of the last step; waits for the device."""
         return self.read(self.report().cpu()).layers
 
     # ---------------------------------------------------------------------------------------------------------- views

@@ -34,7 +34,7 @@ class View(NamedTuple):
 
 
 class Views(Sequence[View]):
-    """The views of all segments, made when somebody first asks: only the back end in PyTorch does."""
+    """Views of all segments, made on demand: only the back end in PyTorch uses them."""
 
     def __init__(self, make: Callable[[], list[View]]) -> None:
         self._make = make

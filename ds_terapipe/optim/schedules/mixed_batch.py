@@ -35,7 +35,7 @@ class MixedBatch(Schedule):
     size. Nothing is lost or repeated, unless ``len(dataset)`` changes with the length: then an epoch starts. As without
     phases, an epoch's last micro-batch may be smaller, or is left out with ``dataloader_drop_last``. Other iterators are
     the user's: they have to give micro-batches of ``engine.train_micro_batch_size_per_gpu()`` samples, beside elastic_pipeline
-    of ``engine.start_shape.micro_batch``, and ones with worker processes have to be made anew when :attr:`phase_index` has
+    of ``engine.start_shape.micro_batch``, and ones with worker processes must be recreated when :attr:`phase_index` has
     changed, which is checked.
 
     Resuming: ``engine.load_checkpoint`` puts the phase and the position in it in force again. A pipeline engine's
@@ -274,7 +274,7 @@ def _is_pipeline(engine: Any) -> bool:
 
 
 def _replicas(engine: Any) -> int:
-    """That share what is read: those of the shape in which loaders were made."""
+    """Return the number of replicas that share the data: those of the shape in which loaders were made."""
     return int(engine.start_shape.replicas if hasattr(engine, "start_shape") else engine.dp_world_size)
 
 

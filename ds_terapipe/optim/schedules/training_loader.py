@@ -1,4 +1,4 @@
-"""DeepSpeed's loader of training data, cut anew in the middle of an epoch: other micro-batches, other sequence length.
+"""DeepSpeed's loader of training data, recut in the middle of an epoch: batch size or sequence length.
 
 A ``DeepSpeedDataLoader`` gives the batch size to a PyTorch loader whose worker processes read ahead and hold copies of
 the data set. A new size or length needs a new loader, which starts at the first sample that was not delivered.
@@ -16,7 +16,7 @@ class TrainingLoader:
     """Takes over a ``DeepSpeedDataLoader``; who iterates over that one gets batches of the new size from the next on.
 
     An epoch's order is the sampler's, whatever the batch sizes: a change neither loses nor repeats a sample, except that
-    where the data set has another number of samples afterwards (documents cut into pieces), the epoch starts anew.
+    where the data set has another number of samples afterwards (documents cut into pieces), the epoch restarts.
 
     Args:
         loader: what ``engine.deepspeed_io`` made, or a ``RepeatingLoader`` around it.

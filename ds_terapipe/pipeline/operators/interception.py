@@ -152,7 +152,7 @@ def _deferring(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
         if kind.forward is nn.Embedding.forward and not module.sparse and module.max_norm is None:
             yield "forward", _embedding
     elif hasattr(module, "vocab_start_index") and "weight" in module._parameters:
-        if not getattr(module, "deterministic_mode", False):  # it indexes its weight
+        if not getattr(module, "deterministic_mode", False):  # deterministic mode indexes the weight
             yield "forward", _vocabulary
     elif callable(getattr(kind, "_forward_impl", None)):
         if not getattr(module, "sequence_parallel", False) and not getattr(

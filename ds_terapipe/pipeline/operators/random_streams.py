@@ -38,7 +38,7 @@ class RandomStreams:
         self.seed, self._shard = seed, shard
         self._device = device if device is not None and device.type != "cpu" else torch.device("cpu")
         self._own = torch.Generator(self._device)  # used to make states for trackers
-        self._before: TorchStates | None = None  # the running step; None outside a step
+        self._before: TorchStates | None = None  # states before the running step; None outside a step
         self._step = self._first = 0
 
     def begin(self, step: int, first_micro_batch: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""How long a slice takes on a stage: what every cost model offers, and the one that is fitted to measurements.
+"""Time of a slice on a stage: the interface of all cost models, and the model fitted to measurements.
 
 A slice is ``length`` tokens after a context of ``context`` tokens. TeraPipe (arXiv 2102.07988, section 3.3) writes its time as
 t(l, 0) + a0 + a1 l + a2 c + a3 l c. Here t(l, 0) is any curve that does not fall, linear between the measured lengths, and
@@ -237,7 +237,7 @@ class MeasuredCost:
 
     @property
     def placement(self) -> Placement | None:
-        """Where the stages were; None: one on each place."""
+        """Placement of the measured stages; None: one on each place."""
         return placement_from(Fields(self.measured_on, "costs: measured_on"), self.stages)
 
     @property
@@ -332,7 +332,7 @@ class MeasuredCost:
 
 
 def sample_points(total: int, least: int) -> list[tuple[int, int]]:
-    """Where to measure: a few dozen (length, context), so that no slice of ``least`` tokens or more is outside.
+    """Return points to measure: a few dozen (length, context) that cover slices of ``least`` tokens or more.
 
     Lengths go up by at most a half from ``least`` to the sequence of ``total`` tokens without context; contexts are tried
     with short, middle and long slices, up to the deepest that a slice can have.

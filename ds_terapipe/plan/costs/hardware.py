@@ -21,7 +21,7 @@ from ds_terapipe.errors import ConfigError, bad_value, nearest
 
 
 class Range(NamedTuple):
-    """Where a rate must lie, and why. Taken as one standard deviation to either side of the geometric middle."""
+    """Range of a rate, with its reason; one standard deviation to either side of the geometric middle."""
 
     low: float
     high: float

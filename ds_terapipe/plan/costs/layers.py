@@ -54,7 +54,7 @@ class LayerSeconds:
 
     @property
     def gain(self) -> float:
-        """How much less time the slowest stage would take, as a share."""
+        """Share of the slowest stage's time that the best partition would save."""
         return gain(self.movable, self._sizes)
 
     def advice(self, worth: float = WORTH) -> str:

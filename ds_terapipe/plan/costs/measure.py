@@ -225,9 +225,9 @@ def _curve(
             found[length].append(max(received.sent - sent.sent - ahead[receive.stage][op], 0.0))
     points = [(float(length), _typical(times)) for length, times in found.items()]
     ends = [float(min(lengths)), float(max(lengths))]
-    if not points:  # nobody ever waited at this boundary: its messages cost nothing that shows
+    if not points:  # no stage ever waited at this boundary: its messages have no visible cost
         return [(end, 0.0) for end in ends]
-    # nobody waited for the shortest or the longest: what the nearest took stands for them
+    # no stage waited for the shortest or the longest: the nearest length stands for them
     nearest = [min(points, key=lambda point: abs(point[0] - end))[1] for end in ends]
     known = {point[0] for point in points}
     return points + [(end, seconds) for end, seconds in zip(ends, nearest, strict=True) if end not in known]

@@ -194,7 +194,7 @@ def check_stages(model: MemoryModel, stages: int) -> None:
 
 
 def gigabytes(bytes_: float) -> float:
-    """In units of 1e9 bytes, as ``memory_gb`` counts them."""
+    """Convert bytes to units of 1e9 bytes, as in ``memory_gb``."""
     return bytes_ / GIGABYTE
 
 

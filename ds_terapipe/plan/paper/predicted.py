@@ -9,7 +9,7 @@ The nine rates of that cost are calibrated on seven of the published times, unde
 2. Which seven is computed (`calibrate.most_informative`) from the model and the datasheet's ranges alone, as the choice
    after which all times that were read are expected to be known best. No published time enters.
 3. The fit has a prior: each rate's range in `Cluster.ranges`, written down before the first fit; ranges and expected error
-   were not changed afterwards. Whoever wrote them had seen the published times, which is why the ranges are wide;
+   were not changed afterwards. Their author had seen the published times, which is why the ranges are wide;
    `Options.calibrated` off shows what they alone predict.
 
 The error is the mean of |ln(simulated / published)| over the times that were read and did not calibrate.
@@ -129,7 +129,7 @@ class Reproduction:
         }
 
     def table(self) -> str:
-        """All figures, speedups and rates as text, at most 130 columns wide."""
+        """Return all figures, speedups and rates as text, at most 130 columns wide."""
         return "\n".join([*self._figure_lines(), "", *self._speedup_lines(), "", *self._rate_lines()])
 
     def _figure_lines(self) -> list[str]:
