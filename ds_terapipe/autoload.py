@@ -95,7 +95,7 @@ def _say_waits() -> None:
 
 
 def guard(original: Callable[..., Any], reason: Exception) -> Callable[..., Any]:
-    """``deepspeed.initialize`` for when the hook failed: as ever, but a configuration with our keys says why it can't.
+    """Run ``deepspeed.initialize`` after a failure of the hook; a configuration with our keys raises the reason.
 
     Raises:
         RuntimeError: (the returned function) the configuration has one of our keys.

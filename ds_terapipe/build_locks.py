@@ -80,7 +80,7 @@ def waits_are_said() -> Iterator[None]:
 
 
 def say_waits() -> object:
-    """Have such waits say so from now on; returns the method that was in place."""
+    """Make such waits report themselves from now on; return the method that was in place."""
     original = _baton().wait
     if hasattr(original, "ds_terapipe_says"):
         return original

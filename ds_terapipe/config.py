@@ -32,7 +32,7 @@ Dimensions = int | list[int] | None
 
 
 class Block(DeepSpeedConfigModel):
-    """A block of keys. It stays as it was read.
+    """An immutable block of keys.
 
     Raises:
         ConfigError: an unknown key or a value that breaks its rule; only the first is reported.
@@ -78,7 +78,7 @@ class TokenPipelineConfig(Block):
     """
 
     granularity: int = 8
-    """Tokens by which the lengths of automatically chosen slices differ from each other."""
+    """Unequal automatic slices are multiples of so many tokens, and no automatic slice is shorter."""
 
     memory_gb: float | None = None
     """Limit of activations and buffers on a device, in 1e9 bytes; default: the free memory, no limit on a CPU."""
@@ -281,7 +281,7 @@ def _names_a_file(value: object) -> bool:
 
 
 def is_count(value: object, least: int = 1, most: int = LARGEST_COUNT) -> bool:
-    """Whether it is an integer from ``least`` to ``most``; true is none."""
+    """Whether a value is an integer from ``least`` to ``most``; bool is refused."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return whole and least <= value <= most  # type: ignore[operator]
 

@@ -1,4 +1,4 @@
-"""Layers that are built for weights which come from elsewhere: who builds them says so, who would read or draw weights asks."""
+"""Empty layers, built for weights from elsewhere: builders enter the context, initializers and readers ask for it."""
 
 from __future__ import annotations
 

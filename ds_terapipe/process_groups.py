@@ -23,7 +23,8 @@ def gathered(value: Any, group: Any) -> list[Any]:
 def close_groups(groups: Iterable[Any], *holders: Any) -> None:
     """Destroy process groups; collective over the ranks of each, every rank with all of them that it is in.
 
-    Groups that are gone already, as all are once the job's own is, are left out, and so is what stands for a group of others.
+    Groups that are destroyed already, as all are after the job's own, are skipped, and so are placeholders for groups
+    of other ranks.
 
     Args:
         groups: in any order.

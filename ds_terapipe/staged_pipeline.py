@@ -44,7 +44,7 @@ class StagedPipeline(PipelineModule):
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Transformer layers of each stage as it is now: ``elastic_pipeline`` moves them, and may leave a stage without any."""
+        """Present number of Transformer layers of each stage; ``elastic_pipeline`` moves them, and may leave 0."""
         before, after = self.layers_around
         first, end = before, self._num_layers - after
         return tuple(max(0, min(stop, end) - max(start, first)) for start, stop in pairwise(self.parts))

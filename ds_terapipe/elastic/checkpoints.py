@@ -69,9 +69,8 @@ class ElasticCheckpoints(Caching):
         shape. With ``load_module_only`` weights alone are read.
 
         Raises:
-            ConfigError: on every rank, a file that is not as it was saved, a checkpoint of other layers, or with less frozen:
-                nothing has been changed; one without the optimiser's state of all that is trained here: nothing but what is
-                frozen.
+            ConfigError: on every rank. Damaged file, other layers, or fewer frozen layers: nothing has been changed.
+                No optimiser state for a trained parameter: only the frozen layers have been changed.
         """
         self._refuse_broken()
         if self.load_universal_checkpoint():
@@ -129,7 +128,7 @@ class ElasticCheckpoints(Caching):
         """Load the output of `ds_to_universal` into the present shape.
 
         Raises:
-            ConfigError: on every rank; nothing has been changed but what is frozen.
+            ConfigError: on every rank; only the frozen layers may have been changed.
         """
         found: list[Universal] = []
         self._consensus.agree(

@@ -191,7 +191,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
 
         Args:
             frozen, stages: from now on.
-            parts: the entries of the stages, by default balanced by what they cost.
+            parts: first entry of each stage, then the number of entries; default: balanced by costs.
             step: before which this is; None: before a checkpoint is read.
         """
         started, shape, before = time.perf_counter(), self.shape, state_bytes(self, self._consensus)

@@ -242,9 +242,9 @@ def evaluation_micro_batches(samples: int, micro_batch: int, replicas: int, repl
     """Return micro-batches with which the replicas together evaluate every sample of a dataset once.
 
     All replicas have the same number of micro-batches, and the same weights. Full rounds are divided among the
-    replicas; all replicas evaluate the rest, less than one micro-batch for each. The mean over the dataset is the sum
-    of weight x average over the replicas of the micro-batch's mean, divided by the number of samples, which is the sum
-    of the weights.
+    replicas; all replicas evaluate the rest, less than one micro-batch for each. The mean over the dataset is the
+    weighted mean of micro-batches: weight x average over the replicas, summed, divided by the sum of weights, the
+    number of samples.
 
     Args:
         samples: in the dataset.

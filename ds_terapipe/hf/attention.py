@@ -49,7 +49,7 @@ def attention(
     """Attention as transformers' layers call it.
 
     Args:
-        module: that calls; has ``is_causal`` where the argument is None.
+        module: the calling module; has ``is_causal`` if the argument is None.
         query: [b, heads, rows, d].
         key, value: [b, kv heads, columns, d].
         attention_mask: bool (True: may attend) or additive, [1 | b, 1 | heads, rows, columns]; a causal module is causal, too.

@@ -144,8 +144,7 @@ def _parts(source: Source, spec: LayerSpec) -> list[str]:
 
 
 def balanced(source: Source, stages: int) -> list[int]:
-    """Decoder layers of each stage: of those that make the slowest stage fastest, where a head costs as many layers as it has
-    times their weights."""
+    """Return the decoder layers of each stage with the fastest slowest stage; a head counts by its weights."""
     parts, layers = source.parts, source.config.num_hidden_layers
     if stages < 2 or layers < stages:
         return [layers] if stages < 2 else []

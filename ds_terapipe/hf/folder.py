@@ -32,7 +32,7 @@ Tensors = dict[str, Tensor]
 
 
 class Written(NamedTuple):
-    """A file of a folder: its name, the tensors in it, and the types of those that are numbers with a fraction."""
+    """A file of a folder: its name, the tensors in it, and the types of its floating point tensors."""
 
     name: str
     tensors: list[str]
@@ -40,7 +40,7 @@ class Written(NamedTuple):
 
 
 def check_new(key: str, path: Path) -> None:
-    """Raise ConfigError, in the name of ``key``, where a folder could not be written: before what is to be in it is there.
+    """Raise ConfigError, in the name of ``key``, for a folder that cannot be written, before its content exists.
 
     Nothing is made but the folders above.
     """
@@ -139,7 +139,7 @@ def _check_names(key: str, names: Iterable[str], use: str) -> None:
 
 
 def check_saved(checkpoint: Path) -> None:
-    """Refuse a checkpoint of which a file that an export reads is missing or not as it was saved, where it has a manifest.
+    """Refuse a checkpoint with a manifest if a file that an export reads is missing or damaged.
 
     Raises:
         ConfigError: naming the file.
@@ -150,7 +150,7 @@ def check_saved(checkpoint: Path) -> None:
 
 
 def _layer(checkpoint: Path, record: Mapping[str, Any], entry: int) -> Tensors:
-    """The file of an entry of the layer list; empty for a head that has no weights of its own."""
+    """Return the file of an entry of the layer list; empty for a head without weights of its own."""
     if not record["entries"][entry]:
         return {}
     files = sorted(checkpoint.glob(f"layer_{entry:02d}-*model_states.pt"))
@@ -191,7 +191,7 @@ def _renamed(own: str, names: Mapping[str, str]) -> str:
 
 
 def _shards(layers: Iterator[Tensors], largest: int) -> Iterator[Tensors]:
-    """Layers put together into shards of at most so many bytes."""
+    """Yield the layers' tensors in shards of at most so many bytes."""
     shard: Tensors = {}
     size = 0
     for tensors in layers:

@@ -55,7 +55,7 @@ class Masters:
                 of_stage.append((replica, flat.view(-1)[at.start : at.start + at.numel]))
 
     def find(self, name: str, weight: Tensor) -> Tensor | None:
-        """The master of a parameter, by its name in the ``PipelineModule``; None: there is none."""
+        """Return the master of a parameter, by its name in the ``PipelineModule``; None if there is none."""
         for of_stage in self._parts.get(name, {}).values():
             whole = torch.cat([part for _, part in sorted(of_stage, key=lambda one: one[0])])
             if whole.numel() == weight.numel():

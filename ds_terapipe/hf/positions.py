@@ -86,7 +86,7 @@ def _span(tokens: Tensor) -> Span:
 
 
 class Rotary:
-    """A model's rotary embedding, for slices: cosines and sines of the whole micro-batch, of which a slice has its part.
+    """A model's rotary embedding, for slices: cosines and sines of the whole micro-batch, cut for each slice.
 
     A module of its own for every new micro-batch, as those of the dynamic kind remember the longest sequence that they have
     seen. Nothing of it is among a layer's weights and buffers: these would be cast to 16 bits.

@@ -160,7 +160,7 @@ def _without_interface(config: Any) -> ConfigError:
 
 
 def check_attention(config: Any) -> None:
-    """Raise ConfigError where an implementation is asked for that has kernels of its own."""
+    """Raise ConfigError for an implementation with kernels of its own."""
     asked = getattr(config, "_attn_implementation", None)
     if asked not in attention.SERVED:
         raise ConfigError(

@@ -42,7 +42,7 @@ class _Attention(nn.Module):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **which: Any) -> Tensor:
-        """Attend to the keys that ``which``, an argument of PyTorch's attention, lets a query see; shapes as below."""
+        """Compute attention over keys that ``which``, arguments of PyTorch's attention, makes visible. Shapes below."""
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         context = F.scaled_dot_product_attention(
             q,

@@ -157,7 +157,7 @@ class BertBatches(SampleIterator):
         super().__init__(self._of_length[max(self._of_length)], *arguments, **more)
 
     def set_seq_length(self, seq_length: int) -> None:
-        """From now on samples of so many tokens.
+        """Switch to samples of so many tokens.
 
         Raises:
             ValueError: there is no dataset of this length.

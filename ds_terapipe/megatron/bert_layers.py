@@ -37,7 +37,7 @@ Logits = tuple[Tensor, Tensor]  # of the tokens [s, b, ...], of the order of two
 
 
 def encoder_spec(config: TransformerConfig, mask: AttnMaskType) -> ModuleSpec:
-    """megatron-core's local BERT layer, every token of which sees all others, with the modules replaced that need CUDA."""
+    """Return megatron-core's local BERT layer, without causality, with the modules replaced that need CUDA."""
     spec = copy.deepcopy(bert_layer_local_spec)
     spec.submodules.self_attention.params["attn_mask_type"] = mask
     return without_kernels(spec, config, BidirectionalAttention)

@@ -89,7 +89,7 @@ def gpt_datasets(
 
 
 def parts_of(split: str) -> list[float]:
-    """The weights of training, validation and test in ``969,30,1``; what is left out is 0.
+    """Parse the weights of training, validation and test in ``969,30,1``; missing ones are 0.
 
     megatron-core takes every digit that it finds, so that ``80,-20,0`` would be 80, 20 and 0.
 
@@ -160,7 +160,7 @@ def build(
         samples: wanted numbers.
         needed: whether this process reads data.
         usable: which documents of a dataset samples can be drawn from, for megatron-core never ends drawing from none.
-        having: what they have, for errors.
+        having: their content, for errors.
 
     Raises:
         ConfigError: a split that is wanted has no such document.
@@ -198,7 +198,7 @@ class SampleIterator(Iterator[Batch]):
 
     Args:
         dataset: samples by index.
-        micro_batch_size: samples of a micro-batch, or a function that says how many the next one has.
+        micro_batch_size: samples of a micro-batch, or a function that returns the size of the next one.
         replica, replicas: of this process, and in all.
         consumed: samples of all replicas that have been used before.
     """
@@ -256,7 +256,7 @@ class BatchIterator(SampleIterator):
         return (tokens, positions), (labels, mask)
 
     def _check_ids(self, largest: int) -> None:
-        """An embedding on a GPU says less of a token that it does not have, and ends the process."""
+        """Refuse token ids outside the vocabulary: an embedding on a GPU would abort the process."""
         tokenizer = getattr(getattr(self.dataset, "config", None), "tokenizer", None)
         if tokenizer is not None and largest >= tokenizer.vocab_size:
             must = f"above every token of the data, {largest} among them"

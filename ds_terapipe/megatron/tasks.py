@@ -39,7 +39,7 @@ positive = at_least(1)
 
 
 def add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    """Arguments of all models; which ones a model needs besides, its task says."""
+    """Add the arguments of all models; each task checks those that its model needs."""
     add = group.add_argument
     add("--model", choices=list(TASKS), default="gpt")
     add("--num-layers", type=positive, required=True)
@@ -129,7 +129,7 @@ class Task(ABC):
 
     @abstractmethod
     def batches(self, dataset: Any, micro_batch: int | Callable[[], int], **share: int) -> SampleIterator:
-        """Micro-batches of what `datasets` returned; ``share``: as :class:`~ds_terapipe.megatron.data.SampleIterator` has it."""
+        """Return micro-batches of the result of `datasets`; ``share``: see `SampleIterator`."""
 
     def _check_heads(self) -> None:
         heads, groups = self.args.num_attention_heads, self.args.num_query_groups

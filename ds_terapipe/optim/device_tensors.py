@@ -35,7 +35,7 @@ class DeviceTensors:
     """Tensors and parameters on one device.
 
     Attributes:
-        tensors: what is updated.
+        tensors: tensors to update.
         groups: for each tensor, which record of the call it belongs to.
         positions: for each tensor, its number among all tensors of the call.
         places: one per original parameter; ``tensor`` counts in ``tensors``.

@@ -73,7 +73,7 @@ def set_groups(optimizer: FusedLamb, model: Any, mpu: Any, config: Mapping[str, 
 
     Args:
         optimizer: of the model's parameters.
-        model: what ``deepspeed.initialize`` is given.
+        model: the argument of ``deepspeed.initialize``.
         mpu: Megatron's, where the model is no pipeline; None for a model that is whole on every rank.
         config: the DeepSpeed configuration.
     """
@@ -144,7 +144,7 @@ def _follow(engine: Any) -> None:
 
 
 def _tell_skipped_steps(optimizer: FusedLamb) -> None:
-    """Keep ``optimizer.overflow``, by which the engine counts a skipped step and leaves the LR scheduler where it is."""
+    """Keep ``optimizer.overflow``, by which the engine counts a skipped step and does not advance the LR scheduler."""
     noted = optimizer.skipped_steps
     vars(optimizer)["overflow"] = False
 

@@ -131,7 +131,7 @@ def params_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _optimizer_params(made: dict[str, Any], *, scheduled: bool) -> dict[str, Any]:
-    """Keyword arguments for ``FusedLamb``; ``made`` gets what DeepSpeed needs."""
+    """Return keyword arguments for ``FusedLamb``; ``made`` receives the settings for DeepSpeed."""
     params = params_of(made, OPTIMIZER)
     clip = params.pop("max_grad_norm", None)
     if clip is not None:
@@ -155,7 +155,7 @@ def _optimizer_params(made: dict[str, Any], *, scheduled: bool) -> dict[str, Any
 
 
 def _clipping(clip: object, engines: object) -> float:
-    """``gradient_clipping`` as ``max_grad_norm`` says it."""
+    """Return ``gradient_clipping`` for ``max_grad_norm``."""
     key = f"{OPTIMIZER}.params.max_grad_norm"
     if not is_finite(clip) or clip < 0:  # type: ignore[operator]
         raise bad_value(key, clip, "a finite number, 0 or more (0 does not clip)", "e.g. 1.0")

@@ -56,7 +56,7 @@ def places(originals: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Place
 
     Args:
         originals: the parameters that the optimizer was constructed with.
-        tensors: what the group holds now.
+        tensors: present tensors of the group.
 
     Returns:
         One place per original, in the same order on every process that shares them.

@@ -246,7 +246,8 @@ class Assembly:
 
     @property
     def left_over(self) -> int:
-        """Number of inputs, outputs, gradients and live units that no action has taken; 0 after a step."""
+        """Sum of inputs, outputs, gradients and live units that no action has taken, and of the stages'; 0 after a
+        step."""
         kept = (self._inputs, self._outputs, self._gradients, self._of_inputs)
         return sum(map(len, kept)) + sum(stage.left_over for stage in self.stages.values()) + self.live.count
 

@@ -67,8 +67,8 @@ def remove_hooks(engine: Any) -> None:
 def detach_engine(engine: Any) -> None:
     """Release objects that keep a DeepSpeed engine alive, or outlive it; local.
 
-    These are its hooks, the iterator over its training data (workers and shared memory), and the writer of its
-    TensorBoard events (a thread and a file).
+    These are its hooks, its data iterator (workers and shared memory), and the writer of its TensorBoard events (a
+    thread and a file).
     """
     remove_hooks(engine)
     engine.data_iterator = engine.training_dataloader = None

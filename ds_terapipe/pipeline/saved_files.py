@@ -1,7 +1,7 @@
 """Checkpoint files that a rank reads, checked before any change: as saved, and of this model.
 
-DeepSpeed 0.19.8 reads a file for each layer, a state file for each rank of a replica (``mp_rank``) and, if replicas
-divide masters and moments, a file of each rank's parts.
+DeepSpeed 0.19.8 reads a file for each layer and a state file for each rank of a replica (``mp_rank``). If replicas
+divide masters and moments, it also reads a file of each rank's parts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The best plan for a step: schedules, numbers of slices and lengths compared by simulation, memory as a hard limit.
 
-Candidates are TeraPipe's optimum, the most even cut by cost for each number of slices, and equal lengths for 1 to 16 slices,
-each under every schedule that may be used. All are timed by the simulator, for no closed form holds for unequal stages or
-for 1F1B with unequal slices; the best few are then refined, a few tokens at a time, while the simulated step gets shorter.
-What is tried does not depend on the memory, which only rules out: more memory never gives a slower plan.
+Candidates are TeraPipe's optimum, the most even cut by cost for each number of slices, and equal lengths for 1 to 16
+slices, each under every schedule that may be used. All are timed by the simulator, for no closed form holds for unequal
+stages or for 1F1B with unequal slices; the best few are then refined, a few tokens at a time, while the simulated step
+gets shorter. The candidates do not depend on the memory, which only excludes some: more memory never gives a slower
+plan.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class Request:
         min_length: shortest slice in tokens; by default the granularity.
         max_slice: longest slice in tokens, None without limit: measurements may reach no further.
         multiple_of: every slice is a multiple of it (tensor parallelism that splits sequences).
-        memory: what a plan takes; without it memory is no limit.
-        memory_gb: what each stage may take, in 1e9 bytes; None: no limit.
-        limit_name: what errors call that limit.
+        memory: memory model; None: memory is no limit.
+        memory_gb: memory limit of each stage in 1e9 bytes; None: no limit.
+        limit_name: name of that limit in errors.
         weights_once: weight gradients are made once per micro-batch where it is cut.
         placement: of the stages; None: one on each place.
         overhead_s: seconds of a step after its last action: gradient reduction, optimiser.
-        about: what the costs are from.
+        about: origin of the costs.
     """
 
     seq_length: int
@@ -98,7 +99,7 @@ def choose(cost: Cost, request: Request) -> Plan:
 
     Args:
         cost: of micro-batches of the size that is planned for.
-        request: what to plan for.
+        request: the request.
 
     Raises:
         ConfigError: a value that breaks its rule, a sequence longer than the costs reach, or no plan fits into the memory: the
@@ -258,7 +259,7 @@ class _Search:
         self.take((schedule, lengths), best)
 
     def plan(self) -> Plan:
-        """The fastest plan that fits, with what lost."""
+        """Return the fastest plan that fits, with the candidates that lost."""
         request = self._request
         if self._best is None:
             raise self._infeasible()
@@ -328,7 +329,7 @@ def _moved(lengths: tuple[int, ...], index: int, tokens: int) -> tuple[int, ...]
 
 
 def _scaled(model: MemoryModel, sequences: int) -> MemoryModel:
-    """The memory of a micro-batch of so many sequences, from that of one."""
+    """Return the memory of a micro-batch of so many sequences, from that of one."""
     stages = (
         replace(
             stage,

@@ -38,7 +38,7 @@ class SliceSeconds(NamedTuple):
 
 
 class StepTimes:
-    """Step times of a pipeline, by schedule and slices. All seconds are without what follows the last action of a step.
+    """Step times of a pipeline, by schedule and slices, without the part after a step's last action.
 
     Args:
         cost: of micro-batches of one size.
@@ -67,7 +67,7 @@ class StepTimes:
         self._slices: dict[tuple[int, ...], SliceSeconds] = {}
 
     def grid(self, schedule: str, slices: int) -> Grid:
-        """The actions of a step whose micro-batches have so many slices: the very ones that the engine runs."""
+        """Return the actions of a step with so many slices per micro-batch, the same that the engine runs."""
         grid = with_messages(order(schedule, self.placement, [slices] * self.micro_batches), self.placement)
         return with_weight_gradients(grid, self.placement) if self.weights_once and slices > 1 else grid
 
@@ -123,7 +123,7 @@ class StepTimes:
         return least
 
     def simulate(self, schedule: str, lengths: Sequence[int], held: Sequence[float] | None = None) -> Simulation:
-        """The whole simulation; ``held`` is what a live unit holds on each stage, in bytes per token."""
+        """Run the whole simulation; ``held``: bytes per token of a live unit on each stage."""
         own = self.slice_seconds(lengths)
 
         def compute(action: Action) -> float:

@@ -39,7 +39,7 @@ def placement_dict(placement: Placement) -> dict[str, Any]:
 
 
 def placement_from(fields: Fields, stages: int) -> Placement | None:
-    """The inverse of `placement_dict`, in the field ``placement``; None where there is none.
+    """Return the placement in the field ``placement``, None without one: the inverse of `placement_dict`.
 
     Raises ConfigError, one line with file, field and expectation.
     """

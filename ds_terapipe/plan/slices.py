@@ -25,7 +25,7 @@ from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.schedule import Placement, as_placement
 
 Times = NDArray[np.float64]
-"""[quanta, quanta]: seconds of the slice that starts at quantum j and has k + 1 of them; infinite where there is none."""
+"""[quanta, quanta]: seconds of the slice that starts at quantum j and has k + 1 quanta; infinite if not allowed."""
 _Found = TypeVar("_Found")
 
 
@@ -50,7 +50,7 @@ class Cuts(NamedTuple):
         return max(self.total // self.quantum, 1)
 
     def lengths(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Slices of so many quanta in tokens."""
+        """Convert slices of so many quanta to tokens."""
         tokens = [count * self.quantum for count in counts]
         return (*tokens[:-1], self.total - sum(tokens[:-1]))
 

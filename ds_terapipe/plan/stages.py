@@ -37,7 +37,7 @@ class Partition(NamedTuple):
 
 
 def partition(layer_seconds: Sequence[float], stages: int) -> Partition:
-    """The partition that minimises the slowest stage and, among those that do, the sum of the stages' squared times.
+    """Return the partition with the fastest slowest stage; among several, with the least sum of squared times.
 
     A dynamic programme over the layers, exact. Every stage has at least one layer. Embedding, LM head and loss are layers
     like any other, each with its own time.

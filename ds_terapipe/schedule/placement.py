@@ -84,7 +84,7 @@ class Placement:
 
     @property
     def places(self) -> int:
-        """Number of places, of which a grid has a row each."""
+        """Number of places, which is the number of a grid's rows."""
         return len(self._on)
 
     @property
@@ -132,12 +132,12 @@ class Placement:
 
 
 def as_placement(stages: int | Placement) -> Placement:
-    """A placement as it is, a number of stages as `Placement.plain`."""
+    """Return a placement unchanged, and a number of stages as `Placement.plain`."""
     return stages if isinstance(stages, Placement) else Placement.plain(stages)
 
 
 def placement_of(rows: int, placement: Placement | None) -> Placement:
-    """The placement of a grid of so many rows; None: a stage each, in their order.
+    """Return the placement of a grid of so many rows; None: a stage each, in their order.
 
     Raises:
         ValueError: a placement on another number of places.

@@ -64,7 +64,7 @@ class Dependencies(NamedTuple):
         return ended
 
     def intervals(self, ended: Sequence[float]) -> list[list[Interval]]:
-        """The intervals of the grid's actions from what `run` returns."""
+        """Return the intervals of the grid's actions from the result of `run`."""
         rows = []
         for nodes in self.ends:
             times = [ended[node] for node in nodes]
@@ -133,7 +133,7 @@ class _Link:
 
 
 class _Channel:
-    """Messages from one stage to a consecutive one: those on their way, the place that waits for one, what carries them."""
+    """Channel from one stage to a consecutive one: messages in flight, the waiting place, and the link."""
 
     def __init__(self, link: _Link) -> None:
         self.messages: deque[tuple[Unit, int]] = deque()

@@ -50,7 +50,7 @@ def group_per_channel(channel: Channel) -> Hashable:
 
 
 def group_per_direction(channel: Channel) -> Hashable:
-    """One group of the whole pipeline for each direction: what locks up from three stages on."""
+    """One group of the whole pipeline for each direction, which deadlocks from three stages on."""
     return channel.forward
 
 
@@ -68,7 +68,7 @@ def stream_deadlock(
         group_of: which channels share a group.
         posted_ahead: receives of a channel that are issued before their turn.
         sent_kept: units that may wait to be taken where sends are bounded: gradients, and outputs of a stage that never goes
-            backward; a place that has sent more waits for the oldest. None: what the engine keeps.
+            backward; a place that has sent more waits for the oldest. None: the engine's numbers.
         placement: of the stages; None: one on each place.
 
     Returns:

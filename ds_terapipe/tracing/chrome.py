@@ -39,7 +39,7 @@ class Event(NamedTuple):
 
     @property
     def action(self) -> Action | None:
-        """The action, None for what is none."""
+        """The action; None for other events."""
         try:
             return Action.from_text(self.name)
         except ValueError:

@@ -63,7 +63,7 @@ class Alternative:
 
 
 def interleaved(inputs: Inputs) -> Alternative | str:
-    """The fastest interleaved 1F1B that the sizes allow and that fits, else the fastest; or why there is none."""
+    """Return the fastest interleaved 1F1B that fits, else the fastest; or the reason why there is none."""
     request = inputs.request
     if request.placement is not None:
         return "interleaving: not known, these stages were measured on places of their own choice"
@@ -86,7 +86,7 @@ def interleaved(inputs: Inputs) -> Alternative | str:
 
 
 def more_tensor_parallel(inputs: Inputs) -> list[Alternative] | str:
-    """The same devices with more of them for each layer and fewer stages, within a node, unsliced; or why there is none."""
+    """Return plans with more devices per layer and fewer stages, within a node, unsliced; or why there is none."""
     source = inputs.source
     if not isinstance(source, Analytic):
         return "tensor parallelism: not known from these costs, use --model"

@@ -1,4 +1,4 @@
-"""Sequences of a step: from arguments, from DeepSpeed's three batch sizes, from a plan, or from what was measured."""
+"""Sequences of a step: from arguments, DeepSpeed's three batch sizes, a plan, or measurements."""
 
 from __future__ import annotations
 

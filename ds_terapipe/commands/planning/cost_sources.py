@@ -241,7 +241,7 @@ class Measured:
 
     @property
     def device_gb(self) -> float | None:
-        """See `Source`: what was free when it was measured."""
+        """See `Source`: the memory that was free at the measurement."""
         limit = self.measured.memory_limit
         return None if limit is None else limit / GIGABYTE
 

@@ -29,13 +29,13 @@ class Entries:
     """The layer list of a launch.
 
     Attributes:
-        text: what is in it, for a person.
+        text: description of the contents.
         parts: first entry of each stage of the launch and, last, the number of entries.
         processes: of the launch.
         tensor_parallel, replicas: of it.
         costs: of the entries in a shape.
-        machine: what else a step takes in a shape.
-        overhead_s: what a step takes beside all that.
+        machine: costs of the rest of a step in a shape.
+        overhead_s: seconds of a step beside all that.
         knows_bytes: whether the costs know weights and activations.
     """
 
@@ -65,7 +65,7 @@ def entries_of(source: Source, lengths: tuple[int, ...], replicas: int | None) -
     Args:
         source: the costs.
         lengths: tokens of the slices of a micro-batch.
-        replicas: of a launch that was measured by a file that does not say how many it had.
+        replicas: replicas of the measured launch, if the file does not give them.
 
     Raises:
         ConfigError: they do not know single layers, or not those of such sequences.
@@ -109,7 +109,7 @@ def _machine(source: Analytic, shape: Shape) -> Machine:
 
 
 def _analytic_costs(source: Analytic, lengths: tuple[int, ...], shape: Shape) -> LayerCosts:
-    """Each entry is a stage of its own, which has a layer or none: the ends of the model are in the first and the last stage."""
+    """Return the entries' costs, each as a stage with one layer or none; the model's ends are in the outer stages."""
     model = source.model
     stages = (1,) * model.num_layers
     table = float(model.hidden_size * model.vocab_size)

@@ -1,8 +1,7 @@
 """``ds_terapipe plan --frozen F``: the shapes that an elastic pipeline could take with F entries frozen, and which it takes.
 
-What a step takes is asked of ``elastic/shapes/predict.py``, as ``"resize": {"policy": "measured"}`` does in the running
-training, and so is which shape is taken. That brings DeepSpeed along, of which no other plan needs anything: hence the late
-imports.
+``elastic/shapes/predict.py`` predicts the steps, as ``"resize": {"policy": "measured"}`` does in the running training,
+and chooses the shape. It imports DeepSpeed, which no other plan needs; hence the late imports.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class FrozenTable:
     knows_bytes: bool
 
     def fits(self, each: Prediction) -> bool | None:
-        """Whether a rank may hold what it has to; None where that is not known."""
+        """Whether a prediction fits into a rank's memory; None if that is unknown."""
         if not self.knows_bytes:
             return None
         return self.most_bytes is None or each.peak_bytes <= self.most_bytes
@@ -142,14 +141,14 @@ def plan_frozen(options: argparse.Namespace) -> None:
 
 
 def frozen_table(inputs: Inputs, entries: Entries, slices: int, frozen: int, limit_gb: float | None) -> FrozenTable:
-    """Every shape with so many entries frozen.
+    """Compare all shapes with so many entries frozen.
 
     Args:
         inputs: the batch.
-        entries: what they take, and the launch.
+        entries: costs of the entries, and the launch.
         slices: of a micro-batch.
         frozen: entries.
-        limit_gb: what a rank may hold, in 1e9 bytes; None: anything.
+        limit_gb: memory limit of a rank in 1e9 bytes; None: no limit.
 
     Raises:
         ConfigError: the head, the last entry, would be frozen.

@@ -38,11 +38,11 @@ class Inputs:
 
     Attributes:
         source: the costs.
-        request: what to plan for.
+        request: request for a plan.
         sequences: in a micro-batch.
         slices: of the configuration: a number, lengths, or ``auto``.
         units: no cost was given; seconds are those of `cost_sources.UnitCost`.
-        notes: what was taken by default, for a person.
+        notes: notes on defaults.
         cuts: False: there is a configuration, and no block ``token_pipeline`` in it.
     """
 
@@ -111,7 +111,7 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
     Args:
         options: parsed arguments of `add_inputs`.
         unit_costs: without model and measurements there are units; else that is an error.
-        plan: what stages, micro-batches and sequences default to.
+        plan: plan with defaults for stages, micro-batches and sequences.
 
     Raises:
         ConfigError: one line with file or argument, field and expectation.
@@ -171,7 +171,7 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
 
 
 def choose_plan(inputs: Inputs, schedule: str | None = None) -> Plan:
-    """The best plan for what was asked, under ``schedule`` only where that is given.
+    """Return the best plan for the inputs, under ``schedule`` only if given.
 
     Raises:
         ConfigError: as `plan.choose.choose`; a limit that is the cluster's is called so, for weights count in it.
@@ -216,7 +216,7 @@ def _check_unused(options: argparse.Namespace, source: Source, notes: list[str])
 
 
 def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig | None]:
-    """The DeepSpeed configuration and its block, each None where there is none; errors name the file."""
+    """Return the DeepSpeed configuration and its block, None if missing; errors name the file."""
     if path is None:
         return None, None
     data = read_json(path, "a DeepSpeed configuration")

@@ -36,7 +36,7 @@ def refill(
         optimizer: a torch optimiser, or an object with its attributes.
         module: module with the new parameters.
         group_of: group number of each parameter to include, by name.
-        states: states received from other ranks, by name; other parameters keep theirs.
+        states: states of parameters that are new here, by name; others keep theirs.
         settings: of the groups; None: as they are.
         outside: parameters outside the module, which stay in their groups after the others.
 

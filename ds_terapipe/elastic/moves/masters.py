@@ -26,7 +26,7 @@ from ds_terapipe.elastic.moves.transfer import described
 
 MASTER = "ds_terapipe_master"
 _STEP = "step"
-# Overflow state of a wrapper, static or dynamic (runtime/fp16/loss_scaler.py); the same on all ranks.
+# Overflow state of a wrapper, in either scheme (runtime/fp16/loss_scaler.py); the same on all ranks.
 _SCALING = ("loss_scaler", "loss_scale_config", "custom_loss_scaler", "external_loss_scale", "overflow")
 
 

@@ -1,7 +1,7 @@
 """History of a training's shapes: a file with a line of JSON for each change, written by the run, and read again.
 
-A line says what holds from its step on: ``start`` where a process begins to train or goes on from a checkpoint, ``change`` where
-layers froze or moved. ``end`` says how many steps there were; a process that is killed leaves none. No DeepSpeed, no torch.
+A line holds from its step on: ``start`` if a process begins to train or resumes from a checkpoint, ``change`` if layers
+froze or moved. ``end`` gives the number of steps; a killed process writes none. No DeepSpeed, no torch.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class _LambBuilder(OpBuilder):
         return jit.import_from(self.absolute_name(), jit.obtain(self.recipe()))
 
     def _ahead(self) -> ModuleType | None:
-        """The module built ahead, unless it is of other sources than those that are here: a checkout moves on."""
+        """Return the module built ahead, unless the sources have changed since: a checkout may be updated."""
         if not self.built_ahead():
             return None
         try:

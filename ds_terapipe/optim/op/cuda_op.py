@@ -1,6 +1,6 @@
 """The compiled back end on CUDA: three kernels a step, no host that waits, all that changes from step to step on the device.
 
-What Python does at a step is to compare the table of segments, in host memory, with the one that it has sent, and to launch.
+At a step Python only compares the table of segments in host memory with the one on the device, and launches.
 A table that has changed is sent from pinned memory; the blocks' chunks are only remade when lengths or
 layers have changed.
 """
@@ -174,7 +174,7 @@ class _Chunks:
         self.arrived = torch.zeros(tables.layers + 2, dtype=torch.int32, device=device)
 
     def fits(self, tables: Tables, device: torch.device) -> bool:
-        """Whether lengths and layers are those that this was made for."""
+        """Whether lengths and layers are those of these chunks."""
         same = device == self.device and tables.layers == self._layers
         return same and torch.equal(self._shape, tables.segments[:, [LENGTH, LAYER]])
 
@@ -208,7 +208,7 @@ class _Sent:
         return self.plan.grid(kernel)
 
     def renew(self, tables: Tables, library: Any, capturing: bool) -> None:
-        """Send the segments if they are not those that were sent last, and take the address of the rules.
+        """Send the segments if they have changed, and take the address of the rules.
 
         Raises:
             ValueError: for a table that would make the kernels read or write elsewhere.
@@ -311,7 +311,7 @@ def _guard(device: torch.device) -> Any:
 
 
 def _pinned(values: Tensor, device: torch.device) -> Tensor:
-    """A copy in host memory that a CUDA device can read while the host goes on. PyTorch keeps it until it was read."""
+    """Return a copy in host memory for asynchronous reads by a CUDA device. PyTorch keeps it until then."""
     if device.type != "cuda":
         return values.clone()
     return torch.empty_like(values, pin_memory=True).copy_(values)

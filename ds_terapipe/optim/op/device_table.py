@@ -221,8 +221,8 @@ class DeviceTable:
 
         Args:
             scale: the loss scale that they carry.
-            max_norm: what their norm is clipped to, 0 for no clipping.
-            found_inf: what the caller has found, or None.
+            max_norm: limit of their norm, 0 for no clipping.
+            found_inf: the caller's finding, or None.
             search: whether to look for nan and inf.
         """
         control = self.control
@@ -253,7 +253,7 @@ class DeviceTable:
         return torch.cat([self.control[SQUARES:], self._rules.steps_made().reshape(1).to(self.device)])
 
     def agree(self, found: Tensor) -> None:
-        """Put the sum of what :meth:`found` gave on all devices and ranks in place of this table's own."""
+        """Replace this table's sum by that of :meth:`found` over all devices and ranks."""
         self.control[SQUARES:] = found[:2].to(self.device)
         self._started = found[2].to(self.device)
 

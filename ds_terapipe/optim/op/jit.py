@@ -33,7 +33,7 @@ _POLL_S = 0.05
 
 
 class BuildError(RuntimeError):
-    """The module cannot be compiled; the message says why."""
+    """The module cannot be compiled; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Recipe:
     Attributes:
         module: its name, which its init function carries.
         sources: absolute paths; those that end in .cu are compiled by nvcc.
-        headers: absolute paths of what the sources include.
+        headers: absolute paths of included files.
         include_paths: absolute paths.
         cxx_args: flags for the C++ compiler.
         nvcc_args: flags for nvcc.
@@ -223,7 +223,7 @@ def compile_to(recipe: Recipe, path: Path) -> None:
     """Compile the module to ``path``, which appears there whole or not at all.
 
     Raises:
-        BuildError: with the last lines of what the compiler said.
+        BuildError: with the last lines of the compiler's output.
     """
     if reason := why_not(recipe):
         raise BuildError(reason)
@@ -284,7 +284,7 @@ def _let_first_rank_begin(path: Path, lock: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(lock: Path, done: Callable[[], bool], timeout_s: float) -> Iterator[None]:
-    """Hold the lock, or find that what it protects is done."""
+    """Hold the lock, or find that the protected file exists."""
     with open(lock, "a+", encoding="utf-8") as file:
         end = time.monotonic() + timeout_s
         while True:

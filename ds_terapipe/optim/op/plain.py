@@ -39,7 +39,7 @@ assert Rule._fields == RULE_COLUMNS
 
 
 class Plain:
-    """The functions of a back end; see ds_terapipe/optim/op/backends.py for what they are given."""
+    """The functions of a back end in PyTorch; see ds_terapipe/optim/op/backends.py for their arguments."""
 
     name = "plain"
 

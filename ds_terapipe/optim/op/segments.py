@@ -1,4 +1,4 @@
-"""From tensors to the tables that the back ends read: which run of which tensor belongs to which layer.
+"""Conversion of tensors to the tables of the back ends: which run of which tensor belongs to which layer.
 
 A layer is what one trust ratio is made for: a parameter of the model, or, where a fused attention matrix is split, the rows
 of its queries, keys or values. The columns are those of csrc/lamb/segment.h.

@@ -33,8 +33,8 @@ def new_cutting(
 ) -> FixedCutting | AutoCutting:
     """Return the engine's cutting by ``config``; collective.
 
-    Raises ConfigError, on every rank, for a file that cannot be written or does not fit, and for a layer whose gradient
-    is no sum over slices.
+    Raises ConfigError on every rank: for a file that cannot be written or does not fit, or a layer whose gradient is no
+    sum over slices.
     """
     fixed = config.slices != AUTO or (engine.num_stages == 1 and config.plan_path is None)
     slices = 1 if fixed and config.slices == AUTO else config.slices
@@ -206,8 +206,7 @@ class _Meter:
         self._memory.note_peak(self._engine.module.parameters())
 
     def peaks(self) -> tuple[float, ...] | None:
-        """Return the peaks of the watched step by place, from the fullest replica and tensor-parallel rank;
-        collective."""
+        """Return the watched step's peaks by place, from its fullest replica and tensor-parallel rank; collective."""
         if self._engine.device.type == "cpu":  # on all ranks
             return None
         peaks: dict[int, float] = {}

@@ -52,7 +52,7 @@ class Planner:
 
     @property
     def granularity(self) -> int:
-        """Slices are multiples of so many tokens."""
+        """Granularity of unequal slices in tokens, see `plan.choose.Request`."""
         return self._config.granularity
 
     def learn(self, steps: Sequence[RecordedStep]) -> None:

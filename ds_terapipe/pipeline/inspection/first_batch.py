@@ -137,8 +137,7 @@ class Inspection:
         MicroBatchLoss(self.loss_fn, batch.labels_of(0), label_cuts, cuts, spans).add(outputs)
 
     def _detached(self, batch: StepBatch) -> ConfigError | None:
-        """Return an error if reentrant checkpointing of the first layer trains nothing, without a floating point
-        input."""
+        """Return an error if reentrant checkpointing of the first layer trains nothing: no floating point input."""
         first = self.assembly.stages.get(0)
         if first is None or not first.trains or not torch.is_grad_enabled():
             return None

@@ -1,10 +1,10 @@
 """Causal attention of one slice over the keys and values so far, forward and backward.
 
 Keys and values of a micro-batch are kept once per layer in [b, kv heads, S, d]. A slice writes its own range, which
-makes recomputation idempotent. Slices run backward in descending order, so when a slice's turn comes, every later slice
-has already added its share to the slice's dK and dV. These are summed in fp32 (fp64 for fp64). Work per slice is
-proportional to slice x (context + slice); the buffers are read through narrow views and never copied. TeraPipe (arXiv
-2102.07988) section 3 gives the dependency; its own code clones full-length gradients per slice instead.
+makes recomputation idempotent. Slices run backward in descending order, so every later slice has already added its
+share to a slice's dK and dV. These are summed in fp32 (fp64 for fp64). Work per slice is proportional to slice x
+(context + slice); the buffers are read through narrow views and never copied. TeraPipe (arXiv 2102.07988) section 3
+gives the dependency; its own code clones full-length gradients per slice instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention written as a module of Megatron's interface, run on a slice.
 
-It handles modules called ``core_attention`` (megatron-core's ``DotProductAttention``, Megatron-DeepSpeed's
-``CoreAttention``) whose forward takes query, key, value as [s, b, heads, d] and returns [s, b, heads * d]. No Megatron
+It handles modules called ``core_attention``: megatron-core's ``DotProductAttention``, Megatron-DeepSpeed's
+``CoreAttention``. Their forward takes query, key, value as [s, b, heads, d] and returns [s, b, heads * d]. No Megatron
 package is needed.
 """
 

@@ -6,8 +6,8 @@ memory-efficient, as ``torch.nn.attention.bias.CausalBias`` calls them), else th
 backward pass.
 
 Shapes: q [b, heads, rows, d], k and v [b, kv heads, columns, d], heads a multiple of kv heads. ``mask`` is None for
-causal attention aligned to the lower right (row r sees columns up to columns - rows + r, with a window no more than so
-many), or additive and of the dtype of q, [1 | b, 1 | heads, rows, columns].
+causal attention aligned to the lower right: row r sees columns up to columns - rows + r, with a window no more than so
+many. Else it is additive, of the dtype of q, [1 | b, 1 | heads, rows, columns].
 """
 
 from __future__ import annotations

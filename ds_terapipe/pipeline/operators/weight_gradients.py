@@ -1,7 +1,7 @@
 """Weight gradients, made once per micro-batch instead of once per slice.
 
-A slice's weight gradient is a small matrix product, or a few rows of an embedding's table, but its result is as large
-as the weight and must be added to it. For short slices this traffic is most of the cost of cutting. Here a slice's
+A slice's weight gradient is a small matrix product, or a few rows of an embedding's table. But its result is as large
+as the weight, and must be accumulated. For short slices this traffic is most of the cost of cutting. Here a slice's
 backward only makes the gradient of a layer's input, and keeps the operands of the weight's. At the end of the
 micro-batch a layer's products are made in succession, while its weight gradient stays in the cache. Layers are
 accumulated and freed one by one, as in a backward pass, so at most one layer's gradients exist beside those of the

@@ -3,7 +3,7 @@
 Every channel, one direction of one boundary, has its own process group (``channels.py``). So each is a queue whose
 order both ends know from the schedule. Shapes and types of a boundary are announced once per new shape and cached;
 afterwards receives are posted ahead, and nothing else is negotiated. A send completes only when its receiver arrives,
-so a rank waits for sends only to bound the memory they keep (``schedule/streams.py`` proves that this cannot deadlock).
+so a rank waits for sends only to bound their memory. ``schedule/streams.py`` proves that this cannot deadlock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Waits of a stage for another: timed, bounded, and explained when they fail.
 
-A wait that fails or lasts too long ends in a report that says who waited for whom and for what, with the schedule's
-grid and the action of each stage. A thread of each process writes its position to the process group's store about once
-a second; ranks read the others' there, also that of a process which has ended.
+A wait that fails or lasts too long ends in a report: who waited for whom and for what, the schedule's grid and the
+action of each stage. A thread of each process writes its position to the process group's store about once a second;
+ranks read the others' there, also that of a process which has ended.
 
 On a device with streams, the stream waits for messages, and the host continues: a blocked host could not launch later
 work. Then the same thread watches the stream itself. Every wait leaves a mark behind it, and the first mark that the
@@ -356,7 +356,7 @@ class Watchdog:
         return "\n".join(lines)
 
     def _look_for_lost(self) -> dict[int, str]:
-        """Return ranks of this machine that are gone or stopped; retries, since connections break before the process
+        """Return ranks of this machine that are gone or stopped; retries, as connections break before a process
         ends."""
         for _ in range(_LOOKS):
             if self._seat is None:

@@ -71,7 +71,7 @@ class Curve:
 
     Args:
         points: pairs (tokens, seconds); several of the same number of tokens are averaged.
-        what: what it is the time of, for errors.
+        what: name of the curve for errors.
 
     Raises:
         ConfigError: no point, or one that is no time.
@@ -87,7 +87,7 @@ class Curve:
         self._values = np.cumsum(_relative_fit(steps, np.array([point[1] for point in points], dtype=float)))
 
     def __call__(self, tokens: Tokens) -> Tokens:
-        """Seconds for ``tokens``. Raises ConfigError outside of what was measured."""
+        """Return the seconds for ``tokens``. Raises ConfigError outside the measured range."""
         low, high = float(self._knots[0]), float(self._knots[-1])
         if np.any(np.asarray(tokens) < low) or np.any(np.asarray(tokens) > high):
             worst = max(np.max(tokens), high) if np.any(np.asarray(tokens) > high) else np.min(tokens)
@@ -104,7 +104,7 @@ class StageCost:
         samples: a few dozen; `sample_points` says where.
         weights: pairs (tokens of the whole sequence, seconds) of the weight gradients, where they are made once per
             micro-batch.
-        what: the stage's name in errors.
+        what: name of the stage in errors.
 
     Raises:
         ConfigError: no sample at context 0, or one that is no time.
@@ -133,11 +133,11 @@ class StageCost:
         return _relative_fit(columns, seconds)
 
     def forward(self, length: Tokens, context: Tokens) -> Tokens:
-        """Seconds of a slice's forward. Raises ConfigError outside of what was measured."""
+        """Return the seconds of a slice's forward. Raises ConfigError outside the measured range."""
         return self._evaluate(self._forward, length, context)
 
     def backward(self, length: Tokens, context: Tokens) -> Tokens:
-        """Seconds of a slice's backward. Raises ConfigError outside of what was measured."""
+        """Return the seconds of a slice's backward. Raises ConfigError outside the measured range."""
         return self._evaluate(self._backward, length, context)
 
     def weights(self, length: Tokens) -> Tokens:
@@ -191,10 +191,10 @@ class MeasuredCost:
         measured_on: model, type, device, versions, ...: measurements are used again only where this is the same. Two figures
             of the run are beside them, ``overhead_s`` and ``memory_limit_bytes``. ``placement``, where it is there, says where
             the stages were.
-        memory: what tokens of such a micro-batch take on each stage, where that was measured as well.
+        memory: memory of such a micro-batch's tokens on each stage, if measured.
         loss: forward and backward seconds of a loss that is made of a whole sequence's outputs, with its last slice on the
             last stage; zero where the loss is in the times of the slices.
-        layers: what single layers took, where that was measured as well.
+        layers: times of single layers, if measured.
 
     Raises:
         ConfigError: not a boundary between each two stages.
@@ -242,7 +242,7 @@ class MeasuredCost:
 
     @property
     def holds_for(self) -> dict[str, Any]:
-        """``measured_on`` without what was measured: another run with the same may use these costs."""
+        """Return ``measured_on`` without the measured values: a run with equal facts may use these costs."""
         return {name: value for name, value in self.measured_on.items() if name not in (_OVERHEAD, _LIMIT)}
 
     @property
@@ -261,11 +261,11 @@ class MeasuredCost:
         return min(stage.max_length for stage in self.stage_costs)
 
     def forward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        """See `Cost`; raises ConfigError outside of what was measured."""
+        """See `Cost`; raises ConfigError outside the measured range."""
         return self._with_loss(stage, length, context, self.stage_costs[stage].forward(length, context), self.loss[0])
 
     def backward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        """See `Cost`; raises ConfigError outside of what was measured."""
+        """See `Cost`; raises ConfigError outside the measured range."""
         return self._with_loss(stage, length, context, self.stage_costs[stage].backward(length, context), self.loss[1])
 
     def _with_loss(self, stage: int, length: Tokens, context: Tokens, seconds: Tokens, loss: float) -> Tokens:
@@ -276,11 +276,11 @@ class MeasuredCost:
         return _like(length, np.asarray(seconds) + np.where(ends, loss, 0.0))
 
     def weights(self, stage: int, length: Tokens) -> Tokens:
-        """See `Cost`; raises ConfigError outside of what was measured."""
+        """See `Cost`; raises ConfigError outside the measured range."""
         return self.stage_costs[stage].weights(length)
 
     def message(self, boundary: int, length: Tokens) -> Tokens:
-        """See `Cost`; raises ConfigError outside of what was measured."""
+        """See `Cost`; raises ConfigError outside the measured range."""
         return self._messages[boundary](length)
 
     def to_dict(self) -> dict[str, Any]:
@@ -309,7 +309,7 @@ class MeasuredCost:
 
     @classmethod
     def load(cls, path: str | Path) -> MeasuredCost:
-        """Read what `save` wrote. Raises ConfigError, one line with file, field and expectation."""
+        """Read a file of `save`. Raises ConfigError, one line with file, field and expectation."""
         fields = read_json(path, "a measurement", FORMAT)
         stages = [_stage(block, index) for index, block in enumerate(fields.blocks("stages"))]
         messages = _boundaries(fields, stages)

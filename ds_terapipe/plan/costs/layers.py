@@ -16,7 +16,7 @@ WORTH = 0.03  # share of the slowest stage's time from which other stages are wo
 class LayerSeconds:
     """Forward and backward of each layer over an uncut micro-batch, weight gradients and loss among them.
 
-    What is on one place is a stage here, whatever parts it has.
+    All layers of one place are a stage here.
 
     Attributes:
         stages: seconds of the layers of each stage, in order.
@@ -49,7 +49,7 @@ class LayerSeconds:
 
     @property
     def best(self) -> Partition:
-        """The stages of which the slowest takes least."""
+        """The partition whose slowest stage takes least."""
         return partition(self.movable, len(self.stages))
 
     @property

@@ -1,4 +1,4 @@
-"""Costs from recorded training steps: what each stage took for each slice, while all stages were at work.
+"""Costs from recorded training steps: the seconds of each stage for each slice, while all stages work.
 
 A step of the training is cut in some way, runs as any other, and is recorded. So the times are those under load (processes
 on one machine slow each other), no sample, random number or buffer is used for them, and nothing has to be run twice. From a
@@ -94,7 +94,7 @@ def overhead(steps: Sequence[RecordedStep]) -> float:
 
 
 class _Message(NamedTuple):
-    """A message: the receive's action, tokens, what the sender and the receiver did with it."""
+    """A message: the receive's action, its tokens, and its timings at sender and receiver."""
 
     receive: Action
     length: int
@@ -188,7 +188,7 @@ def _weights(rows: Iterable[_Row], stage: int) -> float:
 
 
 def _apart(samples: Sequence[Sample], total: int) -> tuple[list[Sample], tuple[float, float]]:
-    """The samples without the loss that the last slice of a sequence has in them, and what the loss takes."""
+    """Return the samples without the loss of a sequence's last slice, and the loss's seconds."""
     others = [sample for sample in samples if sample.length + sample.context < total]
     if not others:
         return list(samples), (0.0, 0.0)

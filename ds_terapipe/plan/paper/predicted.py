@@ -46,7 +46,7 @@ class Options:
     Attributes:
         calibrated: False leaves all rates at the middle of the datasheet's ranges: then all times are predictions.
         granularity: tokens by which our own slices differ from each other, as in the paper.
-        progress: is told what is being computed, a line at a time.
+        progress: called with a line about each computation.
     """
 
     calibrated: bool = True
@@ -206,7 +206,7 @@ def layout_cost(setting: Setting, rates: Rates) -> AnalyticCost:
 
 
 def closed_form(figure: Figure, rates: Rates) -> float:
-    """Seconds of a step by the paper's formula, sum t + (K - 1) max t, and what follows the last backward.
+    """Return the seconds of a step by the paper's formula, sum t + (K - 1) max t, and the part after the last backward.
 
     Forward and backward have a maximum each, which need not be the same slice's. Then it is exact for equal stages in the
     order ``terapipe``, and so much faster than the simulator that the fit and the choice of slices use it.

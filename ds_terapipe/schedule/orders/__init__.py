@@ -40,7 +40,7 @@ def order(name: str, stages: int | Placement, slices: Sequence[int]) -> list[lis
 
     Args:
         name: of a schedule: ``terapipe``, ``1f1b``, ``interleaved``, ``forward_only`` or one that was registered.
-        stages: the placement, or a number of stages, each on a place of its own.
+        stages: the placement, or a number of stages, each on its own place.
         slices: number of slices of each micro-batch; they may differ.
 
     Returns:
