@@ -83,7 +83,7 @@ def _cover(module: ModuleType | None) -> None:
 
 
 def _say_waits() -> None:
-    """Where the command line has a configuration with our keys: a script may wait for a compilation before it hands it over."""
+    """Report waits for compilations if the command line has a configuration with our keys: they may precede its use."""
     options = ("--deepspeed_config", "--deepscale_config")
     after = dict(zip(sys.argv, [*sys.argv[1:], ""], strict=False))
     given = [after.get(option) for option in options]
@@ -95,7 +95,7 @@ def _say_waits() -> None:
 
 
 def guard(original: Callable[..., Any], reason: Exception) -> Callable[..., Any]:
-    """``deepspeed.initialize`` for when the hook failed: as ever, but a configuration with our keys says why it can't.
+    """Run ``deepspeed.initialize`` after a failure of the hook; a configuration with our keys raises the reason.
 
     Raises:
         RuntimeError: (the returned function) the configuration has one of our keys.

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 saves of a bf16 pipeline without ZeRO, and fails to read: the replicas' parts of masters and moments."""
+"""Loading of a bf16 pipeline's masters and moments without ZeRO, which DeepSpeed 0.19.8 saves but fails to read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_with_parts(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """As ``DeepSpeedEngine.load_checkpoint``, whose ``load`` this is; masters come from their files, or else from the weights.
+    """Run ``DeepSpeedEngine.load_checkpoint``, here ``load``; masters come from their files, or else from the weights.
 
     Args:
         engine: any of DeepSpeed's.

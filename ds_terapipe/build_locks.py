@@ -1,4 +1,4 @@
-"""Locks that a launch leaves behind which was killed while PyTorch compiled an extension: whoever comes later waits for ever.
+"""Locks of a launch that was killed while PyTorch compiled an extension: later launches wait for them for ever.
 
 DeepSpeed's ops are compiled by ``torch.utils.cpp_extension``, which waits in silence until a file named ``lock`` is gone, in
 the folder of the extension. A process that compiles has its lock open, so a lock that no process has open is stale. FusedLamb's
@@ -31,7 +31,7 @@ class Lock(NamedTuple):
 
 
 def locks() -> list[Lock]:
-    """Those in PyTorch's folder of extensions, the oldest first, but for FusedLamb's, which end with their process."""
+    """Return the locks in PyTorch's folder of extensions, the oldest first, without FusedLamb's own."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -71,7 +71,7 @@ def is_stale(path: str) -> bool:
 
 @contextmanager
 def waits_are_said() -> Iterator[None]:
-    """While this is open, a wait for such a file says so: at once where it is stale, else after `SAID_AFTER_S`."""
+    """Context manager that reports waits for such a file: at once if it is stale, else after `SAID_AFTER_S`."""
     original = say_waits()
     try:
         yield
@@ -80,7 +80,7 @@ def waits_are_said() -> Iterator[None]:
 
 
 def say_waits() -> object:
-    """Have such waits say so from now on; returns the method that was in place."""
+    """Make such waits report themselves from now on; return the method that was in place."""
     original = _baton().wait
     if hasattr(original, "ds_terapipe_says"):
         return original

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CommandError, ConfigError) as error:
         print(f"ds_terapipe {options.command}: error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever read our output has seen enough; nothing is left to be flushed into the pipe
+    except BrokenPipeError:  # the reader has closed the pipe; nothing is left to be flushed into it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

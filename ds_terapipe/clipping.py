@@ -45,7 +45,7 @@ class TrueNormClipping(DeepSpeedEngine):
 
 
 def counting_nothing(optimizer: Any) -> None:
-    """Let a ``BF16_Optimizer`` take the norm on a rank that counts none of its parameters, where 0.19.8 fails.
+    """Let a ``BF16_Optimizer`` take the norm on a rank without counted parameters, where 0.19.8 fails.
 
     All of them may be another stage's tied weights, or replicas of the first tensor-parallel rank's.
     """
@@ -114,7 +114,7 @@ def clip_gradients(parameters: Iterable[Parameter], max_norm: float, mpu: Any, d
 
 
 def mark_gradients(parameters: Iterable[Parameter]) -> None:
-    """Put the marks by which DeepSpeed counts each parameter once on the gradients as well.
+    """Copy the marks by which DeepSpeed counts each parameter once to the gradients.
 
     ``FP16_UnfusedOptimizer`` (0.19.8) takes the norm of a list of gradients and looks there for marks that only the parameters
     have: tied weights counted twice, tensor-parallel ones on their first rank alone.

@@ -52,13 +52,13 @@ _SAID: set[Tested] = set()  # of which a line has been written in this process
 
 
 class Name(NamedTuple):
-    """A private name, the version it was seen in, and what it is used for."""
+    """A private name, the version that was checked, and its use."""
 
     path: str
     seen: str
     reason: str
     needed: bool = True
-    """False where the package does its work without it, because it only refuses what has that name."""
+    """False for a name that is only used to refuse objects of it."""
 
     @property
     def package(self) -> str:
@@ -388,10 +388,10 @@ NAMES: tuple[Name, ...] = (
 
 
 def report(names: Iterable[Name] = NAMES, packages: Sequence[str] | None = None) -> dict[Name, bool]:
-    """Which names exist in the installed versions.
+    """Check which names exist in the installed versions.
 
     Args:
-        names: what to look for.
+        names: names to check.
         packages: look only for names of these packages; by default of all that are installed.
 
     Returns:
@@ -435,13 +435,13 @@ def _asked(package: str, packages: Sequence[str] | None) -> bool:
 
 
 def require(key: str = "token_pipeline") -> None:
-    """Raise where the installed DeepSpeed lacks what is used of it; say so where it is only none that was tested.
+    """Raise if the installed DeepSpeed lacks a required name; log an untested version.
 
     Args:
-        key: what the configuration asks for, with which the message begins.
+        key: the requesting key, the beginning of the message.
 
     Raises:
-        ConfigError: naming what is missing.
+        ConfigError: naming the missing names.
     """
     missing = [name.path for name, there in report(packages=("deepspeed",)).items() if name.needed and not there]
     if missing:

@@ -32,14 +32,14 @@ Dimensions = int | list[int] | None
 
 
 class Block(DeepSpeedConfigModel):
-    """A block of keys. It stays as it was read.
+    """An immutable block of keys.
 
     Raises:
         ConfigError: an unknown key or a value that breaks its rule; only the first is reported.
     """
 
     PATH: ClassVar[str]
-    """Of the block itself, in front of its keys in errors."""
+    """Path of the block, the prefix of its keys in errors."""
 
     def __init__(self, strict: bool = True, **data: Any) -> None:
         try:
@@ -78,7 +78,7 @@ class TokenPipelineConfig(Block):
     """
 
     granularity: int = 8
-    """Tokens by which the lengths of automatically chosen slices differ from each other."""
+    """Unequal automatic slices are multiples of so many tokens, and no automatic slice is shorter."""
 
     memory_gb: float | None = None
     """Limit of activations and buffers on a device, in 1e9 bytes; default: the free memory, no limit on a CPU."""
@@ -87,10 +87,10 @@ class TokenPipelineConfig(Block):
     """A plan to run by, as ``ds_terapipe plan`` or a run has written it."""
 
     measurements_path: str | None = None
-    """Where measurements are written to, and read from where they were made on the same; none are kept by default."""
+    """File of measurements, written, and read if made on the same system; none by default."""
 
     layout: Layout = "auto"
-    """Where the sequence is in tensors between layers: [b, s, h], [s, b, h], or found by comparing shapes."""
+    """Position of the sequence in tensors between layers: [b, s, h], [s, b, h], or found by comparing shapes."""
 
     cut: dict[str, list[Dimensions] | None] | None = Field(default=None)
     """Per tensor of the inputs and the labels, the dimension or dimensions to cut, or null to keep it whole.
@@ -281,7 +281,7 @@ def _names_a_file(value: object) -> bool:
 
 
 def is_count(value: object, least: int = 1, most: int = LARGEST_COUNT) -> bool:
-    """Whether it is an integer from ``least`` to ``most``; true is none."""
+    """Whether a value is an integer from ``least`` to ``most``; bool is refused."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return whole and least <= value <= most  # type: ignore[operator]
 

@@ -1,4 +1,4 @@
-"""Layers that are built for weights which come from elsewhere: who builds them says so, who would read or draw weights asks."""
+"""Empty layers, built for weights from elsewhere: builders enter the context, initializers and readers ask for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _empty = ContextVar("ds_terapipe_empty", default=False)
 
 @contextmanager
 def building_empty() -> Iterator[None]:
-    """Within it layers are built for weights that come from elsewhere: nobody has to read or draw them."""
+    """Context manager in which layers are built empty, for weights from elsewhere: none are read or drawn."""
     token = _empty.set(True)
     try:
         yield

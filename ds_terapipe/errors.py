@@ -45,9 +45,9 @@ def bad_value(key: str, got: object, rule: str, use: str) -> ConfigError:
 
     Args:
         key: full path of the key, ``token_pipeline.slices``.
-        got: the value as it was given.
-        rule: what a value must be, starting after "must be".
-        use: what to write instead, starting after "use".
+        got: the given value.
+        rule: rule of the value, to follow "must be".
+        use: replacement, to follow "use".
 
     Returns:
         ``ConfigError: token_pipeline.slices: got -3, must be a positive number, a list of lengths or "auto", use e.g. 8``
@@ -57,7 +57,7 @@ def bad_value(key: str, got: object, rule: str, use: str) -> ConfigError:
 
 @contextlib.contextmanager
 def named(key: str) -> Iterator[None]:
-    """Put the key that names a file before what is wrong with the file; the cause stays."""
+    """Context manager that prefixes errors of a file with the key that names it; the cause stays."""
     try:
         yield
     except ConfigError as error:

@@ -30,7 +30,7 @@ _USE = "use another checkpoint"
 
 
 class Entry(NamedTuple):
-    """A file as it was saved."""
+    """Entry of a file as it was saved."""
 
     bytes: int
     checksum: str
@@ -81,7 +81,7 @@ def _records(file: Any) -> list[_Record]:
 
 
 def _crc(file: Any, start: int, count: int) -> int:
-    """The CRC-32 of ``count`` bytes; of those that there are, where the file ends earlier."""
+    """Return the CRC-32 of ``count`` bytes, or of fewer if the file ends earlier."""
     window, crc = memoryview(bytearray(min(_BLOCK, max(count, 0)))), 0
     file.seek(start)
     while count > 0 and (read := file.readinto(window[:count])):
@@ -143,7 +143,7 @@ class Manifest:
 
     @classmethod
     def of(cls, key: str, folder: Path) -> Manifest | None:
-        """The manifest of a checkpoint; None where there is none, as of DeepSpeed's own, or one with other checksums.
+        """Return the manifest of a checkpoint; None for DeepSpeed's own, or one with other checksums.
 
         Raises:
             ConfigError: it is damaged.
@@ -165,7 +165,7 @@ class Manifest:
         """Refuse a file that is not as it was saved.
 
         Raises:
-            ConfigError: the first one, and what is wrong with it; or that the manifest is of an earlier save.
+            ConfigError: for the first one, with the reason; or for a manifest of an earlier save.
         """
         for path in paths:
             problem = self._problem(path)
@@ -202,7 +202,7 @@ class Manifest:
         return f"{path} with another checksum" if other is None else f"{path} with the content of {other}"
 
     def _is_stale(self) -> bool:
-        """Whether DeepSpeed has saved here without our keys: its state files say so, and layers are younger than the manifest."""
+        """Whether DeepSpeed has saved here without our keys: by its state files, and layers newer than the manifest."""
         written = (self._folder / MANIFEST).stat().st_mtime_ns
         later = any(path.stat().st_mtime_ns > written for path in self._folder.glob("layer_*-model_states.pt"))
         return later and any(self._problem(path) and _by_others(path) for path in _states(self._folder))

@@ -23,15 +23,16 @@ def gathered(value: Any, group: Any) -> list[Any]:
 def close_groups(groups: Iterable[Any], *holders: Any) -> None:
     """Destroy process groups; collective over the ranks of each, every rank with all of them that it is in.
 
-    Groups that are gone already, as all are once the job's own is, are left out, and so is what stands for a group of others.
+    Groups that are destroyed already, as all are after the job's own, are skipped, and so are placeholders for groups
+    of other ranks.
 
     Args:
         groups: in any order.
         *holders: objects that have them among their attributes, and lose those. PyTorch forgets a group that is destroyed,
-            but over gloo three threads and five open files stay for as long as somebody has the object.
+            but over gloo three threads and five open files stay as long as the object is referenced.
     """
     mine = {group for group in groups if isinstance(group, ProcessGroup)}
-    # By name, as PyTorch ends a job: all ranks of a group know it by one name, so nobody waits in a circle.
+    # By name, as PyTorch ends a job: all ranks of a group know it by one name, so ranks cannot deadlock.
     for group in sorted(mine, key=lambda group: group.group_name, reverse=True):
         with suppress(ValueError):  # "Invalid process group specified"
             torch.distributed.destroy_process_group(group)

@@ -29,7 +29,7 @@ Initialize = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class Wanted(NamedTuple):
-    """Which of our features a configuration asks for."""
+    """Features of this package that a configuration requests."""
 
     pipeline: bool
     optimizer: bool
@@ -53,10 +53,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize`` for a configuration that may have our keys; needs no hook and leaves none.
 
     Args:
-        args, kwargs: what ``deepspeed.initialize`` takes.
+        args, kwargs: arguments of ``deepspeed.initialize``.
 
     Returns:
-        What it returns: engine, optimizer, data loader of ``training_data``, LR scheduler.
+        Engine, optimizer, data loader of ``training_data``, LR scheduler.
 
     Raises:
         ConfigError: a key of ours has a wrong value, or stands beside something that it does not go with.
@@ -107,7 +107,7 @@ def _configuration(original: Initialize, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _by_name(original: Initialize, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the call by name; what another package's wrapper takes as ``**kwargs`` is among them."""
+    """Return the arguments of the call by name, including another wrapper's ``**kwargs``."""
     signature = inspect.signature(original)
     given = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
@@ -209,7 +209,7 @@ def _build(
 
 
 def _optimizer_keys(config: Mapping[str, Any], arguments: Mapping[str, Any], wanted: Wanted) -> Any:
-    """What ``optimizer`` and ``scheduler`` say, as arguments of ``deepspeed.initialize``."""
+    """Read ``optimizer`` and ``scheduler`` as arguments of ``deepspeed.initialize``."""
     key = "optimizer.type" if wanted.optimizer else "scheduler.type"
     try:
         from . import compat

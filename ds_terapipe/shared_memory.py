@@ -35,7 +35,7 @@ def release() -> None:
 
 
 def release_at_exit() -> None:
-    """Take the names away at the interpreter's end, for what fails before :func:`release`."""
+    """Remove the names at the interpreter's exit, for failures before :func:`release`."""
     atexit.unregister(_unlink)
     atexit.register(_unlink)
 

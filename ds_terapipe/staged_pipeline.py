@@ -44,7 +44,7 @@ class StagedPipeline(PipelineModule):
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Transformer layers of each stage as it is now: ``elastic_pipeline`` moves them, and may leave a stage without any."""
+        """Present number of Transformer layers of each stage; ``elastic_pipeline`` moves them, and may leave 0."""
         before, after = self.layers_around
         first, end = before, self._num_layers - after
         return tuple(max(0, min(stop, end) - max(start, first)) for start, stop in pairwise(self.parts))
@@ -58,7 +58,7 @@ class StagedPipeline(PipelineModule):
 def stage_boundaries(
     num_layers: int, stages: int, layers_per_stage: Sequence[int] | None, around: tuple[int, int]
 ) -> list[int]:
-    """Where each stage starts in the list of layers, and the end; ``around``: layers before and after the Transformer layers.
+    """Return the first layer of each stage, then the number of layers; ``around``: layers at both ends.
 
     Raises:
         ConfigError: ``layers_per_stage`` are not positive numbers, one for each stage, that add up to ``num_layers``.

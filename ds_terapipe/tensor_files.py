@@ -1,4 +1,4 @@
-"""What ``torch.save`` has written, for those who read a checkpoint's files themselves."""
+"""Reader of files that ``torch.save`` has written, for direct access to a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The subcommands of ``ds_terapipe``, one a file: ``add`` puts it into the parser, ``run`` is what it does."""
+"""Subcommands of ``ds_terapipe``, one per file: ``add`` adds its parser, ``run`` runs it."""

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class CommandError(Exception):
-    """What the command says on one line before it ends."""
+    """An error of a command, printed on one line before it ends."""

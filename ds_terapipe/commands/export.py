@@ -38,7 +38,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Write the folder, and say how large it is.
+    """Write the folder, and print its size.
 
     Raises:
         CommandError: transformers is not installed, or there is no such checkpoint. ConfigError: as

@@ -1,4 +1,4 @@
-"""What all subcommands that print a table have in common: ``--json FILE`` beside it."""
+"""Output of all subcommands that print a table: ``--json FILE`` beside it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_json(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace, text: str, data: Mapping[str, Any]) -> None:
-    """Print the table and write the same figures as JSON where ``--json`` says.
+    """Print the table, and write the same figures as JSON to the file of ``--json``.
 
     Raises:
         CommandError: the file cannot be written.

@@ -83,7 +83,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any] | None]:
-    """The best boundaries between stages for the plan's slices, and what they gain."""
+    """Return the best boundaries between stages for the plan's slices, and their gain."""
     source = inputs.source
     if isinstance(source, Measured) and source.measured.layers is not None:
         return _measured_stages(source.measured.layers)
@@ -112,7 +112,7 @@ def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any
 
 
 def _measured_stages(layers: LayerSeconds) -> tuple[list[str], dict[str, Any]]:
-    """The same from what single layers took; the step is not predicted, for curves were measured of the present stages."""
+    """Return the same from times of single layers, without a prediction: curves hold for the present stages."""
     advice = layers.advice(_WORTH)
     return [f"stages: {advice}" if advice else _as_good(layers.present)], {
         "present": list(layers.present.layers),

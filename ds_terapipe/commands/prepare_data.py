@@ -180,7 +180,7 @@ def _read(path: Path) -> bytes:
 
 
 def _is_json_lines(path: Path, text: bytes) -> bool:
-    """By its name, or by its first two lines: a file that is one object is taken as the text that it is."""
+    """Whether a file is JSON lines, by its name, or by its first two lines; a file of one object is plain text."""
     if path.suffix in (".jsonl", ".ndjson"):
         return True
     if path.suffix != ".json":

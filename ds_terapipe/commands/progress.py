@@ -1,4 +1,4 @@
-"""Signs of life on standard error from what takes more than a few seconds."""
+"""Progress on standard error for commands that take more than a few seconds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _EVERY_S = 5.0
 
 @contextmanager
 def progress(doing: str, every_s: float = _EVERY_S) -> Iterator[None]:
-    """Say every few seconds what is being done and for how long, nothing where it is over before the first of them.
+    """Context manager that prints every few seconds the current work and its duration.
 
-    It is said on the standard error of before, wherever the block itself redirects it to.
+    Nothing is printed for short work. Lines go to the standard error of before, even if the block redirects it.
     """
     over, out = threading.Event(), sys.stderr
     started = time.monotonic()

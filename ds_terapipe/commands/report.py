@@ -1,4 +1,4 @@
-"""``ds_terapipe report``: what is installed, whether the hook is on, and which ops can be used."""
+"""``ds_terapipe report``: installed versions, the state of the hook, and usable ops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print(json.dumps({"on": original is not None, "wraps": code and f"{code.co_filen
 
 
 class OpLine(NamedTuple):
-    """One op: whether it was built with the package, whether it can be built here, and what there is to say about it."""
+    """One op: whether it was built with the package, whether it can be built here, and a remark."""
 
     name: str
     installed: bool
@@ -82,7 +82,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """All that the report shows, as plain data."""
+    """Return all data of the report, in plain types."""
     versions = {"ds_terapipe": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -98,7 +98,7 @@ def collect() -> dict[str, Any]:
 
 
 def hook() -> dict[str, Any]:
-    """Whether ``deepspeed.initialize`` is wrapped in a process that only imports DeepSpeed, and what is wrapped."""
+    """Return whether ``deepspeed.initialize`` is wrapped in a process that only imports DeepSpeed, and around what."""
     answer = subprocess.run([sys.executable, "-c", HOOK], capture_output=True, text=True, check=False)
     lines = answer.stdout.strip().splitlines()
     if answer.returncode or not lines:
@@ -166,7 +166,7 @@ def as_text(data: dict[str, Any]) -> str:
 
 
 def _left(data: dict[str, Any]) -> list[str]:
-    """Lines on what killed launches have left."""
+    """Return lines on remains of killed launches."""
     lines = []
     if data.get("removed_locks"):
         lines += ["", "removed", *(f"  {path}" for path in data["removed_locks"])]

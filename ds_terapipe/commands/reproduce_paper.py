@@ -1,4 +1,4 @@
-"""``ds_terapipe reproduce-paper``: the published figures of TeraPipe, and what the simulator makes of the same settings."""
+"""``ds_terapipe reproduce-paper``: TeraPipe's published figures beside the simulator's for the same settings."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 class Cutting(NamedTuple):
-    """What is simulated."""
+    """The schedule and slices of a simulation."""
 
     schedule: str
     slices: tuple[int, ...]
@@ -69,7 +69,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def simulate(options: argparse.Namespace) -> None:
-    """Print what a step takes; draw it and write its trace where asked.
+    """Print a step's time; draw it and write its trace on request.
 
     Raises:
         ConfigError: a file, an argument or their combination. CommandError: the file of ``--json`` cannot be written.
@@ -157,7 +157,7 @@ def _cutting(
 
 
 def _one(inputs: Inputs, cutting: Cutting, trace: str | None) -> tuple[list[str], dict[str, Any], list[Panel]]:
-    """One schedule: what is printed, its figures, its picture."""
+    """Return one schedule's printed lines, its figures, and its picture."""
     request = inputs.request
     times = request.times(inputs.source.cost(inputs.sequences))
     found = times.simulate(cutting.schedule, cutting.slices)

@@ -1,4 +1,4 @@
-"""``ds_terapipe trace``: what a trace says, its picture, and several traces in one file."""
+"""``ds_terapipe trace``: summary of a trace, its picture, and several traces in one file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Freezes layers and reshapes the pipeline in a running training.
+"""Freezing of layers and reshaping of the pipeline during training.
 
-``settings`` are the keys of ``elastic_pipeline``, ``freeze`` says which layers are frozen at which step, ``resize`` which shape
-the pipeline has then, ``sampler`` which samples a process reads.
+``settings`` holds the keys of ``elastic_pipeline``. ``freeze`` decides which layers are frozen at a step, ``resize``
+which shape the pipeline has then, ``sampler`` which samples a process reads.
 """

@@ -1,4 +1,4 @@
-"""The part of an elastic engine that caches the outputs of frozen layers, in the stage that they form."""
+"""Part of an elastic engine that caches the outputs of frozen layers, in the stage that they form."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ds_terapipe.schedule import Placement
 
 
 class Caching(Freezing):
-    """Part of the engine: where the model begins with frozen layers, their outputs are kept by sample."""
+    """Part of the engine: if the model begins with frozen layers, caches their outputs by sample."""
 
     _shelf: Shelf | None = None
-    _length: int | None = None  # of the samples of the present phase
+    _length: int | None = None  # sequence length of the present phase
 
     def _first_stage(self, placement: Placement) -> Callable[..., Stage]:
         settings = self.elastic_pipeline.cache
@@ -46,7 +46,7 @@ class Caching(Freezing):
         return partial(CachedStage, shelf=self._shelf)
 
     def _agreement(self) -> Callable[[int], int]:
-        """The least of what the tensor-parallel ranks of a stage say: all of them run its layers, or none."""
+        """Return a MIN all-reduce over a stage's tensor-parallel ranks: all of them run its layers, or none."""
         if self.grid.model_parallel_size == 1:
             return int
         group, device, watchdog = self.grid.slice_proc_group, self.device, self._watchdog
@@ -66,7 +66,7 @@ class Caching(Freezing):
         return pulled
 
     def follow_phase(self, batch: int, micro_batch: int) -> None:
-        """Follow a phase, see ``ElasticPhases.follow_phase``; a new sequence length makes new samples."""
+        """Extend ``ElasticPhases.follow_phase``: drop the entries if the sequence length changes."""
         super().follow_phase(batch, micro_batch)
         length = self.lr_scheduler.phase.seq_length
         if self._shelf is not None and length != self._length:
@@ -84,12 +84,12 @@ class Caching(Freezing):
 
     @property
     def cache_counts(self) -> Counts:
-        """Samples whose frozen layers this rank has read, and those that it has computed, since more layers were frozen."""
+        """Counts of samples that this rank has read and computed since the last change of frozen layers."""
         cache = None if self._shelf is None else self._shelf.cache
         return Counts() if cache is None else cache.counts
 
     def _without_kept(self, forward: Sequence[float], frozen: int) -> list[float]:
-        """Seconds of the entries forward, where the outputs of the first ``frozen`` ones are read and not computed."""
+        """Return the forward seconds of the entries, 0 for the first ``frozen`` ones if their outputs are cached."""
         kept = self.elastic_pipeline.cache.enabled and (self._shelf is None or self._shelf.wanted)
         return [0.0 if kept and entry < frozen else seconds for entry, seconds in enumerate(forward)]
 
@@ -113,7 +113,7 @@ class Caching(Freezing):
             raise
 
     def destroy(self) -> None:
-        """Destroy the engine and delete the cache's entries, unless an error is on its way up."""
+        """Destroy the engine and delete the cache's entries, unless an exception is propagating."""
         if self._shelf is not None:
             self._shelf.done = True
         super().destroy()

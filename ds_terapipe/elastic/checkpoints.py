@@ -1,4 +1,4 @@
-"""Checkpoints of an engine that freezes and reshapes: onto the shape that they were saved in, or by name onto another one."""
+"""Checkpoints of an elastic engine: loaded in their own shape, or by parameter name into another one."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from ds_terapipe.pipeline.transport.consensus import error_of
 
 
 class ElasticCheckpoints(Caching):
-    """Part of the engine: what is frozen, the shape and what the policy knows go with a checkpoint."""
+    """Part of the engine: saves frozen layers, the shape and the policy's state with a checkpoint."""
 
-    _seed: int | None = None  # of the random streams
+    _seed: int | None = None  # seed of the random streams
 
     def _save_beside(self, folder: Path) -> None:
-        level_steps(self.basic_optimizer)  # they may be read by name
+        level_steps(self.basic_optimizer)  # a later load may read them by name
         parts = self._consensus.gather(about(self))
         state = {**self._state(), "optimizer": parts}
         self._consensus.decide(lambda: write(folder, state))
 
     def _client_state(self) -> dict[str, Any]:
-        """Facts that `ds_to_universal` needs, for the files that it copies."""
+        """Return facts that `ds_to_universal` needs, for the files that it copies."""
         if not is_wrapped(self.optimizer) or self.fp16_enabled():
             return {}
         sharded = self.grid.model_parallel_size > 1
         kinds = {n: kind_of(p, sharded) for n, p in self.module.named_parameters() if p.requires_grad}
         carried = to_carry(self, self._state(), info(self._consensus.gather((self.grid.get_stage_id(), kinds))))
         if carried and not self.zero_optimization():
-            carried[PARAM_SHAPES] = self._get_zero_param_shapes()  # which DeepSpeed notes with ZeRO alone
+            carried[PARAM_SHAPES] = self._get_zero_param_shapes()  # DeepSpeed adds them only with ZeRO
         return carried
 
     @resuming
@@ -63,15 +63,14 @@ class ElasticCheckpoints(Caching):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> Any:
-        """Load a checkpoint, in the shape that it was saved in where these processes can form it.
+        """Load a checkpoint, in its own shape if these processes can form it.
 
-        Where there are other processes, or the shape may not change, weights and the optimiser's state come by name into the
-        shape that is there. With ``load_module_only`` there is nothing to go on with: weights alone are read.
+        With other processes, or a fixed shape, weights and the optimiser's state are loaded by name into the present
+        shape. With ``load_module_only`` weights alone are read.
 
         Raises:
-            ConfigError: on every rank, a file that is not as it was saved, a checkpoint of other layers, or with less frozen:
-                nothing has been changed; one without the optimiser's state of all that is trained here: nothing but what is
-                frozen.
+            ConfigError: on every rank. Damaged file, other layers, or fewer frozen layers: nothing has been changed.
+                No optimiser state for a trained parameter: only the frozen layers have been changed.
         """
         self._refuse_broken()
         if self.load_universal_checkpoint():
@@ -103,7 +102,7 @@ class ElasticCheckpoints(Caching):
         return path, _users(client_state)
 
     def _check_saved(self, folder: Path, state: Any, wants: Wanted) -> bool:
-        """Refuse a checkpoint before anything is changed; whether it is read by name, in the shape that is there; collective."""
+        """Check a checkpoint before any change; return whether it is read by name into this shape; collective."""
         topology, parts = self.module._topo, self.module.parts
         if state is None:
             self._check_files(folder, topology, parts, wants)
@@ -112,7 +111,7 @@ class ElasticCheckpoints(Caching):
         self._consensus.agree(error_of(lambda: check(state, now)))
         if same_shape(state, now, self.elastic_pipeline.moves):
             if (state["frozen_layers"], state["parts"]) != (self._frozen, now["parts"]):
-                wants = wants._replace(optimizer=None)  # it gets another shape first
+                wants = wants._replace(optimizer=None)  # the engine is reshaped first
             self._check_files(folder, resized(topology, state["stages"]), state["parts"], wants)
             return False
         trained = {name for name, p in self.module.named_parameters() if p.requires_grad}
@@ -129,7 +128,7 @@ class ElasticCheckpoints(Caching):
         """Load the output of `ds_to_universal` into the present shape.
 
         Raises:
-            ConfigError: on every rank; nothing has been changed but what is frozen.
+            ConfigError: on every rank; only the frozen layers may have been changed.
         """
         found: list[Universal] = []
         self._consensus.agree(
@@ -151,11 +150,11 @@ class ElasticCheckpoints(Caching):
         return path, _users(client_state)
 
     def _load_zero_checkpoint(self, load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load ZeRO's part; DeepSpeed's own fails where a rank has nothing of a group of a universal checkpoint."""
+        """Load ZeRO's part; DeepSpeed's own method fails if a rank has nothing of a group of a universal checkpoint."""
         if not self.load_universal_checkpoint():
             return super()._load_zero_checkpoint(load_dir, tag, *args, **kwargs)
         folder = Path(load_dir) / str(tag)
-        # all that DeepSpeed's does for one, but for shapes that nobody reads
+        # as DeepSpeed's method does for one, without shapes that are never read
         with groups_filled(self.optimizer, folder):
             self.optimizer.load_state_dict(None, load_optimizer_states=True, checkpoint_folder=str(folder))
         return True
@@ -196,7 +195,7 @@ class ElasticCheckpoints(Caching):
         return found[0]
 
     def _put(self, saved: SavedStates) -> None:
-        """Go on with these states; collective."""
+        """Replace the optimizer's states by these; collective."""
         with self._no_way_back():
             self._assembly.close()
             before = self.optimizer
@@ -206,7 +205,7 @@ class ElasticCheckpoints(Caching):
             put(self.basic_optimizer, self.module, saved, wrapped)
             scheduler, groups = self.lr_scheduler, self.basic_optimizer.param_groups
             if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
-                # torch's have lists by group, which come in the order of the checkpoint
+                # torch's schedulers have lists by group, loaded in the checkpoint's order
                 scheduler.base_lrs = [group["initial_lr"] for group in groups]
                 scheduler._last_lr = [group["lr"] for group in groups]
             if wrapped:
@@ -214,7 +213,7 @@ class ElasticCheckpoints(Caching):
             self._settle()
 
     def _go_on(self, state: Any) -> None:
-        """With a checkpoint's decisions, norms, random numbers and order of samples; None: with the samples alone."""
+        """Restore a checkpoint's decisions, norms, seed and order of samples; None: the order of samples alone."""
         if state is not None:
             self._load_cache_state(state.get("cache"))
             total, count = state.get("losses", (0.0, 0))
@@ -232,14 +231,14 @@ class ElasticCheckpoints(Caching):
             self._freezer.begin(self.global_steps)
 
     def _state(self) -> dict[str, Any]:
-        """The state of the elastic part for a checkpoint; collective."""
+        """Return the state of the elastic part for a checkpoint; collective."""
         return {**self._state_here(), "norms": None if self._norms is None else self._norms.state(self._consensus)}
 
     def _state_here(self) -> dict[str, Any]:
         return {
             "frozen_layers": self._frozen,
             "stages": self.num_stages,
-            "parts": list(map(int, self.module.parts)),  # some may be numpy's
+            "parts": list(map(int, self.module.parts)),  # some may be numpy integers
             "layers": len(self.module._layer_specs),
             "processes": self.world_size,
             "tensor_parallel_size": self.grid.model_parallel_size,
@@ -253,14 +252,14 @@ class ElasticCheckpoints(Caching):
 
 
 def _users(client_state: Any) -> Any:
-    """The user's part of a client state."""
+    """Return the user's part of a client state."""
     if client_state and client_state.pop(CARRIED, None) is not None:
         client_state.pop(UNIVERSAL_CHECKPOINT_INFO, None)
     return client_state
 
 
 def resized(topology: ProcessTopology, stages: int) -> ProcessTopology:
-    """The same axes and processes, with another number of stages."""
+    """Return a topology with the same axes and processes, but another number of stages."""
     sizes = {"pipe": stages, "data": topology.get_dim("pipe") * topology.get_dim("data") // stages}
     names = topology.get_axis_names()
     return ProcessTopology(axes=names, dims=[sizes.get(name, topology.get_dim(name)) for name in names])

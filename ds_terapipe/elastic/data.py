@@ -1,4 +1,4 @@
-"""Data of an engine that changes its shape: from its own loader, or from iterators on the ranks of the start."""
+"""Data of an engine that changes its shape: from its own loader, or from iterators on the starting ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ logger = logging.getLogger(__name__)
 
 
 class ElasticData(TokenPipelineEngine):
-    """Part of the engine: micro-batches for the ranks that need them in the present shape."""
+    """Part of the engine: delivers micro-batches to the ranks that need them in the present shape."""
 
     continues_data = True
     elastic_pipeline: ElasticPipelineConfig
     _feed: Feed | None = None
     _loader: ElasticLoader | None = None
-    _reads_here = False  # every rank that needs data has an iterator of its own for it
+    _reads_here = False  # every rank that needs data has its own iterator
     _alike = False  # every replica evaluates the same
 
     def _start_feeding(self) -> None:
-        """The shape is that of the launch, which the user's iterators are made for."""
+        """Record the shape of the launch, for which the user's iterators are made."""
         self._feed = Feed(self._ranks(), self._consensus, self._watchdog)
         given = self.elastic_pipeline.data
         if self.training_data is None and given.model_fields_set and self.global_rank == 0:
@@ -44,14 +44,14 @@ class ElasticData(TokenPipelineEngine):
 
     @property
     def shape(self) -> Shape:
-        """Stages, replicas, micro-batch and micro-batches of a replica now."""
+        """Present stages, replicas, micro-batch size and micro-batches of a replica."""
         return Shape(self.num_stages, self.dp_world_size, self.micro_batch_size, self.micro_batches)
 
     def _ranks(self) -> Ranks:
         return Ranks(self.module._topo, self.micro_batch_size)
 
     def set_dataiterator(self, iterator: Any) -> None:
-        """Set the iterator, on every rank: the shape of the start decides which ranks read."""
+        """Set the iterator, on every rank; the starting shape decides which ranks read."""
         self.data_iterator = iterator
 
     def _read(self, micro_batches: int) -> list[Any]:
@@ -81,8 +81,8 @@ class ElasticData(TokenPipelineEngine):
     ) -> Any:
         """Evaluate a batch, see ``PipelineEngine.eval_batch``.
 
-        The ranks of the start read as many micro-batches as they did there. Where those can't be shared out equally, every
-        replica evaluates all of them.
+        The ranks of the starting shape read the same number of micro-batches as there. If these cannot be divided
+        equally, every replica evaluates all of them.
         """
         assert self._feed is not None
         if not self._reads_here and self.shape != self.start_shape:
@@ -99,9 +99,9 @@ class ElasticData(TokenPipelineEngine):
             self._alike = False
 
     def evaluate(self, dataset: Any) -> float:
-        """The mean loss over a dataset, each of whose samples is evaluated once, whatever the shape; collective.
+        """Return the mean loss over a dataset, whose samples are evaluated once each, in any shape; collective.
 
-        The mean is that of the samples' micro-batches, weighted by their numbers of samples.
+        The mean over micro-batches is weighted by their numbers of samples.
 
         Args:
             dataset: with ``__getitem__`` and ``__len__``, on every rank; collated as ``training_data`` is.

@@ -1,8 +1,9 @@
-"""Pipeline engine that freezes layers while it trains, and moves the rest to fewer stages and more replicas.
+"""Pipeline engine that freezes layers during training, and moves the others to fewer stages and more replicas.
 
-At the beginning of a step the policies say which entries of the layer list are frozen and on how many stages the rest is. Where
-that changes, frozen parameters leave the optimiser, layers move with all that belongs to them (``transfer.py``), and DeepSpeed's
-engine is built anew around the same objects: engine, module, optimizer, scheduler and loader of the user stay the live ones.
+At the beginning of a step the policies decide which entries of the layer list are frozen and how many stages the others
+use. On a change, frozen parameters leave the optimiser, and layers move with all their state (``transfer.py``). Then
+DeepSpeed's engine is rebuilt around the same objects: engine, module, optimizer, scheduler and the user's loader stay
+alive.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ class ElasticPipelineEngine(ElasticCheckpoints):
 
     Args:
         elastic_pipeline: the block of the same name.
-        token_pipeline: that one's, or one slice where there is none.
+        token_pipeline: the block ``token_pipeline``, or one slice if there is none.
         *args, **kwargs: as for ``PipelineEngine``, which ``deepspeed.initialize`` passes.
     """
 
     elastic_pipeline: ElasticPipelineConfig
-    _chooser: Chooser | None = None  # where layers may move: what they take
-    _history: History | None = None  # on the first rank, where there is to be one
-    _changed = False  # since the start
+    _chooser: Chooser | None = None  # times layers and chooses shapes, if layers may move
+    _history: History | None = None  # on the first rank, if configured
+    _changed = False  # whether layers froze or moved since the start
 
     def __init__(self, *args: Any, elastic_pipeline: ElasticPipelineConfig, **kwargs: Any) -> None:
         self.elastic_pipeline = elastic_pipeline
@@ -63,7 +64,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         }
         self._reshaped: list[Callable[[ElasticPipelineEngine], None]] = []
         self._transitions, self.costs = TransitionReport(), Costs()
-        # NCCL gathers objects on the current device, and until DeepSpeed's constructor sets it that is the node's first for all
+        # NCCL gathers objects on the current device: the node's first on all ranks until DeepSpeed sets it
         get_accelerator().set_device(kwargs["model"].local_rank)
         # before all that depends on it
         check_alike(gathered(elastic_pipeline.model_dump(), kwargs["model"].world_group))
@@ -75,7 +76,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         layers = ModelLayers(tuple(size > 0 for size in self._sizes))
         self.untrained_layers = self._sizes.index(
             next(size for size in self._sizes if size)
-        )  # entries that the user froze
+        )  # entries frozen by the user
         tensor, batch = self.grid.model_parallel_size, self.train_batch_size()
         check(
             elastic_pipeline, layers, self.num_stages, self.world_size, tensor, batch, self.micro_batch_size,
@@ -88,14 +89,14 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             self._consensus.decide(lambda: check_history(path))
             self._history = History(path) if self.global_rank == 0 else None
         cache = elastic_pipeline.cache
-        if cache.enabled and cache.disk_path is not None:  # every machine has its own
+        if cache.enabled and cache.disk_path is not None:  # each machine checks its own disk
             key, folder = f"{cache.PATH}.disk_path", cache.disk_path
             self._consensus.agree(error_of(lambda: check_writable_folder(key, folder, 'e.g. "cache/"')))
         if self.elastic_pipeline.moves:
             self._begin_to_move()
 
     def _begin_to_move(self) -> None:
-        """Find out whether layers can go to other ranks; collective."""
+        """Check whether layers can move to other ranks; collective."""
         dtype = self._layer_dtype
         error = error_of(lambda: check_movable(self.module, self.basic_optimizer, self.device, dtype))
         if self.elastic_pipeline.has_to_move:
@@ -110,24 +111,24 @@ class ElasticPipelineEngine(ElasticCheckpoints):
     # --------------------------------------------------------------------------------------------------- what is shown
 
     def on_reshape(self, callback: Callable[[ElasticPipelineEngine], None]) -> None:
-        """Call ``callback`` with the engine after each reshape, for what depends on the present shape."""
+        """Call ``callback`` with the engine after each reshape."""
         self._reshaped.append(callback)
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Train a batch in the shape, and with the frozen layers, that the policies choose for this step."""
+        """Train a batch, in the shape and with the frozen layers that the policies choose for this step."""
         self._refuse_broken()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         if self._seed is None:
-            # of the first rank, and now: users seed each stage in its own way, after they have built the engine, too
+            # the first rank's seed, read now: users may seed stages differently, also after building the engine
             self._seed = self._consensus.decide(self._first_seed)
             self._reseed()
         step = self.global_steps
         self._note_epochs(step)
         frozen, start = self._decide_frozen(step), self.start_shape.stages
-        present = start if frozen < self._frozen else self.num_stages  # what trains again may need more stages
+        present = start if frozen < self._frozen else self.num_stages  # unfrozen layers may need more stages
         stages = wanted_stages(self.elastic_pipeline.resize, step, present, start, self._sizes, frozen)
         parts, taken = None, None if self._chooser is None else self._chooser.decide(frozen)
         if taken is not None:
@@ -140,7 +141,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         return loss
 
     def _told(self, step: int) -> AbstractContextManager[None]:
-        """Around a step: the history of the shapes."""
+        """Return a context manager for a step that records its shape in the history."""
         if self._history is None:
             return nullcontext()
         parts, frozen = tuple(map(int, self.module.parts)), max(self._frozen, self.untrained_layers)
@@ -159,19 +160,19 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         if self._streams is None:
             shard = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
             self._streams = RandomStreams(0, self.device, shard)
-        # ranks come to their launch at any time, and to a change together
+        # ranks reach the launch at different times, and a change together
         with nullcontext() if self._feed is None else self._watchdog.making_groups():
             super()._settle()
         if self._chooser is not None:
             self._chooser.begin()
 
     def _cutting_settings(self) -> TokenPipelineConfig:
-        """A plan, and a file of measurements, are for the placement of the start."""
+        """Drop the plan and the measurements file after a change: they are for the starting placement."""
         settings = super()._cutting_settings()
         return settings.model_copy(update={"plan_path": None, "measurements_path": None}) if self._changed else settings
 
     def follow_phase(self, batch: int, micro_batch: int) -> None:
-        """Follow a phase, see ``ElasticPhases.follow_phase``, and measure again: the batch is another one."""
+        """Extend ``ElasticPhases.follow_phase``: measure again for the new batch."""
         super().follow_phase(batch, micro_batch)
         if self._chooser is not None and len(self.batches) > 1:
             self._chooser.begin_anew()
@@ -190,7 +191,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
 
         Args:
             frozen, stages: from now on.
-            parts: the entries of the stages, by default balanced by what they cost.
+            parts: first entry of each stage, then the number of entries; default: balanced by costs.
             step: before which this is; None: before a checkpoint is read.
         """
         started, shape, before = time.perf_counter(), self.shape, state_bytes(self, self._consensus)
@@ -219,7 +220,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
                 unwrap(self.optimizer, self.module)
             freed = self._freeze(frozen)
             if reshape is not None and self._norms is not None:
-                self._norms.load(self._norms.state(self._consensus))  # whoever gets a layer has to know its past
+                self._norms.load(self._norms.state(self._consensus))  # the new owner of a layer needs its norms
             sent = 0 if reshape is None else self._reshape(new, reshape)
             if wrapped and reshape is None:
                 self.optimizer = self._wrapped(self.basic_optimizer, self.optimizer)
@@ -229,7 +230,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         self._tell(step, shape, before, time.perf_counter() - started, freed, sent)
 
     def _balanced(self, shape: Shape, frozen: int) -> Sequence[int]:
-        """The entries of the stages of a shape by what they cost; collective."""
+        """Balance the entries of a shape's stages by their costs; collective."""
         forward, backward, _ = self.costs.now(self, self._consensus, self._layer_times)
         present = list(map(int, self.module.parts)) if shape == self.shape else None
         first = max(frozen, self.untrained_layers)
@@ -237,7 +238,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         return parts if present is None or not split(self._shared, parts) else present
 
     def _check_shared(self, parts: Sequence[int], frozen: int) -> None:
-        """Refuse stages that would each train a copy of what their layers share now; collective.
+        """Refuse stages that would each train a copy of a weight that their layers share now; collective.
 
         Raises:
             ConfigError: on every rank; nothing has been changed.
@@ -248,7 +249,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         refuse_split(trained, parts, POLICY, ', or "off"')
 
     def _reshape(self, shape: Shape, reshape: Reshape) -> int:
-        """Go to a shape that was prepared; bytes that this rank sent."""
+        """Run a prepared reshape; return the bytes that this rank sent."""
         old = shape_groups(self.module)
         reshape.run()
         close_groups(old)
@@ -264,7 +265,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         return super()._times_layers() or (self._chooser is not None and self._chooser.times_layers)
 
     def _tell(self, step: int | None, before: Shape, fullest: float, seconds: float, freed: int, sent: int) -> None:
-        """Say what a transition was; collective."""
+        """Report a transition; collective."""
         freed_bytes, sent_bytes = (sum(self._consensus.collect(float(each))) for each in (freed, sent))
         transition = Transition(
             step, self._frozen, len(self._sizes), before, self.shape, seconds, freed_bytes, sent_bytes, fullest,

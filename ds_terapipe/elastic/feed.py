@@ -1,7 +1,7 @@
-"""Micro-batches for a pipeline whose shape has changed, from the data iterators that its user has.
+"""Micro-batches for a pipeline whose shape has changed, from the user's data iterators.
 
-The ranks that read at the start, those of the first and the last stage, keep reading, as many micro-batches of the same size
-as they did; what they read is handed to the ranks that need it now. Which samples make a step, and their order, stays.
+The ranks that read in the starting shape, those of the first and the last stage, keep reading the same micro-batches.
+They send the samples to the ranks that need them now. The samples of a step, and their order, stay the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROLES = ("inputs", "labels")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks of a shape: ``micro_batch`` samples each replica takes at a time."""
+    """Ranks of a shape, with ``micro_batch`` samples in a replica's micro-batch."""
 
     topology: ProcessTopology
     micro_batch: int
@@ -53,12 +53,12 @@ class Ranks:
         return int(self.topology.get_rank(**{axis: where[axis] for axis in self.topology.get_axis_names()}))
 
     def at(self, role: str, replica: int, tensor: int) -> int:
-        """The rank that has a replica's inputs, or its labels."""
+        """Return the rank that needs a replica's inputs, or its labels."""
         return self.rank(0 if role == "inputs" else self.stages - 1, replica, tensor)
 
 
 class Parcel(NamedTuple):
-    """Samples ``first`` to ``stop - 1`` of a reader's, for a replica; ``role``: their inputs or their labels."""
+    """Samples ``first`` to ``stop - 1`` of a reader, for a replica; ``role``: their inputs or their labels."""
 
     role: str
     reader: int
@@ -68,7 +68,10 @@ class Parcel(NamedTuple):
 
 
 def parcels(samples: int, readers: int, replicas: int, alike: bool = False) -> list[Parcel]:
-    """Who needs what of ``samples`` that readers read in equal parts: replicas equal parts of them, or all ``alike``."""
+    """Return the parcels that deliver ``samples`` from the readers to the replicas.
+
+    Each reader reads an equal part of the samples. Each replica gets an equal part, or all of them if ``alike``.
+    """
     if alike:
         whole = [(reader, 0, samples // readers) for reader in range(readers)]
         return [Parcel(role, *part, replica) for role in _ROLES for replica in range(replicas) for part in whole]
@@ -84,11 +87,11 @@ def parcels(samples: int, readers: int, replicas: int, alike: bool = False) -> l
 
 
 class Feed:
-    """Reads on the ranks that have an iterator, and hands over.
+    """Reads on the ranks that have an iterator, and sends the samples to the ranks that need them.
 
     Args:
         start: the shape that the user's iterators were made for.
-        consensus: agrees that all have read before anybody sends.
+        consensus: agrees that all have read before any rank sends.
         watchdog: times and bounds the waits.
     """
 
@@ -103,17 +106,17 @@ class Feed:
         return where in (0, self._start.stages - 1)
 
     def follow(self, micro_batch: int) -> None:
-        """From now on the iterators of the start give micro-batches of another size."""
+        """Set the micro-batch size of the user's iterators."""
         self._start = replace(self._start, micro_batch=micro_batch)
 
     def share(self, read: int, now: Ranks) -> int | None:
-        """Micro-batches of each replica now, where each reader reads ``read``; None where they can't be shared out equally."""
+        """Return the micro-batches of each replica if each reader reads ``read``; None if they don't divide equally."""
         samples = read * self._start.micro_batch * self._start.replicas
         each, rest = divmod(samples, now.replicas * now.micro_batch)
         return None if rest else each
 
     def read(self, micro_batches: int, now: Ranks, next_batch: Callable[[], Any], alike: bool = False) -> list[Any]:
-        """This rank's micro-batches of a step, (inputs, labels) each, None for what it does not need; collective.
+        """Return this rank's micro-batches of a step as (inputs, labels), None for unneeded ones; collective.
 
         Args:
             micro_batches: of each replica now.
@@ -128,7 +131,7 @@ class Feed:
             if self.reads:
                 mine = [next_batch() for _ in range(samples // (start.replicas * start.micro_batch))]
                 _check(mine, None if whole else start.micro_batch)
-        except Exception as problem:  # whatever the user's data raises: the others must not wait for it
+        except Exception as problem:  # an error of the user's data must not leave the others waiting
             error = problem
         self._consensus.agree(error)
         got: dict[str, list[Any]] = {role: [] for role in _ROLES}
@@ -161,7 +164,7 @@ class Feed:
 
 
 def _check(micro_batches: Sequence[Any], size: int | None) -> None:
-    """Refuse what can't be handed over, before anybody waits for it; ``size``: samples of each, where they are cut."""
+    """Refuse micro-batches that cannot be sent, before any rank waits; ``size``: samples of each, if they are cut."""
     for item in micro_batches:
         check_item(item)
         for value in item[:2] if size is not None else ():
@@ -175,12 +178,12 @@ def _check(micro_batches: Sequence[Any], size: int | None) -> None:
 def _part(
     tensor: Tensor, size: int, first: int, stop: int, other: Callable[[Tensor], Any] = lambda tensor: tensor
 ) -> Any:
-    """Of samples' tensor, of which there are ``size``, some; what is no samples' goes through ``other``."""
+    """Return rows of a tensor of ``size`` samples; other tensors go through ``other``."""
     return tensor[first:stop] if has_samples(tensor, size) else other(tensor)
 
 
 def _cut(values: Sequence[Any], size: int, first: int, stop: int) -> Iterator[Any]:
-    """Samples ``first`` to ``stop - 1`` of micro-batches of ``size``, whole ones where they are."""
+    """Yield samples ``first`` to ``stop - 1`` of micro-batches of ``size``; whole micro-batches are not copied."""
     for number, value in enumerate(values):
         begin, end = max(first - number * size, 0), min(stop - number * size, size)
         if begin < end:
@@ -192,7 +195,7 @@ def _cut(values: Sequence[Any], size: int, first: int, stop: int) -> Iterator[An
 
 
 def _regrouped(values: Sequence[Any], size: int) -> Iterator[Any]:
-    """The same samples in micro-batches of ``size``."""
+    """Yield the same samples in micro-batches of ``size``."""
     rows: list[Any] = []
     for value in values:
         count = samples_of(value)
@@ -204,7 +207,7 @@ def _regrouped(values: Sequence[Any], size: int) -> Iterator[Any]:
 
 
 class _OfAll(NamedTuple):
-    """A tensor that has no row for each sample: a mask for all of them."""
+    """A tensor without a row for each sample: a mask for all of them."""
 
     tensor: Tensor
 
@@ -227,14 +230,14 @@ def _joined(rows: Sequence[Any]) -> Any:
 
 
 def samples_of(value: Any) -> int:
-    """Of a tensor or several: the size of the first dimension, which counts samples; the first tensor's."""
+    """Return the number of samples: the size of the first tensor's first dimension, 0 without one."""
     if isinstance(value, Tensor):
         return int(value.shape[0]) if value.dim() else 0
     return next((samples_of(item) for item in value if isinstance(item, (Tensor, tuple, list))), 0)
 
 
 def has_samples(tensor: Tensor, samples: int) -> bool:
-    """Whether the first dimension counts samples; a mask for all of them is handed on whole."""
+    """Whether the first dimension counts samples; a mask for all samples is sent whole."""
     return tensor.dim() > 0 and tensor.shape[0] == samples
 
 
@@ -247,5 +250,5 @@ def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def _on_host(pieces: Sequence[Any]) -> list[Any]:
-    """For a message: without what else the tensors' memory holds."""
+    """Copy pieces to the host, without the rest of the tensors' storage."""
     return [_map(piece, lambda tensor: tensor.detach().cpu().clone()) for piece in pieces]

@@ -1,4 +1,4 @@
-"""The part of an elastic engine that freezes layers, and has them train again."""
+"""Part of an elastic engine that freezes layers, and unfreezes them."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ logger = logging.getLogger(__name__)
 
 
 class Freezing(ElasticOptimizer):
-    """Part of the engine: asks the policy, and takes parameters out of the training and back."""
+    """Part of the engine: asks the policy, freezes parameters and unfreezes them."""
 
-    _frozen = 0  # entries of the layer list that the policy has frozen
-    _tied_frozen: frozenset[str] = frozenset()  # keys of tied layers that are frozen, and used after the prefix
+    _frozen = 0  # entries of the layer list frozen by the policy
+    _tied_frozen: frozenset[str] = frozenset()  # keys of frozen tied layers that are also used after the prefix
 
     def _start_freezing(self, layers: ModelLayers) -> None:
         settings = self.elastic_pipeline.freeze
         self._freezer = Freezer(settings, layers, self._intervals_before)
         self._norms = GradientNorms(len(layers.trainable), self.device) if self._freezer.needs_gradients else None
-        self._aside: dict[str, int] = {}  # of all that the policy has frozen, the parameter group; names of all ranks
-        self._losses: tuple[Tensor | float, int] = (0.0, 0)  # sum and number since the policy looked at them
+        self._aside: dict[str, int] = {}  # parameter groups of all frozen parameters, by name, over all ranks
+        self._losses: tuple[Tensor | float, int] = (0.0, 0)  # sum and count since the policy last read them
 
     @property
     def frozen_layers(self) -> int:
-        """Entries of the layer list, from the first on, that the policy has frozen."""
+        """Number of entries of the layer list, from the first on, that the policy has frozen."""
         return self._frozen
 
     @property
@@ -52,11 +52,11 @@ class Freezing(ElasticOptimizer):
     # ------------------------------------------------------------------------------------------------------- decisions
 
     def _decide_frozen(self, step: int) -> int:
-        """Entries that this step trains without; collective where the policy wants something of all ranks."""
+        """Return the number of frozen entries for this step; collective if the policy needs data of all ranks."""
         asked = self.elastic_pipeline.freeze.unfreeze
         signals = None
         if asked:
-            # groups that only some stages have may have other rates
+            # groups of some stages may have other rates
             lr = max(self._consensus.collect(self._highest_lr())) if LR_RESTART in asked else 0.0
             signals = Signals(lr, self._take_losses)
         frozen = self._freezer.decide(step, self._gradient_norms, signals)
@@ -69,7 +69,7 @@ class Freezing(ElasticOptimizer):
         return max((float(group["lr"]) for group in groups), default=0.0)
 
     def _keep_loss(self, loss: Tensor) -> None:
-        """Add the loss of a step, without waiting for a device."""
+        """Add the loss of a step, without waiting for the device."""
         if LOSS_RISE in self.elastic_pipeline.freeze.unfreeze:
             total, count = self._losses
             self._losses = total + loss.detach().double(), count + 1
@@ -82,7 +82,7 @@ class Freezing(ElasticOptimizer):
         return None if self._norms is None else self._norms.take(self._consensus)
 
     def _intervals_before(self, step: int) -> int:
-        """How many intervals were over when a step began."""
+        """Return the number of intervals completed before a step."""
         if self.elastic_pipeline.freeze.interval == EPOCH and step in self._epochs_at:
             return self._epochs_at[step]
         samples = None if self.training_data is None else len(self.training_data)
@@ -108,7 +108,7 @@ class Freezing(ElasticOptimizer):
     # --------------------------------------------------------------------------------------------------------- changes
 
     def _freeze(self, frozen: int) -> int:
-        """Take what the prefix holds out of the training, and what it holds no longer back; bytes given back on this rank."""
+        """Freeze the first ``frozen`` entries and unfreeze the others; return the bytes freed on this rank."""
         self._frozen, freed = frozen, 0
         prefix, module, optimizer = self._prefix, self.module, self.basic_optimizer
         self._say_tied()
@@ -121,14 +121,14 @@ class Freezing(ElasticOptimizer):
                 parameter.grad = None
                 aside[name] = number_of.get(id(parameter), 0)
         if self.elastic_pipeline.freeze.unfreeze:
-            # layers may go to other ranks before they train again
+            # layers may move to other ranks before they are unfrozen
             for of_rank in self._consensus.gather(aside):
                 self._aside |= of_rank
             self._take_back(prefix)
         return freed if optimizer is None else freed + release(optimizer)
 
     def _take_back(self, prefix: tuple[str, ...]) -> None:
-        """Have parameters that the prefix no longer holds train again, from moments of zero and step 0."""
+        """Unfreeze parameters that are no longer in the prefix, with zero moments and step 0."""
         back = {name: group for name, group in self._aside.items() if not name.startswith(prefix)}
         self._aside = {name: group for name, group in self._aside.items() if name not in back}
         for name, parameter in self.module.named_parameters():

@@ -1,4 +1,4 @@
-"""The user's optimizer and scheduler, which stay while DeepSpeed's engine is built anew around them."""
+"""The user's optimizer and scheduler, which stay while DeepSpeed's engine is rebuilt around them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _WRAPPED: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 class ElasticOptimizer(ElasticPhases):
-    """Part of the engine: what DeepSpeed's constructor does about the optimiser, the first time and again."""
+    """Part of the engine: configures the optimiser for DeepSpeed's constructor, the first time and in a rebuild."""
 
-    _kept: Kept | None = None  # while DeepSpeed's engine is built anew
+    _kept: Kept | None = None  # while DeepSpeed's engine is rebuilt
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if self._kept is not None:
@@ -49,11 +49,11 @@ class ElasticOptimizer(ElasticPhases):
             raise bad_value(f"{freeze.PATH}.unfreeze", freeze.unfreeze, must, use)
 
     def _arrange_groups(self, optimizer: Any, kind: str | None) -> None:
-        """Arrange the parameter groups at the start; groups that layers may move to are the same on all ranks."""
+        """Arrange the parameter groups at the start; if layers may move, all ranks get the same groups."""
         if hasattr(self, "_consensus"):
             return
         gather = partial(gathered, group=self.module.world_group)
-        # where nothing moves, too: a checkpoint may
+        # also if nothing moves: a checkpoint may be loaded by name
         in_order(optimizer, self.module, self.param_names)
         try:
             if self.elastic_pipeline.moves:
@@ -67,7 +67,7 @@ class ElasticOptimizer(ElasticPhases):
         super()._arrange_groups(optimizer, kind)
 
     def _wrapped(self, basic_optimizer: Any, before: Any) -> Any:
-        """An optimiser that has parameters of the module, in what DeepSpeed puts around it; ``before``: that was around it."""
+        """Return the optimiser in DeepSpeed's wrapper; ``before``: the previous wrapper."""
         kind = self._do_optimizer_sanity_check(basic_optimizer)
         if kind not in _WRAPPED:
             return basic_optimizer
@@ -81,7 +81,7 @@ class ElasticOptimizer(ElasticPhases):
 
     @property
     def _layer_dtype(self) -> torch.dtype | None:
-        """What DeepSpeed makes of the layers' numbers."""
+        """Type to which DeepSpeed casts the layers; None: it leaves them."""
         if self.fp16_enabled():
             return torch.float16
         return torch.bfloat16 if self.bfloat16_enabled() else None
@@ -104,8 +104,11 @@ OWN_FROZEN = 10_000
 
 @contextmanager
 def _nothing_to_collect() -> Iterator[None]:
-    """For BF16_Optimizer, which collects garbage several times for its reports of memory: a second with all that is there."""
-    freezes = gc.get_freeze_count() < OWN_FROZEN  # else the user has
+    """Freeze the garbage collector's objects for BF16_Optimizer, which collects several times for its memory reports.
+
+    Each collection would take about a second.
+    """
+    freezes = gc.get_freeze_count() < OWN_FROZEN  # else the user has called gc.freeze
     if freezes:
         gc.freeze()
     try:

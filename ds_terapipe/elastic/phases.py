@@ -1,4 +1,4 @@
-"""``MixedBatch`` beside a pipeline that changes its shape: batch, micro-batch and what is read follow its phases in any shape."""
+"""``MixedBatch`` with a changing shape: batch, micro-batch and reading follow its phases in any shape."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ds_terapipe.optim.schedules.phases import micro_batch_sizes
 
 
 class ElasticPhases(ElasticData):
-    """Part of the engine: what a phase of ``MixedBatch`` is in the shape of the start, and in the present one."""
+    """Part of the engine: applies a phase of ``MixedBatch`` to the starting shape and to the present one."""
 
-    _epochs_at: dict[int, int]  # of `training_data`, over when the last two steps began, where a step's batch changes
+    _epochs_at: dict[int, int]  # epochs completed before each of the last two steps, if the batch changes
 
     def _know_phases(self) -> None:
-        """Before the first step: the batches that will come, (samples of a step, samples of a micro-batch at the start)."""
+        """Collect the batches of all phases: (samples of a step, samples of a micro-batch at the start)."""
         self._epochs_at, scheduler = {}, self.lr_scheduler
         self.batches: tuple[tuple[int, int], ...] = ((self.train_batch_size(), self.micro_batch_size),)
         self._has_phases = isinstance(scheduler, MixedBatch)
@@ -26,16 +26,16 @@ class ElasticPhases(ElasticData):
 
     @property
     def reads_data(self) -> bool:
-        """Whether this rank has data to read: from its own loader every rank, from iterators those of the start's shape."""
+        """Whether this rank reads data: every rank with its own loader, else the readers of the starting shape."""
         assert self._feed is not None
         return self._loader is not None or self._feed.reads
 
     def follow_phase(self, batch: int, micro_batch: int) -> None:
-        """Train another batch from the next step on; `MixedBatch` calls it on every rank, when datasets have their new length.
+        """Set the batch from the next step on; `MixedBatch` calls it on every rank, after the datasets' lengths.
 
         Args:
             batch: samples of a step, over all replicas.
-            micro_batch: of a replica of the start's shape, in which iterators of one's own go on.
+            micro_batch: of a replica of the starting shape, in which the user's iterators read.
         """
         assert self._feed is not None
         start = self.start_shape
@@ -49,13 +49,13 @@ class ElasticPhases(ElasticData):
         self._follow_data()
 
     def _note_epochs(self, step: int) -> None:
-        """Before a step: how many epochs are over, which the number of a step does not say where batches differ."""
+        """Note the completed epochs before a step; they do not follow from the step number if batches differ."""
         if self._loader is not None and self._has_phases:
             last = dict(list(self._epochs_at.items())[-1:])
             self._epochs_at = {**last, step: self._loader.sampler.order.epochs_before(self.global_samples)}
 
     def _data_state(self) -> dict[str, Any] | None:
-        """For a checkpoint: where an epoch began, which depends on what was read, and how many were over."""
+        """Return the begin of the epoch and the completed epochs, for a checkpoint."""
         if self._loader is None:
             return None
         order = self._loader.sampler.order

@@ -1,4 +1,4 @@
-"""What the first rank says of a transition: a line, a warning once, the monitor's events."""
+"""The first rank's reports of a transition: a log line, a one-time warning, monitor events."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Transition:
-    """A change of what is frozen, or of the shape, before a step.
+    """A change of the frozen layers, or of the shape, before a step.
 
     Attributes:
-        step: 0-based ``global_steps``; None: it is that of a checkpoint, which an engine follows.
-        frozen, layers: entries of the layer list, frozen and all.
+        step: 0-based ``global_steps``; None: the change loads a checkpoint.
+        frozen, layers: numbers of frozen entries and of all entries of the layer list.
         before, after: the shapes.
-        seconds: that it took.
-        freed_bytes, sent_bytes: of all ranks.
-        fullest_before, fullest_after: bytes of weights, gradients and optimiser state on the rank that has most.
+        seconds: duration of the change.
+        freed_bytes, sent_bytes: summed over all ranks.
+        fullest_before, fullest_after: bytes of weights, gradients and optimiser state on the fullest rank.
     """
 
     step: int | None
@@ -39,7 +39,7 @@ class Transition:
 
     @property
     def line(self) -> str:
-        """For the log."""
+        """Line for the log."""
         shapes = [shape_text(self.before)] * (self.before != self.after) + [shape_text(self.after)]
         when = "as in the checkpoint" if self.step is None else f"step {self.step}"
         return (
@@ -49,7 +49,7 @@ class Transition:
 
     @property
     def events(self) -> dict[str, float]:
-        """For the monitor."""
+        """Values for the monitor."""
         return {
             "Elastic/frozen_layers": self.frozen,
             "Elastic/stages": self.after.stages,
@@ -60,13 +60,13 @@ class Transition:
 
 
 class TransitionReport:
-    """Says what happened; of what is true from then on, once."""
+    """Reports transitions; permanent facts are reported once."""
 
     def __init__(self) -> None:
         self._said_eval = self._warned = False
 
     def tell(self, transition: Transition, monitor: Any, samples: int) -> None:
-        """To be called on the first rank. ``samples``: trained so far, which the monitor counts by."""
+        """Report a transition on the first rank. ``samples``: trained so far, the monitor's x axis."""
         line = transition.line
         if transition.frozen and not self._said_eval:
             self._said_eval, line = True, f"{line}; frozen layers run in eval mode, without dropout"

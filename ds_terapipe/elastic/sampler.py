@@ -1,7 +1,8 @@
-"""The order of samples: a function of a seed and of how many samples the whole job has consumed, in any shape.
+"""Order of samples: a function of a seed and of the samples that the whole job has consumed, in any shape.
 
-Positions count samples through all epochs: position p is in epoch p // samples, at p % samples of that epoch's order. A step
-trains the next ``batch`` positions, whatever number of replicas shares them, so a new shape goes on where the old one was.
+Positions count samples through all epochs: position p is in epoch p // samples, at p % samples of that epoch's order. A
+step trains the next ``batch`` positions, whatever the number of replicas, so a new shape continues where the old one
+stopped.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from ds_terapipe.errors import ConfigError, bad_value
 
 
 class SampleOrder:
-    """Which sample of a dataset is at a position: ``order[position]``.
+    """Order of a dataset's samples: ``order[position]`` is an index.
 
     Args:
         samples: in the dataset.
-        shuffle: whether each epoch has an order of its own; else all have the dataset's.
-        seed: of these orders.
-        begin, epoch: the position at which an epoch begins, and its number; others where the dataset has become another one.
+        shuffle: whether each epoch has its own order; else all have the dataset's.
+        seed: seed of these orders.
+        begin, epoch: the position at which an epoch begins, and its number; they change with the dataset's length.
 
     Raises:
         ConfigError: an empty dataset.
@@ -43,25 +44,25 @@ class SampleOrder:
         return int(self._permutation(epoch)[place]) if self.shuffle else place
 
     def between(self, first: int, end: int) -> list[int]:
-        """The samples at the positions from ``first`` to ``end - 1``."""
+        """Return the samples at positions ``first`` to ``end - 1``."""
         return [self[position] for position in range(first, end)]
 
     def epochs_before(self, position: int) -> int:
-        """How many epochs were over at a position."""
+        """Return the number of epochs completed at a position."""
         return self._where(position)[0]
 
     def resized(self, samples: int, position: int) -> SampleOrder:
-        """Of a dataset that has another number of samples from a position on: an epoch begins there."""
+        """Return the order of a dataset whose length changes at ``position``; an epoch begins there."""
         epoch, place = self._where(position)
         return SampleOrder(samples, self.shuffle, self.seed, position, epoch + (place > 0))
 
     def _where(self, position: int) -> tuple[int, int]:
-        """Number of the epoch, and the place in its order."""
+        """Return the epoch's number, and the place in its order."""
         epochs, place = divmod(position - self.begin, self.samples)
         return self.epoch + epochs, place
 
     def _permutation(self, epoch: int) -> torch.Tensor:
-        """[samples]; at most two are kept: a batch may lie in two epochs."""
+        """Return an epoch's permutation [samples]; at most two are kept, since a batch may span two epochs."""
         if epoch not in self._permutations:
             generator = torch.Generator().manual_seed(_mixed(self.seed, epoch))
             for old in list(self._permutations)[:-1]:
@@ -71,14 +72,14 @@ class SampleOrder:
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
-    """The micro-batches of one replica, as lists of dataset indices, without end.
+    """Micro-batches of one replica, as lists of dataset indices, without end.
 
-    Each ``batch`` positions from ``consumed`` on are a step. Replica r has block number r of their ``replicas`` equal contiguous
-    blocks, cut into micro-batches in order. Positions of the next epoch follow directly: every sample comes exactly once per
-    epoch, and a step may lie in two epochs.
+    Each ``batch`` positions from ``consumed`` on are a step. Replica r has block number r of their ``replicas`` equal
+    contiguous blocks, cut into micro-batches in order. Positions of the next epoch follow directly: every sample comes
+    exactly once per epoch, and a step may span two epochs.
 
-    For a loader of one's own: ``DataLoader(dataset, batch_sampler=ElasticBatchSampler(...))``. After `reshape`, iterate the
-    loader anew; an iterator from before refuses to go on.
+    For your own loader: ``DataLoader(dataset, batch_sampler=ElasticBatchSampler(...))``. After `reshape`, create a new
+    iterator of the loader; old iterators raise RuntimeError.
 
     Args:
         samples: in the dataset.
@@ -118,9 +119,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
         batch: int | None = None,
         samples: int | None = None,
     ) -> None:
-        """Go on behind ``consumed`` samples in another shape, with another batch where one is given. Errors as above.
+        """Continue after ``consumed`` samples in another shape, maybe with another batch. Raises like the constructor.
 
-        With another number of ``samples`` than before an epoch begins.
+        If ``samples`` changes, a new epoch begins.
         """
         before, self.batch = self.batch, self.batch if batch is None else batch
         try:
@@ -154,18 +155,18 @@ class ElasticBatchSampler(Sampler[list[int]]):
             step += self.batch
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch, the last one counted whole; iterating does not end there."""
+        """Return the micro-batches of an epoch, rounded up; iteration does not end there."""
         return -(-self.order.samples // (self.micro_batch * self.replicas))
 
 
 class ElasticLoader:
-    """Micro-batches of a dataset for this replica, without end: iterable and iterator, and the same object in every shape.
+    """Micro-batches of a dataset for this replica, without end: iterable and iterator, the same object in every shape.
 
-    Making an iterator draws nothing from torch's global random state, so that a reshape does not change what is drawn after it.
+    A new iterator draws nothing from torch's global random state, so a reshape does not change later draws.
 
     Args:
         dataset: with ``__getitem__`` and ``__len__``.
-        sampler: says which samples.
+        sampler: chooses the samples.
         collate_fn, num_workers, pin_memory: as in ``torch.utils.data.DataLoader``.
     """
 
@@ -204,32 +205,33 @@ class ElasticLoader:
         return next(self._iterator)
 
     def __len__(self) -> int:
-        """As `ElasticBatchSampler`'s."""
+        """Number of batches, that of the `ElasticBatchSampler`."""
         return len(self.sampler)
 
     def reshape(self, micro_batch: int, replicas: int, replica: int, consumed: int, batch: int | None = None) -> None:
-        """Go on behind ``consumed`` samples of the whole job in another shape, as `ElasticBatchSampler.reshape`.
+        """Continue after ``consumed`` samples of the whole job in another shape, see `ElasticBatchSampler.reshape`.
 
-        What workers have read ahead is dropped, and they end. A dataset of another length than before begins an epoch.
+        Samples that workers have read ahead are dropped, and the workers end. A dataset of another length begins a new
+        epoch.
         """
         self.sampler.reshape(micro_batch, replicas, replica, consumed, batch, len(self.dataset))
         self._drop()
 
     def close(self) -> None:
-        """End the workers; there are no micro-batches any more."""
+        """End the workers; later reads raise RuntimeError."""
         self._drop()
         self._closed = True
 
     def _drop(self) -> None:
-        self._iterator = None  # a DataLoader's iterator ends its workers when nobody has it any more
+        self._iterator = None  # a DataLoader's iterator ends its workers when it is no longer referenced
 
 
 class EvaluationPart(NamedTuple):
     """A micro-batch of an evaluation.
 
     Attributes:
-        indices: of samples, for this replica.
-        weight: samples of all replicas that the average of the replicas' means stands for.
+        indices: indices of this replica's samples.
+        weight: number of samples that the average of the replicas' means represents.
     """
 
     indices: list[int]
@@ -237,11 +239,12 @@ class EvaluationPart(NamedTuple):
 
 
 def evaluation_micro_batches(samples: int, micro_batch: int, replicas: int, replica: int) -> list[EvaluationPart]:
-    """Micro-batches with which the replicas together evaluate every sample of a dataset once.
+    """Return micro-batches with which the replicas together evaluate every sample of a dataset once.
 
-    All replicas have the same number of them, and the same weights. While there are enough samples, each has its own; the rest,
-    less than one micro-batch for each, is evaluated by all alike. So the mean over the dataset is the sum of weight x average
-    over the replicas of the micro-batch's mean, divided by the number of samples, which is the sum of the weights.
+    All replicas have the same number of micro-batches, and the same weights. Full rounds are divided among the
+    replicas; all replicas evaluate the rest, less than one micro-batch for each. The mean over the dataset is the
+    weighted mean of micro-batches: weight x average over the replicas, summed, divided by the sum of weights, the
+    number of samples.
 
     Args:
         samples: in the dataset.
@@ -262,5 +265,5 @@ def evaluation_micro_batches(samples: int, micro_batch: int, replicas: int, repl
 
 
 def _mixed(*numbers: int) -> int:
-    """A seed of 64 bits made of several numbers: seed + epoch would give seed 1 what seed 0 has an epoch later."""
+    """Mix numbers into a seed of 64 bits; with seed + epoch, seed 1 would repeat seed 0 one epoch earlier."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])

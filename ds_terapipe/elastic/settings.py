@@ -36,14 +36,14 @@ _RULES = (
 
 
 class FreezeSettings(Block):
-    """The block ``elastic_pipeline.freeze``: which layers are frozen when."""
+    """The block ``elastic_pipeline.freeze``."""
 
     PATH: ClassVar[str] = f"{ELASTIC_PIPELINE}.freeze"
     _EXAMPLE: ClassVar[str] = "e.g. [[10, 2], [20, 4]]"
     _PAIRS: ClassVar[str] = "a list of [step, entries], steps increasing, entries 1 or more and not decreasing"
 
     policy: str = "static"
-    """Who decides: a policy of `ds_terapipe.elastic.policies.freeze`, or one that the user has registered there."""
+    """A policy of `ds_terapipe.elastic.policies.freeze`, or one that the user has registered there."""
 
     alpha: float = 0.33
     """Share of the layers that still train by which each interval may freeze more; for policies that read it."""
@@ -58,10 +58,10 @@ class FreezeSettings(Block):
     """Intervals that a plateau lasts before it counts; for policies that read it."""
 
     unfreeze: tuple[str, ...] = ()
-    """What has all layers train again: of `ds_terapipe.elastic.policies.freezer.REASONS`."""
+    """Events that make all layers train again: of `ds_terapipe.elastic.policies.freezer.REASONS`."""
 
     frozen_layers: Steps | None = None
-    """For policies that read it: from which step on how many entries of the layer list are frozen, from the first one on."""
+    """Pairs (step, number): from that step on, the first so many entries are frozen; for policies that read it."""
 
     @field_validator("policy", mode="before")
     @classmethod
@@ -119,7 +119,7 @@ class FreezeSettings(Block):
 
     @model_validator(mode="after")
     def _check_order(self) -> FreezeSettings:
-        """What was frozen stays frozen, unless something has layers train again."""
+        """Refuse a decreasing ``frozen_layers`` unless an event may unfreeze layers."""
         decreases = any(a > b for (_, a), (_, b) in pairwise(self.frozen_layers or ()))
         if decreases and not self.unfreeze:
             raise bad_value(f"{self.PATH}.frozen_layers", self.frozen_layers, self._PAIRS, self._EXAMPLE)
@@ -127,7 +127,7 @@ class FreezeSettings(Block):
 
     @model_validator(mode="after")
     def _check_what_the_policy_reads(self) -> FreezeSettings:
-        """A setting that does nothing is a mistake, and so is one that is missing."""
+        """Refuse settings that the policy does not read, and missing ones that it needs."""
         reads = policy_class(self.policy).reads
         if self.unfreeze and self.policy == "static":
             rule = 'absent beside "policy": "static", which freezes nothing'
@@ -147,16 +147,18 @@ class FreezeSettings(Block):
 
 
 class ResizeSettings(Block):
-    """The block ``elastic_pipeline.resize``: when the pipeline gets another shape."""
+    """The block ``elastic_pipeline.resize``."""
 
     PATH: ClassVar[str] = f"{ELASTIC_PIPELINE}.resize"
 
     policy: Literal["off", "halve", "measured"] | Steps = "measured"
-    """Never; by PipeTransformer's compression test whenever layers were frozen; as measured times predict; or from which step on
-    how many stages. Where it is not given, ``measured`` gives way to ``off`` with what it does not go with."""
+    """Never; by PipeTransformer's compression test; by measured times; or a number of stages from a step on.
+
+    The default ``measured`` becomes ``off`` beside settings that do not allow it.
+    """
 
     memory_gb: float | None = None
-    """What a rank may hold, in 1e9 bytes, where shapes are chosen by what is measured; None: what one held at the start."""
+    """Memory limit of a rank, in 1e9 bytes, for measured shapes; None: a rank's use at the start."""
 
     @field_validator("policy", mode="before")
     @classmethod
@@ -189,24 +191,24 @@ class ResizeSettings(Block):
 
 
 class CacheSettings(Block):
-    """The block ``elastic_pipeline.cache``: outputs of the frozen layers, kept by sample."""
+    """The block ``elastic_pipeline.cache``: outputs of the frozen layers, by sample."""
 
     PATH: ClassVar[str] = f"{ELASTIC_PIPELINE}.cache"
 
     enabled: bool = False
-    """Whether outputs are kept."""
+    """Whether outputs are cached."""
 
     dtype: Literal["exact", "bf16"] = "exact"
-    """As they are, or floating-point numbers as bf16."""
+    """Unchanged, or floating-point numbers cast to bf16."""
 
     memory_gb: float | None = None
-    """What they may take in a machine's memory (/dev/shm), in 1e9 bytes; by default half of what is free there."""
+    """Limit for entries in a machine's memory (/dev/shm), in 1e9 bytes; by default half of its free space."""
 
     disk_path: str | None = None
-    """Folder for what memory does not hold."""
+    """Folder for entries that do not fit into memory."""
 
     disk_gb: float | None = None
-    """What they may take there, in 1e9 bytes; by default 0.8 of what is free."""
+    """Limit for entries on disk, in 1e9 bytes; by default 0.8 of the free space."""
 
     @field_validator("enabled", mode="before")
     @classmethod
@@ -225,7 +227,7 @@ class CacheSettings(Block):
 
     @model_validator(mode="after")
     def _check_it_is_switched(self) -> CacheSettings:
-        """Room that nothing is kept in is a mistake, unless the switch says so."""
+        """Refuse settings of the cache without ``enabled``."""
         if self.model_fields_set and "enabled" not in self.model_fields_set:
             given = ", ".join(sorted(self.model_fields_set))
             raise ConfigError(f"{self.PATH}.enabled: missing, must be there beside {given}, use true")
@@ -251,10 +253,10 @@ class DataSettings(Block):
     PATH: ClassVar[str] = f"{ELASTIC_PIPELINE}.data"
 
     shuffle: bool = False
-    """Whether every epoch has an order of its own, drawn from the seed and the epoch."""
+    """Whether every epoch has its own order, drawn from the seed and the epoch."""
 
     seed: int = 1234
-    """Of these orders."""
+    """Seed of these orders."""
 
     @field_validator("shuffle", mode="before")
     @classmethod
@@ -273,7 +275,7 @@ class ElasticPipelineConfig(Block):
     PATH: ClassVar[str] = ELASTIC_PIPELINE
 
     enabled: bool = True
-    """Whether the block counts at all; ``false`` is the same as leaving it out."""
+    """Whether the block is active; ``false`` is the same as leaving it out."""
 
     freeze: FreezeSettings = Field(default_factory=FreezeSettings)
     resize: ResizeSettings = Field(default_factory=ResizeSettings)
@@ -281,25 +283,25 @@ class ElasticPipelineConfig(Block):
     data: DataSettings = Field(default_factory=DataSettings)
 
     partition: Literal["as_launched", "measured"] = "as_launched"
-    """Whether the layers of a running pipeline are divided anew, by what they take, though nothing is frozen."""
+    """Whether the layers of a running pipeline are repartitioned by measured costs even if nothing is frozen."""
 
     history_path: str | None = None
     """File to which the run adds a line of JSON for its start, each change and its end."""
 
     @property
     def moves(self) -> bool:
-        """Whether layers may go to other ranks."""
+        """Whether layers may move to other ranks."""
         return self.resize.policy != "off" or self.partition == "measured"
 
     @property
     def has_to_move(self) -> bool:
-        """Whether the configuration says so; else what cannot move stays where it is."""
+        """Whether the configuration demands moving; else layers that cannot move stay."""
         return self.moves and (self.partition == "measured" or "policy" in self.resize.model_fields_set)
 
     def staying(self, reason: str) -> ElasticPipelineConfig:
-        """Of settings that need not move: these, with ``"off"``, and a line that says why."""
+        """Return these settings with ``resize.policy`` ``"off"``, and print the reason; only if they need not move."""
         if int(os.environ.get("RANK", 0)) == 0:
-            from ds_terapipe.pipeline.recording.report import emit  # which is DeepSpeed's, and the commands do without
+            from ds_terapipe.pipeline.recording.report import emit  # imports DeepSpeed, which the commands do not need
 
             emit(f"elastic_pipeline.resize.policy: off, since {reason}")
         stays: ElasticPipelineConfig = self.model_copy(update={"resize": ResizeSettings(policy="off")})
@@ -329,7 +331,7 @@ class ElasticPipelineConfig(Block):
 
 
 def parse(config: Mapping[str, Any]) -> ElasticPipelineConfig | None:
-    """The block ``elastic_pipeline`` of a DeepSpeed configuration.
+    """Check the block ``elastic_pipeline`` of a DeepSpeed configuration.
 
     Args:
         config: the whole configuration, as DeepSpeed reads it from the file.
@@ -349,7 +351,7 @@ def parse(config: Mapping[str, Any]) -> ElasticPipelineConfig | None:
 
 
 def check_config(settings: ElasticPipelineConfig, config: Mapping[str, Any]) -> ElasticPipelineConfig:
-    """Refuse what a change of frozen layers or shape does not keep yet.
+    """Refuse settings that a change of frozen layers or shape does not support yet.
 
     Returns:
         The settings, or those of a pipeline that keeps its shape, where nothing asked for another one.
@@ -382,13 +384,13 @@ def check_config(settings: ElasticPipelineConfig, config: Mapping[str, Any]) -> 
 
 
 def check_alike(blocks: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse settings that are not the same on all ranks, which would decide differently.
+    """Refuse settings that differ between ranks, which would decide differently.
 
     Args:
         blocks: of every rank.
 
     Raises:
-        ConfigError: naming the first rank whose settings are others than rank 0's.
+        ConfigError: naming the first rank whose settings differ from rank 0's.
     """
     for rank, block in enumerate(blocks):
         if block != blocks[0]:
@@ -408,7 +410,7 @@ def _read(kind: type[AnyBlock], block: object) -> AnyBlock:
 
 
 def _steps(value: object) -> Steps | None:
-    """A list of [step, number] with increasing steps and positive numbers; None where it is not one."""
+    """Return a list of [step, number] with increasing steps and positive numbers as a tuple; None if it is not one."""
     if not isinstance(value, (list, tuple)) or not value:
         return None
     pairs = [tuple(pair) if isinstance(pair, (list, tuple)) else () for pair in value]

@@ -49,7 +49,7 @@ def attention(
     """Attention as transformers' layers call it.
 
     Args:
-        module: that calls; has ``is_causal`` where the argument is None.
+        module: the calling module; has ``is_causal`` if the argument is None.
         query: [b, heads, rows, d].
         key, value: [b, kv heads, columns, d].
         attention_mask: bool (True: may attend) or additive, [1 | b, 1 | heads, rows, columns]; a causal module is causal, too.
@@ -91,7 +91,7 @@ def attention(
 def _whole(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: kernels.Call, causal: bool, window: int | None
 ) -> Tensor:
-    """Of a sequence that is not cut, or of generated tokens over those before them: causal to the lower right."""
+    """Compute attention of an uncut sequence, or of generated tokens over earlier ones: causal to the lower right."""
     rows, columns = q.shape[2], k.shape[2]
     hides = window is not None and columns > window
     square = rows == columns and not hides

@@ -72,7 +72,7 @@ def _tensor(features: Mapping[str, Any], name: str) -> Tensor:
 
 
 def _check_mask(mask: Tensor, positions: Tensor | None) -> None:
-    """Refuse numbers of documents, and say that positions beside a mask number none."""
+    """Refuse document numbers; log that positions beside a mask number no documents."""
     odd = mask[(mask != 0) & (mask != 1)]
     if odd.numel():
         raise ConfigError(

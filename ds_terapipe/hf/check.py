@@ -1,9 +1,9 @@
 """Is a model the chain that a pipeline makes of it? A tiny one of its kind is run both ways and compared.
 
-What a model does outside its layers (scaled embeddings or logits, keys that layers share, a second embedding) does not show in
-its modules; its own ``forward`` does it. So before any weights are read, a model of the same configuration with a few narrow
-layers runs in fp64 as transformers runs it and layer after layer: logits, loss and all gradients, with padding and with packed
-documents.
+Operations outside a model's layers (scaled embeddings or logits, keys that layers share, a second embedding) does not
+show in its modules; its own ``forward`` does it. So before any weights are read, a model of the same configuration with
+a few narrow layers runs in fp64 as transformers runs it and layer after layer: logits, loss and all gradients, with
+padding and with packed documents.
 """
 
 from __future__ import annotations

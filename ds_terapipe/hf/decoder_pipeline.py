@@ -44,7 +44,7 @@ class DecoderPipeline(StagedPipeline):
         super().__init__(_specs(source), layers_per_stage, topology, **arguments)
 
     def save_state_dict(self, save_dir: Any, checkpoint_engine: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``PipelineModule.save_state_dict``, with the model's configuration and the names of its weights."""
+        """Override ``PipelineModule.save_state_dict``: also save the model's configuration and its weights' names."""
         super().save_state_dict(save_dir, checkpoint_engine, *args, **kwargs)
         if self.global_rank == 0:
             write_record(self.source, Path(save_dir))
@@ -144,8 +144,7 @@ def _parts(source: Source, spec: LayerSpec) -> list[str]:
 
 
 def balanced(source: Source, stages: int) -> list[int]:
-    """Decoder layers of each stage: of those that make the slowest stage fastest, where a head costs as many layers as it has
-    times their weights."""
+    """Return the decoder layers of each stage with the fastest slowest stage; a head counts by its weights."""
     parts, layers = source.parts, source.config.num_hidden_layers
     if stages < 2 or layers < stages:
         return [layers] if stages < 2 else []

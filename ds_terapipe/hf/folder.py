@@ -32,7 +32,7 @@ Tensors = dict[str, Tensor]
 
 
 class Written(NamedTuple):
-    """A file of a folder: its name, the tensors in it, and the types of those that are numbers with a fraction."""
+    """A file of a folder: its name, the tensors in it, and the types of its floating point tensors."""
 
     name: str
     tensors: list[str]
@@ -40,7 +40,7 @@ class Written(NamedTuple):
 
 
 def check_new(key: str, path: Path) -> None:
-    """Raise ConfigError, in the name of ``key``, where a folder could not be written: before what is to be in it is there.
+    """Raise ConfigError, in the name of ``key``, for a folder that cannot be written, before its content exists.
 
     Nothing is made but the folders above.
     """
@@ -74,7 +74,7 @@ class Folder:
         return Written(name, list(tensors), [value.dtype for value in tensors.values() if value.is_floating_point()])
 
     def finish(self, files: Sequence[Written]) -> None:
-        """All files in order: give them their names, write the index, and the folder its name.
+        """Rename the files in order, write the index, and rename the folder.
 
         The configuration gets the widest type that weights have: ``from_pretrained`` loads all in the one that stands there.
         """
@@ -139,7 +139,7 @@ def _check_names(key: str, names: Iterable[str], use: str) -> None:
 
 
 def check_saved(checkpoint: Path) -> None:
-    """Refuse a checkpoint of which a file that an export reads is missing or not as it was saved, where it has a manifest.
+    """Refuse a checkpoint with a manifest if a file that an export reads is missing or damaged.
 
     Raises:
         ConfigError: naming the file.
@@ -150,7 +150,7 @@ def check_saved(checkpoint: Path) -> None:
 
 
 def _layer(checkpoint: Path, record: Mapping[str, Any], entry: int) -> Tensors:
-    """The file of an entry of the layer list; empty for a head that has no weights of its own."""
+    """Return the file of an entry of the layer list; empty for a head without weights of its own."""
     if not record["entries"][entry]:
         return {}
     files = sorted(checkpoint.glob(f"layer_{entry:02d}-*model_states.pt"))
@@ -191,7 +191,7 @@ def _renamed(own: str, names: Mapping[str, str]) -> str:
 
 
 def _shards(layers: Iterator[Tensors], largest: int) -> Iterator[Tensors]:
-    """Layers put together into shards of at most so many bytes."""
+    """Yield the layers' tensors in shards of at most so many bytes."""
     shard: Tensors = {}
     size = 0
     for tensors in layers:
@@ -256,7 +256,7 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
 
 
 def _live_layers(module: Any) -> Iterator[tuple[dict[str, str], Any]]:
-    """Those of this stage that have weights of their own, with the beginnings of their names."""
+    """Yield this stage's layers with their own weights, and the prefixes of the weights' names."""
     names = names_of(module.source)
     for index, layer in enumerate(module.forward_funcs, start=module._local_start):
         if names[index] and hasattr(layer, "state_dict"):
@@ -264,7 +264,7 @@ def _live_layers(module: Any) -> Iterator[tuple[dict[str, str], Any]]:
 
 
 def _live(module: Any, dtype: torch.dtype | None) -> Iterator[Tensors]:
-    """Of the layers of this stage, in order; a tied head has no weights of its own."""
+    """Yield the tensors of this stage's layers, in order; a tied head has no weights of its own."""
     for names, layer in _live_layers(module):
         parameters, found = dict(layer.named_parameters()), {}
         for own, value in layer.state_dict().items():

@@ -1,4 +1,4 @@
-"""The entries of a Hugging Face decoder's pipeline: a model's own modules, each with what its own ``forward`` gives it.
+"""Entries of a Hugging Face decoder's pipeline: the model's own modules, each with its ``forward``'s inputs.
 
 Between them travel hidden states [b, s, hidden], alone or with what :mod:`ds_terapipe.hf.positions` says of the tokens.
 """
@@ -75,7 +75,7 @@ class Decoder(nn.Module):
 
 
 class Norm(nn.Module):
-    """What is between the last decoder layer and the head."""
+    """The layer between the last decoder layer and the head."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()

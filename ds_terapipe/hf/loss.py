@@ -35,7 +35,7 @@ class CausalLMLoss:
         return self.token_sum(outputs, following) / self.token_weight(following)
 
     def aligned(self, labels: Tensor) -> Tensor:
-        """[b, S]: what each token is to say, the label of the next one."""
+        """Return [b, S], the target of each token: the label of the next one."""
         return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
     def token_sum(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class CausalLMLoss:
         return torch.stack([_counted(self.aligned(one)) for one in labels]).float().mean()
 
     def begin_step(self, weight: Tensor) -> None:
-        """A step begins, of which this is the mean of all replicas."""
+        """Begin a step with ``weight``, the mean over all replicas."""
         self._labels_per_micro_batch = weight.clamp(min=1e-6)  # where none counts the sums are 0
 
 

@@ -55,7 +55,7 @@ class Masters:
                 of_stage.append((replica, flat.view(-1)[at.start : at.start + at.numel]))
 
     def find(self, name: str, weight: Tensor) -> Tensor | None:
-        """The master of a parameter, by its name in the ``PipelineModule``; None: there is none."""
+        """Return the master of a parameter, by its name in the ``PipelineModule``; None if there is none."""
         for of_stage in self._parts.get(name, {}).values():
             whole = torch.cat([part for _, part in sorted(of_stage, key=lambda one: one[0])])
             if whole.numel() == weight.numel():
@@ -65,7 +65,7 @@ class Masters:
         return self._next(weight, copies=name.startswith("tied_modules."))
 
     def _next(self, weight: Tensor, copies: bool) -> Tensor | None:
-        """Of the groups' next masters the one that is rounded to this weight; ``copies``: another stage may have it, too."""
+        """Return the next master in a group that rounds to this weight; ``copies``: another stage may have it, too."""
         count, found = weight.numel(), None
         for index, flat in enumerate(self._flat):
             if flat.numel() >= count and torch.equal(flat[:count].half(), weight.flatten()):
@@ -77,7 +77,7 @@ class Masters:
 
 
 def _groups(optimizer: Any) -> Iterator[Tensor]:
-    """Of the fp16 optimizers, fused and not."""
+    """Yield the flat masters of the fp16 optimizers, fused and not."""
     if isinstance(optimizer, Mapping):
         yield from optimizer.get("fp32_groups_flat", ())
         for group in optimizer.get("fp32_groups", ()):

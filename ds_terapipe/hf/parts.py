@@ -1,4 +1,4 @@
-"""Which modules of a Hugging Face decoder are what, found in the model as it is built."""
+"""Roles of the modules of a Hugging Face decoder, found in the built model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch are: their positions, and which of them belong together.
+"""Positions of a batch's tokens, and the documents that they belong to.
 
 Between stages there is no mask. What plain causal attention over positions 0, 1, 2, ... does not say travels as whole numbers
 [b, 1, 2 S], whole with every slice: the position of every token of the micro-batch, and the number of its document (0: padding).
@@ -23,12 +23,12 @@ PADDING = 0
 
 
 def travelling(positions: Tensor, documents: Tensor) -> Tensor:
-    """What travels [b, 1, 2 S] of positions and numbers of documents, both [b, S]; see :class:`Places`."""
+    """Join positions and document numbers, both [b, S], into one tensor [b, 1, 2 S]; see :class:`Places`."""
     return torch.cat([positions, documents], dim=1)[:, None]
 
 
 class Places:
-    """Of the tokens of a slice, or of a whole sequence.
+    """Positions and documents of the tokens of a slice, or of a whole sequence.
 
     Args:
         given: as :func:`travelling` makes it; None: positions 0, 1, 2, ..., one document.
@@ -55,7 +55,7 @@ class Places:
 
     @classmethod
     def of(cls, given: Tensor | None, tokens: Tensor) -> Places:
-        """Of the slice that is being run; made once for all layers that are handed the same tensor."""
+        """Return the places of the running slice; cached for all layers with the same tensor."""
         if given is None:
             return cls(given, tokens)
         known: Places | None = getattr(given, "_ds_terapipe_places", None)
@@ -71,7 +71,7 @@ class Places:
 
     @property
     def mask(self) -> Tensor | None:
-        """Which keys a token may see besides being causal, bool [b, 1, s, stop]; None: all."""
+        """Return the keys that a token may see besides causality, bool [b, 1, s, stop]; None: all."""
         if self.documents is not None and self._mask is None:
             keys, start = self.documents[:, None, : self.span.stop], self.span.start
             rows = self.documents[:, start : self.span.stop, None]
@@ -81,12 +81,12 @@ class Places:
 
 
 def _span(tokens: Tensor) -> Span:
-    """Of tokens [b, s, ...]: of the slice that is being run, or all."""
+    """Return the span of tokens [b, s, ...]: the running slice, or all."""
     return current_span() or Span(0, tokens.shape[1], tokens.shape[1])
 
 
 class Rotary:
-    """A model's rotary embedding, for slices: cosines and sines of the whole micro-batch, of which a slice has its part.
+    """A model's rotary embedding, for slices: cosines and sines of the whole micro-batch, cut for each slice.
 
     A module of its own for every new micro-batch, as those of the dynamic kind remember the longest sequence that they have
     seen. Nothing of it is among a layer's weights and buffers: these would be cast to 16 bits.

@@ -1,4 +1,4 @@
-"""What a pipeline's checkpoint says of the Hugging Face model that it is of: configuration, names of the weights, tokenizer."""
+"""Record of the Hugging Face model in a pipeline's checkpoint: configuration, names of the weights, tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = 64 * 2**20
 
 
 def names_of(source: Source) -> list[dict[str, str]]:
-    """For each entry of the layer list: beginnings of its weights' names, and what they are in the model."""
+    """Return for each entry of the layer list the prefixes of its weights' names, here and in the model."""
     parts = source.parts
     embed = {"tokens.": parts.tokens, "positions.": parts.positions, "dropout.": parts.dropout}
     layers = [{"layer.": f"{parts.layers}.{index}"} for index in range(source.config.num_hidden_layers)]
@@ -28,7 +28,7 @@ def names_of(source: Source) -> list[dict[str, str]]:
 
 
 def write_record(source: Source, checkpoint: Path) -> None:
-    """Into a folder ``hf`` of a checkpoint."""
+    """Write the record into a folder ``hf`` of a checkpoint."""
     folder = checkpoint / HF_FOLDER
     write_model(source.config, source.model, folder)
     record = {
@@ -55,7 +55,7 @@ def write_model(config: Any, model: Any, folder: Path) -> None:
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    """What :func:`write_record` has written.
+    """Read the record that :func:`write_record` wrote.
 
     Raises:
         ConfigError: there is none, a damaged one, or another version's.

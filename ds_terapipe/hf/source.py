@@ -1,4 +1,4 @@
-"""Where the layers of a pipeline come from: a model that is there, or its configuration and, where there are some, weights."""
+"""Sources of a pipeline's layers: an existing model, or its configuration with weights, if there are any."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Source:
         return self  # layers that are copied are of the same model
 
     def layer_type(self, index: int) -> str | None:
-        """As the configuration calls it; None: all are alike."""
+        """Type of a layer by the configuration's name; None if all layers are alike."""
         types = getattr(self.config, "layer_types", None)
         return None if types is None else types[index]
 
@@ -101,7 +101,7 @@ class Source:
 
 
 def source_of(what: Any, dtype: torch.dtype | None, seed: int, revision: str | None = None) -> Source:
-    """Of a model, a configuration, or the name of a folder or of a model on the Hub.
+    """Return the source of a model, a configuration, or the name of a folder or of a model on the Hub.
 
     Raises:
         ConfigError: it is nothing of that, no decoder, or its attention can't be served.
@@ -160,7 +160,7 @@ def _without_interface(config: Any) -> ConfigError:
 
 
 def check_attention(config: Any) -> None:
-    """Raise ConfigError where an implementation is asked for that has kernels of its own."""
+    """Raise ConfigError for an implementation with kernels of its own."""
     asked = getattr(config, "_attn_implementation", None)
     if asked not in attention.SERVED:
         raise ConfigError(

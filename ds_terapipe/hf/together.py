@@ -1,4 +1,4 @@
-"""What one process can't do, none does: an error on one is the same error on all, before anybody waits."""
+"""Calls that fail on all processes or on none: an error is raised everywhere before any other process waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Made = TypeVar("_Made")
 
 
 def together(make: Callable[[], _Made], one_first: bool = False) -> _Made:
-    """What ``make`` returns, or on every process the first one's error; collective.
+    """Return the result of ``make``, or raise the first process's error on every process; collective.
 
     ``one_first``: on each node one process before the others, which find what it has fetched.
     """

@@ -13,7 +13,7 @@ from ds_terapipe.errors import ConfigError
 
 
 class _Attention(nn.Module):
-    """What both kinds have in common: ``softmax(scale * q k^T) v``; grouped-query heads where there are fewer keys than queries.
+    """Base of both kinds: ``softmax(scale * q k^T) v``; grouped-query heads if there are fewer keys than queries.
 
     ``apply_query_key_layer_scaling`` changes nothing: the softmax is computed in fp32 anyway.
     """
@@ -42,7 +42,7 @@ class _Attention(nn.Module):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **which: Any) -> Tensor:
-        """Attend to the keys that ``which``, an argument of PyTorch's attention, lets a query see; shapes as below."""
+        """Compute attention over keys that ``which``, arguments of PyTorch's attention, makes visible. Shapes below."""
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         context = F.scaled_dot_product_attention(
             q,

@@ -26,7 +26,7 @@ PADDING = "[PAD]"
 
 @dataclass(frozen=True)
 class WordPieces:
-    """What the dataset asks its tokenizer for.
+    """The tokenizer's interface for the dataset.
 
     Attributes:
         inv_vocab: the token of each id; one that goes on with a word begins with ``##``.
@@ -64,7 +64,7 @@ class WordPieces:
 
     @classmethod
     def of_bytes(cls) -> WordPieces:
-        """Of ``ds_terapipe prepare-data --split-sentences``: bytes, of which no text has 0, and the special tokens."""
+        """Return the pieces of ``ds_terapipe prepare-data --split-sentences``: bytes 1 to 255, special tokens."""
         return cls(dict(enumerate([PADDING, *map(chr, range(1, 256)), *SPECIAL])), 256, 257, 258)
 
     @property
@@ -74,7 +74,7 @@ class WordPieces:
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What megatron-core puts into the name of the dataset's cache."""
+        """Part of the name of the dataset's cache in megatron-core."""
         written = zlib.crc32("\n".join(self.inv_vocab.values()).encode())
         return OrderedDict({"class": type(self).__name__, "vocab_size": self.vocab_size, "tokens": written})
 
@@ -157,7 +157,7 @@ class BertBatches(SampleIterator):
         super().__init__(self._of_length[max(self._of_length)], *arguments, **more)
 
     def set_seq_length(self, seq_length: int) -> None:
-        """From now on samples of so many tokens.
+        """Switch to samples of so many tokens.
 
         Raises:
             ValueError: there is no dataset of this length.

@@ -37,7 +37,7 @@ Logits = tuple[Tensor, Tensor]  # of the tokens [s, b, ...], of the order of two
 
 
 def encoder_spec(config: TransformerConfig, mask: AttnMaskType) -> ModuleSpec:
-    """megatron-core's local BERT layer, every token of which sees all others, with the modules replaced that need CUDA."""
+    """Return megatron-core's local BERT layer, without causality, with the modules replaced that need CUDA."""
     spec = copy.deepcopy(bert_layer_local_spec)
     spec.submodules.self_attention.params["attn_mask_type"] = mask
     return without_kernels(spec, config, BidirectionalAttention)
@@ -65,7 +65,7 @@ class BertLayer(CoreLayer):
 
 
 class BertNorm(FinalNorm):
-    """The norm after the last layer, behind which nobody asks for the padding."""
+    """The norm after the last layer; later layers do not need the padding."""
 
     def forward(self, inputs: Any) -> Tensor:
         return super().forward(inputs[0])
@@ -81,7 +81,7 @@ def linear(config: TransformerConfig, outputs: int) -> nn.Linear:
 
 
 class PretrainingHead(nn.Module):
-    """What comes before the vocabulary, and whether the second sentence follows the first, by the first token."""
+    """Transform before the vocabulary, and the classifier of the sentence order, by the first token."""
 
     def __init__(self, config: TransformerConfig, seed: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Vocabulary(nn.Module):
 
 @defers
 def tied_vocabulary(embedding: Embedding, inputs: Logits) -> Logits:
-    """As :class:`Vocabulary`, by the embedding's table and without the bias."""
+    """Compute the logits of :class:`Vocabulary` from the embedding's table, without the bias."""
     return tied_logits(embedding, inputs[0]), inputs[1]
 
 

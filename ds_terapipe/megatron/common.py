@@ -1,4 +1,4 @@
-"""What the pipelines of megatron-core's layers have in common: their layout, and which settings are followed."""
+"""Code shared by the pipelines of megatron-core's layers: their layout, and the settings that they follow."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def position_table(kind: str, positions: int | None, seq_length: int) -> int | N
 
 
 def check_config(config: TransformerConfig, topology: ProcessTopology, **sizes: int) -> None:
-    """Raise for what the layers here do not follow.
+    """Refuse settings that these layers do not follow.
 
     Args:
         config: megatron-core's description of the layers.
         topology: the layout.
-        sizes: what is shared among the tensor parallel ranks besides attention heads, by name, such as ``vocab_size``.
+        sizes: sizes divided among the tensor parallel ranks besides attention heads, by name, such as ``vocab_size``.
 
     Raises:
         ConfigError: a size that does not divide, or a setting that is not followed.

@@ -27,7 +27,7 @@ SPLITS = ("training", "validation", "test")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a dataset of token ids needs to know of its tokenizer: ids are below ``vocab_size``, the last ends a document."""
+    """The tokenizer's interface for a dataset of token ids: ids are below ``vocab_size``, the last ends a document."""
 
     vocab_size: int
 
@@ -38,7 +38,7 @@ class Vocabulary:
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What megatron-core puts into the name of the dataset's cache."""
+        """Part of the name of the dataset's cache in megatron-core."""
         return OrderedDict({"class": type(self).__name__, "vocab_size": self.vocab_size})
 
 
@@ -89,7 +89,7 @@ def gpt_datasets(
 
 
 def parts_of(split: str) -> list[float]:
-    """The weights of training, validation and test in ``969,30,1``; what is left out is 0.
+    """Parse the weights of training, validation and test in ``969,30,1``; missing ones are 0.
 
     megatron-core takes every digit that it finds, so that ``80,-20,0`` would be 80, 20 and 0.
 
@@ -160,7 +160,7 @@ def build(
         samples: wanted numbers.
         needed: whether this process reads data.
         usable: which documents of a dataset samples can be drawn from, for megatron-core never ends drawing from none.
-        having: what they have, for errors.
+        having: their content, for errors.
 
     Raises:
         ConfigError: a split that is wanted has no such document.
@@ -198,7 +198,7 @@ class SampleIterator(Iterator[Batch]):
 
     Args:
         dataset: samples by index.
-        micro_batch_size: samples of a micro-batch, or a function that says how many the next one has.
+        micro_batch_size: samples of a micro-batch, or a function that returns the size of the next one.
         replica, replicas: of this process, and in all.
         consumed: samples of all replicas that have been used before.
     """
@@ -226,7 +226,7 @@ class SampleIterator(Iterator[Batch]):
 
     @abstractmethod
     def batch(self, samples: Sequence[Any]) -> Batch:
-        """What the model gets of these samples: (inputs, labels), each a tensor or a tuple of them."""
+        """Return the model's batch of these samples: (inputs, labels), each a tensor or a tuple of them."""
 
 
 class BatchIterator(SampleIterator):
@@ -256,7 +256,7 @@ class BatchIterator(SampleIterator):
         return (tokens, positions), (labels, mask)
 
     def _check_ids(self, largest: int) -> None:
-        """An embedding on a GPU says less of a token that it does not have, and ends the process."""
+        """Refuse token ids outside the vocabulary: an embedding on a GPU would abort the process."""
         tokenizer = getattr(getattr(self.dataset, "config", None), "tokenizer", None)
         if tokenizer is not None and largest >= tokenizer.vocab_size:
             must = f"above every token of the data, {largest} among them"

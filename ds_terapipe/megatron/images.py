@@ -78,7 +78,7 @@ def _images(folder: Path) -> list[str]:
 
 
 class Images:
-    """Samples (pixels [channels, height, width], label): every epoch has each image once, in an order of its own.
+    """Samples (pixels [channels, height, width], label): every epoch has each image once, in its own order.
 
     Args:
         images: which ones.
@@ -137,7 +137,7 @@ def image_datasets(
         size: height and width in pixels.
         channels: 3 or 1.
         split: parts of each class for the three, by weight.
-        seed: of what is in which part, and of the order.
+        seed: seed of the split, and of the order.
 
     Raises:
         ConfigError: the split is none, or leaves no images where some are wanted.

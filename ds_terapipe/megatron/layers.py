@@ -1,4 +1,4 @@
-"""The layers of a GPT pipeline, embedding, Transformer layer, final norm, output head, and what other pipelines take of them."""
+"""Layers of a GPT pipeline: embedding, Transformer layer, final norm, output head, and parts for other pipelines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def random_stream(seed: int) -> Iterator[None]:
 
 
 def table(config: TransformerConfig, rows: int) -> nn.Embedding:
-    """An embedding of so many rows that every tensor parallel rank has whole."""
+    """Make an embedding of so many rows, whole on every tensor parallel rank."""
     made = nn.Embedding(rows, config.hidden_size, dtype=config.params_dtype)
     if config.perform_initialization:
         config.embedding_init_method(made.weight)
@@ -92,7 +92,7 @@ class CoreLayer(TransformerLayer):
 
     Args:
         config: as :func:`~ds_terapipe.megatron.common.core_config` gives it.
-        spec: what the layer consists of.
+        spec: modules of the layer.
         number: of the layer, from 1.
         rotary: rotary positions; None: none.
         seed: of the initial weights.
@@ -165,7 +165,7 @@ class FinalNorm(nn.Module):
 def output_layer(
     config: TransformerConfig, vocab_size: int, seed: int, init: Callable[..., Any], bias: bool
 ) -> ColumnParallelLinear:
-    """A table of its own for the logits, of which each tensor parallel rank has a part."""
+    """A separate table for the logits, divided among the tensor parallel ranks."""
     with random_stream(seed):
         return ColumnParallelLinear(
             config.hidden_size, vocab_size, config=config, init_method=init, bias=bias, tp_group=process_groups().tp

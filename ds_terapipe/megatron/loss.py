@@ -33,7 +33,7 @@ class TokenLoss:
         return self.token_sum(outputs, labels) / self.token_weight(labels)
 
     def token_weight(self, labels: Labels) -> Tensor:
-        """What the sum over tokens is divided by, from a whole micro-batch: the tokens that count, at least 1."""
+        """Return the divisor of the sum over tokens, from a whole micro-batch: the tokens that count, at least 1."""
         return labels[1].float().sum().clamp(min=1.0)
 
     def token_sum(self, outputs: Tensor, labels: Labels) -> Tensor:

@@ -1,4 +1,4 @@
-"""What ``train.py`` trains: models by Megatron's argument names, their data, and the batches of a process."""
+"""Tasks of ``train.py``: models by Megatron's argument names, their data, and the batches of a process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ds_terapipe.megatron.vit import vit_pipeline
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """For argparse: the type of an integer that is not smaller."""
+    """Return an argparse type for integers of at least ``least``."""
 
     def number(text: str) -> int:
         try:
@@ -39,7 +39,7 @@ positive = at_least(1)
 
 
 def add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    """Arguments of all models; which ones a model needs besides, its task says."""
+    """Add the arguments of all models; each task checks those that its model needs."""
     add = group.add_argument
     add("--model", choices=list(TASKS), default="gpt")
     add("--num-layers", type=positive, required=True)
@@ -129,7 +129,7 @@ class Task(ABC):
 
     @abstractmethod
     def batches(self, dataset: Any, micro_batch: int | Callable[[], int], **share: int) -> SampleIterator:
-        """Micro-batches of what `datasets` returned; ``share``: as :class:`~ds_terapipe.megatron.data.SampleIterator` has it."""
+        """Return micro-batches of the result of `datasets`; ``share``: see `SampleIterator`."""
 
     def _check_heads(self) -> None:
         heads, groups = self.args.num_attention_heads, self.args.num_query_groups
@@ -168,7 +168,7 @@ class Task(ABC):
         }
 
     def _text(self, vocab_size: int) -> dict[str, Any]:
-        """What GPT and BERT are built with."""
+        """Arguments that GPT and BERT are built with."""
         args = self.args
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         return {
@@ -183,7 +183,7 @@ class Task(ABC):
         }
 
     def _check_lengths(self, steps: Iterable[int]) -> None:
-        """Of phases: the longest may come last, after days."""
+        """Check the lengths of all phases at the start: the longest may come last, after days."""
         longest = max(steps)
         if longest > self.seq_length:
             raise bad_value(

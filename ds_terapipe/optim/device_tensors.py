@@ -1,4 +1,4 @@
-"""What one call of ``step`` updates: the tensors of its parameter groups by device, and the original parameters in them."""
+"""Tensors that one call of ``step`` updates, by device, and the original parameters in them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Record:
 
 @dataclass
 class DeviceTensors:
-    """What one device holds.
+    """Tensors and parameters on one device.
 
     Attributes:
-        tensors: what is updated.
+        tensors: tensors to update.
         groups: for each tensor, which record of the call it belongs to.
         positions: for each tensor, its number among all tensors of the call.
         places: one per original parameter; ``tensor`` counts in ``tensors``.
@@ -52,7 +52,7 @@ class DeviceTensors:
 
 
 def by_device(records: Sequence[Record]) -> dict[torch.device, DeviceTensors]:
-    """What each device holds of these parameter groups."""
+    """Sort the tensors of these parameter groups by device."""
     found: dict[torch.device, DeviceTensors] = {}
     position = 0
     for number, record in enumerate(records):
@@ -76,7 +76,7 @@ def by_device(records: Sequence[Record]) -> dict[torch.device, DeviceTensors]:
 
 
 def fingerprint(records: Sequence[Record]) -> list[Any]:
-    """What a table depends on and others may change: the groups' tensors, and DeepSpeed's links to them."""
+    """Return all that a table depends on and others may change: the groups' tensors, and DeepSpeed's links to them."""
     tensors = [list(map(id, record.group["params"])) for record in records]
     links = [
         [_link(original) for original in record.originals]
@@ -88,6 +88,6 @@ def fingerprint(records: Sequence[Record]) -> list[Any]:
 
 
 def _link(original: Tensor) -> tuple[int, int] | None:
-    """Where DeepSpeed's flat partition holds the original: first element and number of elements."""
+    """Return the original's position in DeepSpeed's flat partition: first element and number of elements."""
     mapping = getattr(original, "_hp_mapping", None)
     return None if mapping is None else (mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)

@@ -1,4 +1,4 @@
-"""What is done around DeepSpeed's engine so that ``FusedLamb`` knows all of the model: groups, skipped steps, norms, names.
+"""Hooks of DeepSpeed's engine that tell ``FusedLamb`` about the whole model: groups, skipped steps, norms, names.
 
 Read: DeepSpeed 0.19.8, ``runtime/engine.py``, ``runtime/bf16_optimizer.py``, ``runtime/zero/stage_1_and_2.py``,
 ``runtime/fp16/unfused_optimizer.py``.
@@ -30,14 +30,17 @@ class LambEngine(TrueNormClipping):
     """Stands before the class of an engine with a ``FusedLamb``: true norm, scaled loss, checkpoints that can be loaded."""
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's, which without ZeRO divides fp16 gradients by the loss scale and does not multiply the loss (0.19.8)."""
+        """Override ``DeepSpeedEngine.backward``: scale the loss; 0.19.8 only divides fp16 gradients without ZeRO."""
         if not isinstance(self.optimizer, FP16_UnfusedOptimizer):
             return super().backward(loss, *args, **kwargs)
         scale = self.optimizer.loss_scale
         return super().backward(loss.float() * scale, *args, **kwargs) / scale
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's, with a bf16 pipeline's parts of the optimizer, which that fails to read without ZeRO (0.19.8)."""
+        """Override ``DeepSpeedEngine.load_checkpoint``: load a bf16 pipeline's parts of the optimizer, too.
+
+        DeepSpeed 0.19.8 fails to read them without ZeRO.
+        """
         if getattr(self, "loads_parts", False):  # our pipeline engines do, with every optimizer
             return super().load_checkpoint(*args, **kwargs)
         return load_with_parts(self, super().load_checkpoint, *args, **kwargs)
@@ -70,7 +73,7 @@ def set_groups(optimizer: FusedLamb, model: Any, mpu: Any, config: Mapping[str, 
 
     Args:
         optimizer: of the model's parameters.
-        model: what ``deepspeed.initialize`` is given.
+        model: the argument of ``deepspeed.initialize``.
         mpu: Megatron's, where the model is no pipeline; None for a model that is whole on every rank.
         config: the DeepSpeed configuration.
     """
@@ -141,7 +144,7 @@ def _follow(engine: Any) -> None:
 
 
 def _tell_skipped_steps(optimizer: FusedLamb) -> None:
-    """Keep ``optimizer.overflow``, by which the engine counts a skipped step and leaves the LR scheduler where it is."""
+    """Keep ``optimizer.overflow``, by which the engine counts a skipped step and does not advance the LR scheduler."""
     noted = optimizer.skipped_steps
     vars(optimizer)["overflow"] = False
 

@@ -1,4 +1,4 @@
-"""What ``optimizer`` and ``scheduler`` of ds_config.json say, as arguments of ``deepspeed.initialize``.
+"""Keys ``optimizer`` and ``scheduler`` of ds_config.json, as arguments of ``deepspeed.initialize``.
 
 DeepSpeed knows neither "FusedLamb" nor the large-batch schedules by name, but takes callables that make an optimizer and a
 scheduler. The configuration that it sees is a copy with what it needs to accept them.
@@ -27,7 +27,7 @@ NOT_FROM_JSON = ("self", "params", "max_grad_norm", "tensor_parallel_group")
 
 @dataclass(frozen=True)
 class JsonKeys:
-    """What is handed to ``deepspeed.initialize``, and what is done to the engine that comes back.
+    """Arguments for ``deepspeed.initialize``, and the changes to the engine that it returns.
 
     Attributes:
         config: the configuration for DeepSpeed, a copy.
@@ -58,7 +58,7 @@ class JsonKeys:
             setattr(holder, name, given)
 
     def finish(self, engine: Any) -> None:
-        """What is done to an engine that was built with these arguments."""
+        """Attach the optimizer and the scheduler to an engine that was built with these arguments."""
         if self.optimizer is not None:
             engine_hooks.attach_optimizer(engine)
         if self.lr_scheduler is not None:
@@ -94,7 +94,7 @@ def read(config: Mapping[str, Any], arguments: Mapping[str, Any], *, optimizer: 
 
 
 def _configuration_holder(arguments: dict[str, Any]) -> tuple[Any, str]:
-    """What holds the configuration, and under which name: the call's arguments, or the object ``args``."""
+    """Return the holder of the configuration and its name there: the call's arguments, or the object ``args``."""
     for name in ("config", "config_params"):
         if arguments.get(name) is not None:
             return arguments, name
@@ -131,7 +131,7 @@ def params_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _optimizer_params(made: dict[str, Any], *, scheduled: bool) -> dict[str, Any]:
-    """Keyword arguments for ``FusedLamb``; ``made`` gets what DeepSpeed needs."""
+    """Return keyword arguments for ``FusedLamb``; ``made`` receives the settings for DeepSpeed."""
     params = params_of(made, OPTIMIZER)
     clip = params.pop("max_grad_norm", None)
     if clip is not None:
@@ -155,7 +155,7 @@ def _optimizer_params(made: dict[str, Any], *, scheduled: bool) -> dict[str, Any
 
 
 def _clipping(clip: object, engines: object) -> float:
-    """``gradient_clipping`` as ``max_grad_norm`` says it."""
+    """Return ``gradient_clipping`` for ``max_grad_norm``."""
     key = f"{OPTIMIZER}.params.max_grad_norm"
     if not is_finite(clip) or clip < 0:  # type: ignore[operator]
         raise bad_value(key, clip, "a finite number, 0 or more (0 does not clip)", "e.g. 1.0")

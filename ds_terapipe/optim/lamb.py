@@ -56,7 +56,7 @@ class FusedLamb(torch.optim.Optimizer):
         exclude: ``"bias_norm"`` leaves parameters of at most one dimension without decay and trust ratio, as the TensorFlow
             reference does; None adapts all. The dimensions are the model's, also where ZeRO flattens.
         max_grad_norm: 2-norm that the gradients of all groups together are scaled down to; None for no clipping.
-        min_coeff, max_coeff: the trust ratio is held in this range; None for what the mode says.
+        min_coeff, max_coeff: range of the trust ratio; None: by the mode.
         weight_norm_clip: the weight norm in r is held below a number, or in (lower, upper): phi of the paper.
         bias_correction: False leaves the corrections of the mode out.
         eps_inside_sqrt: sqrt(V + eps) in place of sqrt(V) + eps.
@@ -134,7 +134,7 @@ class FusedLamb(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _reset(self) -> None:
-        """What is made anew and not saved: tables, counters, the monitor."""
+        """Reset everything that is not saved: tables, counters, the monitor."""
         self._tables: dict[tuple[int, ...], tuple[Any, list[DeviceTable]]] = {}
         self._changed = False
         self._skips = telemetry.SkippedSteps()
@@ -143,7 +143,7 @@ class FusedLamb(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------------- what is optimized
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in PyTorch; the group may have settings of its own.
+        """Override ``Optimizer.add_param_group``: the group may have settings of its own.
 
         Raises:
             ConfigError: for a bad setting, or a parameter that is not fp32, fp16 or bf16.
@@ -178,7 +178,7 @@ class FusedLamb(torch.optim.Optimizer):
         norm_group: Group | None = None,
         tied: Mapping[Tensor, Group] | None = None,
     ) -> None:
-        """Say which processes hold parts of the same model. To be called alike on all ranks, before the first step.
+        """Set the process groups that hold parts of the same model. Call it alike on all ranks, before the first step.
 
         The groups over which ZeRO-1/2 and BF16_Optimizer cut a layer are found by themselves, and where this is not called
         and Megatron-core is initialized, so is the tensor-parallel group.
@@ -249,7 +249,7 @@ class FusedLamb(torch.optim.Optimizer):
         """One step on the groups in ``param_groups``. Collective where layers are sharded.
 
         Args:
-            closure: computes the loss anew.
+            closure: computes the loss again.
             grad_scale: the loss scale that the gradients carry: they are divided by it, as ``torch.amp`` does.
             found_inf: nonzero if the caller has found a nan or inf, whereupon the step is skipped; if given, the gradients are
                 not searched here.
@@ -257,7 +257,7 @@ class FusedLamb(torch.optim.Optimizer):
                 rounded to its own type, or None.
 
         Returns:
-            What the closure returned, else None.
+            The closure's result, else None.
 
         Raises:
             ConfigError: if the layers within the groups' tensors are not known.
@@ -286,7 +286,7 @@ class FusedLamb(torch.optim.Optimizer):
         return loss
 
     def _amp(self, scale: float | Tensor, found_inf: Any) -> tuple[float | Tensor, Any]:
-        """Put what ``torch.amp.GradScaler`` left as attributes together with the arguments."""
+        """Merge the attributes that ``torch.amp.GradScaler`` has set into the arguments."""
         held = getattr(self, "grad_scale", None)
         if held is not None:
             scale = held * scale
@@ -297,7 +297,7 @@ class FusedLamb(torch.optim.Optimizer):
         return scale, found_inf
 
     def _share_control(self, tables: list[DeviceTable]) -> None:
-        """Make what was found in the gradients, and whether there was a step before, the same on all devices and ranks."""
+        """Agree on overflow and on the existence of an earlier step, over all devices and ranks."""
         groups = tables[0].reduction.control_groups(bool(self.max_grad_norm))
         if len(tables) == 1 and not groups:
             return
@@ -361,7 +361,7 @@ class FusedLamb(torch.optim.Optimizer):
         ]
 
     def _nothing_here(self) -> dict[torch.device, DeviceTensors]:
-        """A rank whose layers are all frozen has no tensors, and what the others agree on still waits for it."""
+        """Return empty CPU tensors for a rank without any, if it must join other ranks' collectives; else nothing."""
         return {} if self._groups.norm is None else {torch.device("cpu"): DeviceTensors([], [], [], [], [], [])}
 
     # ------------------------------------------------------------------------------------------------------ what happened
@@ -378,8 +378,10 @@ class FusedLamb(torch.optim.Optimizer):
     # -------------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As in PyTorch, with ``step`` as int in every parameter's state and in every group, so that DeepSpeed's FusedLamb,
-        apex's FusedLAMB and timm's Lamb load it. Waits for a CUDA device."""
+        """Override ``Optimizer.state_dict``: ``step`` is an int in every parameter's state and in every group.
+
+        So DeepSpeed's FusedLamb, apex's FusedLAMB and timm's Lamb load it. Waits for a CUDA device.
+        """
         return state_dicts.exported(super().state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -397,7 +399,7 @@ class FusedLamb(torch.optim.Optimizer):
             self.state[parameter].update(values)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles. Process groups, the monitor and the count of skipped steps stay behind."""
+        """Return the state for copies and pickles, without process groups, monitor and count of skipped steps."""
         kept = ("max_grad_norm", "monitor_interval", "check_gradients", "backend")
         records = [(record.originals, record.names) for record in self._records]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, "_saved_records": records}

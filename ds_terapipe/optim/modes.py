@@ -40,7 +40,7 @@ LR = RULE_COLUMNS.index("lr")
 
 @dataclass(frozen=True)
 class Mode:
-    """What a named variant switches.
+    """Switches of a named variant.
 
     Attributes:
         correction: the flag of the place where the bias correction is made.
@@ -70,7 +70,7 @@ def key(name: str) -> str:
 
 
 def resolve(group: dict[str, Any]) -> None:
-    """Check a parameter group's settings, and put numbers where None stands for what the mode says. In place.
+    """Check a parameter group's settings, and replace None by the mode's values. In place.
 
     Raises:
         ConfigError: naming the setting as ``optimizer.params.<name>``.

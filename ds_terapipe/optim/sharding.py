@@ -1,4 +1,4 @@
-"""Where the parts of a layer are, and over which processes its norms are summed.
+"""Parts of a layer on several processes, and the process groups that sum its norms.
 
 The tensors that an optimizer is given by DeepSpeed are not always the model's parameters: ZeRO-1/2 and BF16_Optimizer give
 one flat fp32 partition per parameter group (DeepSpeed 0.19.8, ``utils/mixed_precision_linkage.py``), FP16_UnfusedOptimizer
@@ -56,7 +56,7 @@ def places(originals: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Place
 
     Args:
         originals: the parameters that the optimizer was constructed with.
-        tensors: what the group holds now.
+        tensors: present tensors of the group.
 
     Returns:
         One place per original, in the same order on every process that shares them.
@@ -148,7 +148,7 @@ class Sum(NamedTuple):
 
 
 class Reduction:
-    """How the norms of some layers become those of whole layers, and the sums that all ranks decide by.
+    """Reduction of partial norms to those of whole layers, and of the sums by which all ranks decide.
 
     Args:
         layers: for each row of the norms, the place of its parameter.

@@ -1,4 +1,4 @@
-"""Which tensor is at which step, and the rules that follow: one pair of rows for all tensors of a group at the same step."""
+"""Step numbers of tensors, and their rules: one pair of rows for all tensors of a group at the same step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNT_BITS = 40
 
 
 class DeviceSteps:
-    """The number of steps that a tensor on a GPU has made, read only when somebody asks: ``int(steps)`` waits.
+    """Number of steps of a tensor on a GPU, read on demand: ``int(steps)`` waits.
 
     Args:
         following: a scalar on the device, the number of the step to come.
@@ -73,7 +73,7 @@ class StepRules:
         self.values = torch.tensor(rules, dtype=torch.float64)
 
     def _renew_on_device(self, active: np.ndarray) -> None:
-        """As on the host, but the numbers stay on the device, where the op counts them."""
+        """Renew the rules, but leave the step numbers on the device, where the op counts them."""
         steps = [state.get("step", 0) for state in self._states]
         if not self._is_known(steps, active):
             self._begin_cohorts(steps, active)
@@ -126,12 +126,12 @@ class StepRules:
             # A learning rate on the device is copied there; reading it here would make the host wait.
             lr = 0.0 if _is_on(self._device, group["lr"]) and self._op is not None else float(group["lr"])
             rules += [modes.rule(group, excluded, lr) for excluded in (False, True)]
-        if not rules:  # no gradient at all: a row that nobody looks at, but one that the op accepts
+        if not rules:  # no gradient at all: an unused row that the op accepts
             rules.append([float(column == modes.STEP) for column in range(len(modes.RULE_COLUMNS))])
         return rules
 
     def count(self) -> None:
-        """In host memory: the active tensors have made a step."""
+        """Count a step of the active tensors, if the numbers are in host memory."""
         if self._op is None:
             for i in self._active:
                 self._states[i]["step"] = int(self._counts[i]) + 1

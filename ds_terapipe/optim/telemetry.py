@@ -1,4 +1,4 @@
-"""What the trust ratios were: per layer on demand, as a summary to a monitor every few steps."""
+"""Trust ratios: per layer on demand, as a summary to a monitor every few steps."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _FLAGS, _LOW, _HIGH, _NORM_LOW, _NORM_HIGH = (
 
 
 class LayerStatistics(NamedTuple):
-    """What the last step did to one layer.
+    """Statistics of one layer in the last step.
 
     Attributes:
         name: of the parameter, with the number of the sub-layer in brackets where it has some.
         weight_norm: 2-norm of the parameter before the step, before any clamp; 0 where the ratio is not used.
         update_norm: 2-norm of the update before the learning rate; 0 where the ratio is not used.
-        trust_ratio: what the update was multiplied by.
+        trust_ratio: factor of the update.
         clamped: whether a clamp of the weight norm or of the ratio changed the ratio.
     """
 
@@ -43,12 +43,12 @@ class LayerStatistics(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a table's last step was.
+    """Report of a table's last step.
 
     Attributes:
         layers: its layers.
         squares: sum of the squares of all ranks' gradients as they came; negative if it was not taken.
-        scale: what the gradients were multiplied by to undo the loss scale.
+        scale: factor of the gradients that undid the loss scale.
         step: number of the step, from 1.
     """
 
@@ -114,7 +114,7 @@ def summary(statistics: Sequence[LayerStatistics], squares: float, scale: float,
     Args:
         statistics: of all layers.
         squares: sum of the squares of the gradients as they came; negative if it was not taken.
-        scale: what the gradients are multiplied by to undo the loss scale.
+        scale: factor of the gradients that undoes the loss scale.
         step: number of the step, from 1.
 
     Returns:
@@ -143,7 +143,7 @@ class SkippedSteps:
         self._underway: list[tuple[Delayed, Any]] = []
 
     def note(self, table: Any) -> None:
-        """Count a step if its control values say that a gradient was nan or inf. To be called before a priming step is marked."""
+        """Count a step whose control values report a nan or inf gradient. Call it before a priming step is marked."""
         if not _capturing([table]):
             self._underway.append((Delayed(table.control), table))
             self.poll()
@@ -162,13 +162,13 @@ class SkippedSteps:
                 )
 
     def total(self) -> int:
-        """All so far; waits for the devices."""
+        """Number of all skipped steps so far; waits for the devices."""
         self.poll(wait=True)
         return self._count
 
 
 class Reports:
-    """Summaries of every so many steps, given to the monitor when their values are in host memory."""
+    """Periodic summaries, given to the monitor when their values are in host memory."""
 
     def __init__(self) -> None:
         self.monitor: Monitor | None = None
@@ -195,7 +195,7 @@ class Reports:
         self.deliver()
 
     def deliver(self, wait: bool = False) -> None:
-        """Give the monitor what has arrived, or with ``wait`` everything."""
+        """Pass the values that have arrived to the monitor, or with ``wait`` all values."""
         while self._underway and (wait or all(values.is_here() for values in self._underway[0])):
             values, tables = self._underway.pop(0), self._tables.pop(0)
             reports = [table.read(value.wait()) for table, value in zip(tables, values, strict=True)]

@@ -1,3 +1,3 @@
-"""Runs a token-slice schedule inside DeepSpeed's pipeline engine."""
+"""Execution of a token-slice schedule inside DeepSpeed's pipeline engine."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Stages, links and their close: everything of an engine that depends on where the model's stages are.
+"""Stages and links of a rank: everything of an engine that depends on the placement of the model's stages.
 
-An engine keeps one and builds another where stages move; an old and a new one can be alive together. What a step consists of
-is the schedule's; here every action is brought together with its inputs.
+An engine keeps one assembly and builds another when stages move; both can be alive together. The schedule decides the
+actions of a step; the assembly runs each action with its inputs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ds_terapipe.schedule import Action, Grid, Op, Placement, Unit
 
 @dataclass(frozen=True)
 class Step:
-    """What a step runs: ``grid`` over ``batch``.
+    """A step of training or evaluation: ``grid`` over ``batch``.
 
-    ``losses``: on the rank that has the model's last stage. ``first_micro_batch``: how many of the step's micro-batches come
-    before this pipeline's, those of other replicas; random streams know a micro-batch by that number.
+    ``losses``: only on the rank with the model's last stage. ``first_micro_batch``: number of micro-batches of other
+    replicas before this pipeline's; random streams use this global numbering.
     """
 
     number: int
@@ -47,15 +47,15 @@ class Step:
 
 
 class Assembly:
-    """The stages of one rank on a placement, and their links to those of other ranks; `build` makes one.
+    """The stages of one rank on a placement, and their links to other ranks; built by `build`.
 
     Args:
-        seat: of this rank.
-        stages: those that are here, by number.
-        links: to the stages of other places.
+        seat: seat of this rank.
+        stages: stages on this rank, by number.
+        links: links to the stages of other places.
         watchdog: times and bounds the waits.
-        channels: what the links travel in and `close` gives up; None where nothing is to be given up.
-        memory, autocast, streams: as the stages have them.
+        channels: process groups of the links, which `close` destroys; None: nothing to destroy.
+        memory, autocast, streams: those of the stages.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Assembly:
         self._watchdog, self._channels, self._streams = watchdog, channels, streams
         self._deferring: tuple[int, ...] | None = None
         self._batch = StepBatch()
-        self._inputs: dict[tuple[int, Unit], Any] = {}  # of stages, until their units run
-        self._outputs: dict[tuple[int, Unit], Any] = {}  # on their way to another place
-        self._gradients: dict[tuple[int, Unit], list[Tensor]] = {}  # of outputs, until their units run back
-        self._of_inputs: dict[tuple[int, Unit], list[Tensor]] = {}  # on their way to another place
+        self._inputs: dict[tuple[int, Unit], Any] = {}  # inputs of stages, until their units run
+        self._outputs: dict[tuple[int, Unit], Any] = {}  # outputs to be sent to another place
+        self._gradients: dict[tuple[int, Unit], list[Tensor]] = {}  # gradients of outputs, until their backward
+        self._of_inputs: dict[tuple[int, Unit], list[Tensor]] = {}  # gradients of inputs to be sent to another place
 
     @classmethod
     def build(
@@ -98,20 +98,20 @@ class Assembly:
         streams: RandomStreams | None = None,
         first_stage: Callable[..., Stage] = Stage,
     ) -> Assembly:
-        """The assembly of this rank; collective over all pipelines.
+        """Build the assembly of this rank; collective over all pipelines.
 
         Args:
             placement: stages on places.
             pipelines: global ranks of every pipeline of the job, by place.
-            functions: the model's layers that are on this place, by their number in the model.
-            device: where they are.
+            functions: the model's layers on this place, by their number in the model.
+            device: device of the layers.
             watchdog: times and bounds the waits.
-            gradients: what is done around backward passes.
-            module: the ``PipelineModule`` that the layers are part of, if they are.
-            memory: measures what units take, when it is asked to.
-            autocast: the mixed precision that layers run in.
-            streams: seeds the layers' random numbers in training steps; None: they draw from the process's own.
-            first_stage: makes the model's first stage.
+            gradients: hooks around backward passes.
+            module: the ``PipelineModule`` of the layers, if there is one.
+            memory: measures the memory of units, on request.
+            autocast: context of the layers' mixed precision.
+            streams: seeds the layers' random numbers in training steps; None: the process's own state.
+            first_stage: factory of the model's first stage.
         """
         seat, memory = Seat.of(placement, torch.distributed.get_rank(), pipelines), memory or StepMemory()
         stages = {}
@@ -125,14 +125,14 @@ class Assembly:
         return cls(seat, stages, Links(seat, channels, device, watchdog), watchdog, channels, memory, autocast, streams)
 
     def intercept(self) -> None:
-        """Let attention run slices and layers defer their weight gradients; what is never cut is left alone."""
+        """Make attention run slices, and layers defer weight gradients; engines that never cut do not call this."""
         if self.interception is None:
             self.interception = Interception(
                 layer for stage in self.stages.values() for layer in stage.layers.functions
             )
 
     def deferring(self, consensus: Consensus) -> tuple[int, ...]:
-        """The stages that defer any weight gradient, on whatever rank; collective, once."""
+        """Return the stages that defer weight gradients on any rank; collective at the first call."""
         if self._deferring is None:
             mine = [number for number, stage in self.stages.items() if self._defers(stage)]
             self._deferring = tuple(sorted({number for numbers in consensus.gather(mine) for number in numbers}))
@@ -141,23 +141,23 @@ class Assembly:
     def _defers(self, stage: Stage) -> bool:
         if self.interception is None or not stage.trains:
             return False
-        # a bias waits with its weight, or not at all
+        # a bias is deferred only with its weight
         weights = (p for module in stage.layers.modules for p in module.parameters() if p.dim() == 2)
         return any(weight.requires_grad and id(weight) in self.interception.deferred for weight in weights)
 
     @property
     def is_inspected(self) -> bool:
-        """Whether every stage knows how its tensors follow the tokens."""
+        """Whether the sequence dimensions of every stage are known."""
         return all(stage.dims is not None for stage in self.stages.values())
 
     @property
     def output_cuts(self) -> Sequence[TensorCut] | None:
-        """How the model's outputs follow the tokens, on the rank that has the last stage and once something has been cut."""
+        """Sequence dimensions of the model's outputs; None on other ranks, or before the first cut."""
         stage = self.stages.get(len(self.placement.stages) - 1)
         return None if stage is None or stage.dims is None else stage.dims.outputs
 
     def run(self, step: Step, execute: Callable[[Execute], Execute] = lambda execute: execute) -> None:
-        """Run this place's row of the grid. ``execute`` wraps what runs an action, e.g. to time it."""
+        """Run this place's row of the grid. ``execute`` wraps the runner of an action, e.g. to time it."""
         row = step.grid[self.seat.place]
         self._watchdog.begin(step.number, step.grid, self.seat)
         try:
@@ -178,7 +178,7 @@ class Assembly:
             self.end()
 
     def begin(self, step: Step, row: Sequence[Action]) -> None:
-        """A step begins, of which this place runs the actions in ``row``."""
+        """Begin a step; this place runs the actions in ``row``."""
         self._batch = step.batch
         apart = {action.stage for action in row if action.op is Op.WEIGHT_GRADIENTS}
         last = len(self.placement.stages) - 1
@@ -189,7 +189,7 @@ class Assembly:
         self.live.begin()
 
     def end(self) -> None:
-        """The step is over, well or not: forget what it left."""
+        """End the step, after an error too: drop everything that it left."""
         for leftover in (self._inputs, self._outputs, self._gradients, self._of_inputs):
             leftover.clear()
         for stage in self.stages.values():
@@ -246,20 +246,21 @@ class Assembly:
 
     @property
     def left_over(self) -> int:
-        """What actions have left and no action took; 0 after a step."""
+        """Sum of inputs, outputs, gradients and live units that no action has taken, and of the stages'; 0 after a
+        step."""
         kept = (self._inputs, self._outputs, self._gradients, self._of_inputs)
         return sum(map(len, kept)) + sum(stage.left_over for stage in self.stages.values()) + self.live.count
 
     def leave(self) -> None:
-        """Undo what was changed in the model's modules; local, idempotent."""
+        """Restore the model's modules; local, idempotent."""
         if self.interception is not None:
             self.interception.close()
             self.interception = None
 
     def close(self) -> None:
-        """Undo everything: what was changed in the model's modules, buffers, process groups. Collective, idempotent.
+        """Restore the model's modules, and release stages and process groups; collective, idempotent.
 
-        Not for after a step that did not come to its end: messages may still be on their way, and who they are for may be gone.
+        Must not be called after a step that failed: messages may still be in flight, and their receivers may be gone.
         """
         self.leave()
         self.stages.clear()
@@ -279,10 +280,10 @@ class Assembly:
 
 
 def _handed_over(outputs: Any) -> Any:
-    """A stage's outputs as the next one on the same place gets them: leaves, as if they had been received."""
+    """Return a stage's outputs for the next stage on the same place: leaves, as if they had been received."""
     return like(outputs, [t.detach().requires_grad_(t.requires_grad) for t in as_tuple(outputs)])
 
 
 def _shape_of(batch: StepBatch, training: bool) -> Callable[[Unit], Hashable]:
-    signatures, spans = batch.signatures, batch.spans  # and not the batch: links keep what they are given here
+    signatures, spans = batch.signatures, batch.spans  # not the batch, since links keep this function
     return lambda unit: (signatures[unit.micro_batch], spans[unit.micro_batch], unit.slice, training)

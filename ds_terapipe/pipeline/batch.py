@@ -1,4 +1,4 @@
-"""The micro-batches of one step: what was read, how long they are, how they are cut."""
+"""Micro-batches of one step: their tensors, lengths and slices."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _there(value: Any) -> Any:
 
 @dataclass
 class StepBatch:
-    """All micro-batches of a step. Inputs are there on the first stage, labels on the last, ``spans`` everywhere.
+    """All micro-batches of a step. The first stage has inputs, the last labels, every stage ``spans``.
 
-    They are where they were read, which for a device is the host: ``load`` brings a micro-batch's to the stage when its first
-    slice runs, so that of all inputs one micro-batch's are on the device.
+    The tensors stay on the host. ``load`` copies a micro-batch's to the device when its first slice runs, so that the
+    inputs of only one micro-batch are on the device.
     """
 
     inputs: list[Any] = field(default_factory=list)
@@ -38,10 +38,10 @@ class StepBatch:
     signatures: list[int] = field(default_factory=list)
     spans: list[tuple[Span, ...]] = field(default_factory=list)
     load: Callable[[Any], Any] = _there
-    _loaded: tuple[int, Any] | None = None  # a micro-batch and its inputs, as long as slices of it are to come
+    _loaded: tuple[int, Any] | None = None  # a micro-batch and its inputs, until its last slice
 
     def adopt(self, header: Header) -> None:
-        """Take what the first stage announced."""
+        """Take over lengths and signatures from the first stage's header."""
         self.lengths, self.signatures = list(header.lengths), list(header.signatures)
         self.everywhere = header.everywhere
 
@@ -58,25 +58,25 @@ class StepBatch:
         return self.spans[unit.micro_batch][unit.slice]
 
     def is_last_slice(self, unit: Unit) -> bool:
-        """True for the unit that completes its micro-batch in the forward direction."""
+        """Whether the unit completes its micro-batch in the forward direction."""
         return unit.slice == len(self.spans[unit.micro_batch]) - 1
 
     def cut_inputs(self, micro_batch: int, span: Span) -> Any:
-        """Inputs of the first stage for a slice."""
+        """Return the inputs of the first stage for a slice."""
         if self._loaded is None or self._loaded[0] != micro_batch:
             self._loaded = micro_batch, self.load(self.inputs[micro_batch])
         value, cuts = self._loaded[1], self.input_cuts[micro_batch]
-        if span == self.spans[micro_batch][-1]:  # and not the whole of one that is cut, whose slices are to come
+        if span == self.spans[micro_batch][-1]:  # a micro-batch that is cut stays whole for its later slices
             self._loaded = None
         return part_of(value, cuts, span)
 
     def labels_of(self, micro_batch: int) -> Any:
-        """Labels of the last stage for a whole micro-batch, in memory of their own: a loss may write into them."""
+        """Return a copy of the labels of a whole micro-batch: a loss may write into them."""
         return own(self.load(self.labels[micro_batch]))
 
 
 def own(item: Any) -> Any:
-    """Copy the tensors of a batch, in lists, tuples and dicts; an iterator may use their memory for the next one."""
+    """Copy the tensors of a batch, in lists, tuples and dicts; an iterator may reuse their memory for the next one."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), item)
 
 
@@ -89,10 +89,10 @@ def read_step(
     labels: bool,
     cut_labels: bool,
 ) -> StepBatch:
-    """Check and cut what the data iterator gave: one (inputs, labels) per micro-batch, each a tensor or several.
+    """Check and cut the items of the data iterator: one (inputs, labels) per micro-batch, each a tensor or several.
 
-    ``load``: as `StepBatch` has it. ``inputs``, ``labels``: whether this stage needs them; ``cut_labels``: whether its loss runs
-    per slice. Raises ConfigError for tensors that can't be cut.
+    ``load``: see `StepBatch`. ``inputs``, ``labels``: whether this stage needs them; ``cut_labels``: whether its loss
+    runs per slice. Raises ConfigError for tensors that cannot be cut.
     """
     batch, cut, slices = StepBatch(load=load), config.cut or {}, config.slices
     for item in pulled:
@@ -105,7 +105,7 @@ def read_step(
             batch.lengths.append(total)
             batch.signatures.append(_signature(as_tuple(value)))
             if not isinstance(slices, str):
-                slice_lengths(total, slices)  # the error for lengths that don't fit comes before any rank has started
+                slice_lengths(total, slices)  # wrong lengths raise before any rank has started
         if labels:
             value = _tensors(item[1], "labels") if cut_labels else item[1]
             batch.labels.append(value)
@@ -122,7 +122,7 @@ def _plan(value: Any, slices: int | Sequence[int] | str, given: Any, key: str) -
     tensors = as_tuple(value)
     if slices != 1:
         return plan_cuts(tensors, given, key)
-    try:  # whatever the model is, one slice is the whole of it; the length is only reported
+    try:  # one slice works for any model; the length is only reported
         total = plan_cuts(tensors, given, key)[0] if key == "inputs" else 0
     except ConfigError:
         total = 1
@@ -130,10 +130,10 @@ def _plan(value: Any, slices: int | Sequence[int] | str, given: Any, key: str) -
 
 
 def check_item(item: Any) -> None:
-    """Refuse what an iterator yields that is no (inputs, labels).
+    """Refuse an item of an iterator that is no (inputs, labels).
 
     Raises:
-        ConfigError: saying what it is.
+        ConfigError: naming the item's type.
     """
     if not isinstance(item, (tuple, list)) or len(item) < 2:
         got = "nothing" if item is None else type(item).__name__

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written beside their name, and given it with a manifest when all ranks are done."""
+"""Atomic checkpoints: written to a temporary folder, and renamed with a manifest when all ranks are done."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ from ds_terapipe.pipeline.transport.consensus import Consensus, error_of
 
 LATEST = "latest"
 PLAN_STATE = "ds_terapipe_plan"
-_LONG: dict[str, Any] = {"counts": False, "bounded": False}  # a rank may have far more to read than another
+_LONG: dict[str, Any] = {"counts": False, "bounded": False}  # ranks may have very different amounts to read
 
 
 class WholeFolder:
-    """A folder of a checkpoint that a killed job leaves as it was before, or as it was to be.
+    """A folder of a checkpoint that a killed job leaves either in its old or in its new state.
 
     Args:
-        folder: that has the checkpoints.
-        tag: name of this one.
-        writes: whether this process makes and renames folders: one that sees the files of all ranks, or of its node.
-        consensus: of the job; every method is collective.
+        folder: folder of the checkpoints.
+        tag: name of this checkpoint.
+        writes: whether this process makes and renames folders: one per file system.
+        consensus: consensus of the job; every method is collective.
     """
 
     def __init__(self, folder: str | Path, tag: str, writes: bool, consensus: Consensus) -> None:
-        name = quote(tag, safe="")  # no other tag has the same
+        name = quote(tag, safe="")  # unique for each tag
         self._folder, self._target = Path(folder), Path(folder) / tag
         self.unfinished = self._folder / f".{name}.unfinished"
         self._replaced, self._removed = (self._folder / f".{name}.{what}" for what in ("replaced", "removed"))
         self._tag, self._writes, self._consensus = tag, writes, consensus
 
     def begin(self) -> None:
-        """Remove what a killed job has left of the same name, keep what it was about to replace, and have a folder to write to.
+        """Remove remains of a killed job, restore the checkpoint that it was replacing, and make the folder.
 
         Raises:
-            OSError, RuntimeError: on every rank, where there can be none.
+            OSError, RuntimeError: on every rank, if the folder cannot be made.
         """
         self.recover()
         self._do(self._make)
 
     def finish(self, latest: bool, known: Mapping[str, manifest.Entry]) -> None:
-        """Give the checkpoint its name, in place of one that has had it; ``latest``: and write it in the file of that name.
+        """Rename the checkpoint to its name, in place of an older one; ``latest``: also update the latest file.
 
-        What somebody else has put into the one that is replaced stays. ``known``: files that are measured, for the manifest.
+        Other files in the replaced checkpoint are kept. ``known``: measured files, for the manifest.
         """
         self._do(lambda: self._rename(latest, known))
 
     def recover(self) -> None:
-        """Between two renames a checkpoint that is replaced has no name: put it back."""
+        """Rename a replaced checkpoint back if a killed job left it between two renames."""
         self._do(self._put_back)
 
     def _make(self) -> None:
@@ -76,12 +76,12 @@ class WholeFolder:
 
     def _remove_replaced(self) -> None:
         shutil.rmtree(self._removed, ignore_errors=True)
-        with suppress(OSError):  # who reads from a folder that is not theirs to write need not remove anything
-            self._replaced.rename(self._removed)  # a part of it is never put back
+        with suppress(OSError):  # readers without write permission leave it
+            self._replaced.rename(self._removed)  # a partly removed folder is never put back
         shutil.rmtree(self._removed, ignore_errors=True)
 
     def _keep_others(self) -> None:
-        """Copy what is not ours, not move it: a killed job leaves both checkpoints, or one of them, with all of it."""
+        """Copy files that are not ours, instead of moving them: if the job is killed, no checkpoint lacks them."""
         for path in self._target.iterdir():
             to = self.unfinished / self._tag / path.name
             if _is_ours(path) or to.exists():
@@ -120,7 +120,7 @@ class WholeFolder:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a save writes it into the folder of a checkpoint: DeepSpeed or we."""
+    """Whether a save by DeepSpeed or this package writes this file into a checkpoint."""
     name = path.name
     return (
         name.endswith("_states.pt")
@@ -130,10 +130,10 @@ def _is_ours(path: Path) -> bool:
 
 
 class Checkpoints(PipelineEngine):
-    """Stands before ``PipelineEngine``: what is there under a checkpoint's name is whole, and the plan goes with it."""
+    """Mixin before ``PipelineEngine``: saves checkpoints atomically, together with the plan."""
 
-    loads_parts = True  # FusedLamb's hook need not
-    continues_data = False  # whether training_data goes on behind the samples that a checkpoint has seen
+    loads_parts = True  # FusedLamb's hook is not needed
+    continues_data = False  # whether training_data continues after the checkpoint's samples
 
     def save_checkpoint(
         self,
@@ -144,12 +144,12 @@ class Checkpoints(PipelineEngine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As ``PipelineEngine.save_checkpoint``; whole where its name is, with the plan of ``"slices": "auto"``."""
+        """Override ``PipelineEngine.save_checkpoint``: save atomically, with the plan of ``"slices": "auto"``."""
         self._refuse_broken()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         state = self._cutting.state()
         client_state = {**self._client_state(), **(client_state or {}), **({PLAN_STATE: state} if state else {})}
-        if not isinstance(self.checkpoint_engine, TorchCheckpointEngine):  # others write later, or elsewhere
+        if not isinstance(self.checkpoint_engine, TorchCheckpointEngine):  # other engines write later, or elsewhere
             self._consensus.decide(lambda: (Path(save_dir) / tag / MANIFEST).unlink(missing_ok=True))
             self._save_beside(Path(save_dir) / tag)
             return super().save_checkpoint(save_dir, tag, client_state, save_latest, *args, **kwargs)
@@ -171,11 +171,11 @@ class Checkpoints(PipelineEngine):
         return WholeFolder(folder, tag, rank == 0, self._consensus)
 
     def _client_state(self) -> dict[str, Any]:
-        """What an engine of another kind adds to DeepSpeed's own files; collective."""
+        """Client state that a subclass adds to DeepSpeed's own files; collective."""
         return {}
 
     def _save_beside(self, folder: Path) -> None:
-        """Write what an engine of another kind adds to a checkpoint; collective."""
+        """Write a subclass's own files of a checkpoint; collective."""
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Save the layers, and the state of the loss, which DeepSpeed leaves out."""
@@ -200,7 +200,7 @@ class Checkpoints(PipelineEngine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As ``PipelineEngine.load_checkpoint``; a plan that is in the checkpoint is used again.
+        """Override ``PipelineEngine.load_checkpoint``: check the files first, and use a plan in the checkpoint again.
 
         Raises:
             ConfigError: on every rank, a file that is missing, not as it was saved, or not of this model: nothing was changed.
@@ -234,13 +234,13 @@ class Checkpoints(PipelineEngine):
         wants: Wanted,
         beside: Iterable[str] = (),
     ) -> None:
-        """Look at what this rank is about to read, in the shape that it will have; collective.
+        """Check the files that this rank is about to read, in the shape that it will have; collective.
 
         Args:
-            folder: of the checkpoint.
+            folder: folder of the checkpoint.
             topology, parts: the shape.
-            wants: beside weights.
-            beside: names of more files.
+            wants: states to read beside weights.
+            beside: names of further files.
         """
         layers = dict(enumerate(self.module.forward_funcs, start=self.module._local_start))
 
@@ -257,9 +257,9 @@ class Checkpoints(PipelineEngine):
         self._consensus.agree(error)
 
     def recover_checkpoint(self, folder: Any, tag: Any = None) -> Path | None:
-        """Have a checkpoint that a killed job was about to replace under its name again; collective.
+        """Restore a checkpoint that a killed job was replacing; collective.
 
-        `load_checkpoint` begins with it; who reads from the folder before that calls it.
+        `load_checkpoint` begins with it; call it before other reads from the folder.
 
         Returns:
             The folder of the checkpoint, by default of the latest; None where there is none.
@@ -273,7 +273,7 @@ class Checkpoints(PipelineEngine):
 
 @contextmanager
 def read_once(reader: Any) -> Iterator[None]:
-    """Read files once that DeepSpeed reads twice in succession, the first time for the number of files."""
+    """Context manager that caches files between two successive reads by DeepSpeed."""
     load = reader.load
     last: dict[Any, Any] = {}
 
@@ -291,10 +291,10 @@ def read_once(reader: Any) -> Iterator[None]:
 
 
 def tag_of(folder: str | Path, tag: str | None, key: str = KEY, file: str = LATEST) -> str | None:
-    """The name of the checkpoint to read, by default the latest; None where there is none.
+    """Return the name of the checkpoint to read, by default the latest; None if there is none.
 
     Raises:
-        ConfigError: in the name of ``key``, a ``file`` that names none.
+        ConfigError: a damaged ``file``; the message begins with ``key``.
     """
     latest = Path(folder) / file
     if tag is not None or not latest.is_file():

@@ -1,7 +1,8 @@
 """DeepSpeed's pipeline engine, running units of (micro-batch, slice) in the order of a schedule.
 
-The engine cuts a batch, asks for the schedule of that many slices and lets its assembly run it (assembly.py); it keeps what
-outlives a placement of the stages. Optimiser step, gradient reduction, loss aggregation and checkpoints are DeepSpeed's own.
+The engine cuts a batch, gets the schedule for that many slices and lets its assembly run it (assembly.py). It keeps all
+state that outlives a placement of the stages. Optimiser step, gradient reduction, loss aggregation and checkpoints are
+DeepSpeed's own.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
     """A :class:`PipelineEngine` whose pipeline carries slices of sequences. Same calls, same results.
 
     Args:
-        token_pipeline: the block of the same name.
+        token_pipeline: the block ``token_pipeline``.
         *args, **kwargs: as for ``PipelineEngine``, which ``deepspeed.initialize`` passes.
     """
 
-    _streams: RandomStreams | None = None  # layers draw random numbers from the process's own
-    _followed = False  # micro-batches have had another size than at the start
-    _verified = False  # all layers have been run whole and sliced, on whatever rank: they stay so wherever they go
+    _streams: RandomStreams | None = None  # None: layers use the process's own random state
+    _followed = False  # whether the micro-batch size has changed since the start
+    _verified = False  # whether all layers were verified, on any rank; holds after moves too
 
     def __init__(self, *args: Any, token_pipeline: TokenPipelineConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -93,7 +94,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._settle()
 
     def _settle(self) -> None:
-        """Make what depends on where the model's layers are, and which of them are trained; collective."""
+        """Make everything that depends on the placement of the layers and on which of them train; collective."""
         self.is_pipe_partitioned = self.is_grad_partitioned = False  # boundaries are small already: slices
         self._recorder.stage = self.stage_id
         self._report = StepReport(self.num_stages)
@@ -105,19 +106,19 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._begin_cutting()
 
     def _begin_cutting(self) -> None:
-        """Know nothing of how steps are cut best; collective."""
+        """Reset the cutting of steps; collective."""
         self._cutting = new_cutting(self, self._cutting_settings(), self._consensus, self._memory, self._layer_times)
         self._cut_for = self.train_micro_batch_size_per_gpu()
 
     def _cutting_settings(self) -> TokenPipelineConfig:
-        """A plan, and a file of measurements, are for the micro-batches of the start, and read then."""
+        """Return the settings; a plan and a file of measurements only hold for the micro-batches of the start."""
         settings: TokenPipelineConfig = self._token_pipeline
         if self._followed:
             settings = settings.model_copy(update={"plan_path": None, "measurements_path": None})
         return settings
 
     def _follow_micro_batch(self) -> None:
-        """What was measured of micro-batches of another size says nothing of these; collective."""
+        """Drop measurements if the micro-batch size has changed; collective."""
         if self.train_micro_batch_size_per_gpu() == self._cut_for:
             return
         if self.global_rank == 0 and self._cutting.state():
@@ -126,7 +127,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._begin_cutting()
 
     def _assemble(self, placement: Placement) -> Assembly:
-        """The stages of this rank on a placement; where nothing is cut, attention and the compiler are left alone."""
+        """Build this rank's stages on a placement; if nothing is cut, nothing is intercepted."""
         assembly = Assembly.build(
             placement,
             self.grid.pipe_groups,
@@ -145,11 +146,11 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         return assembly
 
     def _first_stage(self, placement: Placement) -> Callable[..., Stage]:
-        """What makes the model's first stage; called on every rank."""
+        """Factory of the model's first stage; called on every rank."""
         return Stage
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """Make the optimizer; on a stage that trains nothing it gets a parameter that nothing uses."""
+        """Make the optimizer; a stage that trains nothing passes an unused parameter."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             model_parameters = [unused(self.module, self.device, self.param_names)]
         super()._configure_optimizer(client_optimizer, model_parameters)
@@ -165,21 +166,21 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         return kind
 
     def _arrange_groups(self, optimizer: Any, kind: str | None) -> None:
-        """Give the optimizer the groups that it keeps in a wrapper of DeepSpeed's, None for none; collective."""
+        """Arrange the parameter groups for DeepSpeed's wrapper ``kind``, None without one; collective."""
         if kind is None:
             return
         gather = partial(gathered, group=self.module.world_group)
         check_inside(optimizer, self.module, self.param_names, gather, "beside bf16, fp16 or ZeRO")
         keep_trained(optimizer)
         counts = set(gather(len(optimizer.param_groups)))
-        # BF16_Optimizer takes one norm of all groups, where there is one, the others take one of each
+        # BF16_Optimizer takes one norm over all existing groups, the others one of each group
         if len(counts) > 1 and (kind != BFLOAT16 or 0 in counts):
             drop_unused(optimizer, self.param_names)
             make_alike(optimizer, self.client_lr_scheduler, gather)
 
     @property
     def token_pipeline(self) -> TokenPipelineConfig:
-        """The block of this name as it stands now. Read-only, its fields too: :meth:`set_slices` changes how steps are cut."""
+        """The present block ``token_pipeline``. Read-only, its fields too; use :meth:`set_slices`."""
         return self._token_pipeline
 
     @token_pipeline.setter
@@ -187,14 +188,14 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         raise ConfigError("engine.token_pipeline: got an assignment, must stay as it is, use engine.set_slices(...)")
 
     def set_slices(self, slices: int | Sequence[int] | str, schedule: str | None = None) -> None:
-        """Cut in another way from the next step on; collective: every rank calls it, between steps, with the same values.
+        """Change the slices from the next step on; collective: every rank calls it between steps, with the same values.
 
         Args:
-            slices: as ``token_pipeline.slices``; ``"auto"`` measures and plans anew.
+            slices: as ``token_pipeline.slices``; ``"auto"`` measures and plans again.
             schedule: as ``token_pipeline.schedule``; None keeps it.
 
         Raises:
-            ConfigError: a value that breaks its rule, or other values on another rank; on every rank, and all stays as it was.
+            ConfigError: on every rank, for an invalid value, or different values between ranks; nothing is changed.
         """
         self._refuse_broken()
         before = self._token_pipeline
@@ -212,7 +213,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._trace.describe(slices=settings.slices, schedule=settings.schedule)
 
     def _uncut_only(self, settings: TokenPipelineConfig) -> ConfigError | None:
-        """What of this engine goes with it only as long as nothing is cut."""
+        """Return the error for settings of this engine that only work while nothing is cut; None if there is none."""
         try:
             check_config({**self._config._param_dict, TOKEN_PIPELINE: settings.model_dump()})
             check_model(self.module)
@@ -222,14 +223,14 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
 
     @property
     def placement(self) -> Placement:
-        """The model's stages on the places of the pipeline."""
+        """Placement of the model's stages."""
         return self._assembly.placement
 
     def destroy(self) -> None:
-        """Undo what this engine and its module did to the process: groups, threads, hooks; collective, and the engine's end.
+        """Release the process groups, threads and hooks of this engine and its module; collective.
 
-        The module keeps its weights and trains no more, see ``closing.py``. After an error in a step the groups stay: messages
-        may still be on their way, and who they are for may be gone.
+        The module keeps its weights and cannot train any more, see ``closing.py``. After a failed step the groups stay:
+        messages may still be in flight, and their receivers may be gone.
         """
         if not self._watchdog.ended:
             with self._watchdog.waiting("all ranks to close their process groups"):
@@ -242,11 +243,11 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
 
     def __del__(self) -> None:
         for undo in (self._release, super().destroy):
-            with suppress(Exception):  # of an engine that was never finished
+            with suppress(Exception):  # for an engine whose constructor failed
                 undo()
 
     def _release(self) -> None:
-        """What :meth:`destroy` does in this process alone: a collector runs on every rank at another time."""
+        """Release this process's resources without collectives: each rank collects garbage at its own time."""
         self._trace.close()
         self._watchdog.close()
         self._assembly.leave()
@@ -255,11 +256,11 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
     # ----------------------------------------------------------------------------------------------------------- train
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One optimiser step on the next ``gradient_accumulation_steps`` micro-batches; as ``PipelineEngine.train_batch``.
+        """Run one optimiser step on the next ``gradient_accumulation_steps`` micro-batches.
 
-        Returns the mean loss. Raises ConfigError on every rank for data or a model that can't be cut, ``PipelineStalled``
-        when another stage does not answer. After an error in the middle of a step the engine is no longer usable, and the
-        next call says so; one that was found before the step began leaves it as it was.
+        Returns the mean loss. Raises ConfigError on every rank for data or a model that cannot be cut,
+        ``PipelineStalled`` if another stage does not answer. After an error in the middle of a step the engine is
+        unusable, and further calls raise RuntimeError. An error before the step began leaves the engine as it was.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
@@ -310,7 +311,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         return self._cutting.wants_layers
 
     def _finish_step(self) -> None:
-        """What comes after the schedule: gradients reduced, weights updated, the loss known on all stages."""
+        """Finish a step after its schedule: reduce gradients, update weights, bring the loss to all stages."""
         with self._collective("tied gradients", "the all-reduce of tied gradients"):
             self._exec_reduce_tied_grads()
         with self._collective("gradients", "the all-reduce of gradients over data-parallel replicas"):
@@ -322,7 +323,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
 
     @contextmanager
     def _no_way_back(self) -> Iterator[None]:
-        """Around what leaves messages, half a gradient or half a step behind when it fails."""
+        """Context manager for code that leaves messages, partial gradients or a partial step behind when it fails."""
         try:
             yield
         except BaseException as error:
@@ -374,7 +375,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                 if seat.has_last and self._compute_loss and hasattr(self.module.loss_fn, "step_weight"):
                     weight = self.module.loss_fn.step_weight(batch.labels)
                     weight = None if weight is None else weight.to(self.device)
-        except Exception as problem:  # whatever the user's data raises is raised on every rank
+        except Exception as problem:  # any error of the user's data is raised on every rank
             error = problem
         header = Header(tuple(batch.lengths), tuple(batch.signatures)) if batch.lengths else None
         batch.adopt(self._consensus.announce(seat.placement, header, micro_batches, error))
@@ -385,9 +386,9 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         return batch
 
     def _refuse_switched(self) -> None:
-        """Raise where ``requires_grad`` was set by hand and changes nothing.
+        """Refuse a change of ``requires_grad`` that would have no effect.
 
-        Wrappers step with the flat tensors that they have made, and what only goes forward gets no gradient.
+        Wrappers step with flat tensors that they have made, and forward-only layers get no gradient.
         """
         switched = [(name, p) for name, p, before in self._switches if p.requires_grad is not before]
         if not switched:
@@ -405,16 +406,16 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                 )
 
     def _read(self, micro_batches: int) -> list[Any]:
-        """The micro-batches of a step, (inputs, labels) each, where this rank needs them."""
+        """Read the micro-batches of a step, (inputs, labels) each, if this rank needs them."""
         seat = self._assembly.seat
         return [self._next_batch() for _ in range(micro_batches)] if seat.has_first or seat.has_last else []
 
     def _next_batch(self) -> Any:
-        """Copy what the iterator yields: all of a step's micro-batches are read before the first of them runs."""
+        """Copy the iterator's next item: all of a step's micro-batches are read before the first one runs."""
         return own(super()._next_batch())
 
     def _inspect(self, batch: StepBatch) -> None:
-        """Before the first sliced step: where the sequence is between layers, and whether the model can be cut at all."""
+        """Find the sequence dimensions before the first sliced step, and verify the slices; collective."""
         if self._assembly.is_inspected or all(len(spans) == 1 for spans in batch.spans):
             return
         check_loss(self.module.loss_fn)
@@ -451,21 +452,21 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                 self.loss = losses.values[-1]
 
     def _deferring(self) -> tuple[int, ...]:
-        """The stages whose weight gradients are actions of their own, once per micro-batch; the same on all ranks."""
+        """Return the stages with separate weight gradients, once per micro-batch; the same on all ranks."""
         return self._assembly.deferring(self._consensus) if self.makes_weight_gradients_once() else ()
 
     @property
     def not_deferred(self) -> list[str]:
-        """Names of this rank's trained matrices whose gradients are made slice by slice though they are to be made once."""
+        """Names of this rank's trained matrices whose gradients are made slice by slice against the setting."""
         interception = self._assembly.interception
         if interception is None or not self.makes_weight_gradients_once():
             return []
         return interception.not_deferred(self.module.named_parameters())
 
     def makes_weight_gradients_once(self) -> bool:
-        """Per micro-batch or per slice: a user who checkpoints activations is short of the memory that the former takes.
+        """Whether weight gradients are made per micro-batch; "auto": not with activation checkpointing, to save memory.
 
-        Under ``torch_autocast`` a layer multiplies with a copy of its weight, whose gradient is autograd's to make.
+        Under ``torch_autocast`` a layer multiplies with a copy of its weight, whose gradient autograd has to make.
         """
         choice = self.token_pipeline.weight_gradients
         if choice == "auto":
@@ -475,7 +476,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
     # ------------------------------------------------------------------------------------------------- around DeepSpeed
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As ``DeepSpeedEngine.compile`` where nothing is cut; a graph would keep the position of the slice it was made for."""
+        """Override ``DeepSpeedEngine.compile``: refuse slices, since a graph would keep the position of its slice."""
         if cuts(self.token_pipeline.slices):
             got = shown(self.token_pipeline.slices)
             raise ConfigError(
@@ -487,10 +488,10 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
 
 
 def _autocast(engine: weakref.ref[Any]) -> Any:
-    """The mixed precision of an engine, which is not to be held by its parts."""
+    """Return the mixed precision context of an engine, by a weak reference."""
     return autocast_if_enabled(engine())
 
 
 def _hash_of(settings: TokenPipelineConfig) -> int:
-    """Of what must be the same on all ranks."""
+    """Hash the settings, which must be the same on all ranks."""
     return zlib.crc32(repr(sorted(settings.model_dump().items())).encode())

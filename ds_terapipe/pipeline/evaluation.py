@@ -1,4 +1,4 @@
-"""Evaluation: a batch forward only, cut as the training's are."""
+"""Evaluation: forward of a batch, cut like the training's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
 
 
 class Evaluation(PipelineEngine):
-    """Stands before ``PipelineEngine``; the class that has both prepares a batch and runs its schedule."""
+    """Mixin before ``PipelineEngine``; the combined class prepares a batch and runs its schedule."""
 
-    outputs: Any  # of the last stage, where they are asked for
+    outputs: Any  # outputs of the last stage, on request
 
     def eval_batch(
         self,
@@ -26,7 +26,7 @@ class Evaluation(PipelineEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate one batch without gradients; arguments and result as for ``PipelineEngine.eval_batch``."""
+        """Evaluate one batch without gradients; arguments and result see ``PipelineEngine.eval_batch``."""
         self._refuse_broken()
         if reduce_output not in ("avg", None):
             raise ConfigError(f'eval_batch: got reduce_output={shown(reduce_output)}, must be "avg" or None, use "avg"')

@@ -1,7 +1,7 @@
-"""DeepSpeed's handling of gradients, told that a micro-batch's backward comes in slices.
+"""DeepSpeed's gradient handling for micro-batches whose backward runs in slices.
 
-DeepSpeed 0.19.8 scales a loss, opens and closes its optimisers' backward pass and gathers gradients once per micro-batch
-(``DeepSpeedEngine.backward`` in runtime/engine.py); here a micro-batch has several backward passes.
+DeepSpeed 0.19.8 scales a loss, enters and leaves its optimisers' backward pass and gathers gradients once per
+micro-batch (``DeepSpeedEngine.backward`` in runtime/engine.py); here a micro-batch has several backward passes.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch import Tensor
 
 from ds_terapipe.pipeline.operators.gradient_sums import GradientSums
 
-_ALONE = 2**18  # elements from which on a message of its own takes less time than two copies (and no memory)
+_ALONE = 2**18  # elements from which on a separate message is faster than two copies (and needs no memory)
 
 
 class DeepSpeedGradients:
-    """The ``stage.GradientRules`` of an engine: what DeepSpeed does around the backward pass of a micro-batch.
+    """The ``stage.GradientRules`` of an engine: DeepSpeed's hooks around the backward pass of a micro-batch.
 
     Args:
         engine: a ``PipelineEngine``.
     """
 
     def __init__(self, engine: Any) -> None:
-        # not to hold the engine, which holds the stages that hold this
+        # weak, since the engine holds the stages that hold this
         self._engine: Any = weakref.proxy(engine)
         self._sums = GradientSums(engine.module.parameters())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Gradient accumulation and loss scaling, once (``DeepSpeedEngine.backward`` in 0.19.8 does the same to one loss)."""
+        """Scale a loss for gradient accumulation and mixed precision, as ``DeepSpeedEngine.backward`` (0.19.8)."""
         engine = self._engine
         loss = loss / engine.gradient_accumulation_steps()
         if isinstance(engine.optimizer, ZeROOptimizer):
@@ -50,7 +50,7 @@ class DeepSpeedGradients:
 
     @contextmanager
     def around(self, first: bool = True, last: bool = True) -> Iterator[None]:
-        """Around a backward pass; ``first``, ``last``: of its stage and micro-batch."""
+        """Context manager around a backward pass; ``first``, ``last``: of its stage and micro-batch."""
         # DeepSpeed's hooks on gradients look at this flag; its optimisers gather 16-bit gradients per micro-batch
         engine, optimizer = self._engine, self._engine.optimizer
         engine._running_engine_backward = True
@@ -76,15 +76,15 @@ class DeepSpeedGradients:
             optimizer.exit_backward()
 
     def clear(self) -> None:
-        """Forget what a step that ended in an error has left."""
+        """Drop gradients that a failed step has left."""
         self._sums.clear()
 
 
 class Replicas(DeepSpeedEngine):
-    """Stands before ``PipelineEngine``: large gradients of replicas are reduced where they are, one replica's not at all."""
+    """Mixin before ``PipelineEngine``: reduces large gradients of replicas in place, and skips a single replica."""
 
     def _exec_reduce_tied_grads(self) -> None:
-        """As DeepSpeed's, of the weights that are trained: with bf16 it asks every one for sums that a frozen one has not."""
+        """Override ``PipelineEngine``: reduce only trained tied weights; with bf16 DeepSpeed reduces all."""
         shared = self.module.get_tied_weights_and_groups()
         self.module.get_tied_weights_and_groups = lambda: [pair for pair in shared if pair[0].requires_grad]
         try:
@@ -93,7 +93,7 @@ class Replicas(DeepSpeedEngine):
             del self.module.get_tied_weights_and_groups
 
     def _exec_reduce_grads(self) -> None:
-        """As DeepSpeed's; but one replica has nothing to reduce, where DeepSpeed flattens all gradients and copies them back."""
+        """Override ``PipelineEngine``: skip a single replica, whose gradients DeepSpeed would flatten and copy."""
         if self.is_data_parallel or isinstance(self.optimizer, ZeROOptimizer):
             super()._exec_reduce_grads()
             return
@@ -102,7 +102,7 @@ class Replicas(DeepSpeedEngine):
                 parameter.grad = torch.zeros_like(parameter)  # optimisers decay a weight whose gradient is zero
 
     def allreduce_no_retain(self, bucket: list[Tensor], dp_group: Any, *args: Any, **kwargs: Any) -> None:
-        """As DeepSpeed's, which copies all gradients into one tensor and back: as much memory as they take themselves."""
+        """Override ``DeepSpeedEngine``: reduce large gradients in place, without DeepSpeed's flat copy."""
         large: list[Tensor] = []
         small: list[Tensor] = []
         for gradient in bucket:

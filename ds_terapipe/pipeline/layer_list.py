@@ -1,7 +1,7 @@
-"""The entries of a ``PipelineModule``'s layer list, and the modules that they are on this rank.
+"""Entries of a ``PipelineModule``'s layer list, and their modules on this rank.
 
-An entry is a spec, which builds its layer; a tied spec, of which all entries of a key share one module; a module; or a plain
-function. Parameters are known by the names that ``PipelineModule`` gives them, which are the same whatever the stages are.
+An entry is a spec, which builds its layer; a tied spec, whose key shares one module among entries; a module; or a plain
+function. Parameters have the names that ``PipelineModule`` gives them, which do not depend on the stages.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _TIED = "tied_modules"
 
 
 def prefix_of(module: PipelineModule, entry: int) -> str:
-    """Prefix of the names of an entry's parameters: ``3.``, or ``tied_modules.embedding.``."""
+    """Return the prefix of an entry's parameter names: ``3.``, or ``tied_modules.embedding.``."""
     spec = module._layer_specs[entry]
     return f"{_TIED}.{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{entry}."
 
 
 def layers_here(module: PipelineModule) -> dict[str, nn.Module]:
-    """The modules of this rank by the prefix of their names, in the order of the layer list."""
+    """Return the modules of this rank by their name prefix, in the order of the layer list."""
     found: dict[str, nn.Module] = {}
     for entry in range(module._local_start, module._local_stop):
         prefix = prefix_of(module, entry)

@@ -1,7 +1,8 @@
-"""The layers of a stage, run one after the other as DeepSpeed's ``PipelineModule`` runs its own.
+"""Layers of a stage, run in order as DeepSpeed's ``PipelineModule`` runs its own.
 
-``PipelineModule.forward`` (runtime/pipe/module.py, 0.19.8) runs all layers of a process. A stage may be a part of them, and
-attention has to know which layer it is in, in a recomputation too; hence a loop of our own, with the module's settings.
+``PipelineModule.forward`` (runtime/pipe/module.py, 0.19.8) runs all layers of a process. A stage may be a part of them,
+and attention must know its layer, in a recomputation too. Therefore this class has its own loop, with the module's
+settings.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ class LayerRange:
     Args:
         functions: the layers: modules, or functions of their inputs.
         first: number of the first one in the model.
-        entering: told the number of each layer before it runs, in every recomputation too.
-        leaving: called when a layer is through, in whatever way.
-        module: the ``PipelineModule`` that they are part of, whose settings for checkpoints and seeds hold; None for layers
-            that belong to no such module and are run as they are.
+        entering: called with the number of each layer before it runs, in every recomputation too.
+        leaving: called when a layer ends, after an error too.
+        module: the layers' ``PipelineModule``, for its checkpoint and seed settings; None: there is none.
 
-    ``functions`` may be exchanged between steps for others that do the same (to time them).
+    ``functions`` may be replaced between steps by equivalent ones (to time them).
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class LayerRange:
         self._names = [_name_of(layer) for layer in functions]
         self.modules = [module for layer in functions for module in modules_of(layer)]
         self._entering, self._leaving, self._module = entering, leaving, module
-        # of the layers that DeepSpeed counts in this process so many are before these
+        # number of layers before these in DeepSpeed's count of this process
         self._before = 0 if module is None else first - module._local_start
         self._runs = 0 if module is None else module.micro_offset
         self._checkpointed: tuple[int, list[bool]] = (0, [])
-        self.timed = True  # whether a step that times layers times these
+        self.timed = True  # whether these layers are timed in a step that times layers
 
     def __call__(self, inputs: Any, start: int = 0) -> Any:
-        """Run the layers from number ``start`` of these on; tensors between layers are one tensor or a tuple of them."""
+        """Run the layers from index ``start`` on; tensors between layers are one tensor or a tuple of them."""
         module = self._module
         if module is None:
             return self._run(start, len(self.functions), 0, 0)(inputs)
         if has_own_forward(module):
-            return module(inputs)  # nothing of it is cut: refusals/ sees to that
-        # called as the module, whose hooks (DeepSpeed's cast inputs and time what runs) belong to every forward pass
+            return module(inputs)  # never cut: refusals/ makes sure of that
+        # called as the module, so that its hooks run (DeepSpeed's cast inputs and time the forward)
         module.__dict__["forward"] = functools.partial(self._forward, first=start)
         try:
             return module(inputs)
@@ -69,18 +69,18 @@ class LayerRange:
             del module.__dict__["forward"]
 
     def text(self, number: int) -> str:
-        """A layer as errors name it, by its number in the model: ``layer 3 (Block)``."""
+        """Return a layer's name for errors, by its number in the model: ``layer 3 (Block)``."""
         index = number - self.first
         return f"layer {number} ({self._names[index]})" if 0 <= index < len(self._names) else f"layer {number}"
 
     @property
     def last(self) -> str:
-        """The last layer as errors name it."""
+        """Name of the last layer for errors."""
         return self.text(self.first + len(self.functions) - 1)
 
     def _forward(self, inputs: Any, first: int = 0) -> Any:
         module = self._module
-        # a count of its own: what DeepSpeed counts once is a forward pass of each stage of the process
+        # its own count: DeepSpeed counts one forward pass, here each stage of the process has one
         self._runs += 1
         module.micro_offset, offset = self._runs, self._runs + 1
         interval = self.checkpoint_interval
@@ -91,12 +91,12 @@ class LayerRange:
                 continue
             run = self._run(max(start, first), stop, offset, interval)
             several = inputs if isinstance(inputs, tuple) else (inputs,)
-            again = checkpointed and torch.is_grad_enabled()  # else nothing is kept that could be recomputed
+            again = checkpointed and torch.is_grad_enabled()  # without gradients nothing is recomputed
             inputs = module.activation_checkpoint_func(run, *several) if again else run(*several)
         return inputs
 
     def _ranges(self, interval: int) -> list[tuple[int, int]]:
-        """What is checkpointed together: DeepSpeed's ranges of the layers of the process, as far as they are in here."""
+        """Return the ranges of layers checkpointed together: DeepSpeed's of this process, clipped to these layers."""
         count = len(self.functions)
         starts = [0, *range(interval - self._before % interval, count, interval)]
         return list(zip(starts, [*starts[1:], count], strict=True))
@@ -106,15 +106,15 @@ class LayerRange:
             value: Any = inputs[0] if len(inputs) == 1 else inputs
             for index in range(start, stop):
                 if self._module is not None:
-                    # DeepSpeed counts from the first layer anew in every range that it checkpoints; its seeds follow that
+                    # DeepSpeed counts from the first layer again in every checkpointed range; its seeds depend on that
                     local = self._before + index
                     self._module.curr_layer = self._module._local_start + (local % interval if interval else local)
                     if self._module.seed_layers:
                         self._seed(self._module.base_seed * offset + self._module.curr_layer)
-                self._entering(self.first + index)  # which may seed, too, and by more than DeepSpeed knows
+                self._entering(self.first + index)  # the hook may seed, too, by more than DeepSpeed knows
                 try:
                     value = self.functions[index](value)
-                finally:  # a recomputation may end in the middle, when all that is needed is there
+                finally:  # a recomputation may stop early, when all needed tensors exist
                     self._leaving()
             return value
 
@@ -125,19 +125,20 @@ class LayerRange:
 
     @property
     def checkpoint_interval(self) -> int:
-        """Layers from one checkpoint of activations to the next, 0: none."""
+        """Layers per activation checkpoint; 0: none."""
         return 0 if self._module is None else int(self._module.activation_checkpoint_interval)
 
     @property
     def is_reentrant(self) -> bool:
-        """Whether layers are checkpointed by a function that needs an input that requires a gradient."""
+        """Whether layers are checkpointed by a function that needs an input with ``requires_grad``."""
         return (
             self.checkpoint_interval > 0
             and self._module.activation_checkpoint_func is not checkpointing.non_reentrant_checkpoint
         )
 
     def detaches(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether the first checkpoint would train nothing: reentrant, with weights, from inputs without a gradient."""
+        """Whether the first checkpoint trains nothing: reentrant, with weights, and inputs without
+        ``requires_grad``."""
         if not self.is_reentrant or not self._checkpoints(self.checkpoint_interval)[0]:
             return False
         first = self.functions[: self._ranges(self.checkpoint_interval)[0][1]]
@@ -145,7 +146,7 @@ class LayerRange:
         return learns and not any(tensor.is_floating_point() for tensor in inputs)
 
     def _checkpoints(self, interval: int) -> list[bool]:
-        """For each range of layers, whether it is checkpointed."""
+        """Return for each range of layers whether it is checkpointed."""
         if self._checkpointed[0] != interval:
             ranges = [self.functions[start:stop] for start, stop in self._ranges(interval)]
             self._checkpointed = interval, [bool(self._module._is_checkpointable(each)) for each in ranges]
@@ -153,7 +154,7 @@ class LayerRange:
 
 
 def modules_of(layer: Any) -> Iterator[nn.Module]:
-    """The modules that a layer is, or is a function of, as a tied layer's ``functools.partial(forward_fn, module)``."""
+    """Yield the modules of a layer, also those of a tied layer's ``functools.partial(forward_fn, module)``."""
     parts = (layer.func, *layer.args, *layer.keywords.values()) if isinstance(layer, functools.partial) else (layer,)
     for part in parts:
         owner = getattr(part, "__self__", part)  # of a bound method
@@ -162,17 +163,17 @@ def modules_of(layer: Any) -> Iterator[nn.Module]:
 
 
 def _name_of(layer: Any) -> str:
-    """The class of a module, of the module that a function is about, or the function's name."""
+    """Return the class name of a module, or of a function's module, or the function's name."""
     for module in modules_of(layer):
         return type(module).__name__
     return getattr(layer, "__name__", type(layer).__name__)
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, as DeepSpeed does before a layer (``set_random_seed``, runtime/utils.py).
+    """Seed Python's, NumPy's and torch's generators, as DeepSpeed's ``set_random_seed`` before a layer.
 
-    ``torch.manual_seed``, which that calls, formats the stack for each kind of device that has not been used, over a millisecond
-    in all: before a small layer's slice that is more than the slice.
+    ``torch.manual_seed``, as called there, formats the stack for each unused kind of device, over a millisecond in all.
+    That is longer than a slice of a small layer.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)

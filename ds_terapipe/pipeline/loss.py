@@ -1,7 +1,7 @@
-"""The loss of a micro-batch whose outputs come slice by slice, and its gradient for each slice.
+"""Loss of a micro-batch whose outputs come slice by slice, and its gradient for each slice.
 
-Any ``loss_fn`` is exact on the concatenated outputs, so that is the rule. A loss that is known to be a sum over tokens runs
-on each slice by itself: it then keeps only one slice's logits busy and needs no copy of them.
+Any ``loss_fn`` is exact on the concatenated outputs, which is the default. A loss that is known to be a sum over tokens
+runs on each slice separately: it keeps one slice's logits at a time, and copies none.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from ds_terapipe.schedule import Unit
 
 @runtime_checkable
 class TokenLoss(Protocol):
-    """A ``loss_fn`` equal to ``token_sum(outputs, labels) / token_weight(labels)``, a sum over tokens above one below.
+    """A ``loss_fn`` equal to ``token_sum(outputs, labels) / token_weight(labels)``.
 
-    It may have more methods: ``aligned(labels)``, the labels that the other two get, token by token (a language model's are those
-    of the next token), and for a denominator that is the step's, ``step_weight(labels)``, a scalar or None from the labels of all
-    micro-batches of this replica, and ``begin_step(weight)``, which is given its mean over the replicas.
+    Optional methods: ``aligned(labels)`` returns the labels for the other two, token by token (a language model's are
+    those of the next token). For a denominator of the whole step, ``step_weight(labels)`` returns a scalar or None from
+    the labels of all micro-batches of this replica; ``begin_step(weight)`` gets its mean over the replicas.
     """
 
     def __call__(self, outputs: Any, labels: Any) -> Tensor:
-        """The loss of a whole micro-batch, a scalar."""
+        """Return the loss of a whole micro-batch, a scalar."""
 
     def token_sum(self, outputs: Any, labels: Any) -> Tensor:
-        """Sum over the tokens of a slice, a scalar; outputs and labels are the slice's."""
+        """Return the sum over the tokens of a slice, a scalar, from its outputs and labels."""
 
     def token_weight(self, labels: Any) -> Tensor:
-        """The denominator, a scalar, from the labels of the whole micro-batch."""
+        """Return the denominator, a scalar, from the labels of the whole micro-batch."""
 
 
 class MicroBatchLoss:
     """Collects one micro-batch's outputs on the last stage, makes its loss and starts its backward passes.
 
     Args:
-        loss_fn: of the PipelineModule; None where the model returns its loss.
-        labels: of the whole micro-batch.
-        label_cuts: how the labels are cut; None where they need not be.
+        loss_fn: loss of the PipelineModule; None: the model returns its loss.
+        labels: labels of the whole micro-batch.
+        label_cuts: cuts of the labels; None: not cut.
         output_cuts: per output tensor, where its tokens are (as the inspection has found); None for a whole micro-batch.
         spans: the slices of the micro-batch.
     """
@@ -66,11 +66,11 @@ class MicroBatchLoss:
         self._outputs: list[Any] = []
         self._terms: list[Tensor | None] = []
         self._joined: Any = None
-        self.value: Any = None  # the loss, once the last slice is in; with a graph only where backward needs it
-        self.outputs: Any = None  # of the whole micro-batch, on request
+        self.value: Any = None  # the loss after the last slice; with a graph only if backward needs it
+        self.outputs: Any = None  # outputs of the whole micro-batch, on request
 
     def add(self, outputs: Any, *, keep_outputs: bool = False) -> None:
-        """Take the outputs of the next slice; with the last one the loss is made."""
+        """Add the outputs of the next slice; the last one makes the loss."""
         if self._per_slice:
             self._add_term(outputs, keep_outputs)
         elif len(self._spans) == 1:
@@ -110,7 +110,7 @@ class MicroBatchLoss:
         return like(self._outputs[0], joined)
 
     def backward(self, index: int, scale: Callable[[Tensor], Tensor]) -> None:
-        """Backward of slice ``index``; slices come in descending order. ``scale`` applies accumulation and loss scale."""
+        """Run the backward of slice ``index``, in descending order. ``scale`` applies accumulation and loss scale."""
         if self._per_slice:
             term, self._terms[index] = self._terms[index], None
             assert term is not None
@@ -139,18 +139,18 @@ class MicroBatchLoss:
 
 
 class StepLosses:
-    """The losses of a step's micro-batches, on the last stage.
+    """Losses of a step's micro-batches, on the last stage.
 
     Args:
-        batch: of the step.
+        batch: batch of the step.
         loss_fn: as for `MicroBatchLoss`.
-        output_cuts: likewise; None where nothing is cut.
-        keep_outputs: whether the outputs of the last micro-batch are wanted whole.
+        output_cuts: likewise; None: nothing is cut.
+        keep_outputs: whether to keep the whole outputs of the last micro-batch.
         sums: whether losses are added up.
 
     Attributes:
-        values: the loss of each micro-batch that is through, detached, in the order in which they came.
-        total: their sum, None where none is made.
+        values: loss of each finished micro-batch, detached, in order of completion.
+        total: their sum; None without ``sums``.
         outputs: see ``keep_outputs``.
     """
 
@@ -171,11 +171,11 @@ class StepLosses:
         self.outputs: Any = None
 
     def __len__(self) -> int:
-        """Micro-batches whose loss is still needed."""
+        """Number of micro-batches whose loss is still needed."""
         return len(self._open)
 
     def add(self, unit: Unit, outputs: Any) -> None:
-        """The outputs of a unit; the slices of a micro-batch come in ascending order."""
+        """Add the outputs of a unit; the slices of a micro-batch come in ascending order."""
         m = unit.micro_batch
         if unit.slice == 0:
             self._open[m] = self._new(m)
@@ -194,7 +194,7 @@ class StepLosses:
             del self._open[m]
 
     def backward(self, unit: Unit, scale: Callable[[Tensor], Tensor]) -> None:
-        """Start the backward pass of a unit; those of a micro-batch come in descending order."""
+        """Start the backward pass of a unit; the slices of a micro-batch come in descending order."""
         self._open[unit.micro_batch].backward(unit.slice, scale)
         if unit.slice == 0:
             del self._open[unit.micro_batch]
@@ -212,12 +212,12 @@ class StepLosses:
 
 
 def runs_per_slice(loss_fn: Callable[..., Any] | None) -> bool:
-    """True for a loss that is known to be a sum over tokens."""
+    """Whether the loss is known to be a sum over tokens."""
     return isinstance(loss_fn, TokenLoss)
 
 
 def check_loss(loss_fn: Callable[..., Any] | None) -> None:
-    """Raise ConfigError for a model that can't be cut for want of a ``loss_fn``."""
+    """Raise ConfigError for a model that cannot be cut without a ``loss_fn``."""
     if loss_fn is None:
         raise ConfigError(
             "token_pipeline.slices: got a PipelineModule without loss_fn, must have one so that the loss sees the whole "

@@ -1,6 +1,6 @@
-"""The state of a ``loss_fn`` that is a module, in a checkpoint: DeepSpeed 0.19.8 saves the layers and leaves it out.
+"""State of a ``loss_fn`` that is a module, in a checkpoint; DeepSpeed 0.19.8 only saves the layers.
 
-It has a file like a layer's, numbered behind the last entry of the layer list, which DeepSpeed's own reader does not ask for.
+Its file is named like a layer's, numbered after the last entry of the layer list; DeepSpeed's own reader ignores it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def save_loss(engine: Any, folder: str) -> None:
     if path is None or not engine.is_last_stage() or engine.grid.data_parallel_id != 0:
         return
     state = loss.state_dict()
-    if checkpoints.preserves_storage_sharing():  # else a view is saved with all that it is a view of
+    if checkpoints.preserves_storage_sharing():  # saving a view would save its whole base
         state = clone_tensors_for_torch_save(state)
     checkpoints.save(state_dict=state, path=str(path))
 
 
 def load_loss(engine: Any, folder: str, strict: bool) -> None:
-    """Give the loss the state that a checkpoint has of it; one without leaves it as it is, and rank 0 says so."""
+    """Load the loss's state from a checkpoint; if there is none, the loss stays as it is, and rank 0 says so."""
     loss, path = engine.module.loss_fn, loss_file(engine.module, folder)
     if path is None:
         return
@@ -40,7 +40,7 @@ def load_loss(engine: Any, folder: str, strict: bool) -> None:
 
 
 def loss_file(module: Any, folder: str) -> Path | None:
-    """The file of the loss in the folder of a checkpoint; None for a loss without a state."""
+    """Return the file of the loss in the folder of a checkpoint; None for a loss without state."""
     if not isinstance(module.loss_fn, nn.Module) or not module.loss_fn.state_dict():
         return None
     return Path(module.ckpt_layer_path(folder, len(module._layer_specs) - module._local_start))

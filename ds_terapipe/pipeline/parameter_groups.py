@@ -1,7 +1,8 @@
 """Parameter groups of an optimizer on the stages of a pipeline: the same list on every rank, none of them empty.
 
-DeepSpeed's wrappers make a flat tensor of each group, and ZeRO takes norms group by group over all stages (0.19.8). A stage that
-trains nothing of a group ends there with an IndexError, and one that lacks a group leaves the others waiting.
+DeepSpeed's wrappers make a flat tensor of each group, and ZeRO takes norms group by group over all stages (0.19.8). A
+stage without trained parameters in a group ends with an IndexError, and a stage without the group leaves the others
+waiting.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ OF_PARAMETERS = ("params", "param_names")
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
+    """Return a group without its parameters."""
     return {key: value for key, value in group.items() if key not in OF_PARAMETERS}
 
 
 def tell(optimizer: Any) -> None:
-    """``FusedLamb`` keeps tables of its parameters."""
+    """Notify a ``FusedLamb``, which keeps tables of its parameters."""
     changed = getattr(optimizer, "parameters_changed", None)
     if changed is not None:
         changed()
 
 
 def unused(like: nn.Module, device: torch.device, names: dict[Any, str]) -> nn.Parameter:
-    """A parameter that stands for those that a rank lacks.
+    """Make a stand-in parameter [1] for a rank without parameters.
 
     Args:
-        like: its first parameter has the type of numbers, and marks by which a function of the user's may make groups.
-        device: where it is.
-        names: of parameters, as the engine keeps them for its wrappers; gets its name.
+        like: module whose first parameter gives the type, and attributes by which the user may form groups.
+        device: device of the parameter.
+        names: the engine's parameter names for its wrappers; the new name is added.
     """
     first = next(like.parameters(), torch.zeros(0))
     found = nn.Parameter(torch.zeros(1, dtype=first.dtype, device=device))
@@ -47,12 +48,12 @@ def unused(like: nn.Module, device: torch.device, names: dict[Any, str]) -> nn.P
 
 
 def is_unused(parameter: Any, names: Mapping[Any, str]) -> bool:
-    """Whether :func:`unused` made it."""
+    """Whether :func:`unused` made the parameter."""
     return names.get(parameter) == UNUSED
 
 
 def keep_trained(optimizer: torch.optim.Optimizer) -> None:
-    """Take frozen parameters out of all groups, which may be empty then."""
+    """Remove frozen parameters from all groups, which may become empty."""
     for group in optimizer.param_groups:
         kept = [parameter.requires_grad for parameter in group["params"]]
         for key in OF_PARAMETERS:
@@ -62,15 +63,16 @@ def keep_trained(optimizer: torch.optim.Optimizer) -> None:
 
 
 def drop_unused(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -> None:
-    """Take groups out of the list that have nothing but what :func:`unused` made."""
+    """Remove groups whose only parameters were made by :func:`unused`."""
     groups = optimizer.param_groups
     groups[:] = [each for each in groups if not each["params"] or not all(is_unused(p, names) for p in each["params"])]
 
 
 def outside(optimizer: Any, module: nn.Module, names: Mapping[Any, str]) -> list[nn.Parameter]:
-    """Trained parameters of an optimizer that are not the module's.
+    """Return trained parameters of an optimizer that are not the module's.
 
-    On a rank that trains nothing of the module there are none: those in the optimizer are there because it wants one.
+    On a rank that trains nothing of the module the result is empty: its parameters are only there because an optimizer
+    needs one.
     """
     here, members = set(map(id, module.parameters())), [p for group in optimizer.param_groups for p in group["params"]]
     if not any(p.requires_grad and id(p) in here for p in members):
@@ -84,9 +86,9 @@ def check_inside(
     """Refuse parameters of :func:`outside`; collective.
 
     Args:
-        optimizer, module, names: as there.
-        gather: any value of every rank.
-        where: they must be the module's.
+        optimizer, module, names: see :func:`outside`.
+        gather: gathers any value of every rank.
+        where: condition for the error message.
 
     Raises:
         ConfigError: naming the first, on every rank.
@@ -106,11 +108,11 @@ def check_inside(
 def make_alike(optimizer: torch.optim.Optimizer, scheduler: Any, gather: Callable[[Any], list[Any]]) -> None:
     """Give all ranks the same list of groups; collective.
 
-    Groups of the same settings are the same group, those of a rank among each other by their order. A rank gets an empty group
-    for each that it has no parameter for.
+    Groups with equal settings are the same group; several of them on a rank match by their order. A rank gets an empty
+    group for each that it lacks.
 
     Raises:
-        ConfigError: on every rank, for a scheduler that was made for fewer groups than there are.
+        ConfigError: on every rank, for a scheduler that was made for fewer groups.
     """
     mine = _numbered(optimizer.param_groups)
     everybodys = gather(
@@ -151,13 +153,13 @@ def _numbered(groups: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[st
 
 
 def occupy(optimizer: torch.optim.Optimizer, module: nn.Module, device: torch.device, names: dict[Any, str]) -> None:
-    """Give each empty group a parameter that nothing uses.
+    """Give each empty group an unused parameter.
 
     Args:
-        optimizer: about to be wrapped.
-        module: whose type of numbers it has.
-        device: where.
-        names: of parameters, as the engine keeps them for its wrappers.
+        optimizer: the optimizer to be wrapped.
+        module: module that gives the type.
+        device: device of the parameters.
+        names: the engine's parameter names for its wrappers.
     """
     for group in optimizer.param_groups:
         if not group["params"]:
@@ -165,5 +167,5 @@ def occupy(optimizer: torch.optim.Optimizer, module: nn.Module, device: torch.de
             if "param_names" in group:
                 group["param_names"] = [UNUSED]
     tell(optimizer)
-    if hasattr(optimizer, "set_names"):  # FusedLamb's, whose statistics leave these out
+    if hasattr(optimizer, "set_names"):  # FusedLamb leaves these out of its statistics
         optimizer.set_names({parameter: name for parameter, name in names.items() if name == UNUSED})

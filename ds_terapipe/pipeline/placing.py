@@ -1,4 +1,4 @@
-"""The placement that a ``PipelineModule`` has been built for."""
+"""Placement of a ``PipelineModule``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class _Layer(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a rank has of the model."""
+    """The part of the model on one rank."""
 
     place: int
     first_layer: int
     layers: tuple[_Layer, ...]
-    whole: bool  # these layers can't be divided among stages
+    whole: bool  # these layers cannot be divided among stages
     tied: tuple[tuple[str, bool], ...]  # keys of tied layers, and whether their weights are trained here
 
     @property
@@ -35,20 +35,20 @@ class _Part(NamedTuple):
 
 
 def placement_of(module: Any, consensus: Consensus) -> Placement:
-    """The layers that DeepSpeed gave each process, place by place; what comes before the first trained weight only goes forward.
+    """Return the placement of a module's layers; layers before the first trained weight are forward-only.
 
-    Stage s is on place s where nothing is frozen. A place whose layers begin with frozen ones of the model's beginning, and go
-    on with others, has two stages: one that goes forward only, and one that goes backward too.
+    If nothing is frozen, stage s is on place s. A place that begins with frozen layers of the model's beginning, and
+    has others, has two stages: a forward-only one, and one that also runs backward.
 
-    Collective. A model of which nothing is trained only goes forward: it can be evaluated.
+    Collective. A model without trained weights is forward-only: it can be evaluated.
 
     Args:
         module: a ``PipelineModule``.
-        consensus: of the job.
+        consensus: consensus of the job.
 
     Raises:
-        ConfigError: on every rank, for a tied weight that some ranks train and others do not: they would wait for each other's
-            gradients.
+        ConfigError: on every rank, for a tied weight that some ranks train and others freeze: they would wait for each
+            other's gradients.
     """
     parts = sorted({part.place: part for part in consensus.gather(_part(module))}.values())
     _check_tied(parts)
@@ -66,7 +66,7 @@ def placement_of(module: Any, consensus: Consensus) -> Placement:
 
 def _part(module: Any) -> _Part:
     layers = [_layer(function) for function in module.forward_funcs]
-    # weights of the module itself may be used anywhere, those of its loss are not
+    # weights of the module itself may be used anywhere, weights of its loss only there
     holders = [
         each for function in (*module.forward_funcs, getattr(module, "loss_fn", None)) for each in modules_of(function)
     ]
@@ -76,7 +76,7 @@ def _part(module: Any) -> _Part:
         trains = any(p.requires_grad for p in module.parameters())
         layers = [_Layer(True, trains)] * len(layers)
     tied = tuple((key, any(weight.requires_grad for weight in _weights(one))) for key, one in module.tied_comms.items())
-    first = int(module._local_start)  # DeepSpeed has numpy's integers where it searched for layers by the type
+    first = int(module._local_start)  # DeepSpeed has numpy integers if it searched for layers by type
     return _Part(module.stage_id, first, tuple(layers), whole, tied)
 
 
@@ -86,7 +86,7 @@ def _layer(function: Any) -> _Layer:
 
 
 def _cut(part: _Part, frozen: int) -> int:
-    """Where the forward-only layers of a place end. A stage of layers without weights would be one for nothing."""
+    """Return the end of a place's forward-only layers. A stage of layers without weights would be useless."""
     cut = min(max(frozen, part.first_layer), part.stop_layer)
     if cut == part.stop_layer:
         return cut
@@ -95,7 +95,7 @@ def _cut(part: _Part, frozen: int) -> int:
 
 
 def _weights(tied: dict[str, Any]) -> list[Any]:
-    """The shared weights of a tied layer."""
+    """Return the shared weights of a tied layer."""
     return [attrgetter(name)(tied["module"]) for name in tied["weight_attr"]]
 
 

@@ -16,9 +16,9 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
 def resuming(load: Callable[..., Any]) -> Callable[..., Any]:
-    """``load_checkpoint``, after which the LR is the schedule's, and rank 0 says which settings and samples the training has.
+    """Decorate ``load_checkpoint``: afterwards the LR is the schedule's, and rank 0 logs differing settings.
 
-    Of methods that call each other the outermost does that.
+    In nested calls only the outermost does this.
     """
 
     @functools.wraps(load)
@@ -31,7 +31,7 @@ def resuming(load: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             del engine._resumes
         if hasattr(engine.lr_scheduler, "take_effect"):
-            engine.lr_scheduler.take_effect()  # ZeRO's states, with the LR of their time, are read behind the scheduler's
+            engine.lr_scheduler.take_effect()  # ZeRO's states, with their LR, are loaded after the scheduler's
         if engine.global_rank == 0 and engine.global_steps != step:
             _say_settings(engine, before)
             _say_samples(engine)
@@ -56,7 +56,7 @@ def _groups(engine: Any) -> list[dict[str, Any]]:
 
 
 def _say_settings(engine: Any, before: list[dict[str, Any]]) -> None:
-    """An optimizer takes over all settings of its groups from a checkpoint, a scheduler may keep its own."""
+    """Log settings that the checkpoint's optimizer replaced; a scheduler may keep its own."""
     scheduler = engine.lr_scheduler
     found: dict[str, str] = {}
     ignored = {"step"}  # a count

@@ -1,7 +1,7 @@
-"""The files of a checkpoint that a rank reads, checked before anything is changed: as they were saved, and of this model.
+"""Checkpoint files that a rank reads, checked before any change: as saved, and of this model.
 
-DeepSpeed 0.19.8 reads a file for each layer, a state file for each rank of a replica (``mp_rank``) and, where replicas share out
-masters and moments, a file of each rank's parts.
+DeepSpeed 0.19.8 reads a file for each layer and a state file for each rank of a replica (``mp_rank``). If replicas
+divide masters and moments, it also reads a file of each rank's parts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOMENTS = (
     "exp_avg",
     "exp_avg_sq",
     "momentum_buffer",
-)  # each as large as its parameter, in whatever optimizer has them
+)  # each as large as its parameter, in any optimizer
 _FLAT = ("fp32_groups_flat", "fp32_groups")  # of fp16 without ZeRO
 _REWRITING = ("_load_from_state_dict", "load_state_dict")
 
@@ -35,7 +35,7 @@ class Share(NamedTuple):
     """A rank's part of a checkpoint.
 
     Attributes:
-        entries: numbers in the layer list.
+        entries: entries of the layer list.
         tensor: number of this rank among ``tensors`` tensor-parallel ones.
         model: number of this rank among ``models`` ranks of a replica, by which DeepSpeed names state files.
         data: number of this rank's replica, among ``replicas``.
@@ -51,7 +51,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, topology: ProcessTopology, parts: Sequence[int]) -> Share:
-        """The share of a rank where the stages begin at the entries ``parts``."""
+        """Return the share of a rank if the stages begin at the entries ``parts``."""
         at = topology.get_coord(rank)
         replica = sorted(topology.get_axis_list("data", at.data))
         entries = range(int(parts[at.pipe]), int(parts[at.pipe + 1]))
@@ -68,14 +68,14 @@ class Share(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The states that are read beside the weights.
+    """States that are read beside the weights.
 
     Attributes:
-        states: whether the optimizer's states are, of the state file or of flat parts.
-        parts: beginning of the names of files with flat parts of them; None where there are no parts.
-        scheduler: whether the scheduler's state is.
-        strict: whether layers must have the same weights.
-        optimizer: whose sizes the saved one must have; None where it is about to get another shape.
+        states: whether to read the optimizer's states, from the state file or from flat parts.
+        parts: prefix of the names of files with flat parts; None without parts.
+        scheduler: whether to read the scheduler's state.
+        strict: whether layers must have the same weight names.
+        optimizer: optimizer whose sizes the saved one must match; None: its shape will change.
     """
 
     states: bool
@@ -86,7 +86,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(engine: Any, optimizer: bool, scheduler: bool, strict: bool) -> Wanted:
-    """The states that an engine's ``load_checkpoint`` reads, by its arguments."""
+    """Return the states that an engine's ``load_checkpoint`` reads, by its arguments."""
     states = optimizer and engine.optimizer is not None
     in_parts = states and (engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer))
     parts = ("bf16_" if engine.bfloat16_enabled() else "") if in_parts else None
@@ -94,10 +94,10 @@ def wanted(engine: Any, optimizer: bool, scheduler: bool, strict: bool) -> Wante
 
 
 class SavedFiles:
-    """The files of a checkpoint.
+    """Files of a checkpoint.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
 
     Raises:
         ConfigError: there is no such folder, or its manifest is damaged.
@@ -112,10 +112,10 @@ class SavedFiles:
         self._manifest = Manifest.of(KEY, folder)
 
     def check_bytes(self, names: Iterable[str]) -> None:
-        """Refuse a file that is not there, or not as it was saved.
+        """Refuse a file that is missing, or not as it was saved.
 
         Raises:
-            ConfigError: naming it.
+            ConfigError: naming the file.
         """
         paths = [self._folder / name for name in names]
         if self._manifest is not None:
@@ -125,16 +125,16 @@ class SavedFiles:
                 raise ConfigError(f"{KEY}: got no {path}, must be there, use another checkpoint")
 
     def check_bytes_of(self, names: Iterable[str]) -> None:
-        """Check files that a checkpoint need not have, see :meth:`check_bytes`."""
+        """Check optional files of a checkpoint, see :meth:`check_bytes`."""
         self.check_bytes(name for name in names if self._names(name))
 
     def check(self, share: Share, wants: Wanted, layers: Mapping[int, Any]) -> None:
-        """Refuse a share that is not whole, or not of this model.
+        """Refuse a share that is incomplete, or not of this model.
 
         Args:
-            share: of a rank.
-            wants: beside weights.
-            layers: what is here of the layer list, by entry; of others only the files are checked.
+            share: share of a rank.
+            wants: states to read beside weights.
+            layers: layers on this rank, by entry; of others only the files are checked.
 
         Raises:
             ConfigError: naming a file.
@@ -152,7 +152,7 @@ class SavedFiles:
                 _check_same(path, "parts of parameters", _of_parts(saved), _of_parts(_live(wants.optimizer)))
 
     def _names(self, pattern: str) -> list[str]:
-        """Files of a pattern that are there, and those that were saved."""
+        """Return the names of a pattern, of existing and of saved files."""
         there = {path.name for path in self._folder.glob(pattern)}
         saved = [] if self._manifest is None else self._manifest.names()
         return sorted(there.union(name for name in saved if Path(name).match(pattern)))
@@ -189,7 +189,7 @@ class SavedFiles:
         return names[share.model if len(names) == share.models else 0]
 
     def _parts_files(self, share: Share, beginning: str | None) -> list[str]:
-        """The file of this rank's parts, if any is read."""
+        """Return the file of this rank's parts, if any is read."""
         if beginning is None:
             return []
         pattern = f"{beginning}zero_pp_rank_{share.data}_mp_rank_{share.model:02d}*optim_states.pt"
@@ -228,7 +228,7 @@ class SavedFiles:
 
 
 def _read(path: Path, keys: Iterable[str]) -> Mapping[str, Any]:
-    """The content of a file that DeepSpeed has written."""
+    """Return the content of a file that DeepSpeed has written."""
     found = tensor_files.read(KEY, path)
     missing = sorted(set(keys) - set(found)) if isinstance(found, Mapping) else ["states"]
     if missing:
@@ -241,7 +241,7 @@ def _foreign(path: Path, got: str, must: str) -> ConfigError:
 
 
 def _check_layer(path: Path, layer: nn.Module, strict: bool) -> None:
-    """Refuse weights that ``layer.load_state_dict`` would refuse; one that changes them first is left to itself."""
+    """Refuse weights that ``layer.load_state_dict`` would refuse; a layer that rewrites them first is not checked."""
     saved, here = _read(path, ()), layer.state_dict()
     rewriting = _rewriting(layer) - {"torch"}
     if rewriting - {"megatron"}:
@@ -261,7 +261,7 @@ def _shape(value: Any) -> str:
 
 
 def _rewriting(layer: nn.Module) -> set[str]:
-    """Packages of hooks and methods that change a layer's weights before it takes them."""
+    """Return packages of hooks and methods that rewrite a layer's weights before loading them."""
     found: list[Any] = []
     for module in layer.modules():
         found += [
@@ -274,20 +274,20 @@ def _rewriting(layer: nn.Module) -> set[str]:
 
 
 def _live(optimizer: Any) -> dict[str, Any]:
-    """The sizes of its parameters, under the names that its state has for them."""
+    """Return an optimizer's present sizes, under the keys of its saved state."""
     flat = {key: getattr(optimizer, key) for key in _FLAT if hasattr(optimizer, key)}
     of_parts = {PARAM_SLICE_MAPPINGS: getattr(optimizer, "_param_slice_mappings", None)}
     return of_parts | (flat or {"param_groups": optimizer.param_groups})
 
 
 def _of_parts(saved: Mapping[str, Any]) -> list[dict[str, int]] | None:
-    """Elements of each parameter in this rank's part, by parameter group."""
+    """Return the elements of each parameter in this rank's part, by parameter group."""
     mappings = saved.get(PARAM_SLICE_MAPPINGS)
     return None if mappings is None else [{name: at.numel for name, at in group.items()} for group in mappings]
 
 
 def _of_groups(saved: Mapping[str, Any]) -> list[int] | None:
-    """Parameters of each group, or elements where a wrapper has them in one tensor."""
+    """Return the number of parameters of each group, or of elements if a wrapper joins them."""
     if "param_groups" in saved:
         return [len(group["params"]) for group in saved["param_groups"]]
     for key in _FLAT:
@@ -302,7 +302,7 @@ def _check_same(path: Path, what: str, saved: Any, live: Any) -> None:
 
 
 def _check_moments(path: Path, saved: Mapping[str, Any], optimizer: Any) -> None:
-    """Moments of another parameter's shape would fail at the next step."""
+    """Refuse moments of another shape than their parameter, which would fail at the next step."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, state in saved.get("state", {}).items():
         for key in _MOMENTS:

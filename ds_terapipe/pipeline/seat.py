@@ -1,4 +1,4 @@
-"""Where a rank sits: the stages of the model on the places of a pipeline, and which of them are here."""
+"""Seat of a rank: the stages of the model on the places of a pipeline, and those on this rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Seat:
 
     Attributes:
         placement: stages on places.
-        place: this rank's.
+        place: this rank's place.
         ranks: global ranks of this rank's pipeline, by place.
     """
 
@@ -24,34 +24,34 @@ class Seat:
 
     @classmethod
     def of(cls, placement: Placement, rank: int, pipelines: Sequence[Sequence[int]]) -> Seat:
-        """The seat of a global rank in the one of several pipelines, each its ranks by place, that it belongs to."""
+        """Return the seat of a global rank in its pipeline; ``pipelines``: the ranks of each, by place."""
         ranks = next(tuple(each) for each in pipelines if rank in each)
         return cls(placement, ranks.index(rank), ranks)
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages that are here, in model order."""
+        """Stages on this rank, in model order."""
         return self.placement.stages_on(self.place)
 
     @property
     def has_first(self) -> bool:
-        """Whether the model begins here: this rank reads the inputs."""
+        """Whether this rank has the model's first stage: it reads the inputs."""
         return self.placement.first_place == self.place
 
     @property
     def has_last(self) -> bool:
-        """Whether the model ends here: this rank has the labels and makes the loss."""
+        """Whether this rank has the model's last stage: it has the labels and makes the loss."""
         return self.placement.last_place == self.place
 
     def at(self, place: int) -> Seat:
-        """The seat of another place of this pipeline."""
+        """Return the seat of another place of this pipeline."""
         return replace(self, place=place)
 
     def rank_of(self, stage: int) -> int:
-        """The global rank of a stage in this pipeline."""
+        """Return the global rank of a stage in this pipeline."""
         return self.ranks[self.placement.place_of(stage)]
 
     @property
     def name(self) -> str:
-        """For messages: ``stage 1``, or ``place 1`` where stages and places are not the same."""
+        """Name for messages: ``stage 1``, or ``place 1`` if stages and places differ."""
         return f"{'stage' if self.placement.is_plain else 'place'} {self.place}"

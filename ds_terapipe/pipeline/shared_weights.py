@@ -1,7 +1,8 @@
-"""Trained weights that several entries of a layer list use without a ``TiedLayerSpec``.
+"""Trained weights that several entries of a layer list share without a ``TiedLayerSpec``.
 
-Entries on one stage train such a weight together. On several stages each stage would train a copy, and the copies drift apart.
-A rank builds its own layers only, so it sees the weights of its layers, and of all modules that stand in the list as they are.
+Entries on one stage train such a weight together. On several stages each stage would train a copy, and the copies drift
+apart. A rank builds only its own layers, so it sees their weights, and those of all modules that are themselves in the
+list.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _SHOWN = 4
 
 
 class Shared(NamedTuple):
-    """Weights that the same entries use.
+    """Weights shared by the same entries.
 
     Attributes:
-        entries: of the layer list, in order; behind the last one is the loss.
-        names: of the weights within the first entry that has them.
+        entries: entries of the layer list, in order; the loss comes after the last one.
+        names: names of the weights within the first entry.
         kind: class of the first entry.
     """
 
@@ -37,12 +38,12 @@ class Shared(NamedTuple):
 
 
 class _Weight(NamedTuple):
-    """A name that all ranks give a weight.
+    """Identity of a weight, the same on all ranks.
 
     Attributes:
-        entry: the first that has it.
-        part: of what stands there; -1: the layer that is built.
-        name: there.
+        entry: the first entry with it.
+        part: index of the entry's argument; -1: the built layer.
+        name: name of the weight there.
     """
 
     entry: int
@@ -51,12 +52,12 @@ class _Weight(NamedTuple):
 
 
 def shared_weights(module: PipelineModule, consensus: Consensus, also: Collection[str] = ()) -> list[Shared]:
-    """Find the weights that entries of different names share, the same list on all ranks; collective.
+    """Find the weights that entries of different names share; the same list on all ranks; collective.
 
     Args:
-        module: live.
-        consensus: of the job.
-        also: names of parameters that count although they are frozen now.
+        module: the live module.
+        consensus: consensus of the job.
+        also: names of frozen parameters that count as trained.
     """
     users: dict[_Weight, set[int]] = {}
     for of_rank in consensus.gather(_users(module, also)):
@@ -74,17 +75,17 @@ def shared_weights(module: PipelineModule, consensus: Consensus, also: Collectio
 
 
 def split(shared: Sequence[Shared], parts: Sequence[int]) -> Shared | None:
-    """The first that stages with these first entries would not have together; ``parts`` ends with the number of entries."""
+    """Return the first weights that these stages would split; ``parts``: first entries, then the number of entries."""
     return next((each for each in shared if len(set(_stages(each, parts))) > 1), None)
 
 
 def refuse_split(shared: Sequence[Shared], parts: Sequence[int], key: str, use: str = "") -> None:
-    """Raise where stages would not have together what their entries share.
+    """Refuse stages that would split weights shared by their entries.
 
     Args:
         shared, parts: as for `split`.
-        key: what the error begins with.
-        use: another way out than to tie the entries.
+        key: beginning of the error message.
+        use: alternative to tying the entries, for the message.
 
     Raises:
         ConfigError: naming the entries, the stages and the weights.
@@ -112,7 +113,7 @@ def _stages(shared: Shared, parts: Sequence[int]) -> list[int]:
 
 
 def _users(module: PipelineModule, also: Collection[str]) -> dict[_Weight, set[int]]:
-    """Entries by weight, as far as this rank sees, of weights that other ranks may see, too, or several entries use here."""
+    """Return entries by weight, for weights that other ranks may see, or that several entries use here."""
     here, specs, loss = layers_here(module), module._layer_specs, module.loss_fn
     holders: list[list[nn.Module]] = [[each] if isinstance(each, nn.Module) else [] for each in (*specs, loss)]
     for entry in range(module._local_start, module._local_stop):
@@ -131,7 +132,7 @@ def _users(module: PipelineModule, also: Collection[str]) -> dict[_Weight, set[i
 
 
 def _named(module: PipelineModule) -> dict[int, _Weight]:
-    """The weights that are in the layer list before anything is built, or in what a spec builds its layer from."""
+    """Return weights in the layer list before anything is built, also those in the arguments of specs."""
     found: dict[int, _Weight] = {}
     for entry, spec in enumerate(module._layer_specs):
         given = [*spec.module_args, *spec.module_kwargs.values()] if isinstance(spec, LayerSpec) else [spec]
@@ -152,7 +153,7 @@ def _parameters_in(given: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _captured(function: Any) -> Iterator[nn.Module]:
-    """The modules that a function has with it: arguments of a ``partial``, the object of a bound method, those of a closure."""
+    """Yield the modules that a function holds: arguments of a ``partial``, a bound method's object, a closure's."""
     if isinstance(function, (nn.Module, LayerSpec)):
         return
     parts = [function]
@@ -161,7 +162,7 @@ def _captured(function: Any) -> Iterator[nn.Module]:
     for part in parts:
         cells = [
             cell for cell in getattr(part, "__closure__", None) or () if cell != CellType()
-        ]  # an empty one has no contents
+        ]  # an empty cell has no contents
         held = [part, getattr(part, "__self__", None), *(cell.cell_contents for cell in cells)]
         yield from (each for each in held if isinstance(each, nn.Module))
 

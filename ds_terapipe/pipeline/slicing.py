@@ -1,8 +1,8 @@
-"""A micro-batch into slices: how long they are, and which dimensions of which tensors are cut.
+"""Slices of a micro-batch: their lengths, and the dimensions of each tensor that are cut.
 
 Dimension 0 of an input is the batch. Every further dimension as long as the sequence is cut: rows to the slice's own
-positions, the columns of an attention mask to all positions up to the slice's end. What the rule can't tell apart is an
-error that names the key ``cut``.
+positions, the columns of an attention mask to all positions up to the slice's end. Ambiguous tensors raise an error
+that names the key ``cut``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Span:
 
     @property
     def is_whole(self) -> bool:
-        """True for the only slice of an uncut sequence."""
+        """Whether the slice is an uncut sequence."""
         return self.length == self.total
 
 
 def spans(lengths: tuple[int, ...]) -> tuple[Span, ...]:
-    """The slices of a sequence cut into ``lengths`` tokens, in order."""
+    """Return the slices of a sequence cut into ``lengths`` tokens, in order."""
     total, start, result = sum(lengths), 0, []
     for length in lengths:
         result.append(Span(start, start + length, total))
@@ -52,7 +52,7 @@ class TensorCut(NamedTuple):
     column: int | None = None
 
     def apply(self, tensor: Tensor, span: Span) -> Tensor:
-        """The part of ``tensor`` that belongs to a slice; contiguous where it was cut, as an uncut one would be."""
+        """Return the part of ``tensor`` for a slice; contiguous if cut, as an uncut one would be."""
         part = tensor
         if self.row is not None:
             part = part.narrow(self.row, span.start, span.length)
@@ -65,10 +65,10 @@ WHOLE = TensorCut()
 
 
 def slice_lengths(total: int, slices: int | Sequence[int]) -> tuple[int, ...]:
-    """Lengths in tokens of the slices of a sequence of ``total`` tokens.
+    """Return the slice lengths in tokens for a sequence of ``total`` tokens.
 
-    ``slices`` is a number of equal slices, the first ones a token longer where it doesn't divide, or the lengths themselves.
-    Raises ConfigError when the lengths don't add up or there are more slices than tokens.
+    ``slices`` is a number of equal slices, the first ones a token longer if it does not divide, or the lengths
+    themselves. Raises ConfigError if the lengths do not add up or there are more slices than tokens.
     """
     if not isinstance(slices, int):
         if sum(slices) != total:
@@ -86,12 +86,12 @@ def slice_lengths(total: int, slices: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """One tensor or several, as a tuple."""
+    """Return one tensor or several as a tuple."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
 def like(value: object, tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
-    """``tensors`` in the form of ``value``: the inverse of :func:`as_tuple`."""
+    """Return ``tensors`` in the form of ``value``: the inverse of :func:`as_tuple`."""
     return tensors[0] if isinstance(value, Tensor) else tuple(tensors)
 
 
@@ -115,7 +115,7 @@ def _apart(part: Tensor, whole: Tensor) -> Tensor:
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory under a tensor that is neither a leaf nor a view, which autograd lets a layer write into."""
+    """A tensor on the same memory that is neither a leaf nor a view, so that autograd lets a layer write into it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -127,9 +127,9 @@ class _Alias(torch.autograd.Function):
 
 
 def aliases(value: Tensor | Sequence[Tensor]) -> Any:
-    """Non-leaf tensors on the memory of ``value``, whose gradients reach the tensors in ``value``.
+    """Return non-leaf tensors on the memory of ``value``, whose gradients reach the tensors in ``value``.
 
-    A layer may write into them or take their data away; a leaf that requires a gradient allows neither.
+    A layer may write into them or free their data; a leaf with ``requires_grad`` allows neither.
     """
     alias: Any = _Alias.apply
     return like(value, [alias(t) if t.requires_grad else t.detach() for t in as_tuple(value)])
@@ -138,12 +138,12 @@ def aliases(value: Tensor | Sequence[Tensor]) -> Any:
 def plan_cuts(
     tensors: Sequence[Tensor], given: Sequence[int | Sequence[int] | None] | None, key: str
 ) -> tuple[int, tuple[TensorCut, ...]]:
-    """Sequence length of a micro-batch and how each of its tensors is cut.
+    """Return the sequence length of a micro-batch and the cut of each of its tensors.
 
     Args:
         tensors: inputs or labels of the micro-batch, batch first.
         given: the user's ``cut``, one entry per tensor: a dimension, [row, column], or None for a tensor that stays whole.
-        key: what to call the tensors in errors: ``inputs`` or ``labels``.
+        key: name of the tensors in errors: ``inputs`` or ``labels``.
     """
     if given is not None:
         return _given_cuts(tensors, given, key)
@@ -172,7 +172,7 @@ def _sequence_length(tensors: Sequence[Tensor], key: str) -> int:
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """The tensors [batch, sequence] with their indices: those of whole numbers, where there are any."""
+    """Return tensors [batch, sequence] with their indices: integer ones, if there are any."""
     flat = [(index, tensor) for index, tensor in enumerate(tensors) if tensor.dim() == 2]
     return [(i, t) for i, t in flat if not t.is_floating_point() and t.dtype != torch.bool] or flat
 

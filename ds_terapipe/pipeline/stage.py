@@ -1,8 +1,8 @@
-"""One stage of the model: everything that depends on which layers are here.
+"""One stage of the model: everything that depends on its layers.
 
-A place of a pipeline runs one stage or several. Each has its own slice context, so keys and values are known by (stage,
-micro-batch), its own weight gradients, and what an action leaves for a later one, by unit. It neither sends nor receives:
-``assembly.py`` brings it its inputs and takes its outputs.
+A place of a pipeline runs one stage or several. Each has its own slice context, so keys and values are identified by
+(stage, micro-batch). It also has its own weight gradients, and results of actions for later ones, by unit. It neither
+sends nor receives: ``assembly.py`` passes its inputs and outputs.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ Autocast: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 class GradientRules(Protocol):
-    """What has to be done around backward passes that are parts of one."""
+    """Hooks around backward passes that are parts of one."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss of a micro-batch, or a slice's share, as its backward pass starts from it."""
+        """Return the loss of a micro-batch, or a slice's share, scaled for its backward pass."""
 
     def around(self, first: bool = True, last: bool = True) -> AbstractContextManager[None]:
-        """Around a backward pass; ``first``, ``last``: of its stage and micro-batch."""
+        """Context manager around a backward pass; ``first``, ``last``: of its stage and micro-batch."""
 
 
 class PlainGradients:
-    """The :class:`GradientRules` of plain PyTorch: the mean over ``micro_batches``, summed in ``grad``."""
+    """:class:`GradientRules` of plain PyTorch: the mean over ``micro_batches``, summed in ``grad``."""
 
     def __init__(self, micro_batches: int) -> None:
         self._micro_batches = micro_batches
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss over the number of micro-batches."""
+        """Return the loss divided by the number of micro-batches."""
         return loss / self._micro_batches
 
     def around(self, first: bool = True, last: bool = True) -> AbstractContextManager[None]:
-        """Nothing."""
+        """Return an empty context."""
         return nullcontext()
 
 
@@ -58,15 +58,15 @@ class Stage:
     """Runs its layers forward and backward, unit by unit.
 
     Args:
-        number: of the stage in the placement.
+        number: number of the stage in the placement.
         functions: its layers.
         first_layer: the first one's number in the model.
-        module: the ``PipelineModule`` that they are part of, if they are; see `LayerRange`.
-        trains: False for a stage that only goes forward.
-        gradients: what is done around backward passes.
-        memory: measures what units take, when it is asked to.
-        autocast: the mixed precision that layers run in.
-        streams: seeds the layers' random numbers in training; None: they draw from the process's own.
+        module: the ``PipelineModule`` of the layers, if there is one; see `LayerRange`.
+        trains: False for a forward-only stage.
+        gradients: hooks around backward passes.
+        memory: measures the memory of units, on request.
+        autocast: context of the layers' mixed precision.
+        streams: seeds the layers' random numbers in training; None: the process's own state.
     """
 
     def __init__(
@@ -87,37 +87,38 @@ class Stage:
         self.layers = LayerRange(functions, first_layer, context.enter_layer, context.leave_layer, module)
         context.streams, context.layer_text = streams, self.layers.text
         self.root = module if module is not None else nn.ModuleList(self.layers.modules)
-        self.dims: SequenceDims | None = None  # how its tensors follow the tokens, once something has been cut
+        self.dims: SequenceDims | None = None  # its sequence dimensions, after the first cut
         self.weight_gradients = WeightGradients()
-        self.losses: StepLosses | None = None  # of the step, on the last stage
+        self.losses: StepLosses | None = None  # losses of the step, on the last stage
         self._gradients, self._autocast = gradients, autocast
         self._memory = memory if memory is not None else StepMemory()
         self._batch = StepBatch()
         self._inputs: dict[Unit, Any] = {}
         self._outputs: dict[Unit, Any] = {}
-        self._making: set[int] = set()  # micro-batches of whose weight gradients a part has been made
+        self._making: set[int] = set()  # micro-batches with some of their weight gradients made
 
     def begin(self, batch: StepBatch, losses: StepLosses | None, weights_apart: bool) -> None:
-        """A step begins. ``losses``: where the model ends here; ``weights_apart``: weight gradients are actions of their own."""
+        """Begin a step. ``losses``: only on the last stage; ``weights_apart``: weight gradients are separate
+        actions."""
         self._batch, self.losses = batch, losses
         self.context.weight_gradients = self.weight_gradients if weights_apart else None
 
     def forward(self, unit: Unit, inputs: Any) -> Any:
-        """Run a unit; its outputs, which on the last stage are the loss's already.
+        """Run a unit forward and return its outputs; the last stage also adds them to its losses.
 
-        ``inputs`` are leaves in memory that is the stage's; those that require a gradient get one in `backward`.
+        ``inputs`` are leaves in the stage's own memory; those that require a gradient get one in `backward`.
         """
         span, trains = self._batch.span(unit), self.trains and torch.is_grad_enabled()
         kept = inputs
         if trains and self.layers.is_reentrant and not any(tensor.requires_grad for tensor in as_tuple(inputs)):
-            for tensor in as_tuple(inputs):  # else autograd sees no way to what the first checkpoint recomputes
+            for tensor in as_tuple(inputs):  # else autograd would not run the first checkpoint's recomputation
                 tensor.requires_grad_(tensor.is_floating_point())
-            kept = ()  # nobody has asked for their gradients
+            kept = ()  # their gradients are not needed
         measured = self._memory.forward(self.number, span, lambda: self.context.buffers(unit.micro_batch))
         with torch.set_grad_enabled(trains), self.context.forward(unit, span), self._autocast(), measured:
             outputs = self.layers(aliases(inputs))
         if not torch.is_grad_enabled():
-            checkpointing.reset()  # as DeepSpeed does: no backward pass comes to empty the buffers of its checkpoints
+            checkpointing.reset()  # as in DeepSpeed: no backward pass frees the buffers of its checkpoints
         complete = self._batch.is_last_slice(unit)
         if complete:
             self._memory.buffers(self.number, self.context.buffers(unit.micro_batch))
@@ -132,9 +133,9 @@ class Stage:
         return outputs
 
     def backward(self, unit: Unit, gradients: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Run a unit back, from the gradients of its outputs (None on the last stage, which starts from its loss).
+        """Run a unit backward from the gradients of its outputs (None on the last stage, which starts from its loss).
 
-        Returns the gradients of those inputs that required one; an input that nothing used has a zero gradient.
+        Returns the gradients of those inputs that required one; an unused input has a zero gradient.
         """
         first, last = self._batch.is_last_slice(unit), unit.slice == 0  # slices go backward in descending order
         with self._gradients.around(first, last), self.context.backward(unit, self._batch.span(unit)):
@@ -149,7 +150,7 @@ class Stage:
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
 
     def make_weight_gradients(self, unit: Unit) -> None:
-        """Make the weight gradients that slices of the unit's micro-batch, it and those after it, have left."""
+        """Make the weight gradients of the unit's slice and later slices of its micro-batch."""
         self._memory.weight_gradients(self.number, self.weight_gradients)
         first, last = unit.micro_batch not in self._making, unit.slice == 0
         (self._making.discard if last else self._making.add)(unit.micro_batch)
@@ -158,13 +159,13 @@ class Stage:
 
     @property
     def left_over(self) -> int:
-        """What actions have left and no action took: units, micro-batches and bytes together; 0 after a step."""
+        """Sum of the units, micro-batches and bytes that no action has taken; 0 after a step."""
         losses = 0 if self.losses is None else len(self.losses)
         kept = len(self._inputs) + len(self._outputs) + len(self._making) + losses
         return kept + self.context.micro_batches + self.weight_gradients.kept_bytes
 
     def end(self) -> None:
-        """The step is over, well or not: forget what it left."""
+        """End the step, after an error too: drop everything that it left."""
         self._inputs.clear()
         self._outputs.clear()
         self._making.clear()

@@ -1,4 +1,4 @@
-"""The schedule of a step, made and proven once per shape of a step."""
+"""Schedule of a step, made and validated once per shape of a step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FORWARD_ONLY = "forward_only"
 def grid_of_step(
     name: str, placement: Placement, slices: tuple[int, ...], deferring: tuple[int, ...] = ()
 ) -> tuple[tuple[Action, ...], ...]:
-    """The validated grid of schedule ``name`` (``forward_only`` for evaluation) for ``slices[m]`` slices of micro-batch ``m``.
+    """Return the validated grid of schedule ``name`` (or ``forward_only``), ``slices[m]`` slices of micro-batch m.
 
-    ``deferring``: the stages whose weight gradients are made once per micro-batch, as actions of their own. Returns one row of
+    ``deferring``: the stages whose weight gradients are separate actions, once per micro-batch. Returns one row of
     actions per place, sends and receives included.
     """
     computed = forward_only(placement, slices) if name == FORWARD_ONLY else order(name, placement, slices)

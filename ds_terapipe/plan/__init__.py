@@ -1,4 +1,4 @@
-"""How to cut: what slices cost, what they hold, and the plan that is fastest. Pure functions on numpy.
+"""Planning of slices: their cost, their memory, and the fastest plan. Pure functions on numpy.
 
 `choose` compares schedules, numbers of slices and lengths by simulation, under a limit on memory. It takes a `Cost`:
 `MeasuredCost` is fitted to measurements, `AnalyticCost` of ``plan.analytic`` comes from operations, bytes and links.

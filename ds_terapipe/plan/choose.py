@@ -1,9 +1,10 @@
 """The best plan for a step: schedules, numbers of slices and lengths compared by simulation, memory as a hard limit.
 
-Candidates are TeraPipe's optimum, the most even cut by cost for each number of slices, and equal lengths for 1 to 16 slices,
-each under every schedule that may be used. All are timed by the simulator, for no closed form holds for unequal stages or
-for 1F1B with unequal slices; the best few are then refined, a few tokens at a time, while the simulated step gets shorter.
-What is tried does not depend on the memory, which only rules out: more memory never gives a slower plan.
+Candidates are TeraPipe's optimum, the most even cut by cost for each number of slices, and equal lengths for 1 to 16
+slices, each under every schedule that may be used. All are timed by the simulator, for no closed form holds for unequal
+stages or for 1F1B with unequal slices; the best few are then refined, a few tokens at a time, while the simulated step
+gets shorter. The candidates do not depend on the memory, which only excludes some: more memory never gives a slower
+plan.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ds_terapipe.schedule.placement import row_word
 
 _EQUAL = 16  # equal lengths are tried for 1 to this many slices
 _EVEN = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64)
-_SHOWN = (1, 2, 4, 8, 16)  # numbers of slices that are always timed, for whoever compares
+_SHOWN = (1, 2, 4, 8, 16)  # numbers of slices that are always timed, for comparisons
 _COMPOSITIONS = 128  # so few cuts are all tried
 _CLOSE, _REFINED = 1.03, 3  # the best few families of candidates are refined, if they come this close to the best
 _REFINE_RUNS, _REFINE_NODES = 150, 1_000_000  # simulations of a refinement, and the work in them
@@ -37,7 +38,7 @@ _Candidate = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan for.
+    """A request for a plan.
 
     Attributes:
         seq_length: tokens of a sequence.
@@ -49,13 +50,13 @@ class Request:
         min_length: shortest slice in tokens; by default the granularity.
         max_slice: longest slice in tokens, None without limit: measurements may reach no further.
         multiple_of: every slice is a multiple of it (tensor parallelism that splits sequences).
-        memory: what a plan takes; without it memory is no limit.
-        memory_gb: what each stage may take, in 1e9 bytes; None: no limit.
-        limit_name: what errors call that limit.
+        memory: memory model; None: memory is no limit.
+        memory_gb: memory limit of each stage in 1e9 bytes; None: no limit.
+        limit_name: name of that limit in errors.
         weights_once: weight gradients are made once per micro-batch where it is cut.
         placement: of the stages; None: one on each place.
         overhead_s: seconds of a step after its last action: gradient reduction, optimiser.
-        about: what the costs are from.
+        about: origin of the costs.
     """
 
     seq_length: int
@@ -84,7 +85,7 @@ class Request:
         return Placement.plain(self.stages) if self.placement is None else self.placement
 
     def times(self, cost: Cost) -> StepTimes:
-        """What steps take with these costs."""
+        """Return the step times with these costs."""
         return StepTimes(cost, self.stages, self.micro_batches, self.weights_once, self.placement)
 
     @property
@@ -98,7 +99,7 @@ def choose(cost: Cost, request: Request) -> Plan:
 
     Args:
         cost: of micro-batches of the size that is planned for.
-        request: what to plan for.
+        request: the request.
 
     Raises:
         ConfigError: a value that breaks its rule, a sequence longer than the costs reach, or no plan fits into the memory: the
@@ -181,14 +182,14 @@ def _candidates(cost: Cost, request: Request) -> Iterator[tuple[int, ...]]:
 
 
 def _compositions(quanta: int, least: int) -> Iterator[tuple[int, ...]]:
-    """All cuts of so many quanta into slices of at least ``least``."""
+    """Yield all cuts of so many quanta into slices of at least ``least``."""
     yield (quanta,)
     for first in range(least, quanta - least + 1):
         yield from ((first, *rest) for rest in _compositions(quanta - first, least))
 
 
 class _Search:
-    """What was timed so far, and the fastest that fits."""
+    """Search over candidates: the times so far, and the fastest candidate that fits."""
 
     def __init__(self, times: StepTimes, request: Request) -> None:
         self._times, self._request = times, request
@@ -258,7 +259,7 @@ class _Search:
         self.take((schedule, lengths), best)
 
     def plan(self) -> Plan:
-        """The fastest plan that fits, with what lost."""
+        """Return the fastest plan that fits, with the candidates that lost."""
         request = self._request
         if self._best is None:
             raise self._infeasible()
@@ -328,7 +329,7 @@ def _moved(lengths: tuple[int, ...], index: int, tokens: int) -> tuple[int, ...]
 
 
 def _scaled(model: MemoryModel, sequences: int) -> MemoryModel:
-    """The memory of a micro-batch of so many sequences, from that of one."""
+    """Return the memory of a micro-batch of so many sequences, from that of one."""
     stages = (
         replace(
             stage,

@@ -1,4 +1,4 @@
-"""How long a step takes with given slices: the simulator, with what does not change from plan to plan worked out once."""
+"""Time of a step with given slices: the simulator, with parts shared by all plans computed once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SliceSeconds(NamedTuple):
 
 
 class StepTimes:
-    """Step times of a pipeline, by schedule and slices. All seconds are without what follows the last action of a step.
+    """Step times of a pipeline, by schedule and slices, without the part after a step's last action.
 
     Args:
         cost: of micro-batches of one size.
@@ -67,12 +67,12 @@ class StepTimes:
         self._slices: dict[tuple[int, ...], SliceSeconds] = {}
 
     def grid(self, schedule: str, slices: int) -> Grid:
-        """The actions of a step whose micro-batches have so many slices: the very ones that the engine runs."""
+        """Return the actions of a step with so many slices per micro-batch, the same that the engine runs."""
         grid = with_messages(order(schedule, self.placement, [slices] * self.micro_batches), self.placement)
         return with_weight_gradients(grid, self.placement) if self.weights_once and slices > 1 else grid
 
     def slice_seconds(self, lengths: Sequence[int]) -> SliceSeconds:
-        """What each slice takes on each stage. An uncut micro-batch makes its weight gradients with its backward."""
+        """Return the seconds of each slice on each stage. An uncut backward includes its weight gradients."""
         key = tuple(lengths)
         if key not in self._slices:
             length = np.array(key, dtype=float)
@@ -97,7 +97,7 @@ class StepTimes:
         return max(graph.run(values[keys].tolist()))
 
     def nodes(self, schedule: str, slices: int) -> int:
-        """How much work one call of `seconds` is."""
+        """Return the work of one call of `seconds`, in nodes of its graph."""
         return len(self._graph(schedule, slices)[0].after)
 
     def bound(self, lengths: Sequence[int]) -> float:
@@ -123,7 +123,7 @@ class StepTimes:
         return least
 
     def simulate(self, schedule: str, lengths: Sequence[int], held: Sequence[float] | None = None) -> Simulation:
-        """The whole simulation; ``held`` is what a live unit holds on each stage, in bytes per token."""
+        """Run the whole simulation; ``held``: bytes per token of a live unit on each stage."""
         own = self.slice_seconds(lengths)
 
         def compute(action: Action) -> float:

@@ -14,7 +14,7 @@ from ds_terapipe.errors import ConfigError, bad_value, is_finite, shown
 
 
 class Fields:
-    """The fields of one JSON object; every getter checks what it returns.
+    """Fields of one JSON object; every getter checks its value.
 
     Args:
         data: the object.
@@ -27,7 +27,7 @@ class Fields:
         self._data, self._where = data, where
 
     def path(self, name: str) -> str:
-        """How an error names a field of this object."""
+        """Return the name of a field of this object in errors."""
         return f"{self._where}.{name}" if ": " in self._where else f"{self._where}: {name}"
 
     def fail(self, name: str, rule: str, use: str) -> ConfigError:
@@ -37,7 +37,7 @@ class Fields:
         return bad_value(self.path(name), self._data[name], rule, use)
 
     def value(self, name: str) -> Any:
-        """A field as it is, None where it is missing."""
+        """Return a field unchecked, None if it is missing."""
         return self._data.get(name)
 
     def number(self, name: str, use: str = "e.g. 0.5", default: float | None = None) -> float:
@@ -97,7 +97,7 @@ class Fields:
         return [Fields(each, f"{self.path(name)}[{index}]") for index, each in enumerate(value)]
 
     def block(self, name: str) -> dict[str, Any]:
-        """An object, as it is."""
+        """Return an object unchecked."""
         value = self._data.get(name)
         if not isinstance(value, dict):
             raise self.fail(name, "an object", "{}")
@@ -119,8 +119,8 @@ def read_json(path: str | Path, what: str, form: str | None = None) -> Fields:
 
     Args:
         path: the file.
-        what: what it should be, for errors: ``a plan``.
-        form: what its field ``format`` must say, where it has one.
+        what: name of the expected content in errors: ``a plan``.
+        form: required value of its field ``format``, if there is one.
 
     Raises:
         ConfigError: no such file, no JSON (a truncated file among them), no object, or another format.
@@ -143,7 +143,7 @@ def read_json(path: str | Path, what: str, form: str | None = None) -> Fields:
 
 
 def check_writable(key: str, path: str | Path, use: str, what: str = "a file that can be written") -> None:
-    """Raise ConfigError, in the name of ``key``, where a file could not be written: before what is to be in it is there."""
+    """Raise ConfigError, in the name of ``key``, for a file that cannot be written, before its content exists."""
     _check_folder(key, path, Path(path).absolute().parent, use, what)
 
 

@@ -30,7 +30,7 @@ def placement_text(placement: Placement | None) -> str:
 
 
 def placement_dict(placement: Placement) -> dict[str, Any]:
-    """As a file holds it."""
+    """Return a placement as a file holds it."""
     return {
         "places": [stage.place for stage in placement.stages],
         "boundaries": [placement.stages[0].first_layer, *(stage.stop_layer for stage in placement.stages)],
@@ -39,7 +39,7 @@ def placement_dict(placement: Placement) -> dict[str, Any]:
 
 
 def placement_from(fields: Fields, stages: int) -> Placement | None:
-    """The inverse of `placement_dict`, in the field ``placement``; None where there is none.
+    """Return the placement in the field ``placement``, None without one: the inverse of `placement_dict`.
 
     Raises ConfigError, one line with file, field and expectation.
     """

@@ -1,4 +1,4 @@
-"""A plan: the slices and schedule of a step, what they are predicted to take, and what lost against them."""
+"""A plan: the slices and schedule of a step, their predicted time and memory, and the options that lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BUBBLE = ("total", "fill", "imbalance", "messages")
 
 
 class Option(NamedTuple):
-    """What was considered: schedule, tokens of each slice, predicted seconds of a step, whether it fits into memory."""
+    """A candidate: schedule, tokens of each slice, predicted seconds of a step, whether it fits into memory."""
 
     schedule: str
     slices: tuple[int, ...]
@@ -29,27 +29,27 @@ class Option(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As a table has it: ``1f1b, 4 slices``."""
+        """Name for a table: ``1f1b, 4 slices``."""
         count = len(self.slices)
         return f"{self.schedule}, {'unsliced' if count == 1 else f'{count} slices'}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to run a step.
+    """Plan of a step.
 
     Attributes:
         schedule: ``terapipe`` or ``1f1b``.
         slices: tokens of each slice; they add up to ``seq_length``.
-        stages, micro_batches, sequences: what it was made for; ``sequences`` of a micro-batch.
+        stages, micro_batches, sequences: sizes that it was made for; ``sequences`` of a micro-batch.
         weights_once: weight gradients are made once per micro-batch.
-        step_s: predicted seconds of a step, ``overhead_s`` included: what comes after its last action.
+        step_s: predicted seconds of a step, including ``overhead_s``, the part after its last action.
         bubble: share of the stages' time in which they compute nothing: ``total``, and its parts ``fill``, ``imbalance`` and
             ``messages``; of the schedule, without the overhead.
         memory: bytes of each place by line; empty where memory is not known.
         memory_limit: bytes that each stage may take, None where there is no limit.
         options: the best of each schedule and number of slices, fastest first.
-        about: what the costs are from, for whoever reads the file.
+        about: origin of the costs, for readers of the file.
         placement: of the stages; None: stage s on place s, and all go backward.
     """
 
@@ -75,7 +75,7 @@ class Plan:
         return tuple(o for o in self.options if (o.schedule, o.slices) != (self.schedule, self.slices))
 
     def lines(self) -> list[str]:
-        """The plan as text, what was chosen first."""
+        """Return the plan as text, the chosen option first."""
         out = [self._chosen, self._step, f"  {self._made_for}"]
         if self.memory:
             out += _memory_lines(self.memory, self.memory_limit, self._row_word)
@@ -88,7 +88,7 @@ class Plan:
         return out
 
     def summary(self) -> list[str]:
-        """The plan in the log of a run: what was chosen, what came next, and, where that is known, what memory it takes."""
+        """Return the plan's lines for the log of a run: the chosen option, the next best, and memory if known."""
         shown = [option for place, option in enumerate(self.losing) if place == 0 or len(option.slices) == 1]
         others = [f"{o.name} {self._ratio(o):.2f}x{'' if o.fits else ' (too large)'}" for o in shown[:2]]
         out = [f"{self._chosen}, {self._made_for}", self._step + "".join(f"; {other}" for other in others)]
@@ -98,7 +98,7 @@ class Plan:
         return out
 
     def _ratio(self, option: Option) -> float:
-        """Its predicted time, in those of what was chosen."""
+        """Return the option's predicted time as a multiple of the chosen option's."""
         return option.step_s / self.step_s if self.step_s else 1.0
 
     @property
@@ -127,7 +127,7 @@ class Plan:
         return f"{self.stages} stages{on}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What the file holds; ``--json`` prints the same keys."""
+        """Return the file's content; ``--json`` prints the same keys."""
         return {
             "format": FORMAT,
             "schedule": self.schedule,
@@ -156,7 +156,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read what `save` wrote. Raises ConfigError, one line with file, field and expectation."""
+        """Read a file of `save`. Raises ConfigError, one line with file, field and expectation."""
         return cls._from(read_json(path, "a plan", FORMAT))
 
     @classmethod

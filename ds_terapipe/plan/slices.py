@@ -1,4 +1,4 @@
-"""Where to cut a sequence: TeraPipe's dynamic programme, exactly, and cuts of equal cost for slice-level 1F1B.
+"""Optimal cuts of a sequence: TeraPipe's dynamic programme, exactly, and cuts of equal cost for slice-level 1F1B.
 
 TeraPipe (arXiv 2102.07988, section 3.3) minimises T = sum t_i + (K - 1) max t_i over the slices: with the flush order that
 is the time of K equal stages. For each bound on the slowest slice a dynamic programme over the tokens finds the least sum.
@@ -25,12 +25,12 @@ from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.schedule import Placement, as_placement
 
 Times = NDArray[np.float64]
-"""[quanta, quanta]: seconds of the slice that starts at quantum j and has k + 1 of them; infinite where there is none."""
+"""[quanta, quanta]: seconds of the slice that starts at quantum j and has k + 1 quanta; infinite if not allowed."""
 _Found = TypeVar("_Found")
 
 
 class Cuts(NamedTuple):
-    """Where a sequence may be cut: between quanta of tokens.
+    """Allowed cuts of a sequence: between quanta of tokens.
 
     Attributes:
         total: tokens of the sequence.
@@ -50,7 +50,7 @@ class Cuts(NamedTuple):
         return max(self.total // self.quantum, 1)
 
     def lengths(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Slices of so many quanta in tokens."""
+        """Convert slices of so many quanta to tokens."""
         tokens = [count * self.quantum for count in counts]
         return (*tokens[:-1], self.total - sum(tokens[:-1]))
 
@@ -158,7 +158,7 @@ def best_cut(times: Times, weight: float) -> Cut:
 
 
 def even_cuts(times: Times, most: int) -> dict[int, tuple[int, ...]]:
-    """For each number of slices up to ``most`` the cut with the least sum of squared times: the most even one.
+    """Return for each number of slices up to ``most`` the most even cut: that with the least sum of squared times.
 
     Returns:
         Quanta of each slice, by number of slices; numbers for which there is no cut are left out.
@@ -186,7 +186,7 @@ def even_cuts(times: Times, most: int) -> dict[int, tuple[int, ...]]:
 
 
 class Groups(NamedTuple):
-    """How many sequences to run at once: sequences and cut of each group, and the seconds of the flush schedule."""
+    """Grouping of sequences: sequences and cut of each group, and the seconds of the flush schedule."""
 
     groups: tuple[tuple[int, Cut], ...]
     seconds: float

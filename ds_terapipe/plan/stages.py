@@ -1,4 +1,4 @@
-"""Which layers go to which stage: the contiguous partition whose slowest stage is fastest."""
+"""Partition of layers into stages: the contiguous one whose slowest stage is fastest."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Partition(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As ``--stage-layers`` takes it: ``5,3``."""
+        """Format for ``--stage-layers``: ``5,3``."""
         return ",".join(map(str, self.layers))
 
 
 def partition(layer_seconds: Sequence[float], stages: int) -> Partition:
-    """The partition that minimises the slowest stage and, among those that do, the sum of the stages' squared times.
+    """Return the partition with the fastest slowest stage; among several, with the least sum of squared times.
 
     A dynamic programme over the layers, exact. Every stage has at least one layer. Embedding, LM head and loss are layers
     like any other, each with its own time.
@@ -88,13 +88,13 @@ def describe(layer_seconds: Sequence[float], layers: Sequence[int]) -> Partition
 
 
 def gain(layer_seconds: Sequence[float], layers: Sequence[int]) -> float:
-    """How much less time the slowest stage would take with the best partition, as a share: 0.03 is 3%."""
+    """Return the share of the slowest stage's time that the best partition would save: 0.03 is 3%."""
     present = describe(layer_seconds, layers).slowest
     return 1 - partition(layer_seconds, len(layers)).slowest / present if present > 0 else 0.0
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers on each stage, the first ones one more where it does not divide.
+    """Return an even partition; if it does not divide, the first stages have one layer more.
 
     Raises:
         ConfigError: more stages than layers.

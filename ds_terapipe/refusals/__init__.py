@@ -1,4 +1,4 @@
-"""Refusals by name, before an engine exists: what token slices or FusedLamb do not go with, and what DeepSpeed cannot use.
+"""Refusals by name, before an engine exists: settings that token slices, FusedLamb or DeepSpeed cannot use.
 
 Every finding names the key or the layer, the reason and the way out. A layer lives on one stage only, so what one rank
 finds is exchanged, and all ranks raise.

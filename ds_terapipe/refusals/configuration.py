@@ -173,7 +173,7 @@ def check_config(config: Mapping[str, Any], beside: str = TOKEN_PIPELINE) -> Non
 
 
 def check_checkpointing(slices: Any) -> None:
-    """Raise where ``deepspeed.checkpointing.configure``, which may be called at any time, asked for what slices don't go with.
+    """Refuse settings of ``deepspeed.checkpointing.configure``, which may be called at any time, that exclude slices.
 
     Raises:
         ConfigError: naming its argument, the reason and the way out.

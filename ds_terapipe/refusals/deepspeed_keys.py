@@ -162,7 +162,7 @@ def _word(name: object) -> str:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of nested blocks and lists; what they hold may be no data of a JSON file and stays."""
+    """Copy nested blocks and lists; other values are kept as they are."""
     if isinstance(value, Mapping):
         return {name: _copied(each) for name, each in value.items()}
     return [_copied(each) for each in value] if isinstance(value, list) else value

@@ -19,11 +19,11 @@ def check_model_class(model: Any, beside: str = TOKEN_PIPELINE) -> None:
     """Raise unless ``model`` is a ``PipelineModule`` that runs one stage per rank.
 
     Args:
-        model: what ``deepspeed.initialize`` was given.
+        model: the argument of ``deepspeed.initialize``.
         beside: the block that the user has written, for the error.
 
     Raises:
-        ConfigError: naming the class and what to build instead.
+        ConfigError: naming the class and its replacement.
     """
     from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
     from deepspeed.runtime.pipe.module import PipelineModule

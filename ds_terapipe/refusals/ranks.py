@@ -1,4 +1,4 @@
-"""What one rank has found is raised on all of them; what is legal but wasteful is said on the first."""
+"""Errors of one rank, raised on all ranks; advice on legal but wasteful settings, logged on the first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MESSAGE_BYTES = 1024
 
 
 def advise(config: Mapping[str, Any], model: Any, cut: bool = True) -> None:
-    """Log on rank 0 what is legal but gains nothing, and what differs from DeepSpeed's own engine.
+    """Log on rank 0 legal settings without a gain, and differences from DeepSpeed's own engine.
 
     Args:
         config: the DeepSpeed configuration.
@@ -73,14 +73,14 @@ def turn_off_partitioning(pipeline: dict[str, Any], model: Any, beside: str = TO
 
 
 def on_every_rank(model: Any, check: Callable[[], Result]) -> Result:
-    """Run a check and raise on all ranks what any rank finds, so that none waits for one that has given up.
+    """Run a check and raise any rank's finding on all ranks, so that none waits for a failed one.
 
     Args:
         model: a ``PipelineModule``; the ranks are those of its ``world_group``.
         check: run once on this rank.
 
     Returns:
-        What ``check`` returns.
+        The result of ``check``.
 
     Raises:
         ConfigError: another rank's finding, in its words; this rank's own error is raised as it is.

@@ -1,8 +1,9 @@
-"""What runs when and where: schedules and placements as data. Pure functions on the standard library alone.
+"""Schedules and placements as data. Pure functions on the standard library alone.
 
-A `Placement` says which stages are on which place. An order (`order`, `forward_only`) lists the computations of each place,
-`with_messages` puts in sends and receives, `with_weight_gradients` weight gradients of their own, `validate` proves that the
-whole can run, `simulate` times it, and `grid_text` and `timeline_svg` show it. An engine only has to execute the actions.
+A `Placement` assigns stages to places. An order (`order`, `forward_only`) lists the computations of each place.
+`with_messages` inserts sends and receives, `with_weight_gradients` separate weight gradients; `validate` proves that
+the whole can run, `simulate` times it, and `grid_text` and `timeline_svg` show it. An engine only has to execute the
+actions.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ _NUMBER = r"(0|[1-9][0-9]*)"
 
 
 class Op(str, Enum):
-    """What a stage does with a unit. Forward messages go to the next stage, backward messages to the previous one.
+    """Operation of a stage on a unit. Forward messages go to the next stage, backward messages to the previous one.
 
-    Where a stage makes weight gradients apart from its backward passes, ``W`` makes them. Slices of a micro-batch go backward in
-    descending order: ``W0.2`` makes those of slices 2 and later of micro-batch 0 that an earlier ``W`` has not made yet, and
-    ``W0.0``, which is always there, the last. One per micro-batch is ``W0.0`` alone.
+    Where a stage makes weight gradients apart from its backward passes, ``W`` makes them. Slices of a micro-batch go
+    backward in descending order: ``W0.2`` makes the remaining ones of slices 2 and later of micro-batch 0. ``W0.0``,
+    which always exists, makes the last. One per micro-batch is ``W0.0`` alone.
     """
 
     FORWARD = "F"

@@ -31,7 +31,7 @@ def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[A
 
 
 def _messages(where: Placement, stage: int) -> dict[Op, tuple[Op | None, Op | None]]:
-    """What a stage does before and after each of its computations."""
+    """Return the operations before and after each of a stage's computations."""
     return {
         Op.FORWARD: (
             Op.RECV_FORWARD if where.receives_forward(stage) else None,
@@ -62,15 +62,15 @@ def _around(action: Action, around: Sequence[dict[Op, tuple[Op | None, Op | None
 def with_weight_gradients(
     grid: Grid, placement: Placement | None = None, stages: Collection[int] | None = None, each_slice: bool = False
 ) -> list[list[Action]]:
-    """The same actions, with weight gradients after the backward that they belong to and what that one sends.
+    """Insert weight gradients after the backward that they belong to and its send.
 
-    The stage before gets its gradient first, be it on another place or on this one: weight gradients delay nobody (the W of
-    zero-bubble schedules, Qi et al., ICLR 2024, arXiv 2401.10241).
+    The stage before gets its gradient first, be it on another place or on this one: weight gradients delay no stage
+    (the W of zero-bubble schedules, Qi et al., ICLR 2024, arXiv 2401.10241).
 
     Args:
         grid: computations, with or without messages, one list per place. It is not changed.
         placement: of the stages; None: one on each place.
-        stages: those that make weight gradients apart; None: all that go backward.
+        stages: stages with separate weight gradients; None: all that go backward.
         each_slice: they are made after each slice, else once per micro-batch, after its last backward.
     """
     where = placement_of(len(grid), placement)

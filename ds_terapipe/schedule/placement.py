@@ -1,4 +1,4 @@
-"""Where a model's stages are: each a range of layers on a place of the pipeline.
+"""Placement of a model's stages: each is a range of layers on a place of the pipeline.
 
 A *stage* is a range of layers, a *place* a position in the pipeline. Plain is stage s on place s. Interleaved is stage s on
 place s mod K of K places (Narayanan et al. 2021, arXiv 2104.04473), so that a unit goes around the pipeline more than once.
@@ -84,7 +84,7 @@ class Placement:
 
     @property
     def places(self) -> int:
-        """Number of places, of which a grid has a row each."""
+        """Number of places, which is the number of a grid's rows."""
         return len(self._on)
 
     @property
@@ -132,12 +132,12 @@ class Placement:
 
 
 def as_placement(stages: int | Placement) -> Placement:
-    """A placement as it is, a number of stages as `Placement.plain`."""
+    """Return a placement unchanged, and a number of stages as `Placement.plain`."""
     return stages if isinstance(stages, Placement) else Placement.plain(stages)
 
 
 def placement_of(rows: int, placement: Placement | None) -> Placement:
-    """The placement of a grid of so many rows; None: a stage each, in their order.
+    """Return the placement of a grid of so many rows; None: a stage each, in their order.
 
     Raises:
         ValueError: a placement on another number of places.
@@ -152,7 +152,7 @@ def placement_of(rows: int, placement: Placement | None) -> Placement:
 
 
 def row_word(placement: Placement) -> str:
-    """What a row of a grid is called: ``stage`` where each place has its own, in order, else ``place``."""
+    """Return the name of a grid's rows: ``stage`` if each place has one stage, in order, else ``place``."""
     return "stage" if placement.is_plain else "place"
 
 

@@ -29,7 +29,7 @@ def grid_text(
         grid: one list of actions per place.
         at: for each place to mark, the index of the action it is at; the list's length or more means that it ended.
             Marked cells are in brackets and their rows end in ``<-- stage 1``. Only their neighbourhood is shown.
-        notes: what to say after ``<-- stage 1: ``, for places in ``at``.
+        notes: text after ``<-- stage 1: ``, for places in ``at``.
         placement: of the stages; None: one on each place.
     """
     word = row_word(placement_of(len(grid), placement))

@@ -22,7 +22,7 @@ class Interval(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What `replay` found.
+    """Result of `replay`.
 
     ``intervals[place][i]`` belongs to ``grid[place][i]``; a place that got stuck has intervals up to the action before.
     ``stuck`` maps each place that did not reach its end to the index of the receive at which it waits.
@@ -38,7 +38,7 @@ class Replay(NamedTuple):
 
 
 class Dependencies(NamedTuple):
-    """What waits for what in a grid, as a graph in topological order.
+    """Dependencies between the actions of a grid, as a graph in topological order.
 
     Node 0 is the start of the step. Every other node ends when the later one of two nodes has ended (``after[i - 1]`` and
     ``also_after[i - 1]`` for node i) and its own time is over. A node is a computation, a receive (no time of its own) or
@@ -64,7 +64,7 @@ class Dependencies(NamedTuple):
         return ended
 
     def intervals(self, ended: Sequence[float]) -> list[list[Interval]]:
-        """The intervals of the grid's actions from what `run` returns."""
+        """Return the intervals of the grid's actions from the result of `run`."""
         rows = []
         for nodes in self.ends:
             times = [ended[node] for node in nodes]
@@ -112,7 +112,7 @@ def durations_of(
 
 
 def dependencies(grid: Grid, placement: Placement | None = None) -> Dependencies:
-    """What waits for what in a grid with messages; None: a stage on each place."""
+    """Return the dependencies in a grid with messages; ``placement`` None: a stage on each place."""
     graph = Dependencies([], [], [], [[] for _ in grid], {})
     channels = _Channels(placement_of(len(grid), placement))
     ready = deque(range(len(grid)))
@@ -126,14 +126,14 @@ def dependencies(grid: Grid, placement: Placement | None = None) -> Dependencies
 
 
 class _Link:
-    """What carries the messages of one place to another, one after the other: the node of the last one sent."""
+    """The link from one place to another, which carries one message at a time: the node of the last one sent."""
 
     def __init__(self) -> None:
         self.last = 0
 
 
 class _Channel:
-    """Messages from one stage to a consecutive one: those on their way, the place that waits for one, what carries them."""
+    """Channel from one stage to a consecutive one: messages in flight, the waiting place, and the link."""
 
     def __init__(self, link: _Link) -> None:
         self.messages: deque[tuple[Unit, int]] = deque()
@@ -142,7 +142,7 @@ class _Channel:
 
 
 class _Channels(dict[tuple[int, bool], _Channel]):
-    """By receiving stage and direction."""
+    """Channels by receiving stage and direction."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()

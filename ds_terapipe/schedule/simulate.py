@@ -1,4 +1,4 @@
-"""What a schedule takes, in time and in memory, when its actions and messages take the times that a cost function says."""
+"""Time and memory of a schedule whose actions and messages take the times of a cost function."""
 
 from __future__ import annotations
 

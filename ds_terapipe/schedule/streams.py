@@ -23,7 +23,7 @@ SENT_KEPT = 8
 """Units whose gradients a stage has sent and the stage before has not taken; at one more it waits."""
 
 EVAL_SENT_KEPT = 4
-"""As `SENT_KEPT`, of outputs where no gradient will say that they were taken: in an evaluation, and of a forward-only stage.
+"""Counterpart of `SENT_KEPT` for outputs that no gradient acknowledges: in an evaluation, and of a forward-only stage.
 
 Other stages keep their outputs anyway in training, for their backward pass."""
 
@@ -50,7 +50,7 @@ def group_per_channel(channel: Channel) -> Hashable:
 
 
 def group_per_direction(channel: Channel) -> Hashable:
-    """One group of the whole pipeline for each direction: what locks up from three stages on."""
+    """One group of the whole pipeline for each direction, which deadlocks from three stages on."""
     return channel.forward
 
 
@@ -61,14 +61,14 @@ def stream_deadlock(
     sent_kept: int | None = None,
     placement: Placement | None = None,
 ) -> dict[int, int]:
-    """Where the places stop for ever when their messages run in order of issue, group by group.
+    """Return the actions at which places deadlock when their messages run in order of issue, group by group.
 
     Args:
         grid: computations and messages, as `lower.with_messages` returns them.
         group_of: which channels share a group.
         posted_ahead: receives of a channel that are issued before their turn.
         sent_kept: units that may wait to be taken where sends are bounded: gradients, and outputs of a stage that never goes
-            backward; a place that has sent more waits for the oldest. None: what the engine keeps.
+            backward; a place that has sent more waits for the oldest. None: the engine's numbers.
         placement: of the stages; None: one on each place.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What all pictures have in common: the frame of the file, the legend, the colours."""
+"""Code shared by all pictures: the frame of the file, the legend, the colours."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def document(width: float, height: float, body: Sequence[str]) -> str:
 
 
 def legend(items: Sequence[tuple[str, str]], remark: str, left: float, width: float, y: float) -> list[str]:
-    """Pairs (colour, what it stands for) from the left on, and a remark at the right; ``y`` is the line of the text."""
+    """Return a legend of pairs (colour, meaning) from the left, and a remark at the right; ``y``: line of the text."""
     out = []
     x = left
     for colour, text in items:

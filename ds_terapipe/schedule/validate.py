@@ -108,7 +108,7 @@ class _Checked(NamedTuple):
 
 
 def _check_place(checked: _Checked, place: int) -> None:
-    """Everything that can be said about one place alone."""
+    """Check every rule that concerns one place alone."""
     grid, slices = checked.grid, checked.slices
     stages = checked.where.stages_on(place)
     expected = {stage: checked.expected(stage) for stage in stages}

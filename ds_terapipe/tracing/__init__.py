@@ -1,1 +1,1 @@
-"""What ran when: events of measured and predicted steps, as Chrome traces and as a summary. Standard library only."""
+"""Events of measured and predicted steps, as Chrome traces and as a summary. Standard library only."""

@@ -22,7 +22,7 @@ MEASURED, PREDICTED = "measured", "predicted"
 
 
 class Event(NamedTuple):
-    """What one rank did from ``start`` to ``end``, in seconds.
+    """An event of one rank from ``start`` to ``end``, in seconds.
 
     ``name`` is the action's text form (``0F1.2``) or the name of something else (``optimiser``); ``kind`` its
     operation (``F``, ``B``, ``W``, ``SEND_F``, ...; else the name again). ``run`` tells measured from predicted events.
@@ -39,7 +39,7 @@ class Event(NamedTuple):
 
     @property
     def action(self) -> Action | None:
-        """The action, None for what is none."""
+        """The action; None for other events."""
         try:
             return Action.from_text(self.name)
         except ValueError:

@@ -1,4 +1,4 @@
-"""What a trace says about each stage: busy, waiting and for whom, and the share of the step that is bubble."""
+"""Summary of a trace by stage: busy, waiting and for which rank, and the share of the step that is bubble."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What ``plan`` and ``simulate`` have in common."""
+"""Code shared by ``plan`` and ``simulate``."""

@@ -1,4 +1,4 @@
-"""What could be done in place of slices: chunks of the model that are interleaved, or more tensor parallelism."""
+"""Alternatives to slices: interleaved chunks of the model, or more tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_terapipe.plan.stages import even_layers
 from ds_terapipe.schedule import Action, Op, Placement, Simulation, order, simulate
 
 _CHUNKS = (2, 3, 4, 5, 6, 8)
-_UNKNOWN_LAYERS = (2,)  # where nobody knows how many layers a stage has, and what small chunks cost
+_UNKNOWN_LAYERS = (2,)  # for an unknown number of layers in a stage, and unknown costs of small chunks
 UNSLICED = "1f1b"
 
 
@@ -63,7 +63,7 @@ class Alternative:
 
 
 def interleaved(inputs: Inputs) -> Alternative | str:
-    """The fastest interleaved 1F1B that the sizes allow and that fits, else the fastest; or why there is none."""
+    """Return the fastest interleaved 1F1B that fits, else the fastest; or the reason why there is none."""
     request = inputs.request
     if request.placement is not None:
         return "interleaving: not known, these stages were measured on places of their own choice"
@@ -86,7 +86,7 @@ def interleaved(inputs: Inputs) -> Alternative | str:
 
 
 def more_tensor_parallel(inputs: Inputs) -> list[Alternative] | str:
-    """The same devices with more of them for each layer and fewer stages, within a node, unsliced; or why there is none."""
+    """Return plans with more devices per layer and fewer stages, within a node, unsliced; or why there is none."""
     source = inputs.source
     if not isinstance(source, Analytic):
         return "tensor parallelism: not known from these costs, use --model"
@@ -110,7 +110,7 @@ def more_tensor_parallel(inputs: Inputs) -> list[Alternative] | str:
 
 
 def alternatives_to(inputs: Inputs) -> tuple[list[Alternative], list[str]]:
-    """All that there are, and why others are not."""
+    """Return all alternatives, and the reasons against others."""
     found, why_not = [], []
     for each in (interleaved(inputs), more_tensor_parallel(inputs)):
         if isinstance(each, str):

@@ -1,4 +1,4 @@
-"""Sequences of a step: from arguments, from DeepSpeed's three batch sizes, from a plan, or from what was measured."""
+"""Sequences of a step: from arguments, DeepSpeed's three batch sizes, a plan, or measurements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batch(options: argparse.Namespace, data: Fields | None, source: Source, plan
 
 
 def data_parallel(options: argparse.Namespace, data: Fields | None) -> int:
-    """As given, or what is left of train_batch_size where the configuration has all three sizes."""
+    """Return ``--data-parallel``, or the quotient of train_batch_size if all three sizes are configured; else 1."""
     if options.data_parallel is not None or data is None:
         return options.data_parallel or 1
     total, micro, steps = _sizes(data)

@@ -1,4 +1,4 @@
-"""Schedules under each other: a table, a picture, and what beats what."""
+"""Comparison of schedules: a table, a picture, and a ranking."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class _Row:
 
 
 def compare(inputs: Inputs, slices: tuple[int, ...] | None) -> tuple[list[str], dict[str, Any], list[Panel]]:
-    """All schedules for a step.
+    """Compare all schedules for a step.
 
     Args:
         inputs: costs and sizes.
         slices: for both schedules that have some; None: the best for each.
 
     Returns:
-        What is printed, its figures, and a panel for each schedule.
+        The printed lines, their figures, and a panel for each schedule.
     """
     request = inputs.request
     times = request.times(inputs.source.cost(inputs.sequences))
@@ -90,7 +90,7 @@ def compare(inputs: Inputs, slices: tuple[int, ...] | None) -> tuple[list[str], 
 
 
 def _best_slices(inputs: Inputs, schedule: str) -> tuple[int, ...]:
-    """The best that fit, else the best there are: the table says that they do not fit."""
+    """Return the best that fit, else the best; the table marks those that do not fit."""
     try:
         return choose_plan(inputs, schedule).slices
     except ConfigError:

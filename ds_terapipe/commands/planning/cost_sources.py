@@ -1,4 +1,4 @@
-"""Where the seconds of ``plan`` and ``simulate`` come from: a model on a cluster, measurements, or units without a cost."""
+"""Sources of the seconds of ``plan`` and ``simulate``: a model on a cluster, measurements, or units without a cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Source(Protocol):
 
     @property
     def text(self) -> str:
-        """What the costs are from, for a person."""
+        """Description of the source of the costs."""
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -37,13 +37,13 @@ class Source(Protocol):
 
     @property
     def device_gb(self) -> float | None:
-        """What a device has in all, None where it is not known."""
+        """Memory of a device in 1e9 bytes; None if it is not known."""
 
     def cost(self, sequences: int) -> Cost:
-        """For micro-batches of so many sequences."""
+        """Return the cost of micro-batches of so many sequences."""
 
     def memory(self, sequences: int) -> MemoryModel | None:
-        """What these take, None where it is not known."""
+        """Return the memory model of micro-batches of so many sequences; None if it is not known."""
 
     def chunked(self, sequences: int, chunks: int) -> Cost:
         """Stages are the virtual stages of an interleaved schedule. Raises ConfigError where there are none."""
@@ -63,7 +63,7 @@ class UnitCost:
         return self.total
 
     def forward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        """By the share of the sequence's tokens."""
+        """Return the forward time: the share of the sequence's tokens."""
         return length * (self.sequences / self.total / self.chunks)
 
     def backward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
@@ -71,7 +71,7 @@ class UnitCost:
         return length * ((1 if self.weights_once else 2) * self.sequences / self.total / self.chunks)
 
     def weights(self, stage: int, length: Tokens) -> Tokens:
-        """As long as a forward, where they are made apart."""
+        """Return the time of separate weight gradients, that of a forward; 0 if they are not separate."""
         return length * (self.weights_once * self.sequences / self.total / self.chunks)
 
     def message(self, boundary: int, length: Tokens) -> Tokens:
@@ -241,7 +241,7 @@ class Measured:
 
     @property
     def device_gb(self) -> float | None:
-        """See `Source`: what was free when it was measured."""
+        """See `Source`: the memory that was free at the measurement."""
         limit = self.measured.memory_limit
         return None if limit is None else limit / GIGABYTE
 

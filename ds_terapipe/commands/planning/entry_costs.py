@@ -1,4 +1,4 @@
-"""What the entries of the layer list take, from the costs of ``plan``, as ``elastic/shapes/predict.py`` wants to know it.
+"""Costs of the entries of the layer list, from the costs of ``plan``, for ``elastic/shapes/predict.py``.
 
 The layer list of a model file is that of ``gpt_pipeline``: the embedding, the layers, the final norm, the head; or the layers
 alone where there is no vocabulary. That of measurements is the one that was measured.
@@ -29,13 +29,13 @@ class Entries:
     """The layer list of a launch.
 
     Attributes:
-        text: what is in it, for a person.
+        text: description of the contents.
         parts: first entry of each stage of the launch and, last, the number of entries.
         processes: of the launch.
         tensor_parallel, replicas: of it.
         costs: of the entries in a shape.
-        machine: what else a step takes in a shape.
-        overhead_s: what a step takes beside all that.
+        machine: costs of the rest of a step in a shape.
+        overhead_s: seconds of a step beside all that.
         knows_bytes: whether the costs know weights and activations.
     """
 
@@ -55,7 +55,7 @@ class Entries:
 
     @property
     def processes(self) -> int:
-        """Of the launch."""
+        """Number of processes of the launch."""
         return (len(self.parts) - 1) * self.replicas * self.tensor_parallel
 
 
@@ -65,7 +65,7 @@ def entries_of(source: Source, lengths: tuple[int, ...], replicas: int | None) -
     Args:
         source: the costs.
         lengths: tokens of the slices of a micro-batch.
-        replicas: of a launch that was measured by a file that does not say how many it had.
+        replicas: replicas of the measured launch, if the file does not give them.
 
     Raises:
         ConfigError: they do not know single layers, or not those of such sequences.
@@ -94,8 +94,11 @@ def _analytic(source: Analytic, lengths: tuple[int, ...]) -> Entries:
 
 
 def _machine(source: Analytic, shape: Shape) -> Machine:
-    """As `AnalyticCost.step_overhead` has it between nodes, by bytes of gradients in 16 bit. DeepSpeed numbers the replicas of a
-    stage one after the other: where they are within a node, the links of the node add their gradients up."""
+    """Return the costs between nodes of `AnalyticCost.step_overhead`, per byte of 16-bit gradients.
+
+    DeepSpeed numbers the replicas of a stage consecutively. If they fit into a node, the all-reduce uses the node's
+    links.
+    """
     cluster, rates = source.cluster, source.cluster.rates
     within = shape.replicas * source.tensor_parallel <= cluster.devices_per_node
     return Machine(
@@ -106,7 +109,7 @@ def _machine(source: Analytic, shape: Shape) -> Machine:
 
 
 def _analytic_costs(source: Analytic, lengths: tuple[int, ...], shape: Shape) -> LayerCosts:
-    """Each entry is a stage of its own, which has a layer or none: the ends of the model are in the first and the last stage."""
+    """Return the entries' costs, each as a stage with one layer or none; the model's ends are in the outer stages."""
     model = source.model
     stages = (1,) * model.num_layers
     table = float(model.hidden_size * model.vocab_size)

@@ -1,8 +1,7 @@
 """``ds_terapipe plan --frozen F``: the shapes that an elastic pipeline could take with F entries frozen, and which it takes.
 
-What a step takes is asked of ``elastic/shapes/predict.py``, as ``"resize": {"policy": "measured"}`` does in the running
-training, and so is which shape is taken. That brings DeepSpeed along, of which no other plan needs anything: hence the late
-imports.
+``elastic/shapes/predict.py`` predicts the steps, as ``"resize": {"policy": "measured"}`` does in the running training,
+and chooses the shape. It imports DeepSpeed, which no other plan needs; hence the late imports.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _LAUNCHED, _FROZEN = "as launched, nothing frozen", "as launched, frozen"
 
 @dataclass(frozen=True)
 class FrozenTable:
-    """What there could be with so many entries frozen.
+    """The possible shapes with so many entries frozen.
 
     Attributes:
         frozen: entries.
@@ -53,13 +52,13 @@ class FrozenTable:
     knows_bytes: bool
 
     def fits(self, each: Prediction) -> bool | None:
-        """Whether a rank may hold what it has to; None where that is not known."""
+        """Whether a prediction fits into a rank's memory; None if that is unknown."""
         if not self.knows_bytes:
             return None
         return self.most_bytes is None or each.peak_bytes <= self.most_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all figures for JSON."""
         return {
             "frozen_layers": self.frozen,
             "launched": self._figures(self.launched),
@@ -69,7 +68,7 @@ class FrozenTable:
         }
 
     def lines(self, entries: int) -> list[str]:
-        """For a person."""
+        """Return the lines of the table."""
         from ds_terapipe.elastic.shapes.shape_text import shape_text
 
         named = [(_LAUNCHED, self.launched), (_FROZEN, self.present)]
@@ -142,14 +141,14 @@ def plan_frozen(options: argparse.Namespace) -> None:
 
 
 def frozen_table(inputs: Inputs, entries: Entries, slices: int, frozen: int, limit_gb: float | None) -> FrozenTable:
-    """Every shape with so many entries frozen.
+    """Compare all shapes with so many entries frozen.
 
     Args:
         inputs: the batch.
-        entries: what they take, and the launch.
+        entries: costs of the entries, and the launch.
         slices: of a micro-batch.
         frozen: entries.
-        limit_gb: what a rank may hold, in 1e9 bytes; None: anything.
+        limit_gb: memory limit of a rank in 1e9 bytes; None: no limit.
 
     Raises:
         ConfigError: the head, the last entry, would be frozen.
@@ -206,7 +205,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _lengths(inputs: Inputs) -> tuple[int, ...]:
-    """Of the slices that the launch has: named ones, those of the fastest plan, or one where there is no token_pipeline."""
+    """Return the slices of the launch: named ones, those of the fastest plan, or one without ``token_pipeline``."""
     if not inputs.cuts:
         return (inputs.request.seq_length,)
     if inputs.slices != AUTO:
@@ -216,7 +215,7 @@ def _lengths(inputs: Inputs) -> tuple[int, ...]:
 
 
 def _limit_gb(given: float | None, ds_config: str | None, inputs: Inputs) -> float | None:
-    """What a rank may hold, in 1e9 bytes: of the argument, the configuration or the cluster."""
+    """Return the memory limit of a rank in 1e9 bytes: from the argument, the configuration or the cluster."""
     if given is not None:
         return given
     if ds_config is not None:

@@ -1,4 +1,4 @@
-"""What ``plan`` and ``simulate`` are asked about: arguments, configuration, model, cluster and measurements, read and checked.
+"""Inputs of ``plan`` and ``simulate``: arguments, configuration, model, cluster and measurements, read and checked.
 
 An explicit argument wins over the DeepSpeed configuration, that over a default.
 """
@@ -34,15 +34,15 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was asked for.
+    """Checked inputs of a command.
 
     Attributes:
         source: the costs.
-        request: what to plan for.
+        request: request for a plan.
         sequences: in a micro-batch.
         slices: of the configuration: a number, lengths, or ``auto``.
         units: no cost was given; seconds are those of `cost_sources.UnitCost`.
-        notes: what was taken by default, for a person.
+        notes: notes on defaults.
         cuts: False: there is a configuration, and no block ``token_pipeline`` in it.
     """
 
@@ -56,7 +56,7 @@ class Inputs:
 
     @property
     def lines(self) -> list[str]:
-        """For a person: what the figures are from and for."""
+        """Lines about the origin of the figures."""
         request = self.request
         micro_batches = f"{request.micro_batches} micro-batch{'es' if request.micro_batches > 1 else ''}"
         return [
@@ -111,7 +111,7 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
     Args:
         options: parsed arguments of `add_inputs`.
         unit_costs: without model and measurements there are units; else that is an error.
-        plan: what stages, micro-batches and sequences default to.
+        plan: plan with defaults for stages, micro-batches and sequences.
 
     Raises:
         ConfigError: one line with file or argument, field and expectation.
@@ -171,7 +171,7 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
 
 
 def choose_plan(inputs: Inputs, schedule: str | None = None) -> Plan:
-    """The best plan for what was asked, under ``schedule`` only where that is given.
+    """Return the best plan for the inputs, under ``schedule`` only if given.
 
     Raises:
         ConfigError: as `plan.choose.choose`; a limit that is the cluster's is called so, for weights count in it.
@@ -216,7 +216,7 @@ def _check_unused(options: argparse.Namespace, source: Source, notes: list[str])
 
 
 def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig | None]:
-    """The DeepSpeed configuration and its block, each None where there is none; errors name the file."""
+    """Return the DeepSpeed configuration and its block, None if missing; errors name the file."""
     if path is None:
         return None, None
     data = read_json(path, "a DeepSpeed configuration")
@@ -350,5 +350,5 @@ def unwritable(argument: str, path: str, error: OSError) -> ConfigError:
 
 
 def shown_time(units: bool) -> Callable[[float], str]:
-    """How times are shown: as seconds, or as plain numbers where they have no unit."""
+    """Return a formatter of times: seconds, or plain numbers if they have no unit."""
     return (lambda value: f"{value:.4g}") if units else seconds_text

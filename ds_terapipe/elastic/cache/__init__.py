@@ -1,1 +1,1 @@
-"""What frozen layers put out, kept by sample: files, samples as bytes, levels, and the stage that reads them."""
+"""Cache of the outputs of frozen layers, by sample: files, samples as bytes, levels, and the stage that reads them."""

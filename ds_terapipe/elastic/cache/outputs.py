@@ -1,8 +1,8 @@
-"""What the frozen layers of the first stage put out, kept by sample, so that they need not run again.
+"""Outputs of the first stage's frozen layers, cached by sample, so that the layers need not run again.
 
-A level is a number of layers with the weights that they have. When more layers are frozen another level begins: what was kept of
-the last one is what the further layers start from, and each sample's entry replaces the one before. A rank asks for the
-micro-batches of a step when it has read them, and threads read entries while the stage computes.
+A level is a number of frozen layers with their current weights. When more layers are frozen, a new level begins: the
+further layers start from the entries of the last level, and each sample's new entry replaces its old one. A rank
+requests a step's micro-batches when it has read them; threads read the entries while the stage computes.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from ds_terapipe.pipeline.slicing import as_tuple, like
 from ds_terapipe.pipeline.transport.stream import take_device
 from ds_terapipe.plan.costs.memory import GIGABYTE
 
-_AHEAD = 2  # micro-batches that are read before their turn
-_WAITING = 4  # that may wait to be written; what comes then is not kept
-_TIMED = 4  # of each kind before reading and computing are compared
-# What the outputs of a sample in other company may differ by, relative; last those of 16 bits, or kept in as many.
+_AHEAD = 2  # micro-batches that are read ahead
+_WAITING = 4  # micro-batches that may wait to be written; further ones are not kept
+_TIMED = 4  # times of each kind before reading and computing are compared
+# Relative tolerance for a sample's outputs in another micro-batch; last for 16 bits, or for entries kept as bf16.
 _CLOSE, _CLOSE_16 = {torch.float64: 1e-9, torch.float32: 1e-4}, 5e-2
 
 
 class Level(NamedTuple):
-    """``layers`` of the beginning, with the weights that ``folder`` is a hash of."""
+    """A level: the first ``layers`` layers; ``folder`` is a hash of their weights."""
 
     layers: int
     folder: str
 
 
 class Compute(NamedTuple):
-    """What a stage offers: run its layers from one on, forward, on whole micro-batches."""
+    """Forward of a stage on whole micro-batches: ``run(inputs, start)`` runs its layers from ``start`` on."""
 
     run: Callable[[Any, int], Any]
     can_start_inside: bool
 
 
 class _Asked(NamedTuple):
-    """The names of a micro-batch's samples, and their outputs at a level; None where nobody has them."""
+    """Names of a micro-batch's samples, and their cached outputs; ``level`` is None if some are missing."""
 
     samples: Sequence[str]
     level: Level | None
@@ -57,7 +57,7 @@ class _Asked(NamedTuple):
 
 @dataclass
 class Counts:
-    """Samples that were read, that were computed from entries of an earlier level, and all through; and those kept."""
+    """Counts of samples: read, computed from an earlier level, computed from the inputs, and kept."""
 
     read: int = 0
     continued: int = 0
@@ -66,11 +66,11 @@ class Counts:
 
 
 def level_of(layers: Sequence[Layer], flags: str) -> Level:
-    """The level of layers as they are now: a hash of what they are, and of every weight and buffer.
+    """Return the level of these layers: a hash of their structure, every weight and every buffer.
 
     Args:
         layers: in order.
-        flags: what else outputs depend on.
+        flags: further facts that outputs depend on.
     """
     found = hashlib.blake2b(flags.encode(), digest_size=16)
     for layer in layers:
@@ -82,7 +82,7 @@ def level_of(layers: Sequence[Layer], flags: str) -> Level:
 
 
 def _sum(tensor: Tensor) -> int:
-    """Of all bits of a tensor, each by where it is; on its device, in pieces."""
+    """Sum all bits of a tensor, weighted by position; on its device, in chunks."""
     total, at = 0, 0
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     for piece in flat.split(1 << 24):
@@ -97,14 +97,14 @@ def _sum(tensor: Tensor) -> int:
 
 
 class OutputCache:
-    """Entries of this rank's first stage.
+    """Cache of this rank's first stage.
 
     Args:
-        tiers: where entries go, the fastest first.
+        tiers: stores for entries, the fastest first.
         smaller: keep floating-point numbers as bf16.
         device: where the stage computes.
-        agree: the least of what the tensor-parallel ranks of the stage say; collective over them.
-        say: a line to the user.
+        agree: MIN all-reduce over the stage's tensor-parallel ranks.
+        say: prints a line.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class OutputCache:
         """Keep the outputs of a level from now on.
 
         Args:
-            level: as the layers are now.
-            earlier: of fewer of them, that there are entries of; None: there are none.
+            level: the present layers.
+            earlier: a level of fewer layers with entries; None: there is none.
         """
         if level == self._level:
             return
@@ -146,7 +146,7 @@ class OutputCache:
         self._begin_level()
 
     def forget(self) -> None:
-        """Begin the level anew, without the entries that there are."""
+        """Restart the level, without its entries."""
         self.tell()
         for level in (self._level, self._earlier):
             if level is not None:
@@ -155,7 +155,7 @@ class OutputCache:
         self._begin_level()
 
     def tell(self) -> None:
-        """Say what became of this level."""
+        """Log the counts of this level."""
         counts = self.counts
         if self._level is not None and counts != Counts():
             self._say(
@@ -171,7 +171,7 @@ class OutputCache:
         self._writing: list[Future[None]] = []
         self._dims: list[int | None] | None = None
         self._reading: list[float] = []  # seconds of micro-batches
-        self._computing: list[tuple[Any, Any]] = []  # marks of micro-batches
+        self._computing: list[tuple[Any, Any]] = []  # begin and end marks of micro-batches
         self._checked = False
         self._sound = True  # outputs depend on the sample alone; the same on the tensor-parallel ranks
         self._slow = False  # whether this rank computes faster than it reads
@@ -189,7 +189,10 @@ class OutputCache:
         return bool(self.tiers) and self._sound and not self._slow
 
     def see(self, micro_batches: Sequence[Any]) -> None:
-        """The inputs of a step, on the host, before it begins; collective over the tensor-parallel ranks."""
+        """Begin to read the samples of a step; collective over the tensor-parallel ranks.
+
+        ``micro_batches``: inputs of the step, on the host.
+        """
         self.end()
         self.active = self._agree(int(self.worth)) == 1
         if not self.active:
@@ -199,25 +202,25 @@ class OutputCache:
             self._ask(number)
 
     def end(self) -> None:
-        """The step is over, well or not."""
+        """End the step, after an error too."""
         for job in self._jobs.values():
             job.cancel()
         self._jobs.clear()
         self._given = []
 
     def outputs(self, number: int, inputs: Any, compute: Compute) -> Any:
-        """What the stage puts out for a micro-batch: read, or computed and kept.
+        """Return the stage's output for a micro-batch: read from the cache, or computed and kept.
 
         Args:
-            number: of the micro-batch in the step.
-            inputs: of the stage, all of it.
+            number: index of the micro-batch in the step.
+            inputs: inputs of the stage for the whole micro-batch.
             compute: runs layers.
         """
         asked = self._jobs.pop(number).result()
         if number + _AHEAD < len(self._given):
             self._ask(number + _AHEAD)
         samples = len(asked.samples)
-        # all of a stage's ranks have what they need, of one level, or all of them compute
+        # all of a stage's ranks read entries of one level, or all of them compute
         if self._agree(int(asked.level is not None and asked.level == self._level)):
             outputs = self._to_device(asked.outputs)
             self._reading.append(asked.seconds)
@@ -284,7 +287,7 @@ class OutputCache:
     def _keep(self, samples: Sequence[str], outputs: Any) -> None:
         for job in self._writing:
             if job.done():
-                job.result()  # an error of ours is not to be lost
+                job.result()  # raises an error of the writer
         self._writing = [job for job in self._writing if not job.done()]
         level, dims = self._level, self._dims
         if len(self._writing) >= _WAITING or level is None or dims is None:
@@ -308,7 +311,7 @@ class OutputCache:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(ready)
                 for tensor in as_tuple(outputs):
-                    tensor.record_stream(self._stream)  # its memory is not given away before the copy is done
+                    tensor.record_stream(self._stream)  # keeps its memory until the copy is done
                 outputs = like(outputs, [tensor.cpu() for tensor in as_tuple(outputs)])
         for row, sample in enumerate(samples):
             parts = encode(outputs, dims, row, self._smaller)
@@ -324,7 +327,7 @@ class OutputCache:
     # ---------------------------------------------------------------------------------------------------- whether to use it
 
     def _learn(self, inputs: Any, outputs: Any, start: int, compute: Compute) -> None:
-        """Find out where samples are in the outputs, and whether each depends on its own inputs alone."""
+        """Find the sample dimension of each output, and check that outputs depend on their own inputs alone."""
         rows = rows_of(inputs)
         chosen = [0, 0] if rows == 1 else [rows - 1]
         others = compute.run(some_rows(inputs, chosen), 0)
@@ -345,7 +348,7 @@ class OutputCache:
         return True
 
     def _check(self, outputs: Any, inputs: Any, compute: Compute) -> Any:
-        """The first that is read is computed, too: entries of other weights, whoever wrote them, end here."""
+        """Compute the first micro-batch that is read, too: entries of other weights are refused here."""
         self.counts.computed += rows_of(inputs)
         computed = self._timed(compute, inputs, 0)
         pairs = zip(as_tuple(outputs), as_tuple(computed), strict=True)
@@ -356,7 +359,7 @@ class OutputCache:
         return computed
 
     def _compare(self) -> None:
-        """Reading has to be faster than computing."""
+        """Stop using this level if reading is not faster than computing."""
         if len(self._reading) < _TIMED or not self._computing:
             return
         reading = min(self._reading)
@@ -384,7 +387,7 @@ class OutputCache:
     # --------------------------------------------------------------------------------------------------------------- end
 
     def close(self, keep: bool) -> None:
-        """Wait for what is being written, and let go of the folders."""
+        """Wait for pending writes, and close the folders."""
         self.end()
         self.tell()
         for pool in (self._readers, self._writers):

@@ -1,7 +1,7 @@
-"""Micro-batches as samples: a name for the inputs of each, and what a stage makes of each, as bytes and back.
+"""Samples of a micro-batch: a name for the inputs of each, and its outputs as bytes and back.
 
-A sample is known by what is in it. So no data loader has to number its samples, a sample that was augmented is another one, as is
-one that is padded to another length, and what was kept in a run serves the next one that begins with the same layers.
+A sample is identified by its content. So data loaders need not number samples; an augmented sample, or one padded to
+another length, is a different sample; and entries of one run serve the next run that begins with the same layers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _COUNT = struct.Struct("<I")
 
 
 def rows_of(inputs: Any) -> int:
-    """Samples of a micro-batch; inputs that are for all samples are one."""
+    """Return the number of samples; inputs that are for all samples count as one."""
     return max(samples_of(inputs), 1)
 
 
 def names(inputs: Any) -> list[str]:
-    """A name for each sample of a micro-batch: a hash of all that the model gets of it."""
+    """Return a name for each sample: a hash of all its inputs."""
     tensors, rows = as_tuple(inputs), rows_of(inputs)
     views = [(tensor, _bytes(tensor)) for tensor in tensors]
     common = hashlib.blake2b(digest_size=16)
@@ -51,16 +51,16 @@ def names(inputs: Any) -> list[str]:
 
 
 def some_rows(inputs: Any, rows: Sequence[int]) -> Any:
-    """The inputs of some samples of a micro-batch, in this order."""
+    """Return the inputs of some samples of a micro-batch, in this order."""
     count = rows_of(inputs)
     taken = [tensor[list(rows)] if has_samples(tensor, count) else tensor for tensor in as_tuple(inputs)]
     return taken[0] if isinstance(inputs, Tensor) else tuple(taken)
 
 
 def sample_dims(outputs: Any, others: Any, rows: int, other_rows: int) -> list[int | None] | None:
-    """Which dimension of each output counts samples; None for one that is for all of them.
+    """Return the dimension of each output that counts samples; None for an output that is for all of them.
 
-    Found by comparing the shapes for two numbers of samples, so sizes that happen to be equal do not matter.
+    Found by comparing the shapes for two numbers of samples, so that equal sizes do not matter.
 
     Args:
         outputs, others: of ``rows`` and of ``other_rows`` samples.
@@ -80,7 +80,7 @@ def sample_dims(outputs: Any, others: Any, rows: int, other_rows: int) -> list[i
 
 
 def encode(outputs: Any, dims: Sequence[int | None], row: int, smaller: bool) -> list[Any]:
-    """The outputs of one sample as bytes, in parts.
+    """Encode the outputs of one sample as bytes, in parts.
 
     Args:
         outputs: of a micro-batch, on the host.
@@ -99,7 +99,7 @@ def encode(outputs: Any, dims: Sequence[int | None], row: int, smaller: bool) ->
 
 
 def decode(entries: Sequence[memoryview]) -> Any:
-    """The outputs of the micro-batch that has these samples; None where they do not make one (padded to other lengths)."""
+    """Return the outputs of a micro-batch of these samples; None if they do not fit together (other padding)."""
     (size,) = _COUNT.unpack_from(entries[0])
     head = bytes(entries[0][: _COUNT.size + size])
     if any(bytes(entry[: len(head)]) != head for entry in entries):

@@ -1,4 +1,4 @@
-"""The cache of a process: opened when it is first used, and told which layers there are."""
+"""Cache of a process: opened at its first use, and told about changes of the layers."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _NAME = "ds_terapipe"
 
 
 class Shelf:
-    """What a rank keeps of its first stage, over all reshapes.
+    """The cached outputs of this rank's first stage, over all reshapes.
 
     Args:
         settings: the block ``elastic_pipeline.cache``.
-        run: a name that all ranks of the job have, and a job that goes on from a checkpoint of it.
-        device: where the stage computes.
-        flags: what outputs depend on beside layers and inputs: precision, and which tensor-parallel rank this is.
-        agree: the least of what the stage's tensor-parallel ranks say; collective over them.
-        say: a line to the user; what only this process knows is logged.
+        run: name of the job, the same on all ranks and after resuming from a checkpoint.
+        device: device of the stage.
+        flags: facts that outputs depend on beside layers and inputs: precision and tensor-parallel rank.
+        agree: MIN all-reduce over the stage's tensor-parallel ranks.
+        say: prints a line for the user; problems of this process alone are logged.
 
     Attributes:
         run: may be set before anything is kept.
-        levels: numbers of layers of which outputs were kept, over the whole job.
+        levels: numbers of layers whose outputs were kept, over the whole job.
         keep: whether entries stay when the process ends, for a job that goes on.
-        done: whether the training has come to its end; else entries stay after an error that ends the process, too.
-        failed: whether the last step has not begun.
-        pulled: the inputs of the micro-batches of the step that begins, on the host.
+        done: whether the training has ended; else entries also stay after an error that ends the process.
+        failed: whether the last step failed to begin.
+        pulled: inputs of the next step's micro-batches, on the host.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Shelf:
 
     @property
     def active(self) -> bool:
-        """Whether the step that runs reads and keeps outputs."""
+        """Whether the running step reads and keeps outputs."""
         return self._cache is not None and self._cache.active
 
     @property
@@ -75,15 +75,15 @@ class Shelf:
 
     @property
     def cache(self) -> OutputCache | None:
-        """None where nothing has been kept yet."""
+        """The cache; None before the first step with frozen layers."""
         return self._cache
 
     def begin(self, layers: Sequence[Any]) -> None:
-        """A step begins, with these layers in the first stage, all frozen; collective over the tensor-parallel ranks."""
+        """Begin a step with these layers in the first stage, all frozen; collective over the tensor-parallel ranks."""
         cache = self._open()
         tensors = [t for f in layers for m in modules_of(f) for t in (*m.parameters(), *m.buffers())]
         known = tuple((id(tensor), tensor._version) for tensor in tensors)
-        if known != self._known:  # other layers, or somebody has written to their weights
+        if known != self._known:  # other layers, or their weights were modified
             self._known = known
             self._begin_level(cache, layers)
         cache.see(self.pulled)
@@ -98,17 +98,17 @@ class Shelf:
         return level_of(layers, self._flags)
 
     def forget(self) -> None:
-        """Other samples come from now on: what is kept makes room for theirs."""
+        """Drop all entries, since other samples come from now on."""
         if self._cache is not None:
             self._cache.forget()
 
     def outputs(self, number: int, inputs: Any, compute: Compute) -> Any:
-        """As `OutputCache.outputs`."""
+        """Call `OutputCache.outputs` of the current cache."""
         assert self._cache is not None
         return self._cache.outputs(number, inputs, compute)
 
     def end(self) -> None:
-        """The step is over, well or not."""
+        """End the step, after an error too."""
         self.pulled = ()
         if self._cache is not None:
             self._cache.end()
@@ -130,7 +130,7 @@ class Shelf:
         path, given = self._settings.disk_path, self._settings.disk_gb
         if path is None:
             return None
-        # several machines may have the same folder
+        # several machines may share the folder
         root = Path(path) / f"{_NAME}-{socket.gethostname()}"
         return self._tier(root, _room(root, _DISK) if given is None else int(given * GIGABYTE), "disk_path")
 
@@ -142,17 +142,17 @@ class Shelf:
             return None
 
     def close(self) -> None:
-        """Let go of everything; idempotent."""
+        """Close the cache; idempotent."""
         if self._cache is not None and not self._closed:
             self._closed = True
-            # an error is on its way up, or nobody has handled it, or somebody has and ends the process
+            # an exception propagates, or is unhandled, or its handler ends the process
             rises = not isinstance(sys.exc_info()[1], (StopIteration, type(None)))
             ended = not self.done and (self.failed or getattr(sys, "last_value", None) is not None)
             self._cache.close(self.keep or rises or ended)
 
 
 def _room(path: Path, share: float) -> int:
-    """Bytes: a share of what is free where a folder is, or will be."""
+    """Return a share of the free bytes where a folder is, or will be."""
     while not path.exists():
         path = path.parent
     return int(share * shutil.disk_usage(path).free)

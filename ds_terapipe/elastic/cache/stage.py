@@ -1,4 +1,4 @@
-"""The frozen layers that a model begins with, as a stage whose outputs are kept."""
+"""Stage of the frozen layers at the model's beginning, whose outputs are cached."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from ds_terapipe.schedule import Unit
 
 
 class CachedStage(Stage):
-    """In training, reads what its layers put out, or has them run over whole micro-batches and keeps it.
+    """In training, reads its outputs from the cache, or runs its layers on whole micro-batches and keeps the outputs.
 
-    What is read was made of the whole micro-batch, whatever it is cut into; so is what is computed.
+    Outputs are read and computed for the whole micro-batch, whatever its slices.
 
     Args:
-        *args, **kwargs: as for `Stage`; it has to be the model's first, and one that only goes forward.
-        shelf: where outputs are.
+        *args, **kwargs: as for `Stage`; must be the model's first stage, and forward-only.
+        shelf: the cache.
     """
 
     def __init__(self, *args: Any, shelf: Shelf, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.number == 0 and not self.trains
         self._shelf = shelf
-        self._whole: dict[int, Any] = {}  # outputs of micro-batches of which slices are still to come
-        self.layers.timed = not shelf.wanted  # its outputs are read: what it costs is nothing
+        self._whole: dict[int, Any] = {}  # outputs of micro-batches with slices still to come
+        self.layers.timed = not shelf.wanted  # its outputs are read, at no cost
         self._compute = Compute(self._run_whole, not has_own_forward(self.root))
         self._functions = self.layers.functions  # a step that times layers wraps them
 
     def begin(self, batch: StepBatch, losses: StepLosses | None, weights_apart: bool) -> None:
-        """Begin a step, see `Stage.begin`, and start to read its samples."""
+        """Extend `Stage.begin`: start to read the samples of the step."""
         super().begin(batch, losses, weights_apart)
         if torch.is_grad_enabled():
             self._shelf.begin(self._functions)
 
     def forward(self, unit: Unit, inputs: Any) -> Any:
-        """Run a unit forward, see `Stage.forward`; samples of the cache are read in place of it."""
+        """Override `Stage.forward`: return cached outputs in place of running the layers."""
         if not self._shelf.active or not torch.is_grad_enabled():
             return super().forward(unit, inputs)
         number, span = unit.micro_batch, self._batch.span(unit)
@@ -70,11 +70,11 @@ class CachedStage(Stage):
 
     @property
     def left_over(self) -> int:
-        """Number of units that the step did not take, see `Stage.left_over`, with those of the cache."""
+        """Extend `Stage.left_over` by micro-batches that were not taken completely."""
         return super().left_over + len(self._whole)
 
     def end(self) -> None:
-        """End a step, see `Stage.end`, and the cache's part of it."""
+        """Extend `Stage.end` by the cache."""
         super().end()
         self._whole.clear()
         self._shelf.end()

@@ -1,14 +1,14 @@
-"""Entries of a cache as files: bytes under a name, in the memory of the machine first, then on a disk.
+"""Entries of a cache as files: bytes under a name, in the machine's memory first, then on a disk.
 
-An entry stands under its name whole or not at all: it is written beside it and renamed. What is in it is checked when it is
-read, so one that was torn, cut off or has a flipped bit is as good as none. Files are written and read, and never mapped: where
-a tmpfs is full a write is an error that can be handled (ENOSPC), while touching a mapping ends the process by SIGBUS.
+An entry is written to a temporary file and renamed, so it exists whole or not at all. Its checksum is verified when it
+is read; a damaged entry counts as missing. Files are written and read, never mapped: on a full tmpfs a write raises
+ENOSPC, which can be handled, while touching a mapping ends the process by SIGBUS.
 
-What is there stays until its level ends, or other samples come: where there is no room for all entries, those that are there
-serve their share of every epoch, and taking one out for another would have none of them there when its turn comes.
+Entries stay until their level ends, or other samples come. If there is no room for all, the existing entries serve
+their share of every epoch; with replacement, each would be gone before its turn.
 
-Every process of a run that uses a folder holds a lock on it. A folder whose lock nobody holds is a dead run's: the next run
-removes it, unless it is the one that goes on.
+Every process of a run holds a lock on its folder. A folder without a lock belongs to a dead run: the next run removes
+it, unless it resumes that run.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from pathlib import Path
 from typing import Any
 
 _LOCK, _USED = "lock", "used"
-_HEADER = struct.Struct("<4sI16sQ")  # what it is, checksum, the name it was written under, bytes that follow
+_HEADER = struct.Struct("<4sI16sQ")  # magic, checksum, hash of the name, number of bytes that follow
 _MAGIC = b"DTC1"
 
 
 class Tier:
-    """The entries of a run in one folder.
+    """Entries of a run in one folder.
 
     Args:
-        root: of all runs.
-        run: name of this one.
-        limit: bytes that the entries of this run may take, of all processes of the machine together; None: any number.
+        root: folder of all runs.
+        run: name of this run.
+        limit: limit in bytes of this run's entries, over all processes of the machine; None: no limit.
 
     Attributes:
-        root: as it was given.
-        full: whether the last entry that was to be written did not fit.
+        root: the argument.
+        full: whether the last write did not fit.
     """
 
     def __init__(self, root: Path, run: str, limit: int | None) -> None:
         self.root, self.path, self.limit = root, root / run, limit
         self.full = False
         self._mutex = threading.Lock()
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # of what a model makes of its user's data
-        with _locked(root / _LOCK):  # lest a run that begins takes this one for a dead one
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # outputs may reveal the user's data
+        with _locked(root / _LOCK):  # so that a new run does not take this one for a dead run
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
             alone = _try_lock(self._lock, fcntl.LOCK_EX)
-            if alone:  # the first process, maybe after a crash: nobody is writing
+            if alone:  # the first process, maybe after a crash: no other process is writing
                 self._recount()
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             _remove_dead(root, self.path)
 
     def read(self, name: str) -> memoryview | None:
-        """What was written under a name; None where there is nothing, or not what was written."""
+        """Return the bytes written under a name; None if they are missing or damaged."""
         try:
             with open(self.path / name, "rb") as file:
                 data = memoryview(file.read())
@@ -73,11 +73,11 @@ class Tier:
         return found
 
     def write(self, name: str, parts: Sequence[Any]) -> bool:
-        """Put an entry under a name that may be there already; False where there is no room for it.
+        """Write an entry, or replace it; return False if there is no room.
 
         Args:
-            name: with a folder before the last slash, which is made.
-            parts: its bytes, one after the other.
+            name: the part before the last slash is a folder, created if missing.
+            parts: its bytes, in order.
         """
         path = self.path / name
         size = _HEADER.size + sum(len(part) for part in parts)
@@ -99,7 +99,7 @@ class Tier:
                 for part in (header, *parts):
                     file.write(part)
             os.replace(beside, path)
-        except OSError:  # above all, no space left
+        except OSError:  # mostly ENOSPC
             self.full = True
             self._count(old - size)
             with suppress(OSError):
@@ -118,7 +118,7 @@ class Tier:
         shutil.rmtree(self.path / folder, ignore_errors=True)
 
     def close(self, keep: bool) -> None:
-        """Let go of the folder. The last process of the run removes it, unless it is to be kept for one that goes on."""
+        """Close the folder. The last process of the run removes it, unless ``keep`` leaves it for a resumed run."""
         if self._lock < 0:
             return
         with suppress(OSError), _locked(self.path.parent / _LOCK):
@@ -129,7 +129,7 @@ class Tier:
 
     @property
     def used_bytes(self) -> int:
-        """That the entries of the run take in here."""
+        """Bytes of the run's entries in this folder."""
         with suppress(OSError), open(self.path / _USED, "rb") as file:
             return int(file.read() or 0)
         return 0
@@ -141,14 +141,14 @@ class Tier:
             self._count(-size)
 
     def _count(self, more: int) -> bool:
-        """Take so many bytes of the limit; False, and nothing taken, where it has not so many."""
+        """Reserve so many bytes of the limit; return False, without a change, if they exceed it."""
         try:
             with self._mutex, _locked(self.path / _USED) as file:
                 used = max(int(os.pread(file, 32, 0) or 0) + more, 0)
                 if more > 0 and self.limit is not None and used > self.limit:
                     return False
                 os.pwrite(file, b"%-31d\n" % used, 0)
-        except OSError:  # the folder is gone, or there is not even room for a number
+        except OSError:  # the folder is gone, or the disk is full
             return more <= 0
         return True
 
@@ -165,13 +165,13 @@ class Tier:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The entries in a folder, those that are being written too."""
+    """Yield the entries in a folder, also unfinished ones."""
     for at, _, names in os.walk(folder):
         yield from (Path(at, name) for name in names if name not in (_LOCK, _USED))
 
 
 def _remove_dead(root: Path, mine: Path) -> None:
-    """Remove the folders of runs of which no process lives."""
+    """Remove the folders of runs without a living process."""
     for path in root.iterdir():
         if path == mine or not (path / _LOCK).is_file():
             continue

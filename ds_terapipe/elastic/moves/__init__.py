@@ -1,1 +1,1 @@
-"""From one shape to another: layers, weights, optimiser and DeepSpeed's engine around them."""
+"""Changes of shape: layers, weights, optimiser and DeepSpeed's engine around them."""

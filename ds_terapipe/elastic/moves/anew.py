@@ -1,7 +1,7 @@
-"""DeepSpeed's engine, built anew around an optimizer and a scheduler that stay.
+"""Rebuild of DeepSpeed's engine around an optimizer and a scheduler that stay.
 
-Its wrappers, counters of communication and groups belong to one shape; its constructor makes all of them, whatever DeepSpeed
-adds there. What a training has gone through is put back afterwards.
+DeepSpeed's wrappers, communication counters and groups belong to one shape, so its constructor makes all of them again.
+The state of the training is restored afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OUTLIVES = (
 
 
 class Kept(NamedTuple):
-    """What an engine that is built anew is given in place of what its configuration asks for."""
+    """Objects that a rebuilt engine keeps instead of building them from its configuration."""
 
     optimizer: Any
     basic_optimizer: Any
@@ -40,12 +40,12 @@ class Kept(NamedTuple):
 
 
 def build_anew(engine: Any, shape: Shape, arguments: Mapping[str, Any]) -> None:
-    """Run the constructor of ``PipelineEngine`` again, on a module that has another shape; collective.
+    """Run the constructor of ``PipelineEngine`` again, on a module of another shape; collective.
 
     Args:
-        engine: takes its ``_kept`` for optimizer and scheduler while that runs.
+        engine: uses its ``_kept`` for optimizer and scheduler meanwhile.
         shape: the module's.
-        arguments: those of the first time.
+        arguments: arguments of the first call.
     """
     outlives = {name: getattr(engine, name) for name in _OUTLIVES if hasattr(engine, name)}
     batch = {
@@ -61,7 +61,7 @@ def build_anew(engine: Any, shape: Shape, arguments: Mapping[str, Any]) -> None:
         with quietly(), random_states_kept(engine.device):
             config = DeepSpeedConfig({**engine._config._param_dict, **batch}, grid)
             config.pipeline.update(pipe_partitioned=False, grad_partitioned=False)
-            monitored, config.monitor_config = config.monitor_config, get_monitor_config({})  # its writers are there
+            monitored, config.monitor_config = config.monitor_config, get_monitor_config({})  # its writers exist
             anew = {"optimizer": engine.client_optimizer, "training_data": None, "config_class": config, "mpu": grid}
             PipelineEngine.__init__(engine, **{**arguments, **anew})
     finally:
@@ -73,7 +73,7 @@ def build_anew(engine: Any, shape: Shape, arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without what DeepSpeed says of an engine or a grid that it builds: a transition has one line of its own."""
+    """Context manager that silences DeepSpeed while it builds an engine or a grid."""
     level = deepspeed_logger.level
     deepspeed_logger.setLevel(max(level, logging.WARNING))
     try:

@@ -1,6 +1,6 @@
-"""Parameter groups of an optimiser whose parameters come and go: one list of groups on all ranks, empty ones too.
+"""Parameter groups of an optimiser whose parameters change: one list of groups on all ranks, empty ones included.
 
-Schedulers and checkpoints count groups, and a parameter that moves to another rank has to find its settings there.
+Schedulers and checkpoints count groups, and a parameter that moves to another rank must find its settings there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ds_terapipe.pipeline.parameter_groups import OF_PARAMETERS, outside, tell
 
 
 def numbers(optimizer: Any) -> dict[int, int]:
-    """The number of each parameter's group, by the parameter's ``id``; an optimiser that is None has none."""
+    """Return the group number of each parameter, by ``id``; empty if the optimiser is None."""
     groups = [] if optimizer is None else optimizer.param_groups
     return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
 
@@ -30,18 +30,18 @@ def refill(
     settings: Sequence[Mapping[str, Any]] | None = None,
     outside: Sequence[Tensor] = (),
 ) -> int:
-    """Give an optimiser, which keeps its identity, the parameters of a module, in the module's order.
+    """Set an optimiser's parameters to those of a module, in the module's order; the optimiser object stays.
 
     Args:
-        optimizer: of torch, or with its attributes.
-        module: whose parameters are there now.
-        group_of: the number of the group, for each name that the optimiser shall have.
-        states: of names whose state came from elsewhere; others keep theirs.
+        optimizer: a torch optimiser, or an object with its attributes.
+        module: module with the new parameters.
+        group_of: group number of each parameter to include, by name.
+        states: states of parameters that are new here, by name; others keep theirs.
         settings: of the groups; None: as they are.
-        outside: parameters that are not the module's and stay in their groups, behind the others.
+        outside: parameters outside the module, which stay in their groups after the others.
 
     Returns:
-        Bytes of state that were given up.
+        Bytes of state that were freed.
     """
     number_of = numbers(optimizer)
     kept: dict[Tensor, dict[str, Any]] = {}
@@ -72,10 +72,10 @@ def refill(
 
 
 def in_order(optimizer: torch.optim.Optimizer, module: nn.Module, names: Mapping[Any, str]) -> None:
-    """Have parameters in the module's order from the start, as after a reshape: checkpoints know them by their number.
+    """Sort the parameters into the module's order at the start, as after a reshape: checkpoints number them.
 
-    Parameters that only stand for others leave, as on a stage that trains nothing, and groups that have had nothing else. So does
-    the loss where it is not trained.
+    Stand-in parameters are removed, as on a stage that trains nothing, with the groups that only had them. So is the
+    loss if it is not trained.
     """
     groups = optimizer.param_groups
     kept = set(map(id, [*module.parameters(), *outside(optimizer, module, names)]))
@@ -87,7 +87,7 @@ def in_order(optimizer: torch.optim.Optimizer, module: nn.Module, names: Mapping
 
 
 def release(optimizer: torch.optim.Optimizer) -> int:
-    """Take parameters that are no longer trained out of an optimiser; bytes of state that were given up."""
+    """Remove parameters that no longer train from an optimiser; return the bytes of state that were freed."""
     gone = []
     for group in optimizer.param_groups:
         trained = [parameter.requires_grad for parameter in group["params"]]

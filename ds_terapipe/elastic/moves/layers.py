@@ -1,6 +1,6 @@
-"""The layers of a live ``PipelineModule``, by the entries of its layer list: taken from it, built anew, put together again.
+"""Layers of a live ``PipelineModule``, by the entries of its layer list: extracted, built and reassembled.
 
-A ``loss_fn`` that is a module is one more of them, behind the last entry.
+A ``loss_fn`` that is a module is an additional layer after the last entry.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ds_terapipe.empty_layers import building_empty
 from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
 from ds_terapipe.pipeline.operators.random_streams import TorchStates
 
-LOSS = "loss_fn."  # what the names of the loss's own tensors begin with, where it is a module
+LOSS = "loss_fn."  # prefix of the names of the loss's own tensors, if it is a module
 
 
 def modules_here(module: PipelineModule) -> dict[str, nn.Module]:
-    """The layers of this rank and, where the model ends here, the loss that is a module: it lives on the last stage."""
+    """Return this rank's layers by prefix; on the last stage with the loss, if that is a module."""
     here = layers_here(module)
     if isinstance(module.loss_fn, nn.Module) and not copies(module):
         here[LOSS] = module.loss_fn
@@ -32,12 +32,12 @@ def modules_here(module: PipelineModule) -> dict[str, nn.Module]:
 
 
 def copies(module: PipelineModule) -> tuple[str, ...]:
-    """Prefixes of the names of tensors of other ranks, of which this rank holds an unused copy."""
+    """Return prefixes of the names of tensors that this rank holds as an unused copy."""
     return () if module._local_stop == len(module._layer_specs) else (LOSS,)
 
 
 def leave_loss(module: PipelineModule) -> None:
-    """Do not train the loss's copy on a rank where the model does not end."""
+    """Freeze the copy of the loss on ranks without the model's last stage."""
     of_layers = {id(parameter) for layer in layers_here(module).values() for parameter in layer.parameters()}
     for name, parameter in module.named_parameters():
         if name.startswith(copies(module)) and id(parameter) not in of_layers:
@@ -45,16 +45,16 @@ def leave_loss(module: PipelineModule) -> None:
 
 
 def builder(module: PipelineModule, prefix: str, start: int, stop: int) -> int | None:
-    """The entry that builds what is called ``prefix`` on a rank with entries ``start`` to ``stop - 1``: the first such one."""
+    """Return the first entry that builds ``prefix`` on a rank with entries ``start`` to ``stop - 1``, or None."""
     return next((entry for entry in range(start, stop) if prefix_of(module, entry) == prefix), None)
 
 
 def layers_for(
     module: PipelineModule, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None
 ) -> dict[str, nn.Module]:
-    """What a rank with these entries has: the live modules that are here already, and others built anew, of ``dtype``.
+    """Return the layers of these entries: live modules that are here already, the others newly built, of ``dtype``.
 
-    The values of what is built are to be overwritten. The process's random states stay as they are.
+    The caller overwrites the values of the built ones. The process's random states stay as they are.
     """
     here, found = modules_here(module), {}
     with random_states_kept(device):
@@ -70,8 +70,7 @@ def layers_for(
 
 
 def build(spec: LayerSpec | nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-    """A layer from its spec, in ``dtype`` where one is given; of a module that was given as it is, and is not here, the structure
-    with room for values."""
+    """Build a layer from its spec, in ``dtype`` if given; a module in place of a spec gets empty tensors."""
     if isinstance(spec, LayerSpec):
         with building_empty():
             built: nn.Module = spec.build().to(device, dtype)
@@ -83,8 +82,7 @@ def build(spec: LayerSpec | nn.Module, device: torch.device, dtype: torch.dtype 
 
 
 def structure_of(spec: LayerSpec, live: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """What a spec builds on another rank, to be looked at; where that is made of the live layer's own modules, they stay as they
-    are, on their device."""
+    """Build a layer as another rank would, for inspection; modules shared with the live layer stay as they are."""
     with building_empty():
         built: nn.Module = spec.build()
     alive = set(map(id, _tensors(live)))
@@ -92,10 +90,10 @@ def structure_of(spec: LayerSpec, live: nn.Module, dtype: torch.dtype | None = N
 
 
 def drop_copies(module: PipelineModule, left: Iterable[nn.Module] = ()) -> None:
-    """Take the values from what is not on this rank and is kept by somebody: modules that were given in place of specs, and
-    layers that have ``left``, which may be of a model of the user's.
+    """Free the values of modules that are not on this rank: modules in place of specs, and ``left`` layers.
 
-    Their structure stays, with weights that are used in several places of a module: one element stands for all of a tensor.
+    Their structure stays, also of shared weights: one element stands for all of a tensor. Tensors still used here are
+    kept.
     """
     kept = {id(tensor) for tensor in _tensors(module)}
     entries = enumerate(module._layer_specs)
@@ -114,14 +112,14 @@ def _tensors(layer: nn.Module) -> Iterator[Tensor]:
 def reassemble(
     module: PipelineModule, topology: ProcessTopology, parts: Sequence[int], layers: Mapping[str, nn.Module]
 ) -> None:
-    """Make of a live ``PipelineModule`` one for another topology, of layers that are there; collective.
+    """Convert a live ``PipelineModule`` to another topology, from existing layers; collective.
 
     Args:
-        module: keeps its identity, settings, hooks and its group of all ranks. The groups of the old grid are the caller's to
-            close.
+        module: keeps its identity, settings, hooks and its group of all ranks. The caller closes the groups of the old
+            grid.
         topology: of all ranks.
         parts: first entry of each stage, and the number of entries.
-        layers: as `layers_for` gives them for this rank's part.
+        layers: this rank's layers from `layers_for`.
     """
     for name in list(module.fwd_map):
         del module._modules[name]
@@ -134,7 +132,7 @@ def reassemble(
     module.is_checkpointable_results, module.is_checkpointable_results_interval = [], None
     specs, seeded = module._layer_specs, module.seed_layers
     module._layer_specs = [_stand_in(module, entry, spec, layers) for entry, spec in enumerate(specs)]
-    module.seed_layers = False  # nothing is drawn
+    module.seed_layers = False  # no random numbers are drawn
     try:
         module._build()
     finally:
@@ -143,7 +141,7 @@ def reassemble(
 
 
 def _stand_in(module: PipelineModule, entry: int, spec: Any, layers: Mapping[str, nn.Module]) -> Any:
-    """What ``PipelineModule._build`` is given for an entry: its layer in place of the spec that would build another."""
+    """Return what ``PipelineModule._build`` gets for an entry: its layer if there is one, else the spec."""
     layer = layers.get(prefix_of(module, entry))
     if layer is None or not isinstance(spec, LayerSpec):
         return spec
@@ -151,7 +149,7 @@ def _stand_in(module: PipelineModule, entry: int, spec: Any, layers: Mapping[str
 
 
 class _Built(TiedLayerSpec):
-    """A tied spec whose module is there."""
+    """A tied spec whose module exists already."""
 
     def __init__(self, spec: TiedLayerSpec, layer: nn.Module) -> None:
         self.__dict__.update(vars(spec))
@@ -163,7 +161,7 @@ class _Built(TiedLayerSpec):
 
 @contextmanager
 def random_states_kept(device: torch.device) -> Iterator[None]:
-    """The states of all random generators, Megatron's too, are afterwards what they were before."""
+    """Context manager that restores the states of all random generators, Megatron's included."""
     python, numpy, of_torch = random.getstate(), np.random.get_state(), TorchStates(device)
     try:
         yield
@@ -174,5 +172,5 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
 
 
 def names_in(module: PipelineModule, entries: Iterable[int]) -> tuple[str, ...]:
-    """What the names of these entries' parameters begin with."""
+    """Return the prefixes of the names of these entries' parameters."""
     return tuple(dict.fromkeys(prefix_of(module, entry) for entry in entries))

@@ -1,10 +1,10 @@
-"""DeepSpeed's wrappers that keep fp32 masters, taken off an optimiser and put around it again.
+"""Removal and renewal of DeepSpeed's wrappers that keep fp32 masters.
 
-They give a torch optimiser fp32 tensors in place of the model's parameters (DeepSpeed 0.19.8): ``BF16_Optimizer`` and ZeRO-1 one
-flat tensor for each parameter group, of which each replica has a part, ``FP16_Optimizer`` one that is whole, and
-``FP16_UnfusedOptimizer`` one for each parameter. Between :func:`unwrap` and :func:`fill` the optimiser has the model's parameters
-instead, each with its whole master and moments as its state, so that what moves parameters of an fp32 engine by name moves these,
-too. For that time a rank needs room for all of it.
+They give a torch optimiser fp32 tensors in place of the model's parameters (DeepSpeed 0.19.8). ``BF16_Optimizer`` and
+ZeRO-1 have one flat tensor for each parameter group, divided among the replicas. ``FP16_Optimizer`` has a whole one,
+and ``FP16_UnfusedOptimizer`` one for each parameter. Between :func:`unwrap` and :func:`fill` the optimiser has the
+model's parameters instead, each with its whole master and moments as state. So code that moves parameters by name works
+for fp32 and for these. Meanwhile a rank needs memory for all of it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ds_terapipe.elastic.moves.transfer import described
 
 MASTER = "ds_terapipe_master"
 _STEP = "step"
-# What a wrapper knows of overflows, of one scheme or the other (runtime/fp16/loss_scaler.py); all ranks know the same.
+# Overflow state of a wrapper, in either scheme (runtime/fp16/loss_scaler.py); the same on all ranks.
 _SCALING = ("loss_scaler", "loss_scale_config", "custom_loss_scaler", "external_loss_scale", "overflow")
 
 
 class Place(NamedTuple):
-    """Where the master of a parameter is.
+    """Location of a parameter's master.
 
     Attributes:
-        parameter: the model's.
-        master: fp32, of the optimiser's: of this parameter or of several.
-        at: first element there.
+        parameter: the model's parameter.
+        master: the optimiser's fp32 tensor, for this parameter or for several.
+        at: first element in ``master``.
         start: first element of the parameter.
-        length: elements; those that are not here are on other ranks.
-        group: these ranks; None: all elements are here.
+        length: number of elements here; the others are on other ranks.
+        group: group of these ranks; None: all elements are here.
     """
 
     parameter: nn.Parameter
@@ -51,12 +51,12 @@ class Place(NamedTuple):
 
 
 def is_wrapped(optimizer: Any) -> bool:
-    """Whether it is one of the wrappers of this file."""
+    """Whether the optimizer is one of these wrappers."""
     return isinstance(optimizer, DeepSpeedOptimizer)
 
 
 def places(wrapper: Any) -> list[list[Place]]:
-    """Where the masters of the model's parameters are, by parameter group."""
+    """Return the locations of the parameters' masters, by parameter group."""
     if isinstance(wrapper, FP16_UnfusedOptimizer):
         groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
         return [[_whole_at(p, master, 0) for p, master in zip(*group, strict=True)] for group in groups]
@@ -79,7 +79,7 @@ def _one_after_another(parameters: list[nn.Parameter], flat: Tensor) -> list[Pla
 
 
 def _linked(parameter: Any, flat: Tensor) -> Place:
-    """As DeepSpeed says it of a replica's part."""
+    """Return the place of a replica's part as DeepSpeed's links give it."""
     if parameter._hp_mapping is None:
         return Place(parameter, flat, 0, 0, 0, parameter._dp_group)
     mine, its = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
@@ -87,9 +87,9 @@ def _linked(parameter: Any, flat: Tensor) -> Place:
 
 
 def unwrap(wrapper: Any, module: nn.Module) -> None:
-    """Give the optimiser in a wrapper the model's parameters, with all that is known of them; collective over replicas.
+    """Give the wrapped optimiser the model's parameters, with their whole state; collective over replicas.
 
-    The wrapper is of no use afterwards, but for what `fill` takes over. What in its groups is none of the module's is left out.
+    The wrapper must not be used afterwards, except as ``before`` of `fill`. Parameters outside the module are left out.
     """
     optimizer, here = wrapper.optimizer, set(map(id, module.parameters()))
     found = places(wrapper)
@@ -102,18 +102,18 @@ def unwrap(wrapper: Any, module: nn.Module) -> None:
     if hasattr(wrapper, "destroy"):
         wrapper.destroy()
     for parameter in (place.parameter for members in found for place in members):
-        parameter.data = parameter.data.clone()  # not a view of what all of them had together
+        parameter.data = parameter.data.clone()  # no longer a view of the flat tensor
         for name in [name for name in vars(parameter) if name in _LINKS]:
             delattr(parameter, name)
 
 
 def _by_master(members: list[Place]) -> list[Place]:
-    """A place for each master."""
+    """Return one place for each master."""
     return list({id(place.master): place for place in members}.values())
 
 
 def _state_of(place: Place, state: dict[str, Any]) -> dict[str, Any]:
-    """Of a parameter, from that of the master that it is in; collective over replicas that have parts."""
+    """Return a parameter's state from that of its master; collective over replicas that have parts."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         if _is_like(key, value, place.master):
@@ -126,8 +126,8 @@ def _state_of(place: Place, state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def taking_no_step(optimizer: Any) -> Iterator[None]:
-    """While a training that has begun is wrapped anew: wrappers of fp16 take a step of zeros first, which decays and counts."""
-    given = vars(optimizer).get("step")  # a scheduler's
+    """Context manager that disables ``step``: new fp16 wrappers take a step of zeros, which decays and counts."""
+    given = vars(optimizer).get("step")  # patched by a scheduler
     optimizer.step = lambda *args, **kwargs: None
     try:
         yield
@@ -139,11 +139,11 @@ def taking_no_step(optimizer: Any) -> Iterator[None]:
 
 
 def fill(wrapper: Any, before: Any = None) -> None:
-    """Put masters and moments, which `unwrap` has left in the state of the parameters, into a new wrapper's.
+    """Move masters and moments, which `unwrap` has left in the parameters' state, into a new wrapper.
 
     Args:
         wrapper: around the same optimiser.
-        before: the wrapper that was taken off, whose loss scale goes on; None: there was none.
+        before: the removed wrapper, whose loss scale continues; None: there was none.
     """
     optimizer = wrapper.optimizer
     for members in places(wrapper):
@@ -161,7 +161,7 @@ def fill(wrapper: Any, before: Any = None) -> None:
 
 
 def _take_over(place: Place, state: dict[str, Any], of_master: dict[str, Any]) -> None:
-    """The inverse of `_state_of`, on this rank."""
+    """Invert `_state_of`, on this rank."""
     for key, value in state.items():
         if not _is_like(key, value, place.parameter):
             of_master.setdefault(key, value)
@@ -179,7 +179,7 @@ def _is_like(key: str, value: Any, tensor: Tensor) -> bool:
 
 
 def _whole(place: Place, part: Tensor) -> Tensor:
-    """All elements of a parameter from tensors like its master, of which the replicas may have parts."""
+    """Return all elements of a parameter from tensors like its master; collective if replicas have parts."""
     found = torch.zeros(place.parameter.numel(), dtype=part.dtype, device=part.device)
     mine = part.detach().view(-1)[place.at : place.at + place.length]
     found[place.start : place.start + place.length] = mine

@@ -1,6 +1,6 @@
-"""A module and its optimiser from one shape to another, on all ranks together.
+"""Reshape of a module and its optimiser, on all ranks together.
 
-Nothing is changed before every rank has built what it will have, and found that nothing would be lost.
+Nothing is changed before every rank has built its new layers and checked that nothing would be lost.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from ds_terapipe.pipeline.transport.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class _Said:
-    """What one rank of the first replica tells the others."""
+    """The message of one rank of the first replica to all others."""
 
     stage: int
     tensor: int
     holding: Holding
-    settings: Sequence[tuple[dict[str, Any], bool]]  # of the parameter groups, and whether it has parameters of them
+    settings: Sequence[tuple[dict[str, Any], bool]]  # of each parameter group, and whether it has parameters here
 
 
 def check_movable(
@@ -63,7 +63,7 @@ def check_movable(
     """Refuse live layers that another rank could not build, and a topology in which ranks would change their shards.
 
     Raises:
-        ConfigError: naming the axes, or what a spec does not build; there is no optimiser.
+        ConfigError: naming the axes, or parts that a spec does not build; or the optimiser is missing.
     """
     if optimizer is None:
         rule = "one beside elastic_pipeline.resize.policy or partition"
@@ -83,14 +83,14 @@ def check_movable(
 
 
 class Reshape:
-    """Moves what a live module and its optimiser have to where another shape wants it.
+    """Moves the layers and optimiser state of a live module to the ranks of another shape.
 
     Args:
-        module: the user's; it keeps its identity, as does
-        optimizer: of torch; and its parameter groups.
+        module: the user's module; it keeps its identity, as does
+        optimizer: the torch optimiser, with its parameter groups.
         consensus, watchdog: agreement and waits of the job.
         device: where the layers are.
-        dtype: that the engine has given them; None: as they are built.
+        dtype: type of the layers in the engine; None: as built.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class Reshape:
         self.sent_bytes = 0
 
     def prepare(self, topology: ProcessTopology, parts: Sequence[int]) -> None:
-        """Build what this rank will have with these entries on the stages of another topology; collective.
+        """Build this rank's layers for other entries and another topology; collective.
 
         Raises:
-            ConfigError: on every rank, where something would be lost; nothing has been changed.
+            ConfigError: on every rank, if something would be lost; nothing has been changed.
         """
         self._topology, self._parts = topology, parts
         error: Exception | None = None
@@ -127,12 +127,12 @@ class Reshape:
         try:
             self._layers = layers_for(self._module, parts[stage], parts[stage + 1], self._device, self._dtype)
             self._check(self._layers, held, stage)
-        except Exception as problem:  # of a user's layer that is built here: the others must not wait
+        except Exception as problem:  # an error of a user's layer must not leave the others waiting
             error = problem
         self._consensus.agree(error)
 
     def run(self) -> None:
-        """Go there, after :meth:`prepare`; collective."""
+        """Change to the shape of :meth:`prepare`; collective."""
         said, layers, stage = self._gather(), self._layers, self._old.get_coord(self._rank).pipe
         held = self._held(said)
         owner = {name: authority(name, held) for prefix in layers for name in self._names(prefix, layers[prefix], held)}
@@ -165,7 +165,7 @@ class Reshape:
         return {one.stage: one.holding for one in said}
 
     def _gather(self) -> list[_Said]:
-        """What the stages of this rank's tensor-parallel index have now; collective."""
+        """Gather the layers and settings of the stages with this rank's tensor-parallel index; collective."""
         coordinates, mine = self._old.get_coord(self._rank), None
         tensor = getattr(coordinates, "model", 0)
         if getattr(coordinates, "data", 0) == 0:
@@ -183,7 +183,7 @@ class Reshape:
             if prefix == LOSS:
                 check_structure(prefix, layer, held[_stage_with(prefix, held)])
                 continue
-            # the entries of a tied layer may build it each in its own way: only what the same entry has built is comparable
+            # entries of a tied layer may build it differently: only builds of the same entry are comparable
             entry = builder(self._module, prefix, self._parts[stage], self._parts[stage + 1])
             same = [s for s in held if builder(self._module, prefix, *self._module.parts[s : s + 2]) == entry]
             if same:
@@ -192,7 +192,7 @@ class Reshape:
             check_same(layers, each)
 
     def _names(self, prefix: str, layer: nn.Module, held: Mapping[int, Holding]) -> list[str]:
-        """The names of a layer's tensors; of one that was built anew those that the live one has."""
+        """Return the names of a layer's tensors; for a newly built layer those of the live one."""
         names = [prefix + name for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
         if layer is self._here.get(prefix):
             return names
@@ -214,7 +214,7 @@ class Reshape:
         return holders
 
     def _tensors(self, name: str, sending: bool) -> Iterator[Tensor]:
-        """A name's values and moments: those that are here, or the room that was made for them."""
+        """Yield the values and moments of a name: the live ones, or the buffers that receive them."""
         if not sending:
             yield from self._rooms[name]
             return
@@ -233,11 +233,11 @@ class Reshape:
         values = torch.empty(piece.kind.shape, dtype=piece.kind.dtype, device=self._device)
         self._rooms[name] = [values, *(moments[key] for key in sorted(moments))]
         if moments or piece.values:
-            # a step count first, as optimisers make it: what is saved is then the same wherever it was moved
+            # step counts first, in the optimisers' order: checkpoints do not depend on moves
             self._states[name] = {**piece.values, **moments}
 
     def _fill(self, name: str, layers: Mapping[str, nn.Module], piece: Piece, received: bool) -> None:
-        """Give a tensor of the new layers its values: those that came, or those of the live one in whose place it is."""
+        """Set a tensor of the new layers from the received values, or from the live tensor that it replaces."""
         prefix = next(prefix for prefix in layers if name.startswith(prefix))
         layer, path = layers[prefix], name.removeprefix(prefix)
         if received:
@@ -267,13 +267,13 @@ def _stage_with(prefix: str, held: Mapping[int, Holding]) -> int:
 
 
 def _settings(said: Sequence[_Said]) -> list[dict[str, Any]]:
-    """Of each group, the settings where it has parameters: a step count may be among them."""
+    """Return the settings of each group from a stage with parameters of it: a step count may be among them."""
     by_group = zip(*(one.settings for one in said), strict=True)
     return [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]
 
 
 def _set_up(prefix: str, layer: nn.Module, held: Mapping[int, Holding]) -> None:
-    """Give the modules of a layer that was built anew the plain attributes that the live one's have now."""
+    """Copy the live layer's plain attributes to the modules of a newly built layer."""
     about = held[_stage_with(prefix, held)].modules
     for name, module in layer.named_modules():
         for key, value in about.get(prefix + name, {}).get("settings", {}).items():

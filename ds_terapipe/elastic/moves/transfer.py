@@ -1,7 +1,7 @@
-"""From one placement of a model's layers to another: which tensors go from which rank to which, and their way.
+"""Transfer of a model's layers from one placement to another: which tensors go from which rank to which.
 
-Everything is addressed by parameter name: weights, buffers, the optimiser's moments and step counts, the parameter group, what
-was set on a parameter or a module after it was built. Only what a rank lacks is sent, from a rank that has it.
+Everything is addressed by parameter name: weights, buffers, the optimiser's moments and step counts, the parameter
+group, and attributes set on a parameter or a module after it was built. A rank receives only tensors that it lacks.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter or buffer as its rank has it.
+    """Description of a parameter or buffer on its rank.
 
     Attributes:
-        kind: of its values.
+        kind: shape and type of its values.
         is_parameter: else a buffer.
         requires_grad: whether it is trained.
-        attributes: what was set on it: plain values.
-        group: number of its parameter group; None: the optimiser does not have it.
-        moments: of the optimiser's state, the tensors that are sent, by name.
-        values: of the optimiser's state, the rest: nothing that is on a device.
+        attributes: plain values set on it.
+        group: number of its parameter group; None: not in the optimiser.
+        moments: tensors of the optimiser's state that are sent, by name.
+        values: the rest of the optimiser's state, nothing on a device.
         used: whether the optimiser has ever had a gradient for it, as its moments show.
     """
 
@@ -59,12 +59,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Holding:
-    """Tensors of a stage.
+    """Description of the tensors of a stage.
 
     Attributes:
         pieces: by name.
         modules: class, hooks and plain attributes of its modules, by their names.
-        same: names in several layers that are one trained parameter.
+        same: groups of names that are one trained parameter.
     """
 
     pieces: Mapping[str, Piece]
@@ -73,7 +73,7 @@ class Holding:
 
 
 class Move(NamedTuple):
-    """A name's tensors go from one rank to another."""
+    """Transfer of a name's tensors from one rank to another."""
 
     name: str
     source: int
@@ -81,12 +81,12 @@ class Move(NamedTuple):
 
 
 def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, shared: Sequence[str] = ()) -> Holding:
-    """What this rank has.
+    """Describe this rank's parameters, buffers and modules.
 
     Args:
-        layers: by the prefix of their names.
-        optimizer: of their parameters.
-        shared: prefixes of modules that several stages may have a copy of; of those it is looked up what is used.
+        layers: layers by prefix.
+        optimizer: optimiser of their parameters.
+        shared: prefixes of modules that several stages may hold; for these it is checked whether they are used.
     """
     group_of = numbers(optimizer)
     pieces, modules = {}, {}
@@ -114,15 +114,15 @@ def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, s
 
 
 def kind_of(tensor: Tensor) -> Kind:
-    """Shape and type."""
+    """Return the shape and type."""
     return Kind(tuple(tensor.shape), tensor.dtype)
 
 
 def sent_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Of an optimiser's state for a parameter, the tensors that are sent, in an order that all ranks know.
+    """Return the tensors of a parameter's optimiser state that are sent, in an order that all ranks know.
 
-    A step count on the CPU goes with the description. One that is on a device does not: who reads a description that holds it
-    would have it on the sender's device.
+    A step count on the CPU is part of the description. One on a device is sent: unpickled from the description, it
+    would be on the sender's device.
     """
     return {
         key: value
@@ -132,7 +132,7 @@ def sent_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def described(value: Any) -> Any:
-    """A value of an optimiser's state without what is on a device."""
+    """Return a value of an optimiser's state without tensors on a device."""
     return int(value) if isinstance(value, DeviceSteps) else value
 
 
@@ -155,23 +155,23 @@ def _about(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_a_users(hook: Any) -> bool:
-    """DeepSpeed's wrappers have hooks of their own, and make them anew."""
+    """Whether a hook is the user's: DeepSpeed's wrappers and this package register their own again."""
     module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
     return module.partition(".")[0] not in ("deepspeed", "ds_terapipe")
 
 
 def authority(name: str, holdings: Mapping[int, Holding]) -> int:
-    """The stage whose copy of a name counts: the first that has used it, else the first that has it."""
+    """Return the stage whose copy of a name counts: the first that has used it, else the first that has it."""
     having = sorted(stage for stage, each in holdings.items() if name in each.pieces)
     return next((stage for stage in having if holdings[stage].pieces[name].used), having[0])
 
 
 def plan(wanted: Sequence[Sequence[str]], holders: Callable[[str, int], Sequence[int]]) -> list[Move]:
-    """What is sent, in one order for all ranks.
+    """Return all transfers, in one order for all ranks.
 
     Args:
         wanted: the names that each rank lacks, by global rank.
-        holders: the ranks that have a name as the given rank needs it; those who ask take turns.
+        holders: the ranks that have a name for the given target; receivers take turns.
     """
     moves, asked = [], {}  # type: ignore[var-annotated]
     for target, names in enumerate(wanted):
@@ -183,7 +183,7 @@ def plan(wanted: Sequence[Sequence[str]], holders: Callable[[str, int], Sequence
 
 
 def check_structure(prefix: str, built: nn.Module, source: Holding) -> None:
-    """Refuse what is lost where a layer is built anew on another rank.
+    """Refuse changes to a live layer that a rebuild on another rank would lose.
 
     Raises:
         ConfigError: modules, parameters or hooks of the live layer that its spec does not build.
@@ -204,7 +204,9 @@ def check_structure(prefix: str, built: nn.Module, source: Holding) -> None:
 
 
 def check_same(layers: Mapping[str, nn.Module], source: Holding) -> None:
-    """Refuse layers, by the prefix of their names, of which several had one parameter and would have copies of it.
+    """Refuse layers that would hold copies of one parameter.
+
+    ``layers``: by the prefix of their names.
 
     Raises:
         ConfigError: naming two of them.
@@ -232,7 +234,7 @@ class Courier:
 
     Args:
         rank: this one.
-        tensors: of a name that is here, or that room was made for, in an order that both ends know.
+        tensors: live or receiving tensors of a name, in an order that both ends know.
         wait: waits for a message; the second argument completes "waited for".
     """
 
@@ -243,7 +245,7 @@ class Courier:
         self.sent_bytes = 0
 
     def carry(self, moves: Sequence[Move]) -> None:
-        """Do all moves, in their order: every rank waits for the first that is not done, so nobody waits in a circle."""
+        """Run all moves in their order: every rank waits for its first unfinished one, so ranks cannot deadlock."""
         for name, source, target in moves:
             if self._rank == source:
                 for tensor in self._tensors(name, True):

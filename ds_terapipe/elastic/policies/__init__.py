@@ -1,1 +1,1 @@
-"""Which layers are frozen at which step, and which shape the pipeline has then. Pure."""
+"""Policies for the frozen layers and the shape of the pipeline at each step. Pure."""

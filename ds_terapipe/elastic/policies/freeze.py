@@ -1,7 +1,7 @@
-"""Policies: which entries of a PipelineModule's layer list are frozen at which step. Pure: no process groups, no tensors.
+"""Freeze policies: which entries of a layer list are frozen at a step. Pure: no process groups, no tensors.
 
-What is frozen is a prefix of the list. A policy says how long it is; `freezer.Freezer` asks it at every step. The rules ``alpha``
-and ``grad_norm`` are those of PipeTransformer (He et al., 2021).
+The frozen entries are a prefix of the list. A policy decides its length; `freezer.Freezer` asks it at every step. The
+rules ``alpha`` and ``grad_norm`` are those of PipeTransformer (He et al., 2021).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _ROUNDING = 1e-9
 
 
 class PolicySettings(Protocol):
-    """What of the block ``elastic_pipeline.freeze`` concerns policies."""
+    """The settings of ``elastic_pipeline.freeze`` that policies read."""
 
     @property
     def policy(self) -> str:
-        """Which one."""
+        """Name of the policy."""
 
     @property
     def alpha(self) -> float:
-        """Share of the layers that still train."""
+        """Share of the layers that still train, by which an interval may freeze more."""
 
     @property
     def tolerance(self) -> float:
@@ -42,16 +42,16 @@ class PolicySettings(Protocol):
 
     @property
     def frozen_layers(self) -> tuple[tuple[int, int], ...] | None:
-        """From which step on how many entries are frozen."""
+        """Pairs (step, entries): numbers of frozen entries from these steps on."""
 
     @property
     def unfreeze(self) -> tuple[str, ...]:
-        """Events after which layers train again."""
+        """Events that unfreeze layers."""
 
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """What freezing has to know of a model.
+    """The trainable entries of a model's layer list.
 
     Args:
         trainable: for each entry of the PipelineModule's layer list, whether it has parameters that the user trains at the
@@ -71,18 +71,18 @@ class ModelLayers:
 
     @property
     def head(self) -> int:
-        """Index of the last trainable entry, and so the entries of the longest prefix that may be frozen: those before it."""
+        """Index of the last trainable entry, and so the length of the longest prefix that may be frozen."""
         return max(index for index, trains in enumerate(self.trainable) if trains)
 
     @property
     def before_head(self) -> tuple[int, ...]:
-        """Indices of the trainable entries before the head; there are L of them, as the rules call it."""
+        """Indices of the trainable entries before the head; the rules call their number L."""
         return tuple(index for index in range(self.head) if self.trainable[index])
 
     def prefix(self, count: int) -> int:
-        """Entries of the shortest prefix that holds the first ``count`` trainable entries before the head.
+        """Return the length of the shortest prefix with the first ``count`` trainable entries before the head.
 
-        Entries without parameters that follow directly are not in it.
+        Directly following entries without parameters are not part of it.
 
         Raises:
             ValueError: there are not so many.
@@ -95,20 +95,20 @@ class ModelLayers:
         return before[count - 1] + 1 if count else 0
 
     def frozen_of(self, frozen: int) -> int:
-        """How many of the trainable entries before the head are among the first ``frozen`` entries."""
+        """Return how many of the trainable entries before the head are among the first ``frozen`` entries."""
         return sum(self.trainable[: min(frozen, self.head)])
 
 
 class FreezePolicy:
-    """Says how many entries are frozen. A policy of one's own overrides `at_step` or `at_interval`, and is registered.
+    """Decides how many entries are frozen. Your own policy overrides `at_step` or `at_interval`, and is registered.
 
-    Every rank has an instance and asks it the same, so what it returns may depend on its arguments and its own state only.
-    A number above ``model.head`` freezes all that may be frozen. A smaller number than before has layers train again, and is an
-    error unless ``freeze.unfreeze`` has "policy".
+    Every rank has an instance and calls it with the same arguments, so results may only depend on arguments and own
+    state. A number above ``model.head`` freezes all that may be frozen. A smaller number than before unfreezes layers,
+    and is an error unless ``freeze.unfreeze`` has "policy".
 
     Attributes:
-        reads: which of the settings in `READABLE` it reads; a configuration that gives another is refused.
-        needs_gradients: whether `at_interval` wants the norms of gradients, for which the engine sums up squares.
+        reads: settings of `READABLE` that the policy reads; a configuration with others is refused.
+        needs_gradients: whether `at_interval` needs gradient norms, for which the engine sums squares.
         decides_at_intervals: whether `at_interval` does anything; by default, whether a subclass overrides it.
 
     Args:
@@ -130,14 +130,17 @@ class FreezePolicy:
         self.model = model
 
     def at_step(self, step: int, frozen: int) -> int:
-        """Entries that the step with this 0-based ``global_steps`` trains without, where ``frozen`` are already."""
+        """Return the number of frozen entries for the step with this 0-based ``global_steps``.
+
+        ``frozen``: entries that are frozen already.
+        """
         return frozen
 
     def at_interval(self, completed: int, frozen: int, norms: Sequence[float] | None) -> int:
-        """Entries that are frozen after an interval.
+        """Return the number of frozen entries after an interval.
 
         Args:
-            completed: intervals since the beginning of the training, or since layers train again.
+            completed: intervals since the beginning of the training, or since layers were unfrozen.
             frozen: entries that are frozen now.
             norms: for each entry, the root of the mean square of its trained parameters' gradients, over all ranks, before
                 clipping, averaged over the interval's steps; nan for entries that have none. None where the policy does not need
@@ -146,28 +149,28 @@ class FreezePolicy:
         return frozen
 
     def rejoined(self, step: int) -> None:
-        """From the step with this 0-based ``global_steps`` on all layers train again: what was before counts no more."""
+        """Reset the policy: from the step with this 0-based ``global_steps`` on all layers train again."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to keep, as JSON can hold it: all that the next answers depend on beside their arguments."""
+        """Return all state on which later answers depend beside their arguments, as JSON types, for a checkpoint."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` has returned."""
+        """Restore the result of `state`."""
 
 
 class StaticPolicy(FreezePolicy):
-    """Freezes nothing: the ``requires_grad`` of the user's parameters is all."""
+    """Freezes nothing beyond the user's own ``requires_grad``."""
 
 
 class SchedulePolicy(FreezePolicy):
-    """Freezes given numbers of entries from given steps on; fewer than before only where ``freeze.unfreeze`` has "policy"."""
+    """Freezes given numbers of entries from given steps on; fewer than before needs "policy" in ``freeze.unfreeze``."""
 
     reads = ("frozen_layers",)
-    _since = -1  # pairs up to this step have had their time
+    _since = -1  # pairs up to this step are ignored
 
     def at_step(self, step: int, frozen: int) -> int:
-        """The entries of the last pair whose step is this one or an earlier one."""
+        """Return the entries of the last pair whose step has come."""
         pairs = self.settings.frozen_layers or ()
         found = [entries for begin, entries in pairs if self._since < begin <= step]
         if found and BY_POLICY in self.settings.unfreeze:
@@ -175,25 +178,25 @@ class SchedulePolicy(FreezePolicy):
         return max([frozen, *found])
 
     def rejoined(self, step: int) -> None:
-        """Only pairs with later steps freeze."""
+        """Ignore pairs up to this step."""
         self._since = step
 
     def state(self) -> dict[str, Any]:
-        """Which pairs count."""
+        """Return the step up to which pairs are ignored."""
         return {"since": self._since}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """As saved."""
+        """Restore the saved state."""
         self._since = state.get("since", -1)
 
 
 class AlphaPolicy(FreezePolicy):
-    """Each interval freezes the share alpha of the layers that still train: L (1 - (1 - alpha)^T) after T of them, rounded up."""
+    """Freezes the share alpha of the remaining layers per interval: L (1 - (1 - alpha)^T) after T, rounded up."""
 
     reads = ("alpha",)
 
     def at_interval(self, completed: int, frozen: int, norms: Sequence[float] | None) -> int:
-        """The closed form, where that is more than before."""
+        """Return the closed form, at least ``frozen``."""
         layers = len(self.model.before_head)
         return max(frozen, self.model.prefix(_rounded_up(layers * (1 - (1 - self.settings.alpha) ** completed))))
 
@@ -201,15 +204,16 @@ class AlphaPolicy(FreezePolicy):
 class GradNormPolicy(FreezePolicy):
     """Freezes up to the layer with the smallest gradient, and at most the share alpha of the layers that still train.
 
-    Counted among the trainable entries: f <- min(ceil(f + alpha (L - f)), argmin of the norms from f to the head). The smallest
-    norm itself goes on training; nothing happens where the first unfrozen layer has it. Of equal norms the first one counts.
+    Counted among the trainable entries: f <- min(ceil(f + alpha (L - f)), argmin of the norms from f to the head). The
+    layer with the smallest norm goes on training; if it is the first unfrozen one, nothing happens. Of equal norms the
+    first one counts.
     """
 
     reads = ("alpha",)
     needs_gradients = True
 
     def at_interval(self, completed: int, frozen: int, norms: Sequence[float] | None) -> int:
-        """An entry whose norm is nan is passed over: it had no gradient. An interval without any norm decides nothing."""
+        """Apply the rule. Entries with a norm of nan had no gradient and are skipped; without norms nothing changes."""
         before = self.model.before_head
         count = self.model.frozen_of(frozen)
         candidates = enumerate([*before, self.model.head])
@@ -222,12 +226,12 @@ class GradNormPolicy(FreezePolicy):
 
 
 class PlateauPolicy(FreezePolicy):
-    """Freezes entries, from the first on, whose gradient's norm has stayed the same for some intervals.
+    """Freezes entries, from the first on, whose gradient norm has stayed the same for some intervals.
 
-    An interval in which the norm changes by less than ``tolerance``, relative to the interval before, counts for an entry; one in
-    which it changes by twice that or more makes it begin anew; between the two nothing happens, lest noise at the border decides.
-    An entry with ``patience`` such intervals is frozen once all before it are, at most the share ``alpha`` of the layers that
-    still train in one interval.
+    An interval counts for an entry if the norm changes by less than ``tolerance``, relative to the interval before. A
+    change of twice that or more resets the count; between the two the count stays, so that noise at the border decides
+    nothing. An entry with ``patience`` such intervals is frozen once all before it are. One interval freezes at most
+    the share ``alpha`` of the layers that still train.
     """
 
     reads = ("alpha", "tolerance", "patience")
@@ -238,12 +242,12 @@ class PlateauPolicy(FreezePolicy):
         self.rejoined(0)
 
     def rejoined(self, step: int) -> None:
-        """Nothing is known of any entry."""
+        """Forget all norms."""
         self._last: list[float | None] = [None for _ in self.model.trainable]
         self._quiet = [0 for _ in self.model.trainable]
 
     def at_interval(self, completed: int, frozen: int, norms: Sequence[float] | None) -> int:
-        """An entry whose norm is nan or zero is passed over: nothing is known of it. So is an interval without any norm."""
+        """Count the quiet intervals. A norm of nan is skipped, and so is a change from a norm of zero."""
         if norms is None:
             return frozen
         for entry, norm in enumerate(norms):
@@ -265,11 +269,11 @@ class PlateauPolicy(FreezePolicy):
         return max(frozen, self.model.prefix(count))
 
     def state(self) -> dict[str, Any]:
-        """Last norms, and how long they have been the same."""
+        """Return the last norms, and the counts of quiet intervals."""
         return {"last": self._last, "quiet": self._quiet}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """As saved."""
+        """Restore the saved state."""
         self._last, self._quiet = list(state["last"]), list(state["quiet"])
 
 
@@ -279,7 +283,7 @@ _POLICIES: dict[str, type[FreezePolicy]] = {}
 
 
 def register_policy(name: str, cls: type[FreezePolicy]) -> None:
-    """Make a policy known as ``elastic_pipeline.freeze.policy``: on every rank, before ``initialize``.
+    """Register a policy for ``elastic_pipeline.freeze.policy``: on every rank, before ``initialize``.
 
     Raises:
         ValueError: it is no subclass of `FreezePolicy`, or another one has the name.
@@ -294,12 +298,12 @@ def register_policy(name: str, cls: type[FreezePolicy]) -> None:
 
 
 def policy_names() -> tuple[str, ...]:
-    """What ``elastic_pipeline.freeze.policy`` may be."""
+    """Return the values that ``elastic_pipeline.freeze.policy`` may have."""
     return tuple(_POLICIES)
 
 
 def policy_class(name: str) -> type[FreezePolicy]:
-    """The policy of that name.
+    """Return the policy class of a name.
 
     Raises:
         ConfigError: there is none.

@@ -1,4 +1,4 @@
-"""Asks the policy at every step, and has layers train again when that is asked for. Pure: no process groups, no tensors."""
+"""Calls the policy at every step, and unfreezes layers on events. Pure: no process groups, no tensors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ds_terapipe.errors import ConfigError, shown
 
 LR_RESTART, LOSS_RISE = "lr_restart", "loss_rise"
 REASONS = (LR_RESTART, LOSS_RISE, BY_POLICY)
-_FALLS, _RISES = 0.5, 2.0  # an LR that has fallen to half of the highest since, and rises to twice the lowest after it
-_WORSE = 1.05  # of the lowest mean loss of an interval
+_FALLS, _RISES = 0.5, 2.0  # a restart: the LR falls to half of the highest, then rises to twice the lowest
+_WORSE = 1.05  # times the lowest mean loss of an interval
 
 
 class Signals(NamedTuple):
-    """What has happened in the training; the same on all ranks.
+    """State of the training that triggers unfreezing; the same on all ranks.
 
     Attributes:
-        lr: of the step that begins: the highest of all parameter groups.
-        loss: the mean loss of the steps since it was asked for last; None: there was none.
+        lr: highest LR of all parameter groups in the step that begins.
+        loss: returns the mean loss since its last call; None without steps.
     """
 
     lr: float
@@ -28,18 +28,18 @@ class Signals(NamedTuple):
 
 
 class _Rate:
-    """Finds restarts of an LR: it rises to twice the lowest after it has fallen to half of the highest."""
+    """Detector of LR restarts: the LR rises to twice the lowest value after a fall to half of the highest."""
 
     def __init__(self) -> None:
         self.highest = self.lowest = 0.0
 
     def begin(self, lr: float) -> None:
-        """The first layers are frozen with this LR: what was before counts no more."""
+        """Reset to the LR at which the first layers are frozen."""
         self.highest = self.lowest = lr
 
     def restarts(self, lr: float) -> bool:
         """Whether a step with this LR is a restart."""
-        # a warm-up is none: the LR has not fallen
+        # no restart in a warm-up: the LR has not fallen
         if self.lowest <= _FALLS * self.highest and lr > self.lowest and lr >= _RISES * self.lowest:
             return True
         if lr > self.highest:
@@ -49,16 +49,16 @@ class _Rate:
 
 
 class Freezer:
-    """Asks a policy at every step. Its answers never reach the head; layers train again only where the settings allow it.
+    """Calls a policy at every step. Its answers never reach the head; unfreezing must be allowed by the settings.
 
     Args:
         settings: the block ``elastic_pipeline.freeze``.
         model: the entries of the layer list.
-        completed: how many intervals were over before the step with this 0-based ``global_steps``, see `completed_intervals`.
+        completed: returns the intervals completed before a step, see `completed_intervals`.
 
     Attributes:
-        frozen: entries that are frozen since the last decision.
-        reason: of `REASONS`, why the last decision has layers train again; None: it does not.
+        frozen: number of frozen entries by the last decision.
+        reason: reason in `REASONS` for which the last decision unfroze layers; None: it did not.
     """
 
     def __init__(self, settings: PolicySettings, model: ModelLayers, completed: Callable[[int], int]) -> None:
@@ -69,18 +69,18 @@ class Freezer:
         self._most = model.head
         self._completed = completed
         self._step: int | None = None
-        self._first = 0  # intervals that were over before the first decision
-        self._since = 0  # intervals that were over when layers trained again
+        self._first = 0  # intervals completed before the first decision
+        self._since = 0  # intervals completed when layers were unfrozen
         self._rate = _Rate()
-        self._best: float | None = None  # lowest mean loss of an interval with as much frozen
+        self._best: float | None = None  # lowest mean loss of an interval since layers were unfrozen
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether the policy wants norms of gradients."""
+        """Whether the policy needs gradient norms."""
         return self._policy.needs_gradients
 
     def begin(self, step: int) -> None:
-        """The training has come so far without a policy: intervals count from here."""
+        """Count intervals from this step: the training has come so far without a policy."""
         if self._counts:
             self._first = self._since = self._completed(step)
 
@@ -90,16 +90,16 @@ class Freezer:
         return self._policy.decides_at_intervals or LOSS_RISE in self._settings.unfreeze
 
     def decide(self, step: int, norms: Callable[[], Sequence[float] | None], signals: Signals | None = None) -> int:
-        """Entries that the step with this 0-based ``global_steps`` trains without.
+        """Return the number of frozen entries for the step with this 0-based ``global_steps``.
 
-        Asked twice for a step, it answers twice the same. Where intervals have ended since the step before, the policy is asked
-        once, about the last of them.
+        A second call for the same step returns the same. If intervals have ended since the last step, the policy is
+        called once, for the last of them.
 
         Args:
-            step: as many steps have been taken.
+            step: number of completed steps.
             norms: for `FreezePolicy.at_interval`; called at the end of an interval and for a policy that needs it only, so it may
                 be collective.
-            signals: None where nothing but the policy decides.
+            signals: None if only the policy decides.
 
         Raises:
             ConfigError: naming the policy, where it doesn't answer with a number of entries, or with fewer than are frozen and
@@ -151,7 +151,7 @@ class Freezer:
         self.frozen = wanted
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON can hold it."""
+        """Return the state for a checkpoint, in JSON types."""
         return {
             "policy": self._settings.policy,
             "frozen": self.frozen,
@@ -164,7 +164,7 @@ class Freezer:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` has returned; under another policy, which counts from there, with as many frozen entries."""
+        """Restore the result of `state`; another policy counts from there, with the same frozen entries."""
         self.frozen = min(state["frozen"], self._most)
         self._step, self._since, self._best = state["step"], state.get("since", 0), state.get("best")
         self._first = state.get("first", 0)
@@ -176,7 +176,7 @@ class Freezer:
 
 
 def completed_intervals(interval: int | str, step: int, batch: int, samples: int | None) -> int:
-    """How many intervals were over before the step with this 0-based ``global_steps``.
+    """Return the number of intervals completed before the step with this 0-based ``global_steps``.
 
     Args:
         interval: ``freeze.interval``, steps or ``"epoch"``.

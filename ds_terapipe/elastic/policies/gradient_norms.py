@@ -1,4 +1,4 @@
-"""Root-mean-square gradient of each layer, averaged over the steps of an interval: what the policy ``grad_norm`` goes by."""
+"""Root-mean-square gradient of each layer, averaged over the steps of an interval, for the policy ``grad_norm``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ds_terapipe.pipeline.transport.consensus import Consensus
 
 
 class GradientNorms:
-    """Adds up what gradients that are reduced, and not clipped yet, are like in each entry of the layer list.
+    """Accumulates the norms of reduced gradients before clipping, by entry of the layer list.
 
     Nothing is read from the device before `take`. A tied weight counts with the first stage that has it.
 
     Args:
-        entries: of the layer list.
-        device: where gradients are.
+        entries: number of entries of the layer list.
+        device: device of the gradients.
     """
 
     def __init__(self, entries: int, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class GradientNorms:
     def add(
         self, module: PipelineModule, tensor_rank: int, sum_over_parts: Callable[[Tensor], Any] | None = None
     ) -> None:
-        """Count the gradients of a step. ``sum_over_parts``: sums a tensor over tensor-parallel ranks, in place."""
+        """Add the gradients of a step. ``sum_over_parts``: sums a tensor over tensor-parallel ranks, in place."""
         layers = layers_here(module)
         table = torch.zeros(len(layers), 2, dtype=torch.float64, device=self._device)
         for row, layer in enumerate(layers.values()):
@@ -51,21 +51,21 @@ class GradientNorms:
             self._steps[entry] = self._steps.get(entry, 0) + 1
 
     def take(self, consensus: Consensus) -> Sequence[float]:
-        """The averages since the last call, nan for entries without a gradient; collective."""
+        """Return the averages since the last call, nan for entries without a gradient; collective."""
         means = {entry: total / steps for entry, steps, total in self.state(consensus) if total}
         self._totals, self._steps = {}, {}
         return [means.get(entry, math.nan) for entry in range(self._entries)]
 
     def state(self, consensus: Consensus) -> list[tuple[int, int, float]]:
-        """By entry, steps and the sum over them, for a checkpoint; collective."""
+        """Return (entry, steps, sum over the steps) for a checkpoint; collective."""
         mine = {entry: (self._steps[entry], float(total)) for entry, total in self._totals.items()}
-        most: dict[int, tuple[int, float]] = {}  # of a layer that has moved, the rank that had it longest tells
+        most: dict[int, tuple[int, float]] = {}  # for a layer that has moved, the rank with the most steps counts
         for of_rank in consensus.gather(mine):
             for entry, found in of_rank.items():
                 most[entry] = max(most.get(entry, (0, 0.0)), found)
         return [(entry, *found) for entry, found in sorted(most.items())]
 
     def load(self, state: Sequence[tuple[int, int, float]] | None) -> None:
-        """Go on from `state`, on every rank."""
+        """Restore the result of `state`, on every rank."""
         self._steps = {entry: steps for entry, steps, _ in state or ()}
         self._totals = {entry: total for entry, _, total in state or ()}

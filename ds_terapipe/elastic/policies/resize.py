@@ -1,6 +1,6 @@
-"""Which shape the pipeline has at which step, and which layers its stages have then. Pure: no process groups, no tensors.
+"""Shape of the pipeline at each step, and the layers of its stages. Pure: no process groups, no tensors.
 
-A shape is stages x replicas x tensor-parallel size on the processes that there are. Only the stages are chosen: the
+A shape is stages x replicas x tensor-parallel size on the given processes. Only the stages are chosen: the
 tensor-parallel size and the global batch stay.
 """
 
@@ -24,10 +24,10 @@ class Shape(NamedTuple):
     """A shape of the pipeline.
 
     Attributes:
-        stages: of each pipeline.
-        replicas: pipelines, each of which trains its share of a batch.
+        stages: stages of each pipeline.
+        replicas: number of pipelines; each trains its share of a batch.
         micro_batch: samples in a micro-batch of one replica.
-        micro_batches: of one replica in a step; replicas x micro_batch x micro_batches is the global batch.
+        micro_batches: of one replica in a step; the global batch is replicas x micro_batch x micro_batches.
     """
 
     stages: int
@@ -39,11 +39,11 @@ class Shape(NamedTuple):
 def wanted_stages(
     settings: ResizeSettings, step: int, present: int, start: int, sizes: Sequence[int], frozen: int
 ) -> int:
-    """Stages that the step with this 0-based ``global_steps`` runs on.
+    """Return the number of stages for the step with this 0-based ``global_steps``.
 
     Args:
         settings: the block ``elastic_pipeline.resize``.
-        step: as many steps have been taken.
+        step: number of completed steps.
         present: stages now.
         start: stages at the beginning of the training, with nothing frozen.
         sizes: trained parameters of each entry of the layer list at the beginning.
@@ -57,9 +57,9 @@ def wanted_stages(
 
 
 def _halved(present: int, start: int, sizes: Sequence[int], frozen: int) -> int:
-    """PipeTransformer's compression test: half as many stages while none gets larger than the largest was at the start.
+    """Apply PipeTransformer's compression test: halve the stages while none exceeds the largest of the start.
 
-    Frozen entries count as nothing, as in its code, where the printed algorithm discounts them.
+    Frozen entries count as zero, as in its code; the printed algorithm discounts them instead.
     """
     largest = partition(sizes, start).slowest
     left = [0] * frozen + list(sizes[frozen:])
@@ -71,10 +71,10 @@ def _halved(present: int, start: int, sizes: Sequence[int], frozen: int) -> int:
 def shape_of(
     stages: int, processes: int, tensor_size: int, batch: int, micro_batch: int, batches: Sequence[int] = ()
 ) -> Shape:
-    """The shape with so many stages on all processes.
+    """Return the shape with so many stages on all processes.
 
-    The global batch stays. So does the micro-batch, unless the replicas' shares of a batch are not made of whole ones: then it
-    is the largest divisor of a share that is smaller.
+    The global batch stays. So does the micro-batch, unless it does not divide a replica's share of a batch: then it is
+    the largest smaller divisor of the share.
 
     Args:
         stages: of each pipeline.
@@ -82,13 +82,13 @@ def shape_of(
         tensor_size: ranks that a layer is divided among.
         batch: samples of a step, over all replicas.
         micro_batch: samples in a micro-batch of one replica, as configured.
-        batches: other batches that the training has, for the shapes that the error names.
+        batches: other batches of the training, for the shapes that the error names.
 
     Raises:
         ConfigError: there are processes or samples left over.
     """
     if not _divides(stages, processes, tensor_size, batch):
-        # at least one shape runs: the one that the launch has made
+        # at least one shape is valid: that of the launch
         choices = [str(shape.stages) for shape in shapes(processes, tensor_size, batch, micro_batch, batches)]
         if processes % (stages * tensor_size):
             by_tensor = f" times the tensor-parallel size ({tensor_size})" if tensor_size > 1 else ""
@@ -104,7 +104,7 @@ def shape_of(
 
 
 def shapes(processes: int, tensor_size: int, batch: int, micro_batch: int, batches: Sequence[int] = ()) -> list[Shape]:
-    """All that `shape_of` makes of these, fewest stages first; those that divide the other ``batches``, too."""
+    """Return all shapes of `shape_of`, fewest stages first; they also divide the other ``batches``."""
     return [
         shape_of(stages, processes, tensor_size, batch, micro_batch)
         for stages in range(1, processes + 1)
@@ -124,14 +124,14 @@ def balanced(
     stages: int,
     present: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """The first entry of each stage and, last, the number of entries: DeepSpeed's ``parts``, the slowest stage as fast as can be.
+    """Return DeepSpeed's ``parts`` with the fastest slowest stage: first entry of each stage, number of entries.
 
     Args:
         costs_forward: seconds of each entry of the layer list.
-        costs_backward: likewise; those of the first ``frozen`` entries don't count.
+        costs_backward: likewise; ignored for the first ``frozen`` entries.
         frozen: entries that go forward only.
         stages: each has one entry or more.
-        present: parts that stay unless the slowest stage would be faster by ``_WORTH_MOVING``.
+        present: present parts, which stay unless the slowest stage would be faster by ``_WORTH_MOVING``.
 
     Raises:
         ConfigError: more stages than entries.
@@ -155,7 +155,7 @@ def check(
     has_training_data: bool,
     batches: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """Refuse what this model, launch and batch do not allow, before the first step.
+    """Refuse settings that this model, launch and batch do not allow, before the first step.
 
     Args:
         settings: the block ``elastic_pipeline``.
@@ -166,7 +166,7 @@ def check(
         batches: batch and micro-batch of phases to come.
 
     Raises:
-        ConfigError: the first thing that is wrong.
+        ConfigError: for the first violation.
     """
     _check_freeze(settings.freeze, layers, has_training_data)
     for number in _stages_that_may_come(settings.resize, stages):
@@ -188,10 +188,10 @@ def _check_freeze(freeze: FreezeSettings, layers: ModelLayers, has_training_data
 
 
 def _stages_that_may_come(resize: ResizeSettings, stages: int) -> list[int]:
-    """Of a list, all; of halving, all that it may come to, lest it stops a training in the middle."""
+    """Return the stages of a list, or all results of halving, so that none stops a training in the middle."""
     if not isinstance(resize.policy, str):
         return [number for _, number in resize.policy]
-    if resize.policy != "halve":  # of measured ones, what does not divide is not considered
+    if resize.policy != "halve":  # measured shapes always divide
         return []
     return [stages >> halvings for halvings in range(1, stages.bit_length()) if stages % (1 << halvings) == 0]
 

@@ -1,1 +1,1 @@
-"""What a checkpoint says of a shape, and the way out of it onto another one."""
+"""The shape in a checkpoint, and its conversion to another one."""

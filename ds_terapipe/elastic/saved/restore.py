@@ -1,8 +1,8 @@
-"""An optimiser's state out of the files of a checkpoint, by parameter name, for an engine of another shape.
+"""Optimiser state of a checkpoint by parameter name, for an engine of another shape.
 
-DeepSpeed 0.19.8 writes a torch optimiser's state with the other states of a stage, parameters by number, and what
-``BF16_Optimizer`` and ZeRO-1 keep in flat parts in a file for each rank, with the place of every name in it. Which names and
-files there are is noted when a checkpoint is saved (:func:`about`).
+DeepSpeed 0.19.8 writes a torch optimiser's state with the other states of a stage, parameters by number. The flat parts
+of ``BF16_Optimizer`` and ZeRO-1 are in a file for each rank, with the location of every name. The names and files are
+recorded when a checkpoint is saved (:func:`about`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN, _FLAT, _FP16 = "plain", "flat", "fp16"
 
 
 def about(engine: Any) -> dict[str, Any] | None:
-    """What a checkpoint has to note of this rank's part; None where nothing here is of use to others."""
+    """Return a checkpoint's record of this rank's part; None if no other rank needs it."""
     coordinates = engine.module._topo.get_coord(engine.global_rank)
     if engine.basic_optimizer is None:
         return None
@@ -48,7 +48,7 @@ def about(engine: Any) -> dict[str, Any] | None:
 
 
 def numbers_of(engine: Any) -> dict[str, int]:
-    """The number of the parameter group of each of this rank's parameters that is trained, by name."""
+    """Return the parameter group number of each of this rank's trained parameters, by name."""
     name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     number_of = numbers(engine.basic_optimizer)
     if is_wrapped(engine.optimizer):
@@ -58,22 +58,22 @@ def numbers_of(engine: Any) -> dict[str, int]:
 
 
 class SavedStates:
-    """The states of the parameters that a rank has now.
+    """Optimiser states for the parameters of this rank.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         parts: what :func:`about` noted on every rank.
         tensor: this rank's tensor-parallel index.
-        groups: how many parameter groups there are now.
-        number_of: now, by the names of all ranks: other stages may have the groups in another order.
+        groups: present number of parameter groups.
+        number_of: present group numbers, by the names of all ranks: other stages may order groups differently.
         wanted: this rank's parameters, by name.
 
     Attributes:
-        states: the optimiser's, by name; whole, with a master where there were flat parts.
-        settings: of the parameter groups, in their order; of one that is empty where it was read, as it is there.
+        states: optimiser states by name, whole; with a master if they were flat parts.
+        settings: of the parameter groups, in their order; an empty group keeps those of the file that was read.
 
     Raises:
-        ConfigError: a parameter that no file has, or other groups.
+        ConfigError: a parameter is in no file, or the groups differ.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SavedStates:
         self.states: dict[str, dict[str, Any]] = {}
         self.settings: list[dict[str, Any]] = []
         self._wanted = wanted
-        self._stage_of: dict[str, int] = {}  # from whose files flat parts are read
+        self._stage_of: dict[str, int] = {}  # stage from whose files a parameter's flat parts are read
         mine = _of_tensor(parts, tensor)
         known = {name for part in mine for group in part["groups"] for name in group}
         missing = sorted(set(wanted) - known)
@@ -120,7 +120,7 @@ class SavedStates:
                     self.settings[now[then]] = of_groups[then]
         for name, state in self.states.items():
             for key, value in state.items():
-                if isinstance(value, list):  # parts of flat tensors, in the order of replicas
+                if isinstance(value, list):  # flat parts, in the order of replicas
                     with _named(folder):
                         state[key] = torch.cat(value).view(wanted[name].shape)
 
@@ -157,14 +157,14 @@ def _of_tensor(parts: Sequence[Mapping[str, Any] | None], tensor: int) -> list[M
 
 
 def read_by(parts: Sequence[Mapping[str, Any] | None], tensor: int, names: Collection[str]) -> list[Mapping[str, Any]]:
-    """The parts that a rank reads for the parameters ``names``, as :func:`about` noted them; the first one for the settings."""
+    """Return the parts of :func:`about` that a rank reads for the parameters ``names``; the first for the settings."""
     mine = _of_tensor(parts, tensor)
     return [p for n, p in enumerate(mine) if n == 0 or any(name in names for group in p["groups"] for name in group)]
 
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Name a file that is of another checkpoint, and fails to be read as one of this."""
+    """Context manager that names the file in an error while a file of another checkpoint is read."""
     try:
         yield
     except ConfigError:
@@ -177,7 +177,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _numbers_now(parts: Sequence[Mapping[str, Any]], groups: int, number_of: Mapping[str, int]) -> list[int]:
-    """For each parameter group of a checkpoint, its number now; those of which nothing is trained keep their order.
+    """Return the present number of each parameter group of a checkpoint; untrained groups keep their order.
 
     Raises:
         ConfigError: parameters of one group are in several now, or the other way round.
@@ -197,13 +197,13 @@ def _numbers_now(parts: Sequence[Mapping[str, Any]], groups: int, number_of: Map
 
 
 def put(optimizer: torch.optim.Optimizer, module: nn.Module, saved: SavedStates, flat: bool) -> None:
-    """Give an optimiser that has the module's parameters the states and settings of a checkpoint.
+    """Load a checkpoint's states and settings into an optimiser of the module's parameters.
 
     Args:
-        optimizer: of torch; with parameters of 16 bits and states of 32, where it is about to be wrapped:
-        flat: whether it is.
-        module: whose parameters it has.
-        saved: of all of them.
+        optimizer: a torch optimiser; before it is wrapped, it has parameters of 16 bits and states of 32:
+        flat: whether it is about to be wrapped.
+        module: module of its parameters.
+        saved: states of all of them.
     """
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = [[name_of[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -216,9 +216,9 @@ def put(optimizer: torch.optim.Optimizer, module: nn.Module, saved: SavedStates,
         ]
         optimizer.load_state_dict({"state": state, "param_groups": param_groups})
         return
-    optimizer.state.clear()  # torch would round it to the parameters' type
+    optimizer.state.clear()  # load_state_dict would round it to the parameters' type
     for group in optimizer.param_groups:
-        counts_there = bool(group.get("fused") or group.get("capturable"))  # as torch's own load_state_dict has it
+        counts_there = bool(group.get("fused") or group.get("capturable"))  # as in torch's load_state_dict
         for parameter in group["params"]:
             of_it = saved.states.get(name_of[id(parameter)], {})
             optimizer.state[parameter] = {key: _placed(value, parameter, counts_there) for key, value in of_it.items()}
@@ -228,7 +228,7 @@ def put(optimizer: torch.optim.Optimizer, module: nn.Module, saved: SavedStates,
 
 
 def _placed(value: Any, parameter: nn.Parameter, counts_there: bool) -> Any:
-    """Where the parameter is; a step count on the CPU unless the optimiser wants it there, too."""
+    """Move a value to the parameter's device; a step count on the CPU only if ``counts_there``."""
     moves = isinstance(value, Tensor) and (counts_there or value.shape == parameter.shape)
     return value.to(parameter.device) if moves else value
 

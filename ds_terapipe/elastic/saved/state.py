@@ -1,4 +1,4 @@
-"""What a checkpoint has to say of the shape it was saved in: a small file beside DeepSpeed's, read before them."""
+"""The shape of the pipeline in a checkpoint: a small file beside DeepSpeed's, read before them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEYS = (
 
 
 def write(folder: Path, state: dict[str, Any]) -> None:
-    """Write it into the folder of a checkpoint, whole or not at all."""
+    """Write the state into the folder of a checkpoint, atomically."""
     path = folder / ELASTIC_STATE
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".tmp")
@@ -26,20 +26,20 @@ def write(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_checked(folder: Path) -> dict[str, Any] | None:
-    """Read the file of a checkpoint where it is as it was saved; None where there is none.
+    """Read a checkpoint's file after checking its bytes; None if there is none.
 
     Raises:
-        ConfigError: it is not, or it is none.
+        ConfigError: the file is damaged or invalid.
     """
     SavedFiles(folder).check_bytes_of([ELASTIC_STATE])
     return read(folder)
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """Read the file of a checkpoint; None where there is no checkpoint, or it was saved without.
+    """Read a checkpoint's file; None if there is no checkpoint, or it was saved without one.
 
     Raises:
-        ConfigError: a file that is none.
+        ConfigError: an invalid file.
     """
     path = folder / ELASTIC_STATE
     if not path.is_file():
@@ -58,18 +58,18 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def _are_parts(parts: Any, stages: Any, layers: Any) -> bool:
-    """The first entry of each stage and, last, the number of layers."""
+    """Whether these are the first entry of each stage and, last, the number of layers."""
     if not isinstance(parts, list) or not all(isinstance(part, int) for part in [*parts, stages, layers]):
         return False
     return len(parts) == stages + 1 and [parts[0], parts[-1]] == [0, layers] and parts == sorted(parts)
 
 
 def check(state: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse a checkpoint that this engine can't go on from.
+    """Refuse a checkpoint that this engine cannot resume from.
 
     Args:
-        state: of the checkpoint.
-        now: of the engine, with the same keys.
+        state: state of the checkpoint.
+        now: state of the engine, with the same keys.
 
     Raises:
         ConfigError: in one line.
@@ -88,5 +88,5 @@ def check(state: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def same_shape(state: dict[str, Any], now: dict[str, Any], moves: bool) -> bool:
-    """Whether an engine can have the shape of a checkpoint: it has it, or may go there on the processes that there are."""
+    """Whether an engine can have a checkpoint's shape: with the same processes, if it moves or has that shape."""
     return state["processes"] == now["processes"] and (moves or state["parts"] == now["parts"])

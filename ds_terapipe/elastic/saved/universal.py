@@ -1,7 +1,8 @@
-"""DeepSpeed's universal checkpoints: what ``ds_to_universal`` has to be told, and what it would leave behind.
+"""DeepSpeed's universal checkpoints: information for ``ds_to_universal``, and the parts that it would leave out.
 
-It converts what optimisers train, copies the ``mp_rank`` files, and leaves out the rest of a folder: our own file, frozen
-parameters, buffers. So these are in the ``mp_rank`` files, too, where a checkpoint can be converted (DeepSpeed 0.19.8).
+It converts the optimisers' parameters, copies the ``mp_rank`` files, and leaves out the rest of a folder: our own file,
+frozen parameters, buffers. So these are also in the ``mp_rank`` files of a checkpoint that can be converted (DeepSpeed
+0.19.8).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ds_terapipe.pipeline.checkpoints import tag_of
 CARRIED = "ds_terapipe_elastic"
 LATEST = "latest_universal"
 KEY = "checkpoint.load_universal"
-# What a name is for the conversion; None: DeepSpeed puts parts together along the first dimension.
+# Kinds of parameters in the conversion; None: DeepSpeed joins parts along the first dimension.
 _REPLICATED, _ROW, _HALVES = (
     TP_REPLICATED_PARAMETER_PATTERNS,
     PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
@@ -44,14 +45,14 @@ _UNKNOWN = "unknown"
 
 
 class Part(NamedTuple):
-    """A tensor that is not trained, as a tensor-parallel rank has it; ``kind`` as for the conversion."""
+    """A tensor that is not trained, on one tensor-parallel rank; ``kind`` as for the conversion."""
 
     value: Tensor
     kind: str | None
 
 
 def kind_of(tensor: Tensor, sharded: bool) -> str | None:
-    """How the tensor-parallel parts of a parameter make a whole one, by the attributes that megatron-core sets.
+    """Return the rule by which tensor-parallel parts make a whole parameter, from megatron-core's attributes.
 
     Args:
         tensor: a parameter or buffer.
@@ -65,7 +66,7 @@ def kind_of(tensor: Tensor, sharded: bool) -> str | None:
 
 
 def joined(parts: Sequence[Part]) -> Tensor:
-    """A whole tensor from the parts of all tensor-parallel ranks, in their order."""
+    """Join the parts of all tensor-parallel ranks, in their order."""
     values, kind = [part.value for part in parts], parts[0].kind
     if kind == _REPLICATED or len(values) == 1:
         return values[0]
@@ -76,7 +77,7 @@ def joined(parts: Sequence[Part]) -> Tensor:
 
 
 def part_of(whole: Tensor, kind: str | None, rank: int, ranks: int) -> Tensor:
-    """The inverse of `joined`: that of one of ``ranks``."""
+    """Return the part of one of ``ranks``: the inverse of `joined`."""
     if kind == _REPLICATED or ranks == 1:
         return whole
     if kind == _HALVES:
@@ -85,10 +86,10 @@ def part_of(whole: Tensor, kind: str | None, rank: int, ranks: int) -> Tensor:
 
 
 def info(said: Sequence[tuple[int, Mapping[str, str | None]]]) -> dict[str, Any] | None:
-    """What the conversion asks of a client; None where it could not be right.
+    """Return the entry that DeepSpeed's universal conversion expects; None if its result could not be right.
 
     Args:
-        said: of every rank the stage, and the kinds of the parameters that it trains, by name.
+        said: stage of every rank, and the kinds of the parameters that it trains, by name.
     """
     kinds: dict[str, str | None] = {}
     stages: dict[str, set[int]] = {}
@@ -98,7 +99,7 @@ def info(said: Sequence[tuple[int, Mapping[str, str | None]]]) -> dict[str, Any]
             stages.setdefault(name, set()).add(stage)
     copies = {name: on for name, on in stages.items() if len(on) > 1}
     if _UNKNOWN in kinds.values() or any(0 not in on for on in copies.values()):
-        return None  # DeepSpeed takes the first stage's copy, or both
+        return None  # DeepSpeed would take the first stage's copy, or both
     patterns = {kind: _patterns(n for n, k in kinds.items() if k == kind) for kind in (_REPLICATED, _ROW, _HALVES)}
     return {**patterns, PIPELINE_REPLICATED_PARAMETER_PATTERNS: _patterns(copies)}
 
@@ -108,11 +109,11 @@ def _patterns(names: Any) -> list[str]:
 
 
 def to_carry(engine: Any, state: Mapping[str, Any], said: dict[str, Any] | None) -> dict[str, Any]:
-    """What goes into this rank's ``mp_rank`` file.
+    """Return this rank's additions to its ``mp_rank`` file.
 
     Args:
-        engine: saves.
-        state: of `ElasticCheckpoints`.
+        engine: the engine that saves.
+        state: state of `ElasticCheckpoints`.
         said: `info`; None: the checkpoint can't be converted.
     """
     if said is None:
@@ -124,13 +125,13 @@ def to_carry(engine: Any, state: Mapping[str, Any], said: dict[str, Any] | None)
         if engine.save_non_zero_checkpoint  # one replica writes them
     }
     tensor = engine.grid.get_slice_parallel_rank() if sharded else 0
-    parts = {name: (part.value, part.kind) for name, part in rest.items()}  # of plain types: others read the file, too
+    parts = {name: (part.value, part.kind) for name, part in rest.items()}  # plain types for other readers
     carried = {"state": dict(state), "tensor": tensor, "untrained": parts, "groups": numbers_of(engine)}
     return {UNIVERSAL_CHECKPOINT_INFO: said, CARRIED: carried}
 
 
 def untrained(module: PipelineModule) -> dict[str, Tensor]:
-    """Frozen parameters and the buffers that checkpoints have, by name."""
+    """Return frozen parameters and persistent buffers, by name."""
     frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
     saved = module.state_dict(keep_vars=True)
     found = frozen | {name: buffer for name, buffer in module.named_buffers() if name in saved}
@@ -138,15 +139,15 @@ def untrained(module: PipelineModule) -> dict[str, Tensor]:
 
 
 class Universal:
-    """What a universal checkpoint has beside DeepSpeed's own.
+    """The additions of this engine to a universal checkpoint.
 
     Args:
-        folder: that has the checkpoints.
-        tag: of this one; None: the latest.
+        folder: folder of the checkpoints.
+        tag: tag of this checkpoint; None: the latest.
 
     Attributes:
-        folder: of this one.
-        state: of `ElasticCheckpoints`; None: it was saved by another engine.
+        folder: folder of this checkpoint.
+        state: state of `ElasticCheckpoints`; None: another engine saved it.
         untrained: whole tensors and their kinds, by name.
     """
 
@@ -165,14 +166,14 @@ class Universal:
         self.untrained = {name: (joined([each[n] for n in sorted(each)]), each[0].kind) for name, each in parts.items()}
 
     def check(self, names: Mapping[str, int], wanted: Mapping[str, Tensor]) -> None:
-        """Refuse what would not be whole. There is no manifest: ``ds_to_universal`` has written the files.
+        """Refuse an incomplete or damaged checkpoint; ``ds_to_universal`` writes no manifest.
 
         Args:
-            names: of the parameters that this rank trains, with the number of their group.
-            wanted: what is not trained here.
+            names: group numbers of the parameters that this rank trains, by name.
+            wanted: tensors that are not trained here, by name.
 
         Raises:
-            ConfigError: naming what is damaged, not there, or in another group: DeepSpeed gives groups their rates by number.
+            ConfigError: naming a damaged or missing file, or a parameter in another group: rates go by group number.
         """
         missing = [name for name in names if not (self.folder / "zero" / name / "fp32.pt").is_file()]
         if self.state is not None:
@@ -196,7 +197,7 @@ class Universal:
             )
 
     def fill(self, module: PipelineModule, rank: int, ranks: int) -> None:
-        """Give a module's tensors that are not trained their values, where this rank is one of ``ranks`` tensor-parallel ones."""
+        """Set a module's untrained tensors; this rank is number ``rank`` of ``ranks`` tensor-parallel ones."""
         for name, tensor in untrained(module).items():
             if name in self.untrained:
                 whole, kind = self.untrained[name]
@@ -205,7 +206,7 @@ class Universal:
 
 
 class _Nothing:
-    """In place of the parameters of a group of which a rank has no elements: DeepSpeed 0.19.8 asks at least one for its step."""
+    """Stand-in for the parameters of a group without elements here: DeepSpeed 0.19.8 asks at least one for its step."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._hp_mapping = self
@@ -231,7 +232,7 @@ class _Nothing:
 
 @contextmanager
 def groups_filled(wrapper: Any, folder: Path) -> Iterator[None]:
-    """While DeepSpeed reads a universal checkpoint into one of its wrappers: no group is without elements."""
+    """Context manager that fills empty groups while DeepSpeed reads a universal checkpoint into a wrapper."""
     name = "bf16_groups" if hasattr(wrapper, "bf16_groups") else "bit16_groups"
     groups, names = getattr(wrapper, name), wrapper.param_names
     filled = []

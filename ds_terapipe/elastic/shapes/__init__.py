@@ -1,1 +1,1 @@
-"""Shapes of the pipeline: what they take, which is the fastest, and what a training has had."""
+"""Shapes of the pipeline: their costs, the choice of the fastest, and the history of a training."""

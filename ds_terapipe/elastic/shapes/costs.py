@@ -1,4 +1,4 @@
-"""What the layers of a live pipeline take: time, parameters, memory. All collective."""
+"""Costs of the layers of a live pipeline: time, parameters, memory. All collective."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_terapipe.pipeline.transport.consensus import Consensus
 
 
 def trained_sizes(module: PipelineModule, consensus: Consensus) -> list[int]:
-    """Trained parameters of every entry of the layer list; those of a tied layer count with its first entry."""
+    """Return the trained parameters of every entry of the layer list; a tied layer counts with its first entry."""
     entries = range(len(module._layer_specs))
     first = {prefix_of(module, entry): entry for entry in reversed(entries)}
     here = layers_here(module)
@@ -26,15 +26,15 @@ def trained_sizes(module: PipelineModule, consensus: Consensus) -> list[int]:
 
 
 class Costs:
-    """What the entries of the layer list take; of those that are frozen, what they took while they were trained."""
+    """Costs of the entries of the layer list; frozen entries keep the backward time measured while they trained."""
 
     def __init__(self) -> None:
         self._backward: dict[int, float] = {}  # seconds, as measured last
 
     def now(self, engine: Any, consensus: Consensus, times: LayerTimes) -> tuple[list[float], list[float], bool]:
-        """Forward and backward of every entry: seconds where all ranks measured them, else as parameters say; collective.
+        """Return forward and backward costs of every entry, and whether they are seconds; collective.
 
-        The last value is whether they are seconds.
+        They are seconds if all ranks measured them, else proportional to parameters.
         """
         module = engine.module
         everybodys = consensus.gather((module._local_start, times.costs(), _by_parameters(module)))
@@ -48,12 +48,12 @@ class Costs:
                 if entry >= engine.frozen_layers:
                     self._backward[entry] = backward[entry]
                 else:
-                    backward[entry] = self._backward.get(entry, 2 * forward[entry])  # frozen since the engine is there
+                    backward[entry] = self._backward.get(entry, 2 * forward[entry])  # frozen since the engine was built
         return forward, backward, measured
 
 
 def _by_parameters(module: PipelineModule) -> tuple[list[float], list[float]]:
-    """In place of times: a backward pass is twice a forward pass."""
+    """Return costs by parameters, in place of times: a backward pass is twice a forward pass."""
     here = layers_here(module)
     layers = [here.get(prefix_of(module, entry)) for entry in range(module._local_start, module._local_stop)]
     sizes = [0.0 if layer is None else float(sum(p.numel() for p in layer.parameters())) for layer in layers]
@@ -61,7 +61,7 @@ def _by_parameters(module: PipelineModule) -> tuple[list[float], list[float]]:
 
 
 def state_bytes(engine: Any, consensus: Consensus) -> float:
-    """Bytes of weights, gradients and optimiser on the fullest rank."""
+    """Return the bytes of weights, gradients and optimiser state on the fullest rank; collective."""
     parameters = list(engine.module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     states = [] if engine.basic_optimizer is None else list(engine.basic_optimizer.state.values())

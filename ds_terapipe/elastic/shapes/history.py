@@ -1,7 +1,7 @@
-"""Which shape a training had at which step: a file with a line of JSON for each change, written by the run, and read again.
+"""History of a training's shapes: a file with a line of JSON for each change, written by the run, and read again.
 
-A line says what holds from its step on: ``start`` where a process begins to train or goes on from a checkpoint, ``change`` where
-layers froze or moved. ``end`` says how many steps there were; a process that is killed leaves none. No DeepSpeed, no torch.
+A line holds from its step on: ``start`` if a process begins to train or resumes from a checkpoint, ``change`` if layers
+froze or moved. ``end`` gives the number of steps; a killed process writes none. No DeepSpeed, no torch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ds_terapipe.plan.files import Fields
 
 KEY = "elastic_pipeline.history_path"
 START, CHANGE, END = "start", "change", "end"
-_BEGINS = b'{"event": "'  # every line
+_BEGINS = b'{"event": "'  # of every line
 _RULE, _USE = "a file that elastic_pipeline.history_path names", "that of a run"
 
 logger = logging.getLogger(__name__)
 
 
 class StepShape(NamedTuple):
-    """What a step runs on.
+    """The shape in which a step runs.
 
     Attributes:
-        stages, replicas, micro_batch, micro_batches: as of `resize.Shape`.
-        frozen_layers: entries of the layer list that go forward only, from the first one on.
+        stages, replicas, micro_batch, micro_batches: see `resize.Shape`.
+        frozen_layers: number of frozen entries, from the first one on.
         parts: first entry of each stage and, last, the number of entries.
     """
 
@@ -46,30 +46,30 @@ class StepShape(NamedTuple):
 
 
 class History:
-    """Writes the file, on one rank.
+    """Writer of the history file, on one rank.
 
     Args:
-        path: of the file; what is in it stays. `check_history` has let it pass.
+        path: path of the file, to which lines are appended; checked by `check_history`.
     """
 
     def __init__(self, path: str) -> None:
         self._path: Path | None = Path(path)
-        self._ran_on: StepShape | None = None  # of the last line
-        self._steps = 0  # were trained when the last step was over
+        self._ran_on: StepShape | None = None  # shape of the last line
+        self._steps = 0  # steps completed
         self._seconds = 0.0
 
     def changed(self, seconds: float) -> None:
-        """The step that comes was made ready by a change that took so long."""
+        """Note the seconds of a change before the next step."""
         self._seconds += seconds
 
     @contextmanager
     def step(self, step: int, ran_on: StepShape, topology: Any) -> Iterator[None]:
-        """Around a step: write a line where something is other than in the step before.
+        """Context manager around a step that writes a line if something has changed since the step before.
 
         Args:
             step: 0-based ``global_steps``.
-            ran_on: what it runs on.
-            topology: DeepSpeed's, which says who has which stage.
+            ran_on: shape of the step.
+            topology: DeepSpeed's topology, with the stage of each rank.
         """
         event = START if self._ran_on is None or step != self._steps else CHANGE
         if event == START or ran_on != self._ran_on:
@@ -78,7 +78,7 @@ class History:
         self._steps = step + 1
 
     def close(self) -> None:
-        """Write how many steps there were, once."""
+        """Write the number of steps, once."""
         if self._ran_on is not None:
             self._write({"event": END, "step": self._steps, "time": time.time()})
             self._ran_on = None
@@ -87,7 +87,7 @@ class History:
     def _begin(self, event: str, step: int, ran_on: StepShape, topology: Any) -> None:
         if self._ran_on is None:
             self._mend()
-            atexit.register(self.close)  # a script need not destroy its engine
+            atexit.register(self.close)  # for scripts that do not destroy their engine
         coordinates = map(topology.get_coord, range(topology.world_size()))
         ranks = [[coordinate.pipe, coordinate.data] for coordinate in coordinates]
         line = {"event": event, "step": step, "time": time.time(), "seconds": self._seconds, **ran_on._asdict()}
@@ -95,7 +95,7 @@ class History:
         self._ran_on, self._steps, self._seconds = ran_on, step, 0.0
 
     def _mend(self) -> None:
-        """Take away the rest of a line in whose middle a run was killed."""
+        """Remove an unfinished last line of a killed run."""
         if self._path is not None and self._path.is_file():
             content = self._path.read_bytes()
             whole = content[: content.rfind(b"\n") + 1]
@@ -108,7 +108,7 @@ class History:
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:  # no reason to end a training
+        except OSError as error:  # the training continues
             logger.error("%s: cannot write %s (%s)", KEY, self._path, error.strerror or error)
             self._path = None
 
@@ -118,14 +118,14 @@ class Period:
     """Steps of one shape, with the same layers frozen.
 
     Attributes:
-        first: 0-based.
-        stop: the first step after it; None: nobody has written that.
-        ran_on: what they ran on.
+        first: first step, 0-based.
+        stop: the first step after it; None: not recorded.
+        ran_on: shape of the steps.
         ranks: stage and replica of each process.
-        begins: whether a process began with it, or went on from a checkpoint.
-        change_seconds: of the change before it.
-        begun: when, in seconds since 1970.
-        seconds: from its first step to its last, whatever was done between them; None where that was not written.
+        begins: whether a process began with it, or resumed from a checkpoint.
+        change_seconds: duration of the change before it.
+        begun: start time in seconds since 1970.
+        seconds: from its first step to its last, with all that was done between them; None: not recorded.
     """
 
     first: int
@@ -138,16 +138,16 @@ class Period:
     seconds: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, but when it was."""
+        """Return all fields except the start time."""
         fields = {name: value for name, value in asdict(self).items() if name not in ("ran_on", "begun")}
         return {**fields, **self.ran_on._asdict()}
 
 
 def check_history(path: str) -> None:
-    """Refuse a file that is there and no history: `History` would take its last line for one that a killed run left.
+    """Refuse an existing file that is no history: `History` would remove its last line as unfinished.
 
     Raises:
-        ConfigError: naming the line that no run has written.
+        ConfigError: naming the first line that no run has written.
     """
     try:
         *lines, rest = Path(path).read_bytes().split(b"\n") if Path(path).is_file() else (b"",)
@@ -172,13 +172,13 @@ def _is_line(line: bytes) -> bool:
 
 
 def read_history(path: str) -> list[Period]:
-    """The training that the file tells of, in the order of its steps.
+    """Read the periods of a training, in the order of its steps.
 
-    Where a run goes on from a checkpoint, what the runs before it did from that step on is no part of it any more. A line that is
-    not whole, the last one of a run that was killed, does not count.
+    If a run resumes from a checkpoint, later steps of the runs before it are dropped. An unfinished last line of a
+    killed run is ignored.
 
     Raises:
-        ConfigError: no such file, or one that is none, in one line.
+        ConfigError: the file is missing, or no history; in one line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

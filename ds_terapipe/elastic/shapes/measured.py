@@ -1,4 +1,4 @@
-"""What the running pipeline takes, and what is made of it: another shape, or other layers on its stages.
+"""Choice of the next shape, or the next partition into stages, from times of the running pipeline.
 
 ``"resize": {"policy": "measured"}`` and ``"partition": "measured"`` predict a step in every shape that there could be
 (``predict.py``) from times of the live layers, once whenever other layers are frozen. All of it is collective.
@@ -28,20 +28,20 @@ from ds_terapipe.pipeline.shared_weights import split
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.plan.costs.memory import GIGABYTE, StageMemory
 
-_FIRST, _LAST = 1, 2  # steps of a shape, counted from 0, whose layers are timed
-_SMALL, _LARGE, _REPEATS = 1 << 14, 1 << 21, 3  # elements of the sums over ranks that are timed
-_CHANGE_STEPS = 3.0  # what a change may take, until one has been measured
+_FIRST, _LAST = 1, 2  # first and last step of a shape, counted from 0, whose layers are timed
+_SMALL, _LARGE, _REPEATS = 1 << 14, 1 << 21, 3  # elements and repetitions of the timed all-reduces
+_CHANGE_STEPS = 3.0  # assumed duration of a change in steps, until one has been measured
 
 
 class Chooser:
-    """Times the layers of an engine, predicts its step in other shapes, and says which is taken.
+    """Times the layers of an engine, predicts its step in other shapes, and chooses one.
 
     Args:
-        engine: keeps its shape until it is asked to change.
-        consensus: of the job.
+        engine: the engine; this class does not change its shape.
+        consensus: consensus of the job.
 
     Attributes:
-        change_seconds: what the last change has taken; None before the first.
+        change_seconds: seconds of the last change; None before the first.
     """
 
     def __init__(self, engine: Any, consensus: Consensus) -> None:
@@ -49,10 +49,10 @@ class Chooser:
         self._settings = engine.elastic_pipeline
         self._clock = new_clock(engine.device)
         self._machine: Machine | None = None
-        self._limit: float | None = None  # bytes of a rank
-        self._beside = 0.0  # bytes that a rank takes beside what is predicted
-        self._decided: int | None = None  # with so many entries frozen
-        self._expected: float | None = None  # seconds of a step here, as predicted
+        self._limit: float | None = None  # memory limit of a rank in bytes
+        self._beside = 0.0  # bytes of a rank beyond the prediction
+        self._decided: int | None = None  # number of frozen entries at the last decision
+        self._expected: float | None = None  # predicted seconds of a step in this shape
         self.change_seconds: float | None = None
         self._trained: dict[int, tuple[float, float, float, float]] = {}  # bytes of entries while they were trained
         self._memory: dict[int, StageMemory] = {}
@@ -64,22 +64,22 @@ class Chooser:
     # -------------------------------------------------------------------------------------------------- what is measured
 
     def begin(self) -> None:
-        """Another placement begins."""
+        """Begin another placement."""
         self._seconds: list[float] = []  # of its steps
 
     def begin_anew(self) -> None:
-        """Another batch begins, of which nothing is known: what was decided for the one before is open again."""
+        """Begin another batch: measure and decide again."""
         self._decided = self._expected = None
         self.begin()
 
     @property
     def times_layers(self) -> bool:
-        """Whether the step that runs is one whose layers are timed."""
+        """Whether the layers of the running step are timed."""
         return _FIRST <= len(self._seconds) <= _LAST
 
     @property
     def _weighs(self) -> bool:
-        """Whether it matters what a rank holds: on a CPU only where the configuration says how much that may be."""
+        """Whether memory matters: on a CPU only if the configuration sets a limit."""
         limited = self._settings.resize.memory_gb is not None or self._engine.device.type == "cuda"
         return limited and self._decides
 
@@ -89,13 +89,13 @@ class Chooser:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a step."""
+        """Context manager around a step that times it, and measures its memory."""
         engine, weighs = self._engine, self.times_layers and self._weighs
         if weighs:
             engine._memory.begin(engine.module.parameters())
         started = time.perf_counter()
         yield
-        if len(self._seconds) <= _LAST and engine.device.type == "cuda":  # nothing of one stage has made the host wait
+        if len(self._seconds) <= _LAST and engine.device.type == "cuda":  # one stage alone does not wait
             torch.cuda.synchronize(engine.device)
         self._seconds.append(time.perf_counter() - started)
         if weighs:
@@ -103,7 +103,7 @@ class Chooser:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around the optimiser."""
+        """Context manager that times the optimiser."""
         begin = self._clock.now()
         yield
         if self.times_layers:
@@ -112,9 +112,9 @@ class Chooser:
     # ---------------------------------------------------------------------------------------------------- what is decided
 
     def decide(self, frozen: int) -> Prediction | None:
-        """What shall be from now on, with so many entries frozen; None where there is nothing to decide, or it is too early to.
+        """Choose shape and parts for so many frozen entries; None if nothing is to be decided yet.
 
-        Asked before every step; it decides where more is frozen, or where layers have just been timed.
+        Called before every step. It decides if more entries are frozen, or if layers have just been timed.
         """
         if not self._decides:
             return None
@@ -152,7 +152,7 @@ class Chooser:
         return taken
 
     def _costs(self) -> LayerCosts | None:
-        """Of all entries; None where some rank has not timed its layers."""
+        """Return the costs of all entries; None if some rank has not timed its layers."""
         engine = self._engine
         module, here = engine.module, layers_here(engine.module)
         forward, backward, measured = engine.costs.now(engine, self._consensus, engine._layer_times)
@@ -168,7 +168,7 @@ class Chooser:
             for entry, seconds in enumerate(spent, start):
                 bytes_of[entry] = max(bytes_of[entry], of_rank[entry])
                 activations[entry] = max(activations[entry], kept * seconds / sum(spent) if seconds else 0.0)
-        # what trains again takes what it took before
+        # unfrozen entries cost as before
         trained = self._trained
         for entry, (about, kept) in enumerate(zip(bytes_of, activations, strict=True)):
             if entry < engine.frozen_layers:
@@ -190,13 +190,13 @@ class Chooser:
         )
 
     def _bytes_of(self, layer: Any) -> tuple[float, float, float]:
-        """Weights; gradients and optimiser state of what trains; gradients."""
+        """Return bytes of weights; of gradients and optimiser state of trained ones; of gradients."""
         parameters = [] if layer is None else list(layer.parameters())
         gradients = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
         return sum(map(_size, parameters)), gradients * (1 + self._beside_weights), gradients
 
     def _optimizer_share(self) -> float:
-        """Bytes of moments and masters for each byte of trained weights, on the fullest rank of those that train some."""
+        """Return bytes of moments and masters per byte of trained weights, on the fullest rank; collective."""
         engine = self._engine
         here = set(map(id, engine.module.parameters()))
         held = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
@@ -206,7 +206,7 @@ class Chooser:
         return max(self._consensus.collect(mine / trained if trained else 0.0))
 
     def _kept(self) -> float:
-        """Bytes that this rank keeps of a micro-batch between its forward and its backward pass."""
+        """Return the bytes that this rank keeps of a micro-batch between its forward and its backward pass."""
         stages = self._memory.values()
         return float(sum(self._engine.slices_run[0]) * sum(stage.activations + stage.keys_values for stage in stages))
 
@@ -216,12 +216,12 @@ class Chooser:
         if self._update:
             begin, end = self._update
             seconds = self._clock.seconds(end, begin)
-        # clipping has ranks wait for each other: the one that came last did not
+        # clipping makes ranks wait for each other; the last one to arrive does not wait
         update = min(self._consensus.collect(seconds / max(trained, 1.0)))
         return Machine(*self._reduction(), update)
 
     def _reduction(self) -> tuple[float, float]:
-        """Seconds per byte that a rank sends in a sum over ranks, and of a small one."""
+        """Return seconds per byte that a rank sends in an all-reduce, and seconds of a small all-reduce."""
         ranks, device = torch.distributed.get_world_size(), self._engine.device
         if ranks == 1:
             return 0.0, 0.0
@@ -229,7 +229,7 @@ class Chooser:
         for count in (_SMALL, _LARGE):
             tensor, taken = torch.zeros(count, device=device), []
             for _ in range(_REPEATS):
-                self._consensus.gather(None)  # all begin at once
+                self._consensus.gather(None)  # all ranks begin together
                 started = time.perf_counter()
                 with self._engine._watchdog.waiting("all ranks to add up what is timed", counts=False):
                     torch.distributed.all_reduce(tensor)
@@ -241,7 +241,7 @@ class Chooser:
         return max(seconds[1] - seconds[0], 0.0) / sent, seconds[0]
 
     def _candidates(self, frozen: int) -> list[Shape]:
-        """Shapes that there could be; the present one where its layers may be divided anew."""
+        """Return the possible shapes; the present one if its layers may be repartitioned."""
         engine, micro_batch = self._engine, self._engine.start_shape.micro_batch
         tensor, batches = engine.grid.model_parallel_size, [batch for batch, _ in engine.batches]
         possible = shapes(engine.world_size, tensor, engine.train_batch_size(), micro_batch, batches)
@@ -254,7 +254,7 @@ class Chooser:
         ]
 
     def _know_memory(self, start: Prediction) -> None:
-        """The most that a rank may hold: what the configuration says, else on a GPU what one held in the shape of the start."""
+        """Set the memory limit of a rank: the configured one, else on a GPU the peak in the starting shape."""
         given, peak = self._settings.resize.memory_gb, self.peak_bytes()
         if peak is not None:
             self._limit = max(self._consensus.collect(float(peak)))
@@ -263,12 +263,12 @@ class Chooser:
             self._limit = given * GIGABYTE
 
     def peak_bytes(self) -> float | None:
-        """The most that this process has had on its device so far; None on a CPU."""
+        """Return this process's peak memory on its device so far; None on a CPU."""
         device = self._engine.device
         return float(highest_allocated(device)) if device.type == "cuda" else None
 
     def _steps_left(self) -> float:
-        """As the scheduler knows them: DeepSpeed's have the first name, torch's and this package's the second."""
+        """Steps left by the scheduler's total, under DeepSpeed's name or else torch's and this package's."""
         scheduler = self._engine.lr_scheduler
         total = getattr(scheduler, "total_num_steps", getattr(scheduler, "total_steps", None))
         if not isinstance(total, (int, float)):  # none, or a user's scheduler means something else by the name
@@ -289,7 +289,7 @@ class Chooser:
         return f"elastic_pipeline: a step is predicted to take: {'; '.join(said)}"
 
     def _say_untimed(self) -> None:
-        """Once, where no later step is timed either."""
+        """Warn once if no later step is timed either."""
         if self._engine.global_rank == 0 and self._engine.module.activation_checkpoint_interval and not self._said:
             emit(
                 'elastic_pipeline: "measured" changes nothing beside activation checkpointing, where layers are not timed, use '

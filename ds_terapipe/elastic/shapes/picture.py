@@ -1,4 +1,4 @@
-"""The shapes that a training had, as text and as a picture: processes down, steps to the right."""
+"""Picture of a training's shapes, as text and as SVG: processes down, steps to the right."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LAYER, _LEAST, _MOST, _SMALL = 9, 26, 96, 18  # height of a layer; of a process
 _MANY = 16  # processes
 _LINES = 5  # height from which on layers have lines between them
 _FONT = 11
-_OPEN = 0.1  # of the whole: how long the last shape is drawn where nobody has written how long it was
+_OPEN = 0.1  # share of the picture for a last shape of unknown length
 
 
 def shapes_text(periods: Sequence[Period]) -> str:
-    """A paragraph for each period: its steps, its shape, and who had which layers.
+    """Return a paragraph for each period: its steps, its shape, and the layers of each process.
 
     Args:
         periods: of `history.read_history`.
@@ -45,14 +45,14 @@ def shapes_text(periods: Sequence[Period]) -> str:
 
 
 def shapes_svg(periods: Sequence[Period], width: int = 960) -> str:
-    """The picture, as the text of an SVG file.
+    """Return the picture as SVG text.
 
-    A process has a row, in which the model's layers lie one below the other, the first one on top. A colour is a replica, light
-    where a layer is frozen and goes forward only. Changes are marked with the seconds that they took.
+    A process has a row, in which the model's layers lie one below the other, the first one on top. A colour is a
+    replica, light if a layer is frozen. Changes are marked with their seconds.
 
     Args:
         periods: of `history.read_history`.
-        width: in pixels.
+        width: width in pixels.
     """
     processes = max(len(period.ranks) for period in periods)
     layers = max(period.ran_on.parts[-1] for period in periods)
@@ -117,12 +117,12 @@ def _period(period: Period, x: float, wide: float, row: float, layers: int) -> l
 
 
 def _axis(periods: Sequence[Period], end: float, scale: float, bottom: float) -> list[str]:
-    """A mark and a number where something changes, and at the ends; numbers and remarks that would lie on others are left out."""
+    """Return a mark and a number at each change and at the ends; overlapping numbers and remarks are left out."""
     marks = [(float(period.first), str(period.first), _mark(period, number)) for number, period in enumerate(periods)]
     last = periods[-1]
     marks.append((float(end), "" if last.stop is None else str(last.stop), ""))
     out = [_text(_LEFT - 8, bottom + 12, "step", colour=GREY, anchor="end")]
-    clear = [0.0, 0.0]  # from where on there is room in each of two lines
+    clear = [0.0, 0.0]  # first free position in each of two lines
     for step, *lines in marks:
         x = _LEFT + (step - periods[0].first) * scale
         if lines[1]:
@@ -142,7 +142,7 @@ def _mark(period: Period, number: int) -> str:
 
 
 def _end(periods: Sequence[Period]) -> float:
-    """Where the picture ends, in steps."""
+    """Return the end of the picture, in steps."""
     last = periods[-1]
     return last.first + max(1.0, _OPEN * (last.first - periods[0].first)) if last.stop is None else last.stop
 
@@ -171,7 +171,7 @@ def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:
 
 
 def _fitting(x: float, y: float, width: float, texts: Sequence[str], colour: str) -> str:
-    """The first of the texts for which there is room, in the middle."""
+    """Return the first text that fits, centred."""
     fits = (text for text in texts if len(text) * _FONT * DIGIT <= width - 6)
     text = next(fits, "")
     return text and _text(x + width / 2, y, text, colour=colour, anchor="middle")

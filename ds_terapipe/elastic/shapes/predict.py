@@ -1,4 +1,4 @@
-"""What a step would take in a shape, and what its fullest rank would hold: by this ``"resize": {"policy": "measured"}`` chooses.
+"""Prediction of a step's time and peak memory in a shape; ``"resize": {"policy": "measured"}`` chooses by it.
 
 Pure: no process groups, no tensors. Times and bytes come from the running pipeline (``measured.py``).
 """
@@ -12,21 +12,21 @@ from typing import NamedTuple
 
 from ds_terapipe.elastic.policies.resize import Shape, balanced
 
-WORTH = 0.05  # of a step's time: less is noise
+WORTH = 0.05  # share of a step's time; smaller gains are noise
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Every entry of the layer list, on one tensor-parallel rank.
+    """Costs of every entry of the layer list, on one tensor-parallel rank.
 
     Attributes:
-        micro_batch: samples of the micro-batch that times and activations are of.
+        micro_batch: samples of the micro-batch that was measured.
         forward, backward: seconds.
         weights: bytes of parameters.
-        state: bytes of gradient and optimiser state that the entry has, or would have, while it trains.
-        trained: bytes of gradients that replicas add up.
+        state: bytes of gradients and optimiser state while the entry trains.
+        trained: bytes of gradients in the all-reduce over replicas.
         activations: bytes that a micro-batch keeps between its forward and its backward pass.
-        same: the first entry that has the same parameters: its own number, but for tied layers.
+        same: the first entry with the same parameters: the entry's own number, except for tied layers.
     """
 
     micro_batch: int
@@ -39,18 +39,18 @@ class LayerCosts:
     same: tuple[int, ...]
 
     def parameters(self, first: int, stop: int) -> set[int]:
-        """The entries whose parameters a stage has, each once."""
+        """Return the entries whose parameters a stage has, each once."""
         return set(self.same[first:stop])
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is not a layer's.
+    """Costs of a step that do not depend on the layers.
 
     Attributes:
-        reduce_seconds: that a sum over replicas takes per byte that each rank sends.
-        reduce_latency: and however small it is.
-        update_seconds: that the optimiser takes per byte of trained parameters.
+        reduce_seconds: seconds of an all-reduce per byte that each rank sends.
+        reduce_latency: seconds of the smallest all-reduce.
+        update_seconds: seconds of the optimiser per byte of trained parameters.
     """
 
     reduce_seconds: float
@@ -59,13 +59,13 @@ class Machine:
 
 
 class Prediction(NamedTuple):
-    """A step in a shape.
+    """Predicted step in a shape.
 
     Attributes:
-        shape: as it is.
+        shape: the shape.
         parts: first entry of each stage and, last, the number of entries.
-        seconds: that it takes.
-        peak_bytes: of weights, gradients, optimiser and activations on the fullest rank.
+        seconds: seconds of the step.
+        peak_bytes: bytes of weights, gradients, optimiser state and activations on the fullest rank.
     """
 
     shape: Shape
@@ -77,18 +77,19 @@ class Prediction(NamedTuple):
 def predict(
     shape: Shape, costs: LayerCosts, machine: Machine, frozen: int, slices: int = 1, parts: Sequence[int] | None = None
 ) -> Prediction:
-    """What a step would be in a shape.
+    """Predict a step's time and peak memory in a shape.
 
-    A pipeline of K stages takes the time of one unit on all stages, and that of the slowest stage for each further one; units
-    are micro-batches, or their slices. Then replicas add up their gradients, in a ring, and each rank steps.
+    A pipeline of K stages takes the time of one unit on all stages, and that of the slowest stage for each further
+    unit. Units are micro-batches, or their slices. Then a ring all-reduce sums the gradients of the replicas, and each
+    rank updates its weights.
 
     Args:
-        shape: that is asked about.
+        shape: the shape to predict.
         costs: of the layers.
-        machine: of the rest.
+        machine: costs of the rest of a step.
         frozen: entries that go forward only.
-        slices: of a micro-batch where there are several stages.
-        parts: of the stages; None: balanced.
+        slices: slices of a micro-batch if there are several stages.
+        parts: first entry of each stage, then the number of entries; None: balanced.
     """
     parts = balanced(costs.forward, costs.backward, frozen, shape.stages) if parts is None else tuple(parts)
     entries = range(len(costs.forward))
@@ -114,7 +115,7 @@ def predict(
 
 
 class Choice(NamedTuple):
-    """What is taken, and why others are not."""
+    """The prediction that is taken, and the shapes that do not fit."""
 
     taken: Prediction
     too_large: tuple[Prediction, ...]
@@ -127,14 +128,14 @@ def choose(
     steps_left: float,
     change_seconds: float,
 ) -> Choice:
-    """The fastest shape that fits, where it pays.
+    """Choose the fastest shape that fits, if the change pays.
 
     Args:
-        present: the shape and parts that there are.
-        others: what else could be.
-        most_bytes: that a rank may hold; None: anything. What is there already fits.
-        steps_left: of the training; infinity where nobody knows.
-        change_seconds: that going to another shape takes.
+        present: the present shape and parts.
+        others: other possible shapes.
+        most_bytes: memory limit of a rank; None: no limit. The present shape always fits.
+        steps_left: steps left in the training; infinity if unknown.
+        change_seconds: seconds of the change.
     """
     fits = [each for each in others if most_bytes is None or each.peak_bytes <= most_bytes]
     too_large = tuple(each for each in others if each not in fits)

@@ -1,4 +1,4 @@
-"""A shape of the pipeline in words, the same in the log and in what the commands print. Pure."""
+"""Text of a pipeline's shape, for the log and the commands. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Protocol
 
 
 class HasShape(Protocol):
-    """What a shape is made of, see `resize.Shape`."""
+    """The numbers of a shape, see `resize.Shape`."""
 
     @property
     def stages(self) -> int:
-        """Of each pipeline."""
+        """Stages of each pipeline."""
 
     @property
     def replicas(self) -> int:
-        """Pipelines."""
+        """Number of pipelines."""
 
     @property
     def micro_batch(self) -> int:
@@ -22,11 +22,11 @@ class HasShape(Protocol):
 
     @property
     def micro_batches(self) -> int:
-        """Of one replica in a step."""
+        """Micro-batches of one replica in a step."""
 
 
 def shape_text(shape: HasShape) -> str:
-    """``2 stages x 1 replica (4 micro-batches of 1)``."""
+    """Format a shape: ``2 stages x 1 replica (4 micro-batches of 1)``."""
     counts = ((shape.stages, "stage"), (shape.replicas, "replica"))
     stages, replicas = (f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
     return f"{stages} x {replicas} ({shape.micro_batches} micro-batches of {shape.micro_batch})"

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class _LambBuilder(OpBuilder):
-    """What the two have in common. Subclasses set ``NAME``, ``MODULE`` and ``SOURCES``."""
+    """Base of both builders. Subclasses set ``NAME``, ``MODULE`` and ``SOURCES``."""
 
     BUILD_VAR = "DS_BUILD_FUSED_LAMB_TERAPIPE"
     NAME = ""
@@ -35,7 +35,7 @@ class _LambBuilder(OpBuilder):
         super().__init__(name=name or self.NAME)
 
     def absolute_name(self) -> str:
-        """Where the module is imported from when it was built ahead."""
+        """Return the import name of a module that was built ahead."""
         return f"ds_terapipe.optim.{self.MODULE}"
 
     def sources(self) -> list[str]:
@@ -46,7 +46,7 @@ class _LambBuilder(OpBuilder):
         return [str(jit.source_folder())]
 
     def recipe(self) -> jit.Recipe:
-        """What jit.py needs to compile the module.
+        """Return the recipe by which jit.py compiles the module.
 
         Raises:
             jit.BuildError: if the sources are not there.
@@ -101,7 +101,7 @@ class _LambBuilder(OpBuilder):
         return jit.import_from(self.absolute_name(), jit.obtain(self.recipe()))
 
     def _ahead(self) -> ModuleType | None:
-        """The module built ahead, unless it is of other sources than those that are here: a checkout moves on."""
+        """Return the module built ahead, unless the sources have changed since: a checkout may be updated."""
         if not self.built_ahead():
             return None
         try:
@@ -153,7 +153,10 @@ class CudaLambBuilder(_LambBuilder):
         return ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0"]
 
     def nvcc_args(self) -> list[str]:
-        """For the architectures of TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), else those of the devices here, else 8.0 and 9.0."""
+        """Return flags for the architectures of TORCH_CUDA_ARCH_LIST, e.g. "8.0;9.0+PTX", else of the devices here.
+
+        Without either, 8.0 and 9.0.
+        """
         return ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", *self._architectures()]
 
     def why_not(self) -> str | None:

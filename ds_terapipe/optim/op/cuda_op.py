@@ -1,7 +1,7 @@
 """The compiled back end on CUDA: three kernels a step, no host that waits, all that changes from step to step on the device.
 
-What Python does at a step is to compare the table of segments, in host memory, with the one that it has sent, and to launch.
-A table that has changed is sent from pinned memory; what the blocks work through, chunks, is made anew only when lengths or
+At a step Python only compares the table of segments in host memory with the one on the device, and launches.
+A table that has changed is sent from pinned memory; the blocks' chunks are only remade when lengths or
 layers have changed.
 """
 
@@ -110,7 +110,7 @@ class CudaOp:
 
     @contextlib.contextmanager
     def _ready(self, tables: Tables, control: Tensor, norms: Tensor | None = None, ratios: Tensor | None = None) -> Any:
-        """On the tables' device: what the kernels read in place of ``tables``, and the address of the current stream."""
+        """Yield the device's copy of ``tables`` and the address of the current stream, with their device current."""
         device = tables.rules.device
         _check("rules", tables.rules, RULE_COLUMNS * tables.rules.shape[0], device)
         _check("control", control, 4, device)
@@ -124,7 +124,7 @@ class CudaOp:
             yield sent, stream
 
     def _current(self, tables: Tables, device: torch.device) -> _Sent:
-        """What was sent of these tables, sent again if they have changed."""
+        """Return the device's copy of these tables, renewed if they have changed."""
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         sent = self._sent.get(id(tables))
         if tables.segments.dtype != torch.int64 or tables.segments.device.type != "cpu" or tables.segments.dim() != 2:
@@ -151,7 +151,7 @@ class CudaOp:
 
 
 class _Chunks:
-    """What the blocks work through, on the device, and what they need to do so. Depends on lengths, layers and device only.
+    """Chunks of the tables' segments on the device, and work space. They depend on lengths, layers and device only.
 
     Args:
         tables: whose segments to cut.
@@ -174,7 +174,7 @@ class _Chunks:
         self.arrived = torch.zeros(tables.layers + 2, dtype=torch.int32, device=device)
 
     def fits(self, tables: Tables, device: torch.device) -> bool:
-        """Whether lengths and layers are those that this was made for."""
+        """Whether lengths and layers are those of these chunks."""
         same = device == self.device and tables.layers == self._layers
         return same and torch.equal(self._shape, tables.segments[:, [LENGTH, LAYER]])
 
@@ -208,7 +208,7 @@ class _Sent:
         return self.plan.grid(kernel)
 
     def renew(self, tables: Tables, library: Any, capturing: bool) -> None:
-        """Send the segments if they are not those that were sent last, and take the address of the rules.
+        """Send the segments if they have changed, and take the address of the rules.
 
         Raises:
             ValueError: for a table that would make the kernels read or write elsewhere.
@@ -311,7 +311,7 @@ def _guard(device: torch.device) -> Any:
 
 
 def _pinned(values: Tensor, device: torch.device) -> Tensor:
-    """A copy in host memory that a CUDA device can read while the host goes on. PyTorch keeps it until it was read."""
+    """Return a copy in host memory for asynchronous reads by a CUDA device. PyTorch keeps it until then."""
     if device.type != "cuda":
         return values.clone()
     return torch.empty_like(values, pin_memory=True).copy_(values)

@@ -221,8 +221,8 @@ class DeviceTable:
 
         Args:
             scale: the loss scale that they carry.
-            max_norm: what their norm is clipped to, 0 for no clipping.
-            found_inf: what the caller has found, or None.
+            max_norm: limit of their norm, 0 for no clipping.
+            found_inf: the caller's finding, or None.
             search: whether to look for nan and inf.
         """
         control = self.control
@@ -253,7 +253,7 @@ class DeviceTable:
         return torch.cat([self.control[SQUARES:], self._rules.steps_made().reshape(1).to(self.device)])
 
     def agree(self, found: Tensor) -> None:
-        """Put the sum of what :meth:`found` gave on all devices and ranks in place of this table's own."""
+        """Replace this table's sum by that of :meth:`found` over all devices and ranks."""
         self.control[SQUARES:] = found[:2].to(self.device)
         self._started = found[2].to(self.device)
 
@@ -287,7 +287,7 @@ class DeviceTable:
             self.op.apply(self.tables, self.norms, self.control, self.ratios, **advances)
 
     def _sum_norms(self) -> None:
-        """Of whole layers, but for a step that the device skips: then the last one's stay, which are sums already."""
+        """Sum the norms of whole layers; in a step that the device skips, the last sums stay."""
         if self._is_host_led:
             self.reduction.sum_norms(self.norms)
             return
@@ -319,7 +319,7 @@ class DeviceTable:
         return torch.cat([self.norms.reshape(-1), self.ratios, rest])
 
     def read(self, values: Tensor) -> telemetry.Report:
-        """What :meth:`report` gave, once it is in host memory."""
+        """Convert the values of :meth:`report`, in host memory, into a report."""
         layers = self.tables.layers
         rules = [modes.rule(self.records[group].group, excluded, 0.0) for group, excluded in self.layer_groups]
         norms, ratios = values[: 2 * layers].reshape(-1, 2), values[2 * layers : 3 * layers]
@@ -330,7 +330,7 @@ class DeviceTable:
         return telemetry.Report(statistics, squares, scale, int(step))
 
     def statistics(self) -> list[telemetry.LayerStatistics]:
-        """Of the last step; waits for the device."""
+        """Return the statistics of the last step; waits for the device."""
         return self.read(self.report().cpu()).layers
 
     # ---------------------------------------------------------------------------------------------------------- views

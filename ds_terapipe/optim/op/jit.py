@@ -1,8 +1,8 @@
 """Compiles an extension module with ninja, once for a user and a version of its sources.
 
-Standard library only: setup.py uses it too. A module lies in a folder named by a digest of its sources, flags, compiler and
-Python, so that two versions never meet. Whoever comes first compiles under a lock that the kernel releases when its holder
-ends, killed or not; the others wait, then find the file.
+Standard library only: setup.py uses it too. A module lies in a folder named by a digest of its sources, flags, compiler
+and Python, so that two versions never meet. The first process compiles under a lock that the kernel releases when its
+holder ends, killed or not; the others wait, then find the file.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _POLL_S = 0.05
 
 
 class BuildError(RuntimeError):
-    """The module cannot be compiled; the message says why."""
+    """The module cannot be compiled; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a module is made.
+    """Recipe for compiling a module.
 
     Attributes:
         module: its name, which its init function carries.
         sources: absolute paths; those that end in .cu are compiled by nvcc.
-        headers: absolute paths of what the sources include.
+        headers: absolute paths of included files.
         include_paths: absolute paths.
         cxx_args: flags for the C++ compiler.
         nvcc_args: flags for nvcc.
@@ -64,7 +64,7 @@ class Recipe:
 
 
 def source_folder() -> Path:
-    """Where csrc/lamb is: inside an installed package, beside the package in a checkout.
+    """Return the folder csrc/lamb: inside an installed package, beside the package in a checkout.
 
     Raises:
         BuildError: if it is in neither place.
@@ -99,7 +99,7 @@ CPU_ARGS = (
 
 
 def cpu_recipe() -> Recipe:
-    """How the CPU op is made, at first use and ahead.
+    """Return the recipe of the CPU op, for compilation at first use and ahead.
 
     Raises:
         BuildError: if the sources are not there.
@@ -145,7 +145,7 @@ def pybind11_include() -> str | None:
 
 
 def why_not(recipe: Recipe | None = None) -> str | None:
-    """What is missing to compile, in one line; None if nothing is."""
+    """Return in one line the first requirement for compiling that is missing; None if nothing is."""
     if compiler() is None:
         return "no C++ compiler (CXX, c++, g++, clang++)"
     if ninja() is None:
@@ -187,14 +187,14 @@ def cache_folder() -> Path:
 
 
 def module_path(recipe: Recipe) -> Path:
-    """Where the compiled module is, or will be."""
+    """Return the path of the compiled module, which may not exist yet."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
     tag = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     return cache_folder() / f"ds_terapipe{recipe.module}_{tag}_{digest(recipe)}" / f"{recipe.module}{suffix}"
 
 
 def obtain(recipe: Recipe, lock_timeout_s: float = LOCK_TIMEOUT_S) -> Path:
-    """The compiled module's path; compiles it if nobody has.
+    """Return the compiled module's path; compiles it if necessary.
 
     Raises:
         BuildError: if something to compile with is missing, if the compilation fails, or if another process has been
@@ -223,7 +223,7 @@ def compile_to(recipe: Recipe, path: Path) -> None:
     """Compile the module to ``path``, which appears there whole or not at all.
 
     Raises:
-        BuildError: with the last lines of what the compiler said.
+        BuildError: with the last lines of the compiler's output.
     """
     if reason := why_not(recipe):
         raise BuildError(reason)
@@ -274,7 +274,7 @@ def _escaped(path: str) -> str:
 
 
 def _let_first_rank_begin(path: Path, lock: Path) -> None:
-    """On a node's other ranks: leave the lock to local rank 0, but not for long, because it may never need this module."""
+    """Give local rank 0 a head start on the lock; limited, since it may never need this module."""
     if os.environ.get("LOCAL_RANK", "0") in ("", "0"):
         return
     end = time.monotonic() + HEAD_START_S
@@ -284,7 +284,7 @@ def _let_first_rank_begin(path: Path, lock: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(lock: Path, done: Callable[[], bool], timeout_s: float) -> Iterator[None]:
-    """Hold the lock, or find that what it protects is done."""
+    """Hold the lock, or find that the protected file exists."""
     with open(lock, "a+", encoding="utf-8") as file:
         end = time.monotonic() + timeout_s
         while True:

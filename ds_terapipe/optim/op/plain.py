@@ -39,7 +39,7 @@ assert Rule._fields == RULE_COLUMNS
 
 
 class Plain:
-    """The functions of a back end; see ds_terapipe/optim/op/backends.py for what they are given."""
+    """The functions of a back end in PyTorch; see ds_terapipe/optim/op/backends.py for their arguments."""
 
     name = "plain"
 
@@ -99,7 +99,7 @@ class Plain:
 
 
 def gradient_factor(control: Tensor) -> float:
-    """What the gradients are multiplied by: the unscaling and the clipping of the global norm."""
+    """Return the factor of the gradients: the unscaling and the clipping of the global norm."""
     scale, max_norm, squares, _ = control.tolist()
     if max_norm <= 0:
         return float(scale)

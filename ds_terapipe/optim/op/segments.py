@@ -1,4 +1,4 @@
-"""From tensors to the tables that the back ends read: which run of which tensor belongs to which layer.
+"""Conversion of tensors to the tables of the back ends: which run of which tensor belongs to which layer.
 
 A layer is what one trust ratio is made for: a parameter of the model, or, where a fused attention matrix is split, the rows
 of its queries, keys or values. The columns are those of csrc/lamb/segment.h.
@@ -34,7 +34,7 @@ class View(NamedTuple):
 
 
 class Views(Sequence[View]):
-    """The views of all segments, made when somebody first asks: only the back end in PyTorch does."""
+    """Views of all segments, made on demand: only the back end in PyTorch uses them."""
 
     def __init__(self, make: Callable[[], list[View]]) -> None:
         self._make = make
@@ -58,7 +58,7 @@ class Views(Sequence[View]):
 
 @dataclass
 class Tables:
-    """What a back end is given.
+    """Input of a back end.
 
     Attributes:
         segments: int64 [S, 8] in host memory, columns of ``Segment`` in csrc/lamb/segment.h, sorted by layer.

@@ -103,7 +103,7 @@ class Schedule:
         return [lr * scale for scale in self._scales]
 
     def get_last_lr(self) -> list[float]:
-        """As :meth:`get_lr`; the name that PyTorch's schedulers have for it."""
+        """Return :meth:`get_lr`, under the name of PyTorch's schedulers."""
         return self.get_lr()
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Schedule:
         return {"schedule": type(self).__name__, "steps_taken": self.steps_taken, "lr_scales": list(self._scales)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go to the position in ``state``; what the schedule looks like comes from the configuration, not from there.
+        """Go to the position in ``state``; the form of the schedule comes from the configuration.
 
         Raises:
             ValueError: ``state`` is another scheduler's, or has other parameter groups.

@@ -18,7 +18,7 @@ NAMES = ("LambWarmup", "MixedBatch")
 
 
 class LambWarmup(Schedule):
-    """Square-root scaling, linear-epoch warm-up, polynomial decay, from what is right at a reference batch.
+    """Square-root scaling, linear-epoch warm-up and polynomial decay, from the hyperparameters of a reference batch.
 
     Peak LR = ``reference_lr`` sqrt(B / ``reference_batch_size``). B is the engine's ``train_batch_size``, which is known
     from the configuration or from :meth:`attach`. The LR of the optimizer's own block only sets proportions of groups.
@@ -119,7 +119,7 @@ class LambWarmup(Schedule):
 
 
 def validate(name: str, params: object, config: Mapping[str, Any]) -> None:
-    """Check ``scheduler.params`` and what stands beside it; the same on every rank, before an engine exists.
+    """Check ``scheduler.params`` and related keys; the same on every rank, before an engine exists.
 
     Args:
         name: ``scheduler.type``, one of :data:`NAMES`.
@@ -140,7 +140,7 @@ def validate(name: str, params: object, config: Mapping[str, Any]) -> None:
 
 
 def complete_config(config: Mapping[str, Any], replicas: int | None = None) -> dict[str, Any]:
-    """The configuration with the batch sizes that ``MixedBatch`` implies, for DeepSpeed to read; else a copy as it is.
+    """Return the configuration with the batch sizes that ``MixedBatch`` implies, for DeepSpeed; else a plain copy.
 
     Args:
         config: the whole DeepSpeed configuration.
@@ -160,7 +160,7 @@ def complete_config(config: Mapping[str, Any], replicas: int | None = None) -> d
 def build_scheduler(name: str, params: Mapping[str, Any], config: Mapping[str, Any]) -> Callable[[Any], Schedule]:
     """The function that ``deepspeed.initialize(lr_scheduler=...)`` calls with the optimizer.
 
-    What it returns becomes ``engine.lr_scheduler``; call its ``attach(engine)`` after ``deepspeed.initialize``.
+    The result becomes ``engine.lr_scheduler``; call its ``attach(engine)`` after ``deepspeed.initialize``.
 
     Raises:
         ConfigError: as :func:`validate`.
@@ -174,6 +174,6 @@ def build_scheduler(name: str, params: Mapping[str, Any], config: Mapping[str, A
 
 
 def _given_batch(config: Mapping[str, Any]) -> int | None:
-    """``train_batch_size`` where it is a size; what is wrong with another value is DeepSpeed's to say."""
+    """Return ``train_batch_size`` if it is a valid size; DeepSpeed reports other values."""
     batch = config.get("train_batch_size")
     return batch if isinstance(batch, int) and not isinstance(batch, bool) and batch > 0 else None

@@ -31,15 +31,15 @@ class MixedBatch(Schedule):
     :meth:`register_dataset` get ``set_seq_length(n)``, and a pipeline forgets the shapes of its activations. A step that
     DeepSpeed skipped for an overflow does not count. After the last phase its batch stays, and its ``end_lr``.
 
-    Data: DeepSpeed's own loader of ``training_data`` goes on behind the last sample delivered, in micro-batches of the new
-    size. Nothing is lost or repeated, unless ``len(dataset)`` changes with the length: then an epoch starts. As without
-    phases, an epoch's last micro-batch may be smaller, or is left out with ``dataloader_drop_last``. Other iterators are
-    the user's: they have to give micro-batches of ``engine.train_micro_batch_size_per_gpu()`` samples, beside elastic_pipeline
-    of ``engine.start_shape.micro_batch``, and ones with worker processes have to be made anew when :attr:`phase_index` has
-    changed, which is checked.
+    Data: DeepSpeed's own loader of ``training_data`` continues after the last sample delivered, in micro-batches of the
+    new size. Nothing is lost or repeated, unless ``len(dataset)`` changes with the length: then an epoch starts. As
+    without phases, an epoch's last micro-batch may be smaller, or is left out with ``dataloader_drop_last``. Other
+    iterators are the user's: they have to give micro-batches of ``engine.train_micro_batch_size_per_gpu()`` samples,
+    beside elastic_pipeline of ``engine.start_shape.micro_batch``, and ones with worker processes must be recreated when
+    :attr:`phase_index` has changed, which is checked.
 
     Resuming: ``engine.load_checkpoint`` puts the phase and the position in it in force again. A pipeline engine's
-    ``training_data`` goes on where it was; in a loop of one's own over a loader, :meth:`seek` does that.
+    ``training_data`` continues where it was; in your own loop over a loader, :meth:`seek` does that.
 
     Args:
         optimizer: its ``param_groups`` get the LR.
@@ -166,7 +166,7 @@ class MixedBatch(Schedule):
     def seek(self, samples: int) -> None:
         """Go on behind ``samples`` samples of ``training_data``, over all replicas and epochs: ``engine.global_samples``.
 
-        For loops of one's own over a loader, after ``engine.load_checkpoint`` and before the loop.
+        For your own loops over a loader, after ``engine.load_checkpoint`` and before the loop.
         """
         for loader in self._loaders:
             loader.seek(samples // _replicas(self._engine))
@@ -274,7 +274,7 @@ def _is_pipeline(engine: Any) -> bool:
 
 
 def _replicas(engine: Any) -> int:
-    """That share what is read: those of the shape in which loaders were made."""
+    """Return the number of replicas that share the data: those of the shape in which loaders were made."""
     return int(engine.start_shape.replicas if hasattr(engine, "start_shape") else engine.dp_world_size)
 
 
@@ -289,7 +289,7 @@ def _first_rank() -> bool:
 
 
 def _on_all_ranks(action: Callable[[], None]) -> None:
-    """Do something on this rank, and raise on all ranks what it raised on any: none may wait for one that gave up."""
+    """Run a function on this rank, and raise any rank's error on all ranks, so that none waits for a failed one."""
     error: Exception | None = None
     try:
         action()

@@ -1,4 +1,4 @@
-"""The phases of a ``MixedBatch`` training, pure: what they are, what they must fulfil, where a step lies.
+"""Phases of a ``MixedBatch`` training, pure: their definition, their rules, and the phase of a step.
 
 Imports the standard library only.
 """
@@ -112,7 +112,7 @@ def check_division(phases: Sequence[Phase], micro_batch_size: int, replicas: int
 
 
 def check_config(phases: Sequence[Phase], config: Mapping[str, Any], replicas: int | None = None) -> None:
-    """Raise for what stands in the DeepSpeed configuration and does not go with these phases.
+    """Refuse keys of the DeepSpeed configuration that do not go with these phases.
 
     Args:
         phases: of ``scheduler.params``.

@@ -1,4 +1,4 @@
-"""DeepSpeed's loader of training data, cut anew in the middle of an epoch: other micro-batches, other sequence length.
+"""DeepSpeed's loader of training data, recut in the middle of an epoch: batch size or sequence length.
 
 A ``DeepSpeedDataLoader`` gives the batch size to a PyTorch loader whose worker processes read ahead and hold copies of
 the data set. A new size or length needs a new loader, which starts at the first sample that was not delivered.
@@ -13,13 +13,13 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class TrainingLoader:
-    """Takes over a ``DeepSpeedDataLoader``; who iterates over that one gets batches of the new size from the next on.
+    """Takes over a ``DeepSpeedDataLoader``; its iterators yield batches of the new size from the next one on.
 
-    An epoch's order is the sampler's, whatever the batch sizes: a change neither loses nor repeats a sample, except that
-    where the data set has another number of samples afterwards (documents cut into pieces), the epoch starts anew.
+    An epoch's order is the sampler's, whatever the batch sizes: a change neither loses nor repeats a sample. If it
+    changes the data set's number of samples (documents cut into pieces), the epoch restarts.
 
     Args:
-        loader: what ``engine.deepspeed_io`` made, or a ``RepeatingLoader`` around it.
+        loader: the loader of ``engine.deepspeed_io``, or a ``RepeatingLoader`` around it.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -97,7 +97,7 @@ def innermost(loader: Any) -> Any:
 
 
 def is_deepspeed_loader(loader: Any) -> bool:
-    """Whether :class:`TrainingLoader` can take over what is inside."""
+    """Whether :class:`TrainingLoader` can take over this loader."""
     return hasattr(innermost(loader), "_create_dataloader") and hasattr(innermost(loader), "data_sampler")
 
 
@@ -109,7 +109,7 @@ def reads_ahead(iterator: Any) -> bool:
 
 
 def _resized(sampler: Any, dataset: Any) -> Any:
-    """A sampler for the data set's new number of samples; those that ask for it each time stay as they are."""
+    """Return a sampler for the data set's new number of samples; samplers that read it each time are kept."""
     if type(sampler) is not DistributedSampler:
         return sampler
     resized: DistributedSampler[Any] = DistributedSampler(

@@ -80,7 +80,7 @@ def decay_settings(path: str, params: Mapping[str, Any], peak: float) -> dict[st
 
 
 def one_warmup(path: str, params: Mapping[str, Any]) -> str:
-    """Which of ``warmup_ratio`` and ``warmup_steps`` a block has; exactly one must be there."""
+    """Return the one key of ``warmup_ratio`` and ``warmup_steps`` in a block. Raises ConfigError for none or both."""
     given = [key for key in ("warmup_ratio", "warmup_steps") if key in params]
     if len(given) != 1:
         got = " and ".join(given) or "neither"

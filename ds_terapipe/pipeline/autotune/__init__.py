@@ -1,1 +1,1 @@
-"""How a step is cut: given, planned, or measured and compared."""
+"""Cutting of a step: given, planned, or measured and compared."""

@@ -1,4 +1,4 @@
-"""``"slices": "auto"``: the first steps of each shape show how such steps are cut best, see phases.py."""
+"""``"slices": "auto"``: the first steps of each shape determine the cutting of later ones, see phases.py."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PATIENCE = 20  # steps of other lengths until a measurement is given up
 
 
 class AutoCutting:
-    """Measures in the first steps, plans, and compares the plan with the best of what was measured in the steps after it.
+    """Measures in the first steps, plans, and compares the plan with the best trials in the steps after it.
 
-    A sequence that is longer than what was measured starts anew; another number of micro-batches, or shorter sequences, are
-    planned from what is known.
+    A sequence longer than the measurements starts again. Other numbers of micro-batches, or shorter sequences, are
+    planned from the known costs.
 
     Args:
         config: the block ``token_pipeline``.
-        run: what is trained.
+        run: facts of the run.
         agree: brings rank 0's decisions to all ranks.
-        meter: measures what a step takes.
+        meter: measures the memory of a step.
         say: writes a line into the log, on rank 0.
-        layers: what single layers took in the steps that ``wants_layers``; collective.
+        layers: returns the times of single layers in steps with ``wants_layers``; collective.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class AutoCutting:
         self._config, self._run, self._say = config, run, say
         self._schedule = DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule
         self._phases: dict[Shape, Phase] = {}
-        self._shape: Shape | None = None  # whose phase the step that was cut last belongs to
-        self._missed = 0  # steps since one was measured
+        self._shape: Shape | None = None  # shape of the phase of the step that was cut last
+        self._missed = 0  # steps since the last measured one
         self._given: Plan | None = None
         if config.plan_path is not None:
             self._given = plan = agree(self._load_plan)
@@ -68,13 +68,13 @@ class AutoCutting:
         return plan
 
     def cutting(self, lengths: Sequence[int], everywhere: Sequence[int]) -> Cutting:
-        """For micro-batches of these lengths, of those in all pipelines; collective where a plan has to be made."""
+        """Return the cutting for these lengths; ``everywhere``: of all pipelines. Collective if it plans."""
         longest, self._shape = max(everywhere), None
         shape, alike = (longest, len(lengths)), min(everywhere) == longest
         phase = self._phase_of(shape, alike)
         if phase is None:
             return self._unmeasured(lengths)
-        if not alike:  # nothing that another step could be compared with
+        if not alike:  # not comparable with other steps
             return self._unmeasured(lengths) if phase.plan is None else _scaled(phase.plan, lengths, longest)
         if phase.plan is None:
             self._missed = 0
@@ -82,16 +82,16 @@ class AutoCutting:
         return phase.begin()
 
     def now(self, lengths: Sequence[int]) -> Cutting:
-        """For an evaluation, which is neither measured nor planned for: what the training does with such sequences."""
+        """Return the training's cutting for an evaluation, which is neither measured nor planned for."""
         longest = max(lengths)
         plan = next((plan for plan in self._plans() if plan.seq_length == longest), None)
         return self._unmeasured(lengths) if plan is None else _scaled(plan, lengths, longest)
 
     def _phase_of(self, shape: Shape, alike: bool) -> Phase | None:
-        """What steps of this shape are for, a new phase where there is none yet; None where another one is being measured.
+        """Return the phase of steps of this shape, a new one if there is none; None while another shape is measured.
 
-        Where lengths change from step to step, one is measured whenever it comes, the others run meanwhile; what never comes
-        again is given up after a while.
+        If lengths change from step to step, the shape under measurement is measured whenever it comes; steps of others
+        just run. After ``PATIENCE`` steps of other shapes its measurement is given up.
         """
         found = self._phases.get(shape)
         if found is not None:
@@ -116,12 +116,12 @@ class AutoCutting:
         return phase
 
     def _adopt(self, plan: Plan) -> Phase:
-        """Use a plan, and compare the next steps with what it predicts."""
+        """Use a plan, and compare the next steps with its prediction."""
         self._phases[plan.seq_length, plan.micro_batches] = phase = Compared(plan, self._planner)
         return phase
 
     def _say_why(self, shape: Shape) -> None:
-        """Say that the plan of ``plan_path`` is not used where other sequences come than it is for."""
+        """Log that the plan of ``plan_path`` is not used, if it is for other sequences."""
         given = self._given
         if given is not None and (given.seq_length, given.micro_batches) != shape:
             self._say(
@@ -130,26 +130,26 @@ class AutoCutting:
             )
 
     def _unmeasured(self, lengths: Sequence[int]) -> Cutting:
-        """For steps that nothing is known of."""
+        """Return a cutting for steps of unknown cost."""
         return Cutting(min(TRIALS[1], max(min(lengths) // SHORTEST, 1)), self._schedule)
 
     @property
     def wants_events(self) -> bool:
-        """Whether the step that was cut last is to be recorded."""
+        """Whether to record the step that was cut last."""
         return self._shape is not None and self._phases[self._shape].wants_events
 
     @property
     def wants_layers(self) -> bool:
-        """Whether single layers are to be timed in the step that was cut last."""
+        """Whether to time single layers in the step that was cut last."""
         return self._shape is not None and self._phases[self._shape].wants_layers
 
     @property
     def wants_seconds(self) -> bool:
-        """Whether the time of the step that was cut last counts; the host may be ahead of its device."""
+        """Whether the time of the step that was cut last matters; the host may run ahead of its device."""
         return self._shape is not None and not isinstance(self._phases[self._shape], Settled)
 
     def took(self, events: Sequence[Event], seconds: float) -> None:
-        """The step is over: its events, on rank 0, and its wall time; collective where that decides something."""
+        """Note the end of the step: its events, on rank 0, and its wall time; collective if that decides anything."""
         if self._shape is not None:
             self._phases[self._shape] = self._phases[self._shape].took(events, seconds)
 
@@ -157,11 +157,11 @@ class AutoCutting:
         return [phase.plan for phase in self._phases.values() if phase.plan is not None]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the plans."""
+        """Return the plans, for a checkpoint."""
         return {"plans": [plan.to_dict() for plan in self._plans()]}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Take the plans of a checkpoint where they were made for a run like this one; an explicit plan goes first."""
+        """Load the plans of a checkpoint that were made for a run like this one; an explicit plan takes precedence."""
         for data in (state or {}).get("plans", ()):
             plan = Plan.from_dict(data, "checkpoint")
             # a run may change its number of micro-batches, and has a plan for each
@@ -179,5 +179,5 @@ class AutoCutting:
 
 
 def _scaled(plan: Plan, lengths: Sequence[int], longest: int) -> Cutting:
-    """A plan for sequences that are not all as long as those that it is for."""
+    """Scale a plan to sequences that are not all as long as its own."""
     return Cutting(plan.slices if min(lengths) == longest else len(plan.slices), plan.schedule)

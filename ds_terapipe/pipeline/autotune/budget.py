@@ -1,4 +1,4 @@
-"""The memory that a step may take, and what steps that are cut in one way or another would take."""
+"""Memory budget: the limit of a step, and the memory that steps of any cutting take."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, Peaks, calibrat
 
 
 class Budget:
-    """What is known about memory: counted in one step, the better known the more steps' peaks were seen.
+    """The memory model: counted in one step, refined by the peaks of later steps.
 
     Args:
         config: the block ``token_pipeline``.
-        run: what is trained.
-        schedule: that all steps run in of which something is measured.
+        run: facts of the run.
+        schedule: schedule of all measured steps.
         agree: brings rank 0's decisions to all ranks.
-        meter: measures what a step takes.
+        meter: measures the memory of a step.
     """
 
     def __init__(
@@ -27,64 +27,62 @@ class Budget:
     ) -> None:
         self._run, self._schedule, self._agree, self._meter = run, schedule, agree, meter
         self._given_gb = config.memory_gb
-        self._counted: MemoryModel | None = None  # without what peaks have taught
+        self._counted: MemoryModel | None = None  # without refinement by peaks
         self._peaks: dict[tuple[int, ...], Peaks] = {}  # by slices
         self._limit: float | None = None
         self._limit_from: str | None = None  # the file that it was read from
         self.model: MemoryModel | None = None
 
     def begin(self) -> None:
-        """Count what the step that begins takes."""
+        """Measure the memory of the next step."""
         self._meter.begin()
 
     def end(self) -> None:
-        """The step that was counted is over; collective."""
+        """End the measured step; collective."""
         self._counted, self._limit = self._meter.end()
         self.model, self._limit_from = self._counted, None
         self._peaks.clear()
 
     def note_peak(self) -> None:
-        """Know the peak of the step that begins."""
+        """Watch the peak of the next step."""
         self._meter.note_peak()
 
     def learn(self, shape: tuple[int, int], slices: int | Sequence[int]) -> None:
-        """The step is over whose peak is known, cut into ``slices``: what others take is known the better for it; collective."""
+        """Refine the model by the peak of the step that has ended, cut into ``slices``; collective."""
         taken, counted = self._meter.peaks(), self._counted
         if taken is None or counted is None:
             return
         longest, micro_batches = shape
         lengths = slice_lengths(longest, slices)
-        self._peaks[lengths] = Peaks(
-            lengths, taken
-        )  # a trial in place of the warm-up, in which the model was inspected
+        self._peaks[lengths] = Peaks(lengths, taken)  # a trial replaces the warm-up, in which the model was inspected
         once, placement, peaks = self._run.weights_once, self._run.placement, [*self._peaks.values()]
-        # of one rank: what the others would come to may differ in a last digit, and their trials with it
+        # decided by one rank: others' results may differ in a last digit, and their trials with them
         self.model = self._agree(lambda: calibrated(counted, peaks, self._schedule, micro_batches, once, placement))
 
     def load(self, cost: MeasuredCost, path: str) -> None:
-        """Take what a file of measurements says."""
+        """Load the memory model and limit of a file of measurements."""
         self.model, self._limit, self._limit_from = cost.memory, cost.memory_limit, path
 
     @property
     def free_bytes(self) -> float | None:
-        """What was free when it was measured; None where the configuration sets the limit, or nothing does."""
+        """Free bytes at the measurement; None if the configuration sets the limit, or nothing limits a plan."""
         return self._limit if self._given_gb is None else None
 
     @property
     def limit_gb(self) -> float | None:
-        """What a plan may take: the configuration's limit, else what was free."""
+        """Memory limit of a plan in 1e9 bytes: the configuration's, else the bytes that were free."""
         given = self._given_gb
         return self._limit / GIGABYTE if given is None and self._limit is not None else given
 
     @property
     def limit_name(self) -> str:
-        """Where that limit is from, for errors."""
+        """Source of the limit, for errors."""
         if self._given_gb is None and self._limit_from is not None:
             return f"{self._limit_from}: measured_on.memory_limit_bytes, in GB"
         return "token_pipeline.memory_gb"
 
     def needed(self, lengths: Sequence[int], micro_batches: int) -> float:
-        """Bytes that a step of such slices takes on the fullest stage, 0 where that is not known."""
+        """Return the bytes that a step of such slices takes on the fullest stage; 0 if unknown."""
         if self.model is None:
             return 0.0
         uses = memory_use(
@@ -93,6 +91,6 @@ class Budget:
         return max(use.total for use in uses)
 
     def fits(self, lengths: Sequence[int], micro_batches: int) -> bool:
-        """Whether such a step may be run: an uncut one can take more memory than there is."""
+        """Whether such a step fits into the limit; an uncut one may not."""
         limit = self.limit_gb
         return limit is None or self.needed(lengths, micro_batches) <= limit * GIGABYTE

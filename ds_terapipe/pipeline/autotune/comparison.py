@@ -1,4 +1,4 @@
-"""The plan and the trials that came near it, run in turn: only steps of the same minutes can be compared."""
+"""Comparison of the plan with trials that came near it, run in turn: only steps close in time are comparable."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ TURNS = 5
 
 
 def comparison_steps(cuttings: int) -> int:
-    """How many steps a comparison of so many cuttings takes."""
+    """Return the number of steps of a comparison of so many cuttings."""
     return 1 + TURNS * cuttings
 
 
 class Comparison:
     """A planned cutting and its rivals; each gets a step in its turn, ``TURNS`` times.
 
-    A machine is now faster and now slower than it was during the trials; what a trial took then says nothing of what it
-    would take now, and the fastest of many trials was a lucky one. The plan's first step does not count: the trials have
-    run before, and their buffers are there. Each turn begins with another cutting, or what comes every third step would
-    always meet the same one.
+    A machine's speed changes with time, so the times of earlier trials are not comparable, and the fastest of many
+    trials was a lucky one. The plan's first step does not count: the trials have run before, and their buffers exist.
+    Each turn begins with another cutting, so that an event in every third step does not always meet the same one.
 
     Args:
-        planned: the plan.
-        rivals: what else may be faster.
+        planned: the planned cutting.
+        rivals: other cuttings that may be faster.
     """
 
     def __init__(self, planned: Cutting, rivals: Sequence[Cutting]) -> None:
@@ -37,24 +36,24 @@ class Comparison:
 
     @property
     def cutting(self) -> Cutting:
-        """Whose turn it is."""
+        """Cutting of the next step."""
         return self.cuttings[self._order[self._done]]
 
     def took(self, seconds: float) -> bool:
-        """What the step took, of the one whose turn it was; True after the last."""
+        """Note the seconds of a step for the candidate whose turn it was; return True after the last turn."""
         if self._done:
             self._seconds[self._order[self._done]].append(seconds)
         self._done += 1
         return self._done == len(self._order)
 
     def fastest(self, cutting: Cutting) -> float:
-        """Seconds of the fastest step of one."""
+        """Return the seconds of a cutting's fastest step."""
         return min(self._seconds[self.cuttings.index(cutting)])
 
     def winner(self, worse: float) -> Cutting:
-        """The plan, or the rival of which it took more than ``worse`` times the seconds, in the median turn and at its best.
+        """Return the plan, or a rival that it exceeds by the factor ``worse``, in the median turn and at its best.
 
-        Either alone is often chance: a step that was disturbed or a lucky one.
+        Either alone is often chance: a disturbed step or a lucky one.
         """
         planned, *rivals = self._seconds
         ratios = [

@@ -1,4 +1,4 @@
-"""How the micro-batches of a step are cut, where that is given."""
+"""Cutting of the micro-batches of a step, if it is given."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 class Cutting(NamedTuple):
-    """How the micro-batches of a step are cut, and the schedule that they run in."""
+    """Slices of a step's micro-batches, and their schedule."""
 
     slices: int | tuple[int, ...]
     schedule: str
 
 
 class FixedCutting:
-    """``slices`` is a number or a list of lengths."""
+    """Fixed ``slices``: a number or a list of lengths."""
 
     def __init__(self, slices: int | Sequence[int], schedule: str) -> None:
         self._cutting = Cutting(slices if isinstance(slices, int) else tuple(slices), schedule)
 
     def cutting(self, lengths: Sequence[int], everywhere: Sequence[int]) -> Cutting:
-        """For micro-batches of these lengths."""
+        """Return the cutting for micro-batches of these lengths."""
         return self._cutting
 
     def now(self, lengths: Sequence[int]) -> Cutting:
-        """As :meth:`cutting`, for an evaluation, which is neither measured nor planned for."""
+        """Return the current cutting for an evaluation, which is neither measured nor planned for."""
         return self._cutting
 
     @property
     def wants_events(self) -> bool:
-        """Whether the step is to be recorded."""
+        """Whether to record the step."""
         return False
 
     @property
     def wants_layers(self) -> bool:
-        """Whether the step's single layers are to be timed."""
+        """Whether to time the step's single layers."""
         return False
 
     @property
     def wants_seconds(self) -> bool:
-        """Whether what the step takes decides something: a device has to be waited for, then."""
+        """Whether the seconds of the step decide anything; if so, the engine synchronizes with the device."""
         return False
 
     def took(self, events: Sequence[Event], seconds: float) -> None:
-        """What the step took."""
+        """Note the events and seconds of the step."""
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return None
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""

@@ -1,4 +1,4 @@
-"""How an engine cuts its steps, and what that has to know of it: which run this is, and what memory there is."""
+"""Facts of an engine for cutting its steps: the run, and the free memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ds_terapipe.version import __version__
 def new_cutting(
     engine: Any, config: TokenPipelineConfig, consensus: Consensus, memory: StepMemory, layers: LayerTimes
 ) -> FixedCutting | AutoCutting:
-    """How the engine cuts its steps, as ``config`` says; collective where it does.
+    """Return the engine's cutting by ``config``; collective.
 
-    Raises ConfigError, on every rank, for a file that can't be written or does not fit, and for a layer whose gradient its slices
-    do not add up to.
+    Raises ConfigError on every rank: for a file that cannot be written or does not fit, or a layer whose gradient is no
+    sum over slices.
     """
     fixed = config.slices != AUTO or (engine.num_stages == 1 and config.plan_path is None)
     slices = 1 if fixed and config.slices == AUTO else config.slices
@@ -57,7 +57,10 @@ def new_cutting(
 
 
 def _by_frequency(engine: Any) -> ConfigError | None:
-    """What is wrong with an embedding whose gradient depends on all tokens of a micro-batch, and is made slice by slice."""
+    """Return an error for an embedding with ``scale_grad_by_freq`` whose gradient would be made slice by slice.
+
+    Such a gradient depends on all tokens of a micro-batch.
+    """
     interception, once = engine._assembly.interception, engine.makes_weight_gradients_once()
     for name, module in engine.module.named_modules():
         weight = getattr(module, "weight", None)
@@ -77,9 +80,9 @@ def _by_frequency(engine: Any) -> ConfigError | None:
 def changed_settings(
     settings: TokenPipelineConfig, slices: int | Sequence[int] | str, schedule: str | None, consensus: Consensus
 ) -> TokenPipelineConfig:
-    """The settings with other slices and, unless it is None, another schedule; collective.
+    """Return the settings with other slices and, unless it is None, another schedule; collective.
 
-    Raises ConfigError on every rank where one has a bad value, or other values than the rest.
+    Raises ConfigError on every rank for a bad value, or different values between ranks.
     """
     error, changed = None, settings
     try:
@@ -89,7 +92,7 @@ def changed_settings(
             "schedule": settings.schedule if schedule is None else schedule,
         }
         changed = TokenPipelineConfig(**values)
-    except Exception as problem:  # whatever a value does, the others must not wait for this rank
+    except Exception as problem:  # an error must not leave the others waiting
         error = " ".join(str(problem).split())
     said = consensus.gather((error, changed.slices, changed.schedule))
     for message, *_ in said:
@@ -150,7 +153,7 @@ def _run_info(engine: Any, consensus: Consensus) -> RunInfo:
 
 
 def _processor() -> str:
-    """The processor's name, as Linux gives it, or the little that Python knows of it."""
+    """Return the processor's name from Linux, else from Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -160,8 +163,11 @@ def _processor() -> str:
 
 
 def _layer_seconds(engine: Any, consensus: Consensus, times: LayerTimes) -> LayerSeconds | None:
-    """What single layers took on all places, of which the slowest replica or tensor-parallel rank stands for it; None where that
-    was not timed, or a place has layers from several parts of the model, which no boundaries could say."""
+    """Return the seconds of single layers on all places, from the slowest replica or tensor-parallel rank of each.
+
+    None if some rank has not timed them, or a place has layers from several parts of the model: boundaries cannot
+    describe it.
+    """
     places = [stage.place for stage in engine.placement.stages]
     if places != sorted(places):
         return None
@@ -181,11 +187,11 @@ class _Meter:
         self._engine, self._consensus, self._memory = engine, consensus, memory
 
     def begin(self) -> None:
-        """Measure the step that begins."""
+        """Implement :meth:`MemoryMeter.begin`."""
         self._memory.begin(self._engine.module.parameters())
 
     def end(self) -> tuple[MemoryModel | None, float | None]:
-        """What it took; the fullest replica and tensor-parallel rank of a stage stands for it."""
+        """Return the memory model and limit of a step, each stage from its fullest replica and tensor-parallel rank."""
         said = self._consensus.gather((self._memory.end(), self._free()))
         stages: dict[int, StageMemory] = {}
         for stage, taken in (each for of_rank, _ in said for each in of_rank.items()):
@@ -196,12 +202,12 @@ class _Meter:
         return model, min(limits) if limits else None
 
     def note_peak(self) -> None:
-        """Know the peak of the step that begins."""
+        """Implement :meth:`MemoryMeter.note_peak`."""
         self._memory.note_peak(self._engine.module.parameters())
 
     def peaks(self) -> tuple[float, ...] | None:
-        """Of the step that was watched; the fullest replica and tensor-parallel rank of a place stands for it."""
-        if self._engine.device.type == "cpu":  # of all ranks
+        """Return the watched step's peaks by place, from its fullest replica and tensor-parallel rank; collective."""
+        if self._engine.device.type == "cpu":  # on all ranks
             return None
         peaks: dict[int, float] = {}
         for place, taken in self._consensus.gather((self._engine.stage_id, self._memory.taken)):
@@ -209,8 +215,10 @@ class _Meter:
         return tuple(peaks[place] for place in sorted(peaks))
 
     def _free(self) -> float | None:
-        """Bytes for activations and buffers: what the configuration says, or what is free now that weights and optimiser are
-        there, what PyTorch keeps for later included, and room left for gradients."""
+        """Return the bytes for activations and buffers: the configured ones, else the free ones; None if unknown.
+
+        Free bytes include PyTorch's cache, and leave room for gradients. Weights and optimiser are allocated by then.
+        """
         given = self._engine.token_pipeline.memory_gb
         if given is not None:
             return float(given * GIGABYTE)

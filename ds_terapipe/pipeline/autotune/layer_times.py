@@ -1,9 +1,9 @@
-"""What the single layers of this place take, timed during steps.
+"""Times of this place's single layers, taken during steps.
 
-For such a step the functions that a stage calls in turn are wrapped: a layer's forward ends when its output is
-there, and its backward begins when the gradient of that output is. So the times of a stage's layers add up to those of its
-actions, and a step that is not timed runs nothing of this. Weight gradients that are made apart, where a step is cut, belong to
-no layer that could be told: they are spread over the layers of their stage as its backward is.
+In a timed step the functions that a stage calls in turn are wrapped. A layer's forward ends when its output exists; its
+backward begins when the gradient of that output exists. So the times of a stage's layers add up to those of its
+actions. A step that is not timed runs none of this. Deferred weight gradients, in a step that is cut, cannot be told
+apart by layer: they are spread over the layers of their stage in proportion to its backward.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.recording.trace import Execute, new_clock
 from ds_terapipe.schedule import Action, Op
 
-_STEPS = 2  # the latest that count
-_QUANTILE = 0.25  # of the repeats: noise only ever adds
+_STEPS = 2  # number of steps that count
+_QUANTILE = 0.25  # quantile of the repeats: noise only adds time
 
 Costs: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 """Forward and backward seconds of each layer."""
@@ -45,22 +45,22 @@ class LayerTimes:
     """Times the layers of a place.
 
     Args:
-        layers: of the place's stages, in model order, whose ``functions`` are replaced during a step that is timed. Layers that
-            are checkpointed are not timed: there a layer's forward runs twice, in parts that overlap.
-        device: where it computes.
+        layers: layers of the stages, in model order; ``functions`` are replaced in a timed step. Checkpointed layers
+            are not timed: their forward runs twice, in parts that overlap.
+        device: device of the layers.
     """
 
     def __init__(self, layers: Sequence[LayerRange], device: torch.device) -> None:
         self._stages, self._clock = list(layers), new_clock(device)
         self._starts = [0, *accumulate(len(each.functions) for each in layers)]
         self._steps: deque[list[_Timed]] = deque(maxlen=_STEPS)
-        self._actions: list[_Timed] | None = None  # of the step that is being timed
+        self._actions: list[_Timed] | None = None  # actions of the timed step
         self._marks: list[tuple[int, Any]] = []
         self._known: Costs | None = None
 
     @contextmanager
     def step(self, wanted: bool) -> Iterator[None]:
-        """Time the step that runs inside, where it is ``wanted``."""
+        """Context manager that times a step if it is ``wanted``."""
         if not wanted or any(stage.checkpoint_interval for stage in self._stages):
             yield
             return
@@ -80,7 +80,7 @@ class LayerTimes:
             self._actions = None
 
     def recording(self, execute: Execute) -> Execute:
-        """``execute`` itself, or where this step is timed a function that times it."""
+        """Return ``execute``, in a timed step wrapped by a function that times it."""
         actions = self._actions
         if actions is None:
             return execute
@@ -94,16 +94,18 @@ class LayerTimes:
         return timed
 
     def seconds(self) -> tuple[float, ...] | None:
-        """Forward and backward of each layer over one micro-batch in the steps since the last call; the loss is in the last
-        layer. None where nothing was timed, or layers do not run one after the other."""
+        """Return forward plus backward seconds of each layer per micro-batch in the steps since the last call.
+
+        The last layer includes the loss. None if no step was timed, or layers did not run in order.
+        """
         costs = self.costs() if self._steps else None
         self._steps.clear()
         return None if costs is None else tuple(map(sum, zip(*costs, strict=True)))
 
     def costs(self) -> Costs | None:
-        """Forward and backward of each layer as in `seconds`, apart, of the steps that were timed last, told already or not.
+        """Return forward and backward seconds of each layer in the last timed steps, separately; may be called again.
 
-        The backward of a layer that only goes forward takes nothing.
+        The backward of a forward-only layer is 0.
         """
         if self._steps:
             self._known = self._measured()
@@ -134,17 +136,19 @@ class LayerTimes:
         return tuple(forward), tuple(backward)
 
     def _passes(self, step: Sequence[_Timed]) -> dict[tuple[Op, int, int], _Seconds] | None:
-        """Seconds of each layer, by kind of action, stage of this place and micro-batch, all slices together; of weight
-        gradients in one sum. None where layers did not run one after the other."""
+        """Return the seconds of each layer, by operation, stage of this place and micro-batch, summed over slices.
+
+        Weight gradients are one sum. None if layers did not run in order.
+        """
         found: dict[tuple[Op, int, int], _Seconds] = {}
-        numbers: dict[int, int] = {}  # a stage's in the model, and on this place
+        numbers: dict[int, int] = {}  # a stage's index on this place, by its number in the model
         for timed in step:
             op, stage, unit = timed.action
             if op is Op.FORWARD and timed.layers:
                 numbers.setdefault(stage, int(np.searchsorted(self._starts, timed.layers[0][0], side="right")) - 1)
             number = numbers.get(stage)
             if number is None:
-                continue  # of a stage that is not timed
+                continue  # a stage that is not timed
             of = {Op.FORWARD: self._forward, Op.BACKWARD: self._backward}.get(op)
             seconds = [self._clock.seconds(timed.end, timed.begin)] if of is None else of(timed, number)
             if seconds is None:
@@ -157,7 +161,7 @@ class LayerTimes:
         outputs = layer(inputs)
         marks = self._marks
         marks.append((index, self._clock.now()))
-        given = {id(tensor) for tensor in _tensors(inputs)}  # what a layer hands on is no work of its own
+        given = {id(tensor) for tensor in _tensors(inputs)}  # an input that a layer passes on is no work of its own
         made = next((each for each in _tensors(outputs) if each.requires_grad and id(each) not in given), None)
         if made is not None:
             made.register_hook(lambda gradient: self._marks.append((index, self._clock.now())))
@@ -170,7 +174,10 @@ class LayerTimes:
         return [self._clock.seconds(end, begin) for begin, end in zip([timed.begin, *ends], ends, strict=False)]
 
     def _backward(self, timed: _Timed, number: int) -> list[float] | None:
-        """What comes before the last layer is the loss, which counts with it; layers that get no gradient take nothing."""
+        """Return the backward seconds of a stage's layers; None if the order of the marks is unexpected.
+
+        The last layer includes the loss. Layers without a gradient take 0.
+        """
         order = [index for index, _ in timed.layers]
         first, stop = self._starts[number : number + 2]
         if not order or order != sorted(set(order), reverse=True) or order[-1] < first or order[0] >= stop:

@@ -1,7 +1,6 @@
-"""What the steps of one shape are for, one after the other: warming up, trials, the comparison of the plan with the best of
-them, and from then on training alone.
+"""Phases of the steps of one shape: warm-up, trials, comparison of the plan with the best trials, then training alone.
 
-A phase says how its next step is cut, is told what the step took, and says which phase follows.
+A phase returns the cutting of its next step, gets the step's times, and returns the phase that follows.
 """
 
 from __future__ import annotations
@@ -20,38 +19,38 @@ from ds_terapipe.tracing.chrome import Event
 
 TRIALS = (16, 8, 4, 2, 1)  # numbers of equal slices that are measured
 ROUNDS = 2
-SHORTEST = 8  # tokens of a slice that is tried
-WORSE = 1.01  # a plan that takes so much longer than a trial in the same steps is given up for it
+SHORTEST = 8  # tokens of the shortest slice that is tried
+WORSE = 1.01  # factor by which a plan may be slower than a trial in the same steps
 
 
 class Phase(Protocol):
-    """Of the steps of one shape."""
+    """Phase of the steps of one shape."""
 
     @property
     def plan(self) -> Plan | None:
-        """What such steps are cut by; None while that is being measured."""
+        """Plan by which such steps are cut; None while costs are measured."""
 
     @property
     def wants_events(self) -> bool:
-        """Whether its step is to be recorded."""
+        """Whether to record its next step."""
 
     @property
     def wants_layers(self) -> bool:
-        """Whether single layers are to be timed in its step."""
+        """Whether to time single layers in its next step."""
 
     def begin(self) -> Cutting:
-        """How the step that begins is cut."""
+        """Return the cutting of the next step."""
 
     def took(self, events: Sequence[Event], seconds: float) -> Phase:
-        """The step is over: its events, on rank 0, and its wall time. What follows; collective where that decides something."""
+        """Note the step's events, on rank 0, and its wall time; return the next phase. Collective if it decides."""
 
 
 class WarmUp:
-    """One step, in which buffers are made and the model is inspected; what it takes says which trials there is memory for.
+    """One step, in which buffers are made and the model is inspected; its memory decides which trials fit.
 
     Args:
-        shape: of the steps.
-        planner: that learns what the trials cost.
+        shape: shape of the steps.
+        planner: planner that learns the costs of the trials.
     """
 
     plan = None
@@ -63,30 +62,30 @@ class WarmUp:
         self._trials = [n for _ in range(ROUNDS) for n in TRIALS if n == 1 or shape[0] // n >= least]
 
     def begin(self) -> Cutting:
-        """As the first trial."""
+        """Run the first trial."""
         self._planner.budget.begin()
         self._planner.budget.note_peak()
         return Cutting(self._trials[0], self._planner.schedule)
 
     def took(self, events: Sequence[Event], seconds: float) -> Phase:
-        """The trials follow."""
+        """Go on with the trials."""
         budget = self._planner.budget
         budget.end()
         budget.learn(self._shape, self._trials[0])
         longest, micro_batches = self._shape
         fitting = _behind_what_does_not_fit(self._trials, self._shape, self._planner)
-        if not fitting:  # the thriftiest: planning refuses it and says what it takes
+        if not fitting:  # the one with least memory: planning refuses it and reports its memory
             fitting = [min(self._trials, key=lambda n: budget.needed(slice_lengths(longest, n), micro_batches))]
         return Trials(self._shape, fitting, self._planner)
 
 
 class Trials:
-    """Steps that are cut in one way and another, and recorded; behind the last one a plan is made of them.
+    """Recorded steps of different cuttings, from which a plan is made at the end.
 
     Args:
-        shape: of the steps.
+        shape: shape of the steps.
         trials: numbers of equal slices, one for each step.
-        planner: that learns what they cost.
+        planner: planner that learns their costs.
     """
 
     plan = None
@@ -98,16 +97,16 @@ class Trials:
 
     @property
     def wants_layers(self) -> bool:
-        """In an uncut trial, if there is memory for one."""
+        """Whether the trial is uncut."""
         return self._trials[0] == 1
 
     def begin(self) -> Cutting:
-        """The next trial."""
+        """Run the next trial."""
         self._planner.budget.note_peak()
         return Cutting(self._trials[0], self._planner.schedule)
 
     def took(self, events: Sequence[Event], seconds: float) -> Phase:
-        """Another trial, or the plan."""
+        """Go on with another trial, or the plan."""
         count, planner = self._trials.pop(0), self._planner
         planner.budget.learn(self._shape, count)
         self._trials = _behind_what_does_not_fit(self._trials, self._shape, planner)
@@ -122,12 +121,12 @@ class Trials:
 
 
 class Compared:
-    """Steps that show whether a plan takes what it predicts, and whether one of its rivals is faster.
+    """Steps that compare a plan with its prediction and with its rivals.
 
     Args:
-        plan: the one that is to be used.
-        planner: that has made it.
-        rivals: what else may be faster.
+        plan: the plan to use.
+        planner: planner that has made it.
+        rivals: other plans that may be faster.
     """
 
     wants_events = wants_layers = False
@@ -137,11 +136,11 @@ class Compared:
         self._comparison = Comparison(_cutting(plan), [_cutting(rival) for rival in rivals])
 
     def begin(self) -> Cutting:
-        """Whose turn it is."""
+        """Run the cutting whose turn it is."""
         return self._comparison.cutting
 
     def took(self, events: Sequence[Event], seconds: float) -> Phase:
-        """The next turn, or the one that has won."""
+        """Go on with the next turn, or the winner."""
         if not self._comparison.took(seconds):
             return self
         settled: Plan = self._planner.agree(self._decide)
@@ -163,7 +162,7 @@ class Compared:
 
 
 class Settled:
-    """All further steps run by ``plan``."""
+    """All further steps, run by ``plan``."""
 
     wants_events = wants_layers = False
 
@@ -171,11 +170,11 @@ class Settled:
         self.plan = plan
 
     def begin(self) -> Cutting:
-        """As planned."""
+        """Run the plan."""
         return _cutting(self.plan)
 
     def took(self, events: Sequence[Event], seconds: float) -> Phase:
-        """Nothing changes any more."""
+        """Stay in this phase."""
         return self
 
 
@@ -184,7 +183,7 @@ def _cutting(plan: Plan) -> Cutting:
 
 
 def _behind_what_does_not_fit(trials: Sequence[int], shape: Shape, planner: Planner) -> list[int]:
-    """The trials from the first one on that takes no more memory than there is."""
+    """Return the trials from the first one on that fits into memory."""
     left, (longest, micro_batches) = list(trials), shape
     while left and not planner.budget.fits(slice_lengths(longest, left[0]), micro_batches):
         left.pop(0)

@@ -1,4 +1,4 @@
-"""Plans from what was measured: the cost of slices, read or made from trials, and the plan that is the fastest by it."""
+"""Plans from measurements: the cost of slices, read or made from trials, and the fastest plan by it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.plan.result import Plan
 
-RIVALS = 2  # other trials that are compared with a plan,
-NEAR = 1.15  # if they took at most so much longer than the fastest
-_SHOWN = 3  # differences to another run that a line names
-Shape = tuple[int, int]  # of a step: the length of its sequences in tokens, and its micro-batches
+RIVALS = 2  # number of other trials that are compared with a plan,
+NEAR = 1.15  # if they took at most this factor of the fastest
+_SHOWN = 3  # number of differences to another run in a line
+Shape = tuple[int, int]  # of a step: sequence length in tokens, number of micro-batches
 
 
 class Planner:
-    """Knows what slices cost, and plans by that.
+    """Knows the costs of slices, and plans by them.
 
     Args:
         config: the block ``token_pipeline``.
-        run: what is trained.
-        schedule: that trials run in.
-        budget: what is known of memory.
+        run: facts of the run.
+        schedule: schedule of the trials.
+        budget: the memory budget.
         agree: brings rank 0's decisions to all ranks.
         say: writes a line into the log, on rank 0.
-        layers: what single layers took in the trials that timed them; collective.
+        layers: returns the times of single layers in trials that timed them; collective.
     """
 
     def __init__(
@@ -52,35 +52,35 @@ class Planner:
 
     @property
     def granularity(self) -> int:
-        """Of which slices are a multiple, in tokens."""
+        """Granularity of unequal slices in tokens, see `plan.choose.Request`."""
         return self._config.granularity
 
     def learn(self, steps: Sequence[RecordedStep]) -> None:
-        """Know what these trials cost, and write it where the configuration wants it; collective."""
+        """Learn the costs of these trials, and write them to the configured file; collective."""
         layers = self._layers()
         self.cost, self._overhead_s = self.agree(lambda: self._costs(steps, layers))
 
     def can_plan(self, shape: Shape) -> bool:
-        """Whether such steps are within what was measured."""
+        """Whether such steps are within the measurements."""
         cost = self.cost
         if cost is None or not cost.min_length <= shape[0] <= cost.max_length:
             return False
         return can_choose(cost, self._request(cost, shape))
 
     def plan(self, shape: Shape) -> Plan:
-        """The fastest for such steps, said in the log; collective."""
+        """Return the fastest plan for such steps, and log it; collective."""
         plan: Plan = self.agree(lambda: self._choose(shape))
         for line in plan.summary():
             self.say(line)
         return plan
 
     def rivals(self, planned: Plan, steps: Sequence[RecordedStep]) -> list[Plan]:
-        """The fastest trials that are not what is planned, as plans of their own; collective."""
+        """Return the fastest trials other than the plan, as plans; collective."""
         found: list[Plan] = self.agree(lambda: self._rivals(planned, steps))
         return found
 
     def advise(self) -> None:
-        """Say once what other stages would gain: they cannot be changed in a run."""
+        """Log once the gain of other stages, which cannot be changed in a run."""
         if self._advised or self.cost is None or self.cost.layers is None:
             return
         self._advised = True

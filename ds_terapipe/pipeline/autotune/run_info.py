@@ -1,4 +1,4 @@
-"""What a plan is made for, and what cutting by measurements needs of the engine around it."""
+"""Facts of a run that a plan depends on, and the engine's interface for measuring them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ds_terapipe.schedule import Placement
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a plan is made for and what is known about the run: the same on all ranks.
+    """Facts of a run that a plan is made for; the same on all ranks.
 
     Attributes:
-        stages: pipeline stages, of which a place may have several.
+        stages: number of pipeline stages; a place may have several.
         sequences: in a micro-batch.
         micro_batches: in a step.
         weights_once: weight gradients are made once per micro-batch where it is cut.
@@ -38,30 +38,30 @@ class RunInfo:
 
 
 class Agreement(Protocol):
-    """Brings what rank 0 decided to all ranks; collective."""
+    """Broadcast of rank 0's decisions; collective."""
 
     def __call__(self, decision: Callable[[], Any]) -> Any:
-        """``decision()`` of rank 0, or its error, on every rank."""
+        """Return ``decision()`` of rank 0, or raise its error, on every rank."""
 
 
 class MemoryMeter(Protocol):
-    """Measures one step."""
+    """Meter of one step's memory."""
 
     def begin(self) -> None:
-        """The step that begins is to be measured."""
+        """Measure the next step."""
 
     def end(self) -> tuple[MemoryModel | None, float | None]:
-        """What it took on every stage, and the bytes that a stage may take, None without limit; collective."""
+        """Return the memory model of all stages, and the free bytes of a stage, None without limit; collective."""
 
     def note_peak(self) -> None:
-        """The peak of the step that begins is to be known."""
+        """Watch the peak of the next step."""
 
     def peaks(self) -> tuple[float, ...] | None:
-        """Bytes that every place took at once in the step that was watched, None where that can't be known; collective."""
+        """Return the peak bytes of every place in the watched step; None if unknown; collective."""
 
 
 class Mismatch(NamedTuple):
-    """Why a plan is not for a run: what it is for, what it must be for, and what to use instead."""
+    """Mismatch of a plan and a run: what the plan is for, what it must be for, and what to use instead."""
 
     theirs: str
     ours: str
@@ -69,7 +69,7 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(plan: Plan, run: RunInfo, schedule: str, memory_gb: float | None) -> Mismatch | None:
-    """Why the plan is not for this run, None where it is; ``schedule`` and ``memory_gb`` as configured."""
+    """Return why the plan is not for this run, None if it is; ``schedule`` and ``memory_gb`` as configured."""
     if schedule not in (AUTO, plan.schedule):
         return Mismatch(
             f'the schedule "{plan.schedule}"', "the given one", f'"schedule": "{plan.schedule}" or another plan'
@@ -90,7 +90,7 @@ def mismatch(plan: Plan, run: RunInfo, schedule: str, memory_gb: float | None) -
 
 
 def check_plan(plan: Plan, run: RunInfo, schedule: str, memory_gb: float | None, path: str) -> None:
-    """Raise ConfigError where the plan of ``token_pipeline.plan_path`` is for another run."""
+    """Raise ConfigError if the plan of ``token_pipeline.plan_path`` is for another run."""
     found = mismatch(plan, run, schedule, memory_gb)
     if found is not None:
         raise ConfigError(
@@ -99,7 +99,7 @@ def check_plan(plan: Plan, run: RunInfo, schedule: str, memory_gb: float | None,
 
 
 def differences(there: Any, here: Any, name: str = "") -> list[str]:
-    """What differs between two JSON values, each as ``name there, here``: ``versions.torch "2.12", here "2.13"``."""
+    """Return the differences of two JSON values as ``name there, here``: ``versions.torch "2.12", here "2.13"``."""
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         keys = [*here, *(key for key in there if key not in here)]
         parts = [(f"{name}.{key}" if name else key, there.get(key), here.get(key)) for key in keys]

@@ -1,1 +1,1 @@
-"""Before the first sliced step: where the sequence is, and whether the model can be cut."""
+"""Inspection before the first sliced step: sequence dimensions, and whether the model can be cut."""

@@ -1,7 +1,7 @@
-"""Advice on a layer that cannot be cut: the line of its code that does not know of earlier slices, and its replacement.
+"""Advice on a layer that cannot be cut: the line of its code that ignores earlier slices, and its replacement.
 
-Two habits make most hand-written decoders fail. They number the tokens of a slice from 0, by ``torch.arange(n)`` or by the first
-``n`` rows of a table; and they write causal attention out, over the keys of the slice alone.
+Two habits make most hand-written decoders fail. They number the tokens of a slice from 0, by ``torch.arange(n)`` or by
+the first ``n`` rows of a table. And they write causal attention out, over the keys of the slice alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _USE_START = 'use start = getattr(ds_terapipe.current_span(), "start", 0) and co
 
 
 class SliceDiagnosis(TorchFunctionMode):
-    """Runs a layer on a slice with positions that start where the slice does, and looks out for attention written by hand.
+    """Mode that runs a layer on a slice with shifted positions, and detects attention written by hand.
 
     Args:
         span: the slice.
@@ -55,7 +55,7 @@ class SliceDiagnosis(TorchFunctionMode):
         return result
 
     def _later_rows(self, table: Tensor, index: Any) -> Any:
-        """The index with ``[:length]`` of a longer dimension moved to the slice's own rows."""
+        """Return the index with ``[:length]`` of a longer dimension moved to the slice's own rows."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if not any(isinstance(part, slice) for part in parts) or any(isinstance(part, Tensor) for part in parts):
             return index
@@ -79,10 +79,10 @@ class SliceDiagnosis(TorchFunctionMode):
         """Name the lines to change.
 
         Args:
-            positions_are_all: whether the layer computes the same once its positions start where the slice does.
+            positions_are_all: whether the layer is correct once its positions start at the slice's start.
 
         Returns:
-            The advice, empty where there is none.
+            The advice; empty if there is none.
         """
         found = []
         if self.positions and (positions_are_all or self.attention):
@@ -93,7 +93,7 @@ class SliceDiagnosis(TorchFunctionMode):
 
 
 def _line_of_user() -> str:
-    """File, number and text of the innermost line that is neither this package's nor PyTorch's."""
+    """Return file, number and text of the innermost line outside this package and PyTorch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back

@@ -1,7 +1,7 @@
-"""Before the first sliced step: where the sequence is between the layers, and whether the model can be cut at all.
+"""Inspection of the model before the first sliced step: sequence dimensions, and a comparison of slices with the whole.
 
-Stages go one behind the other and agree after each, so that an error of one is raised by all and nobody waits for it. A stage
-sends when all have agreed: the next one then comes straight to its receives, and after an error no message is on its way.
+Stages run one after another and agree after each, so an error of one is raised by all without a deadlock. A stage sends
+after the agreement: the next one then comes straight to its receives, and after an error no message is in flight.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _NO_ROOM = "token_pipeline.verify"
 
 
 def verified(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The slices that are compared with the whole: those of a sequence, or of its beginning where it is long, as they share it.
+    """Return the slices to compare with the whole: those of the sequence, or of the beginning of a long one.
 
-    A layer that mixes tokens, or makes positions, does so there, too, and whole layers of long sequences may fit nowhere.
+    A layer that mixes tokens, or makes positions, also does so there, and whole layers of long sequences may not fit
+    into memory.
     """
     total = spans[-1].total
     if total <= LONGEST:
@@ -48,9 +49,10 @@ def verified(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 @dataclass
 class Inspection:
-    """A look at the model on the first micro-batch; the same on every rank, collective. Every stage learns where the sequence is.
+    """Inspection of the model on the first micro-batch; the same on every rank, collective.
 
-    ``verifies``: whether to compare slices with the whole; ``loss_fn``: of the labels, None where no loss is made of them.
+    Every stage learns its sequence dimensions. ``verifies``: whether to compare slices with the whole; ``loss_fn``:
+    None if there is no loss.
     """
 
     assembly: Assembly
@@ -60,7 +62,7 @@ class Inspection:
     loss_fn: Callable[..., Any] | None = None
 
     def run(self, batch: StepBatch) -> None:
-        """Raises ConfigError, on every rank, for a model that can't be cut."""
+        """Run the inspection. Raises ConfigError, on every rank, for a model that cannot be cut."""
         total = batch.lengths[0]
         self.consensus.agree(self._detached(batch))
         with ExitStack() as stack:
@@ -87,9 +89,9 @@ class Inspection:
                 self._compare(batch)
 
     def _compare(self, batch: StepBatch) -> None:
-        """The beginning of a long sequence, and if that fails all of it: a model may keep a mask as long as its sequences.
+        """Compare the beginning of a long sequence, and if that fails all of it: a mask may have full length.
 
-        Where all of it does not fit, what was found at the beginning counts.
+        If the whole sequence does not fit into memory, the result of the beginning counts.
         """
         found: list[str] = []
         for spans in dict.fromkeys((verified(batch.spans[0]), batch.spans[0])):
@@ -98,7 +100,7 @@ class Inspection:
                 self._through_stages(batch, whole, partial(self._verify, batch, spans))
                 return
             except ConfigError as error:  # on every rank
-                found.append(str(error))  # and not the error, whose frames hold tensors
+                found.append(str(error))  # not the error, whose frames hold tensors
         raise ConfigError(next((each for each in reversed(found) if not each.startswith(_NO_ROOM)), found[0]))
 
     def _verify(self, batch: StepBatch, spans: Sequence[Span], stage: Stage, inputs: Any, _: Span) -> Any:
@@ -122,7 +124,7 @@ class Inspection:
         return outputs
 
     def _try_loss(self, batch: StepBatch, outputs: Any, cuts: Sequence[TensorCut], tokens: int) -> None:
-        """Make the loss of the first ``tokens``, or of outputs of the whole length where it is made of all of them."""
+        """Make the loss of the first ``tokens``, or of outputs of full length if labels are not cut."""
         total = batch.lengths[0]
         label_cuts = batch.label_cuts[0] if batch.label_cuts and tokens < total else None
         if tokens < total and label_cuts is None:
@@ -135,7 +137,7 @@ class Inspection:
         MicroBatchLoss(self.loss_fn, batch.labels_of(0), label_cuts, cuts, spans).add(outputs)
 
     def _detached(self, batch: StepBatch) -> ConfigError | None:
-        """Reentrant checkpointing of a first layer that gets no floating point input trains nothing: autograd sees no way."""
+        """Return an error if reentrant checkpointing of the first layer trains nothing: no floating point input."""
         first = self.assembly.stages.get(0)
         if first is None or not first.trains or not torch.is_grad_enabled():
             return None
@@ -167,7 +169,7 @@ class Inspection:
         row = [
             Action(Op.RECV_FORWARD, s, u) for s in self.assembly.stages if placement.receives_forward(s) for u in units
         ]
-        # an announcement each time: a receive that was posted ahead would be left over from an attempt that failed
+        # announced each time: a receive posted ahead would remain from a failed attempt
         attempt = object()
         links.begin(row, lambda unit: (attempt, unit))
         handed: list[Any] = []
@@ -177,7 +179,7 @@ class Inspection:
             stage = self.assembly.stages.get(number)
             if stage is not None:
                 try:
-                    # all that was sent is taken before anything can fail
+                    # all messages are received before anything can fail
                     if number == 0:
                         handed = [batch.cut_inputs(0, span) for span in spans]
                     elif placement.receives_forward(number):
@@ -201,7 +203,7 @@ class Inspection:
         outputs = run(stage, inputs, span)
         if not self._is_last(stage):
             check_sendable(outputs, stage.layers.last)
-            BoundarySpec.of(outputs).encode(torch.device("cpu"))  # whether it can be sent at all
+            BoundarySpec.of(outputs).encode(torch.device("cpu"))  # check that it can be sent
         return outputs
 
     def _is_last(self, stage: Stage) -> bool:
@@ -220,5 +222,5 @@ def _probe(stage: Stage, probe: SequenceProbe, inputs: Any, span: Span) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an error on one line."""
+    """Return type and text of an error on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,9 +1,9 @@
-"""Where the sequence is in the tensors between layers, found by comparing their shapes at two slice lengths.
+"""Sequence dimensions of the tensors between layers, found by comparing their shapes at two slice lengths.
 
-The first five tokens of a micro-batch are run as slices of two and of three tokens: a dimension that grows from 2 to 3 follows
-the slice, one that grows from 2 to 5 follows context and slice. Sizes that happen to equal the sequence length (hidden size,
-batch) never enter into it. The first slice is never one of a single token: attention that is causal often says so for several
-queries only (Hugging Face's does), and what it says there is what is known of its slices of one token later on.
+The first five tokens of a micro-batch run as slices of two and of three tokens. A dimension that grows from 2 to 3
+follows the slice, one that grows from 2 to 5 follows context and slice. Other sizes that equal the sequence length
+(hidden size, batch) do not matter. The first slice never has a single token: causal attention often sets its flag only
+for several queries (Hugging Face's does), and that flag decides about its later slices of one token.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _EXPLICIT = {"bsh": 1, "sbh": 0}
 
 
 def probe_spans(total: int) -> tuple[Span, Span]:
-    """The two slices of a probe in a sequence of ``total`` tokens, at least :data:`LEAST_TOKENS`.
+    """Return the two slices of a probe in a sequence of ``total`` tokens, at least :data:`LEAST_TOKENS`.
 
-    Two and three tokens; in a sequence too short for that, two and one. In both, no dimension can follow the slice and
-    context and slice at once, and one that follows neither keeps its size.
+    Two and three tokens; in a shorter sequence, two and one. In both, a dimension cannot follow both the slice and
+    context and slice, and one that follows neither keeps its size.
     """
     return Span(0, 2, total), Span(2, 5 if total >= 5 else 3, total)
 
 
 @dataclass(frozen=True)
 class SequenceDims:
-    """How the tensors of one stage follow the tokens.
+    """Sequence dimensions of the tensors of one stage.
 
     ``layers``: per layer of the stage, the cuts of its input tensors; ``outputs``: the cuts of the stage's output tensors.
     """
@@ -44,23 +44,23 @@ class SequenceDims:
 
 @dataclass
 class SequenceProbe:
-    """Records what the layers of a stage see of the two slices of a probe."""
+    """Record of the shapes in a stage for the two slices of a probe."""
 
     layout: str  # token_pipeline.layout
     first_layer: int
-    text: Callable[[int], str] = "layer {}".format  # what errors call a layer
+    text: Callable[[int], str] = "layer {}".format  # name of a layer in errors
     _spans: list[Span] = field(default_factory=list)
     _shapes: list[list[list[tuple[int, ...]]]] = field(default_factory=list)  # slice, boundary, tensor
     _floating: list[list[bool]] = field(default_factory=list)
 
     def begin_slice(self, span: Span) -> None:
-        """The next slice of the probe starts: first the first one of :func:`probe_spans`, then the second."""
+        """Begin the next slice of the probe, in the order of :func:`probe_spans`."""
         self._spans.append(span)
         self._shapes.append([])
         self._floating.clear()
 
     def record(self, value: Any) -> None:
-        """A layer's input, or after the last layer the stage's output."""
+        """Record a layer's input, or after the last layer the stage's output."""
         tensors = as_tuple(value)
         if not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise refuse_model(
@@ -70,7 +70,7 @@ class SequenceProbe:
         self._floating.append([tensor.is_floating_point() for tensor in tensors])
 
     def result(self) -> SequenceDims:
-        """What was found. Raises ConfigError where it can't be told."""
+        """Return the sequence dimensions. Raises ConfigError if they are ambiguous."""
         one, two = self._shapes
         cuts = []
         for index, (first, second, floating) in enumerate(zip(one, two, self._floating, strict=True)):
@@ -106,6 +106,6 @@ class SequenceProbe:
 
 
 def check_outputs(outputs: Sequence[TensorCut]) -> None:
-    """Raise ConfigError unless the last stage's outputs can be put together again from their slices."""
+    """Raise ConfigError unless the last stage's outputs can be joined from their slices."""
     if not any(cut.row is not None for cut in outputs) or any(cut.column is not None for cut in outputs):
         raise refuse_model("its outputs do not follow the tokens (is the sequence pooled?)")

@@ -1,9 +1,9 @@
-"""Can this model be cut? Every layer is run once whole and once sliced, and all that goes in and out of it is compared.
+"""Verification of slices: every layer runs once whole and once sliced, and all its tensors are compared.
 
-Only running it can tell: positions made inside the model, attention written by hand, convolutions, pooling and whatever
-comes next all train wrongly without a word when the sequence is cut. Each layer's slices start from the whole run's input,
-so a difference is the layer's own, and rounding does not add up over layers. What it can't prove: one batch shows what the
-model does with these data; a layer that mixes tokens only for other data, or not yet at these weights, passes.
+Only a run can tell: positions made inside the model, attention written by hand, convolutions, pooling and the like
+silently train wrongly when the sequence is cut. Each layer's slices start from the whole run's input, so a difference
+is the layer's own, and rounding does not add up over layers. It is no proof: one batch shows the model's behaviour for
+these data. A layer that mixes tokens only for other data, or not yet at these weights, passes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TINY = 1e-30
 
 
 class Record(NamedTuple):
-    """Inputs or output of one call of one module, and how far apart rounding may bring those of two runs."""
+    """Inputs or output of one call of one module, and the tolerance between two runs."""
 
     module: str
     what: str
@@ -39,9 +39,9 @@ class Record(NamedTuple):
 
 
 class _Rounding(TorchDispatchMode):
-    """The tolerance of the least precise type that an operator has put out since the last reset.
+    """Mode that finds the tolerance of the least precise output type of an operator since the last reset.
 
-    A layer may compute in fewer bits than its inputs and outputs have: under autocast, or between casts of its own.
+    A layer may compute in fewer bits than its inputs and outputs have: under autocast, or between its own casts.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class _Rounding(TorchDispatchMode):
 
 
 class _NoDropout(TorchFunctionMode):
-    """Functional dropout does nothing; modules' train and eval state stays as it is."""
+    """Mode that disables functional dropout; the modules' train and eval state stays."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,11 +70,11 @@ class _NoDropout(TorchFunctionMode):
 
 @contextmanager
 def _no_scripted_dropout() -> Iterator[None]:
-    """Dropout in TorchScript, which torch-function modes do not see (Megatron's fused bias, dropout and add), does nothing."""
+    """Context manager that disables dropout in TorchScript, which torch-function modes do not see."""
     library = torch.library.Library("aten", "IMPL")
     for key in ("AutogradCPU", "AutogradCUDA"):
         library.impl("dropout", _kept, key)
-        library.impl("native_dropout", _kept_with_mask, key)  # what a script that was differentiated before calls
+        library.impl("native_dropout", _kept_with_mask, key)  # called by a script that was differentiated before
     try:
         yield
     finally:
@@ -91,7 +91,7 @@ def _kept_with_mask(tensor: Tensor, p: float, train: bool | None) -> tuple[Tenso
 
 @contextmanager
 def undisturbed(module: nn.Module, context: SliceContext) -> Iterator[None]:
-    """A trial run that the training must not notice: no gradients, no dropout; random states and buffers are put back."""
+    """Context manager for a trial run without gradients and dropout; random states and buffers are restored."""
     dropouts = [m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
     buffers = [
         (m, name, old, None if old is None else old.clone())
@@ -118,7 +118,7 @@ def undisturbed(module: nn.Module, context: SliceContext) -> Iterator[None]:
 
 
 class _Recorder:
-    """Hooks on every submodule; collects the calls of one run of one layer."""
+    """Hooks on every submodule that collect the calls of one run of one layer."""
 
     def __init__(self, root: nn.Module, skip: Sequence[nn.Module]) -> None:
         self.records: list[Record] = []
@@ -143,7 +143,7 @@ class _Recorder:
         return hook
 
     def add(self, module: str, what: str, value: Any) -> None:
-        """Record the tensors in ``value``; clones, because modules may reuse their buffers."""
+        """Record clones of the tensors in ``value``, since modules may reuse their buffers."""
         tensors = tuple(t.detach().clone() for t in _tensors(value))
         self.records.append(Record(module, what, tensors, self.rounding.tolerance))
 
@@ -187,13 +187,13 @@ def verify_stage(
         inputs: of the stage, whole.
         cuts: per layer, how its inputs are cut.
         spans: the slices.
-        skip: modules whose inside runs differently in a slice (adapted attention); they are compared from outside.
+        skip: modules that run differently in a slice (adapted attention); only their inputs and outputs are compared.
 
     Returns:
         The stage's outputs, whole.
 
     Raises:
-        ConfigError: a module computes something else when its sequence is cut; its name and by how much.
+        ConfigError: a module's result changes when its sequence is cut; with its name and the difference.
     """
     recorder = _Recorder(root, skip)
     try:
@@ -211,7 +211,7 @@ def verify_stage(
 
 
 class _OneLayer:
-    """A layer that is run whole first, and then slice by slice."""
+    """A layer that runs whole first, and then slice by slice."""
 
     def __init__(
         self, layer: Callable[..., Any], number: int, text: str, context: SliceContext, recorder: _Recorder
@@ -221,21 +221,21 @@ class _OneLayer:
         self._expected: list[Record] = []
 
     def run_whole(self, inputs: Any, total: int) -> Any:
-        """Run the layer on a copy of its inputs, all ``total`` tokens of them, and return its outputs."""
+        """Run the layer on a copy of its inputs, all ``total`` tokens, and return its outputs."""
         with self._recorder.rounding:
             outputs = self._run(copy_of(inputs), Span(0, total, total))
         self._expected = self._recorder.take()
         return outputs
 
     def compare(self, inputs: Any, span: Span, batch: int) -> None:
-        """Run the layer on a slice. Raises ConfigError where it differs from the whole, with advice where there is some."""
+        """Run the layer on a slice. Raises ConfigError if it differs from the whole, with advice if available."""
         again = copy_of(inputs)
         self._run(inputs, span)
         different = _different(self._text, self._expected, self._recorder.take(), span, batch)
         if different is None:
             return
         diagnosis = SliceDiagnosis(span)
-        # a layer that fails with other positions is refused for the difference all the same
+        # if the layer fails with shifted positions, it is still refused for the difference
         with suppress(Exception), diagnosis:
             self._run(again, span)
         cured = _different(self._text, self._expected, self._recorder.take(), span, batch) is None
@@ -258,7 +258,7 @@ def _batch_size(tensors: Sequence[Tensor], cuts: Sequence[TensorCut]) -> int:
 
 
 def _different(layer: str, expected: list[Record], got: list[Record], span: Span, batch: int) -> str | None:
-    """The first difference between a slice and the whole sequence, in words; None where there is none."""
+    """Describe the first difference between a slice and the whole sequence; None if there is none."""
     if [record[:2] for record in expected] != [record[:2] for record in got]:
         return f"{layer} calls other modules for tokens {span.start} to {span.stop} than for the whole sequence"
     for a, b in zip(expected, got, strict=True):
@@ -269,7 +269,7 @@ def _different(layer: str, expected: list[Record], got: list[Record], span: Span
             candidates = list(_corresponding(whole, part, span, batch))
             if not candidates:
                 if a.module:
-                    continue  # laid out in a way unknown here; what it leads to is compared further on
+                    continue  # unknown layout; its effect is compared in later modules
                 return f"{where} has shape {list(part.shape)} for {span.length} tokens, {list(whole.shape)} for all"
             error = min(_difference(piece, part, row) for piece, row in candidates)
             if error > max(a.tolerance, TOLERANCE.get(part.dtype, 0.0)):
@@ -279,7 +279,7 @@ def _different(layer: str, expected: list[Record], got: list[Record], span: Span
 
 
 def _corresponding(whole: Tensor, part: Tensor, span: Span, batch: int) -> Iterator[tuple[Tensor, int | None]]:
-    """The parts of ``whole`` that ``part`` can be, with the dimension of the tokens."""
+    """Yield the parts of ``whole`` that may correspond to ``part``, with the dimension of the tokens."""
     if whole.dim() != part.dim() or whole.dtype != part.dtype:
         return
     changed = [d for d in range(whole.dim()) if whole.shape[d] != part.shape[d]]
@@ -304,12 +304,12 @@ def _corresponding(whole: Tensor, part: Tensor, span: Span, batch: int) -> Itera
 
 
 def _difference(whole: Tensor, part: Tensor, row: int | None) -> float:
-    """Largest relative difference over tokens; 1 where whole numbers differ."""
+    """Return the largest relative difference over tokens; 1 for different integers."""
     if not part.is_floating_point():
         return float(not torch.equal(whole, part))
     wide = torch.float64 if part.dtype == torch.float64 else torch.float32
     a, b = whole.to(wide), part.to(wide)
-    same = a == b  # also where both are infinite
+    same = a == b  # also if both are infinite
     difference = torch.where(same, 0.0, a - b)
     a = torch.where(torch.isfinite(a), a, 0.0)
     if row is None:

@@ -1,1 +1,1 @@
-"""What a model's own operators do for a slice: attention over the keys so far, weight gradients that wait, random numbers."""
+"""Operators that know slices: attention over the keys so far, deferred weight gradients, random numbers."""

@@ -1,10 +1,10 @@
 """Causal attention of one slice over the keys and values so far, forward and backward.
 
-Keys and values of a micro-batch are kept once per layer in [b, kv heads, S, d]; a slice writes its own range, which makes
-recomputation idempotent. Slices run backward in reverse order, so when a slice's turn comes every later slice has already
-added its share to the slice's dK and dV, which are summed in fp32 (fp64 for fp64). Work per slice is proportional to
-slice x (context + slice); the buffers are read through narrow views and never copied. TeraPipe (arXiv 2102.07988) section
-3 gives the dependency; its own code clones full-length gradients per slice instead.
+Keys and values of a micro-batch are kept once per layer in [b, kv heads, S, d]. A slice writes its own range, which
+makes recomputation idempotent. Slices run backward in descending order, so every later slice has already added its
+share to a slice's dK and dV. These are summed in fp32 (fp64 for fp64). Work per slice is proportional to slice x
+(context + slice); the buffers are read through narrow views and never copied. TeraPipe (arXiv 2102.07988) section 3
+gives the dependency; its own code clones full-length gradients per slice instead.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class SliceAttention(torch.autograd.Function):
 
 
 def cut_mask(mask: Tensor, span: Span, dtype: torch.dtype, where: str = "") -> Tensor:
-    """Rows and columns of an explicit mask that belong to a slice, additive.
+    """Return the part of an explicit mask for a slice, additive.
 
-    ``mask`` is bool (True: may attend) or additive, [..., rows, columns] with rows 1, slice or S and columns context + slice
-    or S. Raises ConfigError for other shapes, naming ``where``: how such a mask would have to be cut is unknown.
+    ``mask`` is bool (True: may attend) or additive, [..., rows, columns] with rows 1, slice or S and columns context +
+    slice or S. Raises ConfigError for other shapes, naming ``where``, since their cut is unknown.
     """
     rows, columns = mask.shape[-2:]
     if columns not in (span.stop, span.total) or rows not in (1, span.length, span.total):
@@ -81,14 +81,14 @@ def cut_mask(mask: Tensor, span: Span, dtype: torch.dtype, where: str = "") -> T
 
 
 def is_causal_square(visible: Tensor, length: int) -> bool:
-    """Whether a mask of at least two rows, True where a token is seen, is square and shows each token those up to itself."""
+    """Whether a mask of at least two rows, True for visible tokens, is square and causal."""
     if visible.dim() < 2 or visible.shape[-2:] != (length, length) or length < 2:
         return False
     return bool((visible == torch.ones(length, length, dtype=torch.bool, device=visible.device).tril()).all())
 
 
 def refuse_compiled(context: SliceContext, query: Tensor) -> None:
-    """Raise :class:`PlacementError` where attention of a slice is traced, not run."""
+    """Raise :class:`PlacementError` if attention of a slice is traced, not run."""
     if isinstance(query, FakeTensor) or torch.compiler.is_compiling():
         raise PlacementError(
             f"attention is compiled by torch.compile ({context.describe()}): a slice's position would be baked in, "
@@ -109,13 +109,14 @@ def slice_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of the slice that ``context`` is at, over all keys so far; without a mask it is causal.
+    """Compute attention of the context's present slice over all keys so far; causal without a mask.
 
-    With ``is_causal`` it is causal beside the mask (torch since 2.13; before, it takes only one of the two). ``window``: a token
-    sees so many, itself and those right before it; no other key is read. ``softcap``: as :class:`kernels.Call` has it.
+    ``is_causal``: causal in addition to the mask (torch since 2.13; before, the two exclude each other). ``window``: a
+    token sees so many keys, its own and those right before it; no other key is read. ``softcap``: see
+    :class:`kernels.Call`.
 
     q [..., heads, slice, d], k and v [..., kv heads, slice, d] (a leading batch dimension may be absent); returns
-    [..., heads, slice, d of v]. Raises :class:`PlacementError` for a call that the context can't place.
+    [..., heads, slice, d of v]. Raises :class:`PlacementError` for a call that the context cannot place.
     """
     span = context.span
     assert span is not None

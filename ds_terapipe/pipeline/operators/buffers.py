@@ -1,4 +1,4 @@
-"""Keys, values and their gradients of one attention call: what the slices of a micro-batch have in common."""
+"""Keys, values and their gradients of one attention call, shared by the slices of a micro-batch."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class AttentionState:
         self.k = k.new_empty((*k.shape[:2], total, k.shape[3]), requires_grad=False)
         self.v = v.new_empty((*v.shape[:2], total, v.shape[3]), requires_grad=False)
         self.filled = 0
-        self.differentiated_from = total  # tokens from here on have handed out their gradients
+        self.differentiated_from = total  # gradients of tokens from here on were returned
         self._dk: Tensor | None = None
         self._dv: Tensor | None = None
 
     def fits(self, k: Tensor, v: Tensor) -> bool:
-        """True when ``k`` and ``v`` of a slice have the shape and dtype that the buffers were made for."""
+        """Whether a slice's ``k`` and ``v`` have the buffers' shape and dtype."""
         return all(
             new.shape[:2] == old.shape[:2] and new.shape[3] == old.shape[3] and new.dtype == old.dtype
             for new, old in ((k, self.k), (v, self.v))
         )
 
     def awaits(self, k: Tensor, v: Tensor, span: Span) -> bool:
-        """True when keys and values like these of the slice are in the buffers, and its backward is still to come."""
+        """Whether the buffers hold keys and values of this form for the slice, and its backward is still to come."""
         return self.fits(k, v) and self.filled >= span.stop and self.differentiated_from > span.start
 
     def differs(self, k: Tensor, v: Tensor, span: Span) -> Tensor:
-        """Whether other keys and values of the slice are in the buffers: a scalar where they are, which nobody has read yet."""
+        """Return whether the buffers hold other keys or values for the slice: a scalar tensor on their device."""
         rows = slice(span.start, span.stop)
         return _other_bits(self.k[:, :, rows], k).any() | _other_bits(self.v[:, :, rows], v).any()
 
@@ -43,10 +43,10 @@ class AttentionState:
         self.filled = max(self.filled, span.stop)
 
     def add_gradients(self, dk: Tensor, dv: Tensor, span: Span, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Add a slice's share [b, kv heads, stop - first, d], of the keys from ``first`` on, and hand out what is complete: the
-        slice's own rows.
+        """Add a slice's share [b, kv heads, stop - first, d], keys from ``first`` on; return the slice's own rows.
 
-        The first share of a sequence becomes the buffers, so ``dk`` and ``dv`` belong to nobody else from here on.
+        These are complete. The first share of a sequence becomes the buffers, so the caller must not use ``dk`` and
+        ``dv`` afterwards.
         """
         if self._dk is None or self._dv is None:
             wide = torch.float64 if self.k.dtype == torch.float64 else torch.float32
@@ -58,12 +58,12 @@ class AttentionState:
         self.differentiated_from = span.start
         rows = slice(span.start, span.stop)
         complete = self._dk[:, :, rows].to(self.k.dtype, copy=True), self._dv[:, :, rows].to(self.v.dtype, copy=True)
-        # handed out once: two calls over the very same keys and values may have been recomputed into one state
+        # returned once: two calls over identical keys and values may have been recomputed into one state
         self._dk[:, :, rows], self._dv[:, :, rows] = 0, 0
         return complete
 
 
 def _other_bits(a: Tensor, b: Tensor) -> Tensor:
-    # not the numbers themselves: a step that has overflowed has NaN among them, and is the loss scaler's to skip
+    # bits, not numbers: after an overflow there are NaNs, and the loss scaler skips the step
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.view(whole) != b.view(whole)

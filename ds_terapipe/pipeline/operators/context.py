@@ -1,10 +1,10 @@
-"""What this process is running right now: which slice of which micro-batch, in which layer.
+"""Position of the running computation: slice, micro-batch and layer.
 
-Attention is the one operation of a causal Transformer that looks beyond its slice. Wherever it is called from (a layer, a
-checkpoint inside a layer, a recomputation in the middle of a backward pass), it asks the context for the position of the
-slice and for the keys and values of the earlier ones. A call is known by (layer, number of the call in that layer,
-micro-batch, slice); one that can't be placed is an error. A layer that is recomputed from its beginning is taken at its word, and
-whether it made the same keys again is looked at before the optimiser steps.
+Attention is the one operation of a causal Transformer that looks beyond its slice. A layer, a checkpoint inside a
+layer, or a recomputation in the middle of a backward pass may call it. The call asks the context for the position of
+the slice and for the keys and values of the earlier ones. A call is identified by (layer, number of the call in that
+layer, micro-batch, slice); a call that cannot be placed is an error. A layer recomputed from its beginning is trusted;
+whether it made the same keys again is checked before the optimiser steps.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class PlacementError(RuntimeError):
 
 
 class CallKey(NamedTuple):
-    """A call of attention within a micro-batch: the ``call``-th one that ``layer`` makes for a slice."""
+    """A call of attention within a micro-batch: number ``call`` of those that ``layer`` makes for a slice."""
 
     layer: int
     call: int
 
 
 class CallForm(NamedTuple):
-    """What an attention call is like whatever the length of the slice.
+    """Form of an attention call, independent of the slice's length.
 
-    ``causal``: it says ``is_causal`` and has no mask, though only where there are several queries; the rest are numbers of
-    heads and sizes of a head.
+    ``causal``: ``is_causal`` is set without a mask; only known for several queries. The others are numbers of heads and
+    head sizes.
     """
 
     causal: bool
@@ -50,23 +50,24 @@ class CallForm(NamedTuple):
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> CallForm:
-        """The form of a call with q [..., heads, slice, d], k [..., kv heads, slice, d], v [..., kv heads, slice, d of v]."""
+        """Return the form of a call: q [..., heads, slice, d], k [..., kv heads, slice, d], v [..., kv heads, slice,
+        dv]."""
         heads, kv_heads = (t.shape[-3] if t.dim() > 2 else 1 for t in (q, k))
         return cls(causal, heads, kv_heads, q.shape[-1], v.shape[-1])
 
 
 class SliceContext:
-    """The unit that an engine is running, and the attention buffers of the micro-batches in flight."""
+    """The running unit, and the attention buffers of the micro-batches in flight."""
 
-    current: SliceContext | None = None  # of the process: backward passes run in autograd's own threads
+    current: SliceContext | None = None  # per process: backward passes run in autograd's own threads
 
     def __init__(self) -> None:
         self.span: Span | None = None
         self.dropout = True  # False while a model is compared with itself
-        self.weight_gradients: WeightGradients | None = None  # set where they are made once per micro-batch
-        self.streams: RandomStreams | None = None  # what seeds random numbers, layer by layer
+        self.weight_gradients: WeightGradients | None = None  # set if they are made once per micro-batch
+        self.streams: RandomStreams | None = None  # seeds random numbers, layer by layer
         self.micro_batch = -1
-        self.layer_text: Callable[[int], str] = "layer {}".format  # what errors call a layer
+        self.layer_text: Callable[[int], str] = "layer {}".format  # name of a layer in errors
         self._recomputing = False
         self.layer: int | None = None
         self._inside = False  # from the beginning to the end of `layer`
@@ -81,7 +82,7 @@ class SliceContext:
 
     @contextmanager
     def forward(self, unit: Unit, span: Span) -> Iterator[None]:
-        """Forward of one slice. Every layer must make the calls of attention that it made for the first slice."""
+        """Context manager around a slice's forward. Every slice must make the same attention calls in each layer."""
         micro_batch = unit.micro_batch
         self._calls = {}
         if span.start == 0:
@@ -100,7 +101,7 @@ class SliceContext:
 
     @contextmanager
     def backward(self, unit: Unit, span: Span) -> Iterator[None]:
-        """Backward of one slice: attention that is called here is a recomputation of the forward's."""
+        """Context manager around the backward of a slice: attention calls in it are recomputations."""
         keeper = self.weight_gradients
         keeping = nullcontext() if keeper is None else keeper.backward(unit)
         with self._running(unit, span, recomputing=True), keeping:
@@ -109,7 +110,7 @@ class SliceContext:
     @contextmanager
     def _running(self, unit: Unit, span: Span, *, recomputing: bool) -> Iterator[None]:
         previous, fast_path = SliceContext.current, torch.backends.mha.get_fastpath_enabled()
-        # the fused inference kernels of nn.TransformerEncoderLayer contain their attention, where nothing can reach it
+        # the fused inference kernels of nn.TransformerEncoderLayer hide their attention from the override
         torch.backends.mha.set_fastpath_enabled(False)
         SliceContext.current = self
         self.span, self.micro_batch, self._recomputing = span, unit.micro_batch, recomputing
@@ -122,37 +123,37 @@ class SliceContext:
             self.span, self.layer, self._inside = None, None, False
 
     def enter_layer(self, layer: int) -> None:
-        """Layer ``layer`` of the ``PipelineModule`` is about to run."""
+        """Begin layer ``layer`` of the ``PipelineModule``."""
         self.layer, self._inside, self._call = layer, True, 0
         if self.streams is not None and self.span is not None:
             self.streams.enter(layer, self.micro_batch, self.span)
 
     def leave_layer(self) -> None:
-        """It is through; what of it is recomputed from here on doesn't say where it is."""
+        """End the layer; later recomputations of its parts do not tell their position."""
         self._inside = False
 
     def note_call(self, form: CallForm) -> None:
-        """The attention call that comes next, in a slice of more than one token, has this form."""
+        """Note the form of the next attention call, in a slice of more than one token."""
         if self.layer is not None and not self._recomputing:
             self._forms[CallKey(self.layer, self._call)] = form
 
     def known_form(self) -> CallForm | None:
-        """The form that the attention call that comes next last had in a slice of more than one token.
+        """Return the form that the next attention call had in a slice of more than one token.
 
-        That is an earlier slice, of any micro-batch, or one of the look at the model before the first step. None where it
-        never was called there, and in a recomputation, where nobody knows which call comes next.
+        That was an earlier slice, of any micro-batch, or one of the inspection. None if there was no such call, and in
+        a recomputation, where the next call is unknown.
         """
         return None if self.layer is None or self._recomputing else self._forms.get(CallKey(self.layer, self._call))
 
     @property
     def is_recomputing(self) -> bool:
-        """True in backward, where attention is called again as it was in forward."""
+        """Whether a backward pass is running, so that attention calls are recomputations."""
         return self._recomputing
 
     def place(self, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
-        """The buffers of the attention call that is now made with ``k``, ``v`` [b, kv heads, slice, d].
+        """Return the buffers of the attention call with ``k``, ``v`` [b, kv heads, slice, d].
 
-        Raises :class:`PlacementError` when the call is none that the first slice of the micro-batch made.
+        Raises :class:`PlacementError` for a call that the micro-batch's first slice did not make.
         """
         assert self.span is not None
         return self._recomputed(k, v) if self._recomputing else self._forward_call(k, v)
@@ -188,8 +189,8 @@ class SliceContext:
             known = self._differs.get(guess.layer)
             self._differs[guess.layer] = differs if known is None else known | differs
             return states[guess]
-        # A checkpoint inside a layer recomputes just its own part, in reverse order, and says to nobody where it is. But
-        # the keys and values that it makes again are those in the buffers, bit for bit: they name the call.
+        # A checkpoint inside a layer recomputes just its own part, in reverse order, without telling its position. But
+        # its keys and values equal those in the buffers, bit for bit, and so identify the call.
         for key in sorted(states, key=lambda key: (key != guess, -key.layer, -key.call)):
             if states[key].awaits(k, v, span) and not states[key].differs(k, v, span):
                 self._call = key.call + 1
@@ -198,7 +199,7 @@ class SliceContext:
         raise self._not_recomputed(f"micro-batch {self.micro_batch}, tokens {span.start} to {span.stop},", where)
 
     def check_recomputed(self) -> None:
-        """Raise :class:`PlacementError` for a layer that was not recomputed as it was; the host waits for the answer."""
+        """Raise :class:`PlacementError` if a layer's recomputation differed; the host waits for the device."""
         differs, self._differs = self._differs, {}
         found = torch.stack(list(differs.values())).tolist() if differs else []
         for layer, different in zip(differs, found, strict=True):
@@ -212,31 +213,31 @@ class SliceContext:
         )
 
     def buffers(self, micro_batch: int) -> list[torch.Tensor]:
-        """Keys and values of all attention calls of a micro-batch."""
+        """Return keys and values of all attention calls of a micro-batch."""
         return [buffer for state in self._states[micro_batch].values() for buffer in (state.k, state.v)]
 
     @property
     def notes(self) -> dict[Any, Any]:
-        """What layers want to keep of the micro-batch that is being run; it is gone when that is through."""
+        """Notes of layers about the running micro-batch; they end with it."""
         return self._notes[self.micro_batch]
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches whose attention buffers are held."""
+        """Number of micro-batches whose attention buffers are held."""
         return len(self._states)
 
     def release(self, micro_batch: int) -> None:
-        """Free the attention buffers of a micro-batch that is done, and what layers have kept of it."""
+        """Free the attention buffers and notes of a micro-batch."""
         self._states.pop(micro_batch, None)
         self._notes.pop(micro_batch, None)
 
     def clear(self) -> None:
-        """Free all buffers (a step that ended in an error leaves some)."""
+        """Free all buffers, e.g. those that a failed step has left."""
         for kept in (self._states, self._notes, self._differs):
             kept.clear()
 
     def describe(self) -> str:
-        """Where the process is, for messages."""
+        """Return the present position, for messages."""
         where = "outside the layers" if self.layer is None else self.layer_text(self.layer)
         return (
             f"{where}, micro-batch {self.micro_batch}, tokens {self.span.start} to {self.span.stop}"
@@ -246,15 +247,15 @@ class SliceContext:
 
 
 def current_span() -> Span | None:
-    """The slice that is now being run; None where the sequence is run whole (also outside any engine).
+    """Return the running slice; None if there is none, e.g. outside any engine.
 
-    For layers that know positions other than through their inputs, such as rotary embeddings.
+    For layers that know positions not only from their inputs, such as rotary embeddings.
     """
     context = SliceContext.current
     return context.span if context is not None else None
 
 
 def refuse_model(what: str, advice: str = "") -> ConfigError:
-    """The error for a model that can't be cut along its sequence."""
+    """Return the error for a model that cannot be cut along its sequence."""
     advice = advice or 'use "slices": 1 or a model whose layers mix tokens through causal attention only'
     return ConfigError(f"token_pipeline.slices: got a model that can't be cut: {what}; {advice}")

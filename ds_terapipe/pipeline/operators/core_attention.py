@@ -1,7 +1,8 @@
 """Attention written as a module of Megatron's interface, run on a slice.
 
-Met are modules called ``core_attention`` (megatron-core's ``DotProductAttention``, Megatron-DeepSpeed's ``CoreAttention``) whose
-forward takes query, key, value as [s, b, heads, d] and returns [s, b, heads * d]. No Megatron package is needed.
+It handles modules called ``core_attention``: megatron-core's ``DotProductAttention``, Megatron-DeepSpeed's
+``CoreAttention``. Their forward takes query, key, value as [s, b, heads, d] and returns [s, b, heads * d]. No Megatron
+package is needed.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
 
 
 def is_core_attention(name: str, module: nn.Module) -> bool:
-    """Whether a module that its parent calls ``name`` is one."""
+    """Whether a module, called ``name`` by its parent, has this interface."""
     return name == "core_attention" and _scale(module) is not None
 
 
 def _scale(module: nn.Module) -> float | None:
-    """The factor on q k^T, where the module is a scores-softmax-values attention of Megatron's kind; else None.
+    """Return the factor on q k^T of a scores-softmax-values attention of Megatron's kind, else None.
 
     Both packages divide the scores by the layer number (query-key layer scaling) and multiply again in the softmax.
     """
@@ -41,7 +42,7 @@ def _scale(module: nn.Module) -> float | None:
 
 
 def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What stands in for the module's ``forward``; outside of a slice it calls that."""
+    """Replacement of the module's ``forward``; outside a slice it calls the original."""
     original: Any = type(module).forward
     context = SliceContext.current
     span = context.span if context is not None else None
@@ -61,7 +62,7 @@ _signature = functools.cache(inspect.signature)
 
 
 def _visible(mask: Tensor | None, total: int) -> Tensor | None:
-    """Megatron's mask (True: hidden) as "may attend"; None for the plain causal one, which needs no mask at all."""
+    """Convert Megatron's mask (True: hidden) to "may attend"; None for the plain causal mask, which is not needed."""
     if mask is None or (mask.dtype == torch.bool and mask.shape[-2:] == (total, total) and _is_causal(mask)):
         return None
     return ~mask if mask.dtype == torch.bool else mask < 0.5
@@ -79,7 +80,7 @@ def _is_causal(mask: Tensor) -> bool:
 
 
 def _model_parallel_random(module: nn.Module, dropout_p: float) -> AbstractContextManager[Any]:
-    """Megatron's random state that differs between tensor-parallel ranks, as its own attention dropout uses."""
+    """Context manager for Megatron's random state that differs between tensor-parallel ranks, as in its dropout."""
     tensor_parallel = getattr(sys.modules.get(type(module).__module__), "tensor_parallel", None)
     if dropout_p == 0.0 or tensor_parallel is None:
         return nullcontext()

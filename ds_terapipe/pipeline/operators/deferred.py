@@ -1,7 +1,7 @@
-"""Linear layers and embeddings whose weight gradients wait for the end of their micro-batch.
+"""Linear layers and embeddings whose weight gradients are deferred to the end of their micro-batch.
 
-Outside of a slice's forward in training, and wherever a weight is not simply a trained parameter, each is what it is in
-``torch.nn.functional``.
+Outside a slice's forward in training, and for weights that are not plain trained parameters, they equal
+``torch.nn.functional``'s.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _LINEAR = OfLinear()
 
 
 def deferred_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``: input [..., in], weight [out, in], bias [out]; for layers that are functions.
+    """Apply ``torch.nn.functional.linear`` to input [..., in], weight [out, in], bias [out], in function layers.
 
-    A module's own :class:`torch.nn.Linear` needs no such call.
+    :class:`torch.nn.Linear` modules need no such call.
     """
     keeper = keeper_of_linear(input, weight, bias)
     if keeper is None:
@@ -43,7 +43,8 @@ def deferred_embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.embedding``: input [...] of indices, weight [rows, features]; for layers that are functions."""
+    """Apply ``torch.nn.functional.embedding`` to input [...] and weight [rows, features], in layers that are
+    functions."""
     keeper = keeper_of(weight)
     if keeper is None or sparse or max_norm is not None:
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
@@ -55,21 +56,21 @@ def deferred_embedding(
 
 
 def keeper_of(weight: Tensor) -> WeightGradients | None:
-    """Where the gradients of a weight are kept for later, if they are."""
+    """Return the keeper of a weight's deferred gradients; None if they are not deferred."""
     context = SliceContext.current
     return context.weight_gradients if context is not None and torch.is_grad_enabled() and _waits(weight) else None
 
 
 def keeper_of_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> WeightGradients | None:
-    """:func:`keeper_of` a linear layer's weight."""
+    """Return :func:`keeper_of` a linear layer's weight; None if it is not deferred here."""
     return keeper_of(weight) if waits_as_linear(input, weight, bias) else None
 
 
 def waits_as_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the gradients of a linear layer's weight are kept for later in this slice, when it runs with a graph.
+    """Whether the gradients of a linear layer's weight are deferred in this slice, if it runs with a graph.
 
-    In the first of a checkpoint's runs there is none, and both have to round alike. Under autocast the layer multiplies with a
-    copy, whose gradient is autograd's to make; so is that of a bias that is made of something else.
+    A checkpoint's first run has no graph, and both runs must round alike. Under autocast autograd makes the gradient of
+    the weight's copy; the same holds for a bias computed from something else.
     """
     if bias is not None and not bias.is_leaf:
         return False
@@ -84,7 +85,7 @@ def _waits(weight: Tensor) -> bool:
 
 
 class EmbeddingCalls(TorchFunctionMode):
-    """Within it ``torch.nn.functional.embedding`` is :func:`deferred_embedding`; for modules that do more than look up."""
+    """Mode that replaces ``torch.nn.functional.embedding`` by :func:`deferred_embedding` in modules."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,7 +94,7 @@ class EmbeddingCalls(TorchFunctionMode):
 
 
 def _anchor(weight: Tensor) -> Tensor:
-    """What asks for a gradient where no input does: without, autograd would not call a backward. It never gets one."""
+    """Return an empty tensor that requires a gradient but never gets one: it makes autograd call backward."""
     return weight.new_empty(0).requires_grad_()
 
 
@@ -103,23 +104,23 @@ def _keep(
     """Keep inputs [tokens, ...] and the gradient of the outputs [..., features] of a slice."""
     gradient = gradient.reshape(-1, gradient.shape[-1])
     if gradient.shape[0] == 1:
-        # One row is also the whole gradient of a bias that somebody adds to the output: it may become that bias's
+        # One row is also the whole gradient of a bias that is added to the output: it may become that bias's
         # ``grad``, into which the other slices are added.
         gradient = gradient.clone()
     keeper.keep(rule, parameters, (inputs, gradient))
 
 
 def _no_view(made: Tensor) -> Tensor:
-    """A result that models may write into: autograd refuses that for a view that was made inside a function like these."""
+    """Return a result that models may write into; autograd refuses writes to a view made inside such a function."""
     return torch.ops.aten._unsafe_view(made, made.shape) if made._is_view() else made
 
 
 class _Linear(torch.autograd.Function):
-    """``F.linear`` whose backward returns the gradient of the input only.
+    """``F.linear`` whose backward returns only the gradient of the input.
 
-    The parameters come in tuples, out of autograd's sight: an edge to them, even one that carries nothing, would run the hooks on
-    their gradients (ZeRO's, ``immediate_grad_update``'s) once per slice. The weight is saved nevertheless, so that one which is
-    changed before its backward is autograd's own error.
+    The parameters come in tuples, hidden from autograd: even an edge without a gradient would run the hooks on their
+    gradients (ZeRO's, ``immediate_grad_update``'s) once per slice. The weight is still saved, so that autograd raises
+    if it changes before its backward.
     """
 
     @staticmethod
@@ -139,7 +140,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        # Detached: what is kept would otherwise hold the slice's graph, and with it messages and buffers, until the products.
+        # Detached: otherwise the kept tensors would hold the slice's graph, messages and buffers until the products.
         _keep(_LINEAR, ctx.keeper, ctx.parameters, x.detach().reshape(-1, x.shape[-1]), gradient)
         return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
 

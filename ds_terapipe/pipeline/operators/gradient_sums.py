@@ -1,9 +1,9 @@
 """Gradients of 16-bit parameters, summed over the slices of a micro-batch in fp32.
 
-Autograd adds a slice's gradient to the last one's in the parameter's own type, and each addition rounds. Here the sum is kept
-in fp32 and rounded when a micro-batch ends, as the unsliced backward's is. A gradient is in one place at a time, in ``grad`` or
-in the sums, so the slices of several micro-batches may come in any order: what is given back at the end of one may hold a part
-of another's, and that part is not given again.
+Autograd adds gradients of slices in the parameter's own type, and each addition rounds. Here the sum is kept in fp32
+and rounded at the end of a micro-batch, as the unsliced backward's is. A gradient is either in ``grad`` or in the sums,
+so slices of several micro-batches may be mixed. The sums returned at the end of one may hold a part of another, which
+is not returned again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.nn import Parameter
 
 
 class GradientSums:
-    """The sums of the slices that came since a micro-batch ended last.
+    """Sums of the slices since the last end of a micro-batch.
 
     Args:
-        parameters: of the stage; those of 16 bits take part.
+        parameters: parameters of the stage; only those of 16 bits are summed.
     """
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
@@ -27,7 +27,7 @@ class GradientSums:
         self._sums: dict[Parameter, Tensor] = {}
 
     def put_aside(self) -> None:
-        """Move what a slice left in ``grad`` into the sums."""
+        """Move a slice's gradients from ``grad`` into the sums."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 continue
@@ -36,12 +36,12 @@ class GradientSums:
             parameter.grad = None
 
     def give_back(self) -> None:
-        """Put the sums into ``grad``, rounded to the parameter's type."""
+        """Move the sums to ``grad``, rounded to the parameter's type."""
         self.put_aside()
         for parameter, total in self._sums.items():
             parameter.grad = total.to(parameter.dtype)
         self._sums.clear()
 
     def clear(self) -> None:
-        """Forget everything (a step that ended in an error leaves some)."""
+        """Drop all sums, e.g. those that a failed step has left."""
         self._sums.clear()

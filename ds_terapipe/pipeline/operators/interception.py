@@ -1,8 +1,8 @@
-"""What an engine changes in the modules of its stages so that they run slices, without a line of the model changed; and back.
+"""Changes of an engine to the modules of its stages so that they run slices; the model's code stays as it is.
 
-Attention is met in two ways, as an operator of ATen (sdpa.py) and as a module of Megatron's (core_attention.py). The weight
-gradients of linear layers and embeddings that are modules wait for the end of their micro-batch (deferred.py); what multiplies in
-some other way is computed as ever, and named.
+Attention is intercepted in two ways: as an operator of ATen (sdpa.py) and as a module of Megatron's
+(core_attention.py). The weight gradients of linear layers and embeddings that are modules are deferred to the end of
+their micro-batch (deferred.py). Other products are computed as usual, and named in the log.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _DEFERS = "ds_terapipe_defers"
 
 
 class Interception:
-    """The modules of some layers run slices, until it is closed.
+    """Makes modules of some layers run slices, until it is closed.
 
-    A method of a module is stood in for by an attribute of the module itself, a method bound to it: a deep copy's is bound to the
-    copy. Several may be alive for the same modules; the last one that is closed leaves them as they were.
+    A method is replaced by an attribute of the module itself, bound to it; a deep copy's is bound to the copy. Several
+    instances may hold the same modules; the last one to close restores them.
 
     Args:
         layers: modules, or functions of modules as a ``TiedLayerSpec`` makes them (``functools.partial``).
 
     Attributes:
-        adapted: modules whose inside runs differently in a slice.
-        deferred: ids of the parameters whose gradients are made once per micro-batch wherever the layers use them.
+        adapted: modules that run differently in a slice.
+        deferred: ids of the parameters whose gradients are made once per micro-batch in all their uses.
     """
 
     def __init__(self, layers: Iterable[Any]) -> None:
@@ -63,27 +63,27 @@ class Interception:
             for method, function in _deferring(module):
                 if _stand_in(module, method, function, changed):
                     self.deferred.update(id(p) for p in module._parameters.values() if p is not None)
-        # a function may do anything with the weights of its module, so a tied weight that one uses counts only if it says so
+        # a function may use the weights of its module in any way, so a tied weight in it only counts if it is marked
         for root in (root for layer in layers if not _says_so(layer) for root in modules_of(layer)):
             self.deferred.difference_update(map(id, root.parameters()))
 
     def not_deferred(self, parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of the trained matrices among named parameters whose gradients are made slice by slice."""
+        """Return the names of trained matrices whose gradients are made slice by slice."""
         return [n for n, p in parameters if p.requires_grad and p.dim() >= 2 and id(p) not in self.deferred]
 
     def close(self) -> None:
-        """Leave the modules as they were; a second call does nothing."""
+        """Restore the modules; idempotent."""
         self._finalizer()
 
 
 def defers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a layer that is a function: all products with weights in it are modules' own or :func:`deferred_linear`."""
+    """Mark a layer that is a function: all its products with weights are in modules or :func:`deferred_linear`."""
     setattr(function, _DEFERS, True)
     return function
 
 
 def not_deferred_line(names: Iterable[str], shown: int = 4) -> str:
-    """What a log says of weights whose gradients are made slice by slice, empty where there are none."""
+    """Return a log line on weights whose gradients are made slice by slice; empty without any."""
     names = list(names)
     if not names:
         return ""
@@ -98,14 +98,14 @@ def _says_so(layer: Any) -> bool:
 
 
 def _named(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules, each with what its parent calls it."""
+    """Yield all modules with the name that their parent gives them."""
     for path, module in root.named_modules():
         yield path.rpartition(".")[2], module
 
 
 # ------------------------------------------------------------------------------------------------------ changes to modules
 
-# How many use a change, by id of the module and name of its method. Whoever uses one holds the module.
+# How many use a change, by id of the module and name of its method. Each user holds the module.
 _users: Counter[tuple[int, str]] = Counter()
 
 
@@ -115,7 +115,7 @@ def _stand_in(
     function: Callable[..., Any],
     changed: list[tuple[nn.Module, str, Callable[..., Any]]],
 ) -> bool:
-    """Let ``function(module, ...)`` stand in for a method; not where somebody else's already does."""
+    """Replace a method by ``function(module, ...)``, unless other code has; return whether it was replaced."""
     there = module.__dict__.get(method)
     # of a deep copy the attribute is ours, of an unpickled one the class's own method
     if there is not None and getattr(there, "__func__", None) not in (function, getattr(type(module), method)):
@@ -142,17 +142,17 @@ def _undo(changed: list[tuple[nn.Module, str, Callable[..., Any]]]) -> None:
 
 
 def _deferring(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What stands in for which method of a module, so that the gradients of its own parameters are deferred."""
+    """Yield method names of a module and replacements that defer the gradients of its own parameters."""
     kind = type(module)
     if isinstance(module, nn.Linear):
-        # the other one is nn.MultiheadAttention's, which takes its weight and never calls it
+        # nn.MultiheadAttention uses the weight of the other class without calling it
         if kind.forward is nn.Linear.forward and not isinstance(module, NonDynamicallyQuantizableLinear):
             yield "forward", _linear
     elif isinstance(module, nn.Embedding):
         if kind.forward is nn.Embedding.forward and not module.sparse and module.max_norm is None:
             yield "forward", _embedding
     elif hasattr(module, "vocab_start_index") and "weight" in module._parameters:
-        if not getattr(module, "deterministic_mode", False):  # which indexes its weight
+        if not getattr(module, "deterministic_mode", False):  # deterministic mode indexes the weight
             yield "forward", _vocabulary
     elif callable(getattr(kind, "_forward_impl", None)):
         if not getattr(module, "sequence_parallel", False) and not getattr(
@@ -162,7 +162,7 @@ def _deferring(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _named_as(method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Pickle keeps a bound method as its name, which it looks up in the class: an unpickled module has its own method again."""
+    """Name a replacement like its method: pickle stores bound methods by name, and so restores the original."""
 
     def named(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__name__ = method
@@ -185,7 +185,7 @@ def _embedding(self: nn.Embedding, input: Tensor) -> Tensor:
 
 @_named_as("forward")
 def _vocabulary(module: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """megatron-core's ``VocabParallelEmbedding``, which masks the tokens of other processes around its lookup."""
+    """Run megatron-core's ``VocabParallelEmbedding``, which masks the tokens of other processes around its lookup."""
     original = type(module).forward
     if keeper_of(module.weight) is None:
         return cast(Tensor, original(module, *args, **kwargs))
@@ -195,10 +195,10 @@ def _vocabulary(module: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 @_named_as("_forward_impl")
 def _parallel_linear(module: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """megatron-core's column- and row-parallel linear layers, which multiply in an autograd function of their own.
+    """Run megatron-core's column- and row-parallel linear layers, which multiply in their own autograd function.
 
-    Deferred, there is no weight gradient left to overlap the all-reduce of the input's gradient with, so the plain region
-    function does the same.
+    With deferred weight gradients nothing overlaps the all-reduce of the input's gradient, so the plain region function
+    does the same.
     """
     kind, bias, reduces = type(module), kwargs.get("bias"), kwargs.get("allreduce_dgrad", False)
     enter_region = getattr(sys.modules.get(kind.__module__), "copy_to_tensor_model_parallel_region", None)

@@ -1,13 +1,13 @@
 """Rectangular attention, forward and backward: the queries of a slice over the keys up to the slice's end.
 
-Each kernel is a pair of functions over plain tensors, because the slice's backward needs its pieces one by one: the key
-gradients go into buffers that the autograd graph knows nothing of. Fused kernels of ATen where they exist (CPU flash;
-CUDA flash and memory-efficient, as ``torch.nn.attention.bias.CausalBias`` calls them), else the formula itself, recomputed
-in the backward pass.
+Each kernel is a pair of functions over plain tensors, because the slice's backward needs its parts separately: the key
+gradients go into buffers outside the autograd graph. Kernels are ATen's fused ones (CPU flash; CUDA flash and
+memory-efficient, as ``torch.nn.attention.bias.CausalBias`` calls them), else the formula itself, recomputed in the
+backward pass.
 
-Shapes: q [b, heads, rows, d], k and v [b, kv heads, columns, d], heads a multiple of kv heads. ``mask`` is None for causal
-attention aligned to the lower right (row r sees columns up to columns - rows + r, with a window no more than so many), or
-additive and of the dtype of q, [1 | b, 1 | heads, rows, columns].
+Shapes: q [b, heads, rows, d], k and v [b, kv heads, columns, d], heads a multiple of kv heads. ``mask`` is None for
+causal attention aligned to the lower right: row r sees columns up to columns - rows + r, with a window no more than so
+many. Else it is additive, of the dtype of q, [1 | b, 1 | heads, rows, columns].
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _HEAD_ALIGNMENT = 8  # size of a head, for both of CUDA's
 
 
 class Call(NamedTuple):
-    """What stays the same between forward and backward of one call.
+    """Arguments of a call that forward and backward share.
 
     Attributes:
-        dropout_p: of the weights.
-        scale: of the scores; None: 1 / sqrt(d).
-        softcap: scores become ``softcap * tanh(score / softcap)`` before any mask (Gemma 2); None: they stay.
+        dropout_p: dropout probability of the attention weights.
+        scale: factor of the scores; None: 1 / sqrt(d).
+        softcap: scores become ``softcap * tanh(score / softcap)`` before any mask (Gemma 2); None: unchanged.
         window: without a mask a row sees so many columns, its own and those right before it; None: all before it.
     """
 
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of a call; ``mask`` only where the mask is learned."""
+    """Gradients of a call; ``mask`` only if the mask is learned."""
 
     q: Tensor
     k: Tensor
@@ -53,7 +53,7 @@ class Gradients(NamedTuple):
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> type[Formula]:
-    """The fastest kernel that can run these tensors."""
+    """Return the fastest kernel that can run these tensors."""
     if call.softcap is not None or (mask is not None and mask.requires_grad):
         return Formula
     if q.device.type == "cpu":
@@ -73,24 +73,24 @@ def choose_on_cuda(
     can_flash: Callable[[Any], bool] = can_use_flash_attention,
     can_efficient: Callable[[Any], bool] = can_use_efficient_attention,
 ) -> type[Formula]:
-    """The fastest of CUDA's kernels, of those that PyTorch says can run these tensors.
+    """Return the fastest CUDA kernel that PyTorch reports to support these tensors.
 
-    It is asked without ``is_causal``, as ``torch.nn.attention.bias.CausalBias`` asks: causal means upper left to PyTorch, which
-    flash does not do for rectangles, and lower right to the kernel.
+    PyTorch is asked without ``is_causal``, as in ``torch.nn.attention.bias.CausalBias``: to PyTorch causal means upper
+    left, which flash does not support for rectangles; to the kernel it means lower right.
     """
     if q.shape[-1] % _HEAD_ALIGNMENT or q.shape[-1] != v.shape[-1]:
         return Formula
     grouped = q.shape[1] != k.shape[1]
     if mask is None and can_flash(SDPAParams(q, k, v, None, call.dropout_p, False, grouped)):
         return CudaFlash
-    if grouped and mask is None and call.window is None:  # as it will be run, with as many heads of each
+    if grouped and mask is None and call.window is None:  # as it will run, with equal numbers of heads
         k, v = (t[:, :1].expand(-1, q.shape[1], -1, -1) for t in (k, v))
     asked = SDPAParams(fold_groups(q, k.shape[1]), k, v, None, call.dropout_p, False, False)
     return CudaEfficient if can_efficient(asked) else Formula
 
 
 def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
-    """[b, heads, rows, d] as [b, kv heads, groups * rows, d]: grouped queries are more rows of the same key head."""
+    """View [b, heads, rows, d] as [b, kv heads, groups * rows, d]: grouped queries are rows of the same key head."""
     b, heads, rows, d = x.shape
     return x if heads == kv_heads else x.reshape(b, kv_heads, heads // kv_heads * rows, d)
 
@@ -98,9 +98,9 @@ def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
 def causal_mask(
     rows: int, columns: int, groups: int, dtype: torch.dtype, device: torch.device, window: int | None = None
 ) -> Tensor:
-    """Additive lower-right causal mask [groups * rows, columns], the same for every group; ``window``: keys that a row sees.
+    """Return the additive lower-right causal mask [groups * rows, columns]; ``window``: keys per row.
 
-    On a CPU it is kept for the next call. On a device, whose memory is short, it lives as long as the call that wants it.
+    On a CPU it is cached for the next call. On a device, whose memory is limited, it lives as long as its call.
     """
     make = _kept_mask if device.type == "cpu" else _new_mask
     return make(rows, columns, groups, dtype, device, window)
@@ -139,7 +139,7 @@ class Formula:
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        """Output [b, heads, rows, d], tensors to save, other things to keep."""
+        """Return the output [b, heads, rows, d], tensors to save, and other values to keep."""
         state = _random_state(q.device) if call.dropout_p > 0.0 else None
         return Formula.attend(q, k, v, mask, call), (q,), state
 
@@ -147,7 +147,7 @@ class Formula:
     def backward(
         grad: Tensor, saved: tuple[Tensor, ...], kept: Any, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> Gradients:
-        """Gradients of q, k, v and, where it asks for one, of the mask."""
+        """Return the gradients of q, k, v and, if it requires one, of the mask."""
         learned = mask is not None and mask.requires_grad
         leaves = [t.detach().requires_grad_() for t in (saved[0], k, v)]
         if learned:
@@ -162,7 +162,7 @@ class Formula:
 
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> Tensor:
-        """The formula: [b, heads, rows, d of v]."""
+        """Compute the formula: [b, heads, rows, d of v]."""
         scale = call.scale if call.scale is not None else q.shape[-1] ** -0.5
         folded = fold_groups(q, k.shape[1])
         scores = torch.matmul(folded, k.transpose(-2, -1)) * scale
@@ -185,7 +185,7 @@ class CpuFlash(Formula):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        """As :meth:`Formula.forward`; saves q, output and log-sum-exp, groups folded."""
+        """Implement :meth:`Formula.forward`; saves q, output and log-sum-exp, groups folded."""
         folded, square = fold_groups(q, k.shape[1]), CpuFlash._square(q, k, mask, call)
         bias = None if square else _fold_mask(mask, q, k, call.window)
         out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
@@ -197,7 +197,7 @@ class CpuFlash(Formula):
     def backward(
         grad: Tensor, saved: tuple[Tensor, ...], kept: Any, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> Gradients:
-        """As :meth:`Formula.backward`."""
+        """Implement :meth:`Formula.backward`."""
         folded, out, lse = saved
         q = folded.reshape(kept)
         square = CpuFlash._square(q, k, mask, call)
@@ -220,7 +220,7 @@ class CudaFlash(Formula):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        """As :meth:`Formula.forward`."""
+        """Implement :meth:`Formula.forward`."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, lse, seed, offset, _ = _ATEN._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], call.dropout_p, True, False,
@@ -232,7 +232,7 @@ class CudaFlash(Formula):
     def backward(
         grad: Tensor, saved: tuple[Tensor, ...], kept: Any, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> Gradients:
-        """As :meth:`Formula.backward`."""
+        """Implement :meth:`Formula.backward`."""
         q, out, lse, seed, offset = saved
         grad, k, v = (t.transpose(1, 2) for t in (grad, k, v))
         gradients = _ATEN._flash_attention_backward(
@@ -243,22 +243,22 @@ class CudaFlash(Formula):
 
     @staticmethod
     def _left(call: Call) -> int | None:
-        """Columns before its own that a row sees."""
+        """Return the number of columns before its own that a row sees."""
         return None if call.window is None else call.window - 1
 
 
 class CudaEfficient(Formula):
     """Memory-efficient attention (also fp32, and explicit masks), [b, rows, heads, d].
 
-    It has no grouped heads. Without a mask each query head gets its copy of keys and values; with one, which would have to be
-    repeated for every group anyway, groups are rows.
+    It does not support grouped heads. Without a mask each query head gets a copy of keys and values. With one, which
+    would have to be repeated for every group anyway, groups are rows.
     """
 
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        """As :meth:`Formula.forward`."""
+        """Implement :meth:`Formula.forward`."""
         shape, bias, kind = q.shape, *CudaEfficient._bias(q, k, mask, call)
         q, k, v = CudaEfficient._alike(q, k, v, bias)
         out, lse, seed, offset, max_q, max_k = _ATEN._efficient_attention_forward(
@@ -271,7 +271,7 @@ class CudaEfficient(Formula):
     def backward(
         grad: Tensor, saved: tuple[Tensor, ...], kept: Any, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> Gradients:
-        """As :meth:`Formula.backward`."""
+        """Implement :meth:`Formula.backward`."""
         q, out, lse, seed, offset = saved
         shape, max_q, max_k = kept
         kv_heads = k.shape[1]
@@ -288,7 +288,7 @@ class CudaEfficient(Formula):
 
     @staticmethod
     def _alike(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """As many heads of each."""
+        """Return q, k, v with the same number of heads."""
         if bias is not None or q.shape[1] == k.shape[1]:
             return fold_groups(q, k.shape[1]), k, v
         groups = q.shape[1] // k.shape[1]
@@ -309,7 +309,7 @@ class CudaEfficient(Formula):
 
 
 class Attention(torch.autograd.Function):
-    """Attention without a mask, causal to the lower right, of keys that are all there: q, k, v and a :class:`Call`."""
+    """Attention without a mask, causal to the lower right, over complete keys: q, k, v and a :class:`Call`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

@@ -1,11 +1,11 @@
-"""Random numbers that do not depend on the shape of the pipeline: each layer has its own stream for each unit of each step.
+"""Random numbers independent of the pipeline's shape: each layer has its own stream for each unit of each step.
 
-Dropout draws from a process's generators, so what it draws depends on what ran before in that process: on the layers that are
-there, the order of the schedule, the number of replicas. Here the generators are seeded before a layer runs, in a recomputation
-too, with a hash of where in the training it is: (seed, step, global micro-batch, layer, first token of the slice).
+Dropout draws from a process's generators, so its numbers depend on earlier draws in that process: on its layers, the
+order of the schedule, the number of replicas. Here the generators are seeded before a layer runs, in a recomputation
+too, with a hash of the position in the training: (seed, step, global micro-batch, layer, first token of the slice).
 
-The default generators are those of what all tensor-parallel ranks compute alike, and do not know the shard. Megatron's states,
-which its tracker keeps by name, differ between them.
+The default generators are for numbers that all tensor-parallel ranks draw alike; their seed is independent of the
+shard. Megatron's states, which its tracker keeps by name, differ between shards.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ import torch
 
 from ds_terapipe.pipeline.slicing import Span
 
-_ALIKE = "data-parallel-rng"  # the one of Megatron's states that is the same for all tensor-parallel ranks
+_ALIKE = "data-parallel-rng"  # Megatron's state that is the same on all tensor-parallel ranks
 
 
 class RandomStreams:
-    """Seeds a process's generators before every layer of a training step, and gives them back as they were.
+    """Seeds a process's generators before every layer of a training step, and restores them afterwards.
 
-    Outside of a step, an evaluation among others, nothing is touched. Seeding waits for no device.
+    Outside a step, e.g. in an evaluation, nothing is changed. Seeding waits for no device.
 
     Args:
-        seed: of the run; the same on all ranks, and an attribute that may be changed between steps.
-        device: where layers run, whose default generator is seeded besides the CPU's.
-        shard: this rank's index among those that share a layer, for Megatron's states.
+        seed: seed of the run, the same on all ranks; the attribute may be changed between steps.
+        device: device of the layers, whose default generator is seeded besides the CPU's.
+        shard: this rank's tensor-parallel index, for Megatron's states.
     """
 
     def __init__(self, seed: int, device: torch.device | None = None, shard: int = 0) -> None:
         self.seed, self._shard = seed, shard
         self._device = device if device is not None and device.type != "cpu" else torch.device("cpu")
-        self._own = torch.Generator(self._device)  # makes states for trackers
-        self._before: TorchStates | None = None  # the step that runs; None outside of one
+        self._own = torch.Generator(self._device)  # used to make states for trackers
+        self._before: TorchStates | None = None  # states before the running step; None outside a step
         self._step = self._first = 0
 
     def begin(self, step: int, first_micro_batch: int = 0) -> None:
-        """A training step begins.
+        """Begin a training step.
 
         Args:
             step: its number in the run.
-            first_micro_batch: the number, among those of all replicas in the step, of what this replica calls 0.
+            first_micro_batch: global number of this replica's micro-batch 0 in the step.
         """
         self.end()  # of a step that failed
         self._step, self._first = step, first_micro_batch
         self._before = TorchStates(self._device)
 
     def enter(self, layer: int, micro_batch: int, span: Span) -> None:
-        """A layer is about to run for a slice of a micro-batch of this replica."""
+        """Seed the generators for a layer and a slice of a micro-batch of this replica."""
         if self._before is None:
             return
         key = struct.pack("<Q4q", self.seed % 2**64, self._step, self._first + micro_batch, layer, span.start)
@@ -70,20 +70,20 @@ class RandomStreams:
                     tracker.states_[name] = self._own.manual_seed(of_name).get_state()
 
     def end(self) -> None:
-        """The step is over, well or not: the generators go on from where they were before it."""
+        """End the step, after an error too: restore the generators."""
         if self._before is not None:
             self._before.restore()
             self._before = None
 
 
 class TorchStates:
-    """The states of torch's default generators and of Megatron's trackers, as they are now.
+    """Saved states of torch's default generators and of Megatron's trackers.
 
     Args:
-        device: whose default generator counts besides the CPU's.
+        device: device whose default generator is saved besides the CPU's.
 
     Attributes:
-        generators, trackers: whose states these are.
+        generators, trackers: the saved objects.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class TorchStates:
         self._tracked = [{name: _kept(state) for name, state in each.states_.items()} for each in self.trackers]
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore the states."""
         for generator, state in zip(self.generators, self._states, strict=True):
             generator.set_state(state)
         for tracker, states in zip(self.trackers, self._tracked, strict=True):
@@ -109,7 +109,7 @@ def _hash(key: bytes) -> int:
 
 
 def _default(device: torch.device) -> Iterator[torch.Generator]:
-    """The default generator of a device that is not the CPU."""
+    """Yield the default generator of a device that is not the CPU."""
     if device.type == "cpu":
         return
     backend: Any = torch.get_device_module(device)
@@ -117,7 +117,7 @@ def _default(device: torch.device) -> Iterator[torch.Generator]:
 
 
 def _trackers() -> Iterator[Any]:
-    """Megatron-core's tracker, and the one of DeepSpeed's that Megatron-DeepSpeed uses, where they keep any state."""
+    """Yield Megatron-core's tracker, and DeepSpeed's that Megatron-DeepSpeed uses, if they hold any state."""
     found = [
         getattr(sys.modules.get("megatron.core.tensor_parallel.random"), "_CUDA_RNG_STATE_TRACKER", None),
         getattr(
@@ -128,5 +128,5 @@ def _trackers() -> Iterator[Any]:
 
 
 def _kept(state: Any) -> Any:
-    """A state as it is now."""
+    """Return a copy of a state."""
     return state.get_state() if isinstance(state, torch.Generator) else state

@@ -1,7 +1,7 @@
-"""``F.scaled_dot_product_attention`` of a slice, met as an override of the ATen operator behind it.
+"""Override of the ATen operator behind ``F.scaled_dot_product_attention``, for slices.
 
-Below autograd's Python API is the one place that also sees recomputation (autograd drops torch-function modes during backward),
-checkpoints inside a layer, ``nn.MultiheadAttention`` and TorchScript. Outside a slice the override calls what it replaced.
+Only below autograd's Python API one also sees recomputation (autograd drops torch-function modes during backward),
+checkpoints inside a layer, ``nn.MultiheadAttention`` and TorchScript. Outside a slice the override calls the original.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
 
 class Overrides:
-    """Installs the override of the ATen operator once per process, for as long as somebody needs it."""
+    """Installs the override of the ATen operator once per process, while it has users."""
 
     _library: torch.library.Library | None = None
     _users = 0
 
     @classmethod
     def acquire(cls) -> None:
-        """Install the override, or count one more user of it."""
+        """Install the override, or count one more user."""
         cls._users += 1
         if cls._library is not None:
             return
@@ -67,8 +67,11 @@ def _sdpa(
 def _mixes_tokens(
     context: SliceContext, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> bool:
-    """True for attention of the slice's tokens over each other; False where the call concerns no slice (whole sequences,
-    attention over some other dimension, cross attention to something that isn't cut). Raises where that can't be told."""
+    """Whether a call is attention of the slice's tokens over each other. Raises if that is undecidable.
+
+    False for calls that concern no slice: whole sequences, attention over another dimension, cross attention to an
+    uncut tensor.
+    """
     span = context.span
     if span is None or span.is_whole:
         return False
@@ -92,21 +95,21 @@ def _mixes_tokens(
 def _is_causal_for_more_tokens(context: SliceContext, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a call of one token over itself, without a mask and without ``is_causal``, is causal all the same.
 
-    With or without the flag, a single query attends to all keys so far and its own, so Hugging Face's attention leaves the
-    flag out. A bidirectional layer's call looks the same: hence it must have set the flag in a slice of more tokens. The look
-    at the model before the first step begins with such a slice, so every call of every layer is known by then.
+    With or without the flag, a single query attends to all keys so far and its own, so Hugging Face's attention omits
+    the flag. A bidirectional layer's call looks the same, so the call must have set the flag in a slice of more tokens.
+    The inspection before the first step begins with such a slice, so every call of every layer is known by then.
     """
     if context.span is None or context.span.length > 1:
         return False
-    # what is recomputed was let through in forward, and is placed again by its keys or not at all
+    # a recomputed call has passed this check in forward, and is placed by its keys
     return context.is_recomputing or context.known_form() == CallForm.of(query, key, value, causal=True)
 
 
 def _refuse_packed_heads(context: SliceContext, query: Tensor, key: Tensor) -> None:
-    """Refuse a call over one token whose query heads are made into several queries for each of fewer key heads.
+    """Refuse a call over one token whose query heads were folded into several queries for each of fewer key heads.
 
-    Newer versions of Hugging Face's attention do so where there is a mask, or the heads are large. Unseen, it would be
-    attention of these queries over the slice's own key alone.
+    Newer versions of Hugging Face's attention do so if there is a mask, or the heads are large. Undetected, it would be
+    attention over the slice's own key alone.
     """
     span, queries, known = context.span, query.shape[-2], context.known_form()
     if span is None or span.length > 1 or known is None or queries == 1 or key.shape[-2] > 1 or query.dim() < 3:

@@ -1,13 +1,13 @@
 """Weight gradients, made once per micro-batch instead of once per slice.
 
-A slice's weight gradient is a small matrix product, or a few rows of an embedding's table, whose result is as large as the weight
-and has to be added to it: for short slices that traffic is most of what cutting costs. Here a slice's backward makes the
-gradient of a layer's input alone and keeps what the weight's is made of, the tensors themselves; when the micro-batch is through,
-a layer's products are made one after the other, and its weight gradient stays in the cache meanwhile. Layer after layer is
-accumulated and let go, as in a backward pass: no two layers' gradients are there beside those of the step. In 16 bits, where each
-addition would round, and on GPUs, which want large products, it is one product over all tokens. The price is memory: inputs and
-output gradients of a micro-batch's layers live until then. (Deferred weight gradients as in zero-bubble schedules and MEPipe; the
-gain is TeraPipe's floor per slice.)
+A slice's weight gradient is a small matrix product, or a few rows of an embedding's table. But its result is as large
+as the weight, and must be accumulated. For short slices this traffic is most of the cost of cutting. Here a slice's
+backward only makes the gradient of a layer's input, and keeps the operands of the weight's. At the end of the
+micro-batch a layer's products are made in succession, while its weight gradient stays in the cache. Layers are
+accumulated and freed one by one, as in a backward pass, so at most one layer's gradients exist beside those of the
+step. In 16 bits, where each addition would round, and on GPUs, which prefer large products, it is one product over all
+tokens. The price is memory: inputs and output gradients of a micro-batch's layers live until then. (Deferred weight
+gradients as in zero-bubble schedules and MEPipe; they remove TeraPipe's fixed cost per slice.)
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ Operands = tuple[Tensor, ...]
 
 
 class Rule(Protocol):
-    """How a layer's gradients are made of what its slices left; rules that are equal make the same of the same."""
+    """Computes a layer's gradients from the tensors of its slices; equal rules give equal results."""
 
     @property
     def needs_all(self) -> bool:
-        """Whether all slices of a micro-batch have to be there together, and of one call of the layer: where the gradients are no
-        sum of what single slices and calls give."""
+        """Whether all slices and one call are needed together: the gradients are no sum over slices and calls."""
 
     def __call__(self, parameters: Sequence[Tensor], operands: list[Operands]) -> list[Tensor]:
-        """A gradient for each parameter. May empty ``operands`` as it goes, so that they are not all held to the end."""
+        """Return a gradient for each parameter. May empty ``operands`` meanwhile, to free memory early."""
 
 
 @dataclass(frozen=True)
 class OfLinear:
-    """Of a linear layer's weight [out, in] and, as the second parameter, its bias [out].
+    """Gradients of a linear layer's weight [out, in] and, as the second parameter, its bias [out].
 
     Operands: inputs [tokens, in] and the gradient of the outputs [tokens, out].
     """
@@ -63,7 +62,7 @@ class OfLinear:
 
 @dataclass(frozen=True)
 class OfEmbedding:
-    """Of an embedding's table [rows, features], as ``torch.nn.functional.embedding`` has it: its arguments, normalised.
+    """Gradient of an embedding's table [rows, features]; normalised arguments of ``torch.nn.functional.embedding``.
 
     Operands: indices [tokens] and the gradient of the outputs [tokens, features].
     """
@@ -73,7 +72,7 @@ class OfEmbedding:
 
     @property
     def needs_all(self) -> bool:
-        """Frequencies are those within a call for a whole micro-batch."""
+        """Whether gradients are scaled by frequency, which is counted within a call for a whole micro-batch."""
         return self.scale_grad_by_freq
 
     def __call__(self, parameters: Sequence[Tensor], operands: list[Operands]) -> list[Tensor]:
@@ -85,7 +84,7 @@ class OfEmbedding:
 
 
 class WeightGradients:
-    """What is kept for the weight gradients of the micro-batches that are on their way back."""
+    """Inputs and output gradients for the weight gradients of micro-batches in their backward pass."""
 
     def __init__(self) -> None:
         self._layers: dict[int, dict[tuple[Rule, tuple[int, ...], int], _Kept]] = defaultdict(dict)
@@ -93,7 +92,7 @@ class WeightGradients:
 
     @contextmanager
     def backward(self, unit: Unit) -> Iterator[None]:
-        """Around a backward pass of ``unit``: what layers leave in it belongs to that slice of its micro-batch."""
+        """Context manager around a backward pass of ``unit``: tensors kept in it belong to that slice."""
         self._unit = unit
         try:
             yield
@@ -101,9 +100,9 @@ class WeightGradients:
             self._unit = None
 
     def keep(self, rule: Rule, parameters: tuple[Tensor, ...], operands: Operands) -> None:
-        """Keep what a slice's backward leaves in a layer for the gradients of ``parameters``.
+        """Keep a slice's operands for the gradients of ``parameters``.
 
-        Raises RuntimeError outside of the pipeline's own backward passes: there nobody will ask for what is kept.
+        Raises RuntimeError outside the pipeline's own backward passes, where they would never be used.
         """
         if self._unit is None:
             raise RuntimeError(
@@ -120,15 +119,15 @@ class WeightGradients:
         layers[key].add(self._unit.slice, operands)
 
     def make(self, micro_batch: int, first_slice: int = 0) -> None:
-        """Make the gradients of a micro-batch and accumulate them as a backward pass would: hooks of a parameter run once.
+        """Make the gradients of a micro-batch and accumulate them like a backward pass: hooks of a parameter run once.
 
         Args:
-            micro_batch: whose.
-            first_slice: of what this slice and later ones have left, which have gone backward; the rest is left for later.
+            micro_batch: the micro-batch.
+            first_slice: use operands of this slice and later ones, which have run backward; the rest stays.
         """
         layers = list(self._layers.get(micro_batch, {}).values())
         to_come = Counter(id(parameter) for kept in layers for parameter in kept.parameters)
-        sums: dict[int, Tensor] = {}  # of tied weights, until all of their layers have added to them
+        sums: dict[int, Tensor] = {}  # sums of tied weights, until all of their layers have added to them
         for kept in layers:
             _add(sums, kept.take(first_slice))
             to_come.subtract(map(id, kept.parameters))
@@ -138,18 +137,18 @@ class WeightGradients:
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept for all micro-batches that are on their way back; layers with the same inputs keep them once."""
+        """Bytes kept for all micro-batches in their backward pass; tensors that layers share count once."""
         layers = (layer for of_one in self._layers.values() for layer in of_one.values())
         kept = (t.untyped_storage() for layer in layers for t in layer.tensors())
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def clear(self) -> None:
-        """Forget everything (a step that ended in an error leaves some)."""
+        """Drop everything, e.g. operands that a failed step has left."""
         self._layers.clear()
 
 
 class _Left(NamedTuple):
-    """What one slice left in one layer, and the versions of these tensors."""
+    """Tensors of one slice in one layer, and their versions."""
 
     slice: int
     operands: Operands
@@ -157,7 +156,7 @@ class _Left(NamedTuple):
 
 
 class _Kept:
-    """What the slices of a micro-batch leave in one layer."""
+    """Tensors of a micro-batch's slices in one layer."""
 
     def __init__(self, rule: Rule, parameters: tuple[Tensor, ...]) -> None:
         self._rule, self.parameters = rule, parameters
@@ -168,16 +167,16 @@ class _Kept:
             yield from left.operands
 
     def has(self, index: int) -> bool:
-        """Whether the slice of this index has left something."""
+        """Whether the slice of this index has operands."""
         return any(left.slice == index for left in self._left)
 
     def add(self, index: int, operands: Operands) -> None:
         self._left.append(_Left(index, operands, _versions(operands)))
 
     def take(self, first_slice: int) -> list[tuple[Tensor, Tensor]]:
-        """Parameters and their gradients, nothing where no slice left any. Lets the slices' tensors go.
+        """Return parameters and gradients, empty without operands, and free the operands.
 
-        Raises RuntimeError where an operation of PyTorch's has written into one of them: that would be a wrong gradient.
+        Raises RuntimeError if an operation of PyTorch has written into an operand: the gradient would be wrong.
         """
         if first_slice > 0 and self._rule.needs_all:
             return []
@@ -203,7 +202,7 @@ def _add(sums: dict[int, Tensor], gradients: list[tuple[Tensor, Tensor]]) -> Non
 
 
 def _accumulate(gradients: list[tuple[Tensor, Tensor]]) -> None:
-    """Into ``grad``, as autograd does it. Empties the list."""
+    """Accumulate gradients into ``grad``, as autograd does. Empties the list."""
     if gradients:
         with torch.enable_grad():
             roots = [parameter.view_as(parameter) for parameter, _ in gradients]
@@ -217,7 +216,7 @@ def _versions(tensors: Operands) -> tuple[int, ...]:
 
 
 def _joined(pairs: list[Operands]) -> Iterator[Operands]:
-    """The pairs, short ones joined, into as many as there are products to make. Empties the list as it goes."""
+    """Yield the operands for each product, short ones joined. Empties the list meanwhile."""
     first = pairs[0][0]
     one_by_one = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
     least = _LEAST_TOKENS if one_by_one else sum(inputs.shape[0] for inputs, _ in pairs)
@@ -234,7 +233,7 @@ def _joined(pairs: list[Operands]) -> Iterator[Operands]:
 
 
 def _cat(tensors: list[Tensor]) -> Tensor:
-    """Joins the tensors and lets them go: there are not two copies of the inputs while the gradients are joined."""
+    """Join the tensors and free them: the inputs are not held twice while the gradients are joined."""
     joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     tensors.clear()
     return joined

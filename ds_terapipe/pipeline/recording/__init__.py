@@ -1,1 +1,1 @@
-"""What a step took: time, memory, a line of the log, a trace."""
+"""Records of a step: time, memory, log line, trace."""

@@ -1,4 +1,4 @@
-"""What a stage holds while a step runs: live units, and the bytes that they and their buffers take."""
+"""Memory of a stage while a step runs: live units, and the bytes of them and their buffers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ds_terapipe.schedule import Unit
 class LiveUnits:
     """Units that ran forward and not yet backward; the largest number since the step began, and of their tokens.
 
-    Besides, everything that ran since the step began: ``forward_units`` and ``backward_units`` are how many. Where a place has
-    several stages, each counts its own.
+    It also counts all units that ran in the step: ``forward_units`` and ``backward_units``. If a place has several
+    stages, each counts its own.
     """
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class LiveUnits:
         self.forward_units = self.backward_units = 0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._live.clear()
         self._lengths.clear()
         self.peak_units = self.peak_tokens = 0
         self.forward_units = self.backward_units = 0
 
     def forward(self, stage: int, unit: Unit, span: Span, held: bool = True) -> None:
-        """A stage's unit runs forward; ``held`` until it runs backward, or no longer."""
+        """Note the forward of a stage's unit; ``held``: it lives until its backward."""
         self.forward_units += 1
         self._lengths.setdefault(stage, {}).setdefault(unit.micro_batch, []).append(span.length)
         self._live[stage, unit] = span.length
@@ -46,57 +46,57 @@ class LiveUnits:
             del self._live[stage, unit]
 
     def backward(self, stage: int, unit: Unit) -> None:
-        """The unit has run backward."""
+        """Note the backward of a unit."""
         self.backward_units += 1
         self._live.pop((stage, unit), None)
 
     @property
     def count(self) -> int:
-        """Units that are live now."""
+        """Number of live units."""
         return len(self._live)
 
     def slices(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens of the slices that ran forward since the step began, by micro-batch, in the order in which they ran.
+        """Return the tokens of the slices that ran forward in the step, by micro-batch, in order of execution.
 
-        Of several stages the first one's.
+        If there are several stages, those of the first one.
         """
         lengths = self._lengths[min(self._lengths)] if self._lengths else {}
         return tuple(tuple(lengths[micro_batch]) for micro_batch in sorted(lengths))
 
 
 class Peak(Protocol):
-    """Knows how much memory this place has taken at once."""
+    """Meter of a place's peak memory."""
 
     def begin(self) -> None:
-        """Count from here."""
+        """Start counting."""
 
     def mark(self, beside: float) -> None:
-        """From here on so many of the bytes that come are not counted."""
+        """Exclude so many of the bytes from here on."""
 
     def taken(self) -> float:
-        """Most bytes that there were since, beside those that were there already and those that were not counted then."""
+        """Return the peak in bytes since the start, without bytes present at the start and excluded ones."""
 
 
 class DevicePeak:
-    """The :class:`Peak` of a CUDA device, by the counters of PyTorch's allocator, of which it resets that of the peak."""
+    """:class:`Peak` of a CUDA device, by the counters of PyTorch's allocator; it resets the peak counter."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, 0
         self._beside = self._most = 0.0
 
     def begin(self) -> None:
-        """Count from here."""
+        """Implement :meth:`Peak.begin`."""
         self._forget()
         self._before = torch.cuda.memory_allocated(self._device)
         self._beside = self._most = 0.0
 
     def mark(self, beside: float) -> None:
-        """As :meth:`Peak.mark`."""
+        """Implement :meth:`Peak.mark`."""
         self._look()
         self._beside = beside
 
     def taken(self) -> float:
-        """As :meth:`Peak.taken`."""
+        """Implement :meth:`Peak.taken`."""
         self._look()
         return self._most
 
@@ -104,8 +104,8 @@ class DevicePeak:
         self._most = max(self._most, self._forget() - self._before - self._beside)
 
     def _forget(self) -> int:
-        """Most bytes since this was called last."""
-        # as max_memory_allocated, which makes a flat table of some hundred figures first
+        """Return the peak in bytes since the last call."""
+        # like max_memory_allocated, which first builds a flat table of some hundred figures
         peak = int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"])
         _highest[self._device] = max(_highest.get(self._device, 0), peak)
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -113,7 +113,7 @@ class DevicePeak:
 
 
 def gradients_to_come(parameters: Iterable[Tensor]) -> int:
-    """Bytes that the parameters' gradients will take, of those that have none now."""
+    """Return the bytes of gradients that the parameters do not have yet."""
     return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.grad is None)
 
 
@@ -121,22 +121,22 @@ _highest: dict[torch.device, int] = {}  # before PyTorch's counter of the peak w
 
 
 def highest_allocated(device: torch.device) -> int:
-    """Most bytes that this process has had on a CUDA device at once."""
+    """Return the peak in bytes of this process on a CUDA device."""
     return max(_highest.get(device, 0), torch.cuda.max_memory_allocated(device))
 
 
 class StepMemory:
-    """Measures what the tokens of a micro-batch take on each stage of this place, during one step.
+    """Measures the memory of a micro-batch's tokens on each stage of this place, during one step.
 
-    Activations are what autograd saves in a unit's forward, parameters and attention buffers aside, every storage counted
-    once. Off, it costs nothing.
+    Activations are tensors that autograd saves in a unit's forward, without parameters and attention buffers; every
+    storage counts once. Off, it costs nothing.
 
     Args:
-        peak: of this place, where it can be known.
+        peak: meter of this place, if available.
 
     Attributes:
-        taken: bytes at the peak of the last step that was watched, the gradients of weights aside that were there; None where
-            that is not known.
+        taken: peak in bytes of the last watched step, without the weights' gradients at that moment; None if
+            unknown.
     """
 
     def __init__(self, peak: Peak | None = None) -> None:
@@ -144,7 +144,7 @@ class StepMemory:
         self.taken: float | None = None
         self._peak = peak
         self._largest_gradient = 0
-        # of the step that is watched: what had no gradient before, and its bytes; the ids of those that have one; hooks on all
+        # of the watched step: parameters without gradients before, and bytes; ids of those with one now; hooks on all
         self._trained: list[tuple[Tensor, int]] = []
         self._there: set[int] = set()
         self._hooks: list[Any] = []
@@ -154,42 +154,42 @@ class StepMemory:
         self._known: set[int] = set()
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Measure the step that begins; ``parameters`` and their gradients are not counted."""
+        """Measure the next step; ``parameters`` and their gradients are not counted."""
         self.on, self._tokens, self._bytes = True, {}, {}
         known = list(parameters)
         self._known = {p.untyped_storage().data_ptr() for p in known}
         self._largest_gradient = max((p.numel() * p.element_size() for p in known if p.requires_grad), default=0)
 
     def note_peak(self, parameters: Iterable[Tensor]) -> None:
-        """Know the peak of the units that run next, where it can be known, but for the gradients of these parameters.
+        """Watch the peak of the next units, if possible, without the gradients of these parameters.
 
-        What of these is there at the peak depends on the schedule, on when they are made and on who takes them away.
+        Their presence at the peak depends on the schedule, on when they are made and on who frees them.
         """
         self.taken, self._watching = None, self._peak is not None
         self._trained = [(p, p.numel() * p.element_size()) for p in parameters if p.requires_grad and p.grad is None]
 
     def runs(self) -> None:
-        """The step's units begin to run; what came before, a look at the model, is no part of it."""
+        """Start watching at the step's first unit; an inspection before it does not count."""
         if self._watching and self._peak is not None:
             self._there.clear()
             self._hooks = [p.register_post_accumulate_grad_hook(self._made) for p, _ in self._trained]
             self._peak.begin()
 
     def _made(self, parameter: Tensor) -> None:
-        """A gradient has been added to; if it is new it is no part of what comes."""
+        """Exclude a parameter's gradient when it is first made."""
         if id(parameter) not in self._there:
             self._there.add(id(parameter))
             self.acted()
 
     def acted(self) -> None:
-        """An action of the step has run: others may have taken gradients away, as BF16_Optimizer does."""
+        """Update the excluded gradients after an action: BF16_Optimizer, for one, frees some."""
         if self._watching and self._peak is not None:
             there = [(parameter, size) for parameter, size in self._trained if parameter.grad is not None]
             self._there = {id(parameter) for parameter, _ in there}
             self._peak.mark(sum(size for _, size in there))
 
     def ran(self) -> None:
-        """The step's units have run; the optimiser has not."""
+        """Stop watching after the step's units, before the optimiser."""
         if self._watching and self._peak is not None:
             self.taken = max(self._peak.taken(), 0.0)
         for hook in self._hooks:
@@ -197,7 +197,8 @@ class StepMemory:
         self._watching, self._trained, self._hooks = False, [], []
 
     def forward(self, stage: int, span: Span, buffers: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
-        """Around the forward of a unit on a stage; ``buffers`` are those of its micro-batch's attention, afterwards."""
+        """Context manager around a unit's forward; ``buffers`` returns its micro-batch's attention buffers
+        afterwards."""
         if not self.on:
             return nullcontext()
         self._tokens[stage] = self._tokens.get(stage, 0) + span.length
@@ -218,23 +219,23 @@ class StepMemory:
         self._add(stage, "activations", sum(count for storage, count in saved.items() if storage not in shared))
 
     def message(self, stage: int, name: str, value: Any) -> None:
-        """A message of a unit, ``received`` from the stage before or ``sent`` to the one after."""
+        """Count a message of a unit, ``received`` from the previous stage or ``sent`` to the next."""
         if self.on:
             self._add(stage, name, sum(t.numel() * t.element_size() for t in as_tuple(value)))
 
     def buffers(self, stage: int, keys_values: Iterable[Tensor]) -> None:
-        """The K and V of one micro-batch; their gradients are as many numbers in fp32 or wider."""
+        """Count the K and V of one micro-batch; their gradients have as many elements, in fp32 or wider."""
         for tensor in keys_values if self.on else ():
             self._add(stage, "keys_values", tensor.numel() * tensor.element_size())
             self._add(stage, "key_value_gradients", tensor.numel() * max(tensor.element_size(), 4))
 
     def weight_gradients(self, stage: int, keeper: WeightGradients) -> None:
-        """What is kept for the weight gradients of one micro-batch."""
+        """Count the tensors kept for the weight gradients of one micro-batch."""
         if self.on:
             self._add(stage, "weight_gradients", keeper.kept_bytes)
 
     def end(self) -> dict[int, StageMemory]:
-        """Bytes per token of a micro-batch, by stage."""
+        """Return the bytes per token of a micro-batch, by stage."""
         self.on = False
         return {
             stage: StageMemory(

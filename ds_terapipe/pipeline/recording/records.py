@@ -1,4 +1,4 @@
-"""What an engine records of its steps and says of them: slices that ran, memory, a trace, a line of the log."""
+"""Records of an engine's steps: slices, memory, trace, log line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_terapipe.plan.files import check_writable
 
 
 class Records(PipelineEngine):
-    """Stands before ``PipelineEngine``; the class that has both runs the steps."""
+    """Mixin before ``PipelineEngine``; the combined class runs the steps."""
 
     @property
     def _live(self) -> LiveUnits:
@@ -24,22 +24,22 @@ class Records(PipelineEngine):
 
     @property
     def slices_run(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens of the slices that this stage really ran in the last step, an evaluation too, by micro-batch and in order."""
+        """Tokens of the slices that this stage ran in the last step or evaluation, by micro-batch and in order."""
         return self._live.slices()
 
     @property
     def units_run(self) -> tuple[int, int]:
-        """How many slices of micro-batches this stage ran in the last step: forward, and backward (0 in an evaluation)."""
+        """Numbers of units that this stage ran in the last step: forward, and backward (0 in an evaluation)."""
         return self._live.forward_units, self._live.backward_units
 
     @property
     def peak_live_units(self) -> int:
-        """Most units of the last step that were live at once on this stage: run forward and not yet backward."""
+        """Largest number of live units on this stage in the last step: run forward and not yet backward."""
         return self._live.peak_units
 
     @property
     def peak_live_tokens(self) -> int:
-        """As :attr:`peak_live_units`, in tokens of a sequence."""
+        """:attr:`peak_live_units`, in tokens of a sequence."""
         return self._live.peak_tokens
 
     def _new_memory(self) -> StepMemory:
@@ -59,11 +59,11 @@ class Records(PipelineEngine):
     def _log_step(self, batch: StepBatch, schedule: str, seconds: float) -> None:
         waited: float | None = self._watchdog.waited_s
         clock = self._assembly.links.clock
-        # where there are streams no message holds the host, and reading what the stream waited makes it wait for the stream
+        # with streams no message blocks the host, and reading the stream's waiting time synchronizes
         if clock is not None:
             began = time.perf_counter()
             waited = clock.take_s() if self._printing() else None
-            seconds += time.perf_counter() - began  # the host is ahead of what its steps took
+            seconds += time.perf_counter() - began  # the host runs ahead of the device
         self._report.add(sum(batch.lengths) * self.micro_batch_size * self.dp_world_size, seconds, waited)
         if self._printing():
             shares = self._consensus.collect(self._report.waited_share)

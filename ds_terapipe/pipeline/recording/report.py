@@ -1,4 +1,4 @@
-"""One line per ``steps_per_print``, and the monitor's events: loss, tokens/s, waiting, slices."""
+"""Log line of every ``steps_per_print`` steps, and the monitor's events: loss, tokens/s, waiting, slices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_terapipe.pipeline.batch import StepBatch
 
 
 class StepReport:
-    """Adds up steps between two lines.
+    """Sums over the steps between two log lines.
 
     Args:
         stages: number of pipeline stages.
@@ -26,7 +26,7 @@ class StepReport:
         self._waited, self._seconds_watched = 0.0, 0.0
 
     def add(self, tokens: int, seconds: float, waited_s: float | None) -> None:
-        """Count one step: tokens of all micro-batches and replicas, wall and waiting time of this rank; None: not measured."""
+        """Add one step: tokens of all replicas, wall and waiting time of this rank; None: not measured."""
         self._steps += 1
         self._tokens += tokens
         self._seconds += seconds
@@ -36,11 +36,11 @@ class StepReport:
 
     @property
     def waited_share(self) -> float:
-        """Share of the time that this stage waited for others, 0 to 1, in the steps since the last line that were measured."""
+        """Share of time that this stage waited for others, 0 to 1, in the measured steps since the last line."""
         return self._waited / self._seconds_watched if self._seconds_watched else 0.0
 
     def line(self, step: int, loss: Tensor, batch: StepBatch, schedule: str, waited: Sequence[float]) -> str:
-        """The line, and a new start. ``schedule``: of the step; ``waited``: the share of each stage, in order."""
+        """Return the line, and start again. ``schedule``: of the step; ``waited``: each stage's share, in order."""
         counts = sorted({len(spans) for spans in batch.spans})
         slices = "1 slice" if counts == [1] else f"{'/'.join(map(str, counts))} slices"
         text = (
@@ -55,7 +55,7 @@ class StepReport:
 
 
 def does_not_pay(stages: int, slices: Sequence[int]) -> str:
-    """What to say where micro-batches alone already fill the pipeline; empty otherwise.
+    """Return a warning if micro-batches alone already fill the pipeline, else an empty string.
 
     The bubble of M micro-batches on K stages is (K-1)/(M+K-1) of the step; slicing can save at most that, and costs some
     per cent itself.
@@ -67,5 +67,5 @@ def does_not_pay(stages: int, slices: Sequence[int]) -> str:
 
 
 def emit(line: str) -> None:
-    """Print a line where DeepSpeed's pipeline prints its own: whatever the log level, which is "warning" by default."""
+    """Print a line like DeepSpeed's pipeline its own: at any log level, which is "warning" by default."""
     print_dist(line, ranks=[0])

@@ -1,7 +1,7 @@
-"""What this rank did during a step, and when: recorded beside the engine, collected on rank 0, written as one file.
+"""Trace of a step: recorded on each rank beside the engine, collected on rank 0, written as one file.
 
-A step that nobody wants recorded costs nothing: the engine calls its actions directly. Otherwise an action costs two
-readings of a clock (on a GPU two events on the stream, read after the step).
+A step that is not traced costs nothing: the engine calls its actions directly. Otherwise an action costs two readings
+of a clock (on a GPU two events on the stream, read after the step).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Execute: TypeAlias = Callable[[Action], None]
 
 
 class Timing(NamedTuple):
-    """One event of this rank; begin and end are marks of the recorder's clock."""
+    """An event of this rank; begin and end are marks of the recorder's clock."""
 
     name: str
     kind: str
@@ -38,54 +38,54 @@ class Timing(NamedTuple):
 
 
 class HostClock:
-    """Marks are ``time.perf_counter()``."""
+    """Clock whose marks are ``time.perf_counter()``."""
 
     def now(self) -> float:
-        """A mark."""
+        """Return a mark."""
         return time.perf_counter()
 
     def start(self) -> float:
-        """The mark that a step's times count from, and that second on the host's clock."""
+        """Return the origin of a step's times, at the present time of the host's clock."""
         return time.perf_counter()
 
     def seconds(self, mark: float, start: float) -> float:
-        """Seconds from ``start`` to ``mark``."""
+        """Return the seconds from ``start`` to ``mark``."""
         return mark - start
 
 
 class StreamMarks:
-    """Marks are events on the current CUDA stream: on a GPU the host only enqueues an action."""
+    """Clock whose marks are events on the current CUDA stream: on a GPU the host only enqueues an action."""
 
     def now(self) -> torch.cuda.Event:
-        """A mark."""
+        """Return a mark."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def start(self) -> torch.cuda.Event:
-        """As :meth:`HostClock.start`; the stream is empty at that moment, so the event is now."""
+        """Implement :meth:`HostClock.start`; the stream is empty then, so the event is now."""
         torch.cuda.synchronize()
         return self.now()
 
     def seconds(self, mark: torch.cuda.Event, start: torch.cuda.Event) -> float:
-        """Seconds from ``start`` to ``mark``, once the stream has got there."""
+        """Return the seconds from ``start`` to ``mark``, after the stream has reached it."""
         mark.synchronize()
         return float(start.elapsed_time(mark)) / 1000.0
 
 
 def new_clock(device: torch.device) -> HostClock | StreamMarks:
-    """The clock of what runs on a device."""
+    """Return the clock for a device."""
     return StreamMarks() if device.type == "cuda" else HostClock()
 
 
 class Recorder:
-    """Records whole steps of this rank, when it is asked to, and brings those of all ranks together on rank 0.
+    """Records whole steps of this rank, on request, and gathers those of all ranks on rank 0.
 
     Args:
         stage: this rank's stage; a reshape changes the attribute of this name.
         watchdog: bounds the waits.
         group: a gloo group of all ranks.
-        device: where the stage computes.
+        device: device of the stage.
     """
 
     def __init__(self, stage: int, watchdog: Watchdog, group: Any, device: torch.device) -> None:
@@ -98,7 +98,7 @@ class Recorder:
         self._start: Any = None
 
     def begin(self, step: int, wanted: bool) -> None:
-        """Step ``step`` is about to run its actions; record it if it is ``wanted``. The same on every rank, collective if so."""
+        """Begin step ``step``; record it if ``wanted``, which is the same on every rank. Collective if so."""
         self._timings = None
         if not wanted:
             return
@@ -112,12 +112,12 @@ class Recorder:
         self._step, self._timings = step, []
 
     def recording(self, execute: Execute) -> Execute:
-        """``execute`` itself, or where this step is recorded a function that records it."""
+        """Return ``execute``, in a recorded step wrapped by a function that records it."""
         return execute if self._timings is None else _timed(execute, self._timings, self._clock.now)
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
-        """Record what ends a step: a reduction, the optimiser, the loss."""
+        """Context manager that records an operation at the end of a step: a reduction, the optimiser, the loss."""
         timings = self._timings
         if timings is None:
             yield
@@ -127,7 +127,7 @@ class Recorder:
         timings.append(Timing(name, name, begin, self._clock.now()))
 
     def end(self) -> list[Event]:
-        """The step is over: what all ranks recorded of it, on rank 0; empty on the others and where nothing was. Collective."""
+        """End the step; return the events of all ranks on rank 0, else an empty list. Collective if recorded."""
         timings, self._timings = self._timings, None
         if timings is None:
             return []
@@ -141,7 +141,7 @@ class Recorder:
         return [Event(*event) for events in gathered or () for event in events]
 
     def cost_of_one(self) -> float:
-        """Measured seconds that recording one event takes."""
+        """Measure the seconds of recording one event."""
         action = Action.from_text("0F0.0")
         execute = _timed(_nothing, [], self._clock.now)
         started = time.perf_counter()
@@ -153,10 +153,10 @@ class Recorder:
         return self._zero + self._clock.seconds(mark, self._start)
 
     def _zero_of_all(self, at: float) -> float:
-        """What this rank's clock showed when the recorder's time was zero.
+        """Return the reading of this rank's clock at the recorder's time zero.
 
-        Processes of one host share a clock. Those of several have none in common: their times count from the moment in which
-        they left the barrier.
+        Processes of one host share a clock. Processes of several hosts do not: their times count from the moment they
+        left the barrier.
         """
         said: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(said, (platform.node(), at), group=self._group)
@@ -165,12 +165,12 @@ class Recorder:
 
 
 class TraceFile:
-    """The trace that ``token_pipeline.trace_path`` asks for.
+    """Trace file of ``token_pipeline.trace_path``.
 
     Args:
-        path: of the Chrome trace; written whole by rank 0 after the last of the steps, or at :meth:`close`; None: none.
+        path: path of the Chrome trace, written by rank 0 after the last step, or at :meth:`close`; None: no trace.
         steps: first and last step, counted from 1 as in the log; None: the third to the fifth of this run.
-        about: goes into the file's metadata.
+        about: metadata of the file.
     """
 
     def __init__(self, path: str | None, steps: tuple[int, int] | None, about: dict[str, Any]) -> None:
@@ -179,11 +179,11 @@ class TraceFile:
         self._done = path is None
 
     def describe(self, **about: Any) -> None:
-        """Change what the file's metadata says of the steps that come."""
+        """Change the file's metadata for later steps."""
         self._about.update(about)
 
     def wants(self, step: int) -> bool:
-        """Whether the step is to be recorded."""
+        """Whether to record the step."""
         if self._done:
             return False
         if self._steps is None:
@@ -197,7 +197,7 @@ class TraceFile:
         return first <= step <= last
 
     def keep(self, events: Sequence[Event]) -> None:
-        """Keep events that come between two steps."""
+        """Keep events between two steps."""
         if not self._done:
             self._events += events
 
@@ -212,7 +212,7 @@ class TraceFile:
             self.close()
 
     def close(self) -> None:
-        """Write what there is, if that has not happened yet."""
+        """Write the file, unless that has happened."""
         if self._path is not None and self._events and not self._done:
             steps = sorted({event.step for event in self._events})
             try:
@@ -227,13 +227,13 @@ class TraceFile:
 
     def _overhead_text(self) -> str:
         if "overhead" not in self._about:
-            return ""  # there is nothing but what came between two steps
+            return ""  # there are only events between steps
         share, events, seconds = (self._about[key] for key in ("overhead", "events_per_step", "seconds_per_event"))
         return f"; recording took {share:.3%} of a step ({events} events of {1e6 * seconds:.1f} us)"
 
 
 def _overhead(events: Sequence[Event], cost: float) -> dict[str, float]:
-    """What recording a step cost one rank."""
+    """Return a rank's cost of recording a step."""
     seconds = max(event.end for event in events) - min(event.start for event in events)
     return {
         "events_per_step": len(events),

@@ -1,1 +1,1 @@
-"""Between ranks: messages of slices, what all agree on, and who waits for whom."""
+"""Communication between ranks: messages of slices, agreement, and timed waits."""

@@ -13,32 +13,32 @@ _READ_WITHIN_S = 2.0
 
 
 class Board:
-    """The store as a place for notices.
+    """Notices in the process group's store.
 
-    The process that holds the store may be the very one that died or stopped: nothing here waits for it longer than about
-    two seconds, and after the first failure it is left alone.
+    The process that holds the store may be the one that died or stopped. So nothing here waits for it longer than about
+    two seconds, and after the first failure it is not used any more.
 
     Attributes:
-        appends: whether texts can be put behind others; a store that is a file can't.
+        appends: whether texts can be appended; not in a file store.
     """
 
     def __init__(self, store: Any) -> None:
-        self._store = store.clone()  # a connection of its own: the other one may be in use for long
+        self._store = store.clone()  # a separate connection: the other one may be busy for long
         self._lost = False
         self.appends = bool(self._store.has_extended_api())
 
     def put(self, key: str, text: str, *, append: bool = False) -> None:
-        """Write a text, in place of or behind what is there; no answer is waited for."""
+        """Write or append a text, without waiting for an answer."""
         if self._lost:
             return
         try:
             (self._store.append if append else self._store.set)(key, text)
-        except (RuntimeError, OSError) as error:  # the store's host is gone: a wait for it will say so
+        except (RuntimeError, OSError) as error:  # the store's host is gone; a later wait reports it
             self._lost = True
             logger.debug("can't write %s: %s", key, error)
 
     def read(self, keys: Collection[str]) -> dict[str, str] | None:
-        """What is written under those of ``keys`` that there are; None when the store does not answer."""
+        """Return the texts under those of ``keys`` that exist; None if the store does not answer."""
         found: dict[str, str] = {}
         done, store = threading.Event(), self._store
 
@@ -60,5 +60,5 @@ class Board:
         return None if self._lost else found
 
     def close(self) -> None:
-        """Give the connection up; nothing is written or read any more."""
+        """Close the connection; later writes and reads do nothing."""
         self._lost, self._store = True, None

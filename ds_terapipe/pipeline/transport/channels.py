@@ -1,10 +1,10 @@
-"""The process groups that messages travel in: one of two ranks for each boundary of consecutive stages and direction.
+"""Process groups of messages: one of two ranks for each boundary of consecutive stages and direction.
 
-On NCCL a group runs its messages one behind the other in the order of their issue, each until its peer joins (PyTorch says
-so itself of unbatched sends and receives in a group that is bound to a device, which DeepSpeed's are). A group that carried
-two channels could hold a send behind a receive that waits for it; see ``schedule/streams.py``, which replays that. All groups
-are made together, by all ranks in one order, and each is used once before the first step: a communicator that came to be with
-its first message would hold the sender's host until the receiver comes to it.
+On NCCL a group runs its messages in the order of their issue, each until its peer joins. PyTorch documents this for
+unbatched messages in a group that is bound to a device, as DeepSpeed's are. A group with two channels could queue a
+send behind a receive that waits for it; see ``schedule/streams.py``, which replays that. All ranks make all groups
+together, in one order, and each is used once before the first step. A communicator made by its first message would
+block the sender's host until the receiver arrives.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from ds_terapipe.schedule import Channel, Placement
 
 
 def channels_of(placement: Placement) -> list[Channel]:
-    """All channels of a placement: none between stages on one place, none back to a stage that only goes forward."""
+    """Return all channels of a placement: none between stages on one place, none back to a forward-only stage."""
     boundaries = [stage for stage in range(len(placement.stages)) if placement.sends_forward(stage)]
     forward = [Channel(boundary, True) for boundary in boundaries]
     return forward + [Channel(boundary, False) for boundary in boundaries if placement.receives_backward(boundary)]
 
 
 def ends_of(channel: Channel) -> tuple[int, int]:
-    """The stages that send and receive on a channel."""
+    """Return the stages that send and receive on a channel."""
     before, after = channel.boundary, channel.boundary + 1
     return (before, after) if channel.forward else (after, before)
 
 
 class Channels:
-    """The groups of this rank's channels.
+    """Process groups of this rank's channels.
 
     Args:
         placement: stages on places.
         pipelines: global ranks of every pipeline of the job, by place; collective over all of them.
         watchdog: bounds the waits; its pipeline is this rank's.
-        device: where messages live.
+        device: device of the messages.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Channels:
                 if rank in (sender, receiver):
                     self._groups[channel] = group
                     mine.append((channel, sender, receiver))
-        # one order for all ranks, so nobody waits in a circle; boundaries of even number first, so half of them go at once
+        # one order for all ranks, so no deadlock; even boundaries first, so half of them run at once
         for channel, sender, receiver in sorted(mine, key=lambda each: (each[0].boundary % 2, each[0])):
             self._touch(channel, sender, receiver, watchdog, device)
 
@@ -72,13 +72,13 @@ class Channels:
         watchdog.wait_on_host(work, f"rank {peer} to open the channel between {boundary}")
 
     def __getitem__(self, channel: Channel) -> Any:
-        """The group of one of this rank's channels."""
+        """Return the group of one of this rank's channels."""
         return self._groups[channel]
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def close(self) -> None:
-        """Give the groups up; collective over each group's two ranks. Does nothing when there is no job any more."""
+        """Destroy the groups; collective over each group's two ranks. Does nothing after the job's end."""
         groups, self._groups = self._groups, {}
         close_groups(groups.values())

@@ -1,8 +1,8 @@
-"""What all ranks agree on before a step: that nobody has failed, and how long the sequences are.
+"""Agreement of all ranks before a step: no rank has failed, and all know the sequence lengths.
 
-The first stage announces one header per step; an error on any rank is raised on every rank, so nobody is left waiting. What a
-step costs is one reduction of a few words, whatever the number of ranks: only where ranks differ do they say what they have.
-Runs over a gloo group of its own (host memory, own timeout), whatever the backend of the job.
+The first stage announces one header per step. An error on any rank is raised on every rank, so no rank is left waiting.
+A step costs one reduction of a few words, whatever the number of ranks; ranks exchange messages only where they differ.
+All runs over a gloo group of its own (host memory, own timeout), whatever the backend of the job.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.transport.watchdog import Watchdog, bounded_group
 from ds_terapipe.schedule import Placement
 
-_MOST = 2**62  # words that nobody has said are this, at the lowest
+_MOST = 2**62  # lowest value of words that no rank has given
 
 
 class Header(NamedTuple):
-    """A step as the first stage announces it: per micro-batch the sequence length and a checksum of its shapes.
+    """Announcement of a step by the first stage: per micro-batch the sequence length and a checksum of its shapes.
 
-    ``everywhere`` are the lengths in all pipelines of the job, each once: what all ranks decide together is decided by them.
+    ``everywhere``: the distinct lengths in all pipelines of the job, for decisions of all ranks.
     """
 
     lengths: tuple[int, ...]
@@ -37,7 +37,7 @@ class Consensus:
     Args:
         watchdog: bounds the waits.
         pipelines: global ranks of every pipeline of the job, by place.
-        config_hash: of everything that must be the same on all ranks.
+        config_hash: hash of everything that must be the same on all ranks.
 
     ``group`` is a gloo group of all ranks, whose operations end in time.
     """
@@ -48,7 +48,7 @@ class Consensus:
         self.set_pipelines(pipelines)
 
     def set_pipelines(self, pipelines: Sequence[Sequence[int]]) -> None:
-        """From now on the job's pipelines are these; as in the class."""
+        """Replace the job's pipelines, see the class."""
         self._pipelines = [list(ranks) for ranks in pipelines]
         self._mine = next(ranks for ranks in self._pipelines if torch.distributed.get_rank() in ranks)
 
@@ -58,10 +58,10 @@ class Consensus:
         """Exchange the header of a step; collective.
 
         Args:
-            placement: of the model's stages.
-            header: what this rank read from the data; that of the first stage counts, that of the last must not differ.
-            micro_batches: how many there are in the step.
-            error: what kept this rank from preparing the step.
+            placement: placement of the model's stages.
+            header: this rank's data; the first stage's counts, the last stage's must agree.
+            micro_batches: number of micro-batches in the step.
+            error: error of this rank while it prepared the step.
 
         Returns:
             The header of this rank's pipeline.
@@ -73,7 +73,7 @@ class Consensus:
         header = header or Header((0,) * micro_batches, (0,) * micro_batches)
         is_first = torch.distributed.get_rank() == self._mine[placement.first_place]
         uniform = len(set(zip(header.lengths, header.signatures, strict=True))) <= 1
-        # of what others than first stages know nothing, or no more than the length, they say nothing
+        # other stages than the first give only lengths, if they know them
         lengths = set(header.lengths) - {0}
         signatures = set(header.signatures) if is_first else set()
         said = (int(error is not None), self.config_hash, micro_batches, int(not uniform))
@@ -92,21 +92,21 @@ class Consensus:
             [*header.lengths, *header.signatures], torch.int64, "all ranks to announce their sequence lengths"
         )
         headers = [Header(tuple(row[:micro_batches]), tuple(row[micro_batches:])) for row in rows]
-        for ranks in self._pipelines:  # every rank looks at every pipeline: all raise, or none
+        for ranks in self._pipelines:  # every rank checks every pipeline: all raise, or none
             _check_labels(headers[ranks[placement.first_place]], headers[ranks[placement.last_place]])
         firsts = [ranks[placement.first_place] for ranks in self._pipelines]
         everywhere = {length for rank in firsts for length in headers[rank].lengths}
         return headers[self._mine[placement.first_place]]._replace(everywhere=tuple(sorted(everywhere)))
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise, on every rank, the error that any rank has; collective."""
+        """Raise any rank's error on every rank; collective."""
         failed = int(error is not None)
         _, (any_failed,) = self._extremes([(failed, failed)], "all ranks to look at the model")
         if any_failed:
             self._raise_everywhere(error)
 
     def decide(self, decision: Callable[[], Any]) -> Any:
-        """What rank 0 decides, or the error that keeps it from deciding, on every rank; collective."""
+        """Return rank 0's decision on every rank, or raise its error there; collective."""
         error, said = None, [None]
         if torch.distributed.get_rank() == 0:
             try:
@@ -119,18 +119,18 @@ class Consensus:
         return said[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Any value of every rank, by global rank; collective."""
+        """Gather any value of every rank, by global rank; collective."""
         values: list[Any] = [None] * torch.distributed.get_world_size()
         with self._watchdog.waiting("the figures of all ranks"):
             torch.distributed.all_gather_object(values, value, group=self.group)
         return values
 
     def collect(self, value: float) -> list[float]:
-        """The value of every rank, by global rank; collective."""
+        """Gather a number of every rank, by global rank; collective."""
         return [row[0] for row in self._gather([value], torch.float64, "the figures of all ranks")]
 
     def _raise_different(self, micro_batches: int) -> NoReturn:
-        """Ranks have other settings, or numbers of micro-batches: say which."""
+        """Raise for ranks with different settings, or numbers of micro-batches; collective."""
         rows = self._gather([self.config_hash, micro_batches], torch.int64, "all ranks to say how they are configured")
         rank, row = next((rank, row) for rank, row in enumerate(rows) if row != rows[0])
         if row[0] != rows[0][0]:
@@ -143,7 +143,7 @@ class Consensus:
         )
 
     def _extremes(self, words: Sequence[tuple[int, int]], what: str) -> tuple[list[int], list[int]]:
-        """Of all ranks' words, (lowest, highest) each, the lowest and the highest."""
+        """Return the lowest and the highest of all ranks' words, given as (lowest, highest); collective."""
         both = torch.tensor([*(-low for low, _ in words), *(high for _, high in words)], dtype=torch.int64)
         with self._watchdog.waiting(what):
             torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=self.group)
@@ -182,9 +182,9 @@ def _restore(messages: Sequence[tuple[str, str] | None]) -> Exception:
 
 
 def error_of(action: Callable[[], Any]) -> Exception | None:
-    """What it raises, for :meth:`Consensus.agree`."""
+    """Return the exception that ``action`` raises, for :meth:`Consensus.agree`; None if it succeeds."""
     try:
         action()
-    except Exception as error:  # whatever a user's layer or file raises
+    except Exception as error:  # any error of a user's layer or file
         return error
     return None

@@ -1,10 +1,11 @@
-"""A small process beside a rank, which kills the rank when it stays stopped (SIGSTOP).
+"""A small process beside a rank that kills the rank when it stays stopped (SIGSTOP).
 
-A stopped process reacts to no launcher's SIGTERM, and no other rank may be on its machine. The rank writes to its guard about
-once a second. The guard kills it after a given time without a word, where the kernel says that it is stopped; one that a debugger
-holds is left alone. The guard ends with the rank. It counts its own seconds: a job that is suspended as a whole goes on later.
+A stopped process ignores a launcher's SIGTERM, and there may be no other rank on its machine. The rank writes to its
+guard about once a second. After a given time of silence the guard kills it, if the kernel reports it as stopped; a
+process held by a debugger is left alone. The guard ends with the rank. It counts its own seconds, so a job that is
+suspended as a whole can continue.
 
-This file is also the guard's program, so it imports nothing but the standard library.
+This file is also the guard's program, so it only imports the standard library.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ class _Guard(NamedTuple):
     pipe: int  # to its standard input
 
 
-_guards: dict[int, _Guard] = {}  # by process: a fork has none of its own at first
+_guards: dict[int, _Guard] = {}  # by process: a fork has none at first
 _limits_s, _lock = weakref.WeakKeyDictionary[Any, float](), threading.Lock()
 
 
 def beat(owner: Any, limit_s: float) -> None:
-    """Say that this process runs, which from now on has a guard.
+    """Tell the guard that this process runs; the first call starts the guard.
 
     Args:
-        owner: in whose name; others may have longer limits.
-        limit_s: seconds after which the process is killed if it is stopped then.
+        owner: object that needs the guard; others may have longer limits.
+        limit_s: seconds of silence after which a stopped process is killed.
     """
-    with _lock, suppress(OSError):  # the guard has ended, or there can be none
+    with _lock, suppress(OSError):  # the guard has ended, or cannot be started
         _limits_s[owner] = limit_s
         if os.getpid() not in _guards and look(os.getpid()) is not None:
             _guards[os.getpid()] = _start()
@@ -47,7 +48,7 @@ def beat(owner: Any, limit_s: float) -> None:
 
 
 def leave(owner: Any) -> None:
-    """End the guard when no other owner needs it."""
+    """End the guard if no other owner needs it."""
     with _lock, suppress(OSError):
         _limits_s.pop(owner, None)
         if _limits_s:
@@ -55,7 +56,7 @@ def leave(owner: Any) -> None:
         guard = _guards.pop(os.getpid(), None)
         if guard is not None:
             os.close(guard.pipe)
-            os.kill(guard.pid, signal.SIGKILL)  # at once, though a process that was forked may keep the pipe open
+            os.kill(guard.pid, signal.SIGKILL)  # at once: a forked process may keep the pipe open
             os.waitpid(guard.pid, 0)
 
 
@@ -81,9 +82,9 @@ def _start() -> _Guard:
 
 
 def watch(pid: int) -> None:
-    """Read the beats of this process's parent ``pid`` on standard input until that ends."""
+    """Read the beats of the parent process ``pid`` on standard input until its end."""
     limit_s, silent_s = 0.0, 0.0
-    while os.getppid() == pid:  # a process that it has forked may keep the pipe open
+    while os.getppid() == pid:  # a forked process may keep the pipe open
         if select.select([0], [], [], _TICK_S)[0]:
             beats = os.read(0, 1 << 16).split()
             if not beats:
@@ -98,7 +99,7 @@ def watch(pid: int) -> None:
 
 
 def look(pid: int) -> tuple[str, str] | None:
-    """State and start of a process, as the kernel has them; None: there is no such process."""
+    """Return state and start time of a process from the kernel; None: there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -108,6 +109,6 @@ def look(pid: int) -> tuple[str, str] | None:
 
 if __name__ == "__main__":
     os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))  # connections that would outlive the rank
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the rank may handle them
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # leaves these signals to the rank
         signal.signal(ignored, signal.SIG_IGN)
     watch(int(sys.argv[1]))

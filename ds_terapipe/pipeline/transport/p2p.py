@@ -1,9 +1,9 @@
-"""What crosses between stages on different places: typed, ordered, posted ahead.
+"""Messages between stages on different places: typed, ordered, posted ahead.
 
-Every channel, one direction of one boundary, has a process group of its own (``channels.py``), so each is a queue whose order
-both ends know from the schedule. Shapes and types of a boundary are announced once per new shape and cached; afterwards
-receives are posted before they are needed and nothing else is negotiated. Sends complete only when the receiver arrives, so
-none is waited for but to bound what is kept (``schedule/streams.py`` proves that this cannot lock up).
+Every channel, one direction of one boundary, has its own process group (``channels.py``). So each is a queue whose
+order both ends know from the schedule. Shapes and types of a boundary are announced once per new shape and cached;
+afterwards receives are posted ahead, and nothing else is negotiated. A send completes only when its receiver arrives,
+so a rank waits for sends only to bound their memory. ``schedule/streams.py`` proves that this cannot deadlock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AS_BYTES = (torch.bool, torch.int16, torch.complex64, torch.complex128)  # NCCL
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a boundary; ``needs_grad``: its gradient travels back."""
+    """A tensor of a boundary; ``needs_grad``: its gradient travels back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class TensorSpec(NamedTuple):
 
 
 class BoundarySpec(NamedTuple):
-    """What a stage hands to the next for one unit: one tensor or a tuple of them."""
+    """Types and shapes of a stage's output for one unit: one tensor or a tuple of them."""
 
     tensors: tuple[TensorSpec, ...]
     single: bool
@@ -54,11 +54,11 @@ class BoundarySpec(NamedTuple):
         return cls(tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), single)
 
     def gradients(self) -> BoundarySpec:
-        """What comes back for it."""
+        """Return the spec of the gradients that come back for it."""
         return BoundarySpec(tuple(spec for spec in self.tensors if spec.needs_grad), self.single)
 
     def encode(self, device: torch.device) -> Tensor:
-        """As int64 [256]: single, count, then type, needs_grad, dimensions and shape of each tensor."""
+        """Encode as int64 [256]: single, count, then type, needs_grad, dimensions and shape of each tensor."""
         words = [int(self.single), len(self.tensors)]
         for spec in self.tensors:
             words += [_DTYPES.index(spec.dtype), int(spec.needs_grad), len(spec.shape), *spec.shape]
@@ -70,7 +70,7 @@ class BoundarySpec(NamedTuple):
 
     @classmethod
     def decode(cls, meta: Tensor) -> BoundarySpec:
-        """Inverse of :meth:`encode`."""
+        """Decode the result of :meth:`encode`."""
         words = meta.tolist()
         single, count, words = bool(words[0]), words[1], words[2:]
         specs = []
@@ -82,14 +82,14 @@ class BoundarySpec(NamedTuple):
 
 
 def check_sendable(outputs: Any, layer: str) -> None:
-    """Check that a stage can hand on its outputs.
+    """Check that a stage's outputs can be sent.
 
     Args:
         outputs: of the stage's last layer.
-        layer: that layer, as errors name it.
+        layer: name of that layer in errors.
 
     Raises:
-        ConfigError: an entry is no tensor, or of a type that messages do not carry.
+        ConfigError: an entry is no tensor, or of a type that cannot be sent.
     """
     entries = outputs if isinstance(outputs, (tuple, list)) else [outputs]
     for index, entry in enumerate(entries):
@@ -104,13 +104,13 @@ def check_sendable(outputs: Any, layer: str) -> None:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The tensor as a message carries it: the same memory, where that is contiguous and holds the values as they are."""
+    """Return the tensor in the form of a message: on the same memory if it is contiguous and resolved."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor.view(-1).view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor
 
 
 class _Sent(NamedTuple):
-    """A message on its way: what to wait for, the tensor that must not change until then, and whose it is."""
+    """A message in flight: its work, its tensor, which must not change until then, and its unit."""
 
     work: Any
     tensor: Tensor
@@ -120,7 +120,7 @@ class _Sent(NamedTuple):
 
 
 def _version(tensor: Tensor) -> int:
-    """Count of the writes to a tensor; tensors of inference mode have none."""
+    """Return the number of writes to a tensor; 0 for tensors of inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -132,11 +132,11 @@ class Outbox:
         self._pending: deque[_Sent] = deque()
 
     def announce(self, spec: BoundarySpec, what: str) -> None:
-        """Tell the neighbour what the next messages look like."""
+        """Announce the shapes of the next messages to the neighbour."""
         self._send(spec.encode(self._device), f"the shapes of {what}", None)
 
     def send(self, unit: Unit, tensors: Sequence[Tensor], what: str) -> None:
-        """Start sending what a unit leaves; the tensors must not change until they have been taken."""
+        """Start sending a unit's tensors; they must not change until they have been received."""
         for tensor in tensors:
             self._send(raw(tensor), what, unit)
 
@@ -145,18 +145,18 @@ class Outbox:
         self._pending.append(_Sent(work, tensor, _version(tensor), what, unit))
 
     def taken(self, unit: Unit) -> None:
-        """The neighbour is known to have taken this unit, and so all before it: let go of them."""
+        """Release this unit and all before it: the neighbour is known to have received them."""
         ours = [index for index, sent in enumerate(self._pending) if sent.unit == unit]
         if ours:
             self._finish(len(self._pending) - ours[-1] - 1)
 
     def keep(self, units: int) -> None:
-        """Wait until the messages of at most so many units are still on their way."""
+        """Wait until the messages of at most so many units are in flight."""
         kept = list(dict.fromkeys(sent.unit for sent in self._pending if sent.unit is not None))[-units:]
         self._finish(sum(sent.unit in kept for sent in self._pending))
 
     def finish(self) -> None:
-        """Wait until all messages have been taken."""
+        """Wait until all messages have been received."""
         self._finish(0)
 
     def _finish(self, left: int) -> None:
@@ -184,21 +184,21 @@ class Inbox:
         self._spec_of: Callable[[Unit], BoundarySpec | None] = lambda unit: None
 
     def expect(self, units: Sequence[Unit], spec_of: Callable[[Unit], BoundarySpec | None]) -> None:
-        """The units that will arrive, in order; ``spec_of`` gives what is known of each, None while it is unknown."""
+        """Set the units that will arrive, in order; ``spec_of`` returns the spec of each, None while it is unknown."""
         self._expected, self._spec_of = deque(units), spec_of
         self._posted.clear()
         self._post_ahead()
 
     def receive_spec(self, what: str) -> BoundarySpec:
-        """The neighbour's announcement."""
+        """Receive the neighbour's announcement."""
         meta = torch.empty(_META_SIZE, dtype=torch.int64, device=self._device)
         what = f"the shapes of {what}"
         self._await(dist.irecv(meta, self._peer, group=self._group), what)
-        with self._watchdog.waiting(f"{what} from rank {self._peer}"):  # where there are streams the host waits here
+        with self._watchdog.waiting(f"{what} from rank {self._peer}"):  # with streams the host waits here
             return BoundarySpec.decode(meta)
 
     def take(self, unit: Unit, what: str) -> tuple[BoundarySpec, list[Tensor]]:
-        """The tensors of ``unit``, which must be the next one expected and of known spec."""
+        """Receive the tensors of ``unit``, which must be the next one expected and of known spec."""
         self._post_ahead()
         assert self._posted and self._posted[0][0] == unit, f"{unit} is taken, {list(self._posted)[:1]} comes next"
         _, spec, messages = self._posted.popleft()
@@ -229,19 +229,19 @@ class Inbox:
 
 
 class Links:
-    """The links of a place's stages to those of other places, and what is known of the boundaries.
+    """Links of a place's stages to those of other places, with the known specs of the boundaries.
 
     Args:
-        seat: the stages, and the ranks that they are on.
-        channels: the groups that the messages travel in.
-        device: where the messages live.
+        seat: stages and their ranks.
+        channels: process groups of the messages.
+        device: device of the messages.
         watchdog: times and bounds the waits.
     """
 
     def __init__(self, seat: Seat, channels: Channels, device: torch.device, watchdog: Watchdog) -> None:
         self.clock = StreamClock() if device.type == "cuda" else None
         self._placement = seat.placement
-        self._known: dict[Hashable, BoundarySpec] = {}  # by boundary, and what shapes depend on
+        self._known: dict[Hashable, BoundarySpec] = {}  # by boundary and key of the shapes
         self._in: dict[Channel, Inbox] = {}
         self._out: dict[Channel, Outbox] = {}
         for channel in channels_of(seat.placement):
@@ -252,7 +252,7 @@ class Links:
                 self._in[channel] = Inbox(seat.rank_of(sender), channels[channel], device, watchdog, self.clock)
 
     def begin(self, row: Sequence[Action], shape_of: Callable[[Unit], Hashable]) -> None:
-        """A step starts: this place's actions, and what the shapes of a unit depend on."""
+        """Begin a step with this place's actions; ``shape_of`` returns a key on which the shapes of a unit depend."""
         self._shape_of = shape_of
         if self.clock is not None:
             self.clock.begin()
@@ -269,7 +269,7 @@ class Links:
         return None if spec is None else spec.gradients()
 
     def send_forward(self, stage: int, unit: Unit, outputs: Tensor | Sequence[Tensor]) -> None:
-        """Hand a unit's outputs to the next stage. Raises RuntimeError when they are not what was announced."""
+        """Send a unit's outputs to the next stage. Raises RuntimeError if they differ from the announcement."""
         outbox, key, spec = self._out[Channel(stage, True)], (stage, self._shape_of(unit)), BoundarySpec.of(outputs)
         if key not in self._known:
             self._known[key] = spec
@@ -280,11 +280,11 @@ class Links:
             )
         outbox.send(unit, (outputs,) if isinstance(outputs, Tensor) else outputs, f"activations of {unit}")
         if not (torch.is_grad_enabled() and self._placement.goes_backward(stage)):
-            # a stage that goes backward keeps its outputs anyway, and its gradients say that they were taken
+            # a stage that runs backward keeps its outputs anyway, and its gradients acknowledge them
             outbox.keep(EVAL_SENT_KEPT)
 
     def receive_forward(self, stage: int, unit: Unit) -> Tensor | tuple[Tensor, ...]:
-        """Inputs of a unit from the stage before, those that need a gradient marked so."""
+        """Receive the inputs of a unit from the previous stage, with ``requires_grad`` as announced."""
         inbox, key = self._in[Channel(stage - 1, True)], (stage - 1, self._shape_of(unit))
         if key not in self._known:
             self._known[key] = inbox.receive_spec(f"activations of {unit}")
@@ -294,29 +294,29 @@ class Links:
         return tensors[0] if spec.single else tuple(tensors)
 
     def send_backward(self, stage: int, unit: Unit, gradients: Sequence[Tensor]) -> None:
-        """Hand the gradients of a unit's inputs, of those that need one, to the stage before."""
+        """Send the gradients of those inputs of a unit that need one to the previous stage."""
         outbox = self._out[Channel(stage - 1, False)]
         outbox.send(unit, gradients, f"gradients of {unit}")
-        # taken in this order whatever else the stage before does, so waiting for old ones holds up nothing that it needs
+        # received in this order in any case, so waiting for old ones cannot deadlock
         outbox.keep(SENT_KEPT)
 
     def receive_backward(self, stage: int, unit: Unit) -> list[Tensor]:
-        """Gradients of those outputs of a unit that asked for one."""
+        """Receive the gradients of those outputs of a unit that need one."""
         gradients = self._in[Channel(stage, False)].take(unit, f"gradients of {unit}")[1]
         self._out[Channel(stage, True)].taken(unit)
         return gradients
 
     def close(self) -> None:
-        """Forget the groups: over gloo each has threads and open files for as long as somebody knows it."""
+        """Drop the groups: over gloo each keeps threads and open files as long as it is referenced."""
         self._in.clear()
         self._out.clear()
 
     def finish(self) -> None:
-        """The step's messages have all arrived."""
+        """Wait until all of the step's messages have been received."""
         for outbox in self._out.values():
             outbox.finish()
 
 
 def units(row: Sequence[Action], op: Op, stage: int) -> list[Unit]:
-    """The units of one kind of a stage's actions, in the order in which its place comes to them."""
+    """Return the units of a stage's actions of one kind, in the order of its place."""
     return [action.unit for action in row if action.op is op and action.stage == stage]

@@ -1,4 +1,4 @@
-"""The processes of the job on this machine: a rank that is gone or stopped says nothing itself, but the kernel does."""
+"""Processes of the job on this machine: the kernel knows which ranks are gone or stopped."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _GONE = ("Z", "X", "x")  # states in /proc: a zombie has ended
 
 class _Process(NamedTuple):
     pid: int
-    started: str  # in clock ticks since the machine started: a number that is given to another process has another one
+    started: str  # in clock ticks since the boot; tells a reused process number
 
 
 class Processes:
-    """Knows the processes of the ranks on this machine, and what has become of them; where there is no /proc, of none.
+    """Knows the processes of the ranks on this machine, and their states; without /proc, of none.
 
     Args:
-        board: on which ranks leave their process numbers.
-        rank: of this process.
+        board: board with the ranks' process numbers.
+        rank: rank of this process.
     """
 
     def __init__(self, board: Board, rank: int) -> None:
@@ -34,14 +34,14 @@ class Processes:
             self._board.put(self._key, f"{rank} {os.getpid()} {mine[1]}\n", append=True)
 
     def learn(self) -> None:
-        """Read which processes there are: those of ranks that have come so far."""
+        """Read the processes of the ranks that have started so far."""
         texts = self._board.read([self._key])
         for line in (texts or {}).get(self._key, "").splitlines():
             rank, pid, started = line.split()
             self._known[int(rank)] = _Process(int(pid), started)
 
     def lost(self) -> dict[int, str]:
-        """Ranks of this machine that are gone or stopped, and which process that is."""
+        """Return the ranks of this machine that are gone or stopped, each with a text about its process."""
         found = {}
         for rank, (pid, _) in self._known.items():
             state = self._state(rank)
@@ -52,7 +52,7 @@ class Processes:
         return found
 
     def gone(self) -> set[int]:
-        """Ranks of this machine whose processes have ended."""
+        """Return the ranks of this machine whose processes have ended."""
         return {rank for rank in self._known if self._state(rank) in _GONE}
 
     def _state(self, rank: int) -> str:
@@ -62,7 +62,7 @@ class Processes:
 
 
 def _machine() -> str:
-    """The same for those processes only whose numbers are of one kind: of one start of a machine, and one container."""
+    """Return a name for processes with comparable numbers: of one boot of a machine, and one container."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
     return "unknown"

@@ -1,4 +1,4 @@
-"""A device's streams: what has the step's come to, how long does it wait, and one of its own for what comes from the host."""
+"""Streams of a device: progress marks, waiting time, and a separate stream for copies from the host."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 
 class Mark(Protocol):
-    """A point on a device's stream."""
+    """A progress mark on a device's stream."""
 
     def is_completed(self) -> bool:
-        """Whether the stream has come to it; asked from another thread."""
+        """Whether the stream has reached it; called from another thread."""
 
 
 class StreamMark:
-    """A :class:`Mark` on CUDA's current stream. An event and not a message's work, which would keep its tensor alive."""
+    """A :class:`Mark` on CUDA's current stream; an event, since a message's work would keep its tensor alive."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
         self._event.record()
 
     def is_completed(self) -> bool:
-        """Whether the stream has come to it; after an error on the device, which the host meets by itself, it has."""
+        """Whether the stream has reached it; True after an error on the device, which the host sees itself."""
         try:
             return bool(self._event.query())
         except RuntimeError:
@@ -33,17 +33,19 @@ class StreamMark:
 
 
 def take_device(device: torch.device) -> None:
-    """What a new thread calls first: until then its device is the machine's first, where CUDA makes a context of some hundred MB
-    when it is asked for anything."""
+    """Set the device of a new thread; call it first.
+
+    Until then the thread uses the machine's first device, where any CUDA call creates a context of some hundred MB.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 class Loader:
-    """Brings tensors, alone or in tuples, to a device.
+    """Copies tensors, alone or in tuples, to a device.
 
-    On CUDA by a stream of its own. A copy from ordinary host memory holds the host until its stream has come to it, and on the
-    step's stream that would be after everything that the host has issued so far.
+    On CUDA it has its own stream. A copy from ordinary host memory blocks the host until its stream reaches it; on the
+    step's stream that would be after all work issued so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +53,7 @@ class Loader:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, value: Any) -> Any:
-        """The same on the device, which the current stream may use; anything but tensors stays as it is."""
+        """Return the value on the device, ready for the current stream; only tensors are copied."""
         if self._stream is None:
             return _moved(value, self._device)
         with torch.cuda.stream(self._stream):
@@ -80,18 +82,18 @@ def _flat(value: Any) -> Iterator[Tensor]:
 
 
 class StreamClock:
-    """Time that a CUDA stream spends waiting for messages in a step: there, waiting blocks the stream and not the host."""
+    """Time that a CUDA stream waits for messages in a step; waits block the stream, not the host."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self) -> None:
-        """A step begins: what is known of the last one is forgotten."""
+        """Begin a step: reset the time."""
         self._pairs.clear()
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Bracket one wait by events on the current stream."""
+        """Context manager that brackets one wait by events on the current stream."""
         pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         pair[0].record()
         yield
@@ -99,6 +101,6 @@ class StreamClock:
         self._pairs.append(pair)
 
     def take_s(self) -> float:
-        """Seconds since the step began. Synchronises."""
+        """Return the seconds since the step began. Synchronizes."""
         torch.cuda.synchronize()
         return float(sum(start.elapsed_time(stop) for start, stop in self._pairs)) / 1000.0

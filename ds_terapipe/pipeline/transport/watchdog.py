@@ -1,13 +1,13 @@
-"""Every wait of a stage for another: timed, bounded, and explained when it fails.
+"""Waits of a stage for another: timed, bounded, and explained when they fail.
 
-A wait that fails or lasts too long ends in a report that says who waited for whom and for what, with the schedule's grid and
-the action each stage is at. Ranks learn each other's whereabouts from the process group's store, where a thread of each
-process writes its own down about once a second; so also that of a process which is no longer there.
+A wait that fails or lasts too long ends in a report: who waited for whom and for what, the schedule's grid and the
+action of each stage. A thread of each process writes its position to the process group's store about once a second;
+ranks read the others' there, also that of a process which has ended.
 
-Where a device has streams, a wait for a message is the stream's and the host goes on: a wait that blocked the host would keep
-it from launching what comes next. Then the same thread watches the stream itself: every wait leaves a mark behind it, the first
-mark that the stream has not reached tells at which action the stage is, and a stream that reaches none for ``timeout_s`` is
-reported as a host's wait would be.
+On a device with streams, the stream waits for messages, and the host continues: a blocked host could not launch later
+work. Then the same thread watches the stream itself. Every wait leaves a mark behind it, and the first mark that the
+stream has not reached tells the stage's action. A stream that reaches no mark for ``timeout_s`` is reported like a
+host's wait.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from ds_terapipe.schedule import Action, grid_text
 logger = logging.getLogger(__name__)
 
 _PUBLISH_EVERY_S = 1.0
-_LAUNCH_LOOKS = 5  # at processes, for one at positions
-_SILENT_AFTER_S = 2.5  # in which every living process publishes at least once
+_LAUNCH_LOOKS = 5  # looks at the processes per look at the positions
+_SILENT_AFTER_S = 2.5  # time in which every living process publishes at least once
 _JOINS_WITHIN_S = 2.0
-_LOOKS, _BETWEEN_LOOKS_S = 5, 0.1  # in which a process is gone whose connections are
-_GRACE_S = 5.0  # what the wait itself gets to fail by its own timeout, before the watching thread ends the process
+_LOOKS, _BETWEEN_LOOKS_S = 5, 0.1  # time until a process with broken connections is gone
+_GRACE_S = 5.0  # time for the wait's own timeout, before the watching thread ends the process
 _LAST_RESORT_S = 60.0
-_STOPPED_FOR_S = 10.0  # beyond the longest wait, in which the others name a rank that is stopped
+_STOPPED_FOR_S = 10.0  # time beyond the longest wait, in which the others name a stopped rank
 _LISTED_OUTSIDE = 8  # ranks of other pipelines that a report names
 _EXIT_CODE = 70  # EX_SOFTWARE
 _HOST = torch.device("cpu")
 
 
 class PipelineStalled(RuntimeError):
-    """A stage waited for another that died, or that did not answer within ``token_pipeline.timeout_s``."""
+    """A stage waited for another that died, or did not answer within ``token_pipeline.timeout_s``."""
 
 
 class Waiting(NamedTuple):
-    """A wait that is going on: for what, since when (``time.monotonic``), and what ends it.
+    """A running wait: its subject, its start (``time.monotonic``), and its bounds.
 
     Attributes:
-        bounded: whether it lasts ``timeout_s`` at most; else as long as all ranks do something.
-        in_store: whether it is one for the process group's store, which does not say that a rank is gone.
+        bounded: whether it lasts ``timeout_s`` at most; else as long as all ranks make progress.
+        in_store: whether it waits for the process group's store, which does not report a dead rank.
     """
 
     what: str
@@ -71,7 +71,7 @@ class Waiting(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """A wait that the stream has been given: the mark behind it, for what, when, and at which step and action of which grid."""
+    """A wait issued to the stream: the mark behind it, its subject, time, step, action and grid."""
 
     mark: Mark
     what: str
@@ -82,7 +82,7 @@ class _Passed(NamedTuple):
 
 
 class Position(NamedTuple):
-    """What a rank last said of itself: when (``time.time``), in which step, at which action, and doing what."""
+    """A rank's last report: when (``time.time``), in which step, at which action, and its state."""
 
     written: float
     step: int
@@ -91,28 +91,28 @@ class Position(NamedTuple):
     ended: bool = False  # the note says why
 
     def to_text(self) -> str:
-        """One line; :meth:`from_text` is its inverse."""
+        """Return one line; :meth:`from_text` is its inverse."""
         return f"{self.written:.3f} {self.step} {self.action} {int(self.ended)} {self.note}"
 
     @classmethod
     def from_text(cls, text: str) -> Position:
-        """Raises ValueError for anything but a text of :meth:`to_text`."""
+        """Parse a text of :meth:`to_text`; raises ValueError for any other."""
         written, step, action, ended, note = text.split(" ", 4)
         return cls(float(written), int(step), int(action), note, bool(int(ended)))
 
 
 class Positions:
-    """The table of all ranks' positions."""
+    """Table of all ranks' positions."""
 
     def __init__(self, board: Board, rank: int, table: object = 0) -> None:
         self._board, self._rank, self._table = board, rank, f"ds_terapipe/position/{table}"
 
     def publish(self, position: Position) -> None:
-        """Write this rank's position down; no answer is waited for."""
+        """Write this rank's position, without waiting for an answer."""
         self._board.put(self._key(self._rank), position.to_text())
 
     def read(self, ranks: Sequence[int]) -> dict[int, Position] | None:
-        """The positions of those of ``ranks`` that have published one; None when the store does not answer."""
+        """Return the positions of those of ``ranks`` that have published one; None if the store does not answer."""
         texts = self._board.read([self._key(rank) for rank in ranks])
         if texts is None:
             return None
@@ -126,17 +126,17 @@ class Positions:
         return f"{self._table}/{rank}"
 
 
-_engines = itertools.count()  # of this process; all ranks make theirs in one order
+_engines = itertools.count()  # number of engines in this process; all ranks make theirs in one order
 
 
 class Watchdog:
-    """Knows what this rank is doing and waits for.
+    """Knows this rank's action and wait.
 
     Args:
-        seat: where this rank is in its pipeline; a step may begin on another (:meth:`begin`). None: there is no engine yet.
+        seat: this rank's seat in its pipeline; a step may change it (:meth:`begin`). None: there is no engine yet.
         timeout_s: longest wait, in seconds.
-        new_mark: puts a mark on the device's current stream; None where the host waits for messages.
-        device: of the marks.
+        new_mark: puts a mark on the device's current stream; None: the host waits for messages.
+        device: device of the marks.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Watchdog:
     ) -> None:
         self.timeout_s = timeout_s
         self._new_mark, self._device = new_mark, device
-        self._marks: deque[_Passed] = deque()  # those that the stream has not come to, as far as is known
+        self._marks: deque[_Passed] = deque()  # marks that the stream has not reached, as far as is known
         self._marks_lock, self._progress = threading.Lock(), 0.0
         self.waited_s = 0.0
         self._seat = seat
@@ -157,7 +157,7 @@ class Watchdog:
         self._grid: Sequence[Sequence[Action]] = ()
         self._step, self._index = 0, 0
         self._waiting: Waiting | None = None
-        self.ended = ""  # why this rank's steps came to no end
+        self.ended = ""  # reason why this rank's steps failed
         self._board = Board(_get_default_store())
         self._positions = Positions(self._board, self._rank, "launch" if seat is None else next(_engines))
         self._processes = Processes(self._board, self._rank)
@@ -167,24 +167,25 @@ class Watchdog:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds_terapipe-watchdog", daemon=True)
         self._thread.start()
-        # a thread that is inside the store when the interpreter goes down would take the process with it
+        # a thread inside the store at the interpreter's exit would crash the process
         atexit.register(self.close)
 
     def begin(self, step: int, grid: Sequence[Sequence[Action]], seat: Seat) -> None:
-        """A new step starts, with the schedule ``grid``, on this seat; the time waited counts from zero again."""
+        """Begin a step with the schedule ``grid`` on this seat; the waiting time restarts at 0."""
         self._step, self._grid, self._index, self._seat, self.waited_s = step, grid, 0, seat, 0.0
 
     def at(self, index: int) -> None:
-        """This stage has come to action ``index`` of its row of the grid."""
+        """Note that this stage has come to action ``index`` of its row of the grid."""
         self._index = index
 
     @contextmanager
     def waiting(
         self, what: str, *, counts: bool = True, bounded: bool = True, in_store: bool = False
     ) -> Iterator[None]:
-        """A blocking wait for other processes; ``what`` completes "waited for". Raises PipelineStalled when it fails.
+        """Context manager around a blocking wait for other processes. Raises PipelineStalled when it fails.
 
-        ``counts``: whether the time is waiting and nothing else, and belongs to ``waited_s``. The others as in `Waiting`.
+        ``what`` completes "waited for". ``counts``: whether the time is nothing but waiting, and belongs to
+        ``waited_s``. For the others see `Waiting`.
         """
         outer, mine = self._waiting, Waiting(what, time.monotonic(), bounded, in_store)
         self._seen = self._seen if bounded else None
@@ -194,7 +195,7 @@ class Watchdog:
         except RuntimeError as error:
             if isinstance(error, PipelineStalled) or not _is_communication(error):
                 raise
-            self._waiting = None  # the report takes its time
+            self._waiting = None  # the report takes a while
             raise PipelineStalled(self._report(mine, _first_line(error))) from error
         finally:
             if counts and outer is None:
@@ -202,40 +203,40 @@ class Watchdog:
             self._waiting = outer
 
     def making_groups(self) -> AbstractContextManager[None]:
-        """Around the making of groups by all ranks, none of which is still busy with something else.
+        """Context manager around the making of groups by all ranks, all of which are ready for it.
 
-        Torch waits half an hour for a rank that has died before it came to its group.
+        Torch waits half an hour for a rank that died before it came to its group.
         """
         return self.waiting("all ranks to make their groups", counts=False, in_store=True)
 
     @property
     def group_timeout_s(self) -> float:
-        """The limit of a process group whose messages this watchdog waits for.
+        """Timeout of a process group whose messages this watchdog waits for.
 
-        Only the host's waits end by it. A stream's are ended by the thread; the group's own watchdog counts from the time at
-        which a message was issued, which for a receive is long before anybody waits for it, and is the last resort.
+        Only the host's waits end by it. The thread ends a stream's waits. The group's own watchdog is the last resort:
+        it counts from the issue of a message, which for a receive is long before any wait.
         """
         return self.timeout_s if self._new_mark is None else 2 * self.timeout_s + _LAST_RESORT_S
 
     def wait(self, work: Any, what: str) -> None:
-        """Wait for one message: the host does, or, where there are streams, the current stream."""
+        """Wait for one message: on the host, or with streams on the current stream."""
         if self._new_mark is None:
             self.wait_on_host(work, what)
             return
         with self.waiting(what):
             work.wait()
         passed = _Passed(self._new_mark(), what, time.monotonic(), self._step, self._index, self._grid)
-        self._drop_reached()  # a mark may keep something alive, so none is kept for longer than it takes
+        self._drop_reached()  # a mark may keep objects alive, so reached ones are dropped
         with self._marks_lock:
             self._marks.append(passed)
 
     def wait_on_host(self, work: Any, what: str) -> None:
-        """Wait for one message, and return when it is there."""
+        """Wait on the host until a message has arrived."""
         with self.waiting(what):
             work.wait(timedelta(seconds=self.timeout_s))
 
     def _drop_reached(self) -> _Passed | None:
-        """Forget the marks that the stream has come to; the first that it has not come to."""
+        """Drop the marks that the stream has reached; return the first that it has not."""
         with self._marks_lock:
             while self._marks and self._marks[0].mark.is_completed():
                 self._marks.popleft()
@@ -243,7 +244,7 @@ class Watchdog:
             return self._marks[0] if self._marks else None
 
     def _late(self) -> Waiting | None:
-        """What the stream has waited for, longer than it may."""
+        """Return the wait of the stream that has exceeded the timeout; None if there is none."""
         first = self._drop_reached()
         if first is None:
             return None
@@ -251,16 +252,16 @@ class Watchdog:
         return Waiting(first.what, since) if time.monotonic() - since > self.timeout_s else None
 
     def _where(self) -> tuple[int, int, Sequence[Sequence[Action]]]:
-        """Step, action and grid that this stage is at: the host's, or the stream's, which may be far behind."""
+        """Return step, action and grid of this stage: the host's, or the stream's, which may be far behind."""
         first = self._drop_reached()
         return (self._step, self._index, self._grid) if first is None else (first.step, first.action, first.grid)
 
     def learn_processes(self) -> None:
-        """Read which processes the ranks on this machine are: of all ranks, once all have come to their launch."""
+        """Read the processes of the ranks on this machine; complete once all have started."""
         self._processes.learn()
 
     def failed(self, error: BaseException) -> None:
-        """This rank's step ends with an error: whoever waits for it will read why."""
+        """Publish that this rank's step failed, so that waiting ranks read the reason."""
         if not self.ended:
             self._end(f"failed: {type(error).__name__}: {_first_line(error)}")
 
@@ -277,7 +278,7 @@ class Watchdog:
     def _run(self) -> None:
         take_device(self._device)
         self._publish()
-        # a launcher that saw a process die ends the others within a second, maybe before they wait for it
+        # a launcher that sees a process die ends the others within a second, maybe before they wait for it
         looks = _LAUNCH_LOOKS if self._seat is None else 1
         for look in itertools.count(1):
             if self._closed.wait(_PUBLISH_EVERY_S / looks):
@@ -285,17 +286,17 @@ class Watchdog:
             if look % looks == 0:
                 self._publish()
                 if self._seat is None:
-                    self.learn_processes()  # ranks come to their launch one by one
+                    self.learn_processes()  # ranks start one by one
             waiting, late = self._waiting, self._late()
             if waiting is not None and self._is_over(waiting):
                 late = waiting  # the main thread is inside a collective of a group with a longer timeout
-            if late is not None:  # nothing can wake the main thread, or the stream
+            if late is not None:  # the main thread, or the stream, cannot be woken
                 logger.error("%s", self._report(late, "no answer"))
                 sys.stderr.flush()
                 os._exit(_EXIT_CODE)
 
     def _is_over(self, waiting: Waiting) -> bool:
-        """Whether a wait has been going on for longer than it may."""
+        """Whether a wait has exceeded its limit."""
         now = time.monotonic()
         if waiting.bounded and now - waiting.since > self.timeout_s + _GRACE_S:
             return True
@@ -304,7 +305,7 @@ class Watchdog:
         )
 
     def _someone_is_gone(self, now: float) -> bool:
-        """Whether a process has ended, and the main thread had the time to notice it."""
+        """Whether a process has ended, and the main thread has had time to notice it."""
         gone = self._processes.gone()
         if gone and self._gone_since is None:
             lost = [f"rank {rank} ({why})" for rank, why in self._processes.lost().items() if rank in gone]
@@ -313,7 +314,7 @@ class Watchdog:
         return self._gone_since is not None and now - self._gone_since > _GRACE_S
 
     def _someone_is_silent(self, now: float) -> bool:
-        """Whether a rank has failed, or said the same ``timeout_s`` ago; one that has not come says nothing yet."""
+        """Whether a rank has failed, or kept its position for ``timeout_s``; unstarted ranks do not count."""
         if self._seen is not None and now - self._seen[0] < self.timeout_s:
             return False
         before, found = self._seen, self._positions.read([r for r in range(self._world_size) if r != self._rank])
@@ -346,7 +347,7 @@ class Watchdog:
         )
         if self.ended:
             return first
-        logger.error("%s", first)  # at once: a launcher that saw a process die ends the others within a moment
+        logger.error("%s", first)  # at once: a launcher that sees a process die ends the others within a moment
         lines = [first, *(f"  rank {rank}: {why}" for rank, why in self._look_for_lost().items())]
         if len(lines) > 1:
             logger.error("%s", "\n".join(lines[1:]))
@@ -355,7 +356,8 @@ class Watchdog:
         return "\n".join(lines)
 
     def _look_for_lost(self) -> dict[int, str]:
-        """Ranks of this machine that are gone or stopped; a process that dies breaks its connections a moment before."""
+        """Return ranks of this machine that are gone or stopped; retries, as connections break before a process
+        ends."""
         for _ in range(_LOOKS):
             if self._seat is None:
                 self.learn_processes()
@@ -366,7 +368,7 @@ class Watchdog:
         return {}
 
     def _whereabouts(self, seat: Seat | None, step: int, action: int, grid: Sequence[Sequence[Action]]) -> list[str]:
-        """Lines that say where the ranks are."""
+        """Return lines with the positions of the ranks."""
         known, silent = self._observe()
         if known is None:
             known, lines = (
@@ -387,9 +389,9 @@ class Watchdog:
         return [*lines, grid_text(grid, at={**at, seat.place: action}, placement=seat.placement)]
 
     def _outside(self, known: Mapping[int, Position], silent: Collection[int]) -> list[str]:
-        """Those ranks of other pipelines that ended or fell silent: what all ranks wait for may be one of them.
+        """Describe ranks of other pipelines that ended or fell silent: a wait for all ranks may be for one of them.
 
-        Without an engine all others are of other pipelines, and the one that is waited for may not have come at all.
+        Without an engine all others are of other pipelines, and the awaited rank may not have started at all.
         """
         here: Collection[int] = (self._rank,) if self._seat is None else self._seat.ranks
         odd = [rank for rank in known if rank not in here and (rank in silent or known[rank].ended)]
@@ -398,9 +400,10 @@ class Watchdog:
         return [_describe(rank, known.get(rank), rank in silent) for rank in odd[:_LISTED_OUTSIDE]]
 
     def _observe(self) -> tuple[dict[int, Position] | None, set[int]]:
-        """All ranks' positions, and who has stopped publishing. Two looks tell; clocks of other machines do not.
+        """Return all ranks' positions, and the ranks that have stopped publishing.
 
-        Whoever has the store may be done with its own report between the two: then the first look is what is known.
+        It compares two reads, since clocks differ between machines. The rank with the store may end after its own
+        report, between the two: then the first read counts.
         """
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         before = self._positions.read(others)
@@ -429,15 +432,15 @@ def _is_at(position: Position | None, step: int) -> bool:
 
 def _first_line(error: BaseException) -> str:
     line = next(iter(str(error).splitlines()), "")
-    line = re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo begins with the place in its source
+    line = re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo's messages begin with a source location
     return line.split(". This is typically caused by")[0][:300]
 
 
 @contextmanager
 def launching(timeout_s: float) -> Iterator[Watchdog]:
-    """Watch over the building of engines, without a time limit: a rank that dies or fails ends the others, which name it.
+    """Context manager around the building of engines, without a time limit: a rank that dies or fails ends the others.
 
-    PyTorch's own waits do not say which rank it was, and last half an hour where groups are made.
+    They name it; PyTorch's own waits do not, and last half an hour while groups are made.
     """
     watchdog = Watchdog(None, timeout_s)
     try:
@@ -451,9 +454,9 @@ def launching(timeout_s: float) -> Iterator[Watchdog]:
 
 
 def bounded_group(ranks: Sequence[int] | None, timeout_s: float, backend: str | None = None) -> Any:
-    """A new process group whose operations end after ``timeout_s``; collective. ``ranks`` None: all of the job.
+    """Make a process group whose operations end after ``timeout_s``; collective. ``ranks`` None: all of the job.
 
-    Its creation has the job's own timeout: processes may come to it long after each other.
+    Its creation has the job's own timeout, since processes may arrive at very different times.
     """
     group = torch.distributed.new_group(ranks, backend=backend)
     if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:

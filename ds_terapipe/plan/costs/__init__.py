@@ -1,1 +1,1 @@
-"""What a slice costs in time and memory: measured, or from a datasheet."""
+"""Cost of a slice in time and memory: measured, or from a datasheet."""

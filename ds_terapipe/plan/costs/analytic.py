@@ -1,4 +1,4 @@
-"""What a slice costs, from operations, weight traffic, launches and links, before anything was measured.
+"""Analytic cost of a slice, from operations, weight traffic, launches and links.
 
 One layer, forward and backward, over l tokens of each of b sequences that have c tokens before them, on p tensor-parallel
 devices (H hidden, N weights per layer, h heads of d; the nine rates are those of `hardware.Rates`):
@@ -119,7 +119,7 @@ class AnalyticCost:
         return length * (context + length) * scale
 
     def _others(self, stage: int, length: Tokens) -> Tokens:
-        """What grows with the tokens and is not a matrix product: all-reduces, embedding, loss, messages waited for."""
+        """Return a slice's seconds beside matrix products: all-reduces, embedding, loss, messages waited for."""
         model, p = self.model, self.tensor_parallel
         states = self.sequences * model.hidden_size * _HALF
         per_token = self.layers[stage] * 4 * 2 * (p - 1) / p * states / self.rates.all_reduce_bytes_per_s

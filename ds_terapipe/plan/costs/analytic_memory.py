@@ -1,4 +1,4 @@
-"""What a micro-batch takes on each stage, from the shapes of the model, before anything was measured.
+"""Analytic memory of a micro-batch on each stage, from the shapes of the model.
 
 Counted for a layer of 16-bit numbers without recomputation, as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1): the
 inputs of both norms, of query-key-value, of the attention's projection and of both MLP matrices, queries, keys and values, the

@@ -29,7 +29,7 @@ _MOST_STEPS = 200
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What `fit` found.
+    """Result of `fit`.
 
     Attributes:
         rates: the most likely rates.

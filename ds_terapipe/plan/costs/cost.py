@@ -1,4 +1,4 @@
-"""How long a slice takes on a stage: what every cost model offers, and the one that is fitted to measurements.
+"""Time of a slice on a stage: the interface of all cost models, and the model fitted to measurements.
 
 A slice is ``length`` tokens after a context of ``context`` tokens. TeraPipe (arXiv 2102.07988, section 3.3) writes its time as
 t(l, 0) + a0 + a1 l + a2 c + a3 l c. Here t(l, 0) is any curve that does not fall, linear between the measured lengths, and
@@ -71,7 +71,7 @@ class Curve:
 
     Args:
         points: pairs (tokens, seconds); several of the same number of tokens are averaged.
-        what: what it is the time of, for errors.
+        what: name of the curve for errors.
 
     Raises:
         ConfigError: no point, or one that is no time.
@@ -87,7 +87,7 @@ class Curve:
         self._values = np.cumsum(_relative_fit(steps, np.array([point[1] for point in points], dtype=float)))
 
     def __call__(self, tokens: Tokens) -> Tokens:
-        """Seconds for ``tokens``. Raises ConfigError outside of what was measured."""
+        """Return the seconds for ``tokens``. Raises ConfigError outside the measured range."""
         low, high = float(self._knots[0]), float(self._knots[-1])
         if np.any(np.asarray(tokens) < low) or np.any(np.asarray(tokens) > high):
             worst = max(np.max(tokens), high) if np.any(np.asarray(tokens) > high) else np.min(tokens)
@@ -104,7 +104,7 @@ class StageCost:
         samples: a few dozen; `sample_points` says where.
         weights: pairs (tokens of the whole sequence, seconds) of the weight gradients, where they are made once per
             micro-batch.
-        what: the stage's name in errors.
+        what: name of the stage in errors.
 
     Raises:
         ConfigError: no sample at context 0, or one that is no time.
@@ -133,11 +133,11 @@ class StageCost:
         return _relative_fit(columns, seconds)
 
     def forward(self, length: Tokens, context: Tokens) -> Tokens:
-        """Seconds of a slice's forward. Raises ConfigError outside of what was measured."""
+        """Return the seconds of a slice's forward. Raises ConfigError outside the measured range."""
         return self._evaluate(self._forward, length, context)
 
     def backward(self, length: Tokens, context: Tokens) -> Tokens:
-        """Seconds of a slice's backward. Raises ConfigError outside of what was measured."""
+        """Return the seconds of a slice's backward. Raises ConfigError outside the measured range."""
         return self._evaluate(self._backward, length, context)
 
     def weights(self, length: Tokens) -> Tokens:
@@ -191,10 +191,10 @@ class MeasuredCost:
         measured_on: model, type, device, versions, ...: measurements are used again only where this is the same. Two figures
             of the run are beside them, ``overhead_s`` and ``memory_limit_bytes``. ``placement``, where it is there, says where
             the stages were.
-        memory: what tokens of such a micro-batch take on each stage, where that was measured as well.
+        memory: memory of such a micro-batch's tokens on each stage, if measured.
         loss: forward and backward seconds of a loss that is made of a whole sequence's outputs, with its last slice on the
             last stage; zero where the loss is in the times of the slices.
-        layers: what single layers took, where that was measured as well.
+        layers: times of single layers, if measured.
 
     Raises:
         ConfigError: not a boundary between each two stages.
@@ -237,12 +237,12 @@ class MeasuredCost:
 
     @property
     def placement(self) -> Placement | None:
-        """Where the stages were; None: one on each place."""
+        """Placement of the measured stages; None: one on each place."""
         return placement_from(Fields(self.measured_on, "costs: measured_on"), self.stages)
 
     @property
     def holds_for(self) -> dict[str, Any]:
-        """``measured_on`` without what was measured: another run with the same may use these costs."""
+        """Return ``measured_on`` without the measured values: a run with equal facts may use these costs."""
         return {name: value for name, value in self.measured_on.items() if name not in (_OVERHEAD, _LIMIT)}
 
     @property
@@ -261,11 +261,11 @@ class MeasuredCost:
         return min(stage.max_length for stage in self.stage_costs)
 
     def forward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        """See `Cost`; raises ConfigError outside of what was measured."""
+        """See `Cost`; raises ConfigError outside the measured range."""
         return self._with_loss(stage, length, context, self.stage_costs[stage].forward(length, context), self.loss[0])
 
     def backward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        """See `Cost`; raises ConfigError outside of what was measured."""
+        """See `Cost`; raises ConfigError outside the measured range."""
         return self._with_loss(stage, length, context, self.stage_costs[stage].backward(length, context), self.loss[1])
 
     def _with_loss(self, stage: int, length: Tokens, context: Tokens, seconds: Tokens, loss: float) -> Tokens:
@@ -276,15 +276,15 @@ class MeasuredCost:
         return _like(length, np.asarray(seconds) + np.where(ends, loss, 0.0))
 
     def weights(self, stage: int, length: Tokens) -> Tokens:
-        """See `Cost`; raises ConfigError outside of what was measured."""
+        """See `Cost`; raises ConfigError outside the measured range."""
         return self.stage_costs[stage].weights(length)
 
     def message(self, boundary: int, length: Tokens) -> Tokens:
-        """See `Cost`; raises ConfigError outside of what was measured."""
+        """See `Cost`; raises ConfigError outside the measured range."""
         return self._messages[boundary](length)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `save` writes: the measurements, from which the fit is made again."""
+        """Return the measurements as `save` writes them; the fit is made again from them."""
         return {
             "format": FORMAT,
             "measured_on": self.measured_on,
@@ -309,7 +309,7 @@ class MeasuredCost:
 
     @classmethod
     def load(cls, path: str | Path) -> MeasuredCost:
-        """Read what `save` wrote. Raises ConfigError, one line with file, field and expectation."""
+        """Read a file of `save`. Raises ConfigError, one line with file, field and expectation."""
         fields = read_json(path, "a measurement", FORMAT)
         stages = [_stage(block, index) for index, block in enumerate(fields.blocks("stages"))]
         messages = _boundaries(fields, stages)
@@ -332,7 +332,7 @@ class MeasuredCost:
 
 
 def sample_points(total: int, least: int) -> list[tuple[int, int]]:
-    """Where to measure: a few dozen (length, context), so that no slice of ``least`` tokens or more is outside.
+    """Return points to measure: a few dozen (length, context) that cover slices of ``least`` tokens or more.
 
     Lengths go up by at most a half from ``least`` to the sequence of ``total`` tokens without context; contexts are tried
     with short, middle and long slices, up to the deepest that a slice can have.

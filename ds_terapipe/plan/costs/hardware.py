@@ -1,4 +1,4 @@
-"""Clusters and models: what a datasheet says, the ranges it leaves open, and the files a user writes.
+"""Clusters and models: figures of a datasheet, ranges of open rates, and the user's files.
 
 A `Cluster` holds what a vendor prints. How much of it a training step reaches is another matter: `Cluster.ranges` gives,
 for each of the nine rates of `analytic`, the range in which it must lie and why. Its geometric middle is the guess without
@@ -21,7 +21,7 @@ from ds_terapipe.errors import ConfigError, bad_value, nearest
 
 
 class Range(NamedTuple):
-    """Where a rate must lie, and why. Taken as one standard deviation to either side of the geometric middle."""
+    """Range of a rate, with its reason; one standard deviation to either side of the geometric middle."""
 
     low: float
     high: float
@@ -73,9 +73,9 @@ class Cluster:
         peak_tflops: 16-bit matrix operations of a device, in 1e12 per second.
         memory_gb: memory of a device, in 1e9 bytes.
         memory_gb_per_s: its bandwidth, in 1e9 bytes per second.
-        link_gb_per_s: what a device sends to the others of its node over all its links, one way.
+        link_gb_per_s: bandwidth of a device to the others of its node over all its links, one way.
         slowest_link_gb_per_s: the slowest single link between two of them.
-        node_gb_per_s: what a node sends to other nodes.
+        node_gb_per_s: bandwidth of a node to other nodes.
         rates_known: measured or calibrated values that take the place of the ranges' middles, by name.
     """
 
@@ -115,7 +115,7 @@ class Cluster:
 
     @property
     def rates(self) -> Rates:
-        """What is known, and the middle of the range for what is not."""
+        """Rates that are known, and the middle of the range for the others."""
         return Rates(**{name: self.rates_known.get(name, known.middle) for name, known in self.ranges.items()})
 
 

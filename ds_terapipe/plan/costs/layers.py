@@ -1,4 +1,4 @@
-"""What single layers took, and whether other stages would be faster: advice, for stages are made before anything is measured."""
+"""Times of single layers, and advice on a faster partition: the stages exist before anything is measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORTH = 0.03  # share of the slowest stage's time from which other stages are wo
 class LayerSeconds:
     """Forward and backward of each layer over an uncut micro-batch, weight gradients and loss among them.
 
-    What is on one place is a stage here, whatever parts it has.
+    All layers of one place are a stage here.
 
     Attributes:
         stages: seconds of the layers of each stage, in order.
@@ -49,12 +49,12 @@ class LayerSeconds:
 
     @property
     def best(self) -> Partition:
-        """The stages of which the slowest takes least."""
+        """The partition whose slowest stage takes least."""
         return partition(self.movable, len(self.stages))
 
     @property
     def gain(self) -> float:
-        """How much less time the slowest stage would take, as a share."""
+        """Share of the slowest stage's time that the best partition would save."""
         return gain(self.movable, self._sizes)
 
     def advice(self, worth: float = WORTH) -> str:
@@ -71,7 +71,7 @@ class LayerSeconds:
         return f"{best.text} layers would take {self.gain:.1%} less than {present.text} in the slowest stage: {how}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As a file holds it."""
+        """Return the times as a file holds them."""
         return {"stages": [list(stage) for stage in self.stages], "ends": list(self.ends)}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Costs from recorded training steps: what each stage took for each slice, while all stages were at work.
+"""Costs from recorded training steps: the seconds of each stage for each slice, while all stages work.
 
 A step of the training is cut in some way, runs as any other, and is recorded. So the times are those under load (processes
 on one machine slow each other), no sample, random number or buffer is used for them, and nothing has to be run twice. From a
@@ -94,7 +94,7 @@ def overhead(steps: Sequence[RecordedStep]) -> float:
 
 
 class _Message(NamedTuple):
-    """A message: the receive's action, tokens, what the sender and the receiver did with it."""
+    """A message: the receive's action, its tokens, and its timings at sender and receiver."""
 
     receive: Action
     length: int
@@ -141,9 +141,10 @@ def _messages(step: RecordedStep) -> list[_Message]:
 
 
 def _receive_overhead(messages: Sequence[_Message], stage: int) -> dict[Op, float]:
-    """What a receive takes on a stage when its message is there already: the shortest of those that came late for it.
+    """Return a stage's seconds of a receive whose message has arrived already: the shortest of the late receives.
 
-    Late is whoever comes after the longest time that a message took to a receiver that stood waiting.
+    A receive is late if it starts later than the message could travel: the longest time of a message to a waiting
+    receiver.
     """
     shortest: dict[Op, float] = {}
     own = [message for message in messages if message.receive.stage == stage]
@@ -187,7 +188,7 @@ def _weights(rows: Iterable[_Row], stage: int) -> float:
 
 
 def _apart(samples: Sequence[Sample], total: int) -> tuple[list[Sample], tuple[float, float]]:
-    """The samples without the loss that the last slice of a sequence has in them, and what the loss takes."""
+    """Return the samples without the loss of a sequence's last slice, and the loss's seconds."""
     others = [sample for sample in samples if sample.length + sample.context < total]
     if not others:
         return list(samples), (0.0, 0.0)
@@ -224,9 +225,9 @@ def _curve(
             found[length].append(max(received.sent - sent.sent - ahead[receive.stage][op], 0.0))
     points = [(float(length), _typical(times)) for length, times in found.items()]
     ends = [float(min(lengths)), float(max(lengths))]
-    if not points:  # nobody ever waited at this boundary: its messages cost nothing that shows
+    if not points:  # no stage ever waited at this boundary: its messages have no visible cost
         return [(end, 0.0) for end in ends]
-    # nobody waited for the shortest or the longest: what the nearest took stands for them
+    # no stage waited for the shortest or the longest: the nearest length stands for them
     nearest = [min(points, key=lambda point: abs(point[0] - end))[1] for end in ends]
     known = {point[0] for point in points}
     return points + [(end, seconds) for end, seconds in zip(ends, nearest, strict=True) if end not in known]

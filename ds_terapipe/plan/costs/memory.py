@@ -48,17 +48,17 @@ _SINCE = {"working": 0.0, "joined": 0.0, "largest_gradient": 0.0}  # files that 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a stage takes, in bytes per token of a micro-batch (all its sequences together), for all its layers.
+    """Memory of a stage, for all its layers, in bytes per token of a micro-batch (all its sequences together).
 
     Attributes:
-        activations: what a live unit holds.
+        activations: memory of a live unit.
         keys_values: K and V, in the model's type.
         key_value_gradients: dK and dV.
         weight_gradients: inputs and output gradients of the linear layers.
-        received, sent: what the boundary before hands over, and the boundary after; 0 at the ends.
+        received, sent: messages at the boundary before, and at the one after; 0 at the ends.
         fixed: bytes that are there whatever the plan: weights, gradients, optimiser; 0 where ``memory_gb`` is what is free
             beside them.
-        working: what is taken and given back while a unit is computed, per token of this unit.
+        working: temporary memory while a unit is computed, per token of this unit.
         joined: what there is of a cut micro-batch as a whole, e.g. outputs that a loss wants joined, whatever its slices.
         largest_gradient: bytes of the largest gradient of a weight.
     """
@@ -125,7 +125,7 @@ def memory_use(
     """Peak memory of each place.
 
     Args:
-        model: what tokens take.
+        model: memory of the tokens.
         schedule: ``terapipe``, ``1f1b``, or any other that `schedule.order` knows.
         lengths: tokens of each slice; the same for all micro-batches.
         micro_batches: in a step.
@@ -151,7 +151,7 @@ def calibrated(
     weights_once: bool = False,
     placement: Placement | None = None,
 ) -> MemoryModel:
-    """The model with what steps took more than it says: ``working`` and ``joined`` of the stages.
+    """Calibrate the model to peaks beyond its count: ``working`` and ``joined`` of the stages.
 
     One step says nothing of how the rest grows with slices; it is then all taken for ``working``, which is the careful guess
     where longer slices come next.
@@ -179,14 +179,14 @@ def calibrated(
 
 
 def _line(x: Sequence[float], y: Sequence[float], z: Sequence[float]) -> tuple[float, float]:
-    """Least squares of a x + b y = z, neither below 0; where all x are the same, which says nothing of y, b is 0."""
+    """Solve a x + b y = z by least squares, neither below 0; if all x are the same, b is 0."""
     both = np.array([x, y if len(set(x)) > 1 else [0.0] * len(x)]).T
     a, b = nonnegative_least_squares(both, np.array(z))
     return float(a), float(b)
 
 
 def check_stages(model: MemoryModel, stages: int) -> None:
-    """Raises ConfigError when the model is not one of so many stages."""
+    """Raise ConfigError if the model does not have so many stages."""
     if len(model.stages) != stages:
         raise ConfigError(
             f"memory: got {len(model.stages)} stages, must be the pipeline's {stages}, use the memory of each stage"
@@ -194,7 +194,7 @@ def check_stages(model: MemoryModel, stages: int) -> None:
 
 
 def gigabytes(bytes_: float) -> float:
-    """In units of 1e9 bytes, as ``memory_gb`` counts them."""
+    """Convert bytes to units of 1e9 bytes, as in ``memory_gb``."""
     return bytes_ / GIGABYTE
 
 
@@ -228,7 +228,7 @@ def model_from(fields: Fields) -> MemoryModel:
 
 
 def _peak(model: MemoryModel, where: Placement, row: Sequence[Action], lengths: Sequence[int]) -> MemoryUse:
-    """Walks a place's computations and keeps what is held at the worst moment."""
+    """Walk a place's computations and return the memory use at the peak."""
     stages = {stage: _Held(model, where, stage, row, lengths) for stage in sorted({action.stage for action in row})}
     worst, most = MemoryUse(), -1.0
     for op, stage, unit in row:
@@ -248,7 +248,7 @@ def _together(uses: Sequence[MemoryUse]) -> MemoryUse:
 
 
 class _Held:
-    """What a stage holds while its place walks along its computations, in tokens of a micro-batch."""
+    """Memory held by a stage while its place walks along its computations, in tokens of a micro-batch."""
 
     def __init__(
         self, model: MemoryModel, where: Placement, stage: int, row: Sequence[Action], lengths: Sequence[int]
@@ -292,7 +292,7 @@ class _Held:
         return self.held()
 
     def after(self, op: Op, unit: Unit) -> None:
-        """The unit is done, and what it left is sent."""
+        """End a unit: it is done, and its results are sent."""
         length, last = self._lengths[unit.slice], unit.slice == len(self._lengths) - 1
         self._working = 0.0
         if op is Op.FORWARD:
@@ -345,6 +345,6 @@ class _Queue:
         return self._tokens[min(self._done + count, len(self._tokens) - 1)] - self._tokens[self._done]
 
     def sent(self, most: int | None) -> int:
-        """Tokens of those that were sent and may not have been taken, the last ``most`` at most."""
+        """Return the tokens of sent units that may not have been received, the last ``most`` at most."""
         first = self._gone if most is None else max(self._gone, self._done - most)
         return self._tokens[self._done] - self._tokens[min(first, self._done)]

@@ -1,1 +1,1 @@
-"""TeraPipe's published results, and what the simulator makes of them."""
+"""TeraPipe's published results, and the simulator's for the same settings."""

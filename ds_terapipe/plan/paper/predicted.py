@@ -9,7 +9,7 @@ The nine rates of that cost are calibrated on seven of the published times, unde
 2. Which seven is computed (`calibrate.most_informative`) from the model and the datasheet's ranges alone, as the choice
    after which all times that were read are expected to be known best. No published time enters.
 3. The fit has a prior: each rate's range in `Cluster.ranges`, written down before the first fit; ranges and expected error
-   were not changed afterwards. Whoever wrote them had seen the published times, which is why the ranges are wide;
+   were not changed afterwards. Their author had seen the published times, which is why the ranges are wide;
    `Options.calibrated` off shows what they alone predict.
 
 The error is the mean of |ln(simulated / published)| over the times that were read and did not calibrate.
@@ -41,12 +41,12 @@ _NOT_CALIBRATING = (3, 10)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `reproduce` may be asked for.
+    """Options of `reproduce`.
 
     Attributes:
         calibrated: False leaves all rates at the middle of the datasheet's ranges: then all times are predictions.
         granularity: tokens by which our own slices differ from each other, as in the paper.
-        progress: is told what is being computed, a line at a time.
+        progress: called with a line about each computation.
     """
 
     calibrated: bool = True
@@ -75,7 +75,7 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True)
 class Speedup:
-    """What slices bring in a setting, published and simulated, and our own best slices of one sequence."""
+    """Speedup by slices in a setting, published and simulated, and our own best slices of one sequence."""
 
     setting: Setting
     published: float
@@ -86,7 +86,7 @@ class Speedup:
 
 @dataclasses.dataclass(frozen=True)
 class Reproduction:
-    """What `reproduce` found. ``shifts``: by rate, how many widths of its range the fit moved it."""
+    """Result of `reproduce`. ``shifts``: by rate, how many widths of its range the fit moved it."""
 
     compared: tuple[Compared, ...]
     speedups: tuple[Speedup, ...]
@@ -129,7 +129,7 @@ class Reproduction:
         }
 
     def table(self) -> str:
-        """All figures, speedups and rates as text, at most 130 columns wide."""
+        """Return all figures, speedups and rates as text, at most 130 columns wide."""
         return "\n".join([*self._figure_lines(), "", *self._speedup_lines(), "", *self._rate_lines()])
 
     def _figure_lines(self) -> list[str]:
@@ -206,7 +206,7 @@ def layout_cost(setting: Setting, rates: Rates) -> AnalyticCost:
 
 
 def closed_form(figure: Figure, rates: Rates) -> float:
-    """Seconds of a step by the paper's formula, sum t + (K - 1) max t, and what follows the last backward.
+    """Return the seconds of a step by the paper's formula, sum t + (K - 1) max t, and the part after the last backward.
 
     Forward and backward have a maximum each, which need not be the same slice's. Then it is exact for equal stages in the
     order ``terapipe``, and so much faster than the simulator that the fit and the choice of slices use it.

@@ -103,7 +103,7 @@ _LONG = (
 
 
 def figures() -> list[Figure]:
-    """All published times, by setting: without and with for each, then uniform slices, then longer sequences."""
+    """Return all published times, by setting: without and with slices, then uniform slices, then longer sequences."""
     found = []
     for number, without, with_slices, slices, source, slices_source in _MAIN:
         setting = SETTINGS[number - 1]

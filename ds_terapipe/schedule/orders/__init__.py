@@ -40,7 +40,7 @@ def order(name: str, stages: int | Placement, slices: Sequence[int]) -> list[lis
 
     Args:
         name: of a schedule: ``terapipe``, ``1f1b``, ``interleaved``, ``forward_only`` or one that was registered.
-        stages: the placement, or a number of stages, each on a place of its own.
+        stages: the placement, or a number of stages, each on its own place.
         slices: number of slices of each micro-batch; they may differ.
 
     Returns:
@@ -61,7 +61,7 @@ def forward_only(stages: int | Placement, slices: Sequence[int]) -> list[list[Ac
 
 
 def peak_live_units(name: str, stages: int | Placement, slices: Sequence[int]) -> list[int]:
-    """So many units at most have run forward but not yet backward on each place, so that their activations are held.
+    """Return the largest number of live units on each place: run forward but not yet backward, with activations held.
 
     A unit counts once for each stage that goes backward. With one stage on each place this is the peak, else a bound on it.
     Arguments and errors as in `order`.

@@ -38,12 +38,12 @@ def register(schedule: Schedule) -> Schedule:
 
 
 def trainable() -> tuple[str, ...]:
-    """Names of the schedules that train with slices. A plan prefers the last of those that take the same time."""
+    """Return the names of schedules that train with slices. Of equal ones, a plan prefers the last."""
     return tuple(sorted((name for name, schedule in _SCHEDULES.items() if schedule.title), reverse=True))
 
 
 def schedule_named(name: str) -> Schedule:
-    """The schedule of that name. Raises ValueError, with those that there are, where there is none."""
+    """Return the schedule of that name. Raises ValueError, with the known names, if there is none."""
     if name not in _SCHEDULES:
         raise ValueError(f"schedule: got {name!r}, must be one of {', '.join(map(repr, _SCHEDULES))}")
     return _SCHEDULES[name]

@@ -80,7 +80,7 @@ def _merged(rows: list[list[Action]], parts: list[Segment], placement: Placement
 
 
 def _expand(action: Action, part: Segment, placement: Placement) -> Iterator[Action]:
-    """What the stages of a segment do for one action of it."""
+    """Yield the actions of a segment's stages for one action of the segment."""
     op, _, unit = action
     stages = range(part.first, part.stop)
     for stage in stages if op is Op.FORWARD else reversed(stages):
