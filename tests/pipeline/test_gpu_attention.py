@@ -11,7 +11,7 @@ from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.interception import Overrides
 from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
-from tests.pipeline.test_attention import document_mask, relative, sliced, tensors, whole
+from tests.pipeline.test_attention import causal, relative, sliced, tensors, whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS = [40, 3, 64, 1, 20]
@@ -40,8 +40,8 @@ def test_causal_slices(dtype, kv_heads, d):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_explicit_masks(dtype, kv_heads):
-    check(dtype, mask=document_mask(TOTAL), kv_heads=kv_heads, d=64)
-    padded = document_mask(TOTAL).expand(2, 1, TOTAL, TOTAL).clone()
+    check(dtype, mask=causal(TOTAL, 5), kv_heads=kv_heads, d=64)
+    padded = causal(TOTAL, 5).expand(2, 1, TOTAL, TOTAL).clone()
     padded[1, ..., :7] = False  # rows that see nothing
     check(dtype, mask=padded, kv_heads=kv_heads, d=64)
 
@@ -50,7 +50,7 @@ def test_explicit_masks(dtype, kv_heads):
 @pytest.mark.parametrize(("kv_heads", "masked"), [(4, False), (2, False), (4, True)])
 def test_dropout_is_the_same_in_forward_and_backward(dtype, kv_heads, masked):
     q, k, v, grad = (t.cuda() for t in tensors(total=TOTAL, kv_heads=kv_heads, d=64, dtype=dtype))
-    mask = document_mask(TOTAL).cuda() if masked else None
+    mask = causal(TOTAL, 5).cuda() if masked else None
 
     def drawn(dropout_p):
         torch.cuda.manual_seed(3)
