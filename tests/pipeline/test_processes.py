@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -162,3 +163,13 @@ def test_a_guard_that_is_not_needed_any_more_ends() -> None:
     assert guard.look(begun.pid) is None and not guard._guards
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(begun.pipe)
+
+
+def test_an_engine_may_be_collected_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its watchdog leaves in the middle of another one's beat."""
+    monkeypatch.setattr(guard, "look", lambda pid: guard.leave(object()))
+    beating = threading.Thread(target=guard.beat, args=(owner := object(), 600), daemon=True)
+    beating.start()
+    beating.join(20)
+    assert not beating.is_alive()
+    guard.leave(owner)

@@ -15,7 +15,6 @@ import select
 import signal
 import sys
 import threading
-import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +29,16 @@ class _Guard(NamedTuple):
 
 
 _guards: dict[int, _Guard] = {}  # by process: a fork has none at first
-_limits_s, _lock = weakref.WeakKeyDictionary[Any, float](), threading.Lock()
+_limits_s: dict[int, float] = {}  # by owner
+_lock = threading.RLock()  # an engine that is collected, at any time, leaves
+
+
+def _forked() -> None:
+    _limits_s.clear()
+    _lock.release()
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forked)
 
 
 def beat(owner: Any, limit_s: float) -> None:
@@ -41,7 +49,7 @@ def beat(owner: Any, limit_s: float) -> None:
         limit_s: seconds of silence after which a stopped process is killed.
     """
     with _lock, suppress(OSError):  # the guard has ended, or cannot be started
-        _limits_s[owner] = limit_s
+        _limits_s[id(owner)] = limit_s
         if os.getpid() not in _guards and look(os.getpid()) is not None:
             _guards[os.getpid()] = _start()
         _say_limit()
@@ -50,7 +58,7 @@ def beat(owner: Any, limit_s: float) -> None:
 def leave(owner: Any) -> None:
     """End the guard if no other owner needs it."""
     with _lock, suppress(OSError):
-        _limits_s.pop(owner, None)
+        _limits_s.pop(id(owner), None)
         if _limits_s:
             return _say_limit()
         guard = _guards.pop(os.getpid(), None)
@@ -61,9 +69,10 @@ def leave(owner: Any) -> None:
 
 
 def _say_limit() -> None:
+    text = f"{max(_limits_s.values(), default=0)}\n".encode()
     guard = _guards.get(os.getpid())
     if guard is not None:
-        os.write(guard.pipe, f"{max(_limits_s.values())}\n".encode())
+        os.write(guard.pipe, text)
 
 
 def _start() -> _Guard:
