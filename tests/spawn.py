@@ -316,6 +316,8 @@ def _end(folder: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(path.read_text()), signal.SIGKILL)
     while not all(path.with_suffix(".exit").exists() for path in folder.glob("*.pid")):
+        ended = [name for name, server in _servers.items() if server.poll() is not None]
+        assert not ended, f"the servers of {ended} have ended, see stderr"
         time.sleep(0.02)
 
 
@@ -330,12 +332,16 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **settings}
 
 
+_servers: dict[str, subprocess.Popen[str]] = {}
+
+
 @functools.cache
 def _server(name: str) -> subprocess.Popen[str]:
     env = _environment() | ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if name == "scripts" else {})
     command = [sys.executable, "-m", "tests.spawn", "--serve", name]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=_HERE)
     atexit.register(server.communicate)  # closes its input, which ends it
+    _servers[name] = server
     return server
 
 
@@ -345,7 +351,9 @@ def _fork(name: str, job: Mapping[str, Any]) -> int:
         server = _server(name)
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
-        return int(server.stdout.readline())
+        answer = server.stdout.readline()
+        assert answer, f"the server of {name} has ended with {server.wait()}"
+        return int(answer)
 
 
 # ------------------------------------------------------------------------------------------------------------- there: serve
@@ -390,7 +398,9 @@ def _jobs(children: dict[int, Path]) -> Iterator[dict[str, Any]]:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
-            _put(children.pop(pid), json.dumps([os.waitstatus_to_exitcode(status), time.monotonic()]).encode())
+            path = children.pop(pid, None)  # a child of a rank that has died, where this process adopts it
+            if path is not None:
+                _put(path, json.dumps([os.waitstatus_to_exitcode(status), time.monotonic()]).encode())
 
 
 def _put(path: Path, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.elastic.samples import Texts
 from tests.elastic.test_elastic_wrapped import kept
 from tests.elastic.training import PRECISIONS, Case, data_of, engine_of
 from tests.megatron.common import MICRO_BATCH, Model, batches, build, whole_tensors
-from tests.spawn import run_ranks
+from tests.spawn import in_background, run_ranks, values_of
 
 SAMPLES, SAVED, STEPS = 20, 3, 6
 FREEZE = ((1, 1), (2, 3))
@@ -61,6 +62,8 @@ def save(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             engine.train_batch()
         engine.save_checkpoint(f"{folder}/{name}", tag="saved", client_state={"mine": 7})
         found[name] = held(engine, case), *went_on(engine)
+    for name in (name for name, (_, universal) in CASES.items() if universal and rank == 0):
+        convert(Path(folder, name))
     return found
 
 
@@ -94,25 +97,22 @@ def convert(folder: Path) -> None:
     (folder / "latest_universal").write_text("universal")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    folder = tmp_path_factory.mktemp("elsewhere")
-    ranks = run_ranks(save, 2, str(folder), timeout=200)
-    for name, (_, universal) in CASES.items():
-        if universal:
-            convert(folder / name)
-    return folder, ranks
+def all_processes() -> dict[int, list[Any]]:
+    """What ranks found, by the number of processes: two have saved what one and four read."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = {2: values_of(save, 2, folder, timeout=200)}
+        for processes in (1, 4):
+            names = [name for number, name in READ if number == processes]
+            found[processes] = values_of(go_on, processes, folder, names, timeout=200)
+    return found
 
 
-@pytest.fixture(scope="module")
-def others(saved: tuple[Path, list[Any]]) -> dict[int, list[Any]]:
-    names = {processes: [name for number, name in READ if number == processes] for processes in (1, 4)}
-    return {number: run_ranks(go_on, number, str(saved[0]), names[number], timeout=200) for number in names}
+found = in_background(f"{__name__}:all_processes", 4, all_processes)
 
 
 @pytest.mark.parametrize(("processes", "name"), READ)
-def test_a_training_goes_on_from_the_same_bits(saved: Any, others: Any, processes: int, name: str) -> None:
-    ranks, others = [rank[name] for rank in saved[1]], [rank[name] for rank in others[processes]]
+def test_a_training_goes_on_from_the_same_bits(found: dict[int, list[Any]], processes: int, name: str) -> None:
+    ranks, others = ([rank[name] for rank in found[number]] for number in (2, processes))
     case, (_, same, losses) = CASES[name][0], ranks[0]
     had = {key: each for rank in ranks for key, each in rank[0].items()}
     assert same[-1] == case.frozen(SAVED - 1) and set(had) == {key for rank in others for key in rank[0]}
@@ -159,8 +159,8 @@ def weights_alone(engine: Any, case: Case, folder: str) -> float:
     return max(float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters())
 
 
-def test_a_training_goes_on_from_what_deepspeed_saved_of_bf16_without_zero(saved: tuple[Path, list[Any]]) -> None:
-    for had, loaded, losses, others, moved in (rank["DeepSpeed's"] for rank in saved[1]):
+def test_a_training_goes_on_from_what_deepspeed_saved_of_bf16_without_zero(found: dict[int, list[Any]]) -> None:
+    for had, loaded, losses, others, moved in (rank["DeepSpeed's"] for rank in found[2]):
         assert had and set(had) == set(loaded) and losses == others and moved == 0
         assert all(torch.equal(a, b) for key in had for a, b in zip(had[key], loaded[key], strict=True))
 
@@ -230,8 +230,8 @@ def refused(folder: str) -> list[str]:
     return found
 
 
-def test_what_is_not_universal_is_refused(saved: tuple[Path, list[Any]]) -> None:
-    for plain, none, weights in (rank["refused"] for rank in saved[1]):
+def test_what_is_not_universal_is_refused(found: dict[int, list[Any]]) -> None:
+    for plain, none, weights in (rank["refused"] for rank in found[2]):
         assert plain.startswith("checkpoint.load_universal: got true, must be false without bf16 or ZeRO-1")
         assert "must be an output folder of ds_to_universal" in none
         assert weights.startswith("load_checkpoint: got load_module_only")
