@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -53,14 +54,17 @@ DIVISIBLE = frozenset(name for name, (_, half) in _OPERATIONS.items() if half is
 
 @contextmanager
 def operations(end: Callable[[], Any], at: int | None = None, halfway: bool = False) -> Iterator[list[str]]:
-    """The operations that this process has begun, by name, as they come.
+    """The operations that this thread has begun, by name, as they come. Launches beside it write files, too.
 
     ``end`` ends the process, or raises, before number ``at``, or ``halfway`` through it where it has a middle.
     """
     begun: list[str] = []
+    thread = threading.get_ident()
 
     def counted(name: str, original: Callable[..., Any], half: Callable[..., None] | None) -> Callable[..., Any]:
         def operation(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(*args, **kwargs)
             begun.append(name)
             if len(begun) - 1 == at:
                 if halfway and half is not None:
