@@ -398,9 +398,10 @@ def _jobs(children: dict[int, Path]) -> Iterator[dict[str, Any]]:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
-            path = children.pop(pid, None)  # a child of a rank that has died, where this process adopts it
-            if path is not None:
-                _put(path, json.dumps([os.waitstatus_to_exitcode(status), time.monotonic()]).encode())
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # a launch that failed while it began has taken its folder away
+                _put(children.pop(pid), json.dumps([os.waitstatus_to_exitcode(status), time.monotonic()]).encode())
 
 
 def _put(path: Path, data: bytes) -> None:
