@@ -31,7 +31,7 @@ test-fast: venv ## the tests that start no process
 	$(RUN) python -m pytest -q -n 2 -m "not full and not processes" $(ARGS)
 
 test: venv ## the tests that CI runs
-	$(RUN) python -m pytest -q -m "not full" --slowest 10 --most-minutes 15 $(ARGS)
+	$(RUN) python -m pytest -q -m "not full" --slowest 10 --most-minutes 12 $(ARGS)
 
 test-full: venv ## all tests, known defects among them, and other versions: for the night
 	$(RUN) python -m pytest -q --slowest 10 $(ARGS)
