@@ -58,7 +58,7 @@ def cifar_trainset(fp16=False):
 
 
 class Ran(NamedTuple):
-    """What became of one test: its outcome, its output, and how often (engine, event) happened, over all ranks."""
+    """Outcome and output of one test, and how often each (engine, event) happened over all ranks."""
 
     outcome: str = "missing"
     text: str = ""
@@ -163,7 +163,7 @@ def pytest_runtest_setup(item: Any) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """What became of a test, by phase."""
+    """Record the outcome of a test, by phase."""
     if report.when == "call" or not report.passed:
         note("outcomes", test=report.nodeid, outcome=report.outcome, text=report.longreprtext[-2000:])
 

@@ -1,4 +1,4 @@
-"""What freezing is worth on a real task: time and accuracy of a fine-tuning, beside DeepSpeed's pipeline and data parallelism.
+"""Time and accuracy of a fine-tuning with freezing, beside DeepSpeed's pipeline and data parallelism.
 
 ``python -m tests.benchmarks.elastic_finetune --data FOLDER`` fine-tunes a BERT on SST-2 in two processes of one thread,
 ``--task vit`` a small vision Transformer on images, ``--task gpt`` a small GPT on Python's standard library. First come probes
@@ -222,7 +222,7 @@ def what_is_wrong(run: Run, found: dict[str, Any], entries: int) -> list[str]:
 
 
 class Plan(NamedTuple):
-    """What is to be run; ``rounds``: of all probes, so that no noisy minute decides."""
+    """Runs of the benchmark; ``rounds``: of all probes, so that no noisy minute decides."""
 
     seeds: Sequence[int]
     alphas: Sequence[float]
@@ -233,7 +233,7 @@ class Plan(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What there is: (run, seconds of its fastest step) of each probe, and what `trained` found, by run."""
+    """Results so far: (run, seconds of its fastest step) of each probe, and the result of `trained`, by run."""
 
     probes: list[tuple[Run, float]]
     results: dict[Run, dict[str, Any]]

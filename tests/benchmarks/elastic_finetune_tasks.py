@@ -1,4 +1,4 @@
-"""What the fine-tuning benchmark trains: sentences (BERT), images (vision Transformer), sources of programs (GPT).
+"""Tasks of the fine-tuning benchmark: sentences (BERT), images (vision Transformer), sources of programs (GPT).
 
 Each is read whole into a part to train on, one to choose by (dev) and one to judge by (test). Of the first, samples
 that do not fill a batch are left out: every step is of one epoch. Models are lists of layers with the same weights in
@@ -32,7 +32,7 @@ TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attent
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs have in common; ``limit``: samples of each part at most; ``quick``: tiny, on random data."""
+    """Settings common to all runs; ``limit``: samples of each part at most; ``quick``: tiny, on random data."""
 
     task: str
     data: str | None
@@ -157,7 +157,7 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def layers_of(settings: Settings, seed: int) -> list[Any]:
-    """What a run trains, as a list of ``LayerSpec``."""
+    """Layers of a run's model, as a list of ``LayerSpec``."""
     from deepspeed.pipe import LayerSpec
 
     if settings.task == "bert":

@@ -211,7 +211,7 @@ Losses = dict[Run, float]  # infinity: it diverged
 
 
 class Plan(NamedTuple):
-    """What is to be run."""
+    """Runs of the benchmark."""
 
     batches: Sequence[int] = (16, 128, 512)
     seeds: Sequence[int] = (0, 1, 2)

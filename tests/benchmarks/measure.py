@@ -48,7 +48,7 @@ class WrongResult(AssertionError):
 
 
 def on_ranks(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``function(*arguments)``, run on two ranks, returns on the first. Raises AssertionError where one fails."""
+    """Run ``function(*arguments)`` on two ranks; return the first one's result. Raises AssertionError where one fails."""
     return run_ranks(_on_rank, 2, function, *arguments, timeout=LONGEST_S, env=ENVIRONMENT)[0]
 
 

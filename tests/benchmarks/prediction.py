@@ -1,4 +1,4 @@
-"""What the planner says a step takes against what it takes: the GPT of the token pipeline benchmark in two processes.
+"""Predicted against measured seconds of a step: the GPT of the token pipeline benchmark in two processes.
 
 ``python -m tests.benchmarks.prediction`` measures costs as ``"slices": "auto"`` does, from recorded steps in 16, 8,
 4, 2 and 1 equal slices, once in every round. With them it predicts steps in four slicings, two of which have lengths

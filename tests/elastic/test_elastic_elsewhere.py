@@ -98,7 +98,7 @@ def convert(folder: Path) -> None:
 
 
 def all_processes() -> dict[int, list[Any]]:
-    """What ranks found, by the number of processes: two have saved what one and four read."""
+    """Results of the ranks, by the number of processes: two save the checkpoints that one and four read."""
     with tempfile.TemporaryDirectory() as folder:
         found = {2: values_of(save, 2, folder, timeout=200)}
         for processes in (1, 4):

@@ -221,6 +221,19 @@ class Hooked(PipelineModule):
             self.forward_funcs[0].up.register_forward_hook(lambda *args: None)
 
 
+def refused_tied(rank: int) -> str:
+    """Put a hook on the first stage's copy of a tied layer, which the second stage would have to build."""
+    engine = engine_of(replace(CASE, model="tied"))
+    (hooked,) = engine.module.tied_modules.children()
+    if rank == 0:
+        hooked.register_forward_hook(lambda *args: None)
+    engine.train_batch(iter(DATA[0]))
+    with pytest.raises(ConfigError) as refused:
+        engine.train_batch(iter(DATA[1]))
+    engine.destroy()
+    return str(refused.value)
+
+
 def dropping(case: Case) -> list[float]:
     engine = engine_of(replace(case, model="dropping"))
     torch.manual_seed(SEED)
@@ -235,6 +248,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "carried": run(rich(), kind=Prepared),
         "modules": run(built(gpt())),
         "refused": refused_midway(rank, folder),
+        "tied": refused_tied(rank),
         "rows": {path.stem: path.read_text().split()[1:] for path in sorted(Path(folder).rglob("Elastic_*.csv"))},
     }
     with pytest.raises(ConfigError) as refused:
@@ -289,9 +303,10 @@ def test_a_refused_reshape_changes_nothing_and_training_goes_on(ranks: Any) -> N
         assert found["losses"] == pytest.approx(reference(CASE).losses, rel=OFF)
 
 
-def test_a_hook_is_refused_before_there_is_an_engine(ranks: Any) -> None:
-    text = "elastic_pipeline.resize.policy: got 1 hooks on module 3.up, registered on a live layer"
-    assert all(rank["first"].startswith(text) and "\n" not in rank["first"] for rank in ranks), ranks[0]["first"]
+@pytest.mark.parametrize(("when", "module"), [("first", "3.up"), ("tied", "tied_modules.tokens")])
+def test_a_hook_is_refused_before_there_is_an_engine_and_on_a_tied_layer(ranks: Any, when: str, module: str) -> None:
+    text = f"elastic_pipeline.resize.policy: got 1 hooks on module {module}, registered on a live layer"
+    assert all(rank[when].startswith(text) and "\n" not in rank[when] for rank in ranks), ranks[0][when]
 
 
 def test_a_transition_is_one_line_and_events_for_the_monitor(ranks: Any) -> None:

@@ -130,9 +130,16 @@ def test_a_shape_that_leaves_something_over_is_refused_and_changes_nothing(shape
     assert next(iter(sampler)) == [0, 1] and sampler.batch == BATCH
 
 
-def loader_of(shape: Shape = (3, 2), replica: int = 1, workers: int = 0, **more: Any) -> Any:
+class Augmented(Numbers):
+    """Adds a number that the worker draws."""
+
+    def __getitem__(self, index: int) -> float:
+        return index + torch.rand(()).item()
+
+
+def loader_of(shape: Shape = (3, 2), replica: int = 1, workers: int = 0, dataset: Any = Numbers, **more: Any) -> Any:
     sampler = ElasticBatchSampler(30, BATCH, micro_batch=shape[0], replicas=shape[1], replica=replica, **more)
-    return ElasticLoader(Numbers(30), sampler, num_workers=workers)
+    return ElasticLoader(dataset(30), sampler, num_workers=workers)
 
 
 @given(RUNS, st.booleans())
@@ -160,6 +167,21 @@ def test_a_reshape_ends_workers_and_drops_what_they_have_read() -> None:
     assert set(multiprocessing.active_children()) == before
     with pytest.raises(RuntimeError, match="the loader is closed"):
         next(loader)
+
+
+def test_workers_draw_the_same_after_a_reshape_and_in_a_resumed_run() -> None:
+    def drawn(consumed: int, reshaped: bool, replica: int = 0) -> list[float]:
+        loader = loader_of((6, 2), replica, 1, Augmented, consumed=0 if reshaped else consumed)
+        if reshaped:
+            next(loader)
+            loader.reshape(6, 2, replica, consumed)
+        found = next(loader).tolist()
+        loader.close()
+        return found
+
+    assert drawn(24, True) == drawn(24, False)
+    fractions = [[value % 1 for value in drawn(*which)] for which in ((0, False), (24, False), (0, False, 1))]
+    assert fractions[0] != fractions[1] and fractions[0] != fractions[2]
 
 
 @given(st.integers(0, 60), st.integers(1, 6), st.integers(1, 5))

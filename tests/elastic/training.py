@@ -202,7 +202,7 @@ class Reference(NamedTuple):
 
 
 def prefixes(specs: Sequence[Any], frozen: int) -> tuple[str, ...]:
-    """What the names of the first ``frozen`` entries' parameters begin with."""
+    """Prefixes of the parameter names of the first ``frozen`` entries."""
     return tuple(
         f"tied_modules.{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{entry}."
         for entry, spec in enumerate(specs[:frozen])
@@ -218,7 +218,7 @@ def reference(case: Case) -> Reference:
 def reference_on(
     case: Case, steps: Sequence[Sequence[Any]], after_step: Callable[[int, nn.Module], None] | None = None
 ) -> Reference:
-    """As `reference`, on other batches; ``after_step`` gets the step's number and the model."""
+    """Train `reference` on other batches; ``after_step`` gets the step's number and the model."""
     specs, loss_fn = MODELS[case.model][0](), MODELS[case.model][1]
     model, losses = Plain(specs), []
     optimizer = OPTIMIZERS[case.optimizer][1](list(model.parameters()))
@@ -269,7 +269,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
 
 
 def objects_of(engine: Any) -> list[Any]:
-    """What a user has in hand, and must still be what trains after any number of reshapes."""
+    """Objects that a user holds, which must still be the trained ones after any number of reshapes."""
     optimizer = engine.basic_optimizer
     return [engine.module, optimizer, engine.lr_scheduler, engine.training_dataloader, *optimizer.param_groups]
 
@@ -279,7 +279,7 @@ def are_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def what_is_wrong(engine: Any, specs: Sequence[Any], frozen: int) -> list[str]:
-    """What of this rank's parameters is not as ``frozen`` entries ask for, after a step."""
+    """List the parameters of this rank that are not as ``frozen`` entries ask for, after a step."""
     problems, optimizer = [], engine.basic_optimizer
     grouped = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
     names = dict(engine.module.named_parameters())

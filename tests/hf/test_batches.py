@@ -1,4 +1,4 @@
-"""What of a collator's batch travels, what tokens see, and that a model that was handed over goes on as before."""
+"""Batches of a collator: tensors between stages, visible tokens; and a model that was handed over goes on as before."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def batches(draw: Any) -> dict[str, Tensor]:
 
 
 def visible(made: dict[str, Tensor]) -> Tensor:
-    """What transformers' own mask for ``sdpa`` hides, [b, S, S]; True: may attend."""
+    """Mask of transformers for ``sdpa``, [b, S, S]; True: may attend."""
     tokens = made["input_ids"]
     config = LlamaConfig(num_hidden_layers=1)
     config._attn_implementation = "sdpa"
@@ -66,7 +66,7 @@ def visible(made: dict[str, Tensor]) -> Tensor:
 
 
 def places_of(given: Tensor, tokens: Tensor, span: Any) -> Any:
-    """What a layer knows in a slice."""
+    """Places of tokens as a layer sees them in a slice."""
     context = SliceContext()
     SliceContext.current, context.span = context, span
     try:

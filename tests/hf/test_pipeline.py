@@ -43,6 +43,28 @@ def batches_of(*kinds: str) -> list[list[dict[str, torch.Tensor]]]:
     return [[features(kind, 10 * step + m) for m, kind in enumerate(kinds)] for step in range(STEPS)]
 
 
+ONES = [1, 8, 1, 13, 1]
+# family, kind of batches, slices, schedule; test_slices.py has the others
+CASES: list[tuple[str, str, Any, str]] = [
+    ("llama, tied, dynamic", "plain", 4, "terapipe"),
+    ("gemma2", "packed", ONES, "1f1b"),
+    ("phi3", "front", [11, 7, 5, 1], "terapipe"),
+    ("gpt2", "shifted", 4, "1f1b"),
+    ("gpt2", "behind", 1, "terapipe"),
+    ("qwen3", "counted", ONES, "1f1b"),
+]
+
+
+def every_family() -> list[float]:
+    """The largest difference from one process, of each case."""
+    found = []
+    for family, kind, slices, schedule in CASES:
+        model, batches = model_of(family), batches_of(kind, kind)
+        got = train_in_pipeline(model, batches, {"slices": slices, "schedule": schedule})
+        found.append(compared(got, train_alone(copy.deepcopy(model), batches), model.config))
+    return found
+
+
 def own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """As a user writes it, of whole sequences."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -102,7 +124,7 @@ def padded() -> tuple[int, list[str]]:
 
 
 def without_an_optimizer(rank: int) -> str:
-    """What is said where the second stage has none."""
+    """Return the error where the second stage has no optimizer."""
     made = hf.pipeline(model_of("llama"), num_stages=2)
     given = {} if rank else {"optimizer": torch.optim.SGD(made.parameters(), lr=0.1)}
     config = {"train_micro_batch_size_per_gpu": 2, "token_pipeline": {"slices": 2}}
@@ -180,10 +202,15 @@ def frozen_and_moved(family: str, kind: str, given: str, folder: Path) -> dict[s
 
 def work(rank: int, world: int, folder: str) -> tuple[Any, ...]:
     elastic = {family: frozen_and_moved(family, *case, Path(folder, family)) for family, case in ELASTIC.items()}
-    return without_the_key(), means_over_a_step(), padded(), without_an_optimizer(rank), elastic
+    return without_the_key(), means_over_a_step(), padded(), without_an_optimizer(rank), every_family(), elastic
 
 
 ranks = launched(work, 2, timeout=240, folder=True)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "-".join(map(str, CASES[number])))
+def test_families_train_as_in_one_process(ranks: list[Any], number: int) -> None:
+    assert [found[4][number] <= TOLERANCE for found in ranks] == [True, True], [found[4] for found in ranks]
 
 
 def test_the_same_script_without_the_key_has_the_same_losses(ranks: list[Any]) -> None:
@@ -201,7 +228,7 @@ def test_positions_of_a_micro_batch_are_worked_out_once_and_no_host_waits(ranks:
 
 
 def test_a_rank_without_an_optimizer_is_named(ranks: list[Any]) -> None:
-    for *_, said, _ in ranks:
+    for said in (found[3] for found in ranks):
         assert said.startswith("optimizer: got none on a rank that trains, must be one on every rank")
 
 

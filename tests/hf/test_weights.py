@@ -163,7 +163,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def check(model: Any) -> None:
-    """What :func:`ds_terapipe.hf.pipeline` does before it reads weights."""
+    """Check a model as :func:`ds_terapipe.hf.pipeline` does before it reads weights."""
     source = source_of(model, torch.float64, 0)
     check_chain(source, lambda tiny: [_built(spec) for spec in _specs(tiny)])
 
@@ -231,7 +231,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 def refused(rank: int, world: int, folder: Path) -> list[str]:
-    """What each process is told; one that waits for another would not come back."""
+    """Return the errors of each process; one that waits for another would not come back."""
     os.chdir(folder)
     said = []
     for given, options, _ in REFUSED:

@@ -349,7 +349,7 @@ def train(training: Training) -> Result:
 
 
 def refused(model: Encoder) -> list[str]:
-    """What an engine says that is to cut its samples: before it is built, and after."""
+    """Return the errors of an engine that is to cut its samples: before it is built, and after."""
     said, uncut = [], Training(model, OURS)
     for slices in (2, "auto"):
         with pytest.raises(ConfigError) as raised:

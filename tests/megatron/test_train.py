@@ -144,7 +144,7 @@ def prepare(folder: Path) -> None:
 
 
 def harm(name: str) -> None:
-    """What happens to a checkpoint before a run."""
+    """Damage a checkpoint before a run."""
     if name == "uneven, resumed":  # as a job leaves it that is killed between two renames
         Path("uneven", "global_step3").rename("uneven/.global_step3.replaced")
     if name in DAMAGED:

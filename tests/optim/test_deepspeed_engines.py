@@ -89,6 +89,7 @@ PLAIN = {
 TENSOR_PARALLEL = {
     "fp32, two stages, slices": Setup({**CLIP, "token_pipeline": {"slices": 4}}),
     "bf16 zero1": Setup({**CLIP, **BF16, **ZERO1}, 1),
+    "fp32 zero1, clipped by FusedLamb": Setup({**CLIP, **ZERO1}, 1, params={"max_grad_norm": 0.3}),
 }
 
 

@@ -285,7 +285,7 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
     return found | {schedule: live_units(schedule) for schedule in ("1f1b", "terapipe")}
 
 
-ranks = launched(worker, 2, timeout=400)
+ranks = launched(worker, 2, timeout=240)
 OTHERS = ["one buffer", "16 bits inside", "scaled, frozen"]
 
 

@@ -175,8 +175,7 @@ def test_who_is_missing_while_engines_are_built_is_said(built: dict[str, list[Ex
     case, ends = BUILT[name], built[name]
     assert ends[case.victim].code == -signal.SIGKILL
     for end in (ends[rank] for rank in case.survivors):
-        # gloo's threads of a group that is half made may abort Python's own exit
-        assert end.code in (1, 70, -signal.SIGABRT) and "MARK built" not in end.output, end.output
+        assert end.code in (1, 70) and "MARK built" not in end.output, end.output
         said = rf"rank {end.rank} waited [\d.]+ s for all ranks to build their engines: "
         assert re.search(said, end.output) and re.search(gone(case.victim), end.output, re.M), end.output
 

@@ -91,7 +91,8 @@ class Clock:
             self.sleep(seconds)
             return next(self.course, True)
 
-        return SimpleNamespace(wait=wait, set=lambda: None)
+        happened: list[bool] = []
+        return SimpleNamespace(wait=wait, set=lambda: happened.append(True), is_set=lambda: bool(happened))
 
     def Thread(self, target: Callable[[], None], name: str, daemon: bool) -> Any:
         self.run = target
@@ -286,6 +287,23 @@ def test_building_engines_ends_with_a_rank(store, clock, caplog, what, said):
     assert what != "gone" or messages.pop(0) == "rank 0: lost rank 1 (process 99999999 is gone)"
     assert re.match(r"rank 0 waited \d+\.\d s for all ranks to build their engines: no answer \(token", messages[0])
     assert said in caplog.text and "rank 2: position unknown" in caplog.text
+
+
+def test_a_wait_that_fails_while_the_thread_gives_up_leaves_the_end_to_it(store, clock):
+    """Python's own exit beside a thread that ends the process aborts now and then."""
+    joined = []
+
+    def course() -> Iterator[None]:
+        for _ in range(1000):
+            store.say(LAUNCH_KEY.format(1))
+            yield
+
+    with pytest.raises(PipelineStalled), launching(2.0) as watchdog:
+        with pytest.raises(Exited, match="70"):
+            clock.watch(course())
+        watchdog._thread = SimpleNamespace(join=lambda *seconds: joined.append(seconds), is_alive=lambda: False)
+        raise CLOSED
+    assert joined[0] == (), "without a limit: the thread ends the process"
 
 
 def test_an_error_of_another_ranks_is_read_by_those_that_wait(store):

@@ -164,7 +164,7 @@ class Watchdog:
         self.learn_processes()
         self._gone_since: float | None = None
         self._seen: tuple[float, dict[int, Position] | None] | None = None  # during a wait without a limit
-        self._closed = threading.Event()
+        self._closed, self._giving_up = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds_terapipe-watchdog", daemon=True)
         self._thread.start()
         # a thread inside the store at the interpreter's exit would crash the process
@@ -195,6 +195,8 @@ class Watchdog:
         except RuntimeError as error:
             if isinstance(error, PipelineStalled) or not _is_communication(error):
                 raise
+            if self._giving_up.is_set():  # Python's exit beside the thread that ends the process may abort
+                self._thread.join()
             self._waiting = None  # the report takes a while
             raise PipelineStalled(self._report(mine, _first_line(error))) from error
         finally:
@@ -291,6 +293,7 @@ class Watchdog:
             if waiting is not None and self._is_over(waiting):
                 late = waiting  # the main thread is inside a collective of a group with a longer timeout
             if late is not None:  # the main thread, or the stream, cannot be woken
+                self._giving_up.set()
                 logger.error("%s", self._report(late, "no answer"))
                 sys.stderr.flush()
                 os._exit(_EXIT_CODE)
