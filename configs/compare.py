@@ -17,7 +17,7 @@ def read(path: Path) -> list[dict[str, float]]:
 
 
 def compare(with_key: list[dict[str, float]], without: list[dict[str, float]], warm_up: int) -> str:
-    """What to print about two runs over the same iterations.
+    """Lines about two runs over the same iterations.
 
     Raises:
         SystemExit: the logs are not of the same iterations, or no longer than ``warm_up``.

@@ -70,7 +70,7 @@ class Launch:
         self.seconds = time.monotonic() - begin
 
     def results(self) -> list[Any]:
-        """What the ranks returned, or the launch's error. Where it has not begun it begins now."""
+        """Return the ranks' results, or raise the launch's error. A launch that has not begun begins now."""
         if self.claim():
             with ROOM.of(self.world_size):
                 self.run()

@@ -171,7 +171,7 @@ def run_ranks(
 
 
 def values_of(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """As :func:`run_ranks`, for a caller that has room for the ranks: the run of a :class:`tests.pool.Launch`."""
+    """Do as :func:`run_ranks`, for a caller that has room for the ranks: the run of a :class:`tests.pool.Launch`."""
     return _values(_launch(function, world_size, args, timeout))
 
 

@@ -64,7 +64,7 @@ def test_slices_fill_the_stages(tmp_path, capsys, measured):
 
 
 def test_the_launch_is_as_a_plan_has_it(tmp_path, capsys):
-    """What is predicted agrees with the simulator where messages are free: times of layers, gradients, optimiser."""
+    """Predictions agree with the simulator where messages are free: times of layers, gradients, optimiser."""
     names = ("peak_tflops", "memory_gb", "memory_gb_per_s", "link_gb_per_s", "slowest_link_gb_per_s", "node_gb_per_s")
     rates = {"latency_s": 1e-15, "message_bytes_per_s": 1e30}
     sizes = {name: getattr(CLUSTERS["p3.16xlarge"], name) for name in names}

@@ -231,7 +231,7 @@ MODELS = {
 
 
 def found_by_one(rank: int, world_size: int) -> tuple[str, int]:
-    """What all ranks get of an error of the last one, and of none."""
+    """Results of all ranks of an error of the last one, and of none."""
 
     def check():
         if rank == world_size - 1:

@@ -308,7 +308,7 @@ def parser(module: str, doc: str, rounds: int = 0) -> argparse.ArgumentParser:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """As the command line says."""
+    """Read the settings from the command line."""
     return Settings(1, 1, 0, 2) if options.quick else Settings(options.rounds, 3 * options.rounds)
 
 

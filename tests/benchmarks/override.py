@@ -1,4 +1,4 @@
-"""What the override of attention costs other models in the process.
+"""Cost of the override of attention for other models in the process.
 
 ``python -m tests.benchmarks.override`` times calls outside of a slice, with and without an engine's interception alive. The
 tensors are small, so that the call itself is what takes time.
@@ -20,7 +20,7 @@ CASES = ("attention", "attention and its backward", "another model's linear laye
 
 
 def make() -> Callable[[str], None]:
-    """What does the calls of a column: a case, or a case and " with"."""
+    """Function that makes the calls of a column: a case, or a case and " with"."""
     from ds_terapipe.pipeline.operators.interception import Interception
 
     own, other, x = nn.Linear(8, 8), nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)

@@ -32,7 +32,7 @@ def programme(quanta: int) -> None:
 
 
 def simulator(schedule: str) -> Callable[[], object]:
-    """What simulates a step with messages of some 100,000 actions."""
+    """Function that simulates a step with messages of some 100,000 actions."""
     from ds_terapipe.schedule import Action, Op, order, simulate, with_messages
 
     grid = with_messages(order(schedule, 16, [16] * 66))
@@ -45,7 +45,7 @@ def simulator(schedule: str) -> Callable[[], object]:
 
 
 def whole_choice() -> None:
-    """What ``ds_terapipe plan`` does for 48 stages and 256 quanta."""
+    """Function that plans 48 stages and 256 quanta, as ``ds_terapipe plan`` does."""
     from ds_terapipe.plan import Request, choose
     from tests.plan.costs import ExampleCost
 
@@ -53,7 +53,7 @@ def whole_choice() -> None:
 
 
 def make() -> Callable[[str], object]:
-    """What does the work of a column."""
+    """Function that does the work of a column."""
     work = {LOOP: addition, CHOICE: whole_choice, **{schedule: simulator(schedule) for schedule in SCHEDULES}}
     work |= {f"{quanta} quanta": partial(programme, quanta) for quanta in QUANTA}
     return lambda column: work[column]()

@@ -155,7 +155,7 @@ def _adam_of_lists(
     chunk: int, skipped: Tensor, lists: Sequence[Sequence[Tensor]], lr: float, beta1: float, beta2: float, eps: float,
     step: int, decoupled: int, corrected: int, decay: float,
 ) -> None:  # fmt: skip
-    """As csrc/adam/multi_tensor_adam.cu of DeepSpeed 0.19.8: one step count for all tensors."""
+    """Adam like csrc/adam/multi_tensor_adam.cu of DeepSpeed 0.19.8: one step count for all tensors."""
     assert decoupled and corrected
     for gradient, parameter, mean, square in zip(*lists, strict=True):
         mean.lerp_(gradient, 1 - beta1)

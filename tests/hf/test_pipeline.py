@@ -66,7 +66,7 @@ def every_family() -> list[float]:
 
 
 def own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """As a user writes it, of whole sequences."""
+    """Loss of whole sequences, as a user writes it."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 

@@ -318,7 +318,7 @@ REFUSED: list[tuple[list[str], str]] = [
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
-    """What train.py reads; where a word is given twice, the later one."""
+    """Arguments as train.py reads them; of a word that is given twice, the later one."""
     monkeypatch.setattr(sys, "argv", ["train.py", *words, "--deepspeed_config", "none.json"])
     return train_module().parse_arguments()
 

@@ -65,7 +65,7 @@ class Rule(NamedTuple):
 
 
 def gradient_factor(scale: float, max_norm: float, squares: float) -> float:
-    """What gradients are multiplied by that have the sum of squares, to unscale them and to clip their norm."""
+    """Factor that unscales gradients of this sum of squares and clips their norm."""
     return scale * min(1.0, max_norm / (scale * math.sqrt(squares) + 1e-6)) if max_norm > 0 else scale
 
 

@@ -125,7 +125,7 @@ class AttnMaskType(Enum):
 
 
 class ScaleMaskSoftmax(nn.Module):
-    """As Megatron's ``FusedScaleMaskSoftmax``: scores * scale, causal mask, softmax."""
+    """Softmax like Megatron's ``FusedScaleMaskSoftmax``: scores * scale, causal mask, softmax."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()

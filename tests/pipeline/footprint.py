@@ -1,4 +1,4 @@
-"""What this process holds of the machine: process groups, threads, open files, shared memory, resident memory."""
+"""Resources of this process: process groups, threads, open files, shared memory, resident memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save does to files, operation by operation: counted, and ended before one of them or halfway through it."""
+"""File operations of a save: counted, and ended before one of them or halfway through it."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def data() -> Iterator[Any]:
 
 
 def reads_of(engine: Any, batches: Iterator[Any]) -> dict[str, Any]:
-    """What is read in a second step; the first one looks at the model."""
+    """Host reads of a second step; the first one looks at the model."""
     losses = [float(engine.train_batch(batches))]
     with host_reads() as found:
         losses.append(float(engine.train_batch(batches)))

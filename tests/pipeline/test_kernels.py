@@ -115,7 +115,7 @@ class Aten:
 
 @pytest.fixture
 def aten(request, monkeypatch):
-    """What CUDA's kernels call; others call what is there."""
+    """Functions that CUDA's kernels call; other devices have their own."""
     stand_in = Aten()
     if request.node.callspec.params.get("kernel") not in (CpuFlash, Formula):
         monkeypatch.setattr(kernels, "_ATEN", stand_in)

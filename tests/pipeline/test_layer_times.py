@@ -190,7 +190,7 @@ class Slow(Block):
 
 
 def lines_of(kinds: list[type], checkpoint: int = 0, **keys: str) -> list[str]:
-    """What is said about the stages in a run of these layers, three on each of two, until it is planned."""
+    """Log lines about the stages in a run of these layers, three on each of two, until it is planned."""
     said: list[str] = []
     engine_facts.emit, layer_times.new_clock = said.append, lambda device: RAN
     engine = build_engine(

@@ -1,4 +1,4 @@
-"""What crosses between stages arrives as it was sent, in order; what a neighbour must know of it is told once."""
+"""Values between stages arrive as they were sent, in order; their description is sent once."""
 
 from __future__ import annotations
 

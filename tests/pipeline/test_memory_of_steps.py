@@ -1,4 +1,4 @@
-"""What a step takes, counted by the allocator, and what the memory model says of it: within 5%, also in cuts not measured."""
+"""Memory of a step, counted by the allocator and by the memory model: within 5%, also in cuts not measured."""
 
 from __future__ import annotations
 

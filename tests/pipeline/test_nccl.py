@@ -87,7 +87,7 @@ class Work(Mark):
 
 
 class Messages:
-    """What takes the place of ``deepspeed.comm``; groups whose streams have one name share a stream, and so their order."""
+    """Stand-in for ``deepspeed.comm``; groups whose streams have one name share a stream, and so their order."""
 
     def __init__(self, stream_of: Callable[[Any], str]) -> None:
         self.compute, self._stream_of = Stream("compute"), stream_of

@@ -50,7 +50,7 @@ class Noisy(nn.Module):
 
 
 class Holder(nn.Module):
-    """What layers ask of the ``PipelineModule`` that they are part of."""
+    """Attributes that layers read of their ``PipelineModule``."""
 
     def __init__(self, local_start: int, checkpoint: Any, seeded: bool) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Found:
         self.loss, self.gradients = float(losses.total), [layer.linear.weight.grad for layer in layers]
 
     def masks(self, first: int = 0) -> dict[Key, tuple[float, ...]]:
-        """What was dropped, the same in each recomputation; micro-batches from ``first`` on."""
+        """Dropped elements, the same in each recomputation; micro-batches from ``first`` on."""
         assert all(torch.equal(each[0], other) for each in self.dropped.values() for other in each[1:])
         found = {(layer, first + m, token): each[0] for (layer, m, token), each in self.dropped.items()}
         return {key: tuple(mask.flatten().tolist()) for key, mask in found.items()}
@@ -160,7 +160,7 @@ NAMES = ("model-parallel-rng", "expert-parallel-rng", "data-parallel-rng")
 
 
 def drawn(state: Any) -> tuple[float, ...]:
-    """What comes next from a state, which stays as it is."""
+    """Next numbers of a state, which stays as it is."""
     generator = torch.Generator()
     generator.set_state(state.get_state() if isinstance(state, torch.Generator) else state)
     return tuple(torch.rand(3, generator=generator).tolist())
@@ -168,7 +168,7 @@ def drawn(state: Any) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("kind", ["states", "generators"])
 def test_megatrons_states_differ_by_shard_and_the_default_ones_do_not(kind: str, monkeypatch: Any) -> None:
-    """As megatron-core's tracker, which wants a GPU to be made: states by name, as tensors or as generators."""
+    """Stand-in for megatron-core's tracker, which needs a GPU: states by name, as tensors or as generators."""
     states_of = pytest.importorskip("megatron.core.tensor_parallel.random")
     states: dict[str, Any] = {name: torch.Generator().manual_seed(number) for number, name in enumerate(NAMES)}
     if kind == "states":

@@ -24,7 +24,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 class Engine(DeepSpeedEngine):
-    """As much of DeepSpeed's engine as reduces a list of gradients."""
+    """The part of DeepSpeed's engine that reduces a list of gradients."""
 
     communication_data_type = None
 

@@ -1,4 +1,4 @@
-"""What a run says, of a step and of a checkpoint that it goes on from; and how micro-batches are loaded."""
+"""Log lines of a run, of steps and of a checkpoint that it resumes; the loading of micro-batches."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_summary_of_it_is_a_whole_step_and_it_says_what_it_costs(ranks: list[A
 
 
 def test_what_came_between_two_steps_is_a_trace_too(tmp_path: Path) -> None:
-    """As where data end after a reshape that was to be recorded."""
+    """Stand for data that end after a reshape that was to be recorded."""
     trace = TraceFile(str(tmp_path / "trace.json"), (1, 2), {"stages": 1})
     assert trace.wants(1)
     trace.keep([Event(MEASURED, 0, 0, 1, "reshape", "reshape", 0.0, 1.0)])

@@ -1,4 +1,4 @@
-"""What goes with DeepSpeed's pipeline goes with ours as long as nothing is cut: contiguous checkpoints, compiled layers.
+"""Features of DeepSpeed's pipeline that ours has while nothing is cut: contiguous checkpoints, compiled layers.
 
 With slices they are refused on every rank; partitioned and offloaded checkpoints, which keep their inputs one by one, are not.
 """
@@ -81,7 +81,7 @@ def course(engine: Any) -> dict[str, Any]:
 
 
 def attempt(call: Callable[[], Any]) -> str:
-    """What it raises."""
+    """Return the error that it raises."""
     try:
         call()
     except Exception as error:

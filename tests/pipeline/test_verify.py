@@ -157,7 +157,7 @@ WITHOUT_AMOUNT = ("bert", "bert with a mask", "square mask", "pooling")
 
 
 def said_of(specs, loss, slices=SLICES):
-    """What the first step says, and whether it left weights, gradients and the count of steps alone."""
+    """Error of the first step, and whether it left weights, gradients and the count of steps alone."""
     engine = build_engine(specs, loss, token_pipeline=slices)
     before = copy.deepcopy(engine.module.state_dict())
     try:
@@ -252,7 +252,7 @@ def test_of_long_sequences_the_beginning_is_looked_at(name, ranks):
 
 @torch.jit.script
 def scripted_dropout_add(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, training: bool) -> torch.Tensor:
-    """As Megatron's fused bias, dropout and residual."""
+    """Fused bias, dropout and residual, as in Megatron."""
     return residual + F.dropout(x + bias, p=0.5, training=training)
 
 

@@ -183,7 +183,7 @@ def _train(
 
 
 def _gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:
-    """What the optimiser is about to use, reduced over replicas; collective where ZeRO-1 shares it out."""
+    """Gradients as the optimiser is about to use them, reduced over replicas; collective under ZeRO-1."""
     if engine.using_bf16_optimizer:
         return getattr(parameter, "_hp_grad", None)
     return safe_get_full_grad(parameter) if engine.zero_optimization() else parameter.grad

@@ -1,4 +1,4 @@
-"""What the TeraPipe paper published, and what the cost model predicts of it."""
+"""Figures that the TeraPipe paper published, and the cost model's predictions of them."""
 
 from __future__ import annotations
 

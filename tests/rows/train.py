@@ -58,7 +58,7 @@ class Found(NamedTuple):
 
 
 def megatron_model(row: Row, dtype: torch.dtype = torch.float32) -> common.Model:
-    """As the tests of megatron-core's layers build it."""
+    """Build the model of the tests of megatron-core's layers."""
     modern = row.model == "modern"
     position = "rope" if modern else "learned"
     return common.Model(position, tied=not modern, modern=modern, dtype=dtype, checkpoint_interval=row.recompute)
