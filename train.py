@@ -84,8 +84,10 @@ def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 class Share(NamedTuple):
-    """What this process reads of every batch. It stays as the launch has it: where ``elastic_pipeline`` changes the shape of the
-    pipeline, the engine hands what was read to whom needs it.
+    """Share of every batch that this process reads.
+
+    It stays as the launch has it: where ``elastic_pipeline`` changes the shape, the engine sends samples to the ranks that
+    need them.
     """
 
     reads: bool
@@ -95,7 +97,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, engine: Any) -> Share:
-        """As the engine's shape is now; the schedule MixedBatch has micro-batches of its own for each phase."""
+        """Sizes by the engine's present shape; the schedule MixedBatch has micro-batches of its own for each phase."""
         grid = engine.grid
 
         def size() -> int:
@@ -180,7 +182,7 @@ class Trainer:
         return int(state["iteration"])
 
     def _say_order(self, then: dict[int, int] | None) -> None:
-        """What another number of samples than the checkpoint's training has does to their order."""
+        """Warn where another number of samples than the checkpoint's training has changes their order."""
         now = self._samples()
         if self.first and self.task.order_of_all and then not in (None, now):
             logger.warning(

@@ -108,7 +108,7 @@ class Case:
             self.optimizer(column.removesuffix("2")).step()
 
     def optimizer(self, name: str) -> torch.optim.Optimizer:
-        """Make the state after a first step, whose moments it shares with the others."""
+        """Optimizer as after a first step, whose moments it shares with the others."""
         if name not in self.optimizers:
             from ds_terapipe.optim.lamb import FusedLamb
 

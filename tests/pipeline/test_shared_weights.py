@@ -79,7 +79,7 @@ SHARED = {  # entries and weights that are named
 
 
 def found_on(kind: str, cuts: tuple[int, ...]) -> list[Any]:
-    """Weights that ranks with these first entries, each with a part of a ``PipelineModule``, find shared."""
+    """Results of the check on ranks with these first entries, each with a part of a ``PipelineModule``."""
     specs, ranks, said = sharing(kind), [], []
     loss: Any = nn.Module()
     loss.project = specs[-1].project if kind == "the loss" else None
