@@ -24,7 +24,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import ELASTIC_STATE, KEYS, MANIFEST
 
 _VERSION = 2
-_BLOCK = 1 << 19  # stays in a core's cache between reading and summing
+_BLOCK = 1 << 20  # stays in a core's cache between reading and summing
 _LOCAL_HEADER, _LENGTHS_AT = 30, 26  # of a ZIP record: name and extra field follow it, their lengths are at its end
 _USE = "use another checkpoint"
 
