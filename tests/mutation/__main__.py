@@ -110,9 +110,10 @@ def draw(known: dict[str, Any], pure: int, engine: int, seed: int) -> list[tuple
 def _run(options: Any) -> None:
     known = {unit: about for unit, about in json.loads(options.map.read_text()).items() if about["code"] == 0}
     if options.mutants:
-        chosen = [(row["module"], _again(row)) for row in json.loads(options.mutants.read_text())]
+        chosen = [(row["module"], _again(row), row["by"]) for row in json.loads(options.mutants.read_text())]
     else:
-        chosen = draw(known, options.pure, options.engine, options.seed)
+        chosen = [(*each, "") for each in draw(known, options.pure, options.engine, options.seed)]
+    known = {unit: about for unit, about in known.items() if (ROOT / unit.partition("::")[0]).exists()}
     begin = time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:
         rows = list(pool.map(lambda each: _judge(*each, known, options.most_s), chosen))
@@ -134,9 +135,10 @@ def _again(row: dict[str, Any]) -> Mutant:
     return min(same, key=lambda mutant: abs(mutant.line - row["line"]))
 
 
-def _judge(module: str, mutant: Mutant, known: dict[str, Any], most_s: float) -> dict[str, Any]:
+def _judge(module: str, mutant: Mutant, first: str, known: dict[str, Any], most_s: float) -> dict[str, Any]:
     here = f"{module}:{mutant.line}"
-    units = sorted((about["seconds"], unit) for unit, about in known.items() if here in about["lines"])
+    units = [(about["seconds"], unit) for unit, about in known.items() if here in about["lines"]]
+    units.sort(key=lambda each: (each[1] != first, *each))  # what killed it before comes first
     fate, by, spent, runs = "survived", "", 0.0, 0
     for seconds, unit in units:
         if runs and spent + seconds > most_s:
