@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         launches += item.callspec.params.values() if hasattr(item, "callspec") else []
         found.update((id(launch), launch) for launch in launches if isinstance(launch, Launch))
     POOL.submit(list(found.values()))
+
+
+def pytest_runtest_setup() -> None:
+    """Seed PyTorch, so that a test's numbers do not depend on the tests before it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
