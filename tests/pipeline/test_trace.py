@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from ds_terapipe import ConfigError
-from ds_terapipe.pipeline.recording.trace import TraceFile
 from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.schedule import Placement
-from ds_terapipe.tracing.chrome import MEASURED, Event, read
+from ds_terapipe.tracing.chrome import MEASURED, read
 from ds_terapipe.tracing.summary import summarise
 from tests.pipeline.models import gpt, masked_loss, steps_of
 from tests.pipeline.training import build_engine, train
@@ -83,12 +82,3 @@ def test_a_summary_of_it_is_a_whole_step_and_it_says_what_it_costs(ranks: list[A
     seconds = max(event.end for event in last) - min(event.start for event in last)
     assert about["events_per_step"] == len(last)
     assert about["overhead"] == pytest.approx(len(last) * about["seconds_per_event"] / seconds, rel=1e-3)
-
-
-def test_what_came_between_two_steps_is_a_trace_too(tmp_path: Path) -> None:
-    """Stand for data that end after a reshape that was to be recorded."""
-    trace = TraceFile(str(tmp_path / "trace.json"), (1, 2), {"stages": 1})
-    assert trace.wants(1)
-    trace.keep([Event(MEASURED, 0, 0, 1, "reshape", "reshape", 0.0, 1.0)])
-    trace.close()
-    assert [event.name for event in read(tmp_path / "trace.json")] == ["reshape"]

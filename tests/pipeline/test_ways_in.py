@@ -74,10 +74,7 @@ def refused() -> dict[str, str]:
         x = torch.ones(2, 4, inputs[0][0].shape[1], 8)
         attend(x, x, x)
 
-    compiled, inside = Attention(), way(torch.compile(attend, backend="aot_eager", dynamic=True))
-    compiled.compile()
-    attempt("compile()", [LayerSpec(Embedding), compiled, LayerSpec(Head)])
-    attempt("OptimizedModule", [LayerSpec(Embedding), torch.compile(Attention()), LayerSpec(Head)])
+    inside = way(torch.compile(attend, backend="aot_eager", dynamic=True))
     for length in (1, 9, 11):  # graphs for any length are there before the engine is
         warm = partial(inside(), torch.randn(2, length, HIDDEN))
         warm().sum().backward()
@@ -85,7 +82,6 @@ def refused() -> dict[str, str]:
             warm()
     attempt("compiled function", specs(inside), slices={"slices": [7, 3, 9, 5]})
     attempt("outside the layers", specs(Attention), hook=attention_first)
-    attempt("not causal", specs(way(sdpa)))
     reentrant = {"config": {"pipeline": {"use_reentrant": True}}, "module": {"activation_checkpoint_interval": 1}}
     attempt("reentrant", specs(Attention), **reentrant)
     return said
@@ -106,11 +102,9 @@ def test_trains_and_evaluates_as_the_whole_sequence(name, alone):
 
 def test_what_cannot_be_placed_is_refused_before_the_first_step(alone):
     ((_, said),) = alone
-    assert "compiled" in said["compile()"] and "compiled" in said["OptimizedModule"]
     assert "attention is compiled by torch.compile (layer 1 (" in said["compiled function"]
     assert "), micro-batch 0, tokens 0 to" in said["compiled function"]
     assert said["outside the layers"].startswith("PlacementError causal attention is called outside the layers")
-    assert "attention that is not causal (layer 1" in said["not causal"]
     assert '"use_reentrant": false' in said["reentrant"]
 
 
@@ -151,7 +145,6 @@ MISPLACED = [
     ([attend], [attend] * 2, "layer 5: attention call 1 of micro-batch 3 has no keys for tokens 0 to 4"),
     ([attend] * 2, [attend], r"layer 5: its attention call 1 is made for some slices .*\(tokens 4 to 8\)"),
     ([attend], [narrow], "not with these shapes"),
-    ([], [lambda q, k, v: attend(q[:, :, :2], k, v)], "of 2 queries over 4 keys in a slice of 4 tokens"),
     ([], [fewer_keys], "enable_gqa"),
 ]
 
@@ -178,7 +171,7 @@ def look_at(context, *calls):
 
 @pytest.mark.parametrize(
     ("lengths", "checkpoints"),
-    [((2, 1, 4, 1), None), ((1, 3, 4), "not reentrant"), ((1, 1, 5, 1), "reentrant"), ((1,) * 8, "not reentrant")],
+    [((2, 1, 4, 1), None), ((1, 3, 4), "not reentrant"), ((1, 1, 5, 1), "reentrant")],
 )
 def test_one_token_needs_no_flag_where_more_tokens_have_it(context, lengths, checkpoints):
     look_at(context, without_flag)
@@ -210,7 +203,6 @@ NEVER_CAUSAL = {
     "a layer that was not looked at": (),
     "a call too many": (without_flag,),
     "a masked call": (without_flag, with_mask),
-    "a call of other heads": (without_flag, lambda q, k, v: without_flag(q[:, :1], k[:, :1], v[:, :1])),
     "a call of heads of another size": (without_flag, lambda q, k, v: without_flag(q, k, v[..., :4])),
 } | ({"a mask beside the flag": (without_flag, partial(with_mask, flag=True))} if torch.__version__ >= "2.13" else {})
 
@@ -224,16 +216,6 @@ def test_one_token_without_a_flag_is_refused_where_more_tokens_did_not_have_it(c
         calls_of(context, span, *calls)
     with pytest.raises(ConfigError, match=r"attention that is not causal \(layer 5, micro-batch 3, tokens"):
         calls_of(context, Span(0, 1, 8) if first else Span(7, 8, 8), *calls[:1], sdpa)
-
-
-def test_query_heads_of_one_token_taken_as_queries_are_refused(context):
-    def packed(q, k, v):
-        return sdpa(q.transpose(1, 2), k[:, :1], v[:, :1], torch.ones(1, 1, dtype=torch.bool))
-
-    look_at(context, with_mask)
-    text = r"2 query heads of one token as 2 queries of 1 key heads \(layer 5.*two tokens"
-    with pytest.raises(ConfigError, match=text):
-        calls_of(context, Span(0, 1, 8), packed)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
