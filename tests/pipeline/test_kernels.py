@@ -174,12 +174,9 @@ MASK, WINDOW = torch.zeros(1, 1, 8, 24), Call(0.0, None, window=9)
 # what is other than usual, what PyTorch says of flash and of the efficient kernel, the choice
 CHOICES = {
     "flash": ({}, True, True, CudaFlash),
-    "grouped heads": ({"kv_heads": 2}, True, True, CudaFlash),
     "a window": ({"call": WINDOW}, True, True, CudaFlash),
     "dropout": ({"call": Call(0.1, None)}, True, True, CudaFlash),
-    "a mask": ({"mask": MASK}, True, True, CudaEfficient),
-    "a mask, grouped": ({"kv_heads": 2, "mask": MASK, "rows": 16}, True, True, CudaEfficient),
-    "without flash": ({}, False, True, CudaEfficient),
+    "a mask": ({"kv_heads": 2, "mask": MASK, "rows": 16}, True, True, CudaEfficient),
     "without flash, grouped": ({"kv_heads": 2}, False, True, CudaEfficient),
     "without flash, a window": ({"kv_heads": 2, "call": WINDOW, "rows": 16}, False, True, CudaEfficient),
     "heads of 20": ({"d": 20}, True, True, Formula),

@@ -14,12 +14,18 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.transport import p2p as links_module
 from ds_terapipe.pipeline.transport.channels import Channels
-from ds_terapipe.pipeline.transport.p2p import Links, Outbox, check_sendable
+from ds_terapipe.pipeline.transport.p2p import BoundarySpec, Links, Outbox, TensorSpec, check_sendable
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only
 from tests.spawn import launched
 
 CPU = torch.device("cpu")
+
+
+def test_too_many_tensors_are_an_error_that_says_how_many():
+    spec = BoundarySpec((TensorSpec((), torch.float32, True),) * 85, False)
+    with pytest.raises(ValueError, match=r"^a stage hands on 85 tensors: their shapes take 257 words, at most 256$"):
+        spec.encode(CPU)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.plan import MeasuredCost, Plan
 from ds_terapipe.schedule import Placement
-from ds_terapipe.tracing.chrome import read
 from tests.pipeline.models import Block, Embedding, Head, masked_loss, steps_of
 from tests.pipeline.training import build_engine, train
 from tests.spawn import launched
@@ -121,24 +120,18 @@ def seeds(rank: int, world_size: int) -> dict[int, tuple[list[float], list[float
 
 
 def auto(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """A run that plans, and one that has the measurements; the measurements and the trace."""
+    """A run that plans, and one that has the measurements; its measurements."""
     found: dict[str, Any] = {}
-    costs, trace = f"{folder}/costs.json", f"{folder}/trace.json"
+    costs = f"{folder}/costs.json"
     for name, first, keys in (
-        ("measuring", 2, {"measurements_path": costs, "trace_path": trace}),
+        ("measuring", 2, {"measurements_path": costs}),
         ("measured", 2, {"measurements_path": costs, "memory_gb": 1.0}),
     ):
         engine = build_engine(frozen_until(first), masked_loss, token_pipeline={"slices": "auto", **keys})
         train(engine, steps_of(14, 2))
         (found[name],) = engine._cutting.state()["plans"]
-        if name == "measured":
-            engine.save_checkpoint(f"{folder}/{name}")
-            again = engine._cutting._plans()
-            engine._cutting._phases.clear()
-            engine.load_checkpoint(f"{folder}/{name}")
-            found["loaded"] = engine._cutting._plans() == again
         engine.destroy()
-    return {**found, "cost": MeasuredCost.load(costs), "events": read(trace)}
+    return {**found, "cost": MeasuredCost.load(costs)}
 
 
 seeded, planned = launched(seeds, 2), launched(auto, 2, timeout=200, folder=True)
@@ -157,21 +150,20 @@ def test_auto_plans_for_several_stages_on_a_place(planned):
             plan = Plan.from_dict(found[name])
             assert plan.placement == Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
             assert plan.stages == 3 and len(plan.memory) == 2 and min(use.total for use in plan.memory) > 0
-        assert "for 3 stages on 2 places, 2 micro-batches" in "\n".join(plan.lines()) and found["loaded"]
+        assert "for 3 stages on 2 places, 2 micro-batches" in "\n".join(plan.lines())
 
 
-def test_measurements_and_trace_know_the_stages_of_a_place(planned):
-    cost, events = planned[0]["cost"], planned[0]["events"]
+def test_measurements_know_the_stages_of_a_place(planned):
+    cost = planned[0]["cost"]
     assert cost.placement == Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
     assert cost.layers is not None and [len(place) for place in cost.layers.stages] == [4, 4]
     assert cost.weights(0, 24.0) == 0 < min(cost.weights(1, 24.0), cost.weights(2, 24.0))
     timed = [stage.samples for stage in cost.stage_costs]
-    assert min(sample.forward for samples in timed for sample in samples) > 1e-6
-    # a stage that only goes forward has no backward; that of the others, less its weight gradients, may be lost in noise
+    # single samples, less the loss or weight gradients, may be lost in noise
+    assert min(max(sample.forward for sample in samples) for samples in timed) > 1e-6
     assert [max(sample.backward for sample in samples) > 1e-6 for samples in timed] == [False, True, True]
     assert cost.memory is not None and len(cost.memory.stages) == 3
     first, second, _ = cost.memory.stages
     assert first.activations == 0 < second.activations and first.keys_values > 0
     # K and V of two layers of attention, one of them frozen: nothing is divided among the stages of a place
     assert second.keys_values == 2 * first.keys_values
-    assert {event.stage for event in events} == {0, 1}

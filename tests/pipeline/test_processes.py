@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,41 +75,6 @@ def test_processes_of_another_machine_are_unknown(me: Processes, other: subproce
     other.kill()
     other.wait()
     assert me.lost() == {} and me.gone() == set()
-
-
-RANK = """
-import os, signal, socket, subprocess
-from ds_terapipe.pipeline.transport import guard
-connection = socket.create_connection(("127.0.0.1", {port}))
-os.set_inheritable(connection.fileno(), True)  # as those of PyTorch's backends
-launch, engine = type("Watchdog", (), {{}}), type("Watchdog", (), {{}})
-guard.beat(launch, 600)
-guard.beat(engine, 0.5)
-held = subprocess.Popen(["sleep", "600"], pass_fds=[guard._guards[os.getpid()].pipe])
-guard.leave(launch)
-print(held.pid, *open(f"/proc/self/task/{{os.getpid()}}/children").read().split(), flush=True)
-os.kill(os.getpid(), signal.{signal})
-"""
-
-
-@pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
-def test_a_stopped_process_is_killed_and_its_guard_ends_with_it(how: str) -> None:
-    """Alone on its machine too, and though a process that it has begun keeps the guard's pipe open."""
-    server = socket.create_server(("127.0.0.1", 0))
-    program = RANK.format(signal=how, port=server.getsockname()[1])
-    with server, subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as rank:
-        assert rank.stdout is not None
-        connection, _ = server.accept()
-        held, *children = map(int, rank.stdout.readline().split())
-        try:
-            assert rank.wait(timeout=30) == -signal.SIGKILL and len(children) == 2
-            connection.settimeout(60)
-            assert connection.recv(1) == b"", "who is connected with the rank sees that it is gone"
-            until(lambda: [pid for pid in children if pid != held and guard.look(pid)], [])
-        finally:
-            rank.kill()
-            os.kill(held, signal.SIGKILL)
-            connection.close()
 
 
 @pytest.mark.parametrize(

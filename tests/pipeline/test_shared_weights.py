@@ -10,20 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from torch import Tensor, nn
+from torch import nn
 
 from ds_terapipe import ConfigError
 from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights, split
 from tests.pipeline.models import SEED, Block, Embedding, Head
-
-
-class ByWeight(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight)
 
 
 def made(kind: type[nn.Module], entry: int) -> Any:
@@ -45,7 +36,6 @@ def sharing(kind: str) -> list[Any]:
         "tied": [TiedLayerSpec("shared", Block, tied_weight_attr=names) for _ in range(4)],
     }.get(kind, blocks)
     last = {
-        "a weight": LayerSpec(ByWeight, tokens.tokens.weight),
         "a closure": lambda hidden: F.linear(hidden, tokens.tokens.weight),
     }
     return [tokens, *blocks, last.get(kind, head)]
@@ -54,7 +44,6 @@ def sharing(kind: str) -> list[Any]:
 SHARED = {  # entries and weights that are named
     "head's weight": ("0 and 5", 'Embedding, ..., tied_weight_attr=["tokens.weight"]'),
     "one block": ("1, 2, 3 and 4", 'Block, ..., tied_weight_attr=["before_attention.weight", '),
-    "a weight": ("0 and 5", 'Embedding, ..., tied_weight_attr=["tokens.weight"]'),
     "the loss": ("5 and the loss", 'Head, ..., tied_weight_attr=["project.weight", "project.bias"]'),
     "a closure": ("0 and 5", 'Embedding, ..., tied_weight_attr=["tokens.weight", "positions.weight"]'),
 }

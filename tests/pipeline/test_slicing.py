@@ -68,7 +68,6 @@ TABLE = {
     "key padding": ((B, 1, 1, S), BOOL, TensorCut(column=3)),
     "key padding without heads": ((B, 1, S), BOOL, TensorCut(column=2)),
     "something of each row": ((B, 1, S, H), FLOAT, TensorCut(row=2)),
-    "something of each sequence": ((B, H), FLOAT, WHOLE),
     "a scalar": ((), FLOAT, WHOLE),
     "what has no such dimension": ((B, 3, H, 7), FLOAT, WHOLE),
 }

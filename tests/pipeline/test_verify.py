@@ -51,14 +51,6 @@ def rotary(q, k, v):
     return attend(*(x * torch.cat([angles, angles], -1).cos() for x in (q, k)), v)
 
 
-class HandWrittenBehindZeros(HandWritten):
-    """Nothing of the difference leaves the layer."""
-
-    def __init__(self):
-        super().__init__()
-        nn.init.zeros_(self.out.weight)
-
-
 class Bert(EncoderLayer):
     def forward(self, hidden):
         return nn.TransformerEncoderLayer.forward(self, hidden)
@@ -85,10 +77,6 @@ def layer(forward, **parts):
     return type("Layer", (nn.Module,), {"__init__": make, "forward": forward})
 
 
-Table = layer(
-    lambda self, hidden: hidden + self.table[:, : hidden.shape[1]],
-    table=lambda: nn.Parameter(torch.randn(1, 48, HIDDEN)),
-)
 # causal, over four tokens
 Convolution = layer(
     lambda self, hidden: hidden + self.conv(F.pad(hidden.transpose(1, 2), (3, 0))).transpose(1, 2),
@@ -117,20 +105,18 @@ CHANGED = {
         rf"layer 0 \(\w+\), module 0\.positions,{FROM_0} .*arange.*{START}",
     ),
     "rotary": (with_middle(way(rotary)), rf"{INPUT}{FROM_0} \(angles = .*{START}"),
-    "table": (with_middle(Table), rf"{OUTPUT}(, module 3,)? differs{FROM_0} .*table\[.*{START}"),
     "square mask": (
         with_middle(SquareMask),
         r"an attention mask of 3 x 3 for tokens 2 to 5 .*layer 3.*, use is_causal=True in",
     ),
     "hand-written": (with_middle(HandWritten), INPUT + BY_HAND),
-    "behind zeros": (with_middle(HandWrittenBehindZeros), INPUT),
     "bert": (with_middle(Bert), r"attention that is not causal \(layer 3"),
     "padding mask": (with_middle(masked(lambda q, k: torch.ones(q.shape[0], 1, 1, 24))), INPUT),
     "convolution": (with_middle(Convolution), OUTPUT + r", module 3\.conv,"),
     "mean": (with_middle(MeanOverTokens), OUTPUT + "(, module 3,)? differs"),
     "pooling": (with_middle(Block, head=Pooled), r"outputs do not follow the tokens"),
 }
-UNCUT = ("hand-written", "bert", "pooling")
+UNCUT = ("hand-written", "bert")
 WITHOUT_AMOUNT = ("bert", "square mask", "pooling")
 
 
@@ -146,10 +132,6 @@ def said_of(specs, loss, slices=SLICES):
     same = same and all(p.grad is None or not p.grad.any() for p in engine.module.parameters())
     engine.destroy()
     return said, same and engine.global_steps == 0
-
-
-def pooled_loss(logits, targets):
-    return F.cross_entropy(logits, targets[:, 0])
 
 
 class Narrow(Attention):
@@ -178,8 +160,7 @@ LONG = {
 def worker(rank, world_size):
     """Of each model: what is said, whether it was left alone; of some uncut too; of long sequences also the longest seen."""
     cut = {name: said_of(specs, mean_loss) for name, (specs, _) in CHANGED.items()}
-    losses = dict.fromkeys(UNCUT, mean_loss) | {"pooling": pooled_loss}
-    uncut = [said_of(CHANGED[name][0], losses[name], {"slices": 1})[0] for name in UNCUT]
+    uncut = [said_of(CHANGED[name][0], mean_loss, {"slices": 1})[0] for name in UNCUT]
     long: dict = {}
     with mock.patch.object(first_batch, "LONGEST", 12):
         for name, (kind, most, loss, _) in LONG.items():
@@ -295,16 +276,6 @@ def look(context, layers, inputs, lengths=(7, 2, 9, 1, 5), row=1):
         return verify_stage(
             root, stage, context, inputs, cuts + [(TensorCut(row=1),)] * (len(layers) - 1), spans(lengths)
         )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_good_models_pass_in_every_dtype(dtype, context):
-    torch.manual_seed(0)
-    layers = [layer.to(dtype) for layer in (Embedding(), Block(), Busy(), Block(), EncoderLayer(), Head())]
-    for layer in layers[1:]:  # away from the initial weights, where all is small
-        for parameter in layer.parameters():
-            parameter.data.mul_(3)
-    look(context, layers, STEPS[0][0][0])
 
 
 def changing(total, change):

@@ -14,7 +14,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.inspection.sequence_dims import probe_spans
 from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext
 from ds_terapipe.pipeline.operators.interception import Overrides
-from ds_terapipe.pipeline.slicing import Span, spans
+from ds_terapipe.pipeline.slicing import Span
 from ds_terapipe.schedule import Unit
 from tests.pipeline.attention_layers import WAYS, Attention, attend, way
 from tests.pipeline.models import HIDDEN, Embedding, Head, Plain, mean_loss, micro_batch
@@ -132,20 +132,10 @@ def calls_of(context, span, *calls):
     return run(context, span, *(partial(call, *rows(span.length)) for call in calls))
 
 
-def narrow(q, k, v):
-    return attend(q[..., :4], k[..., :4], v[..., :4])
-
-
-def fewer_keys(q, k, v):  # without enable_gqa, an error in torch, too
-    return attend(q, k[:, :1], v[:, :1])
-
-
 # calls of a slice that passes, calls of the next one, which does not, and what that one says
 MISPLACED = [
     ([attend], [attend] * 2, "layer 5: attention call 1 of micro-batch 3 has no keys for tokens 0 to 4"),
     ([attend] * 2, [attend], r"layer 5: its attention call 1 is made for some slices .*\(tokens 4 to 8\)"),
-    ([attend], [narrow], "not with these shapes"),
-    ([], [fewer_keys], "enable_gqa"),
 ]
 
 
@@ -167,31 +157,6 @@ def look_at(context, *calls):
     for span in probe_spans(8):
         calls_of(context, span, *calls)
     context.clear()
-
-
-@pytest.mark.parametrize(
-    ("lengths", "checkpoints"),
-    [((2, 1, 4, 1), None), ((1, 3, 4), "not reentrant"), ((1, 1, 5, 1), "reentrant")],
-)
-def test_one_token_needs_no_flag_where_more_tokens_have_it(context, lengths, checkpoints):
-    look_at(context, without_flag)
-    inputs, cuts = [t.detach() for t in rows(8, seed=7)], spans(lengths)
-    parts = [[t[:, :, span.start : span.stop].clone().requires_grad_() for t in inputs] for span in cuts]
-    outs = []
-    for span, part in zip(cuts, parts, strict=True):
-        layer = partial(without_flag, *part)
-        if checkpoints is not None:
-            layer = partial(checkpoint, without_flag, *part, use_reentrant=checkpoints == "reentrant")
-        outs += run(context, span, layer)
-    for span, out in reversed(list(zip(cuts, outs, strict=True))):
-        with context.backward(Unit(3, 0), span):
-            out.square().sum().backward()
-    whole = [t.clone().requires_grad_() for t in inputs]
-    expected = attend(*whole)
-    expected.square().sum().backward()
-    torch.testing.assert_close(torch.cat(outs, 2), expected)
-    for index, tensor in enumerate(whole):
-        torch.testing.assert_close(torch.cat([part[index].grad for part in parts], 2), tensor.grad)
 
 
 def with_mask(q, k, v, flag=False):
@@ -216,35 +181,6 @@ def test_one_token_without_a_flag_is_refused_where_more_tokens_did_not_have_it(c
         calls_of(context, span, *calls)
     with pytest.raises(ConfigError, match=r"attention that is not causal \(layer 5, micro-batch 3, tokens"):
         calls_of(context, Span(0, 1, 8) if first else Span(7, 8, 8), *calls[:1], sdpa)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_that_makes_other_keys_is_an_error(context, reentrant):
-    def noisy(q, k, v):
-        return attend(q, k * torch.rand(()), v)
-
-    outs = [
-        run(context, span, lambda: checkpoint(noisy, *rows(4), use_reentrant=reentrant, preserve_rng_state=False))
-        for span in (Span(0, 4, 8), Span(4, 8, 8))
-    ]
-    error = pytest.raises(PlacementError, match=r"deterministic.*preserve_rng_state")
-    with context.backward(Unit(3, 0), Span(4, 8, 8)), error:
-        outs[1][0].sum().backward()
-
-
-def test_a_recomputation_that_ended_early_says_nothing_of_the_next_one(context):
-    """A layer's checkpoint may stop before its attention; what is recomputed then is known by its keys alone."""
-    span, (_, *of_four), (_, *of_five) = Span(0, 4, 8), rows(4), rows(4, seed=1)
-    with context.forward(Unit(3, 0), span):
-        for layer, (k, v) in ((4, of_four), (5, of_five)):
-            context.enter_layer(layer)
-            context.place(k, v).write(k, v, span)
-            context.leave_layer()
-    with context.backward(Unit(3, 0), span):
-        context.enter_layer(5)
-        context.leave_layer()
-        assert torch.equal(context.place(*of_four).k[:, :, :4], of_four[0])
-    context.check_recomputed()
 
 
 def test_recomputation_of_a_step_that_overflowed_is_placed(context):

@@ -228,27 +228,6 @@ def test_tensors_that_were_written_into_are_refused(which):
     assert layer.weight.grad is None
 
 
-def one_slice(net, keeper, x):
-    """A context and what the net makes of the first of two slices in it."""
-    context, (span, _), interception = SliceContext(), spans((6, 6)), Interception([net])
-    context.weight_gradients = keeper
-    try:
-        with context.forward(Unit(0, 0), span):
-            context.enter_layer(0)
-            return context.backward(Unit(0, 0), span), net(x)
-    finally:
-        interception.close()
-
-
-def test_a_weight_that_was_written_into_is_an_error():
-    net, x = twice(), torch.randn(1, 6, FEATURES, requires_grad=True)
-    going_back, output = one_slice(net, WeightGradients(), x)
-    with torch.no_grad():
-        net.first.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"), going_back:
-        output.sum().backward()
-
-
 def test_one_layers_gradients_are_there_at_a_time(monkeypatch):
     seen, make = [], OfLinear.__call__
 
