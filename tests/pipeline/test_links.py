@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
@@ -23,40 +21,17 @@ from tests.spawn import launched
 
 CPU = torch.device("cpu")
 
-specs = st.builds(
-    TensorSpec,
-    st.lists(st.integers(0, 2**40), max_size=5).map(tuple),
-    st.sampled_from(links_module._DTYPES),
-    st.booleans(),
-)
-boundaries = st.builds(BoundarySpec, st.lists(specs, max_size=12).map(tuple), st.booleans())
 
-
-@given(boundaries)
-@settings(max_examples=200)
-def test_a_spec_survives_its_encoding_and_gradients_travel_for_what_asked_for_them(spec):
-    meta = spec.encode(CPU)
-    assert meta.shape == (256,) and meta.dtype == torch.int64 and BoundarySpec.decode(meta) == spec
-    assert spec.gradients().tensors == tuple(each for each in spec.tensors if each.needs_grad)
-
-
-@pytest.mark.parametrize(("count", "dims"), [(28, 6), (42, 3), (84, 0)])
-def test_too_many_tensors_are_an_error_that_says_how_many(count, dims):
-    spec = BoundarySpec((TensorSpec((1,) * dims, torch.float32, True),) * count, False)
-    assert BoundarySpec.decode(spec.encode(CPU)) == spec
-    says = (
-        rf"^a stage hands on {count + 1} tensors: their shapes take {2 + (count + 1) * (3 + dims)} words, at most 256$"
-    )
-    with pytest.raises(ValueError, match=says):
-        spec._replace(tensors=spec.tensors + spec.tensors[:1]).encode(CPU)
+def test_too_many_tensors_are_an_error_that_says_how_many():
+    spec = BoundarySpec((TensorSpec((), torch.float32, True),) * 85, False)
+    with pytest.raises(ValueError, match=r"^a stage hands on 85 tensors: their shapes take 257 words, at most 256$"):
+        spec.encode(CPU)
 
 
 @pytest.mark.parametrize(
     ("outputs", "said"),
     [
         ((torch.zeros(1), "text"), "outputs with str as entry 1,"),
-        ([None], "outputs with NoneType as entry 0,"),
-        (3, "outputs with int,"),
         ({"hidden": torch.zeros(1)}, "outputs with dict,"),
         (torch.zeros(1).to(torch.float8_e5m2), "outputs with torch.float8_e5m2,"),
     ],
@@ -173,7 +148,7 @@ NCCL = {*FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64}  # getNcclDa
 
 
 @pytest.mark.parametrize("dtype", links_module._DTYPES)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (2, 0)])
+@pytest.mark.parametrize("shape", [(), (2, 5)])
 def test_a_message_is_of_a_type_that_nccl_has(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(10)[: torch.Size(shape).numel()].view(shape).to(dtype)
     message, landing = links_module.raw(tensor), torch.zeros(shape, dtype=dtype)

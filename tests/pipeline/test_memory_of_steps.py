@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from ds_terapipe.pipeline.recording.accounting import StepMemory
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.memory import MemoryModel, Peaks, calibrated, memory_use
 from tests.pipeline.models import gpt, mean_loss, micro_batch
@@ -113,49 +112,6 @@ ranks = launched(measure, 2, timeout=240)
 
 def test_the_model_says_what_settings_take(ranks):
     compared(ranks)
-
-
-class Given:
-    """A peak in each action that is known beforehand."""
-
-    def __init__(self, *peaks: float) -> None:
-        self._peaks, self._beside, self._most = iter(peaks), 0.0, 0.0
-
-    def begin(self) -> None:
-        pass
-
-    def mark(self, beside: float) -> None:
-        self._most = max(self._most, next(self._peaks) - self._beside)
-        self._beside = beside
-
-    def taken(self) -> float:
-        return self._most
-
-
-def test_gradients_of_weights_that_are_there_are_no_part_of_a_peak():
-    first, second, frozen = (torch.nn.Parameter(torch.zeros(10)) for _ in range(3))
-    first.grad = torch.zeros(10)
-    frozen.requires_grad_(False)
-    memory = StepMemory(Given(900.0, 1000.0, 1030.0, 1010.0))
-    memory.note_peak([first, second, frozen])
-    memory.runs()
-    memory.acted()
-    second.grad = torch.zeros(10)  # came while the second action ran, and is there in the third
-    memory.acted()
-    memory.acted()
-    second.grad = None  # it is taken
-    memory.acted()
-    memory.ran()
-    assert memory.taken == 1000.0
-    memory.runs()
-    memory.acted()
-    memory.ran()
-    assert memory.taken == 1000.0, "of a step that is not watched nothing is learned"
-    unknown = StepMemory()
-    unknown.note_peak([first])
-    unknown.acted()
-    unknown.ran()
-    assert unknown.taken is None
 
 
 @pytest.mark.gpu

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.utils import set_random_seed
 from torch import Tensor, nn
 
-from ds_terapipe.pipeline import layer_range
 from ds_terapipe.pipeline.assembly import Step
 from ds_terapipe.pipeline.batch import StepBatch
-from ds_terapipe.pipeline.layer_range import seed_generators
 from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
@@ -166,10 +160,13 @@ def drawn(state: Any) -> tuple[float, ...]:
     return tuple(torch.rand(3, generator=generator).tolist())
 
 
-@pytest.mark.parametrize("kind", ["states", "generators"])
-def test_megatrons_states_differ_by_shard_and_the_default_ones_do_not(kind: str, monkeypatch: Any) -> None:
-    """Stand-in for megatron-core's tracker, which needs a GPU: states by name, as tensors or as generators."""
-    states_of = pytest.importorskip("megatron.core.tensor_parallel.random")
+CORES, DEEPSPEEDS = "megatron.core.tensor_parallel.random", checkpointing.__name__
+
+
+@pytest.mark.parametrize(("module", "kind"), [(CORES, "states"), (CORES, "generators"), (DEEPSPEEDS, "states")])
+def test_megatrons_states_differ_by_shard_and_the_default_ones_do_not(module: str, kind: str, monkeypatch: Any) -> None:
+    """Stand-in for the trackers of megatron-core, which need a GPU, and DeepSpeed: states by name, tensors or generators."""
+    states_of = pytest.importorskip(module)
     states: dict[str, Any] = {name: torch.Generator().manual_seed(number) for number, name in enumerate(NAMES)}
     if kind == "states":
         states = {name: generator.get_state() for name, generator in states.items()}
@@ -190,38 +187,3 @@ def test_megatrons_states_differ_by_shard_and_the_default_ones_do_not(kind: str,
         assert one == again != other_layer
         assert (one == other_shard) == (name in ("default", "data-parallel-rng"))
     assert len({each[0] for each in seen.values()}) == 4
-
-
-def test_deepspeeds_states_are_seeded_where_there_are_some() -> None:
-    tracker, found = checkpointing.get_cuda_rng_tracker(), []
-    tracker.reset()
-    try:
-        tracker.add("model-parallel-rng", 11)
-        before = drawn(tracker.get_states()["model-parallel-rng"])
-        for shard in (0, 1, 0):
-            streams = RandomStreams(3, shard=shard)
-            streams.begin(5)
-            streams.enter(0, 0, SPAN)
-            with tracker.fork():
-                found.append(tuple(torch.rand(3).tolist()))
-            streams.end()
-            assert drawn(tracker.get_states()["model-parallel-rng"]) == before
-    finally:
-        tracker.reset()
-    assert found[0] == found[2] != found[1]
-
-
-@pytest.mark.parametrize("seed", [0, 2**40 + 3, 2**70])
-def test_a_layer_s_seed_does_what_deepspeeds_does_without_asking_devices_that_are_not_there(seed: int) -> None:
-    def draws() -> tuple[float, float, float]:
-        return random.random(), float(np.random.random()), float(torch.rand(()))
-
-    set_random_seed(seed)
-    wanted, seeded = draws(), list[int]()
-    with mock.patch.object(torch, "manual_seed", None):
-        seed_generators(seed)
-        assert draws() == wanted != draws()
-        device = SimpleNamespace(device_name=lambda: "cuda", manual_seed_all=seeded.append)
-        with mock.patch.object(layer_range, "get_accelerator", lambda: device):
-            seed_generators(5)
-    assert seeded == [5], "a device's generators are seeded too"

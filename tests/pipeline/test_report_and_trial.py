@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ds_terapipe.config import parse
-from ds_terapipe.optim.schedules.lr_schedules import LambWarmup
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.recording import records
 from ds_terapipe.pipeline.recording.records import Records
@@ -29,9 +28,7 @@ def step_of(slices: Any, pulled: Any, load: Any = None, labels: bool = False) ->
     return read_step(pulled, config, loader, inputs=True, labels=labels, cut_labels=labels)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "text"), [((24,), "1 slice, 1f1b"), ((8, 8, 8), "3 slices, 1f1b"), ((20, 4), "2 slices, 1f1b")]
-)
+@pytest.mark.parametrize(("lengths", "text"), [((24,), "1 slice, 1f1b"), ((20, 4), "2 slices, 1f1b")])
 def test_a_line_counts_tokens_whatever_the_slices(lengths, text):
     tokens = torch.zeros(2, 24, dtype=torch.long)
     batch = step_of(list(lengths), [(tokens, tokens)])
@@ -108,15 +105,10 @@ def test_the_line_is_printed_below_the_log_level(capfd: pytest.CaptureFixture[st
 
 SAVED = {"lr": 0.25, "initial_lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 OTHERS = "betas [0.9, 0.95], not [0.9, 0.99]; {}weight_decay 0.1, not 0.3"
-WARMUP = {"batch_size": 8, "reference_lr": 0.4, "reference_batch_size": 8, "total_steps": 4, "warmup_steps": 2}
 
 
 def torchs(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-
-
-def ours(optimizer: Any) -> Any:
-    return LambWarmup(optimizer, **WARMUP, decay_from="peak")
 
 
 def resumed(scheduler: Any, saved: dict[str, Any], steps: int = 3, **more: Any) -> Any:
@@ -142,15 +134,12 @@ def resumed(scheduler: Any, saved: dict[str, Any], steps: int = 3, **more: Any) 
     [
         (None, OTHERS.format("lr 0.25, not 2.0; ")),
         (torchs, OTHERS.format("lr 0.5, not 2.0; ")),
-        (ours, OTHERS.format("") + "; the LR is that of LambWarmup as configured now"),
     ],
 )
 def test_settings_that_are_not_those_of_the_configuration_are_one_line(caplog, scheduler, settings):
-    engine = resumed(scheduler, SAVED)
+    resumed(scheduler, SAVED)
     said = "load_checkpoint: the settings of the checkpoint's optimizer count, not those of this engine's: "
     assert caplog.messages == [said + settings]
-    if scheduler is ours:  # from the next step on, whatever the checkpoint's was
-        assert engine.basic_optimizer.param_groups[0]["lr"] == engine.lr_scheduler.get_lr()[0]
 
 
 def test_other_ranks_weights_alone_and_the_same_settings_are_no_line(caplog):

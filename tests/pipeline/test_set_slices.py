@@ -18,8 +18,6 @@ UNEVEN = [7, 2, 9, 1, 5]
 # arguments of rank 0 and of rank 1, the message
 REFUSED: list[tuple[tuple[Any, ...], tuple[Any, ...], str]] = [
     ((0,), (0,), 'slices: got 0, must be a positive number, a list of lengths or "auto", use e.g. 8'),
-    ((2, "gpipe"), (2, "gpipe"), 'schedule: got "gpipe", must be "auto" or "terapipe" or "1f1b", use "terapipe"'),
-    ((4,), ([4, -1],), "slices: got [4, -1], must be"),
     ((4,), (2,), "slices: got 2 on rank 1 and 4 on rank 0, must be the same on all, use"),
     ((4, "1f1b"), (4, "terapipe"), 'schedule: got "terapipe" on rank 1 and "1f1b" on rank 0, must be the same on all'),
 ]
@@ -28,7 +26,6 @@ STAYS = "got an assignment, must stay as it"
 ASSIGNED: list[tuple[str, str, Any, str]] = [
     ("engine", "token_pipeline", {}, f"engine.token_pipeline: {STAYS} is, use engine.set_slices("),
     ("block", "slices", 2, f"token_pipeline.slices: {STAYS} was read, use engine.set_slices(...)"),
-    ("block", "timeout_s", 5.0, "token_pipeline.timeout_s: got an assignment, "),
 ]
 
 
@@ -74,7 +71,6 @@ def cut_again_and_again(rank: int, keys: dict[str, Any]) -> dict[str, Any]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "given": {"slices": 4},
     "auto": {"slices": "auto", "schedule": "1f1b", "memory_gb": 1.0},
-    "whole": {"slices": 1},
 }
 
 
@@ -107,4 +103,3 @@ def test_bad_or_different_values_and_assignments_are_refused_on_every_rank(ranks
     assert first == second
     for said, (*_, message) in zip(first, REFUSED + ASSIGNED, strict=True):
         assert message in said and said.startswith(("token_pipeline.", "engine.token_pipeline")), said
-    assert first[-1].endswith("use another configuration for a new engine")

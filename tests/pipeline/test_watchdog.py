@@ -19,9 +19,6 @@ from ds_terapipe.pipeline.transport import board, processes
 from ds_terapipe.pipeline.transport import watchdog as watchdog_module
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Position, Watchdog, launching
 from ds_terapipe.schedule import Placement, order, with_messages
-from tests.pipeline.models import gpt, mean_loss, micro_batch
-from tests.pipeline.training import build_engine
-from tests.spawn import Exit, in_background, mark, run_to_exit
 
 GRID = with_messages(order("1f1b", 2, [3]))
 SEAT = Seat(Placement.plain(2), 0, (0, 1))
@@ -206,27 +203,6 @@ def test_the_report(watchdog, store, caplog):
     assert store.told().note == f"gave up waiting for {GRADIENTS}: Connection closed by peer [::1]:7"
 
 
-def test_a_rank_that_failed_says_why_and_then_none_is_suspected(watchdog, store):
-    store.say(KEY.format(2))
-    store.say(KEY.format(1), note="failed: KeyError: 'x'", ended=True)
-    with pytest.raises(PipelineStalled) as caught:
-        watchdog.wait(fails(CLOSED), GRADIENTS)
-    assert "  rank 1 (stage 1): last seen in step 4, action 3, failed: KeyError: 'x'" in str(caught.value)
-    assert "no sign of life" not in str(caught.value) and "rank 2" not in str(caught.value)
-
-
-def test_living_ranks_keep_publishing_and_an_error_is_written_down_for_the_others(watchdog, store, clock):
-    texts = set()
-    clock.watch(texts.add(store.get(KEY.format(0))) for _ in range(4))
-    assert len(texts) == 4
-    watchdog.begin(2, GRID, SEAT)
-    watchdog.failed(KeyError("first\nsecond"))
-    watchdog.failed(ValueError("what came of it"))
-    clock.watch(iter([None] * 3))  # the thread publishes it again and again
-    told = store.told()
-    assert told.ended and told.note == r"failed: KeyError: 'first\nsecond'" and told.step == 2
-
-
 @pytest.mark.parametrize("how", ["gone", "stopped"])
 def test_a_lost_store_costs_neither_time_nor_a_second_try(watchdog, store, clock, how):
     watchdog.begin(0, GRID, SEAT)
@@ -239,17 +215,6 @@ def test_a_lost_store_costs_neither_time_nor_a_second_try(watchdog, store, clock
     clock.watch(iter([None] * 3))
     assert store.asked == asked > 0
     store.hold.set()
-
-
-def test_a_store_lost_between_two_looks_leaves_what_the_first_one_saw(watchdog, store, clock):
-    store.say(KEY.format(1))
-    watchdog.begin(4, GRID, SEAT)
-    clock.sleep = lambda seconds: setattr(
-        store, "lost", "gone" if seconds > 1 else ""
-    )  # its host has reported, and ends
-    with pytest.raises(PipelineStalled, match=r"rank 1 \(stage 1\): last seen in step") as caught:
-        watchdog.wait(fails(CLOSED), "activations of 0.1 from rank 1")
-    assert store.lost and "positions unknown" not in str(caught.value) and "no sign of life" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------- while engines are built: no time limit
@@ -352,25 +317,6 @@ def streamed(store, points, monkeypatch):
     watchdog.close()
 
 
-def test_the_position_is_the_streams_and_asked_for_on_the_stages_device(streamed, points, store, clock):
-    streamed.begin(4, GRID, SEAT)
-    for index in (2, 5, 7):
-        streamed.at(index)
-        streamed.wait(Streamed(), f"message {index}")
-    streamed.at(9)
-    marks, seen = list(points), []
-
-    def course() -> Iterator[None]:
-        for reached in ([], marks[:1], marks):
-            for point in reached:
-                point.reached = True
-            yield
-            seen.append(store.told()[1:3])
-
-    clock.watch(course())
-    assert seen == [(4, 2), (4, 5), (4, 9)] and points[3] == torch.device("cuda", 3)
-
-
 def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_reported(
     streamed, points, store, clock, caplog
 ):
@@ -397,29 +343,9 @@ def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_report
     assert f"[{GRID[0][6]}]" in marked
     told = store.told()
     assert (told.step, told.action) == (4, 6) and told.ended
+    assert points[8] == torch.device("cuda", 3), "the thread is on the stage's device"
 
 
 def test_a_groups_own_limit_is_the_last_resort(streamed, watchdog):
     assert watchdog.group_timeout_s == watchdog.timeout_s  # the host's waits end by it
     assert streamed.group_timeout_s > 2 * streamed.timeout_s
-
-
-def run_off_the_end(rank: int, world_size: int, destroy: bool) -> None:
-    engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2})
-    engine.train_batch(iter([micro_batch(m, masked=False) for m in range(2)]))
-    if destroy:
-        engine.destroy()
-        torch.distributed.destroy_process_group()
-    mark("end")
-
-
-def both_ways() -> list[Exit]:
-    return [end for destroy in (True, False) for end in run_to_exit(run_off_the_end, 2, destroy)]
-
-
-exits = in_background(f"{__name__}:run_off_the_end", 2, both_ways)
-
-
-def test_nothing_keeps_the_interpreter_alive(exits):
-    for end in exits:  # one that is still there after a minute is killed
-        assert end.code == 0 and end.mark("end"), end.output

@@ -1,22 +1,25 @@
-"""The trace of chosen steps: every action that the schedule names, on every rank, in order, and nothing else changed."""
+"""What is recorded of steps: every action that the schedule names, on every rank, in order; and how long single layers take."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor
 
 from ds_terapipe import ConfigError
-from ds_terapipe.pipeline.recording.trace import TraceFile
+from ds_terapipe.pipeline.autotune import engine_facts, layer_times
+from ds_terapipe.pipeline.autotune.phases import ROUNDS
 from ds_terapipe.pipeline.step_grid import grid_of_step
+from ds_terapipe.plan import MeasuredCost
 from ds_terapipe.schedule import Placement
-from ds_terapipe.tracing.chrome import MEASURED, Event, read
+from ds_terapipe.tracing.chrome import MEASURED, read
 from ds_terapipe.tracing.summary import summarise
-from tests.pipeline.models import gpt, masked_loss, steps_of
+from tests.pipeline.models import Block, Embedding, Head, gpt, masked_loss, steps_of
 from tests.pipeline.training import build_engine, train
 from tests.spawn import launched
 
@@ -30,8 +33,46 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+class Clock:
+    """Moves by what slow layers take, and a little whenever it is read."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        self.time += 1e-4
+        return self.time
+
+    def seconds(self, mark: float, start: float) -> float:
+        return mark - start
+
+
+RAN = Clock()
+
+
+class Slow(Block):
+    """A block that takes long."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        RAN.time += 0.03
+        return super().forward(hidden)
+
+
+def lines_of(kinds: list[type], checkpoint: int = 0, **keys: str) -> list[str]:
+    """Log lines about the stages in a run of these layers, three on each of two, until it is planned."""
+    said: list[str] = []
+    engine_facts.emit, layer_times.new_clock = said.append, lambda device: RAN
+    engine = build_engine(
+        [LayerSpec(kind) for kind in kinds], masked_loss, token_pipeline={"slices": "auto", **keys},
+        module={"activation_checkpoint_interval": checkpoint}, config={"pipeline": {"use_reentrant": False}},
+    )  # fmt: skip
+    train(engine, steps_of(1 + 2 * ROUNDS, 2))  # sequences of 24 tokens are tried in two slices and in one
+    assert engine._cutting.state()["plans"]
+    engine.destroy()
+    return [line for line in said if "slowest stage" in line]
+
+
 def worker(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
-    """Losses of each run, its trace's events, what the chosen one's file says of itself, and of a file that can't be."""
+    """Of each run losses and its trace's events, what is said of a file that can't be, and of stages and times of layers."""
     losses, paths = [], {name: Path(folder, f"{name}.json") for name in RUNS}
     for name, keys in RUNS.items():
         keys = {"slices": 3, **keys, **({"trace_path": str(paths[name])} if name != "none" else {})}
@@ -40,18 +81,25 @@ def worker(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
         engine.destroy()
     torch.distributed.barrier()
     events = {name: read(path) for name, path in paths.items() if path.exists()}
-    about = json.loads(paths["chosen"].read_text())["otherData"]
     with pytest.raises(ConfigError) as said:
         unwritable = {"slices": 3, "trace_path": str(paths["chosen"] / "trace.json")}
         build_engine(gpt(), masked_loss, token_pipeline=unwritable).train_batch(iter(steps_of(1, 2)[0]))
-    return losses, events, about, str(said.value)
+
+    unbalanced, costs = [Embedding, Slow, Slow, Block, Block, Head], f"{folder}/costs.json"
+    lines = {
+        "unbalanced": lines_of(unbalanced, measurements_path=costs),
+        "from the file": lines_of(unbalanced, measurements_path=costs),
+        "balanced": lines_of([Embedding, Block, Slow, Slow, Block, Head]),
+        "checkpointed": lines_of(unbalanced, checkpoint=1),
+    }
+    return losses, events, str(said.value), lines, MeasuredCost.load(costs).layers
 
 
-ranks = launched(worker, 2, folder=True)
+ranks = launched(worker, 2, folder=True, timeout=200)
 
 
 def test_a_traced_run_trains_as_an_untraced_one_bit_for_bit_and_keeps_the_steps_asked_for(ranks: list[Any]) -> None:
-    for losses, events, _, said in ranks:
+    for losses, events, said, *_ in ranks:
         assert all(other == losses[0] for other in losses[1:])
         steps = {name: sorted({event.step for event in found}) for name, found in events.items()}
         assert steps == {"chosen": [2, 3], "short": [4], "new/default": [3, 4]}
@@ -74,21 +122,17 @@ def test_the_actions_are_those_of_the_schedule_and_stages_share_a_clock(ranks: l
         assert found[event.step, str(event.action.counterpart)].start < event.end
 
 
-def test_a_summary_of_it_is_a_whole_step_and_it_says_what_it_costs(ranks: list[Any]) -> None:
-    _, events, about, _ = ranks[0]
-    for line in summarise(events["chosen"]):
+def test_a_summary_of_it_is_a_whole_step(ranks: list[Any]) -> None:
+    for line in summarise(ranks[0][1]["chosen"]):
         assert line.steps == 2 and 0 < line.busy < line.schedule and 0 <= line.bubble < 1
         assert set(line.waiting) == {1 - line.stage}
-    last = [event for event in events["chosen"] if (event.step, event.rank) == (3, 0)]
-    seconds = max(event.end for event in last) - min(event.start for event in last)
-    assert about["events_per_step"] == len(last)
-    assert about["overhead"] == pytest.approx(len(last) * about["seconds_per_event"] / seconds, rel=1e-3)
 
 
-def test_what_came_between_two_steps_is_a_trace_too(tmp_path: Path) -> None:
-    """Stand for data that end after a reshape that was to be recorded."""
-    trace = TraceFile(str(tmp_path / "trace.json"), (1, 2), {"stages": 1})
-    assert trace.wants(1)
-    trace.keep([Event(MEASURED, 0, 0, 1, "reshape", "reshape", 0.0, 1.0)])
-    trace.close()
-    assert [event.name for event in read(tmp_path / "trace.json")] == ["reshape"]
+def test_stages_that_are_out_of_balance_are_said_once_on_rank_0(ranks: list[Any]) -> None:
+    (first, layers), (second, _) = (found[-2:] for found in ranks)
+    (line,) = first["unbalanced"]
+    assert line.startswith("plan: stages of 2,4 layers would take ")
+    assert line.endswith("begin the stages of the PipelineModule at its layers 0, 2 in place of 0, 3")
+    assert first["from the file"] == [line] and first["balanced"] == first["checkpointed"] == []
+    assert not any(second.values())
+    assert all(0.03 < seconds < 0.04 for seconds in layers.stages[0][1:])
