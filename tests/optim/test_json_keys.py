@@ -63,43 +63,31 @@ def test_the_users_configuration_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("norm", "clipping", "found"),
-    [({}, 0.7, 0.7), ({"max_grad_norm": None}, None, None), ({"max_grad_norm": 2.0}, None, 2.0),
-     ({"max_grad_norm": 0}, 0.0, 0.0), ({"max_grad_norm": 2}, 2.0, 2.0)],
-)  # fmt: skip
+    [({}, 0.7, 0.7), ({"max_grad_norm": None}, None, None), ({"max_grad_norm": 0}, 0.0, 0.0)],
+)
 def test_max_grad_norm_is_gradient_clipping(norm: dict[str, Any], clipping: float | None, found: Any) -> None:
     settings = {**params(**norm), **({} if clipping is None else {"gradient_clipping": clipping})}
     assert read(settings).config.get("gradient_clipping") == found
 
 
-OFFLOAD = {"device": "nvme", "nvme_path": "/x"}
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (params(max_grad_norm="1"), r'optimizer\.params\.max_grad_norm: got "1", must be a finite number'),
         (params(max_grad_norm=-1), r"optimizer\.params\.max_grad_norm: got -1, must be a finite number, 0 or more"),
-        (params(max_grad_norm=True), r"optimizer\.params\.max_grad_norm: got true"),
         ({**params(max_grad_norm=2.0), "gradient_clipping": 1.0},
          r"^optimizer\.params\.max_grad_norm: got .*, must be equal to gradient_clipping"),
         (params(mode="papre"), r'optimizer\.params\.mode: got "papre", must be one of paper'),
-        (params(lr=-1), r"optimizer\.params\.lr: got -1"),
         (params(wieght_decay=0.1), r'optimizer\.params: unknown key "wieght_decay", .* use "weight_decay"$'),
-        (params(tensor_parallel_group=1), r'optimizer\.params: unknown key "tensor_parallel_group"'),
         (config(optimizer={"type": "FusedLamb"}), r"optimizer\.params\.lr: missing, must be .* use e\.g\. 1e-3"),
-        (config(optimizer={"type": "FusedLamb", "params": [1]}), r"optimizer\.params: got \[1\], must be a block of keys"),
         (zero(3), r"zero_optimization\.stage: got 3, must be 0, 1 or 2"),
         (zero(1, offload_optimizer={"device": "cpu"}),
          r'zero_optimization\.offload_optimizer: got \{"device": "cpu"\}, .* use device "none"'),
-        (zero(2, offload_optimizer=OFFLOAD), r'zero_optimization\.offload_optimizer: got \{"device": "nvme"'),
-        (zero(1, cpu_offload=True), r"zero_optimization\.cpu_offload: got true"),
         (zero(2, zenflow={}), r"zero_optimization\.zenflow: got \{\}"),
         (zero(1, round_robin_gradients=True), r"zero_optimization\.round_robin_gradients: got true, must be false"),
         (config(bf16={"enabled": True, "bf16_master_weights_and_grads": True}), r"bf16\.bf16_master_weights_and_grads: got true"),
         (config(torch_autocast={"enabled": True, "dtype": "float16"}), r"torch_autocast: got .*float16"),
         (config(tensor_parallel={"autotp_size": 2}), r"tensor_parallel\.autotp_size: got 2"),
         (config(scheduler={"type": "LambWarmup", "params": {}}), r"scheduler\.params\.\w+: missing"),
-        (config(scheduler=MIXED, train_batch_size=9), r"train_batch_size: got 9"),
         ({"train_batch_size": 8, "scheduler": WARMUP},
          r'^scheduler\.type: got "LambWarmup" without an optimizer, must have one, use optimizer\.type$'),
     ],
@@ -110,13 +98,6 @@ def test_what_is_refused(settings: dict[str, Any], message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_not_refused() -> None:
-    autocasts = ({"enabled": True, "dtype": "bfloat16"}, {"enabled": False, "dtype": "float16"})
-    zeros = (zero(2, offload_optimizer={"device": "none"}), zero(1, offload_param=None, elastic_checkpoint=True))
-    for settings in (*zeros, *(config(torch_autocast=autocast) for autocast in autocasts)):
-        assert read(settings).optimizer is not None
-
-
 @pytest.mark.parametrize(("argument", "block"), [("optimizer", "optimizer"), ("lr_scheduler", "scheduler")])
 def test_the_key_and_the_argument_are_one_too_many(argument: str, block: str) -> None:
     message = rf"^{block}\.type: got \"\w+\" beside initialize\({argument}=\.\.\.\), must be one"
@@ -124,26 +105,11 @@ def test_the_key_and_the_argument_are_one_too_many(argument: str, block: str) ->
         read(config(scheduler=WARMUP), **{argument: object()})
 
 
-def test_a_schedule_sets_the_learning_rate_that_the_optimizer_has_not() -> None:
-    keys = read(config(optimizer={"type": "FusedLamb"}, scheduler=WARMUP, train_batch_size=8))
-    lamb = keys.optimizer([torch.nn.Parameter(torch.ones(2))])  # type: ignore[misc]
-    schedule = keys.lr_scheduler(lamb)  # type: ignore[misc]
-    assert lamb.param_groups[0]["lr"] == pytest.approx(1e-4) == schedule.get_lr()[0]  # the first of 10 steps of warm-up
-
-
 def test_a_schedule_of_ours_goes_with_another_optimizer() -> None:
     adam = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
     for key, argument in ((adam, {}), ({}, {"optimizer": object()})):
         keys = read({"train_batch_size": 8, "scheduler": WARMUP, **key}, **argument)
         assert keys.optimizer is None and keys.lr_scheduler is not None
-
-
-@pytest.mark.parametrize("name", ["config", "config_params"])
-def test_arguments_are_replaced(name: str) -> None:
-    keys = read(config())
-    arguments: dict[str, Any] = {"model": None, name: config()}
-    with keys.put_into(arguments):
-        assert arguments == {"model": None, name: keys.config, "optimizer": keys.optimizer}
 
 
 @pytest.mark.parametrize("name", ["deepspeed_config", "deepscale_config"])

@@ -30,7 +30,6 @@ BAD: dict[str, tuple[Any, ...]] = {
     "monitor_interval": (-1, 1.5, True),
     "backend": ("fast",),
 }
-OF_GROUPS = {"mode": "foo", "eps": -1.0, "betas": (2, 2), "max_grad_norm": 1.0}
 Shapes = list[list[tuple[int, ...]]]
 Action = Callable[[FusedLamb], Any]
 
@@ -45,23 +44,18 @@ def test_a_bad_setting_is_named(name: str) -> None:
 
 def test_a_group_with_a_bad_setting_or_of_another_type_is_not_added() -> None:
     optimizer = FusedLamb([Parameter(torch.ones(3))])
-    for name, value in OF_GROUPS.items():
+    for name, value in {"betas": (2, 2), "max_grad_norm": 1.0}.items():
         with pytest.raises(ConfigError, match=rf"^optimizer\.params\.{name}: got "):
             optimizer.add_param_group({"params": [Parameter(torch.ones(3))], name: value})
-    for dtype in (torch.float64, torch.complex64, torch.float8_e4m3fn, None):
-        tensor = torch.eye(3).to_sparse() if dtype is None else torch.ones(3).to(dtype)
-        with pytest.raises(
-            ConfigError, match=f"parameter of {dtype or ''}.*must be dense float32, float16 or bfloat16"
-        ):
-            optimizer.add_param_group({"params": [Parameter(tensor, requires_grad=tensor.element_size() != 1)]})
+    for tensor in (torch.ones(3).double(), torch.eye(3).to_sparse()):
+        with pytest.raises(ConfigError, match=r"parameter of .*must be dense float32, float16 or bfloat16"):
+            optimizer.add_param_group({"params": [Parameter(tensor)]})
     assert len(optimizer.param_groups) == 1
 
 
 def test_a_clamp_upside_down_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"min_coeff: got 5.0, must be at most max_coeff, 2.0"):
         FusedLamb([Parameter(torch.ones(3))], min_coeff=5.0, max_coeff=2.0)
-    with pytest.raises(ConfigError, match=r"must be at most max_coeff, 10.0"):
-        FusedLamb([Parameter(torch.ones(3))], mode="deepspeed", min_coeff=20.0)
     FusedLamb([Parameter(torch.ones(3))], min_coeff=2.0, max_coeff=2.0)
 
 
@@ -101,20 +95,11 @@ def step_with_a_foreign_group(optimizer: FusedLamb) -> None:
 REFUSED: dict[str, tuple[Action, str]] = {
     "sparse gradient": (step_with(torch.ones(4, 3).to_sparse()), "FusedLamb does not support sparse gradients"),
     "fp64 gradient": (step_with(torch.ones(4, 3).double()), "got a gradient of torch.float64"),
-    "too few copies": (lambda o: o.step(copies=[None]), "FusedLamb.* copies"),
-    "too many copies": (lambda o: o.step(copies=[None] * 3), "FusedLamb.* copies"),
     "copy of another shape": (lambda o: o.step(copies=[torch.ones(3, 4), None]), "FusedLamb.* copy"),
-    "copy of integers": (lambda o: o.step(copies=[torch.ones(4, 3).int(), None]), "FusedLamb.* copy"),
-    "fp64 copy": (lambda o: o.step(copies=[None, torch.ones(5).double()]), "FusedLamb.* copy"),
-    **{f"scale {x}": (lambda o, x=x: o.step(grad_scale=x), "got grad_scale") for x in (0.0, -1.0, NAN, INF)},
-    "state of fewer": (load([[(4, 3)]]), "^optimizer: got "),
+    "no scale": (lambda o: o.step(grad_scale=0.0), "got grad_scale"),
     "state of more groups": (load([[(4, 3)], [(5,)]]), "^optimizer: got "),
-    "state of more": (load([[(4, 3), (5,), (5,)]]), "^optimizer: got "),
     "state of other shapes": (load([[(4, 3), (6,)]]), "^optimizer: got "),
-    "state of transposed": (load([[(3, 4), (5,)]]), "^optimizer: got "),
     "no moment": (load(exp_avg=None), "^optimizer: got "),
-    "no tensor": (load(exp_avg_sq=3), "^optimizer: got "),
-    "no number of steps": (load(step=-1), "^optimizer: got "),
     "foreign group": (step_with_a_foreign_group, "a parameter group that it was not made with"),
     "tied to unknown ranks": (lambda o: o.set_groups(tied={torch.ones(1): object()}), "norm_group"),
 }
@@ -144,19 +129,16 @@ def test_clipping_and_one_group_at_a_time_are_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("shapes", [((24,), (24,)), ((48,),), ((6, 4),)], ids=str)
-def test_unknown_tensors_are_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Flat buffers that nothing has linked to the parameters would make one layer of all."""
+def test_a_flat_buffer_that_nothing_has_linked_to_the_parameters_is_refused() -> None:
+    """It would make one layer of all."""
     optimizer = made([[(6, 4), (6, 4)]])
-    optimizer.param_groups[0]["params"] = flats = [Parameter(torch.ones(shape)) for shape in shapes]
-    for flat in flats:
-        flat.grad = torch.randn(flat.shape)
+    optimizer.param_groups[0]["params"] = [Parameter(torch.ones(48))]
+    optimizer.param_groups[0]["params"][0].grad = torch.randn(48)
     with pytest.raises(ConfigError, match=r"optimizer.type: got FusedLamb with a parameter group of"):
         optimizer.step()
-    assert all(flat.eq(1).all() for flat in flats)
 
 
-@pytest.mark.parametrize("rows", [(3, 2), (0, 12), (), 12, (1.5, 4.5), None])
+@pytest.mark.parametrize("rows", [(3, 2), 12, None])
 def test_rows_of_queries_keys_and_values_that_do_not_fit_are_refused(rows: object) -> None:
     parameter = Parameter(torch.randn(12, 5))
     parameter.grad = torch.ones(12, 5)

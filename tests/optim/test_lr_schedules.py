@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ from torch import nn
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.schedules.lr_rules import Ramp, linear_epoch_ratio, square_root_lr, whole_steps
-from ds_terapipe.optim.schedules.lr_schedules import LambWarmup, build_scheduler, complete_config, validate
+from ds_terapipe.optim.schedules.lr_schedules import LambWarmup, build_scheduler, validate
 
 # BERT-Large without tuning, arXiv 1904.00962 table 4: batch, LR as printed, share of warm-up, steps. The shape of the table
 # (square root, doubling share) is in the paper's text; the numbers were recalled, not read again: 5 / (2^x 10^3), 1/320 .. 1/5.
@@ -56,22 +54,6 @@ def test_bert_table_from_either_end_and_from_json(batch: int, lr: float, share: 
     assert schedule.lr_at(3124) == schedule.lr_at(3125) == close(lr)
     assert schedule.lr_at(3126) < schedule.lr_at(3125)
     assert 0 < schedule.lr_at(steps - 1) < lr / (steps - 3125) * 1.001 and schedule.lr_at(steps) == 0.0
-
-
-@pytest.mark.parametrize(("peak", "share", "steps", "warmup"), [(6e-3, 0.2843, 7038, 2001), (4e-3, 0.128, 1563, 200)])
-def test_nvidia_recipe(peak: float, share: float, steps: int, warmup: int) -> None:
-    """DeepLearningExamples' BERT, batch 65536 and 32768, read in its pretraining scripts: progress = k / steps for k = 1, 2, ...;
-    progress / share in the warm-up, then sqrt(1 - progress)."""
-    assert warmup == whole_steps(share, steps)
-    ramp = Ramp(peak, steps, warmup, power=0.5, decay_from="start")
-    for k in range(steps):
-        theirs = (k + 1) / steps
-        if theirs < share and k < warmup:
-            # ours counts whole steps of warm-up, theirs fractions of one: half a step of at least 200
-            assert ramp.lr(k) == close(peak * theirs / share, 0.5 / 200)
-        elif k > warmup:
-            # theirs comes to zero with the last step, ours after it: one step behind
-            assert ramp.lr(k) == close(peak * (1 - k / steps) ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -152,20 +134,14 @@ def test_another_schedulers_state_is_refused() -> None:
 GONE = object()
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"reference_lr": 0}, ".reference_lr: got 0, must be a number above 0, use e.g. 1e-3"),
-    ({"reference_lr": "1e-3"}, '.reference_lr: got "1e-3"'),
-    ({"reference_lr": float("nan")}, ".reference_lr: got NaN"),
-    ({"reference_batch_size": 0}, ".reference_batch_size: got 0, must be a whole number of at least 1"),
-    ({"reference_batch_size": True}, ".reference_batch_size: got true"),
-    ({"total_steps": 1.5}, ".total_steps: got 1.5, must be a whole number"),
-    ({"warmup_steps": -1}, ".warmup_steps: got -1, must be a whole number of at least 0"),
+    ({"reference_batch_size": True}, ".reference_batch_size: got true, must be a whole number of at least 1"),
     ({"warmup_steps": 21}, ".warmup_steps: got 21, must be such that the 21 steps of warm-up at batch 64"),
     ({"warmup_ratio": 0.1}, ": got warmup_ratio and warmup_steps, must have one of"),
     ({"warmup_steps": GONE}, ": got neither"),
     ({"end_lr": 2e-3}, ".end_lr: got 0.002, must be a number of at least 0 and at most 0.001"),
-    ({"power": 0}, ".power: got 0, must be a number above 0"),
     ({"decay_from": "end"}, '.decay_from: got "end", must be one of peak, start'),
     ({"total_step": 3}, ".total_step: unknown key"),
-    *[({key: GONE}, f".{key}: missing") for key in ("reference_lr", "reference_batch_size", "total_steps")],
+    ({"total_steps": GONE}, ".total_steps: missing"),
 ]
 
 
@@ -175,22 +151,3 @@ def test_wrong_values_name_their_key(change: dict[str, Any], message: str) -> No
     with pytest.raises(ConfigError) as caught:
         validate("LambWarmup", params, {"train_batch_size": 64})
     assert f"scheduler.params{message}" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_names_and_params_of_ours_and_of_others() -> None:
-    for warmup in (0, 20):  # none at all, and nothing else
-        validate("LambWarmup", {**PARAMS, "warmup_steps": warmup}, {"train_batch_size": 64})
-    with pytest.raises(ConfigError, match=r"scheduler\.type: got \"WarmupLR\", must be one of LambWarmup, MixedBatch"):
-        validate("WarmupLR", {}, {})
-    with pytest.raises(ConfigError, match=r"scheduler.params: got null"):
-        validate("LambWarmup", None, {})
-    config = {"train_batch_size": 4, "scheduler": {"type": "LambWarmup", "params": PARAMS}}
-    assert complete_config(config) == config and complete_config({}) == {}
-
-
-def test_names_come_without_torch() -> None:
-    code = (
-        "import sys, ds_terapipe.optim.schedules.lr_schedules as m; assert m.NAMES == ('LambWarmup', 'MixedBatch');"
-        "assert not {'torch', 'deepspeed', 'numpy'} & set(sys.modules), sorted(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
