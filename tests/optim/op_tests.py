@@ -106,17 +106,6 @@ class OpTests:
         torch.testing.assert_close(case.norms, want.norms, rtol=2e-6, atol=0)
         torch.testing.assert_close(case.ratios, want.ratios, rtol=1e-6, atol=0)
 
-    def test_large_finite_gradients_are_no_overflow(self, op: Any) -> None:
-        runs = [Run(900, 0, scale=(1e25, 1e25)), Run(900, 1, types=(FP32, BF16, None), scale=(1e-20, 1e30))]
-        case = self.case(runs, fresh=True)
-        case.set_control(max_norm=1.0)
-        step_and_compare(op, case)
-        case = self.case([Run(3000)])  # unclipped: v cannot hold their squares
-        case.arrays[0].gradient[::7] = 3e38
-        run(op, case)
-        view = case.arrays[0]
-        assert case.control[3] == 0 and all(t.isfinite().all() for t in (view.parameter, view.exp_avg, case.ratios))
-
     def test_zero_weights_zero_updates_and_no_learning_rate(self, op: Any) -> None:
         rules = [Rule(eps=0.0, weight_decay=0.0, step=1.0), Rule(lr=0.0)]
         runs = [Run(50, 0, scale=(0, 1)), Run(50, 1, scale=(1, 0)), Run(50, 2, scale=(0, 0)), Run(50, 3, rule=1)]

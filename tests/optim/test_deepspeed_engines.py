@@ -35,9 +35,6 @@ from tests.spawn import launched, run_ranks
 LAMB: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "betas": [0.8, 0.95]}
 # Each step rounds to fp32 once more: 3 steps of 6e-8, and the ratio's own rounding of 1e-7 times lr.
 CLOSE = 1e-6
-# Without ZeRO DeepSpeed accumulates bf16 gradients in bf16 and rounds them again as it clips them, by 2^-9 of each: so much do
-# ratios differ, and parameters, which move by lr times as much; twice that, as the steps add up.
-CLIPPED_IN_BF16 = (0.02 * 2.0**-8, 2.0**-8)
 Config = dict[str, Any]
 CLIP, CLIP_LOW = {"gradient_clipping": 0.3}, {"gradient_clipping": 0.05}
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 6}}
@@ -53,7 +50,6 @@ class Setup(NamedTuple):
     Attributes:
         grouped: whether biases and norms are a parameter group without decay.
         resumes: whether it goes on from a checkpoint too.
-        limits: how far parameters and ratios may be off.
     """
 
     config: Config
@@ -61,14 +57,12 @@ class Setup(NamedTuple):
     grouped: bool = False
     params: Config = {}
     resumes: bool = False
-    limits: tuple[float, float] = (CLOSE, CLOSE)
 
 
 # that they train as one process does, slices, precisions and layouts with LAMB among them, the rows prove
 PIPELINES = {
     "fp32, four stages, slices": Setup({**SLICES}, 4, params={"max_grad_norm": 0.3, "mode": "deepspeed"}),
     "fp32 zero1, two groups": Setup({**CLIP, **ZERO1}, grouped=True, resumes=True),
-    "bf16, four stages": Setup({**CLIP, **BF16}, 4, limits=CLIPPED_IN_BF16),
     "bf16 zero1": Setup({**CLIP, **BF16, **ZERO1}, resumes=True),
     "fp16, slices": Setup({**CLIP, **FP16, **SLICES}),
 }
@@ -84,7 +78,6 @@ PLAIN = {
     "fp16 zero1": Setup({**CLIP_LOW, **FP16, **ZERO1}),
 }
 TENSOR_PARALLEL = {
-    "fp32, two stages, slices": Setup({**CLIP, "token_pipeline": {"slices": 4}}),
     "bf16 zero1": Setup({**CLIP, **BF16, **ZERO1}, 1),
     "fp32 zero1, clipped by FusedLamb": Setup({**CLIP, **ZERO1}, 1, params={"max_grad_norm": 0.3}),
 }
@@ -245,11 +238,11 @@ def replayed(engine: Any, setup: Setup) -> tuple[list[str], int]:
         for name, value in whole(engine, of_masters(engine), unlike).items():
             new = right[name].detach() if name in right else start[name]
             error = float((value - new).abs().max() / new.abs().max())
-            if not error <= (setup.limits[0] if name in right else 0.0):
+            if not error <= (CLOSE if name in right else 0.0):
                 wrong.append(f"step {step}: {name} is off by {error:.1e}")
         for name, ratio in expected.items():
             held = {ratios[name] for ratios in seen if name in ratios}
-            if not (len(held) == 1 and abs(min(held) / ratio - 1) <= setup.limits[1]):
+            if not (len(held) == 1 and abs(min(held) / ratio - 1) <= CLOSE):
                 wrong.append(f"step {step}: {name} has the ratios {held}, not {ratio}")
         reported = float(engine.get_global_grad_norm()) if clip else norm
         if not abs(reported / norm - 1) <= 10 * CLOSE:  # DeepSpeed adds squares in fp32
