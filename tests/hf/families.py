@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,11 +136,11 @@ def train_alone(
     steps: Steps,
     *,
     mean_over_step: bool = False,
-    lr: float = SGD["params"]["lr"],
+    optimizer: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=SGD["params"]["lr"]),  # noqa: B008
     before_step: Callable[[int], Any] = lambda number: None,
 ) -> Trace:
     """Train this model by the loss of its own; a step is the mean over micro-batches, or over all labels of the step."""
-    trace, stepper = Trace(), torch.optim.SGD(model.train().parameters(), lr=lr)
+    trace, stepper = Trace(), optimizer(model.train().parameters())
     for number, step in enumerate(steps):
         before_step(number)
         stepper.zero_grad()

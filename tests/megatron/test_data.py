@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +23,6 @@ from ds_terapipe.megatron.data import BatchIterator, Vocabulary, blend_of, gpt_d
 from ds_terapipe.megatron.images import ImageBatches, ImageFolder, Images, image_datasets
 
 SEQ = 48
-SPLITS = ["a,b", "0,0,0", "", "80,-20,0", "25,25,25,25", "nan,1,1", "inf,1,1", "1e3,1,1", "1.2.3,1,1"]
 SENTENCES, FOX = "the {} fox\njumps over\n\n  the lazy dog \nand sleeps {}\n", "{}: the quick brown fox\n" * 4
 
 
@@ -61,19 +58,12 @@ def write_images(folder: Path, classes: dict[str, int]) -> str:
     return str(folder)
 
 
-def test_a_split_is_three_numbers_or_fewer(tmp_path: Path) -> None:
-    folder = ImageFolder(write_images(tmp_path, {"cat": 2, "dog": 2}))
-    for split in SPLITS:
-        text = {"seq_length": 4, "samples": [1, 0, 0], "split": split}
-        for made in (
-            lambda text=text: gpt_datasets(["none"], vocab_size=9, **text),
-            lambda text=text: bert_datasets(["none"], vocabulary=WordPieces.of_bytes(), **text),
-            lambda text=text: image_datasets(folder, samples=[1, 0, 0], size=(4, 4), split=text["split"]),
-        ):
-            with pytest.raises(ConfigError) as refused:
-                made()
-            rule = "must be one to 3 numbers of 0 or more, not all 0, use e.g. 969,30,1"
-            assert str(refused.value) == f'--split: got "{split}", {rule}'
+def test_a_split_is_three_numbers_or_fewer() -> None:
+    for split in ("a,b", "0,0,0", "80,-20,0", "25,25,25,25", "1e3,1,1"):
+        with pytest.raises(ConfigError) as refused:
+            parts_of(split)
+        rule = "must be one to 3 numbers of 0 or more, not all 0, use e.g. 969,30,1"
+        assert str(refused.value) == f'--split: got "{split}", {rule}'
     assert [parts_of(text) for text in ("1", "9, 1", "0.5,.5,0")] == [[1, 0, 0], [9, 1, 0], [0.5, 0.5, 0]]
 
 
@@ -147,13 +137,9 @@ def test_new_data_at_an_old_prefix_gets_a_new_index(tmp_path: Path) -> None:
 def test_weights_are_above_0(tmp_path: Path) -> None:
     prefix = write(tmp_path)
     rule = "must be a weight above 0 before each prefix, use e.g. 0.3 data/a 0.7 data/b"
-    for paths, got in {
-        "0 A 1 A": "0", "0 A": "0", "1 A nan A": "nan", "1 A -1 A": "-1", "2 A -1 A": "-1", "1 A inf A": "inf",
-        "1e308 A 1e308 A": "1e308", "1e-320 A 1e300 A": "1e-320", "A A 1 A": prefix,
-    }.items():  # fmt: skip
-        words = [prefix if word == "A" else word for word in paths.split()]
+    for paths, got in {"0 A 1 A": "0", "1 A nan A": "nan", "2 A -1 A": "-1", "A A 1 A": prefix}.items():
         with pytest.raises(ConfigError) as caught:
-            gpt_datasets(words, vocab_size=257, seq_length=SEQ, samples=[4, 0, 0], split="1,0,0")
+            blend_of([prefix if word == "A" else word for word in paths.split()])
         assert str(caught.value) == f'--data-path: got "{got}", {rule}'
     assert blend_of(["0.5", prefix, "1e-3", prefix]) == ([prefix, prefix], [0.5, 1e-3])
     assert blend_of([prefix, prefix]) == ([prefix, prefix], None)
@@ -186,17 +172,6 @@ def test_samples_are_two_sentences_whose_masked_tokens_are_labels(tmp_path: Path
     assert (tokens[mask == 1] == vocabulary.mask).float().mean() > 0.6
 
 
-def test_another_length_is_another_dataset(tmp_path: Path) -> None:
-    prefix = write(tmp_path, "--split-sentences")
-    batches = BertBatches({length: made(prefix, seq_length=length)[0] for length in (32, SEQ)}, 2)
-    assert next(batches)[0][0].shape == (2, SEQ)
-    batches.set_seq_length(32)
-    (tokens, _, padding), _ = next(batches)
-    assert tokens.shape == (2, 32) and (tokens == WordPieces.of_bytes().sep).sum() == 4 and padding.all(dim=1).any()
-    with pytest.raises(ValueError, match=r"seq_length: got 64, must be one of the datasets' \[32, 48\], use 48"):
-        batches.set_seq_length(64)
-
-
 def test_a_vocabulary_is_that_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "vocab.txt"
     file.write_text("\n".join(["[PAD]", "the", "##x", "[SEP]", "[CLS]", "[MASK]"]))
@@ -206,18 +181,12 @@ def test_a_vocabulary_is_that_of_the_file(tmp_path: Path) -> None:
     for lines, missing in (
         (["[PAD]", "[SEP]", "[CLS]"], r"without \[MASK\]"),
         (["a", "[PAD]", "[SEP]", "[CLS]", "[MASK]"], r"without \[PAD\] in its first line"),
-        ([], r"without \[CLS\]"),
     ):
         file.write_text("\n".join(lines))
         with pytest.raises(ConfigError, match=rf"--vocab-file: got .*vocab\.txt {missing}.*, use that of the data"):
             WordPieces.read(str(file))
     with pytest.raises(ConfigError, match=r"--vocab-file: got /nowhere, which cannot be read"):
         WordPieces.read("/nowhere")
-    file.write_bytes("\n".join(["[PAD]", "[SEP]", "[CLS]", "[MASK]", "caf\u00e9"]).encode("latin-1"))
-    with pytest.raises(
-        ConfigError, match=r"--vocab-file: got .*vocab\.txt, which cannot be read \(no UTF-8\), must have"
-    ):
-        WordPieces.read(str(file))
 
 
 def test_data_without_sentences_are_refused(tmp_path: Path) -> None:
@@ -225,25 +194,12 @@ def test_data_without_sentences_are_refused(tmp_path: Path) -> None:
     message = r"--split: got 80,20,0, which leaves none of the 21 documents of .* with two sentences of at most 512 tokens each"
     with pytest.raises(ConfigError, match=message + " for training"):
         made(prefix)
-    with pytest.raises(ConfigError, match=r"--data-path: got nothing, but there is no nothing\.bin"):
-        made("nothing")
 
 
-def test_documents_with_long_sentences_do_not_count() -> None:
-    class Dataset:
-        document_indices = np.array([0, 2, 3, 6, 8])
-        sequence_lengths = np.array([5, 512, 9, 5, 513, 5, 1, 1])
-
-    assert bert_data._has_sentences(Dataset()).tolist() == [True, False, False, True]
-
-
-def test_lines_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_sentences() -> None:
     longest = prepare_data.LONGEST_SENTENCE
     assert prepare_data.split_sentences(b"a b\n\n  c\r\n \nd") == [b"a b", b"c", b"d"]
     assert [len(part) for part in prepare_data.split_sentences(b"x" * (2 * longest + 1))] == [longest, longest, 1]
-    write(tmp_path, "--split-sentences")
-    out = capsys.readouterr().out
-    assert "20 documents" in out and "--model bert (padded: 384)" in out
     assert WordPieces.of_bytes().vocab_size == prepare_data.SENTENCE_VOCABULARY
     assert longest == bert_data.LONGEST_SENTENCE
 
@@ -272,8 +228,6 @@ def test_every_epoch_has_each_image_once_in_an_order_of_its_own(tmp_path: Path) 
     epochs = [seen[start : start + 16] for start in (0, 16, 32)]
     assert all(sorted(epoch) == sorted(epochs[0]) and len(set(epoch)) == 16 for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    again = Images(everything, 48, (2, 2), 3, seed=1)
-    assert [again[index][1] for index in (40, 3)] == [seen[40][1], seen[3][1]]
 
 
 def test_classes_are_split_alike(tmp_path: Path) -> None:
@@ -286,37 +240,24 @@ def test_classes_are_split_alike(tmp_path: Path) -> None:
     ]
     assert len({file.path for part in parts for file in part}) == 30
     assert folder.split("80,20,0", seed=1) == parts != folder.split("80,20,0", seed=2)
-    train, valid, test = image_datasets(folder, samples=[50, 6, 0], size=(4, 4), split="80,20,0")
-    assert (len(train), len(valid), test) == (50, 6, None)
     message = r"--split: got 100,0,0, which leaves no image of .* for validation, use e\.g\. 80,20,0"
     with pytest.raises(ConfigError, match=message):
         image_datasets(folder, samples=[50, 6, 0], size=(4, 4), split="100,0,0")
 
 
 def test_folders_that_are_none_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty" / "dog").mkdir(parents=True)
-    write_images(tmp_path / "empty", {"cat": 1})
-    for where, found in ((tmp_path / "empty", 1), (tmp_path / "nothing", 0)):
-        with pytest.raises(
-            ConfigError, match=rf"--data: got .*, which has {found} folders with images, must have one for"
-        ):
-            ImageFolder(str(where))
+    (tmp_path / "dog").mkdir()
+    write_images(tmp_path, {"cat": 1})
+    with pytest.raises(ConfigError, match=r"--data: got .*, which has 1 folders with images, must have one for"):
+        ImageFolder(str(tmp_path))
 
 
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     folder = ImageFolder(write_images(tmp_path / "images", {"cat": 1, "dog": 1}))
     file = Path(folder.images[0][0].path)
     whole = file.read_bytes()
-    for broken in (b"no image", b"", whole[:40], whole[:-24], whole.replace(b"\rIDAT", b"\2IDAT")):
+    for broken in (b"", whole[:-24], whole.replace(b"\rIDAT", b"\2IDAT")):
         file.write_bytes(broken)
         message = r"^--data: got .*cat/0\.png, must be an image that Pillow reads \(.*\), use another file or none$"
         with pytest.raises(ConfigError, match=message):
             Images(folder.images[0], 1, (2, 2), 3, seed=1)[0]
-
-
-def test_without_pillow_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"^--data: got images, must be read with Pillow, .*, use pip install pillow$"
-    ):
-        ImageFolder("images")

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 import ds_terapipe
-from tests.pipeline.models import Plain, gpt, mean_loss, micro_batch, steps_of
+from tests.pipeline.models import Plain, gpt, mean_loss, micro_batch
 from tests.pipeline.training import SGD, build_engine
 
 SAMPLES = 25
@@ -198,8 +198,6 @@ def refusals() -> dict[str, str]:
     return {
         "division": error_of(lambda: pipeline(None, phases=odd)),
         "no method": error_of(lambda: pipeline(None, OneLength() if first else Texts())),
-        "one length": error_of(lambda: pipeline(None, OneLength(), phases=PHASES[:1]).destroy()),
-        "slices": error_of(lambda: pipeline({"slices": [4, 4]})),
     }
 
 
@@ -246,16 +244,3 @@ def plain_run(folder: str, zero: bool = False, resumes: bool = False) -> dict[st
     found["counted"] = engine.global_samples
     engine.destroy()
     return found
-
-
-def lamb_warmup() -> list[float]:
-    """The LR of each step of an engine whose batch size DeepSpeed computes: 2 x 2 micro-batches on one replica."""
-    params = {"reference_lr": 0.1, "reference_batch_size": 1, "total_steps": 4, "warmup_steps": 2}
-    scheduler = {"type": "LambWarmup", "params": params}
-    engine = build_engine(gpt(2), mean_loss, token_pipeline=None, config={"scheduler": scheduler})
-    used: list[float] = []
-    engine.optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
-    for step in steps_of(4, 2, masked=False):
-        engine.train_batch(iter(step))
-    engine.destroy()
-    return used

@@ -9,11 +9,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from ds_terapipe.optim.op.cuda_op import CudaOp, check_segments, chunks
+from ds_terapipe.optim.op.cuda_op import CudaOp, chunks
 
 from . import cuda_emulation
 from .op_tests import MIXED, CudaTests
-from .tables import Case, Run, run, run_in_phases, same
+from .tables import Case, run, run_in_phases, same
 
 pytestmark = pytest.mark.skipif(cuda_emulation.COMPILER is None, reason="no g++")
 
@@ -58,30 +58,6 @@ def test_layers_are_cut_into_chunks() -> None:
     assert cut[:, 0].tolist() == [0, *(i * 2**38 for i in range(5)), 0]
     cut, _ = chunks(segments[[0, 3]], 5, 4)
     assert (cut[:, 1] >> 32).tolist() == [4, 1, 4, 4]
-
-
-WRONG = (
-    (5, -1, "negative length"),
-    (6, 9, "a layer that"),
-    (7, 1, "a rule that"),
-    (7, 3 << 16, "type"),
-    (0, 0, "address"),
-)
-
-
-def test_wrong_tables_and_arrays_are_refused(op: CudaOp) -> None:
-    for column, value, what in WRONG:
-        case = Case([Run(5, 0), Run(5, 1)])
-        case.tables.segments[1, column] = value
-        with pytest.raises(ValueError, match=f"{what}.* row 1"):
-            check_segments(case.tables)
-        with pytest.raises(ValueError, match="row 1"):
-            op.square_sum(case.tables, case.control)
-    case = Case([Run(5)])
-    with pytest.raises(ValueError, match=r"norms: got torch\.float32"):
-        op.moments(case.tables, case.norms.float(), case.control)
-    with pytest.raises(ValueError, match=r"control: .* with 4 elements"):
-        op.square_sum(case.tables, case.control[:3])
 
 
 KERNELS = (cuda_emulation.SOURCES / "lamb_cuda.cu").read_text(encoding="utf-8")

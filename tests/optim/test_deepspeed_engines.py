@@ -35,15 +35,11 @@ from tests.spawn import launched, run_ranks
 LAMB: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "betas": [0.8, 0.95]}
 # Each step rounds to fp32 once more: 3 steps of 6e-8, and the ratio's own rounding of 1e-7 times lr.
 CLOSE = 1e-6
-# Without ZeRO DeepSpeed accumulates bf16 gradients in bf16 and rounds them again as it clips them, by 2^-9 of each: so much do
-# ratios differ, and parameters, which move by lr times as much; twice that, as the steps add up.
-CLIPPED_IN_BF16 = (0.02 * 2.0**-8, 2.0**-8)
 Config = dict[str, Any]
 CLIP, CLIP_LOW = {"gradient_clipping": 0.3}, {"gradient_clipping": 0.05}
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 6}}
 FP32_SUM = {"data_types": {"grad_accum_dtype": "fp32"}}
 ZERO1, ZERO2 = ({"zero_optimization": {"stage": stage}} for stage in (1, 2))
-ELASTIC = {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}
 SLICES = {"token_pipeline": {"slices": [7, 2, 9, 1, 5]}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.02, "warmup_num_steps": 100}}
 
@@ -54,7 +50,6 @@ class Setup(NamedTuple):
     Attributes:
         grouped: whether biases and norms are a parameter group without decay.
         resumes: whether it goes on from a checkpoint too.
-        limits: how far parameters and ratios may be off.
     """
 
     config: Config
@@ -62,32 +57,27 @@ class Setup(NamedTuple):
     grouped: bool = False
     params: Config = {}
     resumes: bool = False
-    limits: tuple[float, float] = (CLOSE, CLOSE)
 
 
 # that they train as one process does, slices, precisions and layouts with LAMB among them, the rows prove
 PIPELINES = {
     "fp32, four stages, slices": Setup({**SLICES}, 4, params={"max_grad_norm": 0.3, "mode": "deepspeed"}),
     "fp32 zero1, two groups": Setup({**CLIP, **ZERO1}, grouped=True, resumes=True),
-    "bf16, four stages": Setup({**CLIP, **BF16}, 4, limits=CLIPPED_IN_BF16),
     "bf16 zero1": Setup({**CLIP, **BF16, **ZERO1}, resumes=True),
     "fp16, slices": Setup({**CLIP, **FP16, **SLICES}),
 }
 PLAIN = {
     "fp32": Setup(CLIP_LOW, grouped=True, params={"exclude": "bias_norm"}, resumes=True),
     "fp32 zero1, two groups": Setup(ZERO1, grouped=True, params={"split_qkv": True}, resumes=True),
-    "fp32 zero1, elastic": Setup({**CLIP_LOW, **ELASTIC}, resumes=True),
     "fp32 zero2": Setup({**CLIP_LOW, **ZERO2}),
     "bf16": Setup(BF16, resumes=True),
     "bf16 zero1": Setup({**CLIP_LOW, **BF16, **ZERO1}),
     "bf16 zero1, fp32 sum": Setup({**CLIP_LOW, **BF16, **ZERO1, **FP32_SUM}, grouped=True),
     "bf16 zero2": Setup({**BF16, **ZERO2}, grouped=True, resumes=True),
-    "fp16": Setup({**CLIP_LOW, "fp16": {"enabled": True, "loss_scale": 128}}),
-    "fp16, dynamic scale": Setup(FP16, grouped=True, resumes=True),
+    "fp16": Setup({**CLIP_LOW, **FP16}, grouped=True, params={"split_qkv": True}, resumes=True),
     "fp16 zero1": Setup({**CLIP_LOW, **FP16, **ZERO1}),
 }
 TENSOR_PARALLEL = {
-    "fp32, two stages, slices": Setup({**CLIP, "token_pipeline": {"slices": 4}}),
     "bf16 zero1": Setup({**CLIP, **BF16, **ZERO1}, 1),
     "fp32 zero1, clipped by FusedLamb": Setup({**CLIP, **ZERO1}, 1, params={"max_grad_norm": 0.3}),
 }
@@ -248,11 +238,11 @@ def replayed(engine: Any, setup: Setup) -> tuple[list[str], int]:
         for name, value in whole(engine, of_masters(engine), unlike).items():
             new = right[name].detach() if name in right else start[name]
             error = float((value - new).abs().max() / new.abs().max())
-            if not error <= (setup.limits[0] if name in right else 0.0):
+            if not error <= (CLOSE if name in right else 0.0):
                 wrong.append(f"step {step}: {name} is off by {error:.1e}")
         for name, ratio in expected.items():
             held = {ratios[name] for ratios in seen if name in ratios}
-            if not (len(held) == 1 and abs(min(held) / ratio - 1) <= setup.limits[1]):
+            if not (len(held) == 1 and abs(min(held) / ratio - 1) <= CLOSE):
                 wrong.append(f"step {step}: {name} has the ratios {held}, not {ratio}")
         reported = float(engine.get_global_grad_norm()) if clip else norm
         if not abs(reported / norm - 1) <= 10 * CLOSE:  # DeepSpeed adds squares in fp32
@@ -318,28 +308,17 @@ def resumed(build: Callable[[], Any], folder: str) -> bool:
     return equal
 
 
-def is_fresh(engine: Any) -> bool:
-    """Whether nothing has happened yet: no step counted, no moment, the weights those that the model was made with."""
-    tensors, steps, _ = state(engine)
-    initial, master = dict(Net().named_parameters()), of_masters(engine)
-    for name, p in engine.module.named_parameters():
-        if not (torch.equal(p.cpu(), initial[name].to(p.dtype)) and torch.equal(master(p).cpu(), p.float().cpu())):
-            return False
-    return not any(steps) and not any(bool(moment.any()) for moment in tensors[: 2 * len(steps)])
-
-
 def worker(rank: int, world_size: int, build: Any, setups: dict[str, Setup], folder: str) -> dict[str, Any]:
     if get_accelerator().device_name() == "cpu":
         allow_fp16()
     found: dict[str, Any] = {}
     for number, (name, setup) in enumerate(setups.items()):
         engine = build(setup)
-        fresh = build is not plain or is_fresh(engine)
         wrong, cut = replayed(engine, setup)
         skipped = poisoned(engine, rank, setup)
         engine.destroy()
         goes_on = not setup.resumes or resumed(partial(build, setup), f"{folder}/{number}")
-        found[name] = wrong, cut, fresh, skipped, goes_on
+        found[name] = wrong, cut, skipped, goes_on
         if build is tensor_parallel:
             from ds_terapipe.megatron.parallel import destroy_parallel
 
@@ -359,13 +338,10 @@ parallel = launched(worker, 4, tensor_parallel, TENSOR_PARALLEL, timeout=400, fo
 
 
 def check(ranks: Ranks, name: str) -> None:
-    """Steps are those of one unsharded optimizer; building the engine does nothing; a nan on one rank skips everywhere.
-
-    Training goes on from a checkpoint bit for bit.
-    """
+    """Steps are those of one unsharded optimizer; a nan on one rank skips everywhere; a checkpoint goes on bit for bit."""
     for rank in ranks:
-        wrong, _, fresh, skipped, goes_on = rank[name]
-        assert not wrong and fresh and skipped == SKIPPED and goes_on
+        wrong, _, skipped, goes_on = rank[name]
+        assert not wrong and skipped == SKIPPED and goes_on
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -375,7 +351,6 @@ def test_pipelines(pipelines: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_engines(replicas: Ranks, name: str) -> None:
-    """``FP16_UnfusedOptimizer``, which fp16 and bf16 have without ZeRO, makes a step with zero gradients when it is built."""
     check(replicas, name)
     cut = [rank[name][1] for rank in replicas]
     assert "zero_optimization" not in PLAIN[name].config or min(cut) >= 1, "no layer is cut: the test does not test"

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.op import backends, jit
-from ds_terapipe.optim.op.builder import CpuLambBuilder, CudaLambBuilder, builders
+from ds_terapipe.optim.op.builder import CpuLambBuilder, CudaLambBuilder
 
 # Compiles in a second: what is tested is how modules are built and found.
 SMALL = """
@@ -62,68 +58,16 @@ def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     return caplog
 
 
-# ------------------------------------------------------------------------------------------------------------ the builders
-
-
-def test_builders_keep_deepspeeds_conventions_and_their_flags_are_explicit() -> None:
-    for builder in builders():
-        assert isinstance(builder, OpBuilder) and builder.BUILD_VAR == "DS_BUILD_FUSED_LAMB_TERAPIPE"
-        assert builder.absolute_name() == f"ds_terapipe.optim.{builder.MODULE}"
-        assert all(Path(path).is_absolute() for path in [*builder.sources(), *builder.include_paths()])
-        assert isinstance(builder.is_compatible(verbose=True), bool)
-    names = {builder.name for builder in builders()}
-    assert len(names) == 2 and not names & set(ALL_OPS)
-    # flags fit every processor, and none lets the compiler change the order of floating-point operations
-    flags = CpuLambBuilder().cxx_args()
-    assert {"-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off"} <= set(flags)
-    assert not [flag for flag in flags if "march" in flag or "mtune" in flag]
-    assert not [flag for flag in (*flags, *CudaLambBuilder().nvcc_args()) if "fast" in flag]
-
-
-@pytest.mark.parametrize(
-    ("names", "codes"),
-    [("8.0+PTX", ["compute_80", "sm_80"]), ("8.0;9.0+PTX", ["compute_90", "sm_80", "sm_90"]),
-     ("Hopper", ["compute_90", "sm_90"]), ("", ["sm_80", "sm_90"])],
-)  # fmt: skip
-def test_the_architectures_are_those_that_pytorch_takes(
-    names: str, codes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", names)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    flags = [flag for flag in CudaLambBuilder().nvcc_args() if "gencode" in flag]
-    assert sorted(re.sub(r".*code=(arch=)?(compute_\d+,code=)?", "", flag) for flag in flags) == codes
-
-
-def test_sources_and_headers_are_all_named_and_of_cuda_alone() -> None:
-    """The build watches every file that there is; device code includes no headers but CUDA's and its own."""
-    folder = jit.source_folder()
-    cpu = [*CpuLambBuilder.SOURCES, *CpuLambBuilder.HEADERS]
-    cuda = {*CudaLambBuilder.SOURCES, *CudaLambBuilder.HEADERS}
-    assert {name for name in cpu if name.startswith("lamb_cpu")} == {p.name for p in folder.glob("lamb_cpu*")}
-    assert all((folder / name).is_file() for name in {*cpu, *cuda})
-    include = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.M)
-    found = {name: set(include.findall((folder / name).read_text())) for name in cuda}
-    bindings = found.pop("bindings_cuda.cpp")
-    assert bindings == {"pybind11/pybind11.h", "cstdint", "stdexcept", "string", "lamb_cuda.h"}
-    system = {"cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h", "cstdint", "cstddef", "cfloat", "cmath"}
-    assert set().union(*found.values()) <= system | set(CudaLambBuilder.HEADERS)
-
-
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
-@pytest.mark.parametrize("number", ["90", pytest.param("80", marks=pytest.mark.full)])  # no code depends on it
-def test_compiles_for_sm_80_and_sm_90_without_a_warning(tmp_path: Path, number: str) -> None:
+def test_compiles_for_sm_90_without_a_warning(tmp_path: Path) -> None:
     target = tmp_path / "lamb_cuda.o"
     # The optimisation of the device code is most of the time and finds no more errors.
     flags = ["-std=c++17", "-Xcicc=-O0", "-Xptxas=-O0", "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror"]
-    flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
-    command = [str(NVCC), *flags, "-c", str(jit.source_folder() / "lamb_cuda.cu"), "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    flags += ["-gencode=arch=compute_90,code=sm_90", "-c", str(jit.source_folder() / "lamb_cuda.cu"), "-o", str(target)]
+    done = subprocess.run([str(NVCC), *flags], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     contents = target.read_bytes()
     assert all(kernel in contents for kernel in (b"square_sum_kernel", b"moments_kernel", b"apply_kernel"))
-
-
-# --------------------------------------------------------------------------------------------------- what a device gets
 
 
 def test_pick_takes_the_op_of_the_device() -> None:
@@ -132,25 +76,18 @@ def test_pick_takes_the_op_of_the_device() -> None:
     for name in ("cuda", "fast"):
         with pytest.raises(ConfigError, match=f'backend: got "{name}"'):
             backends.pick(CPU, name)
-    module = CpuLambBuilder().load()
-    assert CpuLambBuilder().load() is module and module.digest == jit.source_digest(CpuLambBuilder().recipe())
-    assert CpuLambBuilder().status() == (True, f"instruction set {module.instruction_set()}")
+    assert not [flag for flag in CpuLambBuilder().cxx_args() if "march" in flag or "mtune" in flag], "one processor's"
 
 
 def no_code() -> None:
     raise RuntimeError("FusedLamb on CUDA, occupancy: no kernel image is available for execution on the device")
 
 
-@pytest.mark.parametrize("names", ["not one", None])
 def test_an_op_that_has_no_code_for_the_device_is_pytorchs(
-    names: str | None, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
-    """A wrong list of architectures, and one that does not fit the device, are found before the first step."""
-    if names is None:
-        monkeypatch.setattr(CudaLambBuilder, "load", lambda self: SimpleNamespace(blocks_of_device=no_code))
-    else:
-        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", names)
-        monkeypatch.setattr(CudaLambBuilder, "load", lambda self: self.nvcc_args())
+    """Which is found before the first step."""
+    monkeypatch.setattr(CudaLambBuilder, "load", lambda self: SimpleNamespace(blocks_of_device=no_code))
     assert backends.pick(CUDA).name == "plain"
     assert "several times slower than its cuda op" in warnings.text
     with pytest.raises(ConfigError, match="must be auto or plain where the op cannot be loaded"):
@@ -176,26 +113,15 @@ def test_what_is_missing_is_named_in_one_warning(
         backends.pick(CPU, "cpu")
 
 
-# --------------------------------------------------------------------------------------------------------------- the cache
-
-
 def test_a_module_is_compiled_once_and_found_again(recipe: jit.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     path = jit.obtain(recipe)
     assert jit.import_from("_small", path).answer == 42
     monkeypatch.setattr(jit, "compile_to", lambda *_: pytest.fail("compiled again"))
     assert jit.obtain(recipe) == path
-    assert sorted(entry.name for entry in path.parent.iterdir()) == sorted(["lock", path.name])
     source = Path(recipe.sources[0])
     assert jit.module_path(small(source, 43)) != path and sysconfig.get_config_var("SOABI") in path.parent.name
     source.write_text(SMALL + "// changed\n")
     assert jit.module_path(recipe) != path
-
-
-def test_an_error_of_the_compiler_is_shown_and_leaves_nothing(recipe: jit.Recipe) -> None:
-    Path(recipe.sources[0]).write_text("#error not today\n")
-    with pytest.raises(jit.BuildError, match="not today"):
-        jit.obtain(recipe)
-    assert [entry.name for entry in jit.module_path(recipe).parent.iterdir()] == ["lock"]
 
 
 def test_a_lock_is_that_of_a_living_process(recipe: jit.Recipe) -> None:
@@ -209,20 +135,3 @@ def test_a_lock_is_that_of_a_living_process(recipe: jit.Recipe) -> None:
     lock.write_text("left behind")
     (lock.parent / "build_left").mkdir()
     assert jit.obtain(recipe, lock_timeout_s=1.0).is_file()
-
-
-def test_processes_that_come_together_compile_once(recipe: jit.Recipe, tmp_path: Path) -> None:
-    program = textwrap.dedent(f"""
-        import sys, pathlib
-        sys.path.insert(0, {str(Path(jit.__file__).parent)!r})
-        import jit
-        recipe = jit.Recipe("_small", ({recipe.sources[0]!r},), (), (), {recipe.cxx_args!r})
-        compile_to = jit.compile_to
-        jit.compile_to = lambda *arguments: (print("compiled"), compile_to(*arguments))
-        assert jit.import_from("_small", jit.obtain(recipe)).answer == 42
-    """)
-    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
-    environments = [{**os.environ, "LOCAL_RANK": rank} for rank in ("1", "0")]
-    ranks = [subprocess.Popen(command, env=env, stdout=pipe, text=True) for env in environments]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0] and "".join(said).split() == ["compiled"]
