@@ -6,7 +6,7 @@ actions of a step; the assembly runs each action with its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +24,10 @@ from ds_terapipe.pipeline.recording.trace import Execute
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like
 from ds_terapipe.pipeline.stage import Autocast, GradientRules, Stage
+from ds_terapipe.pipeline.transport.boundary import check_sendable
 from ds_terapipe.pipeline.transport.channels import Channels
 from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.pipeline.transport.p2p import Links, check_sendable
+from ds_terapipe.pipeline.transport.p2p import Described, Links
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Action, Grid, Op, Placement, Unit
 
@@ -97,6 +98,7 @@ class Assembly:
         autocast: Autocast = nullcontext,
         streams: RandomStreams | None = None,
         first_stage: Callable[..., Stage] = Stage,
+        host_group: Any = None,
     ) -> Assembly:
         """Build the assembly of this rank; collective over all pipelines.
 
@@ -112,6 +114,7 @@ class Assembly:
             autocast: context of the layers' mixed precision.
             streams: seeds the layers' random numbers in training steps; None: the process's own state.
             first_stage: factory of the model's first stage.
+            host_group: gloo group of all ranks; None: the job's.
         """
         seat, memory = Seat.of(placement, torch.distributed.get_rank(), pipelines), memory or StepMemory()
         stages = {}
@@ -122,7 +125,8 @@ class Assembly:
                 trains=placement.goes_backward(number), memory=memory, autocast=autocast, streams=streams,
             )  # fmt: skip
         channels = Channels(placement, pipelines, watchdog, device)
-        return cls(seat, stages, Links(seat, channels, device, watchdog), watchdog, channels, memory, autocast, streams)
+        links = Links(seat, channels, device, watchdog, host_group)
+        return cls(seat, stages, links, watchdog, channels, memory, autocast, streams)
 
     def intercept(self) -> None:
         """Make attention run slices, and layers defer weight gradients; engines that never cut do not call this."""
@@ -156,6 +160,15 @@ class Assembly:
         stage = self.stages.get(len(self.placement.stages) - 1)
         return None if stage is None or stage.dims is None else stage.dims.outputs
 
+    @property
+    def boundary_cuts(self) -> dict[int, Sequence[TensorCut]]:
+        """How the tensors of this place's boundaries follow the tokens; empty before the first cut."""
+        cuts: dict[int, Sequence[TensorCut]] = {}
+        for number, stage in self.stages.items():
+            if stage.dims is not None:
+                cuts[number - 1], cuts[number] = stage.dims.inputs, stage.dims.outputs
+        return cuts
+
     def run(self, step: Step, execute: Callable[[Execute], Execute] = lambda execute: execute) -> None:
         """Run this place's row of the grid. ``execute`` wraps the runner of an action, e.g. to time it."""
         row = step.grid[self.seat.place]
@@ -163,7 +176,7 @@ class Assembly:
         try:
             self.memory.runs()
             self.begin(step, row)
-            self.links.begin(row, _shape_of(step.batch, torch.is_grad_enabled()))
+            self.links.begin(row, _described(step.batch, torch.is_grad_enabled()), self.boundary_cuts)
             run = execute(self.execute)
             for index, action in enumerate(row):
                 self._watchdog.at(index)
@@ -284,6 +297,10 @@ def _handed_over(outputs: Any) -> Any:
     return like(outputs, [t.detach().requires_grad_(t.requires_grad) for t in as_tuple(outputs)])
 
 
-def _shape_of(batch: StepBatch, training: bool) -> Callable[[Unit], Hashable]:
+def _described(batch: StepBatch, training: bool) -> Described:
+    """What the shapes of a unit depend on: its micro-batch but for the tokens, and its tokens."""
     signatures, spans = batch.signatures, batch.spans  # not the batch, since links keep this function
-    return lambda unit: (signatures[unit.micro_batch], spans[unit.micro_batch], unit.slice, training)
+    return lambda unit: (
+        (signatures[unit.micro_batch], unit.slice > 0, training),
+        spans[unit.micro_batch][unit.slice],
+    )

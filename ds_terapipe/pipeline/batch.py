@@ -103,7 +103,7 @@ def read_step(
             batch.inputs.append(value)
             batch.input_cuts.append(cuts)
             batch.lengths.append(total)
-            batch.signatures.append(_signature(as_tuple(value)))
+            batch.signatures.append(_signature(as_tuple(value), cuts))
             if not isinstance(slices, str):
                 slice_lengths(total, slices)  # wrong lengths raise before any rank has started
         if labels:
@@ -153,5 +153,10 @@ def _tensors(value: Any, key: str) -> Any:
     return value if isinstance(value, Tensor) else tuple(items)
 
 
-def _signature(tensors: Sequence[Tensor]) -> int:
-    return zlib.crc32(repr([(tuple(t.shape), str(t.dtype)) for t in tensors]).encode())
+def _signature(tensors: Sequence[Tensor], cuts: Sequence[TensorCut]) -> int:
+    """Checksum of types and shapes, without the dimensions that follow the tokens."""
+    shapes = [
+        (str(tensor.dtype), [None if dimension in cut else size for dimension, size in enumerate(tensor.shape)])
+        for tensor, cut in zip(tensors, cuts, strict=True)
+    ]
+    return zlib.crc32(repr(shapes).encode())

@@ -140,6 +140,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             autocast=partial(_autocast, weakref.ref(self)),
             streams=self._streams,
             first_stage=self._first_stage(placement),
+            host_group=self._consensus.group,
         )
         if cuts(self.token_pipeline.slices):
             assembly.intercept()

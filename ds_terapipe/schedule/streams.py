@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeAlias
 from .actions import Action, Grid, Op, Unit
 from .placement import Placement, placement_of
 
-POSTED_AHEAD = 2
-"""Receives in each direction that a stage posts before it needs them."""
+POSTED_AHEAD = 1
+"""Receives in each direction that a stage posts before it needs them; two lock up one hardware queue, see hardware_queue.py."""
 
 SENT_KEPT = 8
 """Units whose gradients a stage has sent and the stage before has not taken; at one more it waits."""
@@ -50,7 +50,7 @@ def group_per_channel(channel: Channel) -> Hashable:
 
 
 def group_per_direction(channel: Channel) -> Hashable:
-    """One group of the whole pipeline for each direction, which deadlocks from three stages on."""
+    """One group of the whole pipeline for each direction, which deadlocks from four stages on."""
     return channel.forward
 
 

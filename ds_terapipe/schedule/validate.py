@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .actions import Action, Grid, Op, Unit
+from .hardware_queue import queue_deadlock
 from .lower import has_messages, with_messages
 from .orders import FORWARD_ONLY, peak_live_units
 from .placement import Placement, placement_of, row_word
@@ -27,7 +28,7 @@ def validate(grid: Grid, slices: Sequence[int], name: str | None = None, placeme
       direction between two consecutive stages) name the units in one order. Of two consecutive stages on one place the first
       goes forward first, the second backward.
     - No place waits for ever: neither where sends are buffered and receives wait, nor where a channel's messages run one
-      behind the other and few may wait to be taken (`streams`).
+      behind the other and few may wait to be taken (`streams`), nor where all streams share one queue (`hardware_queue`).
     - A stage that makes weight gradients of its own makes them for every micro-batch: in descending order of slices, each after
       the backward of its slice, slice 0 last.
     - Live units on each place stay within the bound of the schedule's name.
@@ -208,9 +209,16 @@ def _run(grid: Grid, where: Placement) -> Replay:
     stuck = result.stuck or stream_deadlock(grid, placement=where)
     if stuck:
         notes = {place: f"waits for {grid[place][index].counterpart}" for place, index in stuck.items()}
-        names = ", ".join(str(place) for place in sorted(stuck))
-        raise _error(f"deadlock: {row_word(where)}s {names} wait for ever", grid, where, stuck, notes)
+        raise _error(f"deadlock: {_rows(stuck, where)} wait for ever", grid, where, stuck, notes)
+    held = queue_deadlock(grid, where)
+    if held:
+        problem = f"deadlock: {_rows(held, where)} wait for ever with CUDA_DEVICE_MAX_CONNECTIONS=1 (all streams share one queue)"
+        raise _error(problem, grid, where, held, dict.fromkeys(held, "holds what was issued after it"))
     return result
+
+
+def _rows(places: Iterable[int], where: Placement) -> str:
+    return f"{row_word(where)}s " + ", ".join(map(str, sorted(places)))
 
 
 def _check_bounds(grid: Grid, where: Placement, bounds: Sequence[int], name: str) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,3 +138,27 @@ def test_a_lock_is_that_of_a_living_process(recipe: jit.Recipe) -> None:
     lock.write_text("left behind")
     (lock.parent / "build_left").mkdir()
     assert jit.obtain(recipe, lock_timeout_s=1.0).is_file()
+
+
+def test_an_error_of_the_compiler_is_shown_and_leaves_nothing(recipe: jit.Recipe) -> None:
+    Path(recipe.sources[0]).write_text("#error not today\n")
+    with pytest.raises(jit.BuildError, match="not today"):
+        jit.obtain(recipe)
+    assert [entry.name for entry in jit.module_path(recipe).parent.iterdir()] == ["lock"]
+
+
+def test_processes_that_come_together_compile_once(recipe: jit.Recipe, tmp_path: Path) -> None:
+    program = textwrap.dedent(f"""
+        import sys, pathlib
+        sys.path.insert(0, {str(Path(jit.__file__).parent)!r})
+        import jit
+        recipe = jit.Recipe("_small", ({recipe.sources[0]!r},), (), (), {recipe.cxx_args!r})
+        compile_to = jit.compile_to
+        jit.compile_to = lambda *arguments: (print("compiled"), compile_to(*arguments))
+        assert jit.import_from("_small", jit.obtain(recipe)).answer == 42
+    """)
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    environments = [{**os.environ, "LOCAL_RANK": rank} for rank in ("1", "0")]
+    ranks = [subprocess.Popen(command, env=env, stdout=pipe, text=True) for env in environments]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0] and "".join(said).split() == ["compiled"]

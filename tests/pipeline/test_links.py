@@ -1,4 +1,4 @@
-"""Values between stages arrive as they were sent, in order; their description is sent once."""
+"""Values between stages arrive as they were sent, in one message each; their description is sent once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.slicing import TensorCut, spans
+from ds_terapipe.pipeline.transport import boundary
 from ds_terapipe.pipeline.transport import p2p as links_module
+from ds_terapipe.pipeline.transport.boundary import BoundarySpec, TensorSpec, check_sendable
 from ds_terapipe.pipeline.transport.channels import Channels
-from ds_terapipe.pipeline.transport.p2p import BoundarySpec, Links, Outbox, TensorSpec, check_sendable
+from ds_terapipe.pipeline.transport.p2p import Announcements, Links, Outbox
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only
 from tests.spawn import launched
@@ -25,7 +28,7 @@ CPU = torch.device("cpu")
 def test_too_many_tensors_are_an_error_that_says_how_many():
     spec = BoundarySpec((TensorSpec((), torch.float32, True),) * 85, False)
     with pytest.raises(ValueError, match=r"^a stage hands on 85 tensors: their shapes take 257 words, at most 256$"):
-        spec.encode(CPU)
+        spec.encode()
 
 
 @pytest.mark.parametrize(
@@ -43,20 +46,20 @@ def test_only_tensors_that_can_be_sent_are_handed_on(outputs, said):
 
 def test_a_tensor_that_changes_while_it_is_sent_is_an_error(monkeypatch):
     monkeypatch.setattr(links_module.dist, "isend", lambda *args, **kwargs: None)
-    box, counter = Outbox(1, None, CPU, SimpleNamespace(wait=lambda work, what: None)), torch.zeros(2)
+    box, counter = Outbox(1, None, SimpleNamespace(wait=lambda work, what: None)), torch.zeros(2)
     box.send(Unit(0, 0), [counter], "activations of 0.0")
-    box.finish()
+    box.keep(0)
     box.send(Unit(0, 1), [counter], "activations of 0.1")
     counter.add_(1)
     with pytest.raises(RuntimeError, match=r"^activations of 0\.1: a layer wrote into them"):
-        box.finish()
+        box.keep(0)
 
 
 def all_kinds(unit: Unit) -> tuple[Tensor, ...]:
     """Tensors of every type and of odd shapes, different for each unit."""
     random = torch.Generator().manual_seed(100 * unit.micro_batch + unit.slice)
     whole = torch.randint(-100, 100, (3, 4), generator=random)
-    tensors = [whole > 0 if dtype == torch.bool else whole.to(dtype) for dtype in links_module._DTYPES]
+    tensors = [whole > 0 if dtype == torch.bool else whole.to(dtype) for dtype in boundary._DTYPES]
     tensors += [torch.tensor(float(unit.slice)), torch.tensor(unit.slice % 2 == 0), torch.empty(0, 5)]
     pairs = torch.complex(whole.float(), whole.float() + 1)
     tensors += [pairs.conj(), pairs.conj().imag]  # of which memory holds other values
@@ -71,28 +74,45 @@ def same(got: Any, sent: Any) -> bool:
     )
 
 
+def test_tensors_of_a_message_are_aligned_and_writing_into_one_leaves_the_others_unwritten():
+    sent = all_kinds(Unit(0, 1))
+    message, tensors = boundary.new_message(BoundarySpec.of(sent), CPU)
+    message.copy_(boundary.packed(sent))
+    starts = [t.data_ptr() - message.data_ptr() for t in tensors if t.numel()]
+    assert message.dtype == torch.uint8 and all(start % 256 == 0 for start in starts) and starts == sorted(set(starts))
+    before = [tensor._version for tensor in tensors]
+    tensors[0].zero_()
+    assert [tensor._version for tensor in tensors[1:]] == before[1:] and tensors[0]._version > before[0]
+    assert all(torch.equal(got, wanted) for got, wanted in zip(tensors[1:], sent[1:], strict=True))
+
+
 class Line:
-    """The links of one rank of a pipeline that is as long as the job; counts the announcements."""
+    """The links of one rank of a pipeline that is as long as the job; counts announcements and messages."""
 
     def __init__(self, rank: int, stages: int) -> None:
         placement, ranks = Placement.plain(stages), tuple(range(stages))
         seat = Seat(placement, rank, ranks)
         self.watchdog = Watchdog(seat, timeout_s=60.0)
         self.links = Links(seat, Channels(placement, [ranks], self.watchdog, CPU), CPU, self.watchdog)
-        self.rank, self.last, self.announced = rank, stages - 1, 0
-        announce = Outbox.announce
+        self.rank, self.last, self.announced, self.sent = rank, stages - 1, 0, 0
+        announce, isend = Announcements.send, links_module.dist.isend
 
-        def counted(box: Outbox, *args: Any) -> None:
+        def counted(*args: Any) -> None:
             self.announced += 1
-            announce(box, *args)
+            announce(*args)
 
-        Outbox.announce = counted
+        def counted_message(*args: Any, **kwargs: Any) -> Any:
+            self.sent += 1
+            return isend(*args, **kwargs)
 
-    def run(self, units: list[Unit], shape_of: Any, tensors: Any = all_kinds) -> int:
+        Announcements.send, links_module.dist.isend = counted, counted_message
+
+    def run(self, units: list[Unit], described: Any, tensors: Any = all_kinds, cuts: Any = ()) -> int:
         """All units forward and their gradients back in reverse, checked on arrival; how much was announced so far."""
         rank, links = self.rank, self.links
         ahead = [Action(Op.RECV_FORWARD, rank, unit) for unit in units]
-        links.begin(ahead + [Action(Op.RECV_BACKWARD, rank, unit) for unit in units[::-1]], shape_of)
+        row = ahead + [Action(Op.RECV_BACKWARD, rank, unit) for unit in units[::-1]]
+        links.begin(row, described, {rank - 1: cuts, rank: cuts} if cuts else {})
         for unit in units:
             sent = tensors(unit)
             if rank > 0:
@@ -111,23 +131,41 @@ class Line:
         return self.announced
 
 
-def cross_four_stages(rank: int, world_size: int) -> tuple[list[int], str]:
-    """Announcements of each step, and what the first stage is told that hands on another shape than it announced."""
-    line, message = Line(rank, world_size), ""
+def of_new_lengths(line: Line, cuts: Any) -> tuple[int, int]:
+    """Announcements of 200 steps, each of a new length, and the specs that are remembered."""
+    before = line.announced
+    for length in range(3, 203):
+        slices = spans((length, length + 1))
+
+        def tensors(unit: Unit, slices: Any = slices) -> tuple[Tensor, Tensor]:
+            span = slices[unit.slice]
+            return torch.ones(2, span.length, 3, requires_grad=True), torch.ones(1, 1, span.length, span.stop) > 0
+
+        units = [Unit(0, 0), Unit(0, 1)]
+        line.run(units, lambda unit, slices=slices: ("micro-batch", slices[unit.slice]), tensors, cuts)
+    return line.announced - before, max(map(len, line.links._known.values()))
+
+
+def cross_four_stages(rank: int, world_size: int) -> dict[str, Any]:
+    """Announcements of each step, and the error of the first stage, which hands on another shape than it announced."""
+    line, found = Line(rank, world_size), {}
     units = [action.unit for action in forward_only(world_size, (3, 2))[0]]
-    told = [line.run(units, lambda unit, new=new: (new, unit.slice)) for new in (False, False, True)]
-    line.run([Unit(0, 0)], lambda unit: "single", lambda unit: all_kinds(unit)[:4])
-    line.links.begin([Action(Op.RECV_FORWARD, 1, Unit(0, 0))] if rank == 1 else [], lambda unit: "shape")
+    found["told"] = [line.run(units, lambda unit, new=new: ((new, unit.slice), None)) for new in (False, False, True)]
+    found["sent"] = line.sent
+    line.run([Unit(0, 0)], lambda unit: ("single", None), lambda unit: all_kinds(unit)[:4])
+    line.links.begin([Action(Op.RECV_FORWARD, 1, Unit(0, 0))] if rank == 1 else [], lambda unit: ("shape", None))
     if rank == 0:
         line.links.send_forward(rank, Unit(0, 0), torch.ones(2, 3))
         with pytest.raises(RuntimeError) as error:
             line.links.send_forward(rank, Unit(0, 0), torch.ones(2, 4))
-        message = str(error.value)
+        found["message"] = str(error.value)
     elif rank == 1:
         assert torch.equal(line.links.receive_forward(rank, Unit(0, 0)), torch.ones(2, 3))
     line.links.finish()
+    found["inspected"] = of_new_lengths(line, (TensorCut(1), TensorCut(2, 3)))
+    found["never cut"] = of_new_lengths(line, ())
     line.watchdog.close()
-    return told, message
+    return found
 
 
 crossed = launched(cross_four_stages, 4)
@@ -135,23 +173,34 @@ crossed = launched(cross_four_stages, 4)
 
 def test_every_type_and_shape_crosses_four_stages_in_order_and_shapes_are_told_once(crossed):
     # one for each shape, none the second time (when receives are posted ahead), then new shapes; the last hands nothing on
-    assert [told for told, _ in crossed] == [[3, 3, 6]] * 3 + [[0, 0, 0]]
+    assert [rank["told"] for rank in crossed] == [[3, 3, 6]] * 3 + [[0, 0, 0]]
+
+
+def test_a_unit_is_one_message_of_a_boundary_whatever_its_tensors(crossed):
+    assert [rank["sent"] for rank in crossed] == [3 * 5 * directions for directions in (1, 2, 2, 1)]
 
 
 def test_another_shape_than_announced_is_an_error_of_the_sender(crossed):
-    message = crossed[0][1]
+    message = crossed[0]["message"]
     assert message.startswith("outputs of 0.0 are ") and "shape=(2, 4)" in message and "they were " in message
+
+
+def test_new_lengths_are_told_once_where_the_sequence_is_known_and_few_are_remembered_where_not(crossed):
+    told = [rank["inspected"] for rank in crossed]
+    assert [announced for announced, _ in told] == [1, 1, 1, 0] and all(known < 20 for _, known in told)
+    told = [rank["never cut"] for rank in crossed]
+    assert [announced for announced, _ in told] == [400, 400, 400, 0] and all(known <= 66 for _, known in told)
 
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 NCCL = {*FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64}  # getNcclDataType in PyTorch's NCCLUtils.hpp
 
 
-@pytest.mark.parametrize("dtype", links_module._DTYPES)
+@pytest.mark.parametrize("dtype", boundary._DTYPES)
 @pytest.mark.parametrize("shape", [(), (2, 5)])
 def test_a_message_is_of_a_type_that_nccl_has(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(10)[: torch.Size(shape).numel()].view(shape).to(dtype)
-    message, landing = links_module.raw(tensor), torch.zeros(shape, dtype=dtype)
+    message, landing = boundary.raw(tensor), torch.zeros(shape, dtype=dtype)
     assert message.dtype in NCCL and message.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    links_module.raw(landing).copy_(message)
+    boundary.raw(landing).copy_(message)
     assert torch.equal(landing, tensor)

@@ -1,10 +1,11 @@
-"""On NCCL, where a group's messages run one behind the other and no wait holds the host: no lock-up, and reports as ever.
+"""On NCCL, with many hardware queues or one: a step comes to its end, and one that cannot is reported.
 
 A stand-in for NCCL's sends and receives, where there is no GPU: who waits for whom is as there, the numbers are not. As
 PyTorch 2.13 has it for a group that is bound to a device, the operations of a group run on a stream of its own in the
 order of their issue. Each begins when the compute stream has come to where it was issued and ends when its peer has
-joined. ``work.wait()`` makes the compute stream wait and not the caller. Here a stream is a thread. The layers compute
-at once, on whatever is in their buffers.
+joined. ``work.wait()`` makes the compute stream wait and not the caller. Here a stream is a thread. With one hardware
+queue all that a rank issues goes through one thread, which a message holds until its stream's last one has ended. The
+layers compute at once, on whatever is in their buffers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,8 +26,17 @@ import torch.distributed
 from torch import Tensor
 
 from ds_terapipe.pipeline.transport import p2p as links_module
-from ds_terapipe.pipeline.transport.p2p import BoundarySpec
-from ds_terapipe.schedule import Action, Op, Unit, order, stream_deadlock, with_messages, with_weight_gradients
+from ds_terapipe.schedule import (
+    POSTED_AHEAD,
+    Action,
+    Op,
+    Unit,
+    order,
+    stream_deadlock,
+    with_messages,
+    with_weight_gradients,
+)
+from ds_terapipe.schedule.hardware_queue import queue_deadlock
 from ds_terapipe.schedule.streams import group_per_direction
 from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.training import build_engine
@@ -89,9 +99,10 @@ class Work(Mark):
 class Messages:
     """Stand-in for ``deepspeed.comm``; groups whose streams have one name share a stream, and so their order."""
 
-    def __init__(self, stream_of: Callable[[Any], str]) -> None:
-        self.compute, self._stream_of = Stream("compute"), stream_of
+    def __init__(self, stream_of: Callable[[Any], str], one_queue: bool) -> None:
+        self.compute, self._stream_of, self._one_queue = Stream("compute"), stream_of, one_queue
         self._streams: dict[str, Stream] = {}
+        self._last: dict[str, Work] = {}  # of each stream
         self._numbers: dict[tuple[str, int, bool], int] = defaultdict(int)
         self.issued = 0
 
@@ -114,9 +125,19 @@ class Messages:
             back(torch.zeros(1), peer, tag=tag + 1)
             work.reached.set()
 
-        if name not in self._streams:
-            self._streams[name] = Stream(f"messages {name}")
-        self._streams[name].put(run)
+        last, self._last[name] = self._last.get(name), work
+
+        def dispatch() -> None:
+            if last is not None:
+                last.reached.wait(NEVER_S)
+            threading.Thread(target=run, name=f"message {name}", daemon=True).start()
+
+        if self._one_queue:
+            self.compute.put(dispatch)
+        else:
+            if name not in self._streams:
+                self._streams[name] = Stream(f"messages {name}")
+            self._streams[name].put(run)
         self.issued += 1
         return work
 
@@ -124,33 +145,44 @@ class Messages:
 # --------------------------------------------------------------------------------------------------------------- the runs
 
 
-def install(engine: Any, shared: bool) -> Messages:
-    """Let the engine's messages go through the stand-in. ``shared``: as before each channel had a group, one per direction."""
+class Run(NamedTuple):
+    """How messages go.
+
+    Attributes:
+        shared: one group for each direction, in place of one for each channel.
+        stops: the first stage never sends its last outputs.
+        one_queue: all streams of a rank share a hardware queue.
+        ahead: receives that are posted before their turn.
+    """
+
+    shared: bool = False
+    stops: bool = False
+    one_queue: bool = False
+    ahead: int = POSTED_AHEAD
+
+
+def install(engine: Any, run: Run) -> Messages:
+    """Let the engine's messages go through the stand-in."""
     streams: dict[int, str] = {}
     for channel, group in engine._assembly._channels._groups.items():
-        streams[id(group)] = f"forward {channel.forward}" if shared else f"{channel}"
-    messages, decode = Messages(lambda group: streams[id(group)]), BoundarySpec.decode
-
-    def decode_when_there(meta: torch.Tensor) -> BoundarySpec:
-        messages.compute.mark().reached.wait()  # on a device, reading a tensor waits for its stream
-        return decode(meta)
-
-    BoundarySpec.decode = decode_when_there
-    links_module.dist = messages
+        streams[id(group)] = f"forward {channel.forward}" if run.shared else f"{channel}"
+    messages = Messages(lambda group: streams[id(group)], run.one_queue)
+    links_module.dist, links_module.POSTED_AHEAD = messages, run.ahead  # type: ignore[assignment]
     engine._watchdog._new_mark = messages.compute.mark
     return messages
 
 
-def train(rank: int, world_size: int, shared: bool, stops: bool) -> None:
-    """Two steps; then what the host has issued must come to its end. ``stops``: the first stage never sends its last outputs."""
+def train(rank: int, world_size: int, *how: Any) -> None:
+    """Two steps; then what the host has issued must come to its end."""
+    run = Run(*how)
     engine = build_engine(
         gpt(2 * world_size - 2), mean_loss, micro_batches=MICRO_BATCHES, stages=world_size,
         token_pipeline={"slices": SLICES, "schedule": "1f1b", "verify": False, "timeout_s": TIMEOUT_S},
     )  # fmt: skip
     data = [micro_batch(m, length=24, masked=False) for m in range(MICRO_BATCHES)]
-    messages = install(engine, shared)
+    messages = install(engine, run)
     for step in range(STEPS):
-        if stops and rank == 0 and step == STEPS - 1:
+        if run.stops and rank == 0 and step == STEPS - 1:
             withhold(messages, after=3 * MICRO_BATCHES)
         engine.train_batch(iter(data))
     mark("issued")
@@ -174,10 +206,12 @@ def withhold(messages: Messages, after: int) -> None:
     messages.isend = isend  # type: ignore[method-assign]
 
 
-RUNS = {  # whether channels share a group, whether the first stage stops
-    "a group per channel": (False, False),
-    "a group per direction": (True, False),
-    "withheld": (False, True),
+RUNS = {
+    "a group per channel": Run(),
+    "a group per direction": Run(shared=True, ahead=2),
+    "withheld": Run(stops=True),
+    "one queue": Run(one_queue=True),
+    "one queue, two ahead": Run(one_queue=True, ahead=2),
 }
 
 
@@ -188,16 +222,18 @@ def exits() -> dict[str, list[Exit]]:
         return {name: run.result() for name, run in runs.items()}
 
 
-def test_a_group_per_channel_comes_to_its_end(exits):
-    for end in exits["a group per channel"]:
+@pytest.mark.parametrize("run", ["a group per channel", "one queue"])
+def test_a_step_comes_to_its_end(exits, run):
+    for end in exits[run]:
         assert end.code == 0, end.output
         assert end.mark("through") >= end.mark("issued")
 
 
-def test_a_group_per_direction_locks_up_and_is_reported(exits):
-    assert stream_deadlock(GRID, group_per_direction)
-    said = rf"waited .* s for .* from rank .* in step .*: no answer .token_pipeline.timeout_s is {TIMEOUT_S:g}."
-    for end in exits["a group per direction"]:
+@pytest.mark.parametrize("run", ["a group per direction", "one queue, two ahead"])
+def test_a_step_that_locks_up_is_reported(exits, run):
+    assert stream_deadlock(GRID, group_per_direction, posted_ahead=2) and queue_deadlock(GRID, posted_ahead=2)
+    said = rf"waited .* s for .* rank .* in step .*: no answer .token_pipeline.timeout_s is {TIMEOUT_S:g}."
+    for end in exits[run]:
         assert end.code == EXIT_CODE and re.search(said, end.output), end.output
 
 

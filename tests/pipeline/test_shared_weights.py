@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +12,31 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from torch import nn
+from torch import Tensor, nn
 
 from ds_terapipe import ConfigError
 from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights, split
 from tests.pipeline.models import SEED, Block, Embedding, Head
+
+
+class ByWeight(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight)
+
+
+class Inside(nn.Module):
+    """A block in another module, or a copy of it."""
+
+    def __init__(self, block: nn.Module, copied: bool = False) -> None:
+        super().__init__()
+        self.block = copy.deepcopy(block) if copied else block
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.block(hidden)
 
 
 def made(kind: type[nn.Module], entry: int) -> Any:
@@ -33,9 +55,13 @@ def sharing(kind: str) -> list[Any]:
     names = [name for name, _ in block.named_parameters()]
     blocks = {
         "one block": [block] * 4,
+        "in specs": [LayerSpec(Inside, block) for _ in range(4)],
+        "copied": [LayerSpec(Inside, block, copied=True) for _ in range(4)],
         "tied": [TiedLayerSpec("shared", Block, tied_weight_attr=names) for _ in range(4)],
     }.get(kind, blocks)
     last = {
+        "a weight": LayerSpec(ByWeight, tokens.tokens.weight),
+        "a partial": partial(lambda layer, hidden: F.linear(hidden, layer.weight), tokens.tokens),
         "a closure": lambda hidden: F.linear(hidden, tokens.tokens.weight),
     }
     return [tokens, *blocks, last.get(kind, head)]
@@ -44,6 +70,9 @@ def sharing(kind: str) -> list[Any]:
 SHARED = {  # entries and weights that are named
     "head's weight": ("0 and 5", 'Embedding, ..., tied_weight_attr=["tokens.weight"]'),
     "one block": ("1, 2, 3 and 4", 'Block, ..., tied_weight_attr=["before_attention.weight", '),
+    "in specs": ("1, 2, 3 and 4", 'Inside, ..., tied_weight_attr=["before_attention.weight", '),
+    "a weight": ("0 and 5", 'Embedding, ..., tied_weight_attr=["tokens.weight"]'),
+    "a partial": ("0 and 5", 'Embedding, ..., tied_weight_attr=["tokens.weight"]'),
     "the loss": ("5 and the loss", 'Head, ..., tied_weight_attr=["project.weight", "project.bias"]'),
     "a closure": ("0 and 5", 'Embedding, ..., tied_weight_attr=["tokens.weight", "positions.weight"]'),
 }
@@ -82,7 +111,7 @@ def test_what_is_shared_is_found_wherever_the_layers_are(cuts):
             f'copies, must be tied or on one stage, use TiedLayerSpec("shared", {weights}'
         ), kind
         assert str(refused.value).endswith(" or so")
-    assert [found_on(kind, cuts) for kind in ("frozen", "tied", "nothing")] == [[]] * 3
+    assert [found_on(kind, cuts) for kind in ("copied", "frozen", "tied", "nothing")] == [[]] * 4
 
 
 def test_entries_that_lie_together_may_share():

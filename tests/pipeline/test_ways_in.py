@@ -233,3 +233,17 @@ def test_outside_slices_and_without_an_engine_nothing_changes(grad):
     for a, b, c in zip(before, during, after, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
     assert Overrides._library is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_that_makes_other_keys_is_an_error(context, reentrant):
+    def noisy(q, k, v):
+        return attend(q, k * torch.rand(()), v)
+
+    outs = [
+        run(context, span, lambda: checkpoint(noisy, *rows(4), use_reentrant=reentrant, preserve_rng_state=False))
+        for span in (Span(0, 4, 8), Span(4, 8, 8))
+    ]
+    error = pytest.raises(PlacementError, match=r"deterministic.*preserve_rng_state")
+    with context.backward(Unit(3, 0), Span(4, 8, 8)), error:
+        outs[1][0].sum().backward()

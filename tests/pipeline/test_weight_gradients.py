@@ -257,3 +257,40 @@ def test_whole_sequences_and_copies_that_autocast_makes_take_no_part():
     assert keeper.kept_bytes == 0
     for name, gradient in take(net).items():
         torch.testing.assert_close(gradient, want[name], rtol=5e-2, atol=5e-2 * float(want[name].abs().max()))
+
+
+@pytest.mark.parametrize("name", ["tied", "embedding scaled by frequency"])
+def test_gradients_of_a_part_of_the_slices_add_up(name):
+    (net, x), keeper = made(name), WeightGradients()
+    want = gradients_of_the_whole(net, x)
+    run_sliced(net, x, UNEVEN, keeper, lambda index: index == 2 or keeper.make(0, index))
+    assert keeper.kept_bytes == 0
+    assert_same(take(net), want)
+
+
+def one_slice(net, keeper, x):
+    """A context and what the net makes of the first of two slices in it."""
+    context, (span, _), interception = SliceContext(), spans((6, 6)), Interception([net])
+    context.weight_gradients = keeper
+    try:
+        with context.forward(Unit(0, 0), span):
+            context.enter_layer(0)
+            return context.backward(Unit(0, 0), span), net(x)
+    finally:
+        interception.close()
+
+
+def test_what_autograd_would_refuse_or_no_backward_would_make_is_an_error():
+    net, x = twice(), torch.randn(1, 6, FEATURES, requires_grad=True)
+    going_back, output = one_slice(net, WeightGradients(), x)
+    with torch.no_grad():
+        net.first.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), going_back:
+        output.sum().backward()
+    going_back, output = one_slice(net, WeightGradients(), x)
+    with going_back:
+        (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.square().sum().backward()
+    with pytest.raises(RuntimeError, match=r'^token_pipeline.weight_gradients: got "micro_batch" and .* use "slice"$'):
+        one_slice(net_of(lambda net, x: torch.autograd.grad(net.inner(x).sum(), x)[0], inner=net), WeightGradients(), x)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ds_terapipe.elastic.moves.groups import numbers
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.step_rules import DeviceSteps
-from ds_terapipe.pipeline.transport.p2p import raw
+from ds_terapipe.pipeline.transport.boundary import raw
 
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

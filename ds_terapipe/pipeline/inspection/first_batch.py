@@ -24,8 +24,8 @@ from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.operators.context import refuse_model
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, like
 from ds_terapipe.pipeline.stage import Stage
+from ds_terapipe.pipeline.transport.boundary import BoundarySpec, check_sendable
 from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.pipeline.transport.p2p import BoundarySpec, check_sendable
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled
 from ds_terapipe.schedule import Action, Op, Unit
 
@@ -171,7 +171,7 @@ class Inspection:
         ]
         # announced each time: a receive posted ahead would remain from a failed attempt
         attempt = object()
-        links.begin(row, lambda unit: (attempt, unit))
+        links.begin(row, lambda unit: ((attempt, unit), None))
         handed: list[Any] = []
         for number in range(len(placement.stages)):
             error: BaseException | None = None
@@ -203,7 +203,7 @@ class Inspection:
         outputs = run(stage, inputs, span)
         if not self._is_last(stage):
             check_sendable(outputs, stage.layers.last)
-            BoundarySpec.of(outputs).encode(torch.device("cpu"))  # check that it can be sent
+            BoundarySpec.of(outputs).encode()  # check that it can be sent
         return outputs
 
     def _is_last(self, stage: Stage) -> bool:

@@ -41,6 +41,11 @@ class SequenceDims:
     layers: tuple[tuple[TensorCut, ...], ...]
     outputs: tuple[TensorCut, ...]
 
+    @property
+    def inputs(self) -> tuple[TensorCut, ...]:
+        """Cuts of the stage's input tensors."""
+        return (*self.layers, self.outputs)[0]
+
 
 @dataclass
 class SequenceProbe:

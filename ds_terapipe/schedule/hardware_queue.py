@@ -1,0 +1,244 @@
+"""Proves that a step cannot lock up where all streams of a device share one hardware queue.
+
+With ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron's tensor parallelism asks for, work is dispatched in the order of
+its issue, whatever its stream. An entry is dispatched when its stream's last entry and the events that it waits for have
+ended; until then it holds everything issued after it. A message ends when both of its ends are dispatched, a collective
+when all of its ranks' are (CUDA C++ Programming Guide, "Streams"; CUDA_DEVICE_MAX_CONNECTIONS).
+
+One queue is the hardest case. Whatever an entry waits for on another assignment of the streams to queues, it waits for on
+one queue too, and entries never take anything from each other. So a step that comes to its end on one queue does so on
+any number of queues.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from .actions import Action, Grid, Op, Unit
+from .placement import Placement, placement_of
+from .streams import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, channel_of
+
+COMPUTE = "compute"
+"""Name of the stream of the computations."""
+
+
+class Entry(NamedTuple):
+    """A piece of work that a host issues.
+
+    Attributes:
+        stream: runs its entries one behind the other.
+        action: index of the action in its place's row, for reports.
+        after: earlier entries of this rank whose events it waits for.
+        joins: name of the message or collective; None: it ends as soon as it is dispatched.
+        ranks: entries that have to join.
+    """
+
+    stream: Hashable
+    action: int
+    after: tuple[int, ...] = ()
+    joins: Hashable = None
+    ranks: int = 2
+
+
+Program: TypeAlias = Sequence[Entry]
+AnyRank = TypeVar("AnyRank", bound=Hashable)
+
+
+def queue_deadlock(
+    grid: Grid, placement: Placement | None = None, posted_ahead: int = POSTED_AHEAD, messages: int = 1
+) -> dict[int, int]:
+    """Return the actions at which places deadlock on one hardware queue each.
+
+    Args:
+        grid: computations and messages, as `lower.with_messages` returns them.
+        placement: of the stages; None: one on each place.
+        posted_ahead: receives of a channel that are issued before their turn.
+        messages: per unit and boundary.
+
+    Returns:
+        For each place that does not come to its end, the index of the action at which its queue stands.
+    """
+    where = placement_of(len(grid), placement)
+    programs = {place: program_of(row, where, posted_ahead, messages) for place, row in enumerate(grid)}
+    at = dispatch(programs)
+    return {place: programs[place][index].action for place, index in at.items() if index < len(programs[place])}
+
+
+def program_of(row: Sequence[Action], where: Placement, posted_ahead: int = POSTED_AHEAD, messages: int = 1) -> Program:
+    """Return the entries that a place's host issues in a step, as ``pipeline/transport/p2p.py`` does."""
+    return _Issued(row, where, posted_ahead, messages).entries
+
+
+def dispatch(
+    programs: Mapping[AnyRank, Program], queue_of: Callable[[Hashable], Hashable] = lambda stream: None
+) -> dict[AnyRank, int]:
+    """Dispatch all ranks' entries as far as they go.
+
+    Args:
+        programs: of each rank.
+        queue_of: hardware queue of a stream; the default is one queue for all.
+
+    Returns:
+        For each rank the lowest index of an entry that has not ended, the number of entries if all have.
+    """
+    queues: dict[tuple[AnyRank, Hashable], deque[int]] = {}
+    previous: dict[tuple[AnyRank, Hashable], int] = {}  # of a stream
+    waits: dict[tuple[AnyRank, int], tuple[int, ...]] = {}
+    for rank, program in programs.items():
+        for index, entry in enumerate(program):
+            queues.setdefault((rank, queue_of(entry.stream)), deque()).append(index)
+            last = previous.get((rank, entry.stream))
+            waits[rank, index] = entry.after if last is None else (*entry.after, last)
+            previous[rank, entry.stream] = index
+    ended: dict[AnyRank, set[int]] = {rank: set() for rank in programs}
+    joined: dict[Hashable, list[tuple[AnyRank, int]]] = {}
+    went_on = True
+    while went_on:
+        went_on = False
+        for (rank, _), queue in queues.items():
+            while queue and ended[rank].issuperset(waits[rank, queue[0]]):
+                index, went_on = queue.popleft(), True
+                entry = programs[rank][index]
+                if entry.joins is None:
+                    ended[rank].add(index)
+                    continue
+                there = joined.setdefault(entry.joins, [])
+                there.append((rank, index))
+                if len(there) == entry.ranks:
+                    for each, number in there:
+                        ended[each].add(number)
+    return {
+        rank: next((i for i in range(len(program)) if i not in ended[rank]), len(program))
+        for rank, program in programs.items()
+    }
+
+
+class _Issued:
+    """Entries of a place's host while it walks along its row."""
+
+    def __init__(self, row: Sequence[Action], where: Placement, posted_ahead: int, messages: int) -> None:
+        self.entries: list[Entry] = []
+        self._ahead, self._messages, self._at = posted_ahead, messages, 0
+        self._computed: tuple[int, ...] = ()  # the last entry of the computations
+        self._goes_backward = {action.stage for action in row if action.op is Op.BACKWARD}
+        self._expected: dict[Channel, deque[Unit]] = {}
+        self._posted: dict[Channel, deque[tuple[int, ...]]] = {}
+        self._sent: dict[Channel, deque[tuple[Unit, tuple[int, ...]]]] = {}
+        for action in row:
+            if action.op.is_receive:
+                self._expected.setdefault(channel_of(action), deque()).append(action.unit)
+        for channel in sorted(self._expected):
+            self._post(channel)
+        for self._at, action in enumerate(row):
+            self._act(action)
+        self._at = len(row)
+        for channel in self._sent:
+            self._wait_for_sends(channel, 0)
+
+    def _act(self, action: Action) -> None:
+        if action.op.is_compute:
+            self._issue(COMPUTE)
+        elif action.op.is_receive:
+            self._receive(channel_of(action))
+            if action.op is Op.RECV_BACKWARD:  # the gradients acknowledge the outputs
+                outputs = Channel(action.stage, True)
+                units = [unit for unit, _ in self._sent[outputs]]
+                if action.unit in units:  # and all that were sent before it
+                    self._wait_for_sends(outputs, len(units) - units.index(action.unit) - 1)
+        else:
+            channel = channel_of(action)
+            sent = self._message(("out", channel), channel, action.unit, self._computed)
+            self._sent.setdefault(channel, deque()).append((action.unit, sent))
+            if action.op is Op.SEND_BACKWARD:
+                self._wait_for_sends(channel, SENT_KEPT)
+            elif action.stage not in self._goes_backward:
+                self._wait_for_sends(channel, EVAL_SENT_KEPT)
+
+    def _receive(self, channel: Channel) -> None:
+        self._post(channel, max(self._ahead, 1))
+        self._issue(COMPUTE, self._posted[channel].popleft())
+        self._post(channel)
+
+    def _post(self, channel: Channel, ahead: int | None = None) -> None:
+        expected, posted = self._expected[channel], self._posted.setdefault(channel, deque())
+        while expected and len(posted) < (self._ahead if ahead is None else ahead):
+            posted.append(self._message(("in", channel), channel, expected.popleft()))
+
+    def _message(self, stream: Hashable, channel: Channel, unit: Unit, after: tuple[int, ...] = ()) -> tuple[int, ...]:
+        return tuple(self._issue(stream, after, (channel, unit, part)) for part in range(self._messages))
+
+    def _wait_for_sends(self, channel: Channel, kept: int) -> None:
+        sent = self._sent[channel]
+        while len(sent) > kept:
+            self._issue(COMPUTE, sent.popleft()[1])
+
+    def _issue(self, stream: Hashable, after: tuple[int, ...] = (), joins: Hashable = None) -> int:
+        self.entries.append(Entry(stream, self._at, after, joins))
+        index = len(self.entries) - 1
+        self._computed = (index,) if stream == COMPUTE else self._computed
+        return index
+
+
+class Job(NamedTuple):
+    """Ranks beside those of one pipeline.
+
+    Attributes:
+        tensor_parallel: ranks of a place that compute together.
+        replicas: pipelines of the job.
+        tied: places with a copy of a tied weight.
+    """
+
+    tensor_parallel: int = 1
+    replicas: int = 1
+    tied: tuple[int, ...] = ()
+
+
+class Rank(NamedTuple):
+    """A rank of a job."""
+
+    place: int
+    replica: int
+    tensor_index: int
+
+
+def with_collectives(programs: Mapping[int, Program], job: Job) -> dict[Rank, Program]:
+    """Return every rank's program with what else is collective in a step.
+
+    Before the messages stands the sum of label counts over replicas. Every computation is followed by a sum over its
+    tensor-parallel ranks. At the end come the sums of tied weights and of gradients, the norm and the loss.
+    """
+    ranks = [Rank(*each) for each in product(programs, range(job.replicas), range(job.tensor_parallel))]
+    return {rank: _one_rank(programs[rank.place], rank, job, len(programs)) for rank in ranks}
+
+
+def _one_rank(program: Program, rank: Rank, job: Job, places: int) -> Program:
+    entries: list[Entry] = []
+    new_index: list[int] = []
+    counted: Counter[str] = Counter()
+    place, replica, index = rank
+
+    def collective(name: str, members: Hashable, ranks: int) -> None:
+        """A sum on its group's stream, behind the computations so far; those that come wait for it."""
+        counted[name] += 1
+        if ranks > 1:
+            computed = [number for number, entry in enumerate(entries) if entry.stream == COMPUTE][-1:]
+            at = entries[-1].action if entries else 0
+            entries.append(Entry(name, at, tuple(computed), (name, members, counted[name]), ranks))
+            entries.append(Entry(COMPUTE, at, (len(entries) - 1,)))
+
+    collective("labels", (place, index), job.replicas)
+    for entry in program:
+        joins = None if entry.joins is None else (entry.joins, replica, index)
+        entries.append(entry._replace(after=tuple(new_index[i] for i in entry.after), joins=joins))
+        if entry.stream == COMPUTE and not entry.after:
+            collective("tensor parallel", (place, replica), job.tensor_parallel)
+        new_index.append(len(entries) - 1)
+    if place in job.tied:
+        collective("tied weights", (replica, index), len(job.tied))
+    collective("gradients", (place, index), job.replicas)
+    collective("norm", replica, places * job.tensor_parallel)
+    collective("loss", (replica, index), places)
+    return entries

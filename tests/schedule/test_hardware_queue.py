@@ -1,0 +1,127 @@
+"""Steps come to their end where all streams of a device share one queue, as CUDA_DEVICE_MAX_CONNECTIONS=1 has it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_terapipe.schedule import (
+    NAMES,
+    Placement,
+    ScheduleError,
+    as_placement,
+    forward_only,
+    order,
+    replay,
+    stream_deadlock,
+    validate,
+    with_messages,
+    with_weight_gradients,
+)
+from ds_terapipe.schedule.hardware_queue import (
+    COMPUTE,
+    Entry,
+    Job,
+    dispatch,
+    program_of,
+    queue_deadlock,
+    with_collectives,
+)
+from tests.schedule import strategies
+from tests.schedule.strategies import grid_of
+
+SHAPES = [(1, 4), (2, 4), (4, 1), (4, 4)]  # micro-batches, slices of each
+
+
+def lowered(name: str, placement: Placement, slices: list[int], weights: bool) -> Any:
+    grid = with_messages(order(name, placement, slices), placement)
+    return with_weight_gradients(grid, placement) if weights and max(slices) > 1 else grid
+
+
+def ended(programs: Any, queue_of: Any = lambda stream: None) -> bool:
+    at = dispatch(programs, queue_of)
+    return all(at[rank] == len(program) for rank, program in programs.items())
+
+
+@given(strategies.names, strategies.placements(), strategies.few_slices, st.booleans())
+def test_every_order_comes_to_its_end_on_any_placement(name, placement, slices, weights):
+    assert not queue_deadlock(lowered(name, placement, slices, weights), placement)
+    assert not queue_deadlock(with_messages(forward_only(placement, slices), placement), placement)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_two_receives_ahead_or_two_messages_of_a_unit_lock_up(name, stages, shape):
+    grid = lowered(name, as_placement(stages), [shape[1]] * shape[0], weights=True)
+    assert not queue_deadlock(grid)
+    assert queue_deadlock(grid, posted_ahead=2) and queue_deadlock(grid, messages=2)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_collectives_beside_the_messages_come_to_their_end_and_in_another_order_they_do_not(name, stages):
+    placement = as_placement(stages)
+    grid = lowered(name, placement, [2, 3], weights=True)
+    programs = {place: program_of(row, placement) for place, row in enumerate(grid)}
+    ranks = with_collectives(programs, Job(tensor_parallel=2, replicas=2, tied=(0, stages - 1)))
+    assert len(ranks) == 4 * stages and ended(ranks)
+    own = {entry.joins[0] for entry in ranks[0, 0, 0] if entry.joins and entry.stream == entry.joins[0]}
+    assert own == {"labels", "tensor parallel", "tied weights", "gradients", "norm", "loss"}
+    for rank in [(0, 0, 0), (stages - 1, 1, 0)]:  # these two sum gradients before tied weights
+        ranks[rank] = swapped(ranks[rank], "tied weights", "gradients")
+    assert not ended(ranks)
+
+
+def swapped(program: Any, *names: str) -> list[Entry]:
+    """The program with two of its collectives in each other's place."""
+    changed = list(program)
+    one, two = (next(index for index, entry in enumerate(program) if entry.stream == name) for name in names)
+    changed[one], changed[two] = program[two]._replace(after=program[one].after), program[one]
+    return changed
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> dict[int, list[Entry]]:
+    """Ranks that issue computations, and messages to each other, in any order."""
+    random_order = random.Random(draw(st.integers(0, 2**32)))
+    programs: dict[int, list[Entry]] = {rank: [] for rank in range(draw(st.integers(2, 3)))}
+    for number in range(draw(st.integers(1, 12))):
+        for rank in random_order.sample(sorted(programs), 2):
+            earlier = range(len(programs[rank]))
+            after = tuple(random_order.sample(earlier, min(len(earlier), random_order.randint(0, 2))))
+            programs[rank].append(Entry(random_order.randint(0, 3), 0, after, number))
+    for program in programs.values():
+        for at in range(len(program) - 1):
+            if random_order.random() < 0.15:  # ranks do not issue all in one order
+                first, second = program[at : at + 2]
+                program[at], program[at + 1] = second._replace(after=first.after), first
+    return programs
+
+
+@given(jobs(), st.lists(st.integers(0, 3), min_size=4, max_size=4))
+def test_one_queue_is_the_hardest_assignment_of_streams(programs, queues):
+    if ended(programs):
+        assert ended(programs, lambda stream: queues[stream])
+
+
+def test_more_queues_let_through_what_locks_up_one():
+    first = [Entry("a", 0, (), "x"), Entry(COMPUTE, 0, (0,)), Entry("b", 0, (), "y")]
+    programs = {0: first, 1: [Entry("b", 0, (), "y"), Entry(COMPUTE, 0, (0,)), Entry("a", 0, (), "x")]}
+    assert not ended(programs) and ended(programs, lambda stream: stream)
+
+
+def test_an_order_that_only_more_queues_let_through_is_refused_before_the_first_step():
+    units = [f"{m}.0" for m in range(8)]
+    grid = grid_of(
+        " ".join([f"0F{u} 0SEND_F{u}" for u in units] + [f"0RECV_B{u} 0B{u}" for u in units]),
+        " ".join(f"1RECV_F{u} 1F{u} 1B{u} 1SEND_B{u}" for u in units),
+    )
+    assert not replay(grid, lambda action: 1).stuck and not stream_deadlock(grid)
+    with pytest.raises(ScheduleError, match=r"stages 0, 1 wait for ever with CUDA_DEVICE_MAX_CONNECTIONS=1") as raised:
+        validate(grid, [1] * 8)
+    assert str(raised.value).count("holds what was issued after it") == 2
