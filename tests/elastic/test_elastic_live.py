@@ -17,14 +17,7 @@ from torch import Tensor, nn
 
 from ds_terapipe import ConfigError
 from tests.elastic.test_elastic_moves import Lora
-from tests.elastic.training import (
-    MODELS,
-    Case,
-    data_of,
-    engine_of,
-    reference,
-    weights,
-)
+from tests.elastic.training import MODELS, Case, data_of, engine_of, reference, weights
 from tests.pipeline.models import SEED, Block, Embedding, Head, gpt, masked_loss
 from tests.pipeline.training import difference
 from tests.spawn import launched

@@ -21,7 +21,7 @@ from ds_terapipe.optim.step_rules import DeviceSteps
 from ds_terapipe.pipeline.parameter_groups import drop_unused, keep_trained, make_alike, occupy, unused
 from tests.threads import Threads
 
-RANKS, CPU = st.integers(1, 6), torch.device("cpu")
+RANKS = st.integers(1, 6)
 
 
 class Layer(nn.Module):
@@ -200,10 +200,6 @@ def test_what_is_frozen_leaves_the_optimizer_and_gives_its_moments_back(kind: st
     before, frozen = model[1].weight.clone(), model[0].weight.clone()
     optimizer.step()  # goes on with the rest, frozen or not there
     assert not torch.equal(model[1].weight, before) and torch.equal(model[0].weight, frozen)
-    model[1].requires_grad_(False)
-    release(optimizer)
-    optimizer.step()
-    assert members(optimizer) == [[], []]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,12 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_terapipe.elastic.policies.freeze import (
-    FreezePolicy,
-    GradNormPolicy,
-    ModelLayers,
-    register_policy,
-)
+from ds_terapipe.elastic.policies.freeze import FreezePolicy, GradNormPolicy, ModelLayers, register_policy
 from ds_terapipe.elastic.policies.freezer import Freezer, Signals
 from ds_terapipe.elastic.settings import FreezeSettings
 from ds_terapipe.errors import ConfigError

@@ -106,8 +106,6 @@ def test_a_resumed_run_takes_the_place_of_what_came_after_its_checkpoint(run: Pa
         (0, 20, TWO, True, 0), (20, 30, ONE, False, 2.0), (30, 35, ONE, True, 0.25), (35, 50, TWO, False, 1.0),
     ]  # fmt: skip
     assert read_history(str(run))[1].seconds is None
-    train(run, (ONE, 0, 1))  # to the very beginning: nothing is left of the others
-    assert steps(run) == [(0, 1)]
 
 
 def test_a_run_that_was_killed_goes_on(run: Path) -> None:
