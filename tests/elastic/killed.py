@@ -209,7 +209,7 @@ def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
         where = f"{delay:.2f} s after {f'step {after}' if after > resumed else 'the checkpoint was loaded'}"
     else:
         aim = places[int(kill.share * len(places))]
-        where = f"save after step {aim.step}, operation {aim.operation}{', halfway through' * aim.halfway}"
+        where = f"save after step {aim.step}, operation {aim.operation}"
     ends = run(folder, name, whole.precision, {kill.victim: aim}, False, whole.cached)
     died = ends[kill.victim].code == -signal.SIGKILL
     (said, wrong) = survived(kill, ends) if died else ("", [])

@@ -173,7 +173,6 @@ def test_the_shape_is_the_one_that_layer_times_ask_for(ranks: Any, name: str) ->
         ("near the end", "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0.", False),
         ("recomputed", "beside activation checkpointing", False),
         ("too large", ", but a rank holds 0.00 GB", False),
-        ("like the start", ", but a rank holds 0.00 GB", False),
         ("cannot move", "resize.policy: off, since elastic_pipeline.resize.policy: got 1 hooks on module 0", False),
     ],
 )
