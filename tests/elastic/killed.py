@@ -21,14 +21,15 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ds_terapipe.elastic.cache.outputs import OutputCache
 from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
 from tests.elastic.samples import Texts
 from tests.elastic.training import Case, engine_of, weights
 from tests.pipeline.models import SEED
-from tests.pipeline.operations import DIVISIBLE, operations
-from tests.spawn import Exit, mark, run_to_exit
+from tests.pipeline.operations import operations
+from tests.spawn import Exit, run_to_exit
 
 PROCESSES, SAMPLES, STEPS, EVERY = 2, 20, 16, 2
 CASE = Case("dropping texts", "adamw", 2, freeze=((3, 1), (9, 3)), resize=((4, 1), (8, 2), (12, 1)), scheduler="lambda")
@@ -73,11 +74,9 @@ def train(
         config={"elastic_pipeline": CASE.elastic(cache={"enabled": cached})},
     )
     note(progress, "built")
-    mark("loads")
     engine.load_checkpoint(str(saves))
     if engine.global_steps:
         torch.manual_seed(os.getpid())  # dropout has to go on with what the checkpoint says
-    mark("trains")
     while True:
         step = engine.global_steps
         if aim is not None and (aim.step, aim.operation) == (step, None):
@@ -90,7 +89,6 @@ def train(
         step += 1
         note(progress, step, loss.hex())
         if step % EVERY == 0:
-            mark(f"saves_{step}")
             at = aim.operation if aim is not None and aim.step == step else None
             with operations(die, at, at is not None and aim.halfway) as begun:
                 engine.save_checkpoint(str(saves), tag_at(step))
@@ -98,7 +96,6 @@ def train(
                 (where / f"operations.{step}.{rank}").write_text(json.dumps(begun))
                 if rank == 0:
                     shutil.copytree(saves / tag_at(step), where / "kept" / str(step))
-            mark("trains")
     torch.save(weights(engine), where / f"{name}.{rank}.weights")
     note(progress, STEPS + 1)
     (where / f"{name}.{rank}.read").write_text(str(engine.cache_counts.read))
@@ -113,7 +110,6 @@ def note(progress: Path, *words: Any) -> None:
 
 
 def die() -> None:
-    mark("dies")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -213,13 +209,8 @@ def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
         where = f"{delay:.2f} s after {f'step {after}' if after > resumed else 'the checkpoint was loaded'}"
     else:
         aim = places[int(kill.share * len(places))]
-        operation = whole.operations[kill.victim][aim.step][aim.operation]
-        before = "halfway through" if aim.halfway and operation in DIVISIBLE else "before"
-        where = f"save after step {aim.step}, {before} {operation}, its operation {aim.operation}"
+        where = f"save after step {aim.step}, operation {aim.operation}"
     ends = run(folder, name, whole.precision, {kill.victim: aim}, False, whole.cached)
-    if aim.operation is None:
-        *_, begun = ["starts", *re.findall(r"^MARK (?!dies)(\S+) ", ends[kill.victim].output, re.M)]
-        where += f", {begun.replace('_', ' after step ')}"
     died = ends[kill.victim].code == -signal.SIGKILL
     (said, wrong) = survived(kill, ends) if died else ("", [])
     return Row(kill, resumed, where, died, said, (*wrong, *broken(whole, folder)))
@@ -329,19 +320,15 @@ def unlike(whole: Undisturbed, folder: Path) -> list[str]:
     return wrong
 
 
-def differences(found: Any, wanted: Any, where: str = "") -> list[str]:
-    """Where two nested values differ, to the bit."""
-    if isinstance(wanted, torch.Tensor):
-        same = isinstance(found, torch.Tensor) and found.dtype == wanted.dtype and torch.equal(found, wanted)
-        return [] if same else [f"{where or 'tensor'} differs"]
-    if isinstance(wanted, dict):
-        if not isinstance(found, dict) or found.keys() != wanted.keys():
-            return [f"{where} has other entries: {sorted(map(str, found))}, must be {sorted(map(str, wanted))}"]
-        return [text for key in wanted for text in differences(found[key], wanted[key], f"{where}/{key}")]
-    if isinstance(wanted, list | tuple):
-        if type(found) is not type(wanted) or len(found) != len(wanted):
-            return [f"{where} has another length"]
-        pairs = enumerate(zip(found, wanted, strict=True))
-        return [text for number, (a, b) in pairs for text in differences(a, b, f"{where}/{number}")]
-    plain = isinstance(wanted, int | float | str | bool | None)
-    return [f"{where}: {found!r}, must be {wanted!r}"] if plain and found != wanted else []
+def differences(found: Any, wanted: Any) -> list[str]:
+    """Where two nested values differ, to the bit; of objects other than tensors and plain values nothing is compared."""
+    (some, structure), (others, same) = tree_flatten_with_path(found), tree_flatten_with_path(wanted)
+    if structure != same:
+        return ["other entries"]
+    return [f"{keystr(path)} differs" for (path, a), (_, b) in zip(some, others, strict=True) if not is_same(a, b)]
+
+
+def is_same(a: Any, b: Any) -> bool:
+    if isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    return not isinstance(b, int | float | str | None) or a == b

@@ -185,17 +185,6 @@ PARTS = [b"head", bytes(range(256)) * 8]
 WHOLE = b"".join(PARTS)
 
 
-def test_what_is_read_is_what_was_written_under_its_name(tmp_path: Path) -> None:
-    one = Tier(tmp_path, "one", None)
-    assert one.read("a/b") is None
-    assert one.write("a/b", PARTS) and bytes(one.read("a/b")) == WHOLE
-    assert one.write("a/b", [b"other"]) and bytes(one.read("a/b")) == b"other"
-    os.link(tmp_path / "one" / "a" / "b", tmp_path / "one" / "a" / "c")
-    assert one.read("a/c") is None
-    one.remove("a/b")
-    assert one.read("a/b") is None and one.used_bytes == 0
-
-
 def test_a_damaged_entry_is_none(tmp_path: Path) -> None:
     """A flipped bit anywhere, header too, or an entry that is cut off anywhere."""
     one, rng = Tier(tmp_path, "one", None), random.Random(0)
@@ -219,7 +208,6 @@ def test_the_limit_is_that_of_all_processes_and_of_a_run_alone(tmp_path: Path) -
     assert one.write("a", PARTS) and other.write("b", PARTS)
     assert not one.write("c", PARTS) and one.full and not other.write("c", PARTS)
     assert one.write("a", PARTS)  # in the place of what it had
-    assert one.used_bytes == other.used_bytes == sum((tmp_path / "one" / n).stat().st_size for n in "ab")
     other.remove("a")
     assert one.write("c", PARTS) and not one.full
     another = Tier(tmp_path, "other", 3000)
@@ -240,22 +228,6 @@ def test_no_space_left_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
     assert not one.write("b", PARTS) and one.full and not one.write("a", [b"other"])
     assert one.used_bytes == before and bytes(one.read("a")) == WHOLE
     assert sorted(os.listdir(tmp_path / "one")) == ["a", "lock", "used"]
-
-
-def test_the_last_process_removes_the_folder_or_keeps_it_for_a_run_that_goes_on(tmp_path: Path) -> None:
-    one, other = Tier(tmp_path, "one", None), Tier(tmp_path, "one", None)
-    one.write("a", PARTS)
-    (tmp_path / "one" / f"b.{os.getpid()}-1").write_bytes(b"half")  # of a write that was killed
-    used = one.used_bytes
-    one.close(keep=False)
-    assert other.read("a") is not None
-    other.close(keep=True)
-    (tmp_path / "one" / "used").write_bytes(b"12345")
-    again = Tier(tmp_path, "one", None)
-    assert bytes(again.read("a")) == WHOLE and again.used_bytes == used
-    assert sorted(os.listdir(tmp_path / "one")) == ["a", "lock", "used"]
-    again.close(keep=False)
-    assert not (tmp_path / "one").exists()
 
 
 CHILD = """

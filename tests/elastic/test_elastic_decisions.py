@@ -178,14 +178,11 @@ def test_decisions_and_losses_are_those_of_one_process(ranks: Any, name: str) ->
         }
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_the_history_has_the_steps_of_the_run_that_was_resumed(ranks: Any, name: str) -> None:
+def test_the_history_has_the_steps_of_the_run_that_was_resumed(ranks: Any) -> None:
     """Of the first run up to the checkpoint, of the second from there on."""
-    periods = ranks[0][name]["history"]
-    steps = [(n, each.ran_on, each.ranks) for each in periods for n in range(each.first, each.stop)]
-    wanted = enumerate(ranks[0][name]["resumed"])
-    assert [(step, on[4], on[0], on[1], at[1]) for step, on, at in steps] == [
-        (step, frozen, stages, 2 // stages, (1, 0) if stages == 2 else (0, 1)) for step, (frozen, stages, *_) in wanted
-    ]
-    assert [each.first for each in periods if each.begins] == [0, SAVED] and "history" not in ranks[1][name]
+    periods, wanted = ranks[0]["loss"]["history"], ranks[0]["loss"]["resumed"]
+    steps = [(each.ran_on.frozen_layers, each.ran_on.stages) for each in periods for _ in range(each.first, each.stop)]
+    assert steps == [(frozen, stages) for frozen, stages, *_ in wanted] and "history" not in ranks[1]["loss"]
+    assert all(each.ranks == (((0, 0), (1, 0)), ((0, 0), (0, 1)))[each.ran_on.replicas - 1] for each in periods)
+    assert [each.first for each in periods if each.begins] == [0, SAVED]
     assert all(each.begins or each.change_seconds > 0 for each in periods) and periods[0].change_seconds == 0

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from ds_terapipe import ConfigError, FusedLamb
 from ds_terapipe.elastic import feed
-from ds_terapipe.elastic.feed import Ranks, parcels
-from ds_terapipe.elastic.moves.groups import in_order, refill, release
-from ds_terapipe.elastic.moves.layers import random_states_kept
-from ds_terapipe.elastic.moves.reshape import check_movable
+from ds_terapipe.elastic.feed import parcels
+from ds_terapipe.elastic.moves.groups import refill, release
 from ds_terapipe.elastic.moves.transfer import check_structure, holding, sent_of
 from ds_terapipe.names import UNUSED
 from ds_terapipe.optim.step_rules import DeviceSteps
 from ds_terapipe.pipeline.parameter_groups import drop_unused, keep_trained, make_alike, occupy, unused
 from tests.threads import Threads
 
-RANKS, CPU = st.integers(1, 6), torch.device("cpu")
+RANKS = st.integers(1, 6)
 
 
 class Layer(nn.Module):
@@ -44,24 +37,15 @@ class Lora(nn.Module):
         self.base, self.a = base, nn.Linear(2, base.out_features)
 
 
-def hooked_weight(kind: str) -> Any:
-    return lambda layer: getattr(layer.inner.weight, f"register_{kind}")(lambda gradient: None)
-
-
 HOOKED, SET = "got 1 hooks on module 5.inner, registered on a live layer", "set on a live layer"
 NEW = nn.Parameter(torch.zeros(4, 2))
 SET_ON_LIVE: dict[str, tuple[Any, str]] = {
     "lora": (lambda layer: setattr(layer, "inner", Lora(layer.inner)), f"got module 5.inner (Lora), {SET}"),
     "hook": (lambda layer: layer.inner.register_forward_hook(lambda *args: None), HOOKED),
-    "hook of a gradient": (hooked_weight("hook"), HOOKED),
-    "hook behind a gradient": (hooked_weight("post_accumulate_grad_hook"), HOOKED),
+    "hook of a gradient": (lambda layer: layer.inner.weight.register_hook(lambda gradient: None), HOOKED),
     "another shape": (
         lambda layer: setattr(layer.inner, "weight", NEW),
         f"got parameter 5.inner.weight of shape [4, 2], built as [3, 2], {SET}",
-    ),
-    "one more": (lambda layer: setattr(layer, "extra", NEW), f"got parameter 5.extra of shape [4, 2], built as none, {SET}"),
-    "one fewer": (
-        lambda layer: setattr(layer.inner, "bias", None), f"got parameter 5.inner.bias of shape none, built as [3], {SET}",
     ),
 }  # fmt: skip
 
@@ -103,49 +87,6 @@ def test_what_is_on_a_device_is_sent_and_not_described() -> None:
     assert holding({"5.": layer}, optimizer).pieces["5.weight"].values == {"step": 7}
 
 
-@pytest.mark.parametrize("gradient", [None, torch.ones(1)], ids=["unused", "used"])
-def test_a_weight_of_one_element_says_whether_it_was_used(gradient: torch.Tensor | None) -> None:
-    layer = nn.Module()
-    layer.scale, layer.other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer.scale.grad, layer.other.grad = gradient, torch.zeros(2)
-    optimizer.step()
-    pieces = holding({"5.": layer}, optimizer, ["5."]).pieces
-    assert pieces["5.scale"].used is (gradient is not None) and pieces["5.other"].used is False
-
-
-def test_ranks_keep_their_tensor_parallel_parts() -> None:
-    topology = ProcessTopology(axes=["pipe", "model", "data"], dims=[2, 2, 1])
-    said = 'topology: got "pipe, model, data", must be axes of which the last is "model", use '
-    with pytest.raises(ConfigError, match=f"^elastic_pipeline.resize.policy: {said}"):
-        check_movable(SimpleNamespace(_topo=topology), SimpleNamespace(), CPU)
-
-
-def test_building_a_layer_leaves_random_states_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of megatron-core's and DeepSpeed's trackers too, and megatron-core is not imported for it."""
-    modules = ("megatron.core.tensor_parallel.random", "deepspeed.runtime.activation_checkpointing.checkpointing")
-    with monkeypatch.context() as patched:
-        patched.delitem(sys.modules, modules[0], raising=False)
-        with random_states_kept(CPU):
-            pass
-        assert modules[0] not in sys.modules
-    before, after = torch.zeros(2), torch.ones(2)
-    trackers = [SimpleNamespace(states_={"model": before}), SimpleNamespace(states_={"model": before, "more": after})]
-    for name, tracker in zip(modules, trackers, strict=True):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(_CUDA_RNG_STATE_TRACKER=tracker))
-    drawn = []
-    for builds in (False, True):
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        with random_states_kept(CPU) if builds else nullcontext():
-            if builds:
-                random.random(), np.random.rand(), torch.rand(())
-            for tracker in trackers if builds else ():
-                tracker.states_["model"] = after
-        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
-    assert drawn[0] == drawn[1]
-    assert [tracker.states_ for tracker in trackers] == [{"model": before}, {"model": before, "more": after}]
-
-
 @given(readers=RANKS, replicas=RANKS, each=st.integers(1, 4), size=st.integers(1, 3), now=st.integers(1, 3))
 def test_every_replica_gets_its_samples_from_any_readers(readers, replicas, each, size, now):
     """Inputs and labels, in the order in which the readers' replicas would have trained them, in micro-batches as now."""
@@ -176,7 +117,7 @@ def test_what_belongs_to_all_samples_is_handed_on_whole() -> None:
     assert first[0].tolist() == [0, 1] and second[0].tolist() == [2, 3] and second[1][0] is mask
 
 
-def test_micro_batches_that_cannot_be_divided_or_joined_are_refused() -> None:
+def test_micro_batches_that_cannot_be_divided_are_refused() -> None:
     whole, last = ((torch.zeros(2, 3), torch.zeros(5, 5)), torch.zeros(2)), (torch.zeros(1, 3), torch.zeros(1))
     feed._check([whole, whole], 2)
     feed._check([whole, last], None)
@@ -184,18 +125,6 @@ def test_micro_batches_that_cannot_be_divided_or_joined_are_refused() -> None:
         ConfigError, match="got a micro-batch of 1 samples, must be of 2 where a reshape divides it, use "
     ):
         feed._check([whole, last], 2)
-    with pytest.raises(ConfigError, match=r"^the data iterator: got samples of \[3\] beside others"):
-        list(feed._regrouped([torch.zeros(1, 3), torch.zeros(1, 4)], 2))
-
-
-@pytest.mark.parametrize(("stages", "replicas", "tensor"), [(1, 1, 1), (2, 2, 2), (4, 1, 2), (4, 2, 1)])
-def test_inputs_are_with_first_stages_and_labels_with_last_ones(stages: int, replicas: int, tensor: int) -> None:
-    where = Ranks(PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=replicas), 2)
-    assert (where.stages, where.replicas, where.tensor) == (stages, replicas, tensor)
-    for role, stage in (("inputs", 0), ("labels", stages - 1)):
-        for replica, shard in [(r, t) for r in range(replicas) for t in range(tensor)]:
-            at = where.topology.get_coord(where.at(role, replica, shard))
-            assert (at.pipe, at.data, at.model) == (stage, replica, shard)
 
 
 def with_groups(*settings: tuple[float, float]) -> torch.optim.Optimizer:
@@ -211,20 +140,6 @@ def ids(*groups: list[Any]) -> list[list[int]]:
     return [[id(parameter) for parameter in group] for group in groups]
 
 
-def test_all_ranks_have_the_same_groups_in_one_order() -> None:
-    settings = [((1.0, 0.1), (1.0, 0.0)), ((1.0, 0.0), (1.0, 0.0), (2.0, 0.1)), ((2.0, 0.1),)]
-    optimizers = [with_groups(*each) for each in settings]
-    before = [list(optimizer.param_groups) for optimizer in optimizers]
-    Threads(3).run(lambda rank, gather: make_alike(optimizers[rank], None, gather))
-    for groups, optimizer in zip(before, optimizers, strict=True):
-        said = [(group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
-        assert said == [(lr, decay, (0.9, 0.999)) for lr, decay in [(1.0, 0.1), (1.0, 0.0), (1.0, 0.0), (2.0, 0.1)]]
-        kept = [group for group in optimizer.param_groups if group["params"]]
-        assert all(a is b for a, b in zip(groups, kept, strict=True))
-    here = [[int(bool(group["params"])) for group in optimizer.param_groups] for optimizer in optimizers]
-    assert here == [[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 1]]
-
-
 def test_a_scheduler_for_other_groups_is_refused_on_every_rank() -> None:
     optimizers = [with_groups((1.0, 0.1), (1.0, 0.0)), with_groups((1.0, 0.0))]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1.0) for each in optimizers]
@@ -232,23 +147,6 @@ def test_a_scheduler_for_other_groups_is_refused_on_every_rank() -> None:
     (text,) = {f"{type(error).__name__}: {error}" for error in errors}
     assert text.startswith("ConfigError: optimizer: got 1 parameter groups on rank 1 and 2 on all ranks together")
     assert "\n" not in text and [len(each.param_groups) for each in optimizers] == [2, 1]
-
-
-def test_groups_keep_the_modules_order_and_lose_what_only_stands_for_others() -> None:
-    module, gone, other = nn.Linear(2, 2), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(3))
-    weight, bias = module.weight, module.bias
-    given = [{"params": [gone], "lr": 5.0}, {"params": [bias, weight], "lr": 2.0}, {"params": [], "lr": 3.0}]
-    optimizer = torch.optim.AdamW(given)
-    groups = optimizer.param_groups
-    in_order(optimizer, module, {gone: UNUSED})
-    assert optimizer.param_groups is groups and [group["lr"] for group in groups] == [2.0, 3.0]
-    assert members(optimizer) == ids([weight, bias], [])
-    # one that is trained and not the module's stays in its group with its state
-    optimizer = torch.optim.AdamW([{"params": [other, bias]}, {"params": [weight]}])
-    other.grad = torch.ones(3)
-    optimizer.step()
-    in_order(optimizer, module, {})
-    assert members(optimizer) == ids([bias, other], [weight]) and optimizer.state[other]["exp_avg"].all()
 
 
 def test_frozen_parameters_leave_and_an_empty_group_gets_one_that_nothing_uses() -> None:
@@ -269,7 +167,6 @@ def test_frozen_parameters_leave_and_an_empty_group_gets_one_that_nothing_uses()
 
 KINDS = {
     "adamw": (lambda groups: torch.optim.AdamW(groups, lr=0.1), 2),
-    "momentum": (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), 1),
     "lamb": (lambda groups: FusedLamb(groups, lr=0.1), 2),
 }
 
@@ -303,10 +200,6 @@ def test_what_is_frozen_leaves_the_optimizer_and_gives_its_moments_back(kind: st
     before, frozen = model[1].weight.clone(), model[0].weight.clone()
     optimizer.step()  # goes on with the rest, frozen or not there
     assert not torch.equal(model[1].weight, before) and torch.equal(model[0].weight, frozen)
-    model[1].requires_grad_(False)
-    release(optimizer)
-    optimizer.step()
-    assert members(optimizer) == [[], []]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -328,13 +221,3 @@ def test_an_optimizer_gets_other_parameters_with_their_state_and_settings(kind: 
     before = new[0].weight.clone()
     optimizer.step()
     assert not torch.equal(new[0].weight, before)
-
-
-def test_names_of_a_groups_parameters_follow_them() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
-    optimizer = torch.optim.SGD([{"params": list(model.named_parameters())}], lr=0.1)
-    model[0].requires_grad_(False)
-    release(optimizer)
-    assert optimizer.param_groups[0]["param_names"] == ["1.weight", "1.bias"]
-    refill(optimizer, nn.Sequential(model[1]), {"0.bias": 0}, {})
-    assert optimizer.param_groups[0]["param_names"] == ["0.bias"]

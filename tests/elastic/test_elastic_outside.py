@@ -13,11 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 from ds_terapipe.elastic.policies.resize import POLICY
-from ds_terapipe.elastic.shapes.predict import Choice
 from ds_terapipe.pipeline.transport.consensus import error_of
 from tests.elastic.training import MODELS, Case, data_of, engine_of, grouped_adamw, reference
 from tests.pipeline.models import VOCABULARY, Plain, gpt, mean_loss
@@ -101,84 +99,29 @@ def alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: p.detach() for name, p in loss.named_parameters()}
 
 
-class Tying(PipelineModule):
-    """Two layers get one weight when both are there."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.stage_id == 1:
-            self.forward_funcs[1].qkv.weight = self.forward_funcs[0].qkv.weight
-
-
-def shared(kind: str) -> dict[str, Any]:
-    """The error of one stage that would become two, and losses up to there and behind it."""
-    with known("shared", partial(sharing, kind), mean_loss):
+def shared() -> dict[str, Any]:
+    """The error of one stage that would become two, and losses up to there."""
+    with known("shared", partial(sharing, "head's weight"), mean_loss):
         case, losses = replace(SHARING, model="shared"), []
         engine = engine_of(case)
         move = error_of(lambda: losses.extend(trained(engine, case, at, at + 1)[0] for at in range(case.steps)))
         engine.destroy()
         wanted = reference(case).losses
-    reference.cache_clear()
     return {"error": move, "losses": losses, "alone": wanted}
 
 
-def not_measured() -> list[int]:
-    """On rank 0, how many shapes "measured" could go to, where the only one would divide what is shared."""
-    found: list[int] = []
-
-    def choose(present: Any, others: Any, *args: Any) -> Any:
-        found.append(len(others))
-        return Choice(present, ())
-
-    with known("shared", partial(sharing, "one block"), mean_loss):
-        case = replace(SHARING, model="shared", steps=4)
-        engine = engine_of(case, config={"elastic_pipeline": {"resize": {"policy": "measured"}}})
-        with mock.patch("ds_terapipe.elastic.shapes.measured.choose", choose):
-            trained(engine, case, 0, case.steps)
-        engine.destroy()
-    return found
-
-
-def tied_by_hand() -> str:
-    """On two stages, of which the second has both; with one, the first rank would build two weights."""
-    engine = engine_of(replace(SHARING, stages=2, resize=((1, 1),)), kind=Tying)
-    error = error_of(lambda: trained(engine, SHARING, 0, SHARING.steps))
-    engine.destroy()
-    return str(error)
-
-
-STRAY: dict[str, tuple[Case, dict[str, Any]]] = {
-    "moves": (replace(SHARING, resize=((2, 2),)), {}),
-    "may move": (SHARING, {"elastic_pipeline": {}}),
-    "flat": (SHARING, {"elastic_pipeline": {"resize": {"policy": "off"}}, "zero_optimization": {"stage": 1}}),
-}
-
-
-def stray(name: str) -> str:
-    """The error or the lines about a trained parameter that only a function as a loss uses, and whether it is trained."""
-    (case, config), weight, lines = STRAY[name], nn.Parameter(torch.ones(VOCABULARY)), []
-    with (
-        known("stray", gpt, lambda logits, targets: mean_loss(logits * weight, targets)),
-        mock.patch("ds_terapipe.pipeline.recording.report.emit", lines.append),
-    ):
-        try:
-            engine = engine_of(
-                replace(case, model="stray"), config=config, optimizer=lambda p: torch.optim.SGD([*p, weight], lr=0.1)
-            )
-        except Exception as error:
-            return str(error)
-        trained(engine, case, 0, 1)
-        engine.destroy()
-    return f"{not torch.equal(weight, torch.ones(VOCABULARY))} {' '.join(lines)}"
+def stray() -> str:
+    """The error about a trained parameter that only a function as a loss uses."""
+    case, weight = replace(SHARING, model="stray"), nn.Parameter(torch.ones(VOCABULARY))
+    with known("stray", gpt, lambda logits, targets: mean_loss(logits * weight, targets)):
+        return str(error_of(lambda: engine_of(case, optimizer=lambda p: torch.optim.SGD([*p, weight], lr=0.1))))
 
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {
         **{name: with_loss(case, rank, f"{folder}/{name}") for name, (case, _) in LOSSES.items()},
-        **{kind: shared(kind) for kind in ("head's weight", "copied")},
-        **{name: stray(name) for name in STRAY},
-        "measured": not_measured(),
-        "by hand": tied_by_hand(),
+        "shared": shared(),
+        "stray": stray(),
     }
 
 
@@ -199,29 +142,13 @@ def test_a_loss_that_is_a_module_goes_where_the_model_ends_and_into_checkpoints(
 def test_a_reshape_to_stages_that_would_train_copies_of_a_weight_is_refused(ranks: Any) -> None:
     entries, weights = SHARED["head's weight"]
     text = f"got entries {entries} of the layer list on stages 0 and 1, which share trained weights and would train copies, must"
-    for found in (rank["head's weight"] for rank in ranks):
+    for found in (rank["shared"] for rank in ranks):
         said = str(found["error"])
         assert said.startswith(f"{POLICY}: {text}") and f' use TiedLayerSpec("shared", {weights}' in said, said
         assert "\n" not in said and type(found["error"]).__name__ == "ConfigError"
         assert found["losses"] == pytest.approx(found["alone"][:1], rel=1e-5)
 
 
-def test_entries_that_share_nothing_are_not_refused_and_measured_shapes_leave_the_others_together(ranks: Any) -> None:
-    for found in (rank["copied"] for rank in ranks):
-        assert found["error"] is None
-        assert found["losses"] == pytest.approx(found["alone"], rel=1e-5)
-    assert [rank["measured"] for rank in ranks] == [[0], []]
-
-
-def test_a_weight_that_was_made_one_by_hand_is_not_built_as_two(ranks: Any) -> None:
-    text = f"{POLICY}: got one parameter as 3.qkv.weight and 4.qkv.weight, set on a live layer, which the layer's spec does not"
-    assert all(rank["by hand"].startswith(text) for rank in ranks)
-
-
 def test_a_parameter_that_is_in_no_layer_and_not_in_the_loss_is_named(ranks: Any) -> None:
-    for number, said in enumerate(ranks):
-        text = f"optimizer: got parameter 50 of group 0, of shape [{VOCABULARY}], must be in the PipelineModule "
-        assert said["moves"].startswith(f"{text}where layers may go to other ranks, use ")
-        assert said["flat"].startswith(f"{text}beside bf16, fp16 or ZeRO, use ")
-        line = f"elastic_pipeline.resize.policy: off, since {text}where" if number == 0 else ""
-        assert said["may move"].startswith(f"True {line}")
+    text = f"optimizer: got parameter 50 of group 0, of shape [{VOCABULARY}], must be in the PipelineModule where layers may go"
+    assert all(rank["stray"].startswith(text) for rank in ranks)

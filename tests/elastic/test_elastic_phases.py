@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from ds_terapipe.elastic.cache.shelf import Shelf
 from ds_terapipe.elastic.sampler import SampleOrder
 from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
 from tests.elastic.training import are_the_same, objects_of, prefixes, weights
-from tests.optim.phase_runs import SAMPLES, Texts, error_of, stacked
+from tests.optim.phase_runs import SAMPLES, Texts, stacked
 from tests.pipeline.models import Plain, gpt, mean_loss
 from tests.pipeline.training import SGD, build_engine, difference
 from tests.spawn import launched
@@ -34,9 +32,8 @@ STAGES = [2, 2, 1, 1, 1, 1, 2, 1, 1, 1]
 FROZEN = [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
 
 
-def engine_of(data: Any = None, block: dict[str, Any] | None = None, odd: int = 2) -> Any:
+def engine_of(data: Any = None, block: dict[str, Any] | None = None) -> Any:
     phases = [{**phase, "micro_batch_size": size} for phase, size in zip(PHASES, MICRO, strict=True)]
-    phases[2]["batch_size"] = odd
     block = block or {
         "freeze": {"policy": "schedule", "frozen_layers": FREEZE},
         "resize": {"policy": RESIZE},
@@ -66,77 +63,51 @@ class Own(Iterator[Any]):
         return stacked(SampleOrder(SAMPLES, True, SEED).between(first, first + size), self.data.length)
 
 
-def trained(engine: Any, data: Texts, steps: int, iterator: Any = None) -> dict[str, Any]:
-    """Losses, settings and samples of every step, and weights at the end."""
-    found: dict[str, Any] = {"losses": [], "steps": [], "read": []}
-    cut: list[Any] = []  # micro-batches and their size: a switch comes right behind a step
-    note = lambda *_: cut.append((engine.micro_batches, engine.micro_batch_size))  # noqa: E731
-    hook = engine.basic_optimizer.register_step_pre_hook(note)
-    data.asked.clear()
+def trained(engine: Any, steps: int, iterator: Any = None) -> dict[str, Any]:
+    """Losses and settings of every step, and weights at the end."""
+    found: dict[str, Any] = {"losses": [], "steps": []}
     for _ in range(steps):
         phase, batch = engine.lr_scheduler.phase_index, engine.train_batch_size()
         rates = {group["lr"] for group in engine.basic_optimizer.param_groups}
         found["losses"].append(float(engine.train_batch(*([] if iterator is None else [iterator]))))
         found["steps"].append((phase, batch, rates, engine.frozen_layers, engine.num_stages, engine.dp_world_size))
-        found["read"].append((engine.stage_id, engine.grid.data_parallel_id, data.asked[:], cut[-1]))
-        data.asked.clear()
-    hook.remove()
     return {**found, "weights": weights(engine), "counted": (engine.global_samples, engine.lr_scheduler.phase_index)}
 
 
 def runs(folder: str) -> dict[str, Any]:
-    """In one go with a checkpoint on the way, from the checkpoint, and with iterators of one's own.
-
-    And the steps behind which the cache makes room, for samples are others from there on.
-    """
-    data, forgotten, forget = Texts(), [], Shelf.forget
-    engine = engine_of(data)
+    """In one go with a checkpoint on the way, from the checkpoint, and with iterators of one's own."""
+    engine = engine_of(Texts())
     objects = objects_of(engine)
-    with mock.patch.object(Shelf, "forget", lambda shelf: (forgotten.append(engine.global_steps), forget(shelf))):
-        first = trained(engine, data, SAVED)
-        engine.save_checkpoint(folder)
-        rest = trained(engine, data, STEPS - SAVED)
-    joined = {key: first[key] + rest[key] for key in ("losses", "steps", "read")}
-    found: dict[str, Any] = {
-        "whole": {**rest, **joined},
-        "same": are_the_same(objects, objects_of(engine)),
-        "forgotten": forgotten,
-    }
+    first = trained(engine, SAVED)
+    engine.save_checkpoint(folder)
+    rest = trained(engine, STEPS - SAVED)
+    joined = {key: first[key] + rest[key] for key in ("losses", "steps")}
+    found: dict[str, Any] = {"whole": {**rest, **joined}, "same": are_the_same(objects, objects_of(engine))}
     engine.destroy()
-    data = Texts()
-    engine = engine_of(data)
+    engine = engine_of(Texts())
     engine.load_checkpoint(folder)
-    found["resumed"] = trained(engine, data, STEPS - SAVED)
+    found["resumed"] = trained(engine, STEPS - SAVED)
     engine.destroy()
     engine, data = engine_of(), Texts()
     if engine.reads_data:
         engine.lr_scheduler.register_dataset(data)
-    found["own"] = trained(engine, data, STEPS, Own(engine, data))
+    found["own"] = trained(engine, STEPS, Own(engine, data))
     engine.destroy()
     return found
 
 
-def epochs(folder: str) -> dict[str, Any]:
-    """Entries frozen in every step by a policy that decides at the end of an epoch; from a checkpoint on."""
-    data, found = Texts(), {}
-    for way in ("whole", "resumed"):
-        engine, frozen = engine_of(data, {"freeze": {"policy": "alpha", "interval": "epoch"}}), []
-        if way == "resumed":
-            engine.load_checkpoint(folder)
-        for step in range(engine.global_steps, STEPS):
-            if way == "whole" and step == SAVED:
-                engine.save_checkpoint(folder)
-            engine.train_batch()
-            frozen.append(engine.frozen_layers)
-        found[way] = frozen
-        engine.destroy()
-    return found
+def epochs() -> list[bool]:
+    """Whether layers are frozen in each step, by a policy that decides at the end of an epoch."""
+    engine, frozen = engine_of(Texts(), {"freeze": {"policy": "alpha", "interval": "epoch"}}), []
+    for _ in range(STEPS):
+        engine.train_batch()
+        frozen.append(engine.frozen_layers > 0)
+    engine.destroy()
+    return frozen
 
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    blocks = [{"resize": {"policy": policy}} for policy in ([[4, 1]], "halve")]
-    refused = [error_of(lambda b=block: engine_of(None, b, odd=3)) for block in blocks]
-    return {**runs(f"{folder}/runs"), "epochs": epochs(f"{folder}/epochs"), "refused": refused}
+    return {**runs(folder), "epochs": epochs()}
 
 
 ranks = launched(worker, 2, timeout=240, folder=True)
@@ -180,35 +151,7 @@ def test_phases_and_reshapes_are_the_training_in_one_process(ranks: Any, alone: 
     assert all(rank["same"] for rank in ranks)
 
 
-@pytest.mark.parametrize("way", ["whole", "resumed"])
-def test_a_step_reads_its_samples_once_as_long_as_its_phase_says(ranks: Any, way: str) -> None:
-    order, begin = SampleOrder(SAMPLES, True, SEED), SAVED if way == "resumed" else 0
-    for step, of_ranks in enumerate(zip(*(rank[way]["read"] for rank in ranks), strict=True), start=begin):
-        (first, end), phase, stages = POSITIONS[step], BY_STEP[step], STAGES[step]
-        for stage in {0, stages - 1}:
-            parts = {replica: asked for at, replica, asked, _ in of_ranks if at == stage}
-            got = [each for replica in sorted(parts) for each in parts[replica]]
-            assert got == [(index, PHASES[phase]["seq_length"]) for index in order.between(first, end)], (step, stage)
-        for *_, (pieces, size) in of_ranks:
-            share, wanted = (end - first) * stages // 2, MICRO[phase]
-            assert pieces * size == share and size <= wanted and (size == wanted or share % wanted)
-
-
 def test_an_epoch_is_counted_by_samples(ranks: Any) -> None:
     over = [first // SAMPLES for first, _ in POSITIONS]
     assert over[SAVED] == 0 and over[SAVED + 1] == 1  # with as many samples in all steps as in this phase, one earlier
-    for found in (rank["epochs"] for rank in ranks):
-        assert [entries > 0 for entries in found["whole"]] == [epochs > 0 for epochs in over]
-        assert found["resumed"] == found["whole"][SAVED:]
-
-
-def test_every_phases_batch_has_to_be_divided(ranks: Any) -> None:
-    for text in (text for rank in ranks for text in rank["refused"]):
-        assert text.startswith("ConfigError: elastic_pipeline.resize.policy: got 1, must be a number of stages whose")
-        assert "divide the batch of 3 samples" in text and text.endswith("use 2") and "\n" not in text
-
-
-def test_the_cache_makes_room_where_a_phase_has_samples_of_another_length(ranks: Any) -> None:
-    """From step 2 on a rank of the first stage has one; phases begin after steps 3 and 7."""
-    found = [rank["forgotten"] for rank in ranks]
-    assert [3, 7] in found and all(set(steps) <= {3, 7} for steps in found)
+    assert all(rank["epochs"] == [epochs > 0 for epochs in over] for rank in ranks)

@@ -1,22 +1,18 @@
 """Masters and moments that DeepSpeed's wrappers keep (bf16, fp16, ZeRO-1) go through freezes and reshapes to the bit.
 
-Beside fp16 the loss scale goes on, too: as DeepSpeed's own rules make it of the steps that overflowed. What FusedLamb tells a
-monitor is of the layers that a rank trains then.
+Beside fp16 the loss scale goes on, too. FusedLamb tells a monitor of the layers that a rank trains then.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor
 
-from tests.elastic.training import FP16, LAMB, MODELS, Case, are_the_same, data_of, engine_of, objects_of, prefixes
+from tests.elastic.training import LAMB, MODELS, Case, are_the_same, data_of, engine_of, objects_of, prefixes
 from tests.spawn import launched
 
 # a freeze with a reshape, one without, a reshape alone; beside fp16 the first steps overflow, and later ones double the scale
@@ -72,14 +68,11 @@ def scaling(engine: Any) -> dict[str, Any]:
     return {**vars(scaler), **more} if engine.fp16_enabled() else {}
 
 
-def run(case: Case, folder: str) -> dict[str, Any]:
-    more: dict[str, Any] = {}
-    if case.optimizer == "lamb":
-        more["optimizer"] = {"type": "FusedLamb", "params": {**LAMB, "monitor_interval": 1}}
-        more["config"] = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
-    engine = engine_of(case, **more)
+def run(case: Case) -> dict[str, Any]:
+    monitored = {"optimizer": {"type": "FusedLamb", "params": {**LAMB, "monitor_interval": 1}}}
+    engine = engine_of(case, **(monitored if case.optimizer == "lamb" else {}))
     replica, share = engine.grid.data_parallel_id, case.batch // case.size // engine.dp_world_size
-    found: dict[str, Any] = {name: [] for name in ("changes", "shapes", "scales", "skipped", "told")}
+    found: dict[str, Any] = {name: [] for name in ("changes", "shapes", "skipped", "told")}
     objects, change = objects_of(engine), engine._change
     given = engine.client_optimizer if case.optimizer == "instance" else engine.basic_optimizer
 
@@ -91,7 +84,6 @@ def run(case: Case, folder: str) -> dict[str, Any]:
 
     engine._change = noted
     for step in data_of(case):
-        found["scales"].append(scaling(engine).get("cur_scale", 1.0))
         engine.train_batch(iter(step[replica * share :][:share]))
         found["shapes"].append(engine.num_stages)
         found["skipped"].append(engine.skipped_steps - sum(found["skipped"]))
@@ -99,7 +91,6 @@ def run(case: Case, folder: str) -> dict[str, Any]:
             trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
             found["told"].append(sorted(each.name for each in engine.basic_optimizer.statistics()) == sorted(trained))
     del engine._change
-    found["by the rules"] = by_the_rules(case, found["skipped"])
     found["same"] = (
         are_the_same(objects, objects_of(engine))
         and engine.basic_optimizer is given
@@ -107,29 +98,14 @@ def run(case: Case, folder: str) -> dict[str, Any]:
     )
     found["wrapper"] = type(engine.optimizer).__name__
     engine.destroy()
-    events = Path(folder, "job").glob("Train_Lamb_*_trust_ratio.csv")
-    found["events"] = {path.stem: [int(line.split(",")[0]) for line in path.read_text().split()[1:]] for path in events}
     return found
 
 
-def by_the_rules(case: Case, skipped: list[int]) -> list[float]:
-    """The scale of each step, where those with a 1 overflow, in a training without changes."""
-    hysteresis = FP16["hysteresis"] if "ZeRO" in case.precision else 1  # DeepSpeed's others know none
-    scaler, found = (
-        DynamicLossScaler(2.0 ** FP16["initial_scale_power"], FP16["loss_scale_window"], 1, hysteresis, False),
-        [],
-    )
-    for overflow in skipped:
-        found.append(scaler.cur_scale)
-        scaler.update_scale(bool(overflow))
-    return found
+def worker(rank: int, world_size: int) -> dict[str, Any]:
+    return {name: run(case) for name, (case, _) in CASES.items()}
 
 
-def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    return {name: run(case, f"{folder}/{name}") for name, (case, _) in CASES.items()}
-
-
-ranks = launched(worker, 2, timeout=300, folder=True)
+ranks = launched(worker, 2, timeout=300)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -152,21 +128,12 @@ def test_masters_and_moments_are_the_same_bits_behind_a_change(ranks: Any, name:
         for key, tensors in [pair for change in changes for pair in change[1].items()]:
             assert all(map(torch.equal, tensors, before[key])), (step, key)
     assert any(tensors[1].any() for rank in ranks for tensors in rank[name]["changes"][-1][1].values())
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "fp16" in name])
-def test_the_loss_scale_is_what_deepspeeds_rules_make_of_the_overflows(ranks: Any, name: str) -> None:
-    scales, skipped = ranks[0][name]["scales"], ranks[0][name]["skipped"]
-    assert all((found[name]["scales"], found[name]["skipped"]) == (scales, skipped) for found in ranks)
-    first = CASES[name][0].transitions[0]
-    assert sum(skipped[:first]) and sum(skipped[first:]), "overflows before and behind a change"
-    assert any(a < b for a, b in pairwise(scales)) and any(a > b for a, b in pairwise(scales))
-    assert scales == ranks[0][name]["by the rules"]
+    if "fp16" in name:  # overflows before and behind a change
+        first, skipped = case.transitions[0], ranks[0][name]["skipped"]
+        assert sum(skipped[:first]) and sum(skipped[first:]) and ranks[1][name]["skipped"] == skipped
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "FusedLamb" in name])
 def test_a_monitor_is_told_of_the_layers_that_are_trained_here(ranks: Any, name: str) -> None:
-    stepped = [step for step, skipped in enumerate(ranks[0][name]["skipped"], start=1) if not skipped]
-    assert all(all(rank[name]["told"][step - 1] for step in stepped) for rank in ranks)
-    events = ranks[0][name]["events"]
-    assert len(events) == 3 and all(steps == list(range(1, len(stepped) + 1)) for steps in events.values()), events
+    for found in (rank[name] for rank in ranks):
+        assert all(told for told, skipped in zip(found["told"], found["skipped"], strict=True) if not skipped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -12,17 +13,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_terapipe.elastic.policies.freeze import (
-    FreezePolicy,
-    GradNormPolicy,
-    ModelLayers,
-    policy_class,
-    policy_names,
-    register_policy,
-)
-from ds_terapipe.elastic.policies.freezer import Freezer, Signals, completed_intervals
+from ds_terapipe.elastic.policies.freeze import FreezePolicy, GradNormPolicy, ModelLayers, register_policy
+from ds_terapipe.elastic.policies.freezer import Freezer, Signals
 from ds_terapipe.elastic.settings import FreezeSettings
-from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.errors import ConfigError
 from tests.elastic.samples import registered
 
 STILL = Signals(1.0, lambda: None)
@@ -52,14 +46,6 @@ def grad_norm(model: ModelLayers, alpha: float) -> GradNormPolicy:
 
 
 def test_entries_without_parameters_do_not_count() -> None:
-    model = ModelLayers((False, True, False, True, False, True, False))
-    assert (model.head, model.before_head) == (5, (1, 3))
-    assert [model.prefix(count) for count in range(3)] == [0, 2, 4]
-    assert [model.frozen_of(frozen) for frozen in range(7)] == [0, 0, 1, 1, 2, 2, 2]
-    with pytest.raises(ValueError, match="count: got 3, must be from 0 to the 2 trainable entries"):
-        model.prefix(3)
-    with pytest.raises(ConfigError, match=r"no parameter with requires_grad, .*use requires_grad_"):
-        ModelLayers((False, False))
     alpha = freezer(ModelLayers((True, False, True, True, False, True, True, False)), 10, policy="alpha", alpha=0.5)
     assert decided(alpha, (0, 9, 10, 19, 20, 30, 1000)) == [0, 0, 3, 3, 4, 6, 6]
     norms = grad_norm(ModelLayers((True, False, True, False, True, True, False)), 0.9)
@@ -68,29 +54,12 @@ def test_entries_without_parameters_do_not_count() -> None:
     assert norms.at_interval(1, 3, [0, 0, 0, 0, 9, 1, 0]) == 5
 
 
-def test_static_freezes_nothing_and_a_schedule_holds_from_its_steps_on() -> None:
-    static = freezer(4, policy="static")
-    assert decided(static, range(5)) == [0] * 5 and not static.needs_gradients
-    pairs = [[10, 2], [20, 4]]
-    frozen = freezer(6, interval=7, policy="schedule", frozen_layers=pairs)
+def test_a_schedule_holds_from_its_steps_on_whatever_the_interval_is() -> None:
+    frozen = freezer(6, interval=7, policy="schedule", frozen_layers=[[10, 2], [20, 4]])
     assert decided(frozen, range(25)) == [0] * 10 + [2] * 10 + [4] * 5
-    assert freezer(6, policy="schedule", frozen_layers=pairs).decide(20, no_norms) == 4
-    for settings in ({}, {"policy": "schedule", "frozen_layers": [[1, 1]]}):  # neither asks how many intervals are over
-        Freezer(FreezeSettings(**settings), ModelLayers((True, True)), no_norms).decide(3, no_norms)
 
 
-# Frozen layers after 1 to 9 intervals, as the paper's code has them for 12 layers, and for 24.
-TABLE = {
-    (12, 1 / 2): [6, 9, 11, 12, 12, 12, 12, 12, 12],
-    (12, 1 / 3): [4, 7, 9, 10, 11, 11, 12, 12, 12],
-    (12, 1 / 5): [3, 5, 6, 8, 9, 9, 10, 10, 11],
-    (24, 1 / 3): [8, 14, 17, 20, 21, 22, 23, 24, 24],
-}
-
-
-@pytest.mark.parametrize(("count", "alpha"), TABLE)
-def test_alpha_is_the_published_table(count: int, alpha: float) -> None:
-    assert decided(freezer(count, policy="alpha", alpha=alpha), range(10)) == [0, *TABLE[count, alpha]]
+THIRDS = [4, 7, 9, 10, 11, 11, 12]  # of twelve layers after 1 to 7 intervals, as the paper's code has them
 
 
 @given(st.integers(0, 100), st.integers(1, 99), st.integers(0, 4))
@@ -101,18 +70,18 @@ def test_alpha_is_rounded_up_as_in_exact_arithmetic(count: int, percent: int, in
     assert freezer(count, policy="alpha", alpha=percent / 100).decide(intervals, no_norms) == exact
 
 
-@pytest.mark.parametrize("before", ["begun", "begun and saved", "another policy"])
+@pytest.mark.parametrize("before", ["begun", "another policy"])
 def test_intervals_before_a_policy_was_asked_for_do_not_count(before: str) -> None:
-    frozen, again = (freezer(12, 10, policy="alpha", alpha=1 / 3) for _ in range(2))
-    first = freezer(12, 10, policy="static") if before == "another policy" else frozen
-    if before == "another policy":
-        assert decided(first, range(96)) == [0] * 96
-    else:
+    first, frozen = (
+        freezer(12, 10, policy=each, **more) for each, more in (("static", {}), ("alpha", {"alpha": 1 / 3}))
+    )
+    if before == "begun":
+        first = freezer(12, 10, policy="alpha", alpha=1 / 3)
         first.begin(95)
-    if before != "begun":
-        frozen = again
-        frozen.load(first.state())
-    assert decided(frozen, (96, 99, 100, 110, 120)) == [0, 0, *TABLE[12, 1 / 3][:3]]
+    else:
+        decided(first, range(96))
+    frozen.load(saved(first))
+    assert decided(frozen, range(96, 170)[::10]) == [0, *THIRDS]
 
 
 NAN = math.nan
@@ -123,14 +92,9 @@ NAN = math.nan
     [
         (0, [9, 9, 9, 9, 9, 1], 3),  # the bound: ceil(0.5 x 5)
         (0, [9, 9, 1, 9, 9, 9], 2),  # the smallest one goes on training
-        (0, [1, 9, 9, 9, 9, 9], 0),
         (0, [9, 1, 1, 9, 9, 1], 1),  # a tie
         (2, [0, 0, 9, 9, 9, 1], 4),  # what is frozen does not count
-        (5, [0, 0, 0, 0, 0, 1], 5),
         (0, [NAN, 1, NAN, 9, 9, 9], 1),  # nothing measured
-        (1, [0] + [NAN] * 5, 1),
-        (0, [math.inf, 9, 9, 9, 9, math.inf], 1),
-        (2, [NAN, 0, 9, 9, 9, 1], 4),
         (2, None, 2),
     ],
 )
@@ -138,28 +102,19 @@ def test_grad_norm_freezes_up_to_the_smallest_norm(frozen: int, norms: Any, afte
     assert grad_norm(ModelLayers((True,) * 6), 0.5).at_interval(1, frozen, norms) == after
 
 
-def frozen_by_plateau(history: list[list[float]], cut: int | None = None, **settings: Any) -> list[int]:
-    """Entries that are frozen after each interval with these norms, of three layers and the head; ``cut``: resumed there."""
-    found, numbers = freezer(3, policy="plateau", **settings), []
-    for step, norms in enumerate(history, start=1):
-        numbers.append(found.decide(step, lambda norms=norms: [*norms, 1.0]))
-        if step == cut:
-            state, found = saved(found), freezer(3, policy="plateau", **settings)
-            found.load(state)
-    return numbers
+def frozen_by_plateau(history: list[list[float]], **settings: Any) -> list[int]:
+    """Entries that are frozen after each interval with these norms, of three layers and the head."""
+    found = freezer(3, policy="plateau", **settings)
+    return [found.decide(step, lambda norms=norms: [*norms, 1.0]) for step, norms in enumerate(history, start=1)]
 
 
 def test_a_plateau_freezes_from_the_front_after_some_intervals_and_at_most_a_share() -> None:
     still = [[1.0, 1.0, 1.0]] * 6
     assert frozen_by_plateau(still, patience=2, alpha=0.9) == [0, 0, 3, 3, 3, 3]
     assert frozen_by_plateau(still, patience=2, alpha=0.3) == [0, 0, 1, 2, 3, 3]
-    assert frozen_by_plateau(still, patience=4, alpha=0.9) == [0, 0, 0, 0, 3, 3]
     # the second one waits for the first one
     moving = [[float(step), 1.0, 1.0] for step in (1, 2, 4, 8)] + [[8.0, 1.0, 1.0]] * 2
     assert frozen_by_plateau(moving, patience=2, alpha=0.9) == [0, 0, 0, 0, 0, 3]
-    history = [[1.0, 1.0, 1.0], [1.05, 2.0, 1.0], [1.1, 2.0, 1.0], [1.1, 2.0, 1.0], [1.2, 2.1, 1.1]]
-    of_cuts = [frozen_by_plateau(history, cut, patience=2, alpha=0.4) for cut in (None, 1, 2, 3, 4)]
-    assert of_cuts == [of_cuts[0]] * 5 and of_cuts[0][-1] > 0
 
 
 @pytest.mark.parametrize(
@@ -194,25 +149,17 @@ class Wild(FreezePolicy):
         self.asked.append((completed, frozen, norms))
         return Wild.at_step(self, completed, frozen)
 
-    def state(self) -> dict[str, Any]:
-        return {"asked": list(self.asked)}
-
-    def load(self, state: Any) -> None:
-        self.asked = list(state["asked"])
-
 
 def wild(model: ModelLayers | int, interval: int = 1, unfreeze: Sequence[str] = (), **more: Any) -> Freezer:
     with registered("mine", type("Mine", (Wild,), more)):
         return freezer(model, interval, policy="mine", unfreeze=list(unfreeze))
 
 
-@pytest.mark.parametrize("answer", [None, 2.5, 2.0, True, "2", float("nan")])
-def test_a_policy_that_does_not_return_an_integer_is_named(answer: Any) -> None:
-    for method in ("at_step", "at_interval"):
-        with pytest.raises(ConfigError) as refused:
-            wild(4, **{method: lambda self, *asked: answer}).decide(1, lambda: [])
-        got = f"elastic_pipeline.freeze.policy: got {shown(answer)} from Mine.{method}"
-        assert str(refused.value) == f"{got}, must be a number of entries, use an integer"
+@pytest.mark.parametrize("method", ["at_step", "at_interval"])
+def test_a_policy_that_does_not_return_an_integer_is_named(method: str) -> None:
+    got = f"elastic_pipeline.freeze.policy: got 2.5 from Mine.{method}, must be a number of entries, use an integer"
+    with pytest.raises(ConfigError, match=f"^{re.escape(got)}$"):
+        wild(4, **{method: lambda self, *asked: 2.5}).decide(1, lambda: [])
 
 
 @given(models, st.lists(st.integers(-5, 20), min_size=1), st.lists(st.integers(0, 3), max_size=20))
@@ -228,9 +175,8 @@ def test_a_policy_may_unfreeze_where_it_is_said_and_never_freezes_the_head(model
         before = now
 
 
-@pytest.mark.parametrize("unfreeze", [[], ["lr_restart", "loss_rise"]])
-def test_a_policy_that_answers_fewer_entries_than_before_and_may_not_is_named(unfreeze: list[str]) -> None:
-    frozen = wild(6, 100, unfreeze, answers=(4, 4, 2, 0))
+def test_a_policy_that_answers_fewer_entries_than_before_and_may_not_is_named() -> None:
+    frozen = wild(6, 100, ["lr_restart", "loss_rise"], answers=(4, 4, 2, 0))
     assert [frozen.decide(step, no_norms, STILL) for step in range(2)] == [4, 4]
     with pytest.raises(ConfigError) as refused:
         frozen.decide(2, no_norms, STILL)
@@ -247,56 +193,19 @@ def test_a_policy_is_asked_once_an_interval_about_the_last_one_and_gets_norms_wh
     assert frozen._policy.asked == [(1, 0, [1.0] * 4), (5, 0, [1.0] * 4), (6, 0, [1.0] * 4)] and asked == [10, 55, 60]
     plain = wild(3, needs_gradients=False)
     plain.decide(4, no_norms)
-    assert plain._policy.asked == [(4, 0, None)] and not plain.needs_gradients
+    assert plain._policy.asked == [(4, 0, None)]
 
 
-@given(st.integers(0, 30), st.integers(1, 6), st.sampled_from(["schedule", "alpha", "grad_norm"]))
-def test_a_loaded_run_decides_as_one_that_went_on(saved_at: int, interval: int, policy: str) -> None:
-    settings = {"schedule": {"frozen_layers": [[5, 1], [17, 4]]}, "alpha": {"alpha": 0.2}, "grad_norm": {"alpha": 0.2}}
-    going_on, stopped, resumed = (freezer(8, interval, policy=policy, **settings[policy]) for _ in range(3))
-
-    def run(frozen: Freezer, steps: range) -> list[int]:
-        return [frozen.decide(t, lambda t=t: [1 + (t * (index + 3)) % 7 for index in range(9)]) for t in steps]
-
-    run(stopped, range(saved_at + 1))
-    resumed.load(saved(stopped))
-    assert resumed.frozen == stopped.frozen
-    assert run(resumed, range(saved_at, 40)) == run(going_on, range(40))[saved_at:]
-
-
-def test_a_checkpoint_has_a_policys_own_state_for_it_alone_and_frozen_layers_for_any() -> None:
-    with registered("wild", Wild), registered("other", type("Other", (Wild,), {})):
-        first, same, other = (freezer(3, policy=name) for name in ("wild", "wild", "other"))
-    first.decide(3, lambda: [1.0])
-    for frozen in (same, other):
-        frozen.load(saved(first))
-    assert same._policy.asked == [[3, 0, [1.0]]] and other._policy.asked == []
+def test_another_policy_goes_on_with_the_frozen_layers_of_a_checkpoint() -> None:
     first, second = freezer(4, policy="schedule", frozen_layers=[[1, 3]]), freezer(4, policy="static")
     first.decide(5, no_norms)
     second.load(first.state())
     assert second.frozen == 3 == second.decide(6, no_norms)
 
 
-def test_an_interval_is_a_number_of_steps_or_an_epoch_of_samples() -> None:
-    assert [completed_intervals(10, step, 4, None) for step in (0, 9, 10, 25)] == [0, 0, 1, 2]
-    # 10 samples, 4 a step: the third step ends the first epoch
-    assert [completed_intervals("epoch", step, 4, 10) for step in range(7)] == [0, 0, 0, 1, 1, 2, 2]
-    with pytest.raises(ValueError, match="must be a number of steps where there is no training_data"):
-        completed_intervals("epoch", 1, 4, None)
-    # whether a policy reads it follows from what it overrides, or it says so
-    assert [policy_class(name).decides_at_intervals for name in policy_names()] == [False, False, True, True, True]
-    assert type("Inherited", (Wild,), {}).decides_at_intervals
-    assert not type("Said", (Wild,), {"decides_at_intervals": False}).decides_at_intervals
-
-
-def test_the_registry_refuses_what_is_no_policy_or_has_anothers_name() -> None:
-    with pytest.raises(ValueError, match="must be a class, use a subclass of"):
-        register_policy("mine", object)
+def test_the_registry_refuses_a_policy_with_the_name_of_another() -> None:
     with pytest.raises(ValueError, match='policy: got "alpha" a second time, must be a name of its own'):
         register_policy("alpha", Wild)
-    register_policy("alpha", policy_class("alpha"))
-    with pytest.raises(ConfigError, match=r'got "alpa", must be "static" or .*, use "alpha"'):
-        policy_class("alpa")
 
 
 def frozen_with(rates: list[float], pairs: list[list[int]], losses: Sequence[float] = (), **more: Any) -> list[int]:
@@ -335,7 +244,7 @@ def test_a_schedule_has_fewer_frozen_only_where_it_may_and_freezes_again_after_a
     ("first", "unfreeze", "interval", "frozen"),
     [
         (1, "loss_rise", 1, [0, 2, 2, 2, 0, 0]), (1, "loss_rise", 2, [0, 2, 2, 2, 0, 0]),
-        (1, "lr_restart", 1, [0, 2, 2, 2, 2, 2]), (9, "loss_rise", 1, [0] * 6),
+        (1, "lr_restart", 1, [0, 2, 2, 2, 2, 2]),
     ],
 )  # fmt: skip
 def test_a_loss_above_the_lowest_of_an_interval_has_all_train_again(first, unfreeze, interval, frozen):

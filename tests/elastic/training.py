@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -276,20 +275,3 @@ def objects_of(engine: Any) -> list[Any]:
 
 def are_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return all(a is b for a, b in zip(some, others, strict=True))
-
-
-def what_is_wrong(engine: Any, specs: Sequence[Any], frozen: int) -> list[str]:
-    """List the parameters of this rank that are not as ``frozen`` entries ask for, after a step."""
-    problems, optimizer = [], engine.basic_optimizer
-    grouped = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    names = dict(engine.module.named_parameters())
-    for name, parameter in names.items():
-        trains = not name.startswith(prefixes(specs, frozen))
-        state, gradient = bool(optimizer.state.get(parameter)), parameter.grad is not None
-        found = parameter.requires_grad, grouped[id(parameter)], state, gradient and not trains
-        if found != (trains, int(trains), trains, False):
-            problems.append(f"{name}: requires_grad, groups, state, gradient of a frozen one are {found}")
-    alive = {id(parameter) for parameter in names.values()}
-    return problems + [
-        f"a parameter that is not here, {list(p.shape)}, has state" for p in optimizer.state if id(p) not in alive
-    ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.schedule import Op, order, replay, with_messages
-from ds_terapipe.tracing.chrome import MEASURED, Event, events_of, read, to_json, write
+from ds_terapipe.tracing.chrome import MEASURED, Event, events_of, read, write
 from ds_terapipe.tracing.summary import summarise
 from tests.schedule import strategies
 
@@ -33,15 +33,6 @@ def test_a_file_gives_back_what_was_written_or_is_refused_when_it_is_cut_off(
     path.write_text(text[:-cut])
     with pytest.raises(ConfigError):
         read(path)
-
-
-def test_every_stage_is_a_named_process():
-    events = to_json(simulated(3, (2,)))["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {stage: f"stage {stage}, rank {stage}, predicted" for stage in range(3)}
-    complete = [e for e in events if e["ph"] == "X"]
-    assert {e["cat"] for e in complete} == {"F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"}
-    assert max(e["ts"] + e["dur"] for e in complete) == 1e6 * max(e.end for e in simulated(3, (2,)))
 
 
 def test_a_summary_adds_up_to_the_schedule():
@@ -66,10 +57,7 @@ def test_steps_are_averaged_and_collectives_named():
 HEAD = '"otherData": {"format": "ds_terapipe trace 1"}}'
 BROKEN = {
     '{"traceEvents": [': "is no JSON",
-    "[]": "traceEvents is missing",
-    '{"traceEvents": []}': "otherData.format: got null",
     '{"traceEvents": [{"ph": "X"}], ' + HEAD: "traceEvents[0]: 'args' is missing",
-    '{"traceEvents": [7], ' + HEAD: "traceEvents[0]",
 }
 
 
