@@ -292,20 +292,6 @@ def initialize(args=None, model=None, config=None, config_params=None):
     return args, model, config, config_params
 
 
-def watchers() -> list[autoload._Watch]:
-    return [finder for finder in sys.meta_path if isinstance(finder, autoload._Watch)]
-
-
-def test_a_function_that_others_put_there_is_wrapped_too(module):
-    vars(module)["initialize"] = print
-    autoload.load()
-    module.initialize = initialize
-    assert module.initialize.ds_terapipe_original is initialize
-    assert module.initialize(config={}) == (None, None, {}, None)
-    del module.initialize
-    assert not hasattr(module, "initialize")
-
-
 def test_load_never_raises(module, monkeypatch):
     def broken(module):
         raise RuntimeError("broken")
