@@ -147,7 +147,8 @@ def test_json_in_the_text() -> None:
                 value = json.loads(span.text)
                 if isinstance(value, dict):
                     config.parse({"token_pipeline": {"cut": value}})
-                assert not isinstance(value, str) or f'"{value}"' in sources(), f"no key has the value {value!r}"
+                if isinstance(value, str):
+                    assert f'"{value}"' in sources() or value.lower() in deepspeeds_words(), f"no key has {value!r}"
                 continue
             pair = json.loads("{" + span.text + "}", object_pairs_hook=no_duplicates)
             pairs += 1
