@@ -11,7 +11,6 @@ ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 LINK = re.compile(r"\]\(([^()\s]+)\)")
-ROOM = re.compile(r"^## (?:`(\w+)/?`)?", re.MULTILINE)
 ASSIGNMENT = re.compile(r"[A-Z][A-Z_0-9]*=\S*")
 
 
@@ -23,14 +22,12 @@ class Piece(NamedTuple):
         line: counted from 1.
         text: as it stands there; the line breaks in a span are single spaces.
         language: of a fenced block, or empty.
-        room: folder of the package that the section is about, in docs/architecture.md; else empty.
     """
 
     document: str
     line: int
     text: str
     language: str = ""
-    room: str = ""
 
     @property
     def where(self) -> str:
@@ -66,8 +63,7 @@ def take_apart(text: str, name: str) -> Document:
     """
 
     def piece(at: int, shown: str, language: str = "") -> Piece:
-        sections = ROOM.findall(text, 0, at)
-        return Piece(name, text.count("\n", 0, at) + 1, shown, language, sections[-1] if sections else "")
+        return Piece(name, text.count("\n", 0, at) + 1, shown, language)
 
     blocks = [piece(match.start(), match[2], match[1]) for match in FENCE.finditer(text)]
     # Blanked, not cut out: places stay what they are.

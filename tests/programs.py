@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib
 import importlib.util
 import io
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import metadata
@@ -69,13 +67,6 @@ def check_setting(setting: str) -> None:
         raise Rejected(f"no program reads the variable {name}")
 
 
-def options_of(command: Command) -> set[str]:
-    """All options of the program that a ``ds_terapipe`` or ``python`` command runs, those of its subcommand among them."""
-    if command.words[0] == "ds_terapipe":
-        return _names(_parser("ds_terapipe.cli"), command.words[1:2])
-    return _names(_parser(command.words[2])) if command.words[:2] == ("python", "-m") else set()
-
-
 # ------------------------------------------------------------------------------------------------------------- programs
 
 
@@ -92,9 +83,6 @@ def _pip(arguments: Sequence[str]) -> None:
     if arguments[0] != "install":
         raise Rejected(f"pip: only install is known here, not {arguments[0]}")
     wanted = [word for word in arguments[1:] if not word.startswith("-")]
-    unknown = [word for word in arguments[1:] if word.startswith("-") and word not in _pips_options()]
-    if unknown:
-        raise Rejected(f"pip install: no option {unknown}")
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower()
     extras = metadata("ds_terapipe").get_all("Provides-Extra")
     for name in wanted:
@@ -103,14 +91,6 @@ def _pip(arguments: Sequence[str]) -> None:
             raise Rejected(f"pip: {name} names an extra that is none of {extras}")
         if not here and f"\n{name.lower()}==" not in pinned:
             raise Rejected(f"pip: {name} is not in constraints.txt")
-
-
-@functools.cache
-def _pips_options() -> frozenset[str]:
-    """From its help, in a process of its own: pip brings a distutils along that others in this one cannot live with."""
-    command = [sys.executable, "-m", "pip", "install", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return frozenset(re.findall(r"(?<![\w-])(--?[a-z][\w-]*)", done.stdout))
 
 
 def _python(arguments: Sequence[str]) -> str:
@@ -190,13 +170,6 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(each)
         else:
             yield action
-
-
-def _names(parser: argparse.ArgumentParser, subcommands: Sequence[str] = ()) -> set[str]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction) and subcommands and subcommands[0] in action.choices:
-            return _names(action.choices[subcommands[0]])
-    return {name for action in parser._actions for name in action.option_strings}
 
 
 def _error(parser: argparse.ArgumentParser, message: str) -> None:

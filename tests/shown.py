@@ -25,24 +25,8 @@ BROKEN_IMPORTS = (
     "from megatron.model.vision.knn_monitor import compute_feature_bank",
     "from deepspeed.compression.compress import init_compression, redundancy_clean",
 )
-# Output is shown, not run: what the package says there is in its sources, and its first words tell which it is.
-OUTPUTS = {
-    "rank 0 (stage 0) waited": (
-        "waited {", "gradients of", "process {", " is gone", "last seen in step", "no sign of life for",
-    ),
-    "load_checkpoint: got": (" with another checksum", ", must be as it was saved, {"),
-    "[Rank 0] step 5: loss": ("tokens/s", "s per step", "waited", "slices"),
-    "[Rank 0] elastic_pipeline: a step": (
-        ": a step is predicted to take: ", "as it is, {", ", measured {", " layers, {", " (taken)",
-    ),
-    "[Rank 0] elastic_pipeline.cache: 5": (
-        " samples read, {", " computed from ", "fewer layers' outputs, {", " from the inputs; ", " GB", " kept",
-    ),
-    "16 of 24 layers frozen:": (
-        " layers frozen:", "as launched, nothing frozen", "as launched, frozen", "  (taken)",
-    ),
-    "[Rank 0] step 10: 4 of": (" layers frozen, ", " micro-batches of {", " MB freed, ", " MB moved"),
-}  # fmt: skip
+# Output is shown, not run: its first words tell which it is.
+OUTPUTS = ("rank 0 (stage 0) waited", "load_checkpoint: got", "[Rank 0] ", "16 of 24 layers frozen:")
 # Words of Megatron-DeepSpeed, which is not here, and a commit of it. Its options are in its own arguments.py.
 THEIRS = ("4efb479d", "CoreAttention", "CoreAttention.forward", "evaluate", "key_layer", "query_layer", "value_layer",
           "reshape", "view", "megatron/training.py", "megatron/model/transformer.py")  # fmt: skip
@@ -58,13 +42,25 @@ def shown() -> Document:
     return Document(*(list(itertools.chain(*pieces)) for pieces in zip(*found, strict=True)))
 
 
+@functools.cache
+def sources() -> str:
+    """The text of all programs that the documents can be about."""
+    files = [
+        *PACKAGE.rglob("*.py"),
+        *(ROOT / "tests" / "benchmarks").glob("*.py"),
+        ROOT / "train.py",
+        ROOT / "setup.py",
+    ]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
 def block_kind(block: Piece) -> str:
     """``json``, ``python``, ``shell`` or ``output``."""
     if block.language in ("json", "python"):
         return block.language
     if block.language in ("", "bash", "sh") and block.text.startswith(PROGRAMS):
         return "shell"
-    if block.language == "" and block.text.startswith(tuple(OUTPUTS)):
+    if block.language == "" and block.text.startswith(OUTPUTS):
         return "output"
     pytest.fail(f"{block.where}: a block of an unknown kind ({block.language or 'no language'})")
 

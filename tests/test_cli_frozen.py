@@ -8,7 +8,7 @@ import pytest
 
 from ds_terapipe.plan import LayerSeconds, MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.hardware import CLUSTERS
-from tests.test_cli_plan import MODEL, fails, figures, run, written
+from tests.test_cli_plan import MODEL, fails, figures, written
 
 SECONDS = ((3.0, 3.0), (3.0, 6.0))  # forward and backward of four entries, a third of it forward
 LENGTH = 64
@@ -79,12 +79,6 @@ def test_the_launch_is_as_a_plan_has_it(tmp_path, capsys):
     assert [(row["stages"], row["replicas"]) for row in table["shapes"]] == [(1, 8), (2, 4), (4, 2), (8, 1)]
 
 
-def test_a_shape_is_not_there_twice(capsys, model):
-    (table,) = figures(capsys, *model[:3], "--stages", 1, "--data-parallel", 2, "--frozen", 3)["frozen"]
-    assert shape_of(table["launched_frozen"])[:2] == [1, 2]
-    assert [shape_of(row)[:2] for row in table["shapes"]] == [[2, 1]]  # all layers of one stage are on it
-
-
 def test_bytes_of_the_models_entries(capsys, model, tmp_path):
     """16 bytes of a trained weight, 2 of a frozen one; activations of live micro-batches of layers that train."""
     vocabulary, layer, hidden, tokens = 1024 * 50304, 12 * 1024**2, 1024, 512
@@ -114,14 +108,6 @@ def test_what_does_not_fit_is_not_taken(capsys, model):
     one, two, _ = data["frozen"][0]["shapes"]
     assert (one["fits"], two["fits"]) == (False, True) and data["frozen"][0]["taken"] == two
     assert data["frozen"][1]["taken"]["stages"] == 1  # less trains, so it fits
-    _, out, _ = run(capsys, *arguments, "--memory-gb", limit)
-    assert out.count("does not fit") == 1 and out.count("(taken)") == 2
-    for table in data["frozen"]:
-        assert f"{table['frozen_layers']} of 11 layers frozen:" in out
-        for row in (table["launched"], table["launched_frozen"], *table["shapes"]):
-            found = [line for line in out.splitlines() if f"{row['peak_bytes'] / 1e9:.3f} GB" in line]
-            assert any(f"{1e3 * row['predicted_step_s']:.1f} ms" in line for line in found)
-            assert any(f"{row['speed_against_launched_frozen']:.2f}x" in line for line in found)
 
 
 def test_the_configuration_says_what_a_rank_may_hold(tmp_path, capsys, model):
@@ -135,13 +121,6 @@ def test_the_configuration_says_what_a_rank_may_hold(tmp_path, capsys, model):
     assert "config.json: elastic_pipeline.resize.memory_gb: got -1" in fails(capsys, *config(-1))
 
 
-def test_memory_is_no_limit_where_it_is_not_known(capsys, measured):
-    arguments = [*measured, "--frozen", 2, "--memory-gb", 0.001]
-    status, out, _ = run(capsys, *arguments)
-    assert status == 0 and out.count("so memory_gb is no limit") == 1 and "does not fit" not in out
-    assert figures(capsys, *arguments)["memory_limit_bytes"] is None
-
-
 FROZEN = {"places": [0, 1], "boundaries": [0, 2, 4], "forward_only": 1}
 
 
@@ -149,25 +128,24 @@ FROZEN = {"places": [0, 1], "boundaries": [0, 2, 4], "forward_only": 1}
     ("arguments", "message"),
     [
         ("--frozen 4,x", '--frozen: got "4,x", must be a positive number of entries of the layer list, or several'),
-        ("--frozen 0", '--frozen: got "0", must be a positive number'),
         ("--frozen 4", "--frozen: got 4, must be at most 3 entries"),
-        ("--frozen 2 --output plan.json", '--output: got "plan.json", must be absent beside --frozen'),
         ("--frozen 2 --seq-length 32", "--seq-length: got 32, must be what the layers of"),
-        ("--frozen 2 --memory-gb -1", "--memory-gb: got -1.0, must be a positive number"),
-        (
-            lambda d: d.update(layers=None),
-            "costs.json: layers: missing, must be the seconds of single layers, use --model",
-        ),
-        (
-            lambda d: d["measured_on"].update(placement=FROZEN),
-            "costs.json: placement: got stages that only go forward, must be a measurement with nothing frozen",
-        ),
     ],
 )
 def test_bad_arguments_are_one_line(capsys, measured, arguments, message):
-    if callable(arguments):
-        data = json.loads(measured[2].read_text())
-        arguments(data)
-        written(measured[2], data)
-        arguments = "--frozen 2"
     assert message in fails(capsys, *measured, *arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": None}, "layers: missing, must be the seconds of single layers, use --model"),
+        (
+            {"measured_on": {"placement": FROZEN}},
+            "placement: got stages that only go forward, must be a measurement with",
+        ),
+    ],
+)
+def test_measurements_of_no_use_are_one_line(capsys, measured, change, message):
+    written(measured[2], {**json.loads(measured[2].read_text()), **change})
+    assert f"costs.json: {message}" in fails(capsys, *measured, "--frozen", 2)

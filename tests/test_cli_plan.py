@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import threading
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,7 +11,6 @@ import pytest
 
 import ds_terapipe.config  # noqa: F401  DeepSpeed's own messages at its import are not the commands'
 from ds_terapipe import cli
-from ds_terapipe.commands.progress import progress
 from ds_terapipe.plan import (
     LayerSeconds,
     MeasuredCost,
@@ -114,9 +110,7 @@ def test_the_configuration_is_read_and_arguments_win(tmp_path, capsys, model):
 @pytest.mark.parametrize(
     ("sizes", "replicas", "expected"),
     [
-        ((24, 2, 3), [], (2, 3)),
         ((24, 2, None), ["--data-parallel", 4], (2, 3)),
-        ((24, None, 3), ["--data-parallel", 4], (2, 3)),
         ((24, None, None), ["--data-parallel", 4], (6, 1)),
         ((None, 2, "auto"), [], (2, 2)),  # no cost: as many micro-batches as stages
     ],
@@ -142,35 +136,12 @@ def test_uneven_stages_get_better_boundaries(capsys, model):
     assert again["stage_layers"]["slowest_stage_gain"] == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("ends", "present", "best", "gain", "line"),
-    [
-        (
-            (0, 0),
-            [2, 2],
-            [1, 3],
-            0.25,
-            "1,3 layers would take 25.0% less than 2,2 in the slowest stage: begin the stages of",
-        ),
-        ((1, 1), [1, 1], [1, 1], 0.0, "--stage-layers 1,1 is as good as any"),
-    ],
-)
-def test_boundaries_from_measured_layers(capsys, measured, ends, present, best, gain, line):
+def test_boundaries_from_measured_layers(capsys, measured):
     cost = MeasuredCost.load(measured)
-    cost.layers = LayerSeconds(((3.0, 1.0), (1.0, 1.0)), ends)
+    cost.layers = LayerSeconds(((3.0, 1.0), (1.0, 1.0)), (0, 0))
     cost.save(measured)
-    assert f"stages: {line}" in run(capsys, "plan", "--measured", measured, "--sequences", 4)[1]
     advice = figures(capsys, "plan", "--measured", measured, "--sequences", 4)["stage_layers"]
-    assert advice == {"present": present, "best": best, "slowest_stage_gain": gain, "predicted_step_s": None}
-
-
-def test_too_little_memory_says_what_would_fit(capsys, model):
-    err = fails(capsys, "plan", "--model", model, *PLANNED, "--memory-gb", 0.001)
-    assert "memory_gb: got 0.001, must be at least " in err
-    enough = err.split("must be at least ")[1].split(":")[0]
-    assert run(capsys, "plan", "--model", model, *PLANNED, "--memory-gb", enough)[0] == 0
-    err = fails(capsys, "plan", "--model", "gpt3-13b", "--stages", 1)
-    assert "p3.16xlarge: memory_gb: got 16, must be at least" in err and "with weights, gradients and optimiser" in err
+    assert advice == {"present": [2, 2], "best": [1, 3], "slowest_stage_gain": 0.25, "predicted_step_s": None}
 
 
 def test_measurements_are_planned_by(capsys, measured, tmp_path):
@@ -186,9 +157,6 @@ def test_measurements_are_planned_by(capsys, measured, tmp_path):
     config = written(tmp_path / "with_path.json", {"token_pipeline": block})
     again = figures(capsys, "plan", "--ds-config", config, "--sequences", 4, "--memory-gb", 1)
     assert again["predicted_step_s"] == found["predicted_step_s"]
-    compared = figures(capsys, "simulate", "--measured", measured, "--micro-batches", 2, "--compare")
-    assert [row["schedule"] for row in compared["schedules"]] == ["1f1b", "interleaved", *NAMES]
-    assert any("part of the measured stage" in line for line in compared["verdicts"])
 
 
 def test_unit_costs_have_the_closed_form(tmp_path, capsys):
@@ -213,19 +181,14 @@ def test_unit_costs_have_the_closed_form(tmp_path, capsys):
 def test_schedules_are_compared(tmp_path, capsys):
     picture = tmp_path / "compared.svg"
     arguments = ["simulate", "--compare", "--stages", 4, "--micro-batches", 4, "--slices"]
-    _, out, _ = run(capsys, *arguments, 4, "--picture", picture)
+    run(capsys, *arguments, 4, "--picture", picture)
     rows = {row["schedule"] + str(len(row["slices"])): row for row in figures(capsys, *arguments, 4)["schedules"]}
     assert set(rows) == {"1f1b1", "interleaved1", *(f"{name}4" for name in NAMES)}
     # (K - 1) (f + b) divided by nothing, by two chunks, by four slices
     expected = {"1f1b1": 21, "interleaved1": 16.5, "terapipe4": 14.25, "1f1b4": 14.25}
     assert {name: rows[name]["predicted_step_s"] for name in expected} == pytest.approx(expected)
     assert rows["1f1b4"]["live_sequences"] == 1.75 and rows["terapipe4"]["live_sequences"] == 4
-    assert all(row["name"] in out for row in rows.values()) and "interleaving does not beat slices" in out
     assert all(row["name"].replace("'", "&#x27;") in picture.read_text() for row in rows.values())
-    assert any("interleaving beats" in line for line in figures(capsys, *arguments, 1)["verdicts"])
-    odd = figures(capsys, "simulate", "--compare", "--stages", 4, "--micro-batches", 3, "--slices", 4)
-    assert [row["schedule"] for row in odd["schedules"]] == ["1f1b", *NAMES]
-    assert any("3 micro-batches are no multiple of the 4 stages" in line for line in odd["verdicts"])
 
 
 def test_verdicts_follow_the_figures(capsys, model):
@@ -238,23 +201,14 @@ def test_verdicts_follow_the_figures(capsys, model):
         for each, line in zip(found["alternatives"], found["verdicts"], strict=True):
             assert each["beats_slices"] == (each["predicted_step_s"] < step) and each["name"] in line
             assert ("does not beat" in line) != each["beats_slices"]
-    least = min(row["peak_bytes"] for row in found["schedules"])
-    _, out, _ = run(capsys, "simulate", "--compare", *arguments, "--memory-gb", least / 1e10)
-    assert out.count("does not fit into memory") >= len(found["schedules"])
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"train_micro_batch_size_per_gpu": 1', "is no JSON"),
-        ("[]", "got [], must be a DeepSpeed configuration"),
-        ('{"token_pipeline": {"slices": -3}}', "token_pipeline.slices: got -3"),
-        ('{"token_pipeline": {"slicse": 3}}', 'token_pipeline: unknown key "slicse"'),
-        ('{"gradient_accumulation_steps": 0}', "gradient_accumulation_steps: got 0"),
-        (
-            {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
-            "train_batch_size: got 7, must be micro-batch size x",
-        ),
+        ({"token_pipeline": {"slices": -3}}, "token_pipeline.slices: got -3"),
+        ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "train_batch_size: got 7, must be micro-batch"),
     ],
 )
 def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, message):
@@ -266,42 +220,23 @@ def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, messa
     ("arguments", "message"),
     [
         ("plan", "--model: missing"),
-        ("plan --model {model}", "--stages: missing"),
         ("plan --model {model} --stages 9", "--stages: got 9, must be at most the model's layers, 8"),
-        ("plan --model {model} --stages 0", "--stages: got 0, must be a positive number"),
         ("plan --model gpt4 --stages 2", "gpt4: cannot be read"),
+        ("plan --model gpt3-13b --stages 1", "p3.16xlarge: memory_gb: got 16, must be at least"),
         ("plan --model {model} --cluster {model} --stages 2", "model.json: num_layers: got 8"),
-        ("plan --cluster p3.16xlarge", "--cluster: got no model"),
         ("plan --model {model} --stage-layers 5,2", '--stage-layers: got "5,2"'),
         ("plan --model {model} --stages 2 --tensor-parallel 3", "--tensor-parallel: got 3"),
-        ("plan --model {model} --stages 2 --memory-gb nan", "--memory-gb: got NaN"),
         ("plan --measured {model}", "model.json: format: got null"),
         ("plan --measured {measured} --stages 3", "--stages: got 3, must be what"),
-        ("plan --measured {measured} --stage-layers 1,1", "--stage-layers: got"),
-        ("plan --measured {measured} --weight-gradients micro_batch", "--weight-gradients: got"),
-        (
-            "plan --measured {measured} --sequences 4 --micro-batches 2",
-            "sequences: got 1, must be the 2 of a micro-batch",
-        ),
         ("plan --measured {measured} --seq-length 1024", "got 1024, must be within what was measured, 512"),
-        ("simulate --stage-layers 5,3", "--stage-layers: got"),
-        ("simulate --plan {model}", "model.json: format: got null"),
         ("simulate --plan {cut}", "cut.json: slices: got [4, 4], must be lengths that add up to seq_length, 9"),
-        ("simulate --sequences 3 --micro-batches 2", "--sequences: got 3, must be a multiple of 2"),
         ("simulate --slices 1,x", "must be a number of equal slices, or lengths"),
-        ("simulate --slices 9000", "got 9000, must be at most the tokens of a sequence, 2048"),
-        ("simulate --slices 64,64 --seq-length 256", "lengths that add up to the sequence, 256 tokens, not 128"),
-        ("simulate --trace x.json --compare", "--trace: got"),
-        ("simulate --picture {model}/x.svg", "--picture: cannot write"),
         ("simulate --trace {model}/x.json", "--trace: cannot write"),
-        ("simulate --ds-config {batch} --data-parallel 4", "train_batch_size: got 2, must be micro-batch size x"),
     ],
 )
 def test_bad_arguments_are_one_line(tmp_path, capsys, model, measured, arguments, message):
     cut = written(tmp_path / "cut.json", {"format": "ds_terapipe plan 1", "slices": [4, 4], "seq_length": 9})
-    batch = written(tmp_path / "batch.json", {"train_batch_size": 2})
-    given = arguments.format(model=model, measured=measured, cut=cut, batch=batch)
-    assert message in fails(capsys, *given.split())
+    assert message in fails(capsys, *arguments.format(model=model, measured=measured, cut=cut).split())
 
 
 def test_analytic_memory_of_the_standard_shape():
@@ -316,24 +251,3 @@ def test_analytic_memory_of_the_standard_shape():
     # ZeRO, section 3.1: 16 bytes per parameter, of which 12 are shared by the replicas
     assert fixed_bytes(shape, (4, 2), 2)[0] == 16 * (4 * 12 * 512**2 + 512 * 1000) / 2
     assert fixed_bytes(shape, (4, 2), 2, 4)[1] == 7 * (2 * 12 * 512**2 + 512 * 1000) / 2
-
-
-def test_progress_shows_up_on_standard_error():
-    said = threading.Event()
-
-    class Told(io.StringIO):
-        def write(self, text: str) -> int:
-            said.set() if "so far" in text else None
-            return super().write(text)
-
-    # on the standard error of before, wherever the block itself redirects it to
-    with (
-        contextlib.redirect_stderr(Told()) as told,
-        progress("planning", every_s=0.01),
-        contextlib.redirect_stderr(None),
-    ):
-        assert said.wait(60)
-    assert told.getvalue().startswith("planning: 0 s so far")
-    with contextlib.redirect_stderr(Told()) as told, progress("planning", every_s=60):
-        pass
-    assert told.getvalue() == ""

@@ -29,7 +29,6 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.refusals.configuration import Rule
 from ds_terapipe.refusals.deepspeed_keys import VALUE_RULES
 from tests.json_values import JSON
-from tests.schedule.strategies import SCHEDULES
 from tests.spawn import launched
 
 LAMB = {"type": "FusedLamb", "params": {"lr": 1e-3}}
@@ -40,7 +39,6 @@ LTD = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enable
 # configuration, how the message begins, what else is in it
 CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage: got 2, must be 0 or 1", "use 1"),
-    ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: got 3, must be 0 or 1", "use 1"),
     ({"sequence_parallel_size": 2}, "sequence_parallel_size: got 2, must be 1", "use 1"),
     ({"data_efficiency": LTD}, "data_efficiency.data_routing.random_ltd.enabled: got true, must be false", "use false"),
     ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled: got true", "use false"),
@@ -50,23 +48,13 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: got 2", "megatron-core"),
     ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled: got true", "dense"),
     ({"token_pipeline": {"slices": -3}}, "token_pipeline.slices: got -3", "use e.g. 8"),
-    ({"token_pipeline": {"slices": 2, "schedule": "gpipe"}}, 'token_pipeline.schedule: got "gpipe"', SCHEDULES),
-    ({"token_pipeline": {"slises": 2}}, 'token_pipeline: unknown key "slises"', 'use "slices"'),
     ({"token_pipline": {"slices": 2}}, "token_pipline: unknown key", 'use "token_pipeline"'),
     ({"optimizer": ["AdamW"]}, 'optimizer: got ["AdamW"], must be a block of keys', "use e.g. {"),
-    ({"optimizer": {"type": ["AdamW"]}}, 'optimizer.type: got ["AdamW"], must be the name', "use e.g."),
-    (
-        {"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}},
-        'optimizer.params.lr: got "1e-3", must be a number', "use e.g. 1e-3",
-    ),
-    ({"scheduler": "WarmupLR"}, 'scheduler: got "WarmupLR", must be a block of keys', "use e.g. {"),
     (
         {"scheduler": {"type": "LambWarmup", "params": RAMP}, "optimizer": LAMB},
         "scheduler.params.total_steps: got 1000", "at most 9007199254740992",
     ),
     ({"gradient_clipping": "1"}, 'gradient_clipping: got "1", must be a number', "0 for none"),
-    ({"torch_autocast": {"enabled": "yes"}}, 'torch_autocast.enabled: got "yes", must be true or false', "use false"),
-    ({"flops_profiler": 3}, "flops_profiler: got 3, must be what DeepSpeed reads", "leave it"),
     (
         {"zero_optimization": {"stage": 1, "reduce_bucket_size": "all"}},
         'zero_optimization.reduce_bucket_size: got "all", must be what DeepSpeed reads (Input should be', "leave it out",
@@ -87,11 +75,6 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
         "gradient_accumulation_steps: got 3, must be scheduler.params.phases[0].batch_size / micro-batch size / data-parallel",
         "= 8 / 1 / 1 = 8 or absent beside MixedBatch, use 8",
     ),
-    (
-        {"token_pipeline": {"trace_path": "a\0"}},
-        'token_pipeline.trace_path: got "a\\u0000", must be the name of a file', "trace.json",
-    ),
-    ({"token_pipeline": {"plan_path": "\ud800"}}, 'token_pipeline.plan_path: got "\\ud800", must be', "plan.json"),
     (
         {"elastic_pipeline": {"resize": {"policy": "halved"}}},
         'elastic_pipeline.resize.policy: got "halved", must be', 'use "halve"',
@@ -138,14 +121,11 @@ LAYERS = {
     "OptimizedModule": (lambda: torch.compile(Plain()), "is compiled"),
     "module.compile()": (lambda: changed(nn.Module.compile), "is compiled"),
     "compiled forward": (lambda: changed(lambda m: setattr(m, "forward", torch.compile(m.forward))), "is compiled"),
-    "compiled part": (lambda: nn.Sequential(Plain(), torch.compile(Plain())), "is compiled"),
     "compiled function": (lambda: torch.compile(torch.relu), "is compiled"),
-    "DeepSpeed MoE": (lambda: MoE(4, Plain(), num_experts=2), EXPERTS),
-    "megatron-core MoE": (Experts, "(Experts) is a mixture of experts"),
-    "experts by number": (lambda: Plain(num_experts=4), EXPERTS),
+    "DeepSpeed's experts": (lambda: MoE(4, Plain(), num_experts=2), EXPERTS),
+    "megatron-core's experts": (Experts, "(Experts) is a mixture of experts"),
     "SwitchMLP": (lambda: named("SwitchMLP"), EXPERTS),
     "Ulysses attention": (lambda: DistributedAttention(Plain(), None), SHARES),
-    "Ulysses by mark": (lambda: Plain(enable_ds_sequence_parallel=True), SHARES),
     "FPDT": (lambda: Plain(ds_sequence_parallel_fpdt=True), SHARES),
     "sequence_parallel layer": (lambda: Plain(sequence_parallel=True), SEQUENCE),
     "sequence_parallel config": (lambda: Plain(config=SimpleNamespace(sequence_parallel=True)), SEQUENCE),
@@ -160,7 +140,6 @@ LAYERS = {
         lambda: of_megatron_deepspeed(enable_zbh1_pipeline=True), "keeps weight gradients back for a zero-bubble schedule"
     ),
     "bidirectional attention": (lambda: Plain(is_bidirectional=True), "attention that is not causal"),
-    "rotary by mark": (lambda: Plain(use_rotary_position_embeddings=True), "rotary positions"),
 }  # fmt: skip
 FINE = {
     "num_experts": 1,
@@ -183,14 +162,15 @@ def refused(model: Any, keys: dict[str, Any]) -> tuple[str, str]:
     return "nothing", ""
 
 
+class Losing(PipelineModule):
+    def get_additional_losses(self):
+        return self.never_set_before_the_first_step
+
+
 def pipeline(last_layer: Any = Plain, module_class: Any = PipelineModule) -> Any:
     """Two stages of one layer; what is wrong is on the last stage only."""
     layers = [LayerSpec(Plain), last_layer()]
     return module_class(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
-
-
-def with_losses(losses: Any) -> Any:
-    return pipeline(module_class=type("WithLosses", (PipelineModule,), {"get_additional_losses": losses}))
 
 
 def models() -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -198,8 +178,7 @@ def models() -> dict[str, tuple[Any, dict[str, Any]]]:
     bert = type("BertModel", (Plain,), {"__module__": "megatron.model.bert_model"})()
     four = DualPipeVModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2, partition_method="uniform")
     return {
-        "additional losses": (with_losses(lambda self: {"moe loss": torch.zeros(())}), {}),
-        "additional losses later": (with_losses(lambda self: self.never_set_before_the_first_step), {}),
+        "additional losses": (pipeline(module_class=Losing), {}),
         "no PipelineModule": (Plain(), {}),
         # Megatron-DeepSpeed's pretrain_bert.py hands over its model as it is, or in a wrapper
         "Megatron's BERT": (type("Wrapper", (nn.Sequential,), {})(bert), {}),
@@ -215,7 +194,6 @@ BERT = "use ds_terapipe.megatron.bert_pipeline(config, num_stages=2) or remove t
 # the beginning of the message, and its end or a part of it
 MODELS = {
     "additional losses": ("token_pipeline: ", "get_additional_losses"),
-    "additional losses later": ("token_pipeline: ", "get_additional_losses"),
     "no PipelineModule": (
         'token_pipeline: got "Plain", must be a PipelineModule',
         "use deepspeed.pipe.PipelineModule(layers=..., num_stages=2) or",
@@ -292,20 +270,6 @@ def test_ordinary_layers_pass():
     refusals.check_model(stage(Plain(is_bidirectional=True)), cut=False)  # runs uncut
 
 
-def test_a_forward_of_the_modules_own_runs_uncut_only():
-    class Doubled(PipelineModule):
-        def forward(self, inputs):
-            return 2 * super().forward(inputs)
-
-    model = Doubled.__new__(Doubled)
-    nn.Module.__init__(model)
-    model.forward_funcs, model._local_start = [], 0
-    refusals.check_model(model, cut=False)
-    says = r'^token_pipeline: Doubled has a forward of its own, must be .*, use "slices": 1'
-    with pytest.raises(ConfigError, match=says):
-        refusals.check_model(model)
-
-
 def test_ordinary_configs_pass():
     refusals.check_config({})
     refusals.check_config({"zero_optimization": True})
@@ -357,17 +321,9 @@ DOES_NOTHING = "token_pipeline.granularity, memory_gb, measurements_path: nothin
     ("stages", "config", "lines"),
     [
         (1, {"token_pipeline": AUTO_ALONE}, [GAINS, DOES_NOTHING]),
-        (1, {"token_pipeline": {k: v for k, v in AUTO_ALONE.items() if k != "slices"}}, [GAINS, DOES_NOTHING]),
-        (1, {"token_pipeline": {**AUTO_ALONE, "plan_path": "plan.json"}}, [GAINS]),
         (1, {"token_pipeline": {"slices": "auto"}}, [GAINS]),
-        (1, {}, [GAINS]),
         (2, {"token_pipeline": AUTO_ALONE}, []),
-        (
-            2,
-            {"gradient_clipping": None},
-            ["gradient_clipping: 1.0 (DeepSpeed's default) clips by the true norm over all"],
-        ),
-        (2, {"gradient_clipping": 0.5}, ["gradient_clipping: 0.5 clips by the true norm over all"]),
+        (2, {"gradient_clipping": None}, ["gradient_clipping: 1.0 (DeepSpeed's default) clips by the true norm over"]),
     ],
 )
 def test_what_gains_nothing_or_differs_is_said_once(caplog, stages, config, lines):
@@ -378,11 +334,11 @@ def test_what_gains_nothing_or_differs_is_said_once(caplog, stages, config, line
     assert all(line in record.getMessage() for line, record in zip(lines, caplog.records, strict=True))
 
 
-@pytest.mark.parametrize(("tensor_parallel", "partitioned", "warns"), [(2, True, 1), (2, False, 0), (1, True, 0)])
-def test_partitioned_activations_are_turned_off_with_one_warning(caplog, tensor_parallel, partitioned, warns):
-    block = {"stages": "auto", "pipe_partitioned": partitioned, "grad_partitioned": partitioned}
-    model = SimpleNamespace(mpu=lambda: SimpleNamespace(model_parallel_size=tensor_parallel))
-    refusals.turn_off_partitioning(block, model, "elastic_pipeline")
-    assert block == {"stages": "auto", "pipe_partitioned": False, "grad_partitioned": False}
-    line = "pipeline.pipe_partitioned and pipeline.grad_partitioned ignored beside elastic_pipeline: a slice"
-    assert len(caplog.records) == warns == (line in caplog.text)
+def test_partitioned_activations_are_turned_off_with_one_warning(caplog):
+    for tensor_parallel, warns in ((1, 0), (2, 1)):
+        block = {"stages": "auto", "pipe_partitioned": True, "grad_partitioned": True}
+        model = SimpleNamespace(mpu=lambda size=tensor_parallel: SimpleNamespace(model_parallel_size=size))
+        refusals.turn_off_partitioning(block, model, "elastic_pipeline")
+        assert block == {"stages": "auto", "pipe_partitioned": False, "grad_partitioned": False}
+        line = "pipeline.pipe_partitioned and pipeline.grad_partitioned ignored beside elastic_pipeline: a slice"
+        assert len(caplog.records) == warns == (line in caplog.text)

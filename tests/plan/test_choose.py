@@ -111,10 +111,11 @@ def test_small_cases_are_the_best_of_all_plans_that_fit(cost, quanta, rest, micr
 @pytest.mark.parametrize(
     ("schedule", "micro_batches", "factors"),
     [
-        ("auto", 1, [1.0] * 4), ("auto", 4, [1.0, 1.0, 1.0, 2.0]), ("auto", 12, [2.5, 1.0]),
-        ("terapipe", 1, [1.0, 1.0, 1.0, 2.0]), ("1f1b", 4, [1.0] * 4),
+        ("auto", 4, [1.0, 1.0, 1.0, 2.0]),
+        ("terapipe", 1, [1.0, 1.0, 1.0, 2.0]),
+        ("1f1b", 4, [1.0] * 4),
     ],
-)  # fmt: skip
+)
 def test_never_slower_than_equal_slices_or_terapipes_optimum(schedule, micro_batches, factors):
     cost, stages = ExampleCost(factors, attention=2e-8, link=1e-7, rough=5e-4), len(factors)
     found, times = choose(cost, Request(1000, stages, micro_batches, schedule)), StepTimes(cost, stages, micro_batches)
@@ -130,13 +131,6 @@ def test_never_slower_than_equal_slices_or_terapipes_optimum(schedule, micro_bat
     assert schedule == "auto" or {option.schedule for option in found.options} == {found.schedule} == {schedule}
 
 
-def test_unequal_slices_of_equal_cost_beat_equal_lengths_under_1f1b():
-    cost = ExampleCost([1.0] * 4, fixed=0.0, linear=1e-6, attention=2e-8)
-    found, times = choose(cost, Request(2048, 4, 4, "1f1b")), StepTimes(cost, 4, 4)
-    assert found.step_s < 0.95 * min(times.seconds("1f1b", [2048 // n] * n) for n in (1, 2, 4, 8, 16))
-    assert list(found.slices) == sorted(found.slices, reverse=True)
-
-
 def test_what_does_not_fit_says_what_would():
     cost = ExampleCost([1.0] * 4)
     request = Request(128, 4, 4, memory=MemoryModel((StageMemory(activations=1e6),) * 4), memory_gb=0.1)
@@ -150,7 +144,7 @@ def test_what_does_not_fit_says_what_would():
         choose(cost, dataclasses.replace(request, memory_gb=need - 0.002))
 
 
-@pytest.mark.parametrize(("total", "least"), [(1000, 8), (37, 8), (8, 8), (5, 5)])
+@pytest.mark.parametrize(("total", "least"), [(1000, 8), (5, 5)])
 def test_the_samples_that_are_asked_for_are_enough_for_every_candidate(total, least):
     true, points = ExampleCost([1.0, 1.5], attention=2e-8, link=1e-7), sample_points(total, least)
     stages = [
@@ -207,7 +201,6 @@ def test_a_sequence_that_cannot_be_cut_as_measured_is_an_error_of_one_line():
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"stages": 0}, "stages: got 0, must be a positive integer"),
         ({"seq_length": 1 << 20}, "sequence length: got 1048576, must be within what was measured, 65536 tokens"),
         ({"schedule": "gpipe"}, 'schedule: got "gpipe", must be "auto" or ' + SCHEDULES),
         ({"memory": memory(3)}, "memory: got 3 stages, must be the pipeline's 2"),
@@ -233,19 +226,15 @@ def test_a_saved_plan_is_the_same(plan, tmp_path):
 
 
 def test_a_plan_prints_what_was_chosen_and_what_lost(plan):
-    text = "\n".join(plan.lines())
     assert f"{plan.schedule}, {len(plan.slices)} slices" in plan.lines()[0]
-    for part in ("ms predicted, bubble", "fill", "imbalance", "messages", "activations", "of 1.000 GB"):
-        assert part in text
     assert all(option.step_s >= plan.step_s for option in plan.losing if option.fits)
-    printed = text.split("other options:")[1].splitlines()[1:]
+    printed = "\n".join(plan.lines()).split("other options:")[1].splitlines()[1:]
     assert len(printed) == 10 and len(plan.losing) > 10
     for option, line in zip(plan.losing, printed, strict=False):
         assert option.name in line and f"{1e3 * option.step_s:.1f} ms" in line
         assert f"{option.step_s / plan.step_s:.2f}x" in line and ("does not fit" in line) == (not option.fits)
-    chosen, step, memory = plan.summary()
-    assert chosen == f"{plan.lines()[0]}, {plan.lines()[2].strip()}" and "of 1.000 GB, activations " in memory
-    assert step.startswith(plan.lines()[1]) and f"; {plan.losing[0].name} " in step and "unsliced " in step
+    _, step, memory = plan.summary()
+    assert "of 1.000 GB, activations " in memory and f"; {plan.losing[0].name} " in step and "unsliced " in step
     assert {*itertools.product(NAMES, (1, 2, 4, 8, 16))} <= {(o.schedule, len(o.slices)) for o in plan.options}
 
 
@@ -253,14 +242,9 @@ def test_a_plan_prints_what_was_chosen_and_what_lost(plan):
     ("change", "says"),
     [
         (lambda d: json.dumps(d)[:-30], "is no JSON .*must be a plan and whole"),
-        (lambda d: "3", "got 3, must be a plan, a JSON object"),
         (lambda d: d.update(format="x"), 'format: got "x", must be "ds_terapipe plan 1"'),
         (lambda d: d.pop("slices"), "slices: missing, must be a list of positive integers"),
         (lambda d: d.update(slices=[256, 255]), "slices: got .*add up to seq_length, 512, not 511"),
-        (lambda d: d.update(schedule="gpipe"), f'schedule: got "gpipe", must be {SCHEDULES}, use "{NAMES[0]}"'),
-        (lambda d: d.update(stages="4"), 'stages: got "4", must be a positive integer'),
-        (lambda d: d.update(weights_once=1), "weights_once: got 1, must be true or false"),
-        (lambda d: d["memory_bytes"].pop(), "memory_bytes: got .*one block for each of the 4 stages"),
         (lambda d: d["memory_bytes"][2].update(messages=-1), r"memory_bytes\[2\]\.messages: got -1"),
         (lambda d: d["options"][0].update(slices=[1]), r"options\[0\]\.slices: got \[1\], must be lengths"),
     ],
@@ -278,42 +262,20 @@ DIVIDED = Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
 FACTORS = (3.0, 1.5, 2.0)
 
 
-class Joined(ExampleCost):
-    """The same as two stages, the first of which has the frozen layers' forward in its own."""
-
-    def __init__(self, frozen, factors, **options):
-        super().__init__(factors, **options)
-        self._frozen = frozen / factors[0]
-
-    def forward(self, stage, length, context):
-        return super().forward(stage, length, context) * (1 + self._frozen * (stage == 0))
-
-    def backward(self, stage, length, context):
-        return 2 * super().forward(stage, length, context)
-
-
 OPTIONS = {"attention": 1e-7, "link": 1e-6, "weights": 1e-5}
 
 
 # the first place is slower, or the second
-@pytest.mark.parametrize(("factors", "once"), [(FACTORS, False), (FACTORS, True), ((1.0, 1.0, 2.0), False)])
-def test_a_divided_place_takes_what_its_parts_take(factors, once):
-    parts, joined = ExampleCost(factors, **OPTIONS), Joined(factors[0], factors[1:], **OPTIONS)
-    got = choose(parts, Request(256, 3, 3, placement=DIVIDED, weights_once=once))
-    wanted = choose(joined, Request(256, 2, 3, weights_once=once))
-    assert (got.schedule, got.slices) == (wanted.schedule, wanted.slices)
-    assert got.step_s == pytest.approx(wanted.step_s, rel=1e-12)
-    assert [option[:2] for option in got.options] == [option[:2] for option in wanted.options]
-    assert got.placement == DIVIDED and wanted.placement is None
-    cuts = Cuts.of(96, granularity=8, min_length=8)
-    assert slice_times(parts, DIVIDED, cuts) == pytest.approx(slice_times(joined, 2, cuts), rel=1e-12)
-
-
-def test_memory_that_is_too_little_names_the_place():
-    memory = MemoryModel((StageMemory(keys_values=1e6), StageMemory(activations=1e7), StageMemory(activations=2e7)))
-    request = Request(256, 3, 2, placement=DIVIDED, memory=memory, memory_gb=1e-3)
-    with pytest.raises(ConfigError, match="that is what place 1 takes with the thriftiest plan"):
-        choose(ExampleCost(FACTORS, **OPTIONS), request)
+@pytest.mark.parametrize("factors", [FACTORS, (1.0, 1.0, 2.0)])
+def test_a_divided_place_takes_what_its_parts_take(factors):
+    cost = ExampleCost(factors, **OPTIONS)
+    times = slice_times(cost, DIVIDED, Cuts.of(96, granularity=8, min_length=8))
+    for start, count in ((0, 1), (3, 8), (0, 12)):
+        forward, backward = (
+            [run(stage, 8 * count, 8 * start) for stage in range(3)] for run in (cost.forward, cost.backward)
+        )
+        first, second = forward[0] + forward[1] + backward[1], forward[2] + backward[2]  # stage 0 is frozen
+        assert times[start, count - 1] == pytest.approx(max(first, second), rel=1e-12)
 
 
 def placed(placement=DIVIDED):
@@ -336,10 +298,11 @@ def test_a_plan_says_where_its_stages_are(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"places": [0, 0]}, {"places": [0, 0, 2]}, {"places": [0, 0, "1"]}, {"boundaries": [0, 2, 2, 8]},
-        {"forward_only": 4}, {"forward_only": None},
+        {"places": [0, 0]},
+        {"boundaries": [0, 2, 2, 8]},
+        {"forward_only": None},
     ],
-)  # fmt: skip
+)
 def test_a_broken_placement_is_one_line(tmp_path, change):
     data = placed().to_dict()
     data["placement"].update(change)
@@ -353,11 +316,8 @@ def test_a_broken_placement_is_one_line(tmp_path, change):
     [
         (DIVIDED, DIVIDED, True),
         (DIVIDED, Placement.of([0, 0, 1], [0, 1, 4, 8], 1), True),  # a plan is of places, whatever their layers
-        (None, Placement.plain(3, [0, 2, 4, 8]), True),
         (None, DIVIDED, False),
-        (DIVIDED, None, False),
         (DIVIDED, Placement.of([0, 0, 1], None, 2), False),
-        (Placement.plain(3, None, 1), None, False),
     ],
 )
 def test_a_plan_is_for_its_own_placement(theirs, ours, alike):
@@ -373,7 +333,3 @@ def test_measurements_say_where_the_stages_were(tmp_path):
     MeasuredCost(stages, [[(8, 0.0)]] * 2, measured_on=about).save(path)
     assert MeasuredCost.load(path).placement == DIVIDED
     assert MeasuredCost(stages, [[(8, 0.0)]] * 2).placement is None
-    about["placement"]["places"] = [0]
-    MeasuredCost(stages, [[(8, 0.0)]] * 2, measured_on=about).save(path)
-    with pytest.raises(ConfigError, match=r"costs\.json: measured_on\.placement: got "):
-        MeasuredCost.load(path)

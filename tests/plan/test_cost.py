@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan import MeasuredCost, MemoryModel, Sample, StageCost, StageMemory, sample_points
-from ds_terapipe.plan.costs.fit import nonnegative_least_squares
 from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.tracing.chrome import MEASURED, Event, events_of
@@ -61,7 +60,7 @@ def test_more_tokens_or_context_never_take_less_whatever_the_noise(random):
         assert np.all(np.diff(seconds, axis=0) >= -1e-15) and np.all(np.diff(seconds, axis=1) >= -1e-15)
 
 
-@pytest.mark.parametrize(("length", "context"), [(7, 0), (513, 0), (8, 505), (8, -1)])
+@pytest.mark.parametrize(("length", "context"), [(7, 0), (8, 505)])
 def test_a_cost_is_not_extrapolated(length, context):
     with pytest.raises(
         ConfigError, match=f"got a slice of {length} tokens after {context}, must be within the measured 8 to"
@@ -69,18 +68,6 @@ def test_a_cost_is_not_extrapolated(length, context):
         measured().forward(length, context)
     with pytest.raises(ConfigError, match="must be within the measured"):
         measured().backward(np.array([16.0, length]), np.array([0.0, context]))
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 6), st.integers(1, 8), st.sampled_from((-1, 0)), st.randoms(use_true_random=False))
-def test_least_squares_satisfy_the_conditions_of_an_optimum(columns, rows, lowest, random):
-    matrix = np.array([[random.uniform(lowest, 1) for _ in range(columns)] for _ in range(rows)])
-    target = np.array([random.uniform(-1, 1) for _ in range(rows)])
-    x = nonnegative_least_squares(matrix, target)
-    gradient = matrix.T @ (matrix @ x - target)
-    # columns of both signs that nearly cancel have coefficients of any size; those of costs are not negative
-    bound = 1e-8 * (max(1.0, x.max() / 1e5) if lowest < 0 else 1.0)
-    assert np.all(x >= 0) and np.all(gradient >= -bound) and np.all(np.abs(gradient[x > 1e-9]) <= bound)
 
 
 def pipeline():
@@ -106,22 +93,13 @@ def test_a_saved_measurement_is_the_same(tmp_path):
 TOO_FEW = r"messages\[0\].points: got .*, must be of at least one token and from 8 to 512"
 BROKEN = [
     (lambda d: json.dumps(d)[:-40], "is no JSON .*must be a measurement and whole, write it again"),
-    (lambda d: "[]", r"got \[\], must be a measurement, a JSON object"),
     (lambda d: d.pop("format") and None, 'format: got null, must be "ds_terapipe costs 1"'),
     (lambda d: d.pop("stages") and None, "stages: missing, must be a list of at least 1 objects"),
-    (lambda d: d.update(sequences=0), "sequences: got 0, must be a positive integer"),
-    (lambda d: d["messages"].clear(), r"messages: got \[\], must be a list of at least 1 objects"),
     (lambda d: d["stages"][1]["samples"].append([8, 0, 1.0]),
      r"stages\[1\].samples\[\d+\]: got \[8, 0, 1.0\], must be \[length, context, forward, backward\]"),
-    (lambda d: d["stages"][0]["samples"].append([8.5, 0, 1.0, 1.0]),
-     r"stages\[0\].samples\[\d+\]: got \[8.5, 0.0, 1.0, 1.0\], must be whole numbers of tokens"),
     (lambda d: d["stages"][0].update(samples=[[8, 8, 1, 1]]),
      r"stages\[0\].samples: costs of stage 0: got no measurement without context"),
-    (lambda d: d["stages"][1].update(weights=[[0, 1.0]]),
-     r"stages\[1\].weights: got \[\[0, 1.0\]\], must be of at least one token and up to 512"),
-    (lambda d: d["messages"][0].update(points=[[0, 1e-4], [512, 2e-4]]), TOO_FEW),
     (lambda d: d["messages"][0].update(points=[[8, 1e-4], [256, 2e-4]]), TOO_FEW),
-    (lambda d: d["memory"]["stages"].pop() and None, "memory: got .*, must be of 2 stages"),
     (lambda d: d["memory"]["stages"][0].pop("sent") and None, r"memory.stages\[0\].sent: missing, must be a number"),
 ]  # fmt: skip
 
@@ -186,20 +164,11 @@ def agree(cost, truth, relative=1e-6):
                 assert found(stage, float(length), float(context)) == wanted
 
 
-@pytest.mark.parametrize(("schedule", "micro_batches"), [("1f1b", 1), ("1f1b", 3), ("terapipe", 3)])
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("1f1b", 1), ("terapipe", 3)])
 def test_slices_cost_what_they_took(schedule, micro_batches):
     steps = recorded(Truth(), schedule, micro_batches)
     agree(learn(steps), Truth())
     assert overhead(steps) == pytest.approx(0.05)
-
-
-def test_weight_gradients_are_apart_and_in_the_backward_of_an_uncut_sequence():
-    truth = Truth(weights=0.02)
-    cost = learn(recorded(truth, once=True), once=True)
-    agree(cost, truth)
-    for stage in range(STAGES):
-        assert cost.weights(stage, 64.0) == pytest.approx(0.02)
-        assert cost.weights(stage, 32.0) == pytest.approx(0.01, rel=0.05)
 
 
 def test_a_message_takes_what_a_waiting_stage_waited_for_it():

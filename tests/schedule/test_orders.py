@@ -10,25 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe.schedule import (
-    NAMES,
-    Action,
     Op,
     Placement,
-    Schedule,
-    ScheduleError,
-    Unit,
     forward_only,
     order,
     peak_live_units,
-    register,
-    schedule_named,
     simulate,
     stream_deadlock,
     validate,
     with_messages,
 )
 from tests.schedule import strategies
-from tests.schedule.strategies import grid_of, rows_of
+from tests.schedule.strategies import rows_of
 
 # Written out by hand from the definitions, warm-up first. Segments of a place are as if each had a place of its own, one
 # computation a time step; at one time backward first, later segments first. (schedule, places, forward-only stages, slices)
@@ -115,16 +108,6 @@ def test_one_slice_is_deepspeeds_1f1b(stages, micro_batches):
         assert list(map(str, row)) == theirs
 
 
-@given(strategies.names, strategies.stages, strategies.slices, st.data())
-def test_frozen_stages_only_lose_their_backward_passes(name, stages, slices, data):
-    frozen = data.draw(st.integers(0, stages - 1))
-    placement, whole = Placement.plain(stages, forward_only=frozen), order(name, stages, slices)
-    rows = order(name, placement, slices)
-    assert rows == [[a for a in row if a.op is Op.FORWARD or a.stage >= frozen] for row in whole]
-    peaks = enumerate(peak_live_units(name, stages, slices))
-    assert peak_live_units(name, placement, slices) == [0 if stage < frozen else peak for stage, peak in peaks]
-
-
 @settings(deadline=None)
 @given(strategies.names, strategies.placements(), strategies.few_slices)
 def test_live_units_of_a_place_are_bounded_and_one_segment_reaches_the_bound(name, placement, slices):
@@ -136,30 +119,6 @@ def test_live_units_of_a_place_are_bounded_and_one_segment_reaches_the_bound(nam
         assert peak == bounds[place] if one_segment else peak <= bounds[place]
 
 
-def test_an_unknown_name_lists_the_valid_ones():
-    for function in (order, peak_live_units):
-        with pytest.raises(ValueError, match=r"^schedule: got 'gpipe', must be one of ('\w+', )+'\w+'$") as raised:
-            function("gpipe", 2, [1])
-        assert all(repr(name) in str(raised.value) for name in (*NAMES, "interleaved", "forward_only"))
-
-
-def test_a_schedule_of_ones_own_is_known_by_its_name(monkeypatch):
-    monkeypatch.setattr("ds_terapipe.schedule.orders.registry._SCHEDULES", {})
-
-    def one_by_one(placement, slices):
-        """A unit's whole way there and back before the next unit starts; of unsliced micro-batches."""
-        each = [(op, Unit(m, 0)) for m in range(len(slices)) for op in (Op.FORWARD, Op.BACKWARD)]
-        return [[Action(op, stage, unit) for op, unit in each] for stage in range(placement.places)]
-
-    made = register(Schedule("one-by-one", one_by_one, lambda placement, slices: [1] * placement.places))
-    assert schedule_named("one-by-one") is made
-    validate(order("one-by-one", 3, [1, 1]), [1, 1], "one-by-one")
-    with pytest.raises(ScheduleError, match="stage 0 holds 2 live units, 'one-by-one' holds 1 at most"):
-        validate(grid_of("0F0.0 0F1.0 0B0.0 0B1.0"), [1, 1], "one-by-one")
-    with pytest.raises(ValueError, match="'one-by-one' a second time"):
-        register(made)
-
-
 def test_training_needs_a_stage_that_goes_backward():
     frozen = Placement.plain(2, forward_only=2)
     for function in (order, peak_live_units):
@@ -167,15 +126,6 @@ def test_training_needs_a_stage_that_goes_backward():
             function("1f1b", frozen, [1])
     validate(forward_only(frozen, [2]), [2], "forward_only", frozen)
     assert peak_live_units("forward_only", frozen, [2]) == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("stages", "slices", "message"), [(0, [1], "stages: got 0"), (2, [3, 0], r"slices: got \[3, 0\]")]
-)
-def test_bad_sizes_are_refused(stages, slices, message):
-    for make in (lambda: order("1f1b", stages, slices), lambda: forward_only(stages, slices)):
-        with pytest.raises(ValueError, match=message):
-            make()
 
 
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
@@ -210,7 +160,6 @@ def test_what_cannot_be_interleaved_is_refused():
     for placement, slices, message in (
         (Placement.interleaved(4, 2), [1] * 6, "micro-batches a multiple of the 4 places"),
         (Placement.interleaved(2, 2), [2, 2], "must be one each"),
-        (Placement.of([0, 1, 1, 0]), [1, 1], r"got stages on places \[0, 1, 1, 0\], must be on 0, 1, ... 1 in turn"),
         (Placement.of([0, 1, 0]), [1, 1], "use Placement.interleaved"),
     ):
         for function in (order, peak_live_units):

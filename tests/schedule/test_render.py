@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from xml.etree import ElementTree
 
-import pytest
 from hypothesis import given
 
 from ds_terapipe.schedule import (
@@ -15,8 +13,6 @@ from ds_terapipe.schedule import (
     Placement,
     grid_text,
     order,
-    replay,
-    timeline_svg,
     timelines_svg,
     with_messages,
 )
@@ -27,13 +23,6 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def seconds(action):
     return 1.0 if action.op is Op.FORWARD else 2.0
-
-
-def rectangles(picture):
-    """Those of a track and those of actions; not the legend's."""
-    found = [r for r in ElementTree.fromstring(picture).iter(f"{SVG}rect") if r.get("width") != "12"]
-    tracks = [r for r in found if r.get("fill") == "#f3f4f6"]
-    return tracks, [r for r in found if r.get("fill") not in ("#ffffff", "#f3f4f6")]
 
 
 def test_a_whole_grid_is_a_table():
@@ -59,8 +48,6 @@ def test_marked_stages_are_shown_with_their_neighbourhood():
     text = grid_text(grid, {0: 5, 1: len(grid[1])}, {0: "waits"})
     assert re.search(r"   5  \[0SEND_F1.0\] .*<-- stage 0: waits\n", text)
     assert re.search(r"\[end\] +<-- stage 1$", text, re.MULTILINE) and "0F0.0" not in text
-    assert grid_text(grid, {1: 99}) == grid_text(grid, {1: len(grid[1])}), "an index past the end is the end"
-    assert "<-- stage 0, stage 2" in grid_text(order("1f1b", 3, [2]), {0: 1, 2: 1})
     text = grid_text(order("terapipe", 40, [8] * 8), {20: 60})
     assert "[20F7.4]" in text and "stage 23" in text and "stage 24" not in text and len(text.splitlines()) == 1 + 7 + 2
 
@@ -74,30 +61,3 @@ def test_columns_and_rows_are_places_where_they_are_not_stages():
     panels = [Panel("one", grid, seconds, placement=placement), Panel("other", order("1f1b", 2, [1]), seconds)]
     both = timelines_svg(panels)
     assert both.count(">place ") == both.count(">stage ") == 2
-    makespan = replay(with_messages(grid, placement), seconds, placement=placement).makespan
-    picture = timeline_svg(grid, seconds, placement=placement)
-    assert f"time {makespan:g}, 0% idle" not in picture and f"time {makespan:g}, " in picture
-
-
-@pytest.mark.parametrize("stages", [1, 4, 16])
-def test_a_timeline_draws_every_computation_once_to_scale(stages):
-    grid = order("1f1b", stages, [3, 2])
-    picture = timeline_svg(grid, seconds, title="a < b")
-    root, (_, cells) = ElementTree.fromstring(picture), rectangles(picture)
-    assert len(cells) == sum(len(row) for row in grid)
-    assert max(float(r.get("x")) + float(r.get("width")) for r in cells) < float(root.get("width"))
-    makespan = replay(with_messages(grid), seconds).makespan
-    texts = [t.text for t in root.iter(f"{SVG}text")]
-    assert "a < b" in texts and f"time {makespan:g}, {1 - 5 * 3 / makespan:.0%} idle" in texts
-    # Backward takes twice as long, so it is twice as wide (but for the gap of one pixel).
-    short, long = sorted({round(float(r.get("width")) + 1, 1) for r in cells})
-    assert long == pytest.approx(2 * short, abs=0.2)
-
-
-def test_what_cannot_be_drawn_is_refused():
-    grid = with_messages(order("1f1b", 2, [1]))
-    del grid[0][1]
-    with pytest.raises(ValueError, match="stages 0, 1 would wait for ever"):
-        timeline_svg(grid, seconds)
-    with pytest.raises(ValueError, match="no panels"):
-        timelines_svg([])

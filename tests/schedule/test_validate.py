@@ -28,7 +28,7 @@ from tests.schedule import strategies
 from tests.schedule.strategies import grid_of, rows_of
 
 SLICES = [3, 2]
-FOLDED, TWO = Placement.of([0, 1, 1, 0], forward_only=1), Placement.interleaved(2, 2)
+FOLDED = Placement.of([0, 1, 1, 0], forward_only=1)
 
 
 @given(
@@ -60,7 +60,6 @@ DAMAGE = [
     (LOWERED, [
         (1, "1F0.1 ", "", "1SEND_F0.1 needs 1F0.1 before it", "1SEND_F0.1"),
         (0, "0F0.2 ", "0F0.0 0F0.2 ", "0F0.0 is there a second time", "0F0.0"),
-        (0, "0F0.1 0SEND_F0.1", "0SEND_F0.1 0F0.1", "0SEND_F0.1 needs 0F0.1 before it", "0SEND_F0.1"),
         (1, "1RECV_F0.1 ", "", "needs 1RECV_F0.1 before it: it is the", "1F0.1"),
         (1, "1RECV_F0.0", "2F0.0 1RECV_F0.0", "belongs to stage 2", "2F0.0"),
         (1, "1RECV_F0.0", "1F2.0 1RECV_F0.0", "does not exist", "1F2.0"),
@@ -72,10 +71,6 @@ DAMAGE = [
     ((order("terapipe", 2, ONE), "terapipe", ONE, None), [
         (1, "1F0.0 1F1.0", "1F1.0 1F0.0", "1RECV_F1.0 meets 0SEND_F0.0.*in one order", "1RECV_F1.0"),
     ]),
-    ((lowered("terapipe", [2]), "terapipe", [2], None), [
-        (1, "1SEND_F0.0 1RECV_F0.1 1F0.1 1SEND_F0.1", "1RECV_F0.1 1F0.1 1SEND_F0.1 1SEND_F0.0",
-         "2RECV_F0.0 meets 1SEND_F0.1", "1SEND_F0.1"),
-    ]),
     ((EARLY, "1f1b", [1] * 4, None), [
         (1, "1B0.0 1F1.0", "1F1.0 1B0.0", "stage 1 holds 2 live units, '1f1b' holds 1 at most", "1F1.0"),
     ]),
@@ -83,21 +78,13 @@ DAMAGE = [
     ((order("1f1b", 3, SLICES), "forward_only", SLICES, None), [
         (0, "", "", "has no place on stage 0, which does F only", "0B0.2"),
     ]),
-    ((with_messages(forward_only(TWO, ONE), TWO), "forward_only", ONE, TWO), [
-        (1, "3RECV_F0.0 3F0.0 3RECV_F1.0 3F1.0", "3RECV_F1.0 3F1.0 3RECV_F0.0 3F0.0",
-         "3RECV_F1.0 meets 2SEND_F0.0", "3RECV_F1.0"),
-    ]),
     ((lowered("1f1b", [1], FOLDED), "1f1b", [1], FOLDED), [
         (1, "1F0.0 2F0.0", "2F0.0 1F0.0", "2F0.0 needs 1F0.0 before it: it makes the input", ""),
         (1, "2B0.0 1B0.0", "1B0.0 2B0.0", "1B0.0 needs 2B0.0 before it: it makes the gradient of the output", ""),
-        (1, "1F0.0", "1F0.0 1SEND_F0.0", "1SEND_F0.0 has no place on stage 1, which does F, RECV_F, B only", ""),
-        (0, "3B0.0", "3B0.0 0B0.0", "0B0.0 has no place on stage 0, which does F, SEND_F only", ""),
-        (0, "3B0.0", "3B0.0 1B0.0", "1B0.0 belongs to stage 1, which is not on place 0", ""),
         (0, " 3B0.0 3SEND_B0.0", "", r"3B0.0 is missing \(and 1 more\)", ""),
     ]),
     ((lowered("1f1b", [3, 3], 2, True), "1f1b", [3, 3], None), [
         (1, " 1W1.0", "", r"1W1\.0 is missing", ""),
-        (1, "1W1.0", "1W1.1", r"1W1\.0 is missing", ""),
         (1, "1W1.0", "1W1.0 1W1.1", "1W1.1 comes after 1W1.0, which has made them", ""),
     ]),
 ]  # fmt: skip
@@ -146,18 +133,6 @@ def test_live_units_of_a_place_are_those_of_its_trained_stages():
     frozen = [[action for action in two[0] if action.op is Op.FORWARD or action.stage == 1]]
     with pytest.raises(ScheduleError, match="place 0 holds 2 live units, '1f1b' holds 1 at most"):
         validate(frozen, [1, 1], "1f1b", Placement.of([0, 0], forward_only=1))
-    frozen[0] += grid_of("0W0.0")[0]
-    with pytest.raises(ScheduleError, match=r"0W0\.0 has no place on stage 0, which does F only"):
-        validate(frozen, [1, 1], None, Placement.of([0, 0], forward_only=1))
-
-
-def test_the_message_of_a_large_schedule_stays_readable():
-    rows = rows_of(with_messages(order("1f1b", 32, [8] * 8)))
-    rows[20] = rows[20].replace("20RECV_B3.2 ", "")
-    with pytest.raises(ScheduleError, match=r"\[20B3.2\].*<--") as error:
-        validate(grid_of(*rows), [8] * 8, "1f1b")
-    lines = str(error.value).splitlines()
-    assert len(lines) < 15 and max(map(len, lines)) < 220
 
 
 @given(strategies.names, strategies.stages, strategies.even_slices)
@@ -179,35 +154,27 @@ def test_nor_under_any_other_valid_order(made, posted_ahead, sent_kept):
 
 
 # How the messages of a pipeline ran before each channel had a group of its own: the least that locks up.
-@pytest.mark.parametrize("stages", [3, 4, 8])
-@pytest.mark.parametrize("slices", [[1] * 4, [3] * 2, [8] * 2])
+@pytest.mark.parametrize(("stages", "slices"), [(3, [1] * 4), (8, [8] * 2)])
 def test_a_group_per_direction_locks_up(stages, slices):
     grid = with_messages(order("1f1b", stages, slices))
     stuck = stream_deadlock(grid, group_per_direction)
     assert len(stuck) == stages and all(grid[stage][index].op.is_receive for stage, index in stuck.items())
 
 
-@pytest.mark.parametrize(("kept", "units"), [(None, EVAL_SENT_KEPT + POSTED_AHEAD), (1, 3)])
-def test_outputs_that_no_gradient_answers_are_bounded(kept, units):
+def test_outputs_that_no_gradient_answers_are_bounded():
     # Stage by stage around two places: stage 1's outputs are taken once place 0 has made all outputs of stage 0. Each of the
     # two can have so many units on their way, and stage 1 has one in hand.
-    around = Placement.interleaved(2, 2)
+    around, count = Placement.interleaved(2, 2), 2 * (EVAL_SENT_KEPT + POSTED_AHEAD) + 1
 
     def stage_by_stage(count):
         each = [Unit(m, 0) for m in range(count)]
-        grid = [
+        return [
             [Action(Op.FORWARD, stage, unit) for stage in around.stages_on(place) for unit in each] for place in (0, 1)
         ]
-        return with_messages(grid, around)
 
-    count = 2 * units + 1
-    free, more = stage_by_stage(count), stage_by_stage(count + 1)
-    assert not stream_deadlock(free, sent_kept=kept, placement=around)
-    assert set(stream_deadlock(more, sent_kept=kept, placement=around)) == {0, 1}
-    if kept is None:
-        validate(free, [1] * count, "forward_only", around)
-        with pytest.raises(ScheduleError, match="deadlock: places 0, 1 wait for ever"):
-            validate(more, [1] * (count + 1), "forward_only", around)
+    validate(stage_by_stage(count), [1] * count, "forward_only", around)
+    with pytest.raises(ScheduleError, match="deadlock: places 0, 1 wait for ever"):
+        validate(stage_by_stage(count + 1), [1] * (count + 1), "forward_only", around)
 
 
 @pytest.mark.parametrize(("frozen", "locks"), [(0, False), (1, False), (2, True)])
@@ -235,14 +202,3 @@ def test_the_validator_takes_any_order_on_any_placement_that_does_not_lock_up(pl
     else:
         validate(made.grid, made.slices, None, placement)
     assert not replay(made.grid, lambda action: 1, placement=placement).stuck
-
-
-def test_stages_that_wait_crosswise_are_found():
-    once = "0F0.0 0SEND_F0.0 0RECV_B0.0 0B0.0"
-    assert not stream_deadlock(grid_of(once, "1RECV_F0.0 1F0.0 1B0.0 1SEND_B0.0"), sent_kept=0)
-    # stage 1 wants the second micro-batch before it hands back the gradient that stage 0 waits for
-    second = "1RECV_F0.0 1F0.0 1B0.0 1RECV_F1.0 1F1.0 1SEND_B0.0 1B1.0 1SEND_B1.0"
-    cross = grid_of(f"{once} {once.replace('0.0', '1.0')}", second)
-    assert stream_deadlock(cross) == {0: 2, 1: 3}
-    with pytest.raises(ScheduleError, match="deadlock: stages 0, 1 wait for ever"):
-        validate(cross, [1, 1])
