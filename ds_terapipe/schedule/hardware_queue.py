@@ -82,7 +82,7 @@ def dispatch(
         queue_of: hardware queue of a stream; the default is one queue for all.
 
     Returns:
-        For each rank the lowest index of an entry that has not ended, the number of entries if all have.
+        For each rank the first entry that is not dispatched, or else that has not ended; the number of entries if all have.
     """
     queues: dict[tuple[AnyRank, Hashable], deque[int]] = {}
     previous: dict[tuple[AnyRank, Hashable], int] = {}  # of a stream
@@ -110,10 +110,9 @@ def dispatch(
                 if len(there) == entry.ranks:
                     for each, number in there:
                         ended[each].add(number)
-    return {
-        rank: next((i for i in range(len(program)) if i not in ended[rank]), len(program))
-        for rank, program in programs.items()
-    }
+    heads = {rank: [queue[0] for (each, _), queue in queues.items() if each == rank and queue] for rank in programs}
+    pending = {rank: [i for i in range(len(program)) if i not in ended[rank]] for rank, program in programs.items()}
+    return {rank: min(heads[rank] or pending[rank] or [len(program)]) for rank, program in programs.items()}
 
 
 class _Issued:

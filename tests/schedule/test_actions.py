@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_terapipe import schedule
 from ds_terapipe.schedule import (
     Action,
     Op,
@@ -136,3 +141,14 @@ def test_weight_gradients_on_any_placement_by_slice_or_micro_batch(name, placeme
         wanted = [a.unit for a in row if a.op is Op.FORWARD and (each_slice or a.unit.slice == 0)]
         apart = (stages is None or stage in stages) and placement.goes_backward(stage)
         assert sorted(units) == (sorted(wanted) if apart else [])
+
+
+def test_the_package_imports_the_standard_library_alone():
+    files = list(Path(schedule.__file__).parent.rglob("*.py"))
+    assert len(files) >= 12
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            own = [name for name in names if not name.startswith("ds_terapipe.schedule")]
+            assert {name.split(".")[0] for name in own} <= sys.stdlib_module_names, f"{file.name}: {own}"

@@ -10,18 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe.schedule import (
+    Action,
     Op,
     Placement,
+    Schedule,
+    ScheduleError,
+    Unit,
     forward_only,
     order,
     peak_live_units,
+    register,
+    schedule_named,
     simulate,
     stream_deadlock,
     validate,
     with_messages,
 )
 from tests.schedule import strategies
-from tests.schedule.strategies import rows_of
+from tests.schedule.strategies import grid_of, rows_of
 
 # Written out by hand from the definitions, warm-up first. Segments of a place are as if each had a place of its own, one
 # computation a time step; at one time backward first, later segments first. (schedule, places, forward-only stages, slices)
@@ -165,3 +171,20 @@ def test_what_cannot_be_interleaved_is_refused():
         for function in (order, peak_live_units):
             with pytest.raises(ValueError, match=message):
                 function("interleaved", placement, slices)
+
+
+def test_a_schedule_of_ones_own_is_known_by_its_name(monkeypatch):
+    monkeypatch.setattr("ds_terapipe.schedule.orders.registry._SCHEDULES", {})
+
+    def one_by_one(placement, slices):
+        """A unit's whole way there and back before the next unit starts; of unsliced micro-batches."""
+        each = [(op, Unit(m, 0)) for m in range(len(slices)) for op in (Op.FORWARD, Op.BACKWARD)]
+        return [[Action(op, stage, unit) for op, unit in each] for stage in range(placement.places)]
+
+    made = register(Schedule("one-by-one", one_by_one, lambda placement, slices: [1] * placement.places))
+    assert schedule_named("one-by-one") is made
+    validate(order("one-by-one", 3, [1, 1]), [1, 1], "one-by-one")
+    with pytest.raises(ScheduleError, match="stage 0 holds 2 live units, 'one-by-one' holds 1 at most"):
+        validate(grid_of("0F0.0 0F1.0 0B0.0 0B1.0"), [1, 1], "one-by-one")
+    with pytest.raises(ValueError, match="'one-by-one' a second time"):
+        register(made)
