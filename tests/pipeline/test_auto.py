@@ -42,12 +42,12 @@ def memory(engine: Any) -> Any:
     return engine._cutting._planner.budget.model.stages
 
 
-def same_numbers() -> dict[str, Any]:
+def same_numbers(path: str) -> dict[str, Any]:
     steps = steps_of(MEASURING + COMPARING + 1, MICRO_BATCHES)
     fixed = build_engine(gpt(), masked_loss, token_pipeline={"slices": 2}, micro_batches=MICRO_BATCHES)
     wanted = train(fixed, steps)
     fixed.destroy()
-    engine, waited, after = auto(), list[int](), list[Any]()  # after each step
+    engine, waited, after = auto(measurements_path=path), list[int](), list[Any]()  # after each step
     engine._wait_for_device = lambda: waited.append(engine.global_steps)
 
     def look() -> None:
@@ -58,7 +58,11 @@ def same_numbers() -> dict[str, Any]:
 
     found = train(engine, steps, look)
     engine.destroy()
+    again = auto(measurements_path=path)
+    train(again, steps[:1])
+    again.destroy()
     return {
+        "again": [plan["seq_length"] for plan in plans(again)],
         "memory": memory(engine),
         "losses": (wanted.losses, found.losses),
         "weights": max(float((wanted.weights[n] - found.weights[n]).abs().max()) for n in wanted.weights),
@@ -66,17 +70,6 @@ def same_numbers() -> dict[str, Any]:
         "waited": waited,
         "plan": plans(engine),
     }
-
-
-def measured_once(folder: str) -> tuple[list[Any], list[Any]]:
-    """The plan that is made of measurements by a given schedule, and the one that is made of them in another run."""
-    found = []
-    for keys, steps in (({"schedule": "terapipe"}, MEASURING + 1), ({}, 1)):
-        engine = auto(measurements_path=f"{folder}/costs.json", **keys)
-        train(engine, steps_of(steps, MICRO_BATCHES))
-        found.append(plans(engine))
-        engine.destroy()
-    return found[0], found[1]
 
 
 def given(folder: str) -> dict[str, Any]:
@@ -141,7 +134,7 @@ def told(keys: dict[str, Any], steps: int) -> str:
 
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    found = {"numbers": same_numbers(), "once": measured_once(folder), "odd": odd_steps(), "given": given(folder)}
+    found = {"numbers": same_numbers(f"{folder}/costs.json"), "odd": odd_steps(), "given": given(folder)}
     found["told"] = [told(keys, steps) for keys, steps, _ in CANNOT]
     return found
 
@@ -167,7 +160,7 @@ def test_trials_use_no_random_number_and_evaluation_and_other_shapes_are_no_trou
 
 def test_the_plan_is_made_after_the_trials_and_compared_with_its_rivals_on_all_ranks(results):
     first, second = (result["numbers"] for result in results)
-    assert first["plan"] == second["plan"]
+    assert first["plan"] == second["plan"] and first["again"] == [SEQUENCE]  # planned without a trial
     plan = Plan.from_dict(first["plan"][0])
     assert sum(plan.slices) == plan.seq_length == SEQUENCE and plan.micro_batches == MICRO_BATCHES
     assert plan.step_s > 0 and len(plan.options) >= 4
@@ -182,13 +175,6 @@ def test_the_plan_is_made_after_the_trials_and_compared_with_its_rivals_on_all_r
     # ahead would compare how fast it launches.
     assert first["waited"] == second["waited"] == [*range(1, MEASURING + steps + 1)]
     assert MEASURING + steps < len(known)
-
-
-def test_an_explicit_schedule_binds_and_measurements_of_the_same_run_spare_the_trials(results):
-    for (made,), (measured,) in (result["once"] for result in results):
-        assert made["schedule"] == "terapipe" and {option["schedule"] for option in made["options"]} == {"terapipe"}
-        assert measured["seq_length"] == SEQUENCE and measured["memory_bytes"][0]["activations"] > 0
-        assert {option["schedule"] for option in measured["options"]} == {"1f1b", "terapipe"}
 
 
 @pytest.mark.parametrize("known_by", ["plan_path", "checkpoint"])

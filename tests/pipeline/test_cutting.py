@@ -104,6 +104,12 @@ def measured(path: Any, **keys: Any) -> Run:
     return run
 
 
+def test_an_explicit_schedule_binds():
+    run = Run(schedule="terapipe")
+    run.measure([1024])
+    assert {option["schedule"] for option in run.plans[0]["options"]} == {"terapipe"} == {run.schedule}
+
+
 def test_trials_then_a_plan_that_is_the_best_of_them_or_better():
     run = Run()
     assert [len(slices) for slices in run.measure([1024])] == [TRIALS[0], *TRIALS * ROUNDS]
@@ -277,18 +283,6 @@ def test_limits_of_measurements(path, limit, first, second, told):
     again = Run(measurements_path=path, **second)
     again.step([1024] * 8)
     assert again.plans[0]["memory_limit_bytes"] == told
-
-
-def test_a_sequence_that_the_measured_slices_cannot_make_is_measured():
-    """So little memory that one cut was measured: slices of 64 tokens, of which 1000 cannot be made."""
-    run = Run(metered(1100.0))
-    run.measure()
-    assert {len(plan["slices"]) for plan in run.plans} == {16}
-    before = len(run.lines)
-    run.measure([1000] * 8)
-    assert run.planned == [1024, 1000] and run.meter.begin.call_count == 2
-    known = "plan: measured were slices of 64 to 64 tokens, up to 1024, not sequences of 1000: measured again"
-    assert run.lines[before] == known
 
 
 def test_too_little_memory_names_the_least_that_any_trial_takes():
