@@ -175,8 +175,7 @@ def exchange(kind: str, saver: str, loader: str, folder: str) -> dict[str, Any]:
     counted = (second.global_steps, second.global_samples, second.get_lr())
     second.destroy()
     off = [abs(a - b) / b for a, b in zip(resumed.losses, uninterrupted.losses, strict=True)]
-    files = sorted(file.name for file in Path(folder, "two").iterdir())
-    return {"off": max(*off, worst(resumed.weights, uninterrupted.weights)), "counted": counted, "files": files}
+    return {"off": max(*off, worst(resumed.weights, uninterrupted.weights)), "counted": counted}
 
 
 def saved_nowhere(folder: str) -> tuple[str, str | None]:
@@ -210,9 +209,3 @@ def test_training_goes_on_where_it_was_with_deepspeeds_engine_or_ours(ranks: lis
     for found in ranks:
         assert found[way]["off"] <= (1e-5 if way[0] == "fp32" else 0.0)
         assert found[way]["counted"] == found[WAYS[0]]["counted"] and found[way]["counted"][:2] == (4, 16)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_their_files_have_the_same_names(ranks: list[dict[Any, Any]], kind: str) -> None:
-    own, ours = sorted((ranks[0][way]["files"] for way in WAYS if way[0] == kind), key=len)
-    assert ours == sorted([*own, MANIFEST]) and any(name.startswith("layer_02-") for name in own)
