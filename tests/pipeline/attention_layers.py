@@ -54,23 +54,9 @@ class Attention(nn.Module):
         return hidden + self.out(self.mix(*self.qkv(hidden)).transpose(1, 2).flatten(2))
 
 
-class BlockCheckpoint(Attention):
-    """A checkpoint around the whole layer."""
-
-    reentrant = False
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return checkpoint(super().forward, hidden, use_reentrant=self.reentrant)
-
-
-def way(mix: Mix, kind: type[Attention] = Attention, **attributes: Any) -> type[Attention]:
+def way(mix: Mix, **attributes: Any) -> type[Attention]:
     """A layer whose q, k and v are mixed by a function."""
-    return type("Way", (kind,), {"mix": lambda self, q, k, v: mix(q, k, v), **attributes})
-
-
-def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each sequence of the batch by itself, without a batch dimension: many calls in a layer."""
-    return torch.stack([F.scaled_dot_product_attention(*one, is_causal=True) for one in zip(q, k, v, strict=True)])
+    return type("Way", (Attention,), {"mix": lambda self, q, k, v: mix(q, k, v), **attributes})
 
 
 def twice(call: Mix, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -213,14 +199,9 @@ def deepspeeds(interval: int, reentrant: bool) -> dict[str, Any]:
 WAYS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "from-imported": (Attention, {}),
     "two key heads for four, own scale": (way(partial(attend, scale=0.3, enable_gqa=True), kv_heads=2), {}),
-    "one by one": (way(one_by_one), {}),
     "two calls": (way(partial(twice, attend)), {}),
     "two checkpoints": (way(partial(twice, INNER)), {}),
-    "two checkpoints, reentrant": (way(partial(twice, REENTRANT)), {}),
-    "checkpoints over the same keys": (way(partial(shared_keys, INNER)), {}),
     "checkpoints over the same keys, reentrant": (way(partial(shared_keys, REENTRANT)), {}),
-    "the same keys in one checkpoint": (way(partial(shared_keys, attend), BlockCheckpoint, reentrant=True), {}),
-    "nested checkpoints": (way(INNER, BlockCheckpoint), {}),
     "TorchScript": (way(scripted), {}),
     "nn.MultiheadAttention": (MultiheadAttention, {}),
     "nn.TransformerEncoderLayer": (EncoderLayer, {}),

@@ -16,7 +16,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.operators import kernels
 from ds_terapipe.pipeline.operators.attention import slice_attention
 from ds_terapipe.pipeline.operators.buffers import AttentionState
-from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext
+from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
 
@@ -179,15 +179,10 @@ def test_a_learned_bias_gets_its_gradient(kv_heads, size):
     assert_same(got, whole(q, k, v, grad, visible=visible, bias=bias.detach()))
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (13, 4), (3, 13), (4, 9)])
+@pytest.mark.parametrize("shape", [(4, 4), (3, 13)])
 def test_a_mask_of_other_rows_or_columns_is_an_error(shape):
     with pytest.raises(ConfigError, match=rf"mask of {shape[0]} x {shape[1]} for tokens 4 to 8 of 13"):
         sliced(*tensors(), [4, 4, 5], mask=lambda span: None if span.start == 0 else torch.ones(*shape).bool())
-
-
-def test_tensors_without_heads_are_an_error():
-    with pytest.raises(PlacementError, match="must be 3 or 4"):
-        forward(SliceContext(), Span(0, 2, 6), [torch.randn(2, 8) for _ in range(3)])
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -205,24 +200,6 @@ def test_dropout_draws_the_same_mask_in_forward_and_backward(kv_heads):
     assert torch.equal(torch.get_rng_state(), after), "backward must leave the random state alone"
     assert 0 < keep[:, :, -1].sum() < keep[:, :, -1].numel()
     assert_same(got, whole(*given, keep=keep, dropout_p=0.4))
-
-
-def test_dropout_is_off_where_the_context_says_so():
-    context = SliceContext()
-    context.dropout = False
-    got, rows = forward(context, Span(0, 4, 6), tensors(total=6)[:3], dropout_p=0.9)
-    assert relative(got, formula(*rows)) < 1e-10
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_bf16_is_about_as_exact_as_the_unsliced_kernel(kv_heads):
-    rounded = [t.bfloat16() for t in tensors(kv_heads=kv_heads, total=96, d=16)]
-    leaves = [t.requires_grad_() for t in rounded[:3]]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=kv_heads != 4)
-    unsliced = out, *torch.autograd.grad(out, leaves, rounded[3])
-    for name, a, b, c in zip(PARTS, sliced(*rounded, [30, 20, 26, 20]), unsliced, whole(*rounded), strict=True):
-        assert a.dtype == torch.bfloat16
-        assert relative(a, c) <= 1.2 * relative(b, c), (name, relative(a, c), relative(b, c))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -264,12 +241,3 @@ def test_no_slice_copies_the_keys_and_values_so_far(kv_heads, dv, masked):
     backward(context, late, outs.pop(), grad)  # makes the gradient buffers
     backward(context, half, outs[1], grad)
     assert max(allocations(lambda: backward(context, first, outs[0], grad))) < cache / 16, "a slice without context"
-
-
-def test_a_gradient_of_a_gradient_is_an_error():
-    context, span = SliceContext(), Span(0, 4, 6)
-    out, rows = forward(context, span, tensors(total=6)[:3])
-    with context.backward(Unit(0, 0), span):
-        (gradient,) = torch.autograd.grad(out.square().sum(), rows[0], create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.square().sum().backward()

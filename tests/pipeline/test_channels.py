@@ -19,7 +19,6 @@ from tests.spawn import launched
 PLACED: dict[str, tuple[Placement, list[list[int]]]] = {
     "four stages": (Placement.plain(4), [[0, 1, 2, 3]]),
     "two pipelines": (Placement.plain(2), [[0, 2], [1, 3]]),
-    "two stages on a place": (Placement.of([0, 0, 1, 1]), [[0, 1], [2, 3]]),
     "there and back": (Placement.of([0, 1, 0]), [[0, 1], [2, 3]]),
     "the first only go forward": (Placement.plain(4, forward_only=2), [[0, 1, 2, 3]]),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,8 +61,8 @@ def content(folder: Path, tag: str | None) -> str | None:
     return text
 
 
-def ends(folder: Path, action: Callable[[Path], None]) -> Iterator[tuple[Path, bool]]:
-    """Folders in which the action was killed at every operation, and whether halfway through it.
+def ends(folder: Path, action: Callable[[Path], None]) -> Iterator[Path]:
+    """Folders in which the action was killed at every operation, before it and halfway through it.
 
     There are another checkpoint in each, a job's leftovers of it, and what the user has beside them.
     """
@@ -84,7 +83,7 @@ def ends(folder: Path, action: Callable[[Path], None]) -> Iterator[tuple[Path, b
                 with operations(killed, at, halfway):
                     action(each)
             except Killed:
-                yield each, halfway
+                yield each
                 assert content(each, "other") == "other", "another checkpoint is lost"
                 assert all(path.is_file() for path in beside)
             else:
@@ -92,7 +91,7 @@ def ends(folder: Path, action: Callable[[Path], None]) -> Iterator[tuple[Path, b
                 return
 
 
-def twice(folder: Path, tag: str = "last") -> None:
+def twice(folder: Path, tag: str) -> None:
     """Save a checkpoint, put files of a user's into it, and replace it."""
     save(folder, tag, "old")
     (folder / tag / "plots").mkdir()
@@ -102,11 +101,11 @@ def twice(folder: Path, tag: str = "last") -> None:
     save(folder, tag, "new")
 
 
-@pytest.mark.parametrize("tag", ["global_step5", "epoch/5", "a_b"])
+@pytest.mark.parametrize("tag", ["global_step5", "epoch/5"])
 def test_a_checkpoint_is_there_as_a_whole_or_not_at_all_and_one_that_replaces_it_too(tmp_path, tag):
     """Files that the user has put into one are in the one that replaces it."""
     seen = set()
-    for folder, _ in ends(tmp_path, lambda folder: twice(folder, tag)):
+    for folder in ends(tmp_path, lambda folder: twice(folder, tag)):
         before = content(folder, tag)  # between two renames there is none, until
         assert before in (None, "old", "new") and (folder / LATEST).read_text() in ("other", tag)
         whole(folder, tag).recover()
@@ -137,46 +136,23 @@ def test_a_recovery_that_dies_itself_leaves_it_to_the_next(tmp_path):
         whole(folder, "last").recover()
         save(folder, "last", "new")
 
-    for folder, _ in ends(tmp_path, recovered):
+    for folder in ends(tmp_path, recovered):
         whole(folder, "last").recover()
         assert content(folder, tag_of(folder, None)) in ("other", "old", "new")
-
-
-def test_what_was_about_to_be_replaced_is_never_put_under_another_name(tmp_path):
-    save(tmp_path, "epoch/5", "slash")
-    (tmp_path / "epoch/5").rename(whole(tmp_path, "epoch/5")._replaced)  # died between two renames
-    save(tmp_path, "epoch_5", "underscore")
-    whole(tmp_path, "epoch%2F5").recover()
-    assert not (tmp_path / "epoch%2F5").exists()
-    whole(tmp_path, "epoch/5").recover()
-    assert content(tmp_path, "epoch/5") == "slash" and content(tmp_path, "epoch_5") == "underscore"
-
-
-def test_half_of_what_was_replaced_is_not_put_back(tmp_path):
-    """Where the new one has been removed since: no checkpoint is better than a part of one."""
-    for folder, halfway in ends(tmp_path, twice):
-        if halfway and content(folder, "last") == "new":
-            shutil.rmtree(folder / "last")
-            whole(folder, "last").recover()
-            assert content(folder, "last") in (None, "old")
 
 
 # ------------------------------------------------------------------------------------------------------------- engines
 
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6}}}
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-KINDS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16 zero1": BF16,
-    "bf16 zero1 fp32 sum": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}},
-}
+KINDS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16 zero1": BF16}
 ENGINES: dict[str, Any] = {"own": None, "ours": {"slices": [7, 2, 9, 1, 5]}, "one slice": {"slices": 1}}
 # who saves and who loads; one slice is the very computation of DeepSpeed's own engine
 WAYS = [
-    (kind, *pair)
-    for kind in KINDS
-    for other in ("ours" if kind == "fp32" else "one slice",)
-    for pair in (("own", other), (other, "own"))
+    ("fp32", "own", "ours"),
+    ("fp32", "ours", "own"),
+    ("bf16 zero1", "own", "one slice"),
+    ("bf16 zero1", "one slice", "own"),
 ]
 
 
@@ -199,25 +175,20 @@ def exchange(kind: str, saver: str, loader: str, folder: str) -> dict[str, Any]:
     counted = (second.global_steps, second.global_samples, second.get_lr())
     second.destroy()
     off = [abs(a - b) / b for a, b in zip(resumed.losses, uninterrupted.losses, strict=True)]
-    files = sorted(file.name for file in Path(folder, "two").iterdir())
-    return {"off": max(*off, worst(resumed.weights, uninterrupted.weights)), "counted": counted, "files": files}
+    return {"off": max(*off, worst(resumed.weights, uninterrupted.weights)), "counted": counted}
 
 
-def saved_nowhere(folder: str) -> tuple[list[str], str | None]:
-    """Errors of saves into a place that is a file, and the tag of a save that goes well after them."""
-    errors = []
+def saved_nowhere(folder: str) -> tuple[str, str | None]:
+    """The error of a save into a place that is a file, and the tag of a save that goes well after it."""
     if torch.distributed.get_rank() == 0:
         Path(folder, "file").write_text("")
-    for config in ({}, {"elastic_pipeline": {}}):
-        engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2}, config=config)
-        for where in ("file", "file/below"):
-            with pytest.raises(Exception) as said:
-                engine.save_checkpoint(f"{folder}/{where}")
-            errors.append(f"{said.type.__name__}: {said.value}")
-        engine.train_batch(iter(steps_of(1, 2, masked=False)[0]))
-        engine.save_checkpoint(f"{folder}/good")
-        engine.destroy()
-    return [error.replace(folder, "FOLDER") for error in errors], tag_of(Path(folder, "good"), None)
+    engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2})
+    with pytest.raises(Exception) as said:
+        engine.save_checkpoint(f"{folder}/file/below")
+    engine.train_batch(iter(steps_of(1, 2, masked=False)[0]))
+    engine.save_checkpoint(f"{folder}/good")
+    engine.destroy()
+    return f"{said.type.__name__}: {said.value}", tag_of(Path(folder, "good"), None)
 
 
 def worker(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
@@ -229,9 +200,8 @@ ranks = launched(worker, 2, timeout=180, folder=True)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(ranks: list[Any]) -> None:
-    for errors, tag in (rank["nowhere"] for rank in ranks):
-        assert len(errors) == 4 and all("Error: " in text and "FOLDER/file" in text for text in errors), errors
-        assert tag == "global_step1"
+    for said, tag in (rank["nowhere"] for rank in ranks):
+        assert "Error: " in said and "file/below" in said and tag == "global_step1", said
 
 
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
@@ -239,9 +209,3 @@ def test_training_goes_on_where_it_was_with_deepspeeds_engine_or_ours(ranks: lis
     for found in ranks:
         assert found[way]["off"] <= (1e-5 if way[0] == "fp32" else 0.0)
         assert found[way]["counted"] == found[WAYS[0]]["counted"] and found[way]["counted"][:2] == (4, 16)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_their_files_have_the_same_names(ranks: list[dict[Any, Any]], kind: str) -> None:
-    own, ours = sorted((ranks[0][way]["files"] for way in WAYS if way[0] == kind), key=len)
-    assert ours == sorted([*own, MANIFEST]) and any(name.startswith("layer_02-") for name in own)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +18,12 @@ from zlib_ng import zlib_ng
 
 from ds_terapipe import manifest
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.manifest import Entry, measured
+from ds_terapipe.manifest import measured
 from ds_terapipe.names import ELASTIC_STATE, MANIFEST
 from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.training import ADAMW, build_engine
 from tests.spawn import launched
 
-BLOCK = 1 << 12
 SLICED = {"slices": 2, "timeout_s": 60}
 ZERO1 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 MOVES = {"elastic_pipeline": {"resize": {"policy": [[900, 2]]}}}
@@ -42,33 +40,20 @@ KINDS: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] 
 # ---------------------------------------------------------------------------------------------------------- the checksum
 
 
-def entry_of(folder: Path, data: bytes) -> Entry:
-    (folder / "file").write_bytes(data)
-    return measured(folder / "file")
-
-
-@patch.object(manifest, "_BLOCK", BLOCK)
-@given(size=st.integers(1, 3 * BLOCK), at=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
-def test_one_changed_byte_changes_the_checksum(tmp_path_factory, size, at, mask):
-    folder, data = tmp_path_factory.mktemp("file"), bytearray(os.urandom(size))
-    before = entry_of(folder, bytes(data))
-    assert before == entry_of(folder, bytes(data)) and before.bytes == size
-    data[int(at * size)] ^= mask
-    assert entry_of(folder, bytes(data)).checksum != before.checksum
-
-
 def archive(folder: Path, **options: Any) -> Path:
     torch.save({name: torch.randn(300) for name in "abc"}, folder / "file", **options)
     return folder / "file"
 
 
+@patch.object(manifest, "_BLOCK", 1 << 10)
 @given(at=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
 def test_one_changed_byte_of_an_archive_changes_its_checksum(tmp_path_factory, at, mask):
     """Of a record, between two, or in the directory."""
     path = archive(tmp_path_factory.mktemp("file"))
     before, data = measured(path), bytearray(path.read_bytes())
     data[int(at * len(data))] ^= mask
-    assert entry_of(path.parent, bytes(data)).checksum != before.checksum
+    path.write_bytes(data)
+    assert measured(path).checksum != before.checksum
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -218,16 +203,8 @@ def swap(one: str, other: str) -> Change:
     return lambda f: [(f / a).rename(f / b) for a, b in ((one, "other"), (other, one), ("other", other))]
 
 
-def copy(name: str, other: str) -> Change:
-    return lambda f: shutil.copy(f / name, f / other)
-
-
 def put(name: str, change: Callable[[Any], Any]) -> Change:
     return lambda f: torch.save(change(torch.load(f / name, weights_only=False)), f / name)
-
-
-def without(key: str) -> Callable[[Any], Any]:
-    return lambda state: {name: value for name, value in state.items() if name != key}
 
 
 def other_moments(state: Any) -> Any:
@@ -239,26 +216,23 @@ def other_moments(state: Any) -> Any:
 FOREIGN: dict[str, tuple[Change, str]] = {
     "no layer": (lambda f: (f / LAYER).unlink(), "no file of layer 1 in "),
     "an empty layer": (lambda f: (f / LAYER).write_bytes(b""), f"{LAYER} (EOFError: "),
-    "half a layer": (lambda f: (f / LAYER).write_bytes((f / LAYER).read_bytes()[:9000]), f"{LAYER} ("),
     "layers of other shapes": (swap(LAYER, LAYER_0), f"{LAYER_0} without"),
     "a layer of another size": (
         put(LAYER, lambda s: {**s, "up.bias": s["up.bias"][:3]}),
         f"{LAYER} with up.bias of shape [3], must be [64]",
     ),
-    "a weight too many": (put(LAYER, lambda s: {**s, "x": s["up.bias"]}), f"{LAYER} with x, must be"),
     "no weights at all": (put(LAYER, lambda s: [1]), f"{LAYER} without states"),
-    "two tensor-parallel ranks": (copy(LAYER, "layer_01-model_01-model_states.pt"), "2 files of layer 1 in "),
-    "no states": (lambda f: (f / STATE).unlink(), "1 files mp_rank_*_model_states.pt in "),
-    "states of three stages": (copy(STATE, "mp_rank_02_model_states.pt"), "3 files mp_rank_*_model_states.pt in "),
-    "states of four stages": (
-        put(STATE, lambda s: {**s, "mp_world_size": 4}),
-        f"{STATE} of a checkpoint with 4 mp_rank",
+    "two tensor-parallel ranks": (
+        lambda f: shutil.copy(f / LAYER, f / "layer_01-model_01-model_states.pt"),
+        "2 files of layer 1 in ",
     ),
+    "no states": (lambda f: (f / STATE).unlink(), "1 files mp_rank_*_model_states.pt in "),
     "states of other stages": (swap(STATE, STATE_0), "_model_states.pt with other parameter groups"),
-    "another file's states": (put(STATE, lambda s: {"a": 1}), f"{STATE} without dp_world_size, "),
-    "no optimizer": (put(STATE, without("optimizer")), f"{STATE} without the optimizer's state, "),
+    "no optimizer": (
+        put(STATE, lambda s: {k: s[k] for k in s if k != "optimizer"}),
+        f"{STATE} without the optimizer's state, ",
+    ),
     "another optimizer's moments": (put(STATE, other_moments), f"{STATE} with exp_avg of shape [3], must be ["),
-    "no scheduler": (put(STATE, without("lr_scheduler")), f"{STATE} without the state of a scheduler"),
 }
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6}}}
 
@@ -290,8 +264,8 @@ def foreign(folder: Path) -> dict[str, tuple[str, bool]]:
 # ------------------------------------------------------------------------------- DeepSpeed has saved under the same name
 
 
-def overwritten(folder: Path, config: dict[str, Any]) -> tuple[str, str, int]:
-    for engine, steps in ((engine_of(2, STAYS), 2), (engine_of(2, config, None), 1)):
+def overwritten(folder: Path) -> tuple[str, str, int]:
+    for engine, steps in ((engine_of(2, STAYS), 2), (engine_of(2, {}, None), 1)):
         for _ in range(steps):
             step(engine)
         engine.save_checkpoint(str(folder), tag="tag")
@@ -309,9 +283,7 @@ def overwritten(folder: Path, config: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def others(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
-    configs = {}, {"elastic_pipeline": {"enabled": False}}
-    saved = [overwritten(Path(folder, str(number)), config) for number, config in enumerate(configs)]
-    return foreign(Path(folder)), *saved
+    return foreign(Path(folder)), overwritten(Path(folder, "over"))
 
 
 others_saved = launched(others, 2, folder=True)
@@ -319,15 +291,14 @@ others_saved = launched(others, 2, folder=True)
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_what_can_be_told_without_a_manifest_is(others_saved: list[Any], name: str) -> None:
-    for found, *_ in others_saved:
+    for found, _ in others_saved:
         text, unchanged = found[name]
         assert unchanged and text.startswith("load_checkpoint: got ") and "\n" not in text, text
         assert FOREIGN[name][1] in text and ", use " in text, text
 
 
 def test_what_deepspeed_saved_over_it_is_not_called_damaged(others_saved: list[Any]) -> None:
-    """Without our keys, and with ours switched off."""
-    for stale, after, steps in (found for _, *saved in others_saved for found in saved):
+    for stale, after, steps in (over for _, over in others_saved):
         assert "of a later save than ds_terapipe_manifest.json (DeepSpeed has saved here without our keys)" in stale
         files = "ds_terapipe_manifest.json and elastic_pipeline.json"
         assert stale.endswith(f"use another tag, or remove {files} to read what DeepSpeed saved")

@@ -1,7 +1,8 @@
-"""Every wrapper that DeepSpeed has for 16 bits is as exact in slices, in any order, as unsliced, and clips by the true norm."""
+"""Every wrapper that DeepSpeed has for 16 bits is as exact in slices, in any order, as unsliced; fp16 clips by the true norm."""
 
 from __future__ import annotations
 
+import itertools
 from functools import cache, partial
 from typing import Any
 
@@ -35,14 +36,12 @@ WAYS: dict[str, tuple[str, str] | None] = {
     "by slice": ("1f1b", "slice"),
     "random": ("random", "micro_batch"),
     "random by slice": ("random", "slice"),
-    "clipped": ("1f1b", "auto"),
 }
 RUNS = [
     *((name, way) for name in CONFIGS if name != FP32 for way in ("unsliced", "sliced")),
     ("bf16 zero1", "by slice"),
     # optimisers that gather gradients themselves
     *((name, way) for name in CONFIGS if "gathered" in name or name == FP32 for way in ("random", "random by slice")),
-    *((name, "clipped") for name in ("bf16", "bf16 zero1")),
 ]
 
 
@@ -51,11 +50,11 @@ def data() -> list[Any]:
 
 
 @cache
-def exact(fp32: bool, clip: float) -> Trace:
+def exact(fp32: bool) -> Trace:
     """One process: fp64 from weights that bf16 can hold, or fp32."""
     wide, start = (torch.float32, torch.float32) if fp32 else (torch.float64, torch.bfloat16)
     sgd = partial(torch.optim.SGD, lr=0.2)
-    return train_plain(tied_gpt(), masked_loss, data(), sgd, clip, dtype=wide, start=start)
+    return train_plain(tied_gpt(), masked_loss, data(), sgd, dtype=wide, start=start)
 
 
 def interleaved(name: str, placement: Placement, slices: tuple[int, ...], deferring: tuple[int, ...] = ()) -> Grid:
@@ -67,14 +66,14 @@ def interleaved(name: str, placement: Placement, slices: tuple[int, ...], deferr
 
 def trained(name: str, way: str) -> dict[str, float]:
     """Errors on two stages."""
-    clip, known, keys = CLIP if way == "clipped" else 0.0, engine_module.grid_of_step, None
+    known, keys = engine_module.grid_of_step, None
     if WAYS[way] is not None:
         order, weights = WAYS[way]
         keys = {"slices": SLICES, "weight_gradients": weights, "verify": False}
         engine_module.grid_of_step = interleaved if order == "random" else known
-    options: Any = {"micro_batches": MICRO_BATCHES, "clip": clip, "config": CONFIGS[name]}
+    options: Any = {"micro_batches": MICRO_BATCHES, "config": CONFIGS[name]}
     engine = build_engine(tied_gpt(), masked_loss, token_pipeline=keys, **options)
-    found = errors(train(engine, data()), exact(name == FP32, clip))
+    found = errors(train(engine, data()), exact(name == FP32))
     engine.destroy()
     engine_module.grid_of_step = known
     return found
@@ -87,7 +86,7 @@ def worker(rank: int, world_size: int) -> dict[Any, dict[str, float]]:
 ranks = launched(worker, 2, timeout=240)
 
 
-@pytest.mark.parametrize(("name", "way"), [run for run in RUNS if run[1] not in ("unsliced", "clipped")])
+@pytest.mark.parametrize(("name", "way"), [run for run in RUNS if run[1] != "unsliced"])
 def test_slices_in_any_order_are_as_exact_as_the_whole(ranks: list[dict[Any, Any]], name: str, way: str) -> None:
     for found in ranks:
         got = found[name, way]
@@ -101,27 +100,17 @@ def test_slices_in_any_order_are_as_exact_as_the_whole(ranks: list[dict[Any, Any
         assert got["weights"] <= 1.5 * own["weights"], (got, own)
 
 
-@pytest.mark.parametrize("name", ["bf16", "bf16 zero1"])
-def test_bf16_is_clipped_by_the_true_norm(ranks: list[dict[Any, Any]], name: str) -> None:
-    for found in ranks:
-        assert found[name, "clipped"]["norms"] <= 1e-2 and found[name, "clipped"]["weights"] <= 1e-2
-
-
 # ------------------------------------------------------------------------------------------------- fp16, with loss scaling
 
-SCALES: dict[str, dict[str, Any]] = {
-    "static": {"loss_scale": 128.0},
-    "overflow": {"loss_scale": 0, "initial_scale_power": 22, "hysteresis": 1},
-}
-CASES = [("static", 1), ("overflow", 0), ("overflow", 1)]  # and the ZeRO stage
+OVERFLOWS = {"enabled": True, "loss_scale": 0, "initial_scale_power": 22, "hysteresis": 1}
 
 
-def scaled(stages: int, scale: str, zero: int) -> dict[str, Any]:
+def scaled(stages: int, zero: int) -> dict[str, Any]:
     """Errors against fp64 from weights that fp16 can hold, on the steps that were not skipped."""
-    config = {"fp16": {"enabled": True, **SCALES[scale]}, "zero_optimization": {"stage": zero}}
+    config = {"fp16": OVERFLOWS, "zero_optimization": {"stage": zero}}
     options: Any = {"stages": stages, "clip": CLIP, "config": config}
     engine = build_engine(tied_gpt(), masked_loss, token_pipeline={"slices": 5}, **options)
-    steps = steps_of(14 if scale == "overflow" else 3, 2)
+    steps = steps_of(14, 2)
     got, skipped, device = train(engine, steps), engine.skipped_steps, str(engine.device)
     engine.destroy()
     sgd = partial(torch.optim.SGD, lr=0.2)
@@ -132,19 +121,18 @@ def scaled(stages: int, scale: str, zero: int) -> dict[str, Any]:
     return {"off": (*off, weights), "skipped": skipped, "device": device}
 
 
-def fp16_worker(rank: int, world_size: int) -> dict[tuple[str, int], dict[str, Any]]:
+def fp16_worker(rank: int, world_size: int) -> list[dict[str, Any]]:
     if get_accelerator().device_name() == "cpu":
         allow_fp16()
-    return {case: scaled(world_size, *case) for case in CASES}
+    return [scaled(world_size, zero) for zero in (0, 1)]
 
 
-def check_fp16(results: list[dict[tuple[str, int], dict[str, Any]]]) -> None:
-    for case in CASES:
-        for rank, found in enumerate(result[case] for result in results):
-            losses, norms, weights = found["off"]
-            assert losses <= 2e-3 and norms <= 5e-3 and weights <= 1e-2, (case, rank, found)
-            assert found["skipped"] == results[0][case]["skipped"]
-            assert 1 < found["skipped"] < 12 if case[0] == "overflow" else found["skipped"] == 0, (case, found)
+def check_fp16(results: list[list[dict[str, Any]]]) -> None:
+    for rank, zero in itertools.product(range(len(results)), (0, 1)):
+        found = results[rank][zero]
+        losses, norms, weights = found["off"]
+        assert losses <= 2e-3 and norms <= 5e-3 and weights <= 1e-2, (zero, rank, found)
+        assert 1 < found["skipped"] == results[0][zero]["skipped"] < 12, (zero, found)
 
 
 fp16_ranks = launched(fp16_worker, 2, timeout=180)
@@ -159,4 +147,4 @@ def test_fp16_on_two_stages_skips_steps_that_overflow_and_clips_by_the_true_norm
 def test_fp16_on_one_stage_on_a_gpu() -> None:
     results = run_ranks(fp16_worker, 1, timeout=300, env={"DS_ACCELERATOR": "cuda"})
     check_fp16(results)
-    assert all(found["device"].startswith("cuda") for found in results[0].values())
+    assert all(found["device"].startswith("cuda") for found in results[0])

@@ -63,13 +63,12 @@ def data() -> Iterator[Any]:
 
 def reads_of(engine: Any, batches: Iterator[Any]) -> dict[str, Any]:
     """Host reads of a second step; the first one looks at the model."""
-    losses = [float(engine.train_batch(batches))]
+    engine.train_batch(batches)
     with host_reads() as found:
-        losses.append(float(engine.train_batch(batches)))
+        engine.train_batch(batches)
     ran = [len(slices) for slices in engine.slices_run]
-    weights = {name: parameter.detach().float() for name, parameter in engine.module.named_parameters()}
     engine.destroy()
-    return {"reads": Counter(found), "ran": ran, "losses": losses, "weights": weights}
+    return {"reads": Counter(found), "ran": ran}
 
 
 def work(rank: int, world_size: int) -> dict[str, Any]:
@@ -115,14 +114,6 @@ def test_a_layer_that_reads_is_found(ranks: list[dict[str, Any]]) -> None:
     for line, count in first.items():
         lines[line.rpartition(":")[2]] += count
     assert len(lines) == len(READS) and min(lines.values()) >= SLICES * MICRO_BATCHES and not second, first
-
-
-def test_megatron_in_bf16_rounds_alike_in_a_recomputation(ranks: list[dict[str, Any]]) -> None:
-    """Its layers have a bias on Q, K and V; with and without a graph they would add it in two ways."""
-    for found in ranks:
-        plain, recomputed = (found[name] for name in MEGATRON)
-        assert plain["losses"] == recomputed["losses"]
-        assert all(torch.equal(weight, recomputed["weights"][name]) for name, weight in plain["weights"].items())
 
 
 def test_a_layer_that_recomputes_something_else_ends_the_run_before_the_optimiser(ranks: list[dict[str, Any]]) -> None:

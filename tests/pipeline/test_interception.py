@@ -1,4 +1,7 @@
-"""An engine changes its own modules alone, their copies compute with their own weights, and nothing is left."""
+"""An engine changes its own modules alone, their copies compute with their own weights, and nothing is left.
+
+For weights that are frozen anywhere in a layer no gradient is made and nothing is kept.
+"""
 
 from __future__ import annotations
 
@@ -6,58 +9,33 @@ import copy
 import functools
 import gc
 import pickle
-import sys
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import ds_terapipe
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
 from ds_terapipe.pipeline.operators.interception import Interception, _users, defers, not_deferred_line
 from ds_terapipe.pipeline.operators.sdpa import Overrides
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from tests.pipeline.attention_layers import DotProductAttention
-from tests.pipeline.test_weight_gradients import assert_same, gradients_of_the_whole, run_intercepted, take
+from tests.pipeline.test_weight_gradients import (
+    assert_same,
+    gradients_of_the_whole,
+    net_of,
+    run_intercepted,
+    run_sliced,
+    take,
+)
 
 WIDTH, ROWS = 6, 12
 TOKENS = torch.randint(0, ROWS, (2, 8), generator=torch.Generator().manual_seed(3))
-
-
-class ParallelLinear(nn.Module):
-    """megatron-core's interface: a product behind ``_forward_impl``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.products = nn.Parameter(torch.randn(WIDTH, WIDTH)), 0
-
-    def _forward_impl(self, input: Any, weight: Any, **kwargs: Any) -> Any:
-        self.products += 1
-        return torch.matmul(input, weight.t())
-
-    def forward(self, x: Any) -> Any:
-        others = {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
-        return self._forward_impl(input=x, weight=self.weight, **others)
-
-
-class VocabParallel(nn.Module):
-    """megatron-core's embedding: it looks up some rows and zeroes the others' output in place."""
-
-    vocab_start_index, vocab_end_index = 0, 9
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(9, WIDTH))
-
-    def forward(self, tokens: Any) -> Any:
-        elsewhere = tokens >= self.vocab_end_index
-        out = F.embedding(tokens.masked_fill(elsewhere, 0), self.weight)
-        out[elsewhere, :] = 0.0
-        return out
 
 
 class Model(nn.Module):
@@ -65,20 +43,15 @@ class Model(nn.Module):
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
-        self.table, self.vocabulary = nn.Embedding(ROWS, WIDTH), VocabParallel()
-        self.linear, self.parallel, self.core_attention = (
-            nn.Linear(WIDTH, WIDTH),
-            ParallelLinear(),
-            DotProductAttention(1),
-        )
+        self.table, self.linear = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.core_attention = DotProductAttention(1)
         self.recompute = recompute
 
     def forward(self, tokens: Any) -> Any:
         return checkpoint(self._forward, tokens, use_reentrant=False) if self.recompute else self._forward(tokens)
 
     def _forward(self, tokens: Any) -> Any:
-        hidden = self.parallel(self.linear(self.table(tokens) + self.vocabulary(tokens)))
-        rows = hidden.transpose(0, 1).unsqueeze(2)
+        rows = self.linear(self.table(tokens)).transpose(0, 1).unsqueeze(2)
         return self.core_attention(rows, rows, rows, None).transpose(0, 1)
 
 
@@ -95,12 +68,10 @@ def sliced(model: nn.Module) -> tuple[set[str], dict[str, torch.Tensor]]:
 def test_everything_that_is_a_module_is_deferred(recompute: bool) -> None:
     model = Model(recompute).double()
     want, interception = gradients_of_the_whole(model, TOKENS), Interception([model])
-    products = model.parallel.products
     late, got = sliced(model)
-    assert late == want.keys() and model.parallel.products == products
+    assert late == want.keys()
     assert_same(got, want)
     assert_same(gradients_of_the_whole(model, TOKENS), want)  # outside of slices each is what it was
-    assert model.parallel.products > products
     assert interception.adapted == [model.core_attention]
     assert interception.not_deferred(model.named_parameters()) == []
     interception.close()
@@ -124,36 +95,6 @@ def test_closed_it_leaves_modules_as_they_were(how: str) -> None:
         interception = interception if how == "closed" else None
         gc.collect()
         assert state_of(model) == before
-
-
-def test_one_that_fails_changes_nothing() -> None:
-    class Odd(nn.Linear):
-        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-            raise ValueError("odd")
-
-    model = Model()
-    before = state_of(model)
-    with pytest.raises(ValueError, match="odd"):
-        Interception([model, Odd(1, 1)])
-    gc.collect()
-    assert state_of(model) == before
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_the_last_of_two_that_is_closed_leaves_modules_as_they_were(first: int) -> None:
-    model = Model().double()
-    want, before = gradients_of_the_whole(model, TOKENS), state_of(model)
-    products = model.parallel.products
-    layers = [model.linear, model.table, nn.ModuleDict({"core_attention": model.core_attention})]
-    two = [Interception([model]), Interception(layers)]
-    two[first].close()
-    late, got = sliced(model)
-    assert {"linear.weight", "table.weight"} <= late
-    assert ("vocabulary.weight" in late) == (first == 1)
-    assert_same(got, want)
-    two[1 - first].close()
-    model.parallel.products = products
-    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("kind", ["deepcopy", "pickle"])
@@ -207,7 +148,7 @@ def test_what_is_not_deferred_is_named() -> None:
     others |= {"sparse": nn.Embedding(2, 2, sparse=True), "convolution": nn.Conv1d(1, 1, 1)}
     everything = nn.ModuleDict({**deferred, **others})
     named = ["own.weight", "heads.in_proj_weight", "heads.out_proj.weight", "sparse.weight", "convolution.weight"]
-    for heads in ([], [good_head], [bare_head], [good_head, bare_head]):
+    for heads in ([good_head], [good_head, bare_head]):
         interception = Interception([everything, *(functools.partial(head, table) for head in heads), F.gelu])
         expected = ["table.weight", *named] if bare_head in heads else named
         assert interception.not_deferred(everything.named_parameters()) == expected
@@ -217,51 +158,90 @@ def test_what_is_not_deferred_is_named() -> None:
     assert not_deferred_line(list("abcdef")).endswith(": a, b, c, d and 2 more")
 
 
-def test_a_function_of_a_module_has_its_module_changed_and_what_somebody_else_put_there_stays() -> None:
-    table, layer = nn.Embedding(ROWS, WIDTH), nn.Linear(2, 2)
-    layer.forward = theirs = lambda x: x  # type: ignore[method-assign]
-    interception = Interception([functools.partial(good_head, table), layer])
-    assert "forward" in table.__dict__ and layer.forward is theirs
-    assert interception.not_deferred(layer.named_parameters()) == ["weight"]
-    interception.close()
-    assert "forward" not in table.__dict__ and layer.forward is theirs
+# ---------------------------------------------------------------------------------------------------------- frozen weights
+
+LENGTH, BATCH, SLICES = 24, 3, (5, 1, 10, 8)
 
 
-# ----------------------------------------------------------------------------------------------------- other models' layers
+class Lora(nn.Module):
+    """A frozen layer beside a trained product of low rank."""
 
-OURS = str(Path(ds_terapipe.__file__).parent)
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
 
-
-def our_python(run: Any) -> set[str]:
-    """Functions of this package that ``run()`` calls, on whatever way through the dispatcher."""
-    found = set()
-
-    def look(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(OURS):
-            found.add(frame.f_code.co_name)
-
-    sys.setprofile(look)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return found
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
 
 
-def test_layers_of_another_model_run_no_python_of_ours() -> None:
-    mine, other = Model(), nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
-    interception = Interception([mine])
+def stack(*frozen: str) -> nn.Module:
+    """Layers of sizes of their own, so that a product tells whose it is."""
+    net = nn.Sequential(nn.Linear(WIDTH, 10), nn.GELU(), nn.Linear(10, 14), nn.Tanh(), nn.Linear(14, 11))
+    for name in frozen:
+        net.get_parameter(name).requires_grad_(False)
+    return net
 
-    def attend() -> None:
-        x = torch.randn(1, 1, 4, 8, requires_grad=True)
-        F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
 
-    def train_other() -> None:
-        other(TOKENS).square().sum().backward()
-        F.linear(torch.randn(2, 2), torch.randn(2, 2, requires_grad=True)).sum().backward()
+class Tied(nn.Module):
+    """A frozen table that is the head as well, around a trained layer; or the table is trained and the layer is not."""
 
-    assert our_python(train_other) == set()
-    assert our_python(attend) == {"_sdpa"}, "the one override"
-    assert "_linear" in our_python(lambda: mine.linear(torch.randn(2, WIDTH)))
-    interception.close()
-    assert our_python(attend) == set()
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH).requires_grad_(trains)
+        self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(not trains)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return good_head(self.table, torch.tanh(self.layer(self.table(tokens))))
+
+
+# a net, and numbers of a token that are kept: inputs and output gradients of its trained layers and tables, indices among them
+NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "LoRA": (lambda: nn.Sequential(Lora(WIDTH, 10, 2), nn.GELU(), Lora(10, 14, 3)), 8 + 12 + 13 + 17),
+    "biases only": (lambda: stack("0.weight", "2.weight", "4.weight"), 0),
+    "weights only": (lambda: stack("0.bias", "2.bias", "4.bias"), 16 + 24 + 25),
+    "in the middle": (lambda: stack("2.weight", "2.bias"), 16 + 25),
+    "the first": (lambda: stack("0.weight", "0.bias"), 24 + 25),
+    "tied, frozen": (lambda: Tied(False), 12),
+    "tied, trained": (lambda: Tied(True), 1 + WIDTH + ROWS + WIDTH),
+    "recomputed": (lambda: net_of(lambda net, x: net.stack(x), True, stack=stack("2.weight", "2.bias")), 16 + 25),
+}
+
+
+class Products(TorchDispatchMode):
+    """Counts results of products and of an embedding's backward by their shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_", "bmm", "matmul", "linear", "embedding_dense_backward"):
+            self.shapes[tuple(result.shape)] += 1
+        return result
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("name", NETS)
+def test_nothing_is_made_or_kept_for_a_frozen_weight(name: str, deferred: bool) -> None:
+    net, x = NETS[name][0]().double(), torch.randint(ROWS, (BATCH, LENGTH))
+    if not hasattr(net, "table"):
+        x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    net.register_forward_pre_hook(lambda _, inputs: inputs[0].clone())  # memory of their own, as messages have it
+    wanted, of_input = gradients_of_the_whole(net, x), x.grad
+    x.grad, keeper = None, WeightGradients() if deferred else None
+    with Products() as products:
+        run_sliced(net, x, SLICES, keeper)
+        kept = keeper.kept_bytes if keeper else 0
+        if keeper:
+            keeper.make(0)
+    assert_same(take(net), wanted)
+    if of_input is not None:
+        torch.testing.assert_close(x.grad, of_input, rtol=1e-10, atol=1e-12)
+    for each, weight in net.named_parameters():
+        shape = tuple(weight.shape)
+        if weight.dim() == 2 and not weight.requires_grad:
+            assert products.shapes[shape] == products.shapes[shape[::-1]] == 0, each
+    assert kept == (BATCH * LENGTH * 8 * NETS[name][1] if deferred else 0)
