@@ -232,7 +232,7 @@ def test_a_step_comes_to_its_end(exits, run):
 @pytest.mark.parametrize("run", ["a group per direction", "one queue, two ahead"])
 def test_a_step_that_locks_up_is_reported(exits, run):
     assert stream_deadlock(GRID, group_per_direction, posted_ahead=2) and queue_deadlock(GRID, posted_ahead=2)
-    said = rf"waited .* s for .* rank .* in step .*: no answer .token_pipeline.timeout_s is {TIMEOUT_S:g}."
+    said = rf"waited .* s for .*rank .* in step .*: no answer .token_pipeline.timeout_s is {TIMEOUT_S:g}."
     for end in exits[run]:
         assert end.code == EXIT_CODE and re.search(said, end.output), end.output
 
