@@ -352,7 +352,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
     def _next_step(self, micro_batches: int) -> StepBatch:
         """Fetch all micro-batches of a step and agree with all ranks that it can start."""
         error: BaseException | None = None
-        batch, seat, weight = StepBatch(), self._assembly.seat, None
+        batch, seat, weight, weighs = StepBatch(), self._assembly.seat, None, None
         self._watchdog.begin(self.global_steps, (), seat)
         try:
             check_checkpointing(self.token_pipeline.slices)
@@ -375,11 +375,11 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                 )
                 if seat.has_last and self._compute_loss and hasattr(self.module.loss_fn, "step_weight"):
                     weight = self.module.loss_fn.step_weight(batch.labels)
-                    weight = None if weight is None else weight.to(self.device)
+                    weight, weighs = None if weight is None else weight.to(self.device), weight is not None
         except Exception as problem:  # any error of the user's data is raised on every rank
             error = problem
         header = Header(tuple(batch.lengths), tuple(batch.signatures)) if batch.lengths else None
-        batch.adopt(self._consensus.announce(seat.placement, header, micro_batches, error))
+        batch.adopt(self._consensus.announce(seat.placement, header, micro_batches, error, weighs))
         if weight is not None:
             with self._watchdog.waiting("the number of labels of the other replicas", counts=False):
                 torch.distributed.all_reduce(weight, group=self.grid.get_data_parallel_group())

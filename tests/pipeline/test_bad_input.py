@@ -70,6 +70,10 @@ def bad_data(rank: int, world_size: int) -> dict[str, Any]:
         for name, (item, _) in DATA.items():
             step(f"{name}, {where}", iter([item] * MICRO_BATCHES) if chosen else good())
         step(f"no data iterator, {where}", None if chosen else good())
+    loss_fn, last_replica = engine.module.loss_fn, engine.grid.data_parallel_id == 1
+    loss_fn.step_weight = lambda labels: None if last_replica else torch.ones(())
+    step("a weight on one replica", good())
+    del loss_fn.step_weight
     for name, sick in (("first", engine.is_first_stage()), ("last", engine.is_last_stage()), ("every", True)):
         step(f"broken {name}", broken() if sick else good())
         step(f"exhausted {name}", iter([]) if sick else good())
@@ -152,6 +156,10 @@ def test_bad_data_is_one_line_on_every_rank(data):
             assert found[f"broken {name}"] == (("OSError", "no such\nshard") if rank in sick else others)
             assert found[f"exhausted {name}"][0] == "StopIteration"
     for found in data:
+        kind, said = found["a weight on one replica"]
+        assert kind == "ConfigError" and said.startswith(
+            "loss_fn.step_weight: got None on some replicas and a weight on"
+        )
         assert found["at the end"] < found["then"] and math.isfinite(found["then"])
 
 

@@ -105,6 +105,22 @@ def changing_shapes() -> tuple[float, str]:
     return differences(losses + trace.losses, steps * 2, trace.weights), str(raised.value)
 
 
+def new_lengths() -> list[int]:
+    """Messages and collectives of each of 39 steps, of which all micro-batches have a length of their own."""
+    engine, calls, counts = build_engine(tied_gpt(), masked_loss, token_pipeline=SLICED), [], []
+    names = ("isend", "irecv", "all_reduce", "all_gather", "all_gather_object", "broadcast")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            own = getattr(torch.distributed, name)
+            patch.setattr(torch.distributed, name, lambda *a, _own=own, **k: calls.append(_own) or _own(*a, **k))
+        for length in range(8, 47):
+            before = len(calls)
+            engine.train_batch(iter([micro_batch(m, length=length + m) for m in range(2)]))
+            counts.append(len(calls) - before)
+    engine.destroy()
+    return counts
+
+
 def numbers_of_micro_batches() -> float:
     """set_train_batch_size between steps."""
     engine, losses = build_engine(tied_gpt(), masked_loss, token_pipeline=SLICED), []
@@ -132,6 +148,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "ours": watched(SLICED, f"{folder}/{rank}/ours"),
         "shapes": changing_shapes(),
         "numbers": numbers_of_micro_batches(),
+        "new lengths": new_lengths(),
         "lines": [lines(2, 2), lines(4, 16)],
     }
 
@@ -167,6 +184,11 @@ def test_lengths_and_batches_may_change_and_a_list_fits_one_length(ranks: list[d
         off, said = rank["shapes"]
         assert off <= 1e-5
         assert "token_pipeline.slices: got [4, 20], which add up to 24 tokens" in said
+
+
+def test_steps_of_new_lengths_take_no_more_messages_than_any_others(ranks: list[dict[str, Any]]) -> None:
+    for counts in (rank["new lengths"] for rank in ranks):
+        assert set(counts[1:]) == {counts[-1]} and 2 * SLICED["slices"] < counts[-1] < counts[0]
 
 
 def test_micro_batches_may_change_in_number(ranks: list[dict[str, Any]]) -> None:

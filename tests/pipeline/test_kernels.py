@@ -100,7 +100,8 @@ class Aten:
         self.masked += 1
         assert mask_type == 0 and bias.shape == (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         assert bias.dtype == q.dtype
-        assert bias.stride(-1) == 1 and bias.stride(-2) % 16 == 0, "rows are loaded in vectors"
+        starts = [stride for size, stride in zip(bias.shape, bias.stride(), strict=True) if size > 1][:-1]
+        assert bias.stride(-1) == 1 and not any(s % 16 for s in (bias.storage_offset(), *starts)), "loaded in vectors"
         return bias
 
 
@@ -156,8 +157,11 @@ def test_explicit_masks_of_all_shapes_with_rows_that_see_nothing(kernel, shape, 
     hidden[..., 2, :] = True
     mask = torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
     compare(kernel, dtype, 5, 12, groups=3, mask=mask)
+    row, wide = mask[..., :1, :].expand(mask.shape), torch.zeros(*mask.shape[:3], 35)[..., 3:15].copy_(mask)
+    for view in (row, wide, torch.zeros(1, 1, 5, 32)[..., 3:15]):  # no stride of rows, unaligned ones, an odd offset
+        compare(kernel, dtype, 5, 12, kv_heads=6, mask=view.to(dtype) if dtype == torch.float32 else view)
     compare(kernel, dtype, 5, 12, kv_heads=6, mask=mask)
-    assert aten.masked == (4 if kernel is CudaEfficient else 0)
+    assert aten.masked == (10 if kernel is CudaEfficient else 0)
 
 
 @pytest.mark.parametrize(("rows", "columns", "window"), [(6, 6, None), (1, 9, 3), (4, 9, 3)])
@@ -202,10 +206,11 @@ def test_the_choice_on_cuda(given, flash, efficient, wanted):
     assert choose_on_cuda(q, k, v, given["mask"], given["call"], *asked) is wanted
 
 
-def test_a_mask_is_kept_for_the_next_call_on_the_host_alone():
-    arguments = (4, 9, 1, torch.float32)
+def test_a_small_mask_is_kept_for_the_next_call_on_the_host_alone():
+    arguments, large = (4, 9, 1, torch.float32), (512, 2048, 1, torch.float32)
     host, device = torch.device("cpu"), torch.device("meta")
     assert causal_mask(*arguments, host) is causal_mask(*arguments, host)
+    assert causal_mask(*large, host) is not causal_mask(*large, host), "4 MiB"
     assert causal_mask(*arguments, device) is not causal_mask(*arguments, device), "it would take a device's memory"
 
 

@@ -23,7 +23,9 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 
 _ATEN = torch.ops.aten
 _LOWER_RIGHT = 2  # custom_mask_type of the efficient kernel: torch.nn.attention.bias.CausalVariant.LOWER_RIGHT
-_BIAS_ALIGNMENT = 16  # columns; the efficient kernel loads its bias in aligned vectors
+_BIAS_ALIGNMENT = 16  # elements; the efficient kernel loads its bias in aligned vectors
+_KEPT_MASK = 1 << 21  # bytes of the largest mask that is kept for the next call on a CPU
+_KEPT_MASKS = 32
 _HEAD_ALIGNMENT = 8  # size of a head, for both of CUDA's
 
 
@@ -100,9 +102,11 @@ def causal_mask(
 ) -> Tensor:
     """Return the additive lower-right causal mask [groups * rows, columns]; ``window``: keys per row.
 
-    On a CPU it is cached for the next call. On a device, whose memory is limited, it lives as long as its call.
+    On a CPU small ones are cached for the next call, 64 MiB together. Others live as long as their call: making one
+    costs little beside its attention.
     """
-    make = _kept_mask if device.type == "cpu" else _new_mask
+    small = groups * rows * columns * dtype.itemsize <= _KEPT_MASK
+    make = _kept_mask if small and device.type == "cpu" else _new_mask
     return make(rows, columns, groups, dtype, device, window)
 
 
@@ -118,7 +122,7 @@ def _new_mask(
     return mask.repeat(groups, 1)[:, :columns]
 
 
-_kept_mask = lru_cache(maxsize=64)(_new_mask)
+_kept_mask = lru_cache(maxsize=_KEPT_MASKS)(_new_mask)
 
 
 def _fold_mask(mask: Tensor | None, q: Tensor, k: Tensor, window: int | None) -> Tensor:
@@ -299,13 +303,19 @@ class CudaEfficient(Formula):
         if mask is None and call.window is None:
             return None, _LOWER_RIGHT
         bias = _fold_mask(mask, q, k, call.window)
-        if bias.stride(-1) != 1 or bias.stride(-2) % _BIAS_ALIGNMENT:
+        if not _is_aligned(bias):
             columns = bias.shape[-1]
             padded = bias.new_zeros(*bias.shape[:-1], columns + -columns % _BIAS_ALIGNMENT)
             padded[..., :columns] = bias
             bias = padded[..., :columns]
         rows = q.shape[1] // k.shape[1] * q.shape[2]
         return bias.expand(q.shape[0], k.shape[1], rows, k.shape[2]), 0
+
+
+def _is_aligned(bias: Tensor) -> bool:
+    """Whether every row of a bias starts where the efficient kernel can load it: by its offset and all its strides."""
+    starts = [stride for size, stride in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1]
+    return bias.stride(-1) == 1 and not any(start % _BIAS_ALIGNMENT for start in (bias.storage_offset(), *starts))
 
 
 class Attention(torch.autograd.Function):

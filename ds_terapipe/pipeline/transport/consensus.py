@@ -53,7 +53,12 @@ class Consensus:
         self._mine = next(ranks for ranks in self._pipelines if torch.distributed.get_rank() in ranks)
 
     def announce(
-        self, placement: Placement, header: Header | None, micro_batches: int, error: BaseException | None = None
+        self,
+        placement: Placement,
+        header: Header | None,
+        micro_batches: int,
+        error: BaseException | None = None,
+        weighs: bool | None = None,
     ) -> Header:
         """Exchange the header of a step; collective.
 
@@ -62,13 +67,14 @@ class Consensus:
             header: this rank's data; the first stage's counts, the last stage's must agree.
             micro_batches: number of micro-batches in the step.
             error: error of this rank while it prepared the step.
+            weighs: whether the loss has a weight for the step; None on ranks that do not know.
 
         Returns:
             The header of this rank's pipeline.
 
         Raises:
             The error of the rank that has one, on every rank; ConfigError when the ranks' configurations differ, or the
-            lengths of inputs and labels.
+            lengths of inputs and labels, or where only some replicas have a weight.
         """
         header = header or Header((0,) * micro_batches, (0,) * micro_batches)
         is_first = torch.distributed.get_rank() == self._mine[placement.first_place]
@@ -76,17 +82,23 @@ class Consensus:
         # other stages than the first give only lengths, if they know them
         lengths = set(header.lengths) - {0}
         signatures = set(header.signatures) if is_first else set()
+        weights = set() if weighs is None else {1 + int(weighs)}
         said = (int(error is not None), self.config_hash, micro_batches, int(not uniform))
         lows, highs = self._extremes(
             [(word, word) for word in said]
-            + [(min(x, default=_MOST), max(x, default=0)) for x in (lengths, signatures)],
+            + [(min(x, default=_MOST), max(x, default=0)) for x in (lengths, signatures, weights)],
             "all ranks to start the step",
         )
         if highs[0]:
             self._raise_everywhere(error)
         if lows[1:3] != highs[1:3]:
             self._raise_different(micro_batches)
-        if lows[3:] == highs[3:] and uniform:
+        if highs[6] and lows[6] != highs[6]:
+            raise ConfigError(
+                "loss_fn.step_weight: got None on some replicas and a weight on others, must be one or the other on all, use "
+                "a weight of 0 where no label counts"
+            )
+        if lows[3:6] == highs[3:6] and uniform:
             return Header((highs[4],) * micro_batches, (highs[5],) * micro_batches, (highs[4],))
         rows = self._gather(
             [*header.lengths, *header.signatures], torch.int64, "all ranks to announce their sequence lengths"

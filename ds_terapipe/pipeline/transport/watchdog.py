@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.transport import guard
@@ -456,6 +457,12 @@ def launching(timeout_s: float) -> Iterator[Watchdog]:
         watchdog.close()
 
 
+# PyTorch 2.14 made it public, and warns of the old name
+_set_timeout: Callable[[timedelta, Any], None] = getattr(torch.distributed, "set_timeout", None) or (
+    distributed_c10d._set_pg_timeout
+)
+
+
 def bounded_group(ranks: Sequence[int] | None, timeout_s: float, backend: str | None = None) -> Any:
     """Make a process group whose operations end after ``timeout_s``; collective. ``ranks`` None: all of the job.
 
@@ -463,7 +470,7 @@ def bounded_group(ranks: Sequence[int] | None, timeout_s: float, backend: str | 
     """
     group = torch.distributed.new_group(ranks, backend=backend)
     if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
-        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+        _set_timeout(timedelta(seconds=timeout_s), group)
     return group
 
 
