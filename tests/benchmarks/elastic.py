@@ -59,7 +59,7 @@ def frozen_deepspeeds(workload: Workload, frozen: int, second: int | None) -> St
     """DeepSpeed's engine; ``second``: first layer module of the second stage, None: two replicas of the whole model."""
     if second is None:
         return steps_of(new_engine(False, 1, workload, frozen=frozen), workload, dist.get_rank(), 2)
-    return steps_of(new_engine(False, 2, workload, {}, frozen, [0, second, workload.shape.modules]), workload)
+    return steps_of(new_engine(False, 2, workload, {}, frozen, [0, second, workload.shape.layers + 2]), workload)
 
 
 def columns(workload: Workload, frozen: int, slices: Sequence[int]) -> list[Column]:
@@ -72,7 +72,7 @@ def columns(workload: Workload, frozen: int, slices: Sequence[int]) -> list[Colu
             prepare = partial(frozen_ours, workload, count, frozen, resize, name == "cached")
             settling = DECIDED if name in ("cached", "measured") else 0
             found.append(Column(f"{name}-{count}", prepare, settling, trains))
-    for second in (*range(frozen + 1, workload.shape.modules)[:2], None):
+    for second in (*range(frozen + 1, workload.shape.layers + 2)[:2], None):
         name = f"deepspeed{second}" if second else "replicas"
         found.append(Column(name, partial(frozen_deepspeeds, workload, frozen, second), trains=trains))
     return found

@@ -158,11 +158,6 @@ class Training:
         return 100 * int(total[0]) / int(total[1])
 
 
-def made(settings: Settings, rounds: measure.Settings, run: Run) -> dict[str, Any]:
-    """Result of a run, in two processes of its own."""
-    return measure.on_ranks(probed if run.probe else trained, settings, rounds, run)
-
-
 def probed(settings: Settings, rounds: measure.Settings, run: Run) -> dict[str, Any]:
     """Seconds of the fastest step; the first quarter of them is to settle in."""
     training = Training(settings, run)
@@ -295,7 +290,11 @@ def main() -> None:
         plan = plan._replace(micro_batches=[4], rounds=1, batch=8)
     read(settings)  # or say at once what is missing
     lines = Lines(Path("runs/elastic_finetune") / f"{options.task}.jsonl", Run, asdict(settings))
-    done = measure.sweep(partial(needed, plan), partial(made, settings, rounds), lines)
+
+    def make(run: Run) -> dict[str, Any]:
+        return measure.on_ranks(probed if run.probe else trained, settings, rounds, run)
+
+    done = measure.sweep(partial(needed, plan), make, lines)
     print("\n".join([title, "", *table(plan, done)]))
 
 

@@ -25,11 +25,6 @@ class Shape:
     sequence: int = 1024
     family: str = "gpt"
 
-    @property
-    def modules(self) -> int:
-        """The embedding, the blocks, the head."""
-        return self.layers + 2
-
 
 QUICK = Shape(layers=4, hidden=64, heads=4, vocabulary=128, sequence=128)
 

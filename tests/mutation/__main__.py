@@ -46,29 +46,24 @@ def main() -> None:
 
 
 def _map(options: Any) -> None:
+    """Find the lines that the tests of each file run, in all their processes."""
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
     found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
     written = threading.Lock()
 
     def look(file: str) -> None:
-        about = _lines_of(file)
+        begin = time.monotonic()
+        with tempfile.NamedTemporaryFile() as lines:
+            code, text = run_tests(["-m", SELECTED, file], {"MUTANT_LINES": lines.name}, 1800.0)
+            seen = sorted(set(Path(lines.name).read_text().split()))
+        seconds = time.monotonic() - begin
+        print(f"{file}: {seconds:.0f} s, {len(seen)} lines, exit {code}", *[text[-2000:]] * (code == 1), flush=True)
         with written:
-            found[file] = about
+            found[file] = {"seconds": seconds, "code": code, "lines": seen}
             options.out.write_text(json.dumps(found))
 
     with ThreadPoolExecutor(JOBS) as pool:
         list(pool.map(look, [file for file in files if file not in found]))
-
-
-def _lines_of(file: str) -> dict[str, Any]:
-    """The lines that tests run, in all their processes."""
-    with tempfile.NamedTemporaryFile() as lines:
-        begin = time.monotonic()
-        code, text = run_tests(["-m", SELECTED, file], {"MUTANT_LINES": lines.name}, 1800.0)
-        seconds = time.monotonic() - begin
-        seen = sorted(set(Path(lines.name).read_text().split()))
-    print(f"{file}: {seconds:.0f} s, {len(seen)} lines, exit {code}", *[text[-2000:]] * (code == 1), flush=True)
-    return {"seconds": seconds, "code": code, "lines": seen}
 
 
 def draw(known: dict[str, Any], seed: int) -> list[tuple[str, Mutant]]:
