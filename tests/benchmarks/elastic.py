@@ -10,10 +10,10 @@ Then the time that a change of shape takes.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch.distributed as dist
@@ -45,13 +45,11 @@ def frozen_ours(workload: Workload, slices: int, frozen: int, resize: Pairs | st
     step = steps_of(engine, workload)
 
     def reading() -> float | None:
-        before = replace(engine.cache_counts)
+        before = engine.cache_counts.computed
         loss = step()
-        after = engine.cache_counts
         # the first two times that a micro-batch is seen it is computed, to be kept and to be compared
-        first = before.read == 0 or engine.global_steps <= DECIDED
-        if not first and (after.read == before.read or after.computed > before.computed):
-            raise RuntimeError(f"the cache was not read: {after} after {before}")
+        if engine.cache_counts.computed > before and engine.global_steps > DECIDED:
+            raise measure.WrongResult(f"the cache was not read: {engine.cache_counts}")
         return loss
 
     return reading if cached else step
@@ -61,7 +59,7 @@ def frozen_deepspeeds(workload: Workload, frozen: int, second: int | None) -> St
     """DeepSpeed's engine; ``second``: first layer module of the second stage, None: two replicas of the whole model."""
     if second is None:
         return steps_of(new_engine(False, 1, workload, frozen=frozen), workload, dist.get_rank(), 2)
-    return steps_of(new_engine(False, 2, workload, {}, frozen, [0, second, workload.shape.modules]), workload)
+    return steps_of(new_engine(False, 2, workload, {}, frozen, [0, second, workload.shape.layers + 2]), workload)
 
 
 def columns(workload: Workload, frozen: int, slices: Sequence[int]) -> list[Column]:
@@ -74,7 +72,7 @@ def columns(workload: Workload, frozen: int, slices: Sequence[int]) -> list[Colu
             prepare = partial(frozen_ours, workload, count, frozen, resize, name == "cached")
             settling = DECIDED if name in ("cached", "measured") else 0
             found.append(Column(f"{name}-{count}", prepare, settling, trains))
-    for second in (*range(frozen + 1, workload.shape.modules)[:2], None):
+    for second in (*range(frozen + 1, workload.shape.layers + 2)[:2], None):
         name = f"deepspeed{second}" if second else "replicas"
         found.append(Column(name, partial(frozen_deepspeeds, workload, frozen, second), trains=trains))
     return found
@@ -89,63 +87,51 @@ def transitions_in(seconds: Sequence[float], stay: int = STAY) -> list[tuple[flo
     return [(extra[at], extra[at] / min(steady[at - 1 : at + 1])) for at in range(1, len(shapes))]
 
 
-def changing(workload: Workload, slices: int, frozen: int, settings: Settings) -> tuple[list[measure.Round], list[Any]]:
-    """A run that freezes and goes to one stage, back, and to one stage again: the round around it, and what is found."""
+def change_line(workload: Workload, slices: int, frozen: int, settings: Settings) -> str:
+    """Runs that freeze and go to one stage, back, and to one stage again; medians over the rounds that count."""
     resize = [(number * STAY, 1 + (number + 1) % 2) for number in range(1, CHANGES + 1)]
-    seconds: list[float] = []
+    found: list[list[tuple[float, float]]] = []
 
     def run() -> float:
-        step = steps_of(elastic_engine(workload, slices, [(STAY, frozen)], resize), workload)
-        seconds.extend(measure.timed(step, (CHANGES + 1) * STAY))
+        engine = elastic_engine(workload, slices, [(STAY, frozen)], resize)
+        seconds = measure.timed(steps_of(engine, workload), (CHANGES + 1) * STAY)
+        engine.destroy()
+        found.append(transitions_in(seconds))
         return sum(seconds)
 
-    return list(measure.run_rounds({"run": run}, settings).rounds), transitions_in(seconds)
+    result = measure.run_rounds({"run": run}, settings)
+    used = [pair for pairs, one in zip(found, result.rounds, strict=True) if one in result.counted for pair in pairs]
+    extra, steps = (statistics.median(values) for values in zip(*used, strict=True))
+    return f"{slices} slices: a change of shape takes {extra:.3f} s more, {steps:.2f} of a step; {result.state}"
 
 
-def transition_line(title: str, workload: Workload, slices: int, frozen: int, settings: Settings) -> str:
-    """Runs in fresh processes until enough were clean by the probes around them; medians over those that count."""
-    rounds, found, once = [], [], replace(settings, rounds=1, attempts=1)
-    while len(rounds) < settings.attempts and sum(one.clean for one in rounds) < settings.rounds:
-        more, transitions = measure.on_ranks(changing, workload, slices, frozen, once)
-        rounds += more
-        found.append(transitions)
-    used = [each for each, one in zip(found, rounds, strict=True) if one in measure.clean_of(rounds)]
-    extra, steps = (statistics.median(values) for values in zip(*(each for one in used for each in one), strict=True))
-    state = measure.Result({}, rounds).state
-    return f"{title}, {slices} slices: a change of shape takes {extra:.3f} s more, {steps:.2f} of a step; {state}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> None:
     options = measure.parser("elastic", __doc__, rounds=5)
     add = options.add_argument
-    add("--batches", type=measure.numbers, help="sequences per step (default 2,4; 2 with --quick)")
-    add("--parts", type=lambda text: [*map(float, text.split(","))], help="of the layers to freeze (default 0.5,0.75)")
-    add("--slices", type=measure.numbers, help="of our columns (default 1,4; 4 with --quick)")
+    add("--batches", type=measure.listed(int), help="sequences per step (default 2,4; 2 with --quick)")
+    add("--parts", type=measure.listed(float), help="of the layers to freeze (default 0.5,0.75; 0.5 with --quick)")
+    add("--slices", type=measure.listed(int), help="of our columns (default 1,4; 4 with --quick)")
     add("--layers", type=int, help="of the model (default 8; 4 with --quick)")
     add("--hidden", type=int, help="its width (default 512; 64 with --quick)")
-    add("--columns", type=lambda text: text.split(","), help="of the table's; then no change of shape is timed")
-    options = options.parse_args(arguments)
-    shape, settings, results, lines = QUICK if options.quick else Shape(), measure.settings_of(options), {}, []
+    add("--columns", type=measure.listed(str), help="of the table's; then no change of shape is timed")
+    options = options.parse_args()
+    quick: bool = options.quick
+    shape, settings, report = QUICK if quick else Shape(), measure.settings_of(options), measure.Report(options)
     shape = replace(shape, layers=options.layers or shape.layers, hidden=options.hidden or shape.hidden)
-    slices = options.slices or ([4] if options.quick else [1, 4])
-    parts = options.parts or ([0.5] if options.quick else [0.5, 0.75])
-    for part in parts:
-        for sequences in options.batches or ([2] if options.quick else [2, 4]):
-            workload, frozen = Workload(shape, sequences), 1 + int(part * shape.layers)
-            title = f"B={sequences}, embedding + {frozen - 1} frozen"
-            measure.say(f"{title}: starting")
-            every = columns(workload, frozen, slices)
-            chosen = [one for one in every if options.columns is None or one.name in options.columns]
-            results[title] = result = measure.on_ranks(measure.side_by_side, chosen, settings, 2)
-            # the fastest of those that freeze nothing
-            peers = [name for name in result.seconds if name.startswith("ours")] or [chosen[0].name]
-            print("\n".join([*result.table(title, min(peers, key=result.seconds.__getitem__)), ""]), flush=True)
-            if options.columns is None and part == parts[0]:
-                lines += [transition_line(title, workload, count, frozen, settings) for count in slices]
-    print("\n".join(lines))
-    measure.write_json(options.json, results)
-    return 0
+    slices, parts = options.slices or [1, 4][quick:], options.parts or [0.5, 0.75][: 2 - quick]
+    for part, sequences in product(parts, options.batches or [2, 4][: 2 - quick]):
+        workload, frozen = Workload(shape, sequences), 1 + int(part * shape.layers)
+        title = f"B={sequences}, embedding + {frozen - 1} frozen"
+        every = columns(workload, frozen, slices)
+        chosen = [one for one in every if options.columns is None or one.name in options.columns]
+        result = measure.on_ranks(measure.side_by_side, chosen, settings, 2)
+        # the fastest of those that freeze nothing
+        peers = [name for name in result.seconds if name.startswith("ours")] or [chosen[0].name]
+        lines = result.table(title, min(peers, key=result.seconds.__getitem__))
+        if options.columns is None and part == parts[0]:
+            lines += [measure.on_ranks(change_line, workload, count, frozen, settings) for count in slices]
+        report.add(title, result, lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

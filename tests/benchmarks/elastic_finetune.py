@@ -13,14 +13,12 @@ output folder; started again, the benchmark makes the missing ones.
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -30,7 +28,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from tests.benchmarks import measure
-from tests.benchmarks.elastic_finetune_tasks import TASKS, Settings, collate, layers_of, mean_loss, read
+from tests.benchmarks.elastic_finetune_tasks import TASKS, Settings, batch_of, collate, layers_of, mean_loss, read
 from tests.benchmarks.measure import Lines, spread
 from tests.benchmarks.models import decay_groups
 
@@ -42,7 +40,7 @@ TITLES = {
     "cache": "ours with cache",
 }
 PLACES, WARMUP = 2, 0.1
-COLUMNS = ("pipeline", "replicas", "freeze", "reshape", "cache")
+COLUMNS = tuple(TITLES)
 OURS = COLUMNS[2:]
 
 
@@ -54,6 +52,7 @@ class Run(NamedTuple):
         seed: of the order of samples, new weights and dropout.
         alpha: of the freezing; None: nothing is frozen.
         partition, micro_batch: ``partition_method`` and samples of a micro-batch at the launch.
+        probe: 1, 2, ... for a probe of few steps, 0 for a training to its end.
     """
 
     column: str
@@ -61,6 +60,7 @@ class Run(NamedTuple):
     alpha: float | None
     partition: str
     micro_batch: int
+    probe: int = 0
 
 
 def config_of(settings: Settings, run: Run, steps: int) -> dict[str, Any]:
@@ -121,34 +121,25 @@ class Training:
         )  # fmt: skip
         return iter(DataLoader(self.data["train"], batch_sampler=sampler, collate_fn=collate))
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Frozen entries of the layer list, stages, replicas."""
-        return getattr(self.engine, "frozen_layers", 0), self.engine.num_stages, self.engine.dp_world_size
-
     def train(self, count: int) -> dict[str, Any]:
-        """So many steps: seconds of all and of the fastest, mean loss, and (step, shape) where the shape has changed."""
-        taken, losses, changes, before = [], [], [], self.shape
+        """So many steps: seconds of all and of the fastest; samples read from the cache, frozen entries of the layer list."""
+        taken = []
         dist.barrier()
         start = last = time.perf_counter()
         for _ in range(count):
-            losses.append(float(self.engine.train_batch(*self.batches)))
+            self.engine.train_batch(*self.batches)
             taken.append(time.perf_counter() - last)
             last += taken[-1]
-            if self.shape != before:
-                before = self.shape
-                changes.append((self.engine.global_steps - 1, *before))
         dist.barrier()
-        seconds = measure.slowest([time.perf_counter() - start])[0]
-        found = {"seconds": seconds, "fastest": min(taken[count // 4 :]), "losses": fmean(losses)}
-        return {**found, "frozen": before[0], "changes": changes, "counts": self.counts()}
-
-    def counts(self) -> dict[str, int]:
-        """Of the cache, samples of all ranks."""
-        ranks: list[Any] = [None] * PLACES
-        mine = getattr(self.engine, "cache_counts", None)
-        dist.all_gather_object(ranks, {} if mine is None else asdict(mine))
-        return {name: sum(each[name] for each in ranks) for name in ranks[0]}
+        seconds, counts = time.perf_counter() - start, getattr(self.engine, "cache_counts", None)
+        # with more layers frozen than before, entries are what the further layers start from; with as many they are read
+        read = torch.tensor(0 if counts is None else counts.read + counts.continued)
+        dist.all_reduce(read)
+        return {
+            "seconds": measure.slowest([seconds])[0], "fastest": min(taken[count // 4 :]), "read": int(read),
+            "frozen": getattr(self.engine, "frozen_layers", 0), "stages": self.engine.num_stages,
+            "samples": self.engine.global_samples,
+        }  # fmt: skip
 
     @torch.no_grad()
     def evaluate(self, part: str) -> float:
@@ -156,66 +147,53 @@ class Training:
         states: list[Any] = [None] * PLACES
         dist.all_gather_object(states, dict(self.engine.module.state_dict()))
         with torch.random.fork_rng(devices=[]):  # what building draws is not to be missed by the training
-            layers = [spec.build() for spec in layers_of(self.settings, self.run.seed)]
-        for index, layer in enumerate(layers):
-            prefix = f"{index}."
-            found = {n.removeprefix(prefix): t for state in states for n, t in state.items() if n.startswith(prefix)}
-            layer.load_state_dict(found)
-            layer.eval()
+            model = torch.nn.Sequential(*(spec.build() for spec in layers_of(self.settings, self.run.seed)))
+        model.load_state_dict({name: tensor for state in states for name, tensor in state.items()})
+        model.eval()
         samples, total = self.data[part], torch.zeros(2, dtype=torch.int64)
         for indices in torch.arange(dist.get_rank(), len(samples), PLACES).split(64):
-            value, labels = samples[indices]
-            for layer in layers:
-                value = layer(value)
-            total += torch.tensor([int((value.argmax(-1) == labels).sum()), labels.numel()])
+            inputs, labels = batch_of(samples[indices])
+            total += torch.tensor([int((model(inputs).argmax(-1) == labels).sum()), labels.numel()])
         dist.all_reduce(total)
         return 100 * int(total[0]) / int(total[1])
 
 
-def probed(settings: Settings, run: Run, steps: int, rounds: measure.Settings) -> float:
+def probed(settings: Settings, rounds: measure.Settings, run: Run) -> dict[str, Any]:
     """Seconds of the fastest step; the first quarter of them is to settle in."""
     training = Training(settings, run)
-    rounds.quiet(rounds.probe)
-    return training.train(steps)["fastest"]
+    measure.quiet(rounds)
+    return {"step": training.train(4 if settings.quick else 40)["fastest"]}
 
 
-def trained(settings: Settings, run: Run, rounds: measure.Settings) -> dict[str, Any]:
+def trained(settings: Settings, rounds: measure.Settings, run: Run) -> dict[str, Any]:
     """All epochs of a training: lists with an item for each, dev after each, test at the end, and the probes' slowdowns.
 
     Raises WrongResult where the training was not what its column is about.
     """
     training = Training(settings, run)
-    slowdown, epochs = [rounds.quiet(rounds.probe).slowdown], []
+    slowdown, epochs = [measure.slowdown_of(measure.quiet(rounds))], []
     for epoch in range(settings.epochs):
         epochs.append(training.train(training.steps))
-        slowdown.append(rounds.probe().slowdown)
+        slowdown.append(measure.slowdown_of(measure.probe(rounds)))
         epochs[-1]["dev"] = training.evaluate("dev")
         measure.say(f"  epoch {epoch}: {epochs[-1]['seconds']:.1f} s, dev {epochs[-1]['dev']:.2f} %")
     found = {name: [epoch[name] for epoch in epochs] for name in epochs[0]}
-    samples = settings.epochs * len(training.data["train"])
-    wrong = what_is_wrong(run, found, len(layers_of(settings, run.seed)))
-    if training.engine.global_samples != samples:
-        wrong.append(f"samples: got {training.engine.global_samples}, must be {samples}")
-    if wrong:
-        raise measure.WrongResult(f"{run}: {'; '.join(wrong)}")
+    check(run, found, len(layers_of(settings, run.seed)), len(training.data["train"]))
     return {**found, "steps": training.steps, "slowdown": slowdown, "test": training.evaluate("test")}
 
 
-def what_is_wrong(run: Run, found: dict[str, Any], entries: int) -> list[str]:
-    """Where a training was not what its column is about. Of the L entries before the head L (1 - (1 - alpha)^T), rounded up, are
-    frozen after T epochs."""
-    share, column = run.alpha or 0.0, run.column
-    expected = [math.ceil((entries - 1) * (1 - (1 - share) ** at) - 1e-9) for at in range(len(found["seconds"]))]
-    moved = any(tuple(shape) == (1, PLACES) for epoch in found["changes"] for _, _, *shape in epoch)
-    # with more layers frozen than before, entries are what the further layers start from; with as many they are read
-    read, more = (sum(counts.get(name, 0) for counts in found["counts"]) for name in ("read", "continued"))
-    kept_on = any(a and a == b for a, b in pairwise(expected))
+def check(run: Run, found: Mapping[str, Any], entries: int, samples: int) -> None:
+    """Raise WrongResult where a training was not what its column is about. Of the L entries before the head
+    L (1 - (1 - alpha)^T), rounded up, are frozen after T epochs."""
+    share, column, epochs = run.alpha or 0.0, run.column, range(len(found["seconds"]))
     holds = {
-        "frozen": found["frozen"] == expected,
-        "changes": moved == (column in ("reshape", "cache")),
-        "counts": (read + more > 0) == (column == "cache") and (column != "cache" or read > 0 or not kept_on),
+        "frozen": found["frozen"] == [math.ceil((entries - 1) * (1 - (1 - share) ** at) - 1e-9) for at in epochs],
+        "stages": (found["stages"][-1] == 1) == (column in ("replicas", "reshape", "cache")),
+        "read": any(found["read"]) == (column == "cache"),
+        "samples": found["samples"] == [samples * (at + 1) for at in epochs],
     }
-    return [f"{name}: got {found[name]}" for name, true in holds.items() if not true]
+    if wrong := [f"{name}: got {found[name]}" for name, true in holds.items() if not true]:
+        raise measure.WrongResult(f"{run}: {'; '.join(wrong)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- the plan
@@ -232,34 +210,8 @@ class Plan(NamedTuple):
     batch: int = 32
 
 
-class Finished(NamedTuple):
-    """Results so far: (run, seconds of its fastest step) of each probe, and the result of `trained`, by run."""
-
-    probes: list[tuple[Run, float]]
-    results: dict[Run, dict[str, Any]]
-
-    def of(self, column: str, alpha: float | None = None) -> list[dict[str, Any]]:
-        return [found for run, found in self.results.items() if (run.column, run.alpha) == (column, alpha)]
-
-
-def finished_in(lines: Lines) -> Finished:
-    """The finished runs of a file."""
-    found = [(Run(**line.pop("run")), line) for line in lines.read()]
-    probes = [(run, line["step"]) for run, line in found if "step" in line]
-    return Finished(probes, {run: line for run, line in found if "step" not in line})
-
-
-def probes(plan: Plan) -> list[Run]:
-    """All probes, in order."""
-    served = {"pipeline": {"pipeline", "freeze"}, "replicas": {"replicas"}, "reshape": {"reshape", "cache"}}
-    return [
-        Run(column, plan.seeds[0], None, partition, size)
-        for column in served
-        if served[column] & set(plan.columns)
-        for partition in (("uniform", "parameters") if column == "pipeline" else ("uniform",))
-        for size in plan.micro_batches
-        if plan.batch // (PLACES if column == "replicas" else 1) % size == 0
-    ]
+Done = Mapping[Run, Mapping[str, Any]]
+LIKE = {"freeze": "pipeline", "cache": "reshape"}  # whose probes serve another column, too
 
 
 def kinds_of(plan: Plan) -> list[tuple[str, float | None]]:
@@ -268,98 +220,83 @@ def kinds_of(plan: Plan) -> list[tuple[str, float | None]]:
     return [kind for kind in [*kinds, *(("cache", alpha) for alpha in plan.alphas)] if kind[0] in plan.columns]
 
 
-def needed(plan: Plan, finished: Finished) -> list[tuple[bool, Run]]:
-    """(whether it is a probe, the run) of what is missing, as far as that is known; neighbours change from seed to seed."""
-    made = Counter(run for run, _ in finished.probes)
-    for number in range(plan.rounds):
-        if missing := [(True, run) for run in probes(plan) if made[run] <= number]:
-            return missing
+def needed(plan: Plan, done: Done) -> list[Run]:
+    """Runs that are missing, as far as that is known: probes, then trainings, whose neighbours change from seed to seed."""
+    probes = [
+        Run(column, plan.seeds[0], None, partition, size, number + 1)
+        for number in range(plan.rounds)
+        for column in dict.fromkeys(LIKE.get(column, column) for column in plan.columns)
+        for partition in (("uniform", "parameters") if column == "pipeline" else ("uniform",))
+        for size in plan.micro_batches
+        if plan.batch // (PLACES if column == "replicas" else 1) % size == 0
+    ]
+    if missing := [run for run in probes if run not in done]:
+        return missing
     wanted = []
     for number, seed in enumerate(plan.seeds):
         for column, alpha in kinds_of(plan)[:: -1 if number % 2 else 1]:
-            like = {"freeze": "pipeline", "cache": "reshape"}.get(column, column)
-            fastest = min((step, run) for run, step in finished.probes if run.column == like)[1]
+            served = [run for run in probes if run.column == LIKE.get(column, column)]
+            fastest = min(served, key=lambda run: done[run]["step"])
             wanted.append(Run(column, seed, alpha, fastest.partition, fastest.micro_batch))
-    return [(False, run) for run in wanted if run not in finished.results]
+    return [run for run in wanted if run not in done]
 
 
-def sweep(plan: Plan, settings: Settings, lines: Lines) -> None:
-    """Make every run that is needed and not in the file, one after another, each in two processes of its own."""
-    rounds = measure.Settings(patience=0, repeats=1) if settings.quick else measure.Settings(repeats=4)
-    while missing := needed(plan, finished_in(lines)):
-        is_probe, run = missing[0]
-        measure.say(f"{run}: {'probe' if is_probe else 'training'}, {len(missing)} runs known to be missing")
-        if is_probe:
-            lines.add(
-                run=run._asdict(), step=measure.on_ranks(probed, settings, run, 4 if settings.quick else 40, rounds)
-            )
-        else:
-            lines.add(run=run._asdict(), **measure.on_ranks(trained, settings, run, rounds))
-
-
-def table(plan: Plan, finished: Finished) -> list[str]:
+def table(plan: Plan, done: Done) -> list[str]:
     """Markdown: seconds and accuracies, mean and standard deviation over the seeds.
 
     At each epoch's fastest step: as if all steps of an epoch were as fast. Noise: the mean of the probes' slowdowns.
     """
     heads = "| | seeds | seconds | as fast as the pipeline | seconds at each epoch's fastest step | dev, % | test, % | noise |"
     lines = [heads, "|---" * 8 + "|"]
-    pipeline = [sum(one["seconds"]) for one in finished.of("pipeline")]
-    for column, alpha in kinds_of(plan):
-        if some := finished.of(column, alpha):
-            seconds = [sum(one["seconds"]) for one in some]
-            title = TITLES[column] + (f", alpha {alpha:.3g}" if column in OURS else "")
-            cells = [title, str(len(some)), f"{fmean(pipeline) / fmean(seconds):.2f}" if pipeline else ""]
-            fastest = [one["steps"] * sum(one["fastest"]) for one in some]
-            for place, digits, values in (
-                (2, 1, seconds), (4, 0, fastest), (5, 2, [one["dev"][-1] for one in some]), (6, 2, [one["test"] for one in some]),
-            ):  # fmt: skip
-                cells.insert(place, f"{fmean(values):.{digits}f} ± {spread(values):.{digits}f}")
-            lines.append(f"| {' | '.join(cells)} | {fmean(each for one in some for each in one['slowdown']):.2f} |")
+    pipeline = [sum(found["seconds"]) for run, found in done.items() if run.column == "pipeline" and not run.probe]
+    for kind in kinds_of(plan):
+        some = [found for run, found in done.items() if (run.column, run.alpha) == kind and not run.probe]
+        seconds = [sum(one["seconds"]) for one in some]
+        cells = [TITLES[kind[0]] + (f", alpha {kind[1]:.3g}" if kind[1] else ""), str(len(some)), mean_of(seconds, 1)]
+        cells += [f"{fmean(pipeline) / fmean(seconds):.2f}" if pipeline else ""]
+        cells += [mean_of([one["steps"] * sum(one["fastest"]) for one in some], 0)]
+        cells += [mean_of([one["dev"][-1] for one in some], 2), mean_of([one["test"] for one in some], 2)]
+        lines.append(f"| {' | '.join(cells)} | {fmean(each for one in some for each in one['slowdown']):.2f} |")
     return lines
 
 
-def fractions(text: str) -> tuple[float, ...]:
-    """``1/4,1/2`` as numbers, for argparse."""
-    parts = [part.partition("/") for part in text.split(",")]
-    found = tuple(float(above) / float(below or 1) for above, _, below in parts)
-    if not all(0 < alpha < 1 for alpha in found):
-        raise argparse.ArgumentTypeError(f"got {text}, must be above 0 and below 1, e.g. 1/3")
-    return found
+def mean_of(values: Sequence[float], digits: int) -> str:
+    return f"{fmean(values):.{digits}f} ± {spread(values):.{digits}f}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Exit status 1 where data are missing."""
+def main() -> None:
     options = measure.parser("elastic_finetune", __doc__)
     add = options.add_argument
     add("--task", choices=sorted(TASKS), default="bert", help="default bert")
     add("--data", help="folder of sentences (bert), zip file of images (vit)")
-    add("--folder", type=Path, default=Path("runs/elastic_finetune"), help="of the finished runs")
     add("--seeds", type=int, help="runs of each column (default 3; 1 for vit, gpt and --quick)")
+    fractions = measure.listed(lambda text: float(Fraction(text)))
     add("--alphas", type=fractions, help="e.g. 1/4,1/2 (default 1/4,1/3,2/5,1/2; 1/3 for vit, gpt and --quick)")
-    add("--columns", type=measure.names(COLUMNS), default=COLUMNS, help=f"of {','.join(COLUMNS)} (default all)")
+    add("--columns", type=measure.listed(str), default=COLUMNS, help=f"of {','.join(COLUMNS)} (default all)")
     add("--limit", type=int, help="samples of each part at most (default 4096 for gpt, else all)")
-    add("--micro-batches", type=measure.numbers, default=[4, 8, 16], help="that are probed (default 4,8,16)")
+    add("--micro-batches", type=measure.listed(int), default=[4, 8, 16], help="that are probed (default 4,8,16)")
     add("--probe-rounds", type=int, default=2, help="of all probes (default 2)")
-    options = options.parse_args(arguments)
+    options = options.parse_args()
+    if options.quick and options.data is None:
+        options.task = "gpt"  # which needs none
     title, defaults = TASKS[options.task]
     defaults = {**defaults, **({"seeds": 1, "alphas": (1 / 3,), "limit": 64} if options.quick else {})}
     seeds, alphas, limit = (getattr(options, name) or defaults.get(name) for name in ("seeds", "alphas", "limit"))
     settings = Settings(options.task, options.data, options.quick, limit, defaults["lr"])
     plan = Plan(range(seeds), alphas, options.columns, options.micro_batches, options.probe_rounds)
+    rounds = measure.Settings(repeats=4)
     if options.quick:
-        settings = Settings(options.task, None, True, limit, defaults["lr"], epochs=4, batch=8)
+        settings, rounds = replace(settings, epochs=4, batch=8), measure.Settings(patience=0, repeats=1)
         plan = plan._replace(micro_batches=[4], rounds=1, batch=8)
-    try:
-        read(settings)
-    except ValueError as error:
-        print(error)
-        return 1
-    lines = Lines(options.folder / f"{options.task}.jsonl", asdict(settings))
-    sweep(plan, settings, lines)
-    print("\n".join([title, "", *table(plan, finished_in(lines))]))
-    return 0
+    read(settings)  # or say at once what is missing
+    lines = Lines(Path("runs/elastic_finetune") / f"{options.task}.jsonl", Run, asdict(settings))
+
+    def make(run: Run) -> dict[str, Any]:
+        return measure.on_ranks(probed if run.probe else trained, settings, rounds, run)
+
+    done = measure.sweep(partial(needed, plan), make, lines)
+    print("\n".join([title, "", *table(plan, done)]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,7 @@
 """The time of a LAMB step against fused AdamW and eager PyTorch, over the tensors of BERT.
 
-``python -m tests.benchmarks.lamb`` times BERT-base and BERT-large shapes with 1 and 2 threads. AdamW is timed twice in a round:
-the two differ by the noise. Bytes per parameter are counted from the algorithms and held against a stream in the same rounds.
+``python -m tests.benchmarks.lamb`` times BERT-base and BERT-large shapes with 1 and 2 threads. Bytes per parameter are counted
+from the algorithms and held against a stream in the same rounds.
 
 All optimizers share parameters, gradients and moments: each keeps the same two averages of the same gradients, so what one
 leaves the next can go on with, and a model needs 16 bytes per parameter however many columns there are.
@@ -10,8 +10,8 @@ leaves the next can go on with, and a model needs 16 bytes per parameter however
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ STREAM_BYTES = 12  # read, write, and the read that a write to memory begins wit
 # Bytes moved per parameter when no tensor stays in a cache. AdamW: p, g, m, v read, p, m, v written. LAMB: in phase 1
 # p, g, m, v read and m, v written, in phase 2 p, m, v read and p written; 4 more to look for nan and inf. Eager: the 13
 # passes of EagerLamb, temporaries counted as the stream is, with the read before a first write.
-BYTES = {"adamw": 28, "lamb": 44, "unchecked": 40, "search": 4, "read": 4, "eager": 128, "adamw2": 28}
+BYTES = {"adamw": 28, "lamb": 44, "unchecked": 40, "search": 4, "read": 4, "eager": 128}
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
 
 
@@ -44,20 +44,12 @@ def bert(layers: int, hidden: int, vocabulary: int = 30522, positions: int = 512
 
 
 MODELS = {
-    "tiny": lambda: bert(2, 64, vocabulary=1000, positions=32),
-    "bert-base": lambda: bert(12, 768),
-    "bert-large": lambda: bert(24, 1024),
-}
-
-
-def parameters_of(model: str) -> int:
-    """How many numbers its tensors have."""
-    return sum(map(math.prod, MODELS[model]()))
+    "tiny": bert(2, 64, vocabulary=1000, positions=32), "bert-base": bert(12, 768), "bert-large": bert(24, 1024),
+}  # fmt: skip
 
 
 class EagerLamb(torch.optim.Optimizer):
-    """LAMB one tensor at a time in eager PyTorch, what a user has without a fused op, after timm's ``Lamb`` (NVLAMB with every
-    tensor adapted); every line is one pass over a tensor."""
+    """LAMB one tensor at a time in eager PyTorch, what a user has without a fused op; every line is one pass over a tensor."""
 
     def __init__(self, params: Iterable[Tensor], **settings: Any) -> None:
         super().__init__(params, settings)
@@ -65,17 +57,16 @@ class EagerLamb(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         (group,) = self.param_groups
-        group["step"] = group.get("step", 0) + 1
-        (beta1, beta2), count = group["betas"], group["step"]
+        beta1, beta2 = group["betas"]
         for parameter in group["params"]:
             state = self.state[parameter]
-            for name in () if state else ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter)
+            state["step"] += 1
             mean, square = state["exp_avg"], state["exp_avg_sq"]
             mean.lerp_(parameter.grad, 1 - beta1)
             square.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-            denominator = (square.sqrt() / (1 - beta2**count) ** 0.5).add_(group["eps"])
-            update = (mean / (1 - beta1**count)).div_(denominator).add_(parameter, alpha=group["weight_decay"])
+            denominator = (square.sqrt() / (1 - beta2 ** state["step"]) ** 0.5).add_(group["eps"])
+            update = (mean / (1 - beta1 ** state["step"])).div_(denominator)
+            update.add_(parameter, alpha=group["weight_decay"])
             weight_norm, update_norm = parameter.norm(2.0), update.norm(2.0)
             ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
             parameter.add_(update.mul_(ratio), alpha=-group["lr"])
@@ -86,7 +77,7 @@ class Case:
 
     def __init__(self, model: str) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.parameters = [torch.empty(shape).normal_(0, 0.02, generator=generator) for shape in MODELS[model]()]
+        self.parameters = [torch.empty(shape).normal_(0, 0.02, generator=generator) for shape in MODELS[model]]
         for parameter in self.parameters:
             parameter.grad = torch.empty_like(parameter).normal_(0, 1e-3, generator=generator)
         self.moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in self.parameters}
@@ -105,24 +96,22 @@ class Case:
             ((_, (table,)),) = self.optimizer("lamb")._tables.values()  # type: ignore[attr-defined]
             table.op.square_sum(table.tables, torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64))
         else:
-            self.optimizer(column.removesuffix("2")).step()
+            self.optimizer(column).step()
 
     def optimizer(self, name: str) -> torch.optim.Optimizer:
         """Optimizer as after a first step, whose moments it shares with the others."""
         if name not in self.optimizers:
             from ds_terapipe.optim.lamb import FusedLamb
 
-            # what each takes for the count of its steps
+            step: Any = torch.tensor(1.0) if name == "adamw" else 1  # how each counts
             if name == "adamw":
-                made, step = torch.optim.AdamW(self.parameters, **SETTINGS, fused=True), {"step": torch.tensor(1.0)}
+                made: Any = torch.optim.AdamW(self.parameters, **SETTINGS, fused=True)
             elif name == "eager":
-                made, step = EagerLamb(self.parameters, **SETTINGS), {}
-                made.param_groups[0]["step"] = 1
+                made = EagerLamb(self.parameters, **SETTINGS)
             else:
-                made, step = FusedLamb(self.parameters, **SETTINGS, check_gradients=name == "lamb"), {"step": 1}
+                made = FusedLamb(self.parameters, **SETTINGS, check_gradients=name == "lamb")
             for parameter, (mean, square) in self.moments.items():
-                made.state[parameter] = {"exp_avg": mean, "exp_avg_sq": square} | step
-                step = {key: value.clone() if isinstance(value, Tensor) else value for key, value in step.items()}
+                made.state[parameter] = {"exp_avg": mean, "exp_avg_sq": square, "step": deepcopy(step)}
             made.step()
             self.optimizers[name] = made
         return self.optimizers[name]
@@ -138,23 +127,21 @@ def stream_lines(result: Result, parameters: int) -> list[str]:
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> None:
     options = measure.parser("lamb", __doc__, rounds=5)
     add = options.add_argument
-    add("--models", type=measure.names(list(MODELS)), help="default bert-base,bert-large; tiny with --quick")
-    add("--threads", type=measure.numbers, default=[1, 2], help="default 1,2")
-    options, results = options.parse_args(arguments), {}
-    repeats, settings = {name: 2 if name == "eager" else 5 for name in ("stream", *BYTES)}, measure.settings_of(options)
+    add("--models", type=measure.listed(str), help="default bert-base,bert-large; tiny with --quick")
+    add("--threads", type=measure.listed(int), default=[1, 2], help="default 1,2")
+    options = options.parse_args()
+    repeats, report = {name: 2 if name == "eager" else 5 for name in ("stream", *BYTES)}, measure.Report(options)
     for model in options.models or (["tiny"] if options.quick else ["bert-base", "bert-large"]):
-        found = measure.on_ranks(measure.calls, partial(Case, model), repeats, settings, options.threads)
-        for threads, result in zip(options.threads, found, strict=True):
-            parameters = parameters_of(model)
+        parameters = sum(map(math.prod, MODELS[model]))
+        for threads in options.threads:
+            settings = measure.settings_of(options)
+            result = measure.on_ranks(measure.calls, partial(Case, model), repeats, settings, threads)
             title = f"{model}, {parameters / 1e6:.1f} M parameters, threads: {threads}"
-            results[title] = result
-            print("\n".join([*result.table(title, "adamw"), *stream_lines(result, parameters), ""]), flush=True)
-    measure.write_json(options.json, results)
-    return 0
+            report.add(title, result, [*result.table(title, "adamw"), *stream_lines(result, parameters)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,12 +17,9 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-import sys
 import sysconfig
-import time
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +30,6 @@ from torch import Tensor, nn
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Lines
 from tests.benchmarks.models import decay_groups
-from tests.spawn import run_ranks
 
 NAMES = {"lamb": "LAMB", "adamw": "AdamW"}
 # The middle one of the LRs tried first, from runs of an eighth of the samples; neighbours differ by a factor of two.
@@ -168,12 +164,12 @@ def share_of_peak(step: int, steps: int) -> float:
     return (step + 1) / climb if step < climb else (steps - step) / (steps - climb + 1)
 
 
-def train(rank: int, world: int, run: Run) -> tuple[float | None, float]:
-    """Validation loss in nats, None where the run left the finite numbers; seconds. LAMB is the package's as it comes."""
+def train(run: Run) -> dict[str, float | None]:
+    """Validation loss in nats, None where the run left the finite numbers. LAMB is the package's as it comes."""
     from ds_terapipe.optim.lamb import FusedLamb
 
     torch.set_num_threads(1)
-    start, corpus, model, steps = time.perf_counter(), load_corpus(), make_model(run.seed), run.samples // run.batch
+    corpus, model, steps = load_corpus(), make_model(run.seed), run.samples // run.batch
     settings: dict[str, Any] = {"lr": run.lr, "betas": (0.9, 0.999), "eps": 1e-6}
     groups = decay_groups(model.parameters())
     is_lamb = run.optimizer == "lamb"
@@ -191,23 +187,19 @@ def train(rank: int, world: int, run: Run) -> tuple[float | None, float]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if not math.isfinite(total):
-            return None, time.perf_counter() - start
-    loss = validation_loss(model, corpus.validation, min(VALIDATION_SAMPLES, run.samples))
-    return loss if math.isfinite(loss) else None, time.perf_counter() - start
-
-
-@torch.no_grad()
-def validation_loss(model: nn.Module, text: Tensor, count: int) -> float:
-    """Mean cross entropy over the same masked samples of the held-out files for every run."""
-    count = min(count, len(text)) // MICRO_BATCH * MICRO_BATCH
-    samples = MaskedSamples(text, count, VALIDATION_SEED)
-    losses = [masked_loss(model, *samples.batch(first, MICRO_BATCH)).item() for first in range(0, count, MICRO_BATCH)]
-    return sum(losses) / len(losses)
+            return {"loss": None}
+    count = min(VALIDATION_SAMPLES, run.samples, len(corpus.validation)) // MICRO_BATCH * MICRO_BATCH
+    samples = MaskedSamples(corpus.validation, count, VALIDATION_SEED)  # the same for every run
+    with torch.no_grad():
+        loss = statistics.fmean(
+            float(masked_loss(model, *samples.batch(at, MICRO_BATCH))) for at in range(0, count, MICRO_BATCH)
+        )
+    return {"loss": loss if math.isfinite(loss) else None}
 
 
 # ---------------------------------------------------------------------------------------------------------------- the plan
 
-Losses = dict[Run, float]  # infinity: it diverged
+Done = Mapping[Run, Mapping[str, Any]]  # a loss of None: it diverged
 
 
 class Plan(NamedTuple):
@@ -222,7 +214,12 @@ class Plan(NamedTuple):
         return Run(optimizer, batch, float(f"{lr:.3g}"), self.seeds[0] if seed is None else seed, self.samples)
 
 
-def tuning(plan: Plan, optimizer: str, batch: int, done: Losses) -> tuple[Run | None, list[Run]]:
+def loss_of(done: Done, run: Run) -> float:
+    loss = done[run]["loss"]
+    return math.inf if loss is None else loss
+
+
+def tuning(plan: Plan, optimizer: str, batch: int, done: Done) -> tuple[Run | None, list[Run]]:
     """The best run of the tuning at ``batch``, None until that is known, and the runs that are still to be made."""
     low, high = -1, 1
     while True:
@@ -230,28 +227,28 @@ def tuning(plan: Plan, optimizer: str, batch: int, done: Losses) -> tuple[Run | 
         candidates = [plan.run(optimizer, batch, rate) for rate in rates]
         if missing := [run for run in candidates if run not in done]:
             return None, missing
-        best = min(candidates, key=done.__getitem__)
-        if high - low >= 2 + EXTENSIONS or math.isinf(done[best]) or best not in (candidates[0], candidates[-1]):
+        best = min(candidates, key=partial(loss_of, done))
+        inside = best not in (candidates[0], candidates[-1])
+        if inside or high - low >= 2 + EXTENSIONS or math.isinf(loss_of(done, best)):
             return best, []
         low, high = low - (best == candidates[0]), high + (best == candidates[-1])
 
 
-def rows(plan: Plan, done: Losses) -> dict[str, dict[int, list[Run]]]:
+def rows(plan: Plan, done: Done) -> dict[str, dict[int, list[Run]]]:
     """The rows of the table: the runs of all seeds at every batch, none where the LR is not known yet."""
     found: dict[str, dict[int, list[Run]]] = {}
     for rule in ("tuned at every batch", "square-root rule"):
         for optimizer, name in NAMES.items():
-            best = {batch: tuning(plan, optimizer, batch, done)[0] for batch in plan.batches}
-            smallest = plan.batches[0]
             cells = found[f"{name}, {rule}"] = {}
             for batch in plan.batches:
-                like = best[batch if rule.startswith("tuned") else smallest]
-                rate = like and like.lr * (1 if rule.startswith("tuned") else math.sqrt(batch / smallest))
+                like = batch if rule.startswith("tuned") else plan.batches[0]
+                best, _ = tuning(plan, optimizer, like, done)
+                rate = best and best.lr * math.sqrt(batch / like)
                 cells[batch] = [plan.run(optimizer, batch, rate, seed) for seed in plan.seeds] if rate else []
     return found
 
 
-def needed(plan: Plan, done: Losses) -> list[Run]:
+def needed(plan: Plan, done: Done) -> list[Run]:
     """The runs that are known to be missing, in the order they should be made: a whole table with one seed, then with
     two."""
     wanted = [run for name in NAMES for batch in plan.batches for run in tuning(plan, name, batch, done)[1]]
@@ -260,64 +257,40 @@ def needed(plan: Plan, done: Losses) -> list[Run]:
     return [run for run in dict.fromkeys(wanted) if run not in done]
 
 
-def losses_in(lines: Lines) -> Losses:
-    """The finished runs of a file."""
-    return {Run(**line["run"]): math.inf if line["loss"] is None else line["loss"] for line in lines.read()}
-
-
-def sweep(plan: Plan, lines: Lines, jobs: int) -> None:
-    """Make every run that is needed and not in the file, ``jobs`` at a time, each in a process of its own."""
-    running: dict[Future[Any], Run] = {}
-    with ThreadPoolExecutor(jobs) as pool:
-        while (missing := [run for run in needed(plan, losses_in(lines)) if run not in running.values()]) or running:
-            for run in missing[: jobs - len(running)]:
-                running[pool.submit(run_ranks, train, 1, run, timeout=measure.LONGEST_S)] = run
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                run, ((loss, seconds),) = running.pop(future), future.result()
-                lines.add(run=run._asdict(), loss=loss, seconds=round(seconds, 1))
-                measure.say(f"{run}: loss {loss}, {seconds:.0f} s; {len(missing)} runs known to be missing")
-
-
-def report(plan: Plan, done: Losses) -> list[str]:
+def report(plan: Plan, done: Done) -> list[str]:
     """Markdown: validation loss in nats, mean and standard deviation over the seeds; then LAMB against AdamW."""
     heads = "".join(f" batch {batch}, {plan.samples // batch} steps |" for batch in plan.batches)
-    lines, cells = [f"| |{heads}", "|---" * (len(plan.batches) + 1) + "|"], rows(plan, done)
+    lines = [f"| |{heads}", "|---" * (len(plan.batches) + 1) + "|"]
     means: dict[tuple[str, int], tuple[float, float]] = {}
-    for title, row in cells.items():
+    for title, row in rows(plan, done).items():
         for batch, runs in row.items():
-            if runs and all(run in done for run in runs):
-                values = [done[run] for run in runs]
-                mean = statistics.fmean(values)
-                means[title, batch] = mean, measure.spread(values) if math.isfinite(mean) else 0.0
-        texts = ("{:.3f} ± {:.3f}".format(*means[title, b]) if (title, b) in means else "not finished" for b in row)
-        lines.append(f"| {title} | {' | '.join(texts)} |")
+            values = [loss_of(done, run) for run in runs]
+            mean = statistics.fmean(values)
+            means[title, batch] = mean, measure.spread(values) if math.isfinite(mean) else 0.0
+        lines.append(f"| {title} | {' | '.join('{:.3f} ± {:.3f}'.format(*means[title, batch]) for batch in row)} |")
     for (title, batch), (mean, deviation) in means.items():
-        other = title.replace("LAMB", "AdamW"), batch
-        if title.startswith("LAMB") and other in means:
-            # twice the standard error of the difference
-            noise = 2 * math.sqrt((deviation**2 + means[other][1] ** 2) / len(plan.seeds))
-            difference = mean - means[other][0]
-            word = "no difference beyond the noise" if abs(difference) <= noise else "a difference"
-            lines.append(f"- batch {batch}, {title} beside AdamW: {difference:+.3f}, noise {noise:.3f}: {word}")
+        if title.startswith("LAMB"):
+            other, spread = means[title.replace("LAMB", "AdamW"), batch]
+            error = math.sqrt((deviation**2 + spread**2) / len(plan.seeds))
+            difference = f"{mean - other:+.3f}, twice its standard error {2 * error:.3f}"
+            lines.append(f"- batch {batch}, {title} beside AdamW: {difference}")
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> None:
     options = measure.parser("large_batch", __doc__)
-    options.add_argument("--folder", type=Path, default=Path("runs/large_batch"), help="of the finished runs")
-    options.add_argument("--jobs", type=int, default=1, choices=(1, 2), help="runs at a time (default 1)")
-    options.add_argument(
-        "--batches", type=measure.numbers, default=[16, 128, 512], help="some of 16,128,512 (default all)"
-    )
-    options.add_argument("--seeds", help="LRs are tuned with the first (default 0,1,2; 0 with --quick)")
-    options = options.parse_args(arguments)
-    seeds = [int(seed) for seed in (options.seeds or ("0" if options.quick else "0,1,2")).split(",")]
+    add, ints = options.add_argument, measure.listed(int)
+    add("--folder", type=Path, default=Path("runs/large_batch"), help="of the finished runs")
+    add("--jobs", type=int, default=1, help="runs at a time (default 1)")
+    add("--batches", type=ints, default=[16, 128, 512], help="some of 16,128,512 (default all)")
+    add("--seeds", type=ints, help="LRs are tuned with the first (default 0,1,2; 0 with --quick)")
+    options = options.parse_args()
+    seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
     plan = Plan(options.batches, seeds, 512 if options.quick else 102_400)
-    lines = Lines(options.folder / "runs.jsonl", load_corpus().digest)
-    sweep(plan, lines, options.jobs)
-    print("\n".join(report(plan, losses_in(lines))))
-    return 0
+    lines = Lines(options.folder / "runs.jsonl", Run, load_corpus().digest)
+    make = partial(measure.on_ranks, train, ranks=1)
+    print("\n".join(report(plan, measure.sweep(partial(needed, plan), make, lines, options.jobs))))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,24 +1,24 @@
-"""Rounds, probes and columns: how every benchmark of speed takes its figures.
+"""Rounds, probes and columns: how every benchmark of speed takes its figures, and how trainings to their end are resumed.
 
 Two cores of one machine slow each other by up to 2x from minute to minute. A round measures every column once, one after
 another. Before and after it a probe runs a fixed computation on one rank and then on two at once. A round is dropped where two
 took over 1.15 times what one takes; none begins before a probe is below that, as far as patience goes. A column's figure is its
 minimum over the rounds that are left. With fewer than three of those the figures are inconclusive.
 
-What is measured runs in two processes of one thread, on both ranks alike (:func:`on_ranks`).
+What is measured runs in processes of one thread, on all ranks alike (:func:`on_ranks`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from tests.spawn import run_ranks
 
 SLOWDOWN_LIMIT, CLEAN_ROUNDS, LOSS_TOLERANCE = 1.15, 3, 1e-4
-LONGEST_S = 7 * 24 * 3600.0
 # Peers run without our hook in DeepSpeed. In every column glibc keeps what a step frees for the next one: by itself it gives
 # large blocks back, and zeroes thousands of pages in every step.
 ENVIRONMENT = {
@@ -47,9 +46,9 @@ class WrongResult(AssertionError):
 # ------------------------------------------------------------------------------------------------------------------ ranks
 
 
-def on_ranks(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run ``function(*arguments)`` on two ranks; return the first one's result. Raises AssertionError where one fails."""
-    return run_ranks(_on_rank, 2, function, *arguments, timeout=LONGEST_S, env=ENVIRONMENT)[0]
+def on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int = 2) -> Any:
+    """Run ``function(*arguments)`` on all ranks; return the first one's result. Raises AssertionError where one fails."""
+    return run_ranks(_on_rank, ranks, function, *arguments, timeout=7 * 24 * 3600.0, env=ENVIRONMENT)[0]
 
 
 def _on_rank(rank: int, world: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -80,89 +79,10 @@ def timed(step: Callable[[], object], steps: int) -> list[float]:
     return slowest(taken)
 
 
-def fixed_computation(repeats: int) -> float:
-    """Seconds for ``repeats`` passes of an MLP of 512 x 2048 over 1024 tokens, a mix like that of a GPT."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, up, down = (torch.randn(shape, generator=generator) for shape in ((1024, 512), (512, 2048), (2048, 512)))
-    start = time.perf_counter()
-    for _ in range(repeats):
-        torch.mm(F.gelu(torch.mm(hidden, up)), down)
-    return time.perf_counter() - start
-
-
 # ------------------------------------------------------------------------------------------------------ rounds and probes
 
 
-class Probe(NamedTuple):
-    """Seconds of the fixed computation: of the faster rank alone, and of the slower one when both run at once."""
-
-    alone: float
-    together: float
-
-    @property
-    def slowdown(self) -> float:
-        return self.together / self.alone
-
-
-def probe(repeats: int) -> Probe:
-    """The fixed computation on two ranks: on each alone, then on both at once."""
-    mine = [0.0, 0.0, 0.0]
-    for turn in range(3):
-        dist.barrier()
-        if turn in (dist.get_rank(), 2):
-            mine[turn] = fixed_computation(repeats)
-    *alone, together = slowest(mine)
-    return Probe(min(alone), together)
-
-
-class Round(NamedTuple):
-    """Seconds of every column, and the probes around them."""
-
-    before: Probe
-    after: Probe
-    seconds: dict[str, float]
-
-    @property
-    def slowdown(self) -> float:
-        """How many times longer two at once took than one alone, at worst."""
-        return max(self.before.together, self.after.together) / min(self.before.alone, self.after.alone)
-
-    @property
-    def clean(self) -> bool:
-        return self.slowdown <= SLOWDOWN_LIMIT
-
-
-def clean_of(rounds: Sequence[Round]) -> Sequence[Round]:
-    """Those that count: the clean ones, or all where none is."""
-    return [one for one in rounds if one.clean] or rounds
-
-
-class Result(NamedTuple):
-    """Minima of the columns over the rounds that count."""
-
-    seconds: dict[str, float]
-    rounds: Sequence[Round]
-
-    @property
-    def state(self) -> str:
-        """How many rounds were clean, and whether these are enough."""
-        clean = sum(one.clean for one in self.rounds)
-        slowdown = statistics.median(one.slowdown for one in clean_of(self.rounds))
-        few = "" if clean >= CLEAN_ROUNDS else f"INCONCLUSIVE, fewer than {CLEAN_ROUNDS} clean: "
-        return f"{few}{clean} clean rounds of {len(self.rounds)}, two at once {slowdown:.2f}x slower than one"
-
-    def table(self, title: str, reference: str) -> list[str]:
-        """A line for each column, with the ratios to one of them."""
-        heads = f"{'':38}{'seconds':>13}{'x its time':>12}{'x its speed':>13}   it: {reference}"
-        lines = [f"{title}: {self.state}", heads]
-        base = self.seconds.get(reference, math.nan)
-        for name, seconds in self.seconds.items():
-            lines.append(f"{name:38}{seconds:13.4g}{seconds / base:12.2f}{base / seconds:13.2f}")
-        return lines
-
-
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """So many clean rounds are wanted and so many tried at most; ``patience`` probes wait for a quiet machine before each, of
     ``repeats`` fixed computations."""
 
@@ -171,39 +91,94 @@ class Settings:
     patience: int = 30
     repeats: int = 16
 
-    def probe(self) -> Probe:
-        return probe(self.repeats)
 
-    def quiet(self, take_probe: Callable[[], Probe]) -> Probe:
-        """The first probe of a quiet machine, or the one at which patience ends."""
-        found, left = take_probe(), self.patience
-        while found.slowdown > SLOWDOWN_LIMIT and left:
-            found, left = take_probe(), left - 1
-        return found
+Probe = tuple[float, float]  # seconds of the faster rank alone, and of the slower one when both run at once
 
 
-def run_rounds(
-    columns: Mapping[str, Callable[[], float]], settings: Settings, take_probe: Callable[[], Probe] | None = None
-) -> Result:
+def probe(settings: Settings) -> Probe:
+    """Passes of an MLP of 512 x 2048 over 1024 tokens, a mix like that of a GPT: on each rank alone, then on both at once."""
+    hidden, up, down = (torch.ones(shape) for shape in ((1024, 512), (512, 2048), (2048, 512)))
+    mine = [0.0, 0.0, 0.0]
+    for turn in range(3):
+        dist.barrier()
+        if turn in (dist.get_rank(), 2):
+            mine[turn] = timeit.timeit(lambda: torch.mm(F.gelu(torch.mm(hidden, up)), down), number=settings.repeats)
+    *alone, together = slowest(mine)
+    return min(alone), together
+
+
+def slowdown_of(*probes: Probe) -> float:
+    """How many times longer two at once take than one alone, at worst."""
+    return max(together for _, together in probes) / min(alone for alone, _ in probes)
+
+
+def quiet(settings: Settings) -> Probe:
+    """The first probe of a quiet machine, or the one at which patience ends."""
+    found, left = probe(settings), settings.patience
+    while slowdown_of(found) > SLOWDOWN_LIMIT and left:
+        found, left = probe(settings), left - 1
+    return found
+
+
+class Round(NamedTuple):
+    """The slowdown by the probes around it, and the seconds of every column."""
+
+    slowdown: float
+    seconds: dict[str, float]
+
+    @property
+    def clean(self) -> bool:
+        return self.slowdown <= SLOWDOWN_LIMIT
+
+
+class Result(NamedTuple):
+    rounds: Sequence[Round]
+
+    @property
+    def counted(self) -> Sequence[Round]:
+        """The clean ones, or all where none is."""
+        return [one for one in self.rounds if one.clean] or self.rounds
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Minima of the columns over the rounds that count."""
+        return {name: min(one.seconds[name] for one in self.counted) for name in self.rounds[0].seconds}
+
+    @property
+    def state(self) -> str:
+        """How many rounds were clean, and whether these are enough."""
+        clean = sum(one.clean for one in self.rounds)
+        slowdown = statistics.median(one.slowdown for one in self.counted)
+        few = "" if clean >= CLEAN_ROUNDS else f"INCONCLUSIVE, fewer than {CLEAN_ROUNDS} clean: "
+        return f"{few}{clean} clean rounds of {len(self.rounds)}, two at once {slowdown:.2f}x slower than one"
+
+    def table(self, title: str, reference: str) -> list[str]:
+        """A line for each column, with the ratios to one of them."""
+        seconds = self.seconds
+        base = seconds.get(reference, float("nan"))
+        heads = f"{'':38}{'seconds':>13}{'x its time':>12}{'x its speed':>13}   it: {reference}"
+        lines = [f"{name:38}{one:13.4g}{one / base:12.2f}{base / one:13.2f}" for name, one in seconds.items()]
+        return [f"{title}: {self.state}", heads, *lines]
+
+
+def run_rounds(columns: Mapping[str, Callable[[], float]], settings: Settings) -> Result:
     """Rounds over ``columns`` (name and what measures its seconds) until enough are clean or the attempts end.
 
     The order is reversed every other round, so that no column always follows the same neighbour.
     """
-    take_probe, rounds = take_probe or settings.probe, []
+    rounds: list[Round] = []
     while len(rounds) < settings.attempts and sum(one.clean for one in rounds) < settings.rounds:
-        before = settings.quiet(take_probe)
+        before = quiet(settings)
         seconds = {name: columns[name]() for name in list(columns)[:: -1 if len(rounds) % 2 else 1]}
-        rounds.append(Round(before, take_probe(), seconds))
-        state = "clean" if rounds[-1].clean else "dropped"
-        say(f"round {len(rounds)}: two at once {rounds[-1].slowdown:.2f}x slower than one, {state}")
-    return Result({name: min(one.seconds[name] for one in clean_of(rounds)) for name in columns}, rounds)
+        rounds.append(Round(slowdown_of(before, probe(settings)), seconds))
+        say(f"round {len(rounds)}: two at once {rounds[-1].slowdown:.2f}x slower than one")
+    return Result(rounds)
 
 
 # ---------------------------------------------------------------------------------------------------------------- columns
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A way to train. ``prepare()`` returns a step: a callable that trains once and returns the loss, on one rank at least.
 
     Attributes:
@@ -243,58 +218,30 @@ def side_by_side(columns: Sequence[Column], settings: Settings, steps: int) -> R
     return run_rounds({name: lambda step=step: min(timed(step, steps)) for name, step in ways.items()}, settings)
 
 
-def fastest(call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of the fastest of so many calls, behind one that is not counted."""
-    call()
-    taken = []
-    for _ in range(repeats):
-        start = clock()
-        call()
-        taken.append(clock() - start)
-    return min(taken)
-
-
 def calls(
-    make: Callable[[], Callable[[str], object]],
-    repeats: Mapping[str, int],
-    settings: Settings,
-    threads: Sequence[int] = (1,),
-) -> list[Result]:
+    make: Callable[[], Callable[[str], object]], repeats: Mapping[str, int], settings: Settings, threads: int = 1
+) -> Result:
     """For columns of one process: ``make()`` returns, on the first rank, what takes a column's name and does it once.
 
-    The fastest of so many ``repeats`` counts. A result for each number of ``threads``. For both ranks.
+    The fastest of so many ``repeats`` counts, behind one that does not. For both ranks.
     """
     call = make() if dist.get_rank() == 0 else None
 
-    def seconds(name: str, count: int) -> float:
-        torch.set_num_threads(count)
-        taken = fastest(partial(call, name), repeats[name]) if call else 0.0
+    def seconds(name: str) -> float:
+        torch.set_num_threads(threads)
+        taken = min(timeit.repeat(partial(call, name), number=1, repeat=1 + repeats[name])[1:]) if call else 0.0
         torch.set_num_threads(1)
         return slowest([taken])[0]
 
-    return [run_rounds({name: partial(seconds, name, count) for name in repeats}, settings) for count in threads]
+    return run_rounds({name: partial(seconds, name) for name in repeats}, settings)
 
 
-# ------------------------------------------------------------------------------------------------- command line and files
+# ---------------------------------------------------------------------------------------------- command line and results
 
 
-def numbers(text: str) -> list[int]:
+def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """``1,2,4`` as a list, for argparse."""
-    found = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"got {text}, must be positive numbers, e.g. 1,2")
-    return found
-
-
-def names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Some of the known names, for argparse."""
-
-    def read(text: str) -> list[str]:
-        if unknown := [name for name in text.split(",") if name not in known]:
-            raise argparse.ArgumentTypeError(f"got {unknown[0]}, must be among {','.join(known)}")
-        return text.split(",")
-
-    return read
+    return lambda text: [kind(part) for part in text.split(",")]
 
 
 def parser(module: str, doc: str, rounds: int = 0) -> argparse.ArgumentParser:
@@ -312,31 +259,55 @@ def settings_of(options: argparse.Namespace) -> Settings:
     return Settings(1, 1, 0, 2) if options.quick else Settings(options.rounds, 3 * options.rounds)
 
 
-def write_json(path: Path | None, results: Mapping[str, Result]) -> None:
-    """Everything measured, by what the tables have for a title."""
-    if path is not None:
-        versions = {"python": sys.version, "torch": torch.__version__}
-        path.write_text(json.dumps(versions | {title: one._asdict() for title, one in results.items()}, indent=1))
+class Report:
+    """Results that are printed as they come, and of which ``--json`` keeps all that was measured."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._file, self._found = options.json, {"python": sys.version, "torch": torch.__version__}
+
+    def add(self, title: str, result: Result, lines: Sequence[str]) -> None:
+        print("\n".join([*lines, ""]), flush=True)
+        self._found[title] = {"seconds": result.seconds, "rounds": [one._asdict() for one in result.rounds]}
+        if self._file is not None:
+            self._file.write_text(json.dumps(self._found, indent=1))
+
+
+# --------------------------------------------------------------------------------------------- trainings that are resumed
 
 
 class Lines:
-    """A file with a line of JSON for each finished run. Lines of other ``settings`` are passed over (None: no line is), and so is
-    half of one, which a process that was killed leaves."""
+    """A file with a line of JSON for each finished run, a NamedTuple of a ``kind``. Lines of other ``settings`` are passed over
+    (None: no line is), and so is half of one, which a process that was killed leaves."""
 
-    def __init__(self, path: Path, settings: Any = None) -> None:
-        self.path, self.settings = path, json.loads(json.dumps(settings))
+    def __init__(self, path: Path, kind: Any, settings: Any = None) -> None:
+        self.path, self.kind, self.settings = path, kind, json.loads(json.dumps(settings))
 
-    def add(self, **line: Any) -> None:
+    def add(self, run: Any, **found: Any) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab+") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
-            file.write(json.dumps({"settings": self.settings, **line}).encode() + b"\n")
+            file.write(json.dumps({"settings": self.settings, "run": run._asdict(), **found}).encode() + b"\n")
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> dict[Any, dict[str, Any]]:
         whole = self.path.read_text().rpartition("\n")[0] if self.path.exists() else ""
         lines = [json.loads(line) for line in whole.splitlines()]
-        return [line for line in lines if line.pop("settings") == self.settings or self.settings is None]
+        return {self.kind(**line.pop("run")): line for line in lines if self.settings in (None, line.pop("settings"))}
+
+
+def sweep(
+    needed: Callable[[Any], list[Any]], make: Callable[[Any], dict[str, Any]], lines: Lines, jobs: int = 1
+) -> Any:
+    """Make every run that is needed and not in the file, ``jobs`` at a time; the results of all."""
+    running: dict[Future[Any], Any] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        while (missing := [run for run in needed(lines.read()) if run not in running.values()]) or running:
+            for run in missing[: jobs - len(running)]:
+                say(f"{run}: {len(missing)} runs known to be missing")
+                running[pool.submit(make, run)] = run
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                lines.add(running.pop(future), **future.result())
+    return lines.read()
 
 
 def spread(values: Sequence[float]) -> float:

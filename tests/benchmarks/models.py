@@ -16,7 +16,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model; ``sequence`` in tokens; ``family``: "gpt" or "llama"."""
+    """Sizes of the model; ``sequence`` in tokens; ``family``: "gpt", "llama" or "vit", of which every position sees all."""
 
     layers: int = 8
     hidden: int = 512
@@ -24,11 +24,6 @@ class Shape:
     vocabulary: int = 1024
     sequence: int = 1024
     family: str = "gpt"
-
-    @property
-    def modules(self) -> int:
-        """The embedding, the blocks, the head."""
-        return self.layers + 2
 
 
 QUICK = Shape(layers=4, hidden=64, heads=4, vocabulary=128, sequence=128)
@@ -66,13 +61,11 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block. The rows of ``qkv`` are in Megatron's order (head, q|k|v, head size)."""
-
-    causal = True
+    """Pre-norm transformer block."""
 
     def __init__(self, shape: Shape, index: int) -> None:
         super().__init__()
-        self.head_size = shape.hidden // shape.heads
+        self.head_size, self.causal = shape.hidden // shape.heads, shape.family == "gpt"
         self.norm1, self.norm2 = nn.LayerNorm(shape.hidden), nn.LayerNorm(shape.hidden)
         self.qkv, self.proj = nn.Linear(shape.hidden, 3 * shape.hidden), nn.Linear(shape.hidden, shape.hidden)
         self.fc1, self.fc2 = nn.Linear(shape.hidden, 4 * shape.hidden), nn.Linear(4 * shape.hidden, shape.hidden)
@@ -88,16 +81,16 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """[b, s, hidden] to logits [b, s, vocabulary]."""
+    """[b, s, hidden] to logits [b, s, vocabulary]; of images [b, classes]."""
 
     def __init__(self, shape: Shape, index: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(shape.hidden)
+        self.norm, self.pools = nn.LayerNorm(shape.hidden), shape.family == "vit"
         self.linear = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         initialise(self, index)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(self.norm(hidden))
+        return self.linear(self.norm(hidden.mean(1) if self.pools else hidden))
 
 
 class TokenLoss:
@@ -116,11 +109,6 @@ class TokenLoss:
 def kinds(shape: Shape) -> list[Callable[[Shape, int], nn.Module]]:
     """Classes of the layer modules, each called with shape and index."""
     return [Embedding, *[Block] * shape.layers, Head]
-
-
-def whole(shape: Shape) -> nn.Sequential:
-    """The model in one piece."""
-    return nn.Sequential(*(kind(shape, index) for index, kind in enumerate(kinds(shape))))
 
 
 @dataclass(frozen=True)
@@ -144,38 +132,16 @@ class Workload:
         return itertools.cycle(self.micro_batches()[replica::replicas])
 
 
-def llama_config(shape: Shape) -> Any:
+def llama_pipeline(shape: Shape, stages: int) -> Any:
+    """A ``PipelineModule`` of Hugging Face's Llama with two key heads and equally many layers on each stage."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
+    from ds_terapipe import hf
+
+    config = LlamaConfig(
         num_hidden_layers=shape.layers, hidden_size=shape.hidden, intermediate_size=8 * shape.hidden // 3 // 16 * 16,
         num_attention_heads=shape.heads, num_key_value_heads=2, vocab_size=shape.vocabulary,
         max_position_embeddings=shape.sequence,
     )  # fmt: skip
-
-
-def llama_pipeline(shape: Shape, stages: int) -> Any:
-    """A ``PipelineModule`` with equally many layers on each stage."""
-    from ds_terapipe import hf
-
     each = [shape.layers // stages] * stages
-    return hf.pipeline(llama_config(shape), num_stages=stages, layers_per_stage=each, seed=SEED, dynamic_shape=False)
-
-
-class WholeLlama(nn.Module):
-    """transformers' own model with the pipeline's weights, and its own attention."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        from transformers import AutoModelForCausalLM
-
-        from ds_terapipe.hf.source import source_of
-
-        source = source_of(llama_config(shape), None, SEED)
-        self.model, parts = AutoModelForCausalLM.from_config(llama_config(shape)), source.parts
-        layers = [f"{parts.layers}.{index}" for index in range(shape.layers)]
-        for part in (parts.tokens, *layers, parts.norm, parts.head):
-            self.model.get_submodule(part).load_state_dict(source.take(part).state_dict())
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens, use_cache=False).logits
+    return hf.pipeline(config, num_stages=stages, layers_per_stage=each, seed=SEED, dynamic_shape=False)

@@ -7,7 +7,6 @@ per step of every column and the ratio to DeepSpeed's PipelineEngine, which is r
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Column
-from tests.benchmarks.models import QUICK, Shape, TokenLoss, WholeLlama, Workload, kinds, llama_pipeline, whole
+from tests.benchmarks.models import QUICK, Shape, TokenLoss, Workload, kinds, llama_pipeline
 
 LEARNING_RATE = 0.1
-SLICES = (1, 2, 4, 8, 16)
 Step = Callable[[], "float | None"]
 
 
@@ -100,15 +98,18 @@ def ours(workload: Workload, slices: int | str) -> Step:
     return steps_of(new_engine(True, 2, workload, token_slices(slices)), workload)
 
 
-def accumulating(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], workload: Workload) -> Step:
-    micro_batches = workload.micro_batches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+def one_process(workload: Workload) -> Step:
+    """Plain PyTorch on the first rank."""
+    if dist.get_rank():
+        return lambda: None
+    model = nn.Sequential(*(kind(workload.shape, index) for index, kind in enumerate(kinds(workload.shape))))
+    optimizer, micro_batches = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), workload.micro_batches()
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for inputs, labels in micro_batches:
-            loss = loss_fn(model(inputs), labels) / len(micro_batches)
+            loss = TokenLoss()(model(inputs), labels) / len(micro_batches)
             loss.backward()
             total += loss.item()
         optimizer.step()
@@ -117,47 +118,33 @@ def accumulating(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], 
     return step
 
 
-def one_process(workload: Workload) -> Step:
-    """Plain PyTorch on the first rank; transformers' own model where it is a Llama."""
-    if dist.get_rank():
-        return lambda: None
-    if workload.shape.family == "llama":
-        from ds_terapipe.hf import CausalLMLoss
-
-        return accumulating(WholeLlama(workload.shape), CausalLMLoss(), workload)
-    return accumulating(whole(workload.shape), TokenLoss(), workload)
-
-
 def columns(workload: Workload) -> dict[str, Column]:
-    """By name. DeepSpeed is there twice."""
-    ways = {"one": one_process, "deepspeed": deepspeeds, "deepspeed2": deepspeeds}
-    found = [Column(name, partial(prepare, workload)) for name, prepare in ways.items()]
-    found += [Column(f"ours{count}", partial(ours, workload, count)) for count in SLICES]
-    found.append(Column("auto", partial(ours, workload, "auto"), settling()))
-    return {column.name: column for column in found}
+    """By name. DeepSpeed is there twice, one process for the GPT alone."""
+    ways: dict[str, Callable[[Workload], Step]] = {"deepspeed": deepspeeds, "deepspeed2": deepspeeds}
+    if workload.shape.family == "gpt":
+        ways["one"] = one_process
+    ways |= {f"ours{count}": partial(ours, slices=count) for count in (1, 2, 4, 8, 16)}
+    found = {name: Column(name, partial(prepare, workload)) for name, prepare in ways.items()}
+    return {**found, "auto": Column("auto", partial(ours, workload, "auto"), settling())}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    known = list(columns(Workload(Shape(), 1)))
+def main() -> None:
     options = measure.parser("token_pipeline", __doc__, rounds=5)
     add = options.add_argument
-    add("--batches", type=measure.numbers, default=[1, 2, 4, 8], help="sequences per step (default 1,2,4,8)")
-    add("--columns", type=measure.names(known), help=f"of {','.join(known)} (default all)")
+    add("--batches", type=measure.listed(int), default=[1, 2, 4, 8], help="sequences per step (default 1,2,4,8)")
+    add("--columns", type=measure.listed(str), help="of the table's (default all)")
     add("--steps", type=int, help="of a column in a round, the fastest counts (default 2; 1 from B=4)")
     add("--model", choices=("gpt", "llama"), default="gpt", help="llama: Hugging Face's (default gpt)")
     add("--sequence", type=int, help="tokens (default 1024; 128 with --quick)")
-    options, results = options.parse_args(arguments), {}
-    shape = replace(QUICK if options.quick else Shape(), family=options.model)
+    options = options.parse_args()
+    shape, report = replace(QUICK if options.quick else Shape(), family=options.model), measure.Report(options)
     shape = replace(shape, sequence=options.sequence or shape.sequence)
     for sequences in options.batches:
         every, steps = columns(Workload(shape, sequences)), options.steps or (2 if sequences <= 2 else 1)
         chosen = [every[name] for name in options.columns or every]
         result = measure.on_ranks(measure.side_by_side, chosen, measure.settings_of(options), steps)
-        results[f"B={sequences}"] = result
-        print("\n".join([*result.table(f"B={sequences}", "deepspeed"), ""]), flush=True)
-    measure.write_json(options.json, results)
-    return 0
+        report.add(f"B={sequences}", result, result.table(f"B={sequences}", "deepspeed"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -20,6 +20,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 # Whatever these calls do, no number depends on it.
 _TALK = {"debug", "info", "warning", "error", "exception", "emit", "print"}
+_UNORDERED = {"isinstance", "getattr", "hasattr", "setattr", "zip", *_TALK}
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,12 @@ class Mutant:
 
     Attributes:
         index: among all of its module.
-        line: where it is.
-        kind: comparison, constant, arithmetic, negation, statement or arguments.
         was, becomes: the changed piece of code.
     """
 
     index: int
     line: int
-    kind: str
+    kind: str  # comparison, constant, arithmetic, negation, statement or arguments
     was: str
     becomes: str
 
@@ -91,15 +90,10 @@ def _in_statement(statement: ast.AST) -> Iterator[tuple[Any, str, Any]]:
     if isinstance(statement, ast.AugAssign):
         yield statement, "statement", ast.copy_location(ast.Pass(), statement)
     for node in ast.iter_child_nodes(statement):
-        if isinstance(node, (ast.JoinedStr, ast.arguments)):
+        annotation = isinstance(statement, ast.AnnAssign) and node is statement.annotation
+        if annotation or isinstance(node, (ast.JoinedStr, ast.arguments)):
             continue
-        if isinstance(statement, ast.AnnAssign) and node is statement.annotation:
-            continue
-        if isinstance(node, (ast.stmt, ast.ExceptHandler, ast.match_case)):
-            yield from _in_statement(node)
-            continue
-        change = _of_expression(node)
-        if change is not None:
+        if not isinstance(node, (ast.stmt, ast.ExceptHandler)) and (change := _of_expression(node)) is not None:
             yield change
         yield from _in_statement(node)
 
@@ -120,12 +114,8 @@ def _of_expression(node: ast.AST) -> tuple[Any, str, Any] | None:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
         changed.value = not node.value if isinstance(node.value, bool) else node.value + 1
         return node, "constant", changed
-    if (
-        isinstance(node, ast.Call)
-        and len(node.args) >= 2
-        and not any(isinstance(a, ast.Starred) for a in node.args[:2])
-    ):
-        if _name(node) not in {"isinstance", "getattr", "hasattr", "setattr", "zip", *_TALK}:
+    if isinstance(node, ast.Call) and len(node.args) >= 2 and _name(node) not in _UNORDERED:
+        if not any(isinstance(a, ast.Starred) for a in node.args[:2]):
             changed.args[:2] = changed.args[1::-1]
             return node, "arguments", changed
     return None
@@ -133,9 +123,7 @@ def _of_expression(node: ast.AST) -> tuple[Any, str, Any] | None:
 
 def _is_text(node: ast.BinOp) -> bool:
     sides = (node.left, node.right)
-    return any(
-        isinstance(s, ast.JoinedStr) or (isinstance(s, ast.Constant) and isinstance(s.value, str)) for s in sides
-    )
+    return any(isinstance(side, ast.JoinedStr) or isinstance(getattr(side, "value", None), str) for side in sides)
 
 
 def _name(call: ast.Call) -> str:
@@ -151,39 +139,22 @@ class _Replace(ast.NodeTransformer):
 
 
 class _Trace(ast.NodeTransformer):
-    """A mark before each statement that has one of the lines, its own or inside its first line's expressions."""
+    """A mark before each statement of a function that has one of the lines, its own or inside its first line's expressions."""
 
     def __init__(self, lines: set[int]) -> None:
         self._lines = lines
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        skip = 1 if ast.get_docstring(node) is not None else 0
-        node.body = node.body[:skip] + self._marked(node.body[skip:])
+    def generic_visit(self, node: ast.AST) -> Any:
+        super().generic_visit(node)
+        for field, value in ast.iter_fields(node):
+            if isinstance(value, list) and not isinstance(node, (ast.Module, ast.ClassDef)):
+                setattr(node, field, [each for one in value for each in (*self._marks(one), one)])
         return node
 
-    def _marked(self, statements: list[Any]) -> list[Any]:
-        result: list[Any] = []
-        for statement in statements:
-            for line in sorted(self._lines & set(_own_lines(statement))):
+    def _marks(self, statement: Any) -> Iterator[ast.Expr]:
+        if isinstance(statement, ast.stmt):
+            inner = getattr(statement, "body", None)  # whose lines are not the statement's own
+            end = max(inner[0].lineno, statement.lineno + 1) if inner else (statement.end_lineno or 0) + 1
+            for line in sorted(self._lines & {*range(statement.lineno, end)}):
                 mark = ast.Call(ast.Name("__mutant_line__", ast.Load()), [ast.Constant(line)], [])
-                result.append(ast.copy_location(ast.Expr(mark), statement))
-            for field in ("body", "orelse", "finalbody"):
-                if isinstance(inner := getattr(statement, field, None), list) and not isinstance(
-                    statement, ast.ClassDef
-                ):
-                    setattr(statement, field, self._marked(inner))
-            for handler in getattr(statement, "handlers", []):
-                handler.body = self._marked(handler.body)
-            for case in getattr(statement, "cases", []):
-                case.body = self._marked(case.body)
-            result.append(statement)
-        return result
-
-
-def _own_lines(statement: ast.stmt) -> range:
-    """Lines of a statement without those of the statements inside it."""
-    inner = getattr(statement, "body", None) or getattr(statement, "cases", None)
-    if isinstance(inner, list):
-        first = inner[0].lineno if hasattr(inner[0], "lineno") else inner[0].pattern.lineno
-        return range(statement.lineno, max(first, statement.lineno + 1))
-    return range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+                yield ast.copy_location(ast.Expr(mark), statement)

@@ -8,10 +8,7 @@ import importlib
 import importlib.machinery
 import os
 import sys
-import types
-from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[3]
 _TARGET, _, _INDEX = os.environ.get("MUTANT", "").partition(":")
 _LINES = os.environ.get("MUTANT_LINES")
 
@@ -23,27 +20,17 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def source_to_code(self, data, path, *, _optimize=-1):
         code = source = data.decode()
         if _LINES:
-            code = _part("operators").traced(source)
+            code = importlib.import_module("tests.mutation.operators").traced(source)
         elif _TARGET == "known":
             code = importlib.import_module("tests.mutation.known").by_name(_INDEX).applied(self.name, source)
         elif self.name == _TARGET:
-            code = _part("operators").mutated(source, int(_INDEX))
+            code = importlib.import_module("tests.mutation.operators").mutated(source, int(_INDEX))
         return compile(code, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module):
         if _LINES:
             module.__dict__["__mutant_line__"] = _marker(self.name)
         super().exec_module(module)
-
-
-def _part(name):
-    """A module of tests/mutation, under a name of its own: the package of that name is not imported for it."""
-    full = f"_mutation_{name}"
-    if full not in sys.modules:
-        loader = importlib.machinery.SourceFileLoader(full, str(_ROOT / "tests" / "mutation" / f"{name}.py"))
-        sys.modules[full] = module = types.ModuleType(full)
-        loader.exec_module(module)
-    return sys.modules[full]
 
 
 def _marker(name):
