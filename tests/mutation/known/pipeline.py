@@ -38,4 +38,15 @@ KNOWN = (
           "        gradients, sent[shapes] = sent.get(shapes, gradients), gradients\n"
           '        outbox.send(unit, gradients, f"gradients of {unit}")\n',
           "tests/pipeline/test_assembly.py -k two_processes"),
+    Known("two receives are posted ahead", "schedule.streams", "POSTED_AHEAD = 1\n", "POSTED_AHEAD = 2\n",
+          "tests/schedule/test_hardware_queue.py"),
+    Known("a received buffer is shared by all units", "pipeline.transport.p2p",
+          "            message, tensors = new_message(spec, self._device)\n",
+          "            message, tensors = vars(self).setdefault('kept', {}).setdefault(spec, new_message(spec, self._device))\n",
+          "tests/pipeline/test_links.py"),
+    Known("shapes are announced for each length", "pipeline.transport.p2p",
+          "        self._known[boundary][key if follows else (key, span)] = spec\n",
+          "        self._known[boundary][key, span] = spec\n", "tests/pipeline/test_engine_data.py -k lengths"),
+    Known("tensors of a message overlap", "pipeline.transport.boundary", "    return [0, *accumulate(sizes)]\n",
+          "    return [0, *accumulate(size // 2 for size in sizes[:-1]), sum(sizes)]\n", "tests/pipeline/test_links.py"),
 )  # fmt: skip
