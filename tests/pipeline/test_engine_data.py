@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from ds_terapipe import ConfigError
+from ds_terapipe.pipeline.transport.p2p import Announcements
 from tests.pipeline.models import gpt, masked_loss, micro_batch, steps_of, tied_gpt
 from tests.pipeline.training import build_engine, train, train_plain, worst
 from tests.spawn import launched
@@ -105,18 +106,21 @@ def changing_shapes() -> tuple[float, str]:
     return differences(losses + trace.losses, steps * 2, trace.weights), str(raised.value)
 
 
-def new_lengths() -> list[int]:
-    """Messages and collectives of each of 39 steps, of which all micro-batches have a length of their own."""
+def new_lengths() -> list[tuple[int, int]]:
+    """Messages and collectives, and announced shapes, of 39 steps, whose micro-batches all have lengths of their own."""
     engine, calls, counts = build_engine(tied_gpt(), masked_loss, token_pipeline=SLICED), [], []
+    announced: list[Any] = []
     names = ("isend", "irecv", "all_reduce", "all_gather", "all_gather_object", "broadcast")
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             own = getattr(torch.distributed, name)
             patch.setattr(torch.distributed, name, lambda *a, _own=own, **k: calls.append(_own) or _own(*a, **k))
+        send = Announcements.send
+        patch.setattr(Announcements, "send", lambda *args: announced.append(args) or send(*args))
         for length in range(8, 47):
-            before = len(calls)
+            before = len(calls), len(announced)
             engine.train_batch(iter([micro_batch(m, length=length + m) for m in range(2)]))
-            counts.append(len(calls) - before)
+            counts.append((len(calls) - before[0], len(announced) - before[1]))
     engine.destroy()
     return counts
 
@@ -188,7 +192,9 @@ def test_lengths_and_batches_may_change_and_a_list_fits_one_length(ranks: list[d
 
 def test_steps_of_new_lengths_take_no_more_messages_than_any_others(ranks: list[dict[str, Any]]) -> None:
     for counts in (rank["new lengths"] for rank in ranks):
-        assert set(counts[1:]) == {counts[-1]} and 2 * SLICED["slices"] < counts[-1] < counts[0]
+        calls, announced = zip(*counts, strict=True)
+        assert set(calls[1:]) == {calls[-1]} and 2 * SLICED["slices"] < calls[-1] < calls[0] and not any(announced[1:])
+    assert ranks[0]["new lengths"][0][1] > 0
 
 
 def test_micro_batches_may_change_in_number(ranks: list[dict[str, Any]]) -> None:
