@@ -271,6 +271,18 @@ def test_a_wait_that_fails_while_the_thread_gives_up_leaves_the_end_to_it(store,
     assert joined[0] == (), "without a limit: the thread ends the process"
 
 
+def test_ranks_that_gloo_cannot_connect_are_told_the_setting(store, monkeypatch):
+    def refused(ranks, backend):
+        raise RuntimeError("Gloo connectFullMesh failed with connection refused\nmore")
+
+    monkeypatch.setattr(torch.distributed, "new_group", refused)
+    says = (
+        r"^rank 0 waited .* for all ranks to build their engines: Gloo .* refused: gloo could not .* GLOO_SOCKET_IFNAME"
+    )
+    with pytest.raises(PipelineStalled, match=says), launching(60.0):
+        watchdog_module.bounded_group(None, 5.0, backend="gloo")
+
+
 def test_an_error_of_another_ranks_is_read_by_those_that_wait(store):
     with pytest.raises(KeyError), launching(60.0):
         raise KeyError("x")

@@ -468,7 +468,13 @@ def bounded_group(ranks: Sequence[int] | None, timeout_s: float, backend: str | 
 
     Its creation has the job's own timeout, since processes may arrive at very different times.
     """
-    group = torch.distributed.new_group(ranks, backend=backend)
+    try:
+        group = torch.distributed.new_group(ranks, backend=backend)
+    except RuntimeError as error:
+        if "gloo" not in str(error).lower():
+            raise
+        hint = "use GLOO_SOCKET_IFNAME, the network interface that all machines share"
+        raise RuntimeError(f"{_first_line(error)}: gloo could not connect all ranks, {hint}") from error
     if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
         _set_timeout(timedelta(seconds=timeout_s), group)
     return group
