@@ -116,6 +116,26 @@ def tied_gpt(blocks: int = 4, tokens: type[Tokens] = Tokens) -> list[Any]:
     ]
 
 
+class WritingEmbedding(Embedding):
+    """Writes into the tokens that it is given."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        inputs[0].add_(1).remainder_(VOCABULARY)
+        return super().forward(inputs)
+
+
+class WritingBlock(Block):
+    """Writes into the hidden states that it is given."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.mul_(0.9))
+
+
+def writing_gpt(blocks: int = 4) -> list[Any]:
+    """Untied GPT whose layers write into their inputs."""
+    return [LayerSpec(WritingEmbedding), *(LayerSpec(WritingBlock) for _ in range(blocks)), LayerSpec(Head)]
+
+
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy of each token, [b, s]."""
     wide = logits if logits.dtype == torch.float64 else logits.float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def _step(model: Any, loss_fn: Any, step: list[Any], trained: dict[str, nn.Param
     """Add the gradients of a step's micro-batches to those of the masters; its loss."""
     total = 0.0
     for inputs, labels in step:
-        loss = loss_fn(model(inputs), labels) / len(step)
+        loss = loss_fn(model(copy.deepcopy(inputs)), labels) / len(step)  # its layers may write into them
         (loss * scale).backward()
         total += loss.item()
         for name, parameter in model.named_parameters():

@@ -41,8 +41,9 @@ class Row(NamedTuple):
     """A training.
 
     Attributes:
-        model: "gpt", "tied" (its head has the embedding's table); with megatron-core's layers "megatron" (biases, learned
-            positions, tied) and "modern" (grouped queries, RMS norm, SwiGLU, rotary positions).
+        model: "gpt", "tied" (its head has the embedding's table), "writing" (layers write into their inputs); with
+            megatron-core's layers "megatron" (biases, learned positions, tied) and "modern" (grouped queries, RMS norm,
+            SwiGLU, rotary positions).
         layout: when it starts.
         slices, schedule, weight_gradients: of ``token_pipeline``.
         micro_batches: of a step, over all replicas; two sequences each.
@@ -117,7 +118,7 @@ class Row(NamedTuple):
 
 
 FACTORS: dict[str, Sequence[Any]] = {
-    "model": ("gpt", "tied", "megatron", "modern"),
+    "model": ("gpt", "tied", "writing", "megatron", "modern"),
     "layout": tuple(Layout(*each) for each in ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 1))),
     "slices": (1, 2, UNEVEN, 8),
     "schedule": NAMES,
@@ -133,13 +134,15 @@ FACTORS: dict[str, Sequence[Any]] = {
     "cache": (False, True),
     "resume": ("no", "here", "elsewhere"),
 }
-OURS = ("gpt", "tied")
+OURS = ("gpt", "tied", "writing")
 
 RULES = (
     Rule(("model", "layout"), lambda model, layout: layout.tensor == 1 or model in ("megatron", "modern")),
     Rule(("model", "loss"), lambda model, loss: (loss != "own") == (model in OURS)),
     # the gradient of key biases is rounding, and in LAMB's norms
     Rule(("model", "optimizer"), lambda model, optimizer: optimizer != "lamb" or model != "megatron"),
+    # what is recomputed would be written into twice, in plain PyTorch too
+    Rule(("model", "recompute"), lambda model, recompute: recompute == 0 or model != "writing"),
     Rule(("precision", "optimizer"), lambda precision, optimizer: precision != "fp64" or optimizer != "lamb"),
     # megatron-core's layers have no fp16 on a CPU
     Rule(("precision", "model"), lambda precision, model: precision != "fp16" or model in OURS),

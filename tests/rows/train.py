@@ -13,14 +13,14 @@ from ds_terapipe.elastic.cache import outputs as outputs_of_cache
 from ds_terapipe.optim.lamb import FusedLamb
 from tests.elastic import training
 from tests.megatron import common
-from tests.pipeline.models import MaskedTokenLoss, focused_loss, gpt, masked_loss, micro_batch, tied_gpt
+from tests.pipeline.models import MaskedTokenLoss, focused_loss, gpt, masked_loss, micro_batch, tied_gpt, writing_gpt
 from tests.pipeline.training import _gradient, allow_fp16, build_engine
 from tests.ran import lengths_of, watched
 from tests.rows.row import FREEZES, OURS, PERIOD, RESIZES, Layout, Row
 
 SEQUENCES = 2  # of a micro-batch
 LOSSES: dict[str, Any] = {"masked": masked_loss, "per token": MaskedTokenLoss(), "focused": focused_loss}
-SPECS: dict[str, Callable[[], list[Any]]] = {"gpt": gpt, "tied": tied_gpt}
+SPECS: dict[str, Callable[[], list[Any]]] = {"gpt": gpt, "tied": tied_gpt, "writing": writing_gpt}
 SCALE = 128.0  # of an fp16 loss
 PRECISIONS: dict[str, dict[str, Any]] = {
     **training.PRECISIONS,
