@@ -208,6 +208,27 @@ def test_reading_that_takes_longer_than_computing_is_given_up(make: Made, said: 
     assert any("not used for 1 layers: got that reading a micro-batch takes" in line for line in said)
 
 
+def test_outputs_that_cannot_be_written_end_no_step(make: Made, said: list[str], monkeypatch: Any) -> None:
+    def broken(*args: Any) -> bool:
+        raise ValueError("out of handles")
+
+    cache, stage = begun(make(), Slow())
+    step(cache, stage, batch(0))
+    monkeypatch.setattr(Tier, "write", broken)
+    cache.see([batch(1), batch(2)])
+    found = [cache.outputs(n, batch(n + 1), stage.compute) for n in range(2)]
+    cache._writers.submit(int).result()
+    assert all(torch.equal(one, stage.run(batch(n + 1), 0)) for n, one in enumerate(found))
+    for _ in range(2):
+        cache.see([batch(4)])
+        if cache.active:
+            cache.outputs(0, batch(4), stage.compute)
+    assert (
+        not cache.active
+        and len([line for line in said if "ValueError while outputs were written: out of" in line]) == 1
+    )
+
+
 def test_tensor_parallel_ranks_read_of_one_level_or_none(make: Made) -> None:
     """The other rank is played by hand: both compute a sample that it lacks, from the inputs."""
     stage, others = Stage(Slow(), Slow()), []

@@ -26,7 +26,7 @@ from ds_terapipe.pipeline.slicing import TensorCut, slice_lengths, spans
 from ds_terapipe.pipeline.stage import PlainGradients, Stage
 from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
-from ds_terapipe.schedule import Op, Placement, validate
+from ds_terapipe.schedule import Op, Placement
 from tests.pipeline import models
 from tests.pipeline.fake_links import assemblies, run
 from tests.schedule.strategies import few_slices, placements, random_grid

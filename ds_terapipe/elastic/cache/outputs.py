@@ -174,7 +174,7 @@ class OutputCache:
         self._computing: list[tuple[Any, Any]] = []  # begin and end marks of micro-batches
         self._checked = False
         self._sound = True  # outputs depend on the sample alone; the same on the tensor-parallel ranks
-        self._slow = False  # whether this rank computes faster than it reads
+        self._given_up = False  # this rank computes faster than it reads, or cannot write
         self.active = False
 
     def _drop(self, folder: str) -> None:
@@ -186,7 +186,7 @@ class OutputCache:
     @property
     def worth(self) -> bool:
         """Whether entries of this level are used, as far as is known."""
-        return bool(self.tiers) and self._sound and not self._slow
+        return bool(self.tiers) and self._sound and not self._given_up
 
     def see(self, micro_batches: Sequence[Any]) -> None:
         """Begin to read the samples of a step; collective over the tensor-parallel ranks.
@@ -285,12 +285,14 @@ class OutputCache:
     # ----------------------------------------------------------------------------------------------------------- writing
 
     def _keep(self, samples: Sequence[str], outputs: Any) -> None:
-        for job in self._writing:
-            if job.done():
-                job.result()  # raises an error of the writer
+        errors = [error for job in self._writing if job.done() and (error := job.exception()) is not None]
         self._writing = [job for job in self._writing if not job.done()]
+        if errors:  # the step does not need what could not be written
+            self._given_up = True
+            got = f"{type(errors[0]).__name__} while outputs were written: {errors[0]}"
+            self._warn(f"unwritten {self._level}", f"not used for {self._layers} layers: got {got}")
         level, dims = self._level, self._dims
-        if len(self._writing) >= _WAITING or level is None or dims is None:
+        if self._given_up or len(self._writing) >= _WAITING or level is None or dims is None:
             return
         ready = None
         if self._stream is not None:
@@ -366,7 +368,7 @@ class OutputCache:
         computing = min(self._clock.seconds(end, begin) for begin, end in self._computing)
         self._reading.clear()
         if reading >= computing:
-            self._slow = True
+            self._given_up = True
             took = f"that reading a micro-batch takes {1e3 * reading:.1f} ms, and computing it {1e3 * computing:.1f} ms"
             self._warn(f"slow {self._level}", f"not used for {self._layers} layers: got {took}")
 
