@@ -18,7 +18,6 @@ from itertools import product
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from .actions import Action, Grid, Op, Unit
-from .placement import Placement, placement_of
 from .streams import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, channel_of
 
 COMPUTE = "compute"
@@ -47,29 +46,25 @@ Program: TypeAlias = Sequence[Entry]
 AnyRank = TypeVar("AnyRank", bound=Hashable)
 
 
-def queue_deadlock(
-    grid: Grid, placement: Placement | None = None, posted_ahead: int = POSTED_AHEAD, messages: int = 1
-) -> dict[int, int]:
+def queue_deadlock(grid: Grid, posted_ahead: int = POSTED_AHEAD, messages: int = 1) -> dict[int, int]:
     """Return the actions at which places deadlock on one hardware queue each.
 
     Args:
         grid: computations and messages, as `lower.with_messages` returns them.
-        placement: of the stages; None: one on each place.
-        posted_ahead: receives of a channel that are issued before their turn.
+        posted_ahead: receives of a channel that are issued before their turn; 0 where shapes are not known yet.
         messages: per unit and boundary.
 
     Returns:
         For each place that does not come to its end, the index of the action at which its queue stands.
     """
-    where = placement_of(len(grid), placement)
-    programs = {place: program_of(row, where, posted_ahead, messages) for place, row in enumerate(grid)}
+    programs = {place: program_of(row, posted_ahead, messages) for place, row in enumerate(grid)}
     at = dispatch(programs)
     return {place: programs[place][index].action for place, index in at.items() if index < len(programs[place])}
 
 
-def program_of(row: Sequence[Action], where: Placement, posted_ahead: int = POSTED_AHEAD, messages: int = 1) -> Program:
+def program_of(row: Sequence[Action], posted_ahead: int = POSTED_AHEAD, messages: int = 1) -> Program:
     """Return the entries that a place's host issues in a step, as ``pipeline/transport/p2p.py`` does."""
-    return _Issued(row, where, posted_ahead, messages).entries
+    return _Issued(row, posted_ahead, messages).entries
 
 
 def dispatch(
@@ -118,7 +113,7 @@ def dispatch(
 class _Issued:
     """Entries of a place's host while it walks along its row."""
 
-    def __init__(self, row: Sequence[Action], where: Placement, posted_ahead: int, messages: int) -> None:
+    def __init__(self, row: Sequence[Action], posted_ahead: int, messages: int) -> None:
         self.entries: list[Entry] = []
         self._ahead, self._messages, self._at = posted_ahead, messages, 0
         self._computed: tuple[int, ...] = ()  # the last entry of the computations
@@ -129,7 +124,7 @@ class _Issued:
         for action in row:
             if action.op.is_receive:
                 self._expected.setdefault(channel_of(action), deque()).append(action.unit)
-        for channel in sorted(self._expected):
+        for channel in sorted(self._expected, key=lambda channel: (not channel.forward, channel.boundary)):
             self._post(channel)
         for self._at, action in enumerate(row):
             self._act(action)

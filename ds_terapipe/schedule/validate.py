@@ -210,7 +210,7 @@ def _run(grid: Grid, where: Placement) -> Replay:
     if stuck:
         notes = {place: f"waits for {grid[place][index].counterpart}" for place, index in stuck.items()}
         raise _error(f"deadlock: {_rows(stuck, where)} wait for ever", grid, where, stuck, notes)
-    held = queue_deadlock(grid, where)
+    held = queue_deadlock(grid) or queue_deadlock(grid, posted_ahead=0)  # of the first step
     if held:
         problem = f"deadlock: {_rows(held, where)} wait for ever with CUDA_DEVICE_MAX_CONNECTIONS=1 (all streams share one queue)"
         raise _error(problem, grid, where, held, dict.fromkeys(held, "holds what was issued after it"))
