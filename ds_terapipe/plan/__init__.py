@@ -13,14 +13,13 @@ from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.costs.memory import MemoryModel, MemoryUse, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.result import Option, Plan
-from ds_terapipe.plan.slices import Cut, Cuts, Groups, best_cut, even_cuts, group_sequences, slice_times
+from ds_terapipe.plan.slices import Cut, Cuts, best_cut, even_cuts, slice_times
 from ds_terapipe.plan.stages import Partition, gain, partition
 
 __all__ = [
     "Cost",
     "Cut",
     "Cuts",
-    "Groups",
     "LayerSeconds",
     "MeasuredCost",
     "MemoryModel",
@@ -39,7 +38,6 @@ __all__ = [
     "choose",
     "even_cuts",
     "gain",
-    "group_sequences",
     "memory_use",
     "partition",
     "plan_of",

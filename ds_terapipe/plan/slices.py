@@ -13,7 +13,7 @@ slices should cost the same, so `even_cuts` has the most even cut for each numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -183,54 +183,6 @@ def even_cuts(times: Times, most: int) -> dict[int, tuple[int, ...]]:
                 ends.append(int(before[ends[-1]]))
             out[slices] = tuple(b - a for a, b in pairwise(reversed(ends)))
     return out
-
-
-class Groups(NamedTuple):
-    """Grouping of sequences: sequences and cut of each group, and the seconds of the flush schedule."""
-
-    groups: tuple[tuple[int, Cut], ...]
-    seconds: float
-
-
-def group_sequences(times: Mapping[int, Times], sequences: int, stages: int) -> Groups:
-    """The best division of a batch into groups of sequences, each cut in its own way, under the flush order.
-
-    TeraPipe's second dynamic programme (section 3.4): S_b is the least sum of times for a group of b, and the groups are a
-    knapsack, G(n) = min_b G(n - b) + S_b; T = G(B) + (K - 1) max t. Both run under one bound on the slowest slice.
-
-    Args:
-        times: for each size of a group that is allowed its `slice_times`.
-        sequences: in the batch of one replica.
-        stages: number of stages.
-
-    Raises:
-        ConfigError: no groups of these sizes have that many sequences together.
-    """
-
-    def solve(bound: float) -> tuple[tuple[int, Cut], ...] | None:
-        cut = {b: found for b, table in times.items() if (found := _least_sum(table, bound)) is not None}
-        best: list[tuple[float, int]] = [(0.0, 0)]
-        for n in range(1, sequences + 1):
-            best.append(min(((best[n - b][0] + c.total, b) for b, c in cut.items() if b <= n), default=(math.inf, 0)))
-        if math.isinf(best[sequences][0]):
-            return None
-        groups, left = [], sequences
-        while left:
-            size = best[left][1]
-            groups.append((size, cut[size]))
-            left -= size
-        return tuple(groups)
-
-    def measure(groups: tuple[tuple[int, Cut], ...]) -> tuple[float, float]:
-        return sum(cut.total for _, cut in groups), max(cut.slowest for _, cut in groups)
-
-    found = _walk(solve, measure, stages - 1)
-    if found is None:
-        raise bad_value(
-            "sequences", sequences, f"a sum of group sizes {sorted(times)}", "a measurement of one at a time"
-        )
-    total, slowest = measure(found)
-    return Groups(found, total + (stages - 1) * slowest)
 
 
 def _walk(

@@ -152,6 +152,13 @@ def test_a_file_that_is_something_else_is_left_alone(run: Path, content: str, li
     assert run.read_bytes() == whole
 
 
+@pytest.mark.parametrize("wrong", [{"step": -3}, {"step": 1.5}, {"parts": [-1, 5, 11]}, {"ranks": [[0, 0], [1, -1]]}])
+def test_numbers_below_0_and_fractions_are_refused_with_their_line(run: Path, wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=rf"history\.jsonl:1: {name}: got "):
+        read_history(str(edited(run, 0, **wrong)))
+
+
 def test_the_command_prints_the_text_or_writes_the_picture_or_json(run: Path, capsys: Any) -> None:
     periods, picture = read_history(str(run)), run.with_name("shapes.svg")
 

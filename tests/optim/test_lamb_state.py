@@ -116,6 +116,7 @@ def test_others_go_on_from_our_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_lamb, "FusedLambBuilder", lambda: SimpleNamespace(load=lambda: op))
     params = parameters()
     ours = FusedLamb(params, mode="deepspeed", lr=0.02)
+    assert ours.state_dict()["param_groups"][0]["step"] == 0, "before the first one"
     run(params, ours, range(3))
     saved = ours.state_dict()
     assert all(group.keys() >= READ_BY_OTHERS for group in saved["param_groups"])

@@ -32,6 +32,7 @@ from ds_terapipe.plan import (
     slice_times,
 )
 from ds_terapipe.plan.placed import placement_text
+from ds_terapipe.plan.result import compact
 from ds_terapipe.schedule import NAMES, Op, Placement, validate
 from tests.plan.costs import ExampleCost, compositions
 from tests.schedule import strategies
@@ -226,6 +227,7 @@ def test_a_saved_plan_is_the_same(plan, tmp_path):
 
 
 def test_a_plan_prints_what_was_chosen_and_what_lost(plan):
+    assert compact((512, 512, 512, 496, 16)) == "512x3, 496, 16"
     assert f"{plan.schedule}, {len(plan.slices)} slices" in plan.lines()[0]
     assert all(option.step_s >= plan.step_s for option in plan.losing if option.fits)
     printed = "\n".join(plan.lines()).split("other options:")[1].splitlines()[1:]
