@@ -18,7 +18,7 @@ RANKS = 6  # at a time
 
 
 class Room:
-    """Ranks that may be alive at a time. A test that stands still goes before launches that nobody waits for yet."""
+    """Limit on the ranks that are alive at a time; a test that waits goes before launches that no test waits for yet."""
 
     def __init__(self, ranks: int) -> None:
         self._all = self._free = ranks

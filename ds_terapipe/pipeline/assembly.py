@@ -298,7 +298,7 @@ def _handed_over(outputs: Any) -> Any:
 
 
 def _described(batch: StepBatch, training: bool) -> Described:
-    """What the shapes of a unit depend on: its micro-batch but for the tokens, and its tokens."""
+    """Return the key of a unit's shapes, which leaves its tokens out, and its tokens."""
     signatures, spans = batch.signatures, batch.spans  # not the batch, since links keep this function
     return lambda unit: (
         (signatures[unit.micro_batch], unit.slice > 0, training),

@@ -116,7 +116,7 @@ def left_by(kind: str, folder: str) -> dict[str, Any]:
     module, optimizer, engines = engine.module, engine.optimizer, weakref.ref(engine)
     found: dict[str, Any] = {
         "grew": min(change(before, held, "groups", "threads", "files").values()) > 0,
-        "left": [*change(before, settled(before, within_s=2.0), "groups", "threads").values()],
+        "left": [*change(before, footprint(), "groups", "threads").values()],
         "hooks": len(module._forward_pre_hooks) + len(module._forward_hooks),
         "kept": [loader() is not None, deepspeed_groups.mpu is not None, Overrides._library is not None],
         "again": raised(engine.destroy) or raised(partial(engine.train_batch, data())),

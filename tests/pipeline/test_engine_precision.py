@@ -14,7 +14,7 @@ from ds_terapipe.pipeline import engine as engine_module
 from ds_terapipe.schedule import Grid, Placement
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import Trace, allow_fp16, build_engine, errors, train, train_plain, worst
-from tests.schedule.strategies import interleaved_grid
+from tests.schedule.strategies import interleaved_grid, validated
 from tests.spawn import launched, run_ranks
 
 STEPS, MICRO_BATCHES, SLICES, CLIP = 2, 3, 8, 0.5
@@ -59,7 +59,7 @@ def exact(fp32: bool) -> Trace:
 
 def interleaved(name: str, placement: Placement, slices: tuple[int, ...], deferring: tuple[int, ...] = ()) -> Grid:
     """A random order, with micro-batches that come back together."""
-    return interleaved_grid(0, placement.places, slices, weights=bool(deferring)).grid
+    return validated(interleaved_grid(0, placement.places, slices, weights=bool(deferring))).grid
 
 
 def trained(name: str, way: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What is recorded of steps: every action that the schedule names, on every rank, in order; and how long single layers take."""
+"""Records of steps: every action of the schedule on every rank, in order, and the times of single layers."""
 
 from __future__ import annotations
 

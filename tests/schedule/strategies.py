@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import count, islice
 from typing import NamedTuple
 
+import pytest
 from hypothesis import strategies as st
 
-from ds_terapipe.schedule import NAMES, Action, Op, Placement, Unit, as_placement
+from ds_terapipe.schedule import NAMES, Action, Op, Placement, ScheduleError, Unit, as_placement, validate
+from ds_terapipe.schedule.hardware_queue import queue_deadlock
 
 stages = st.integers(1, 8)
 names = st.sampled_from(NAMES)
@@ -77,6 +80,14 @@ def random_grid(
         run.do(choice.choice(ready))
     assert len(run.done) == len(run.wanted)
     return RandomGrid(run.grid, list(slices), run.placement)
+
+
+def validated(made: RandomGrid) -> RandomGrid:
+    """The grid, which the validator takes; it must refuse one that locks up a single hardware queue, and for that alone."""
+    locks = queue_deadlock(made.grid) or queue_deadlock(made.grid, posted_ahead=0)
+    with pytest.raises(ScheduleError, match="CUDA_DEVICE_MAX_CONNECTIONS") if locks else nullcontext():
+        validate(made.grid, made.slices, None, made.placement)
+    return made
 
 
 def interleaved_grid(number: int, stages: int, slices: Sequence[int], weights: bool) -> RandomGrid:

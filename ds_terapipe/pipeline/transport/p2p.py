@@ -33,7 +33,7 @@ _KNOWN = 64
 """Specs of a boundary that are remembered from step to step."""
 
 Described: TypeAlias = Callable[[Unit], tuple[Hashable, Span | None]]
-"""Returns what the shapes of a unit depend on: a key, and beside that its tokens."""
+"""Returns the key of a unit's shapes and, where these follow the tokens, the tokens."""
 
 
 class _Sent(NamedTuple):
@@ -198,7 +198,7 @@ class Links:
 
         Args:
             row: actions of the place.
-            described: what the shapes of a unit depend on.
+            described: returns the key of a unit's shapes, and its tokens.
             cuts: of each boundary, how its tensors follow the tokens; both ends know it or neither does.
         """
         self._described, self._cuts = described, cuts
