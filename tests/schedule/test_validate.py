@@ -196,10 +196,5 @@ def test_a_forward_only_stage_is_bounded_in_training_and_others_are_not(frozen, 
 @given(strategies.placements(), strategies.few_slices, st.booleans(), st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=60)
 def test_the_validator_takes_any_order_on_any_placement_that_does_not_lock_up(placement, slices, weights, seed):
-    made = strategies.random_grid(seed, placement, slices[:3], weights, each_slice=bool(seed % 2))
-    if stream_deadlock(made.grid, placement=placement):
-        with pytest.raises(ScheduleError, match="deadlock"):
-            validate(made.grid, made.slices, None, placement)
-    else:
-        validated(made)
+    made = validated(strategies.random_grid(seed, placement, slices[:3], weights, each_slice=bool(seed % 2)))
     assert not replay(made.grid, lambda action: 1, placement=placement).stuck
