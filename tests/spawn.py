@@ -293,7 +293,7 @@ def _running(
     """
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     settings |= {"LOCAL_SIZE": str(world_size), **(env or {})}
-    fresh = settings.get("DS_ACCELERATOR", device.NAME) != device.NAME
+    fresh = settings.get("DS_ACCELERATOR", device.NAME) != device.NAME or "TESTS_FRESH" in os.environ
     with tempfile.TemporaryDirectory() as path:
         _write_job(path, work)
         try:
