@@ -1,7 +1,7 @@
 """The device that ranks of tests train on: the CPU, or with ``TESTS_DEVICE=cuda`` GPUs or the stand-in of a CUDA runtime.
 
-``TESTS_GPUS`` says how many GPUs a machine has; ranks share them by turns, on ``tests/device_stand_in``'s NCCL where they are fewer
-than ranks.
+``TESTS_GPUS`` says how many GPUs a machine has; ranks share them by turns. On fewer GPUs than ranks NCCL is the stand-in of
+``tests/device_stand_in``.
 """
 
 from __future__ import annotations

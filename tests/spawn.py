@@ -221,7 +221,11 @@ def _values(results: list[RankResult]) -> list[Any]:
 
 
 def run_to_exit(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
 ) -> list[Exit]:
     """Call ``function(rank, world_size, *args)`` in processes that end as scripts do: uncaught errors, then Python's own exit.
 

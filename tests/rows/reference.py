@@ -48,7 +48,13 @@ def _train(row: Row, dtype: torch.dtype, start: torch.dtype) -> Trained:
         for master in masters.values():
             master.grad = None
         losses.append(
-            _step(model, loss_fn, tree_map(lambda t: t.to(here), step), {n: m for n, m in masters.items() if not n.startswith(frozen)}, scale)
+            _step(
+                model,
+                loss_fn,
+                tree_map(lambda t: t.to(here), step),
+                {n: m for n, m in masters.items() if not n.startswith(frozen)},
+                scale,
+            )
         )
         if number == 0:
             first = {n: torch.zeros_like(m) if m.grad is None else m.grad.clone() for n, m in masters.items()}
