@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -22,8 +23,8 @@ from tests.device_stand_in import attention, runtime
 aten = torch.ops.aten
 
 _ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
-_LEAVE = ("record_stream", "resize_", "resize_as_", "set_", "is_pinned", "_local_scalar_dense", "_pin_memory")
-_LEAVE += ("_fused_sdp_choice",)
+_ALLOCATE += ("_pin_memory",)
+_LEAVE = ("record_stream", "resize_", "resize_as_", "set_", "is_pinned", "_local_scalar_dense", "_fused_sdp_choice")
 _COPY = ("copy_", "_to_copy", "clone")
 # The shape of their result is in the data: kernels that do nothing would give nonsense.
 _BY_DATA = ("nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount")
@@ -97,13 +98,12 @@ class Compute(TorchDispatchMode):
         kwargs = kwargs or {}
         device = _device_of(args, kwargs)
         if device is None or func.namespace != "aten":
-            if self._checks and device is None:
-                _report(_facts(func), runtime.HOST, args, kwargs, None)
-            return func(*args, **kwargs)
-        facts = _facts(func)
-        out = self._run(func, facts, args, kwargs, device)
-        if self._checks and facts.kind != "leave":
-            _report(facts, torch._C._cuda_getCurrentRawStream(device), args, kwargs, out)
+            out = func(*args, **kwargs)
+        else:
+            out = self._run(func, _facts(func), args, kwargs, device)
+        if self._checks and func.namespace == "aten" and _facts(func).kind != "leave":
+            stream = runtime.HOST if device is None else torch._C._cuda_getCurrentRawStream(device)
+            _report(_facts(func), stream, args, kwargs, out)
         return out
 
     def _run(self, func: Any, facts: _Facts, args: Any, kwargs: Any, device: int) -> Any:
@@ -189,14 +189,16 @@ def _computed(func: Any, facts: _Facts, args: Any, kwargs: Any, seed: int | None
     args, kwargs = tree_map(host, args), {key: tree_map(host, value) for key, value in kwargs.items()}
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("cpu")
-    if kwargs.pop("generator", None) is not None or seed is not None:
+    kwargs.pop("pin_memory", None)
+    if kwargs.get("generator") is not None:
+        kwargs["generator"] = torch.default_generator
+    if seed is not None:
         state = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(seed or 0)
+        torch.default_generator.manual_seed(seed)
         try:
             return func(*args, **kwargs)
         finally:
             torch.default_generator.set_state(state)
-    kwargs.pop("pin_memory", None)
     try:
         return func(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
@@ -223,31 +225,41 @@ def _fill(func: Any, written: Any, value: Any) -> None:
 
 def _report(facts: _Facts, stream: int, args: Any, kwargs: Any, out: Any) -> None:
     """Report the accesses of an operator to the runtime: reads, then writes."""
-    library, on_host = runtime.LIBRARY, stream == runtime.HOST
+    library, kind = runtime.LIBRARY, "cpu" if stream == runtime.HOST else "cuda"
     if facts.kind != "allocate":
         named = [*zip(facts.arguments, args, strict=False), *kwargs.items()]
         for name, value in sorted(named, key=lambda item: item[0] in facts.written):
-            for address, size in _bytes_of(value, on_host):
+            for address, size in _bytes_of(value, kind):
                 library.stand_in_access(stream, address, size, name in facts.written, facts.name)
-    if facts.in_place or on_host:
+    if facts.in_place:
         return
     for value in tree_leaves(out):
-        if isinstance(value, Tensor) and value.device.type == "cuda":
+        if isinstance(value, Tensor) and value.device.type == kind:
             storage = value.untyped_storage()
             library.stand_in_new_owner(storage.data_ptr(), storage.nbytes())
     if facts.kind != "allocate":
-        for address, size in _bytes_of(out, on_host):
+        for address, size in _bytes_of(out, kind):
             library.stand_in_access(stream, address, size, True, facts.name)
 
 
-def _bytes_of(value: Any, on_host: bool) -> Iterator[tuple[int, int]]:
+def _bytes_of(value: Any, kind: str) -> Iterator[tuple[int, int]]:
     """Address and length of the bytes that tensors reach, gaps of their strides included."""
-    kind = "cpu" if on_host else "cuda"
     for tensor in tree_leaves(value):
         if isinstance(tensor, Tensor) and tensor.device.type == kind and tensor.numel():
             if tensor.layout == torch.strided:
                 last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=False))
                 yield tensor.data_ptr(), (last + 1) * tensor.element_size()
+
+
+_event_query = torch.cuda.Event.query
+
+
+def _query(event: Any) -> bool:
+    """`torch.cuda.Event.query` that tells of what the program learns; other threads watch alone."""
+    completed = bool(_event_query(event))
+    if completed and event.cuda_event and threading.current_thread() is threading.main_thread():
+        runtime.LIBRARY.stand_in_saw(event.cuda_event)
+    return completed
 
 
 _installed: list[Compute] = []
@@ -257,6 +269,7 @@ def install() -> Compute:
     """Compute from now on, in this thread and in autograd's threads."""
     if not _installed:
         torch.cuda.init()
+        torch.cuda.Event.query = _query
         _installed.append(Compute())
         _installed[0].__enter__()
     return _installed[0]

@@ -1,10 +1,7 @@
 // Accesses that no order holds apart. Each stream has a vector clock, as in a race detector: recording an event copies it,
 // waiting for an event joins it, and what the host has seen is joined into a stream with whatever is issued on it. An
 // access must come after the last write of its bytes and, if it writes, after the reads since. Timing decides nothing.
-#include <pthread.h>
-
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <set>
 #include <string>
@@ -39,8 +36,9 @@ struct Range {
 struct Order {
   std::mutex lock;
   std::vector<Clock> clocks;  // of the host, then of streams
-  // What PyTorch's watchdogs of NCCL have seen. They free memory, yet tell the step nothing: counted for reuse alone.
-  Clock watched;
+  // What PyTorch's allocators and watchdogs found completed. They free memory for it, yet the program goes on the same
+  // where they find it later: it counts for reuse alone.
+  Clock polled;
   std::map<uintptr_t, Range> ranges;  // by begin
   std::set<std::string> names;
   std::map<std::string, long> races;
@@ -69,7 +67,7 @@ struct Order {
   }
   bool before(const Use& earlier, const Clock& now) const {
     uint64_t seen = now.of(earlier.stream);
-    if (earlier.former) seen = std::max(seen, watched.of(earlier.stream));
+    if (earlier.former) seen = std::max(seen, polled.of(earlier.stream));
     return earlier.at <= seen;
   }
   void compare(const Use& earlier, const char* did, const Use& now, const char* does, const Clock& clock) {
@@ -113,15 +111,6 @@ void Order::write(uintptr_t begin, uintptr_t end, const Use& use, const Clock& c
   ranges[begin] = {end, use, {}};
 }
 
-bool watchdog() {
-  static thread_local const bool is = [] {
-    char name[16] = "";
-    pthread_getname_np(pthread_self(), name, sizeof name);
-    return !strncmp(name, "pt_nccl", 7);
-  }();
-  return is;
-}
-
 }  // namespace
 
 namespace order {
@@ -138,10 +127,15 @@ void wait(int stream, const Clock& event) {
 
 void host_saw(const Clock& event) {
   std::lock_guard<std::mutex> guard(known().lock);
-  (watchdog() ? known().watched : known().clock(kHost)).join(event);
+  known().clock(kHost).join(event);
 }
 
 void host_saw(int stream) { host_saw(record(stream)); }
+
+void polled(const Clock& event) {
+  std::lock_guard<std::mutex> guard(known().lock);
+  known().polled.join(event);
+}
 
 void access(int stream, const void* address, size_t bytes, bool write, const char* name) {
   Order& all = known();

@@ -107,8 +107,9 @@ bool pinned(const void* address);
 namespace order {
 Clock record(int stream);                          // an event is recorded on it
 void wait(int stream, const Clock& event);         // it waits for an event
-void host_saw(const Clock& event);                 // this thread found the event completed
-void host_saw(int stream);                         // this thread waited for all of the stream
+void host_saw(const Clock& event);                 // the host waited for it
+void host_saw(int stream);                         // the host waited for all of it
+void polled(const Clock& event);                   // PyTorch found it completed
 void access(int stream, const void* address, size_t bytes, bool write, const char* name);
 void forget(const void* address, size_t bytes);    // the memory is another's from now on, in order with everything
 }  // namespace order

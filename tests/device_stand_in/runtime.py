@@ -43,6 +43,7 @@ def _library() -> Any:
     access = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]
     library.stand_in_access.argtypes = access
     library.stand_in_new_owner.argtypes = access[1:3]
+    library.stand_in_saw.argtypes = [ctypes.c_void_p]
     return library
 
 
