@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.cuda import _gpu_trace
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -91,8 +92,12 @@ class Compute(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._checks = runtime.check_races(False)
-        runtime.check_races(self._checks)
+        self._checks = bool(runtime.LIBRARY.stand_in_checks_races())
+        if self._checks:
+            torch._C._activate_gpu_trace()
+            _gpu_trace.register_callback_for_memory_allocation(runtime.LIBRARY.stand_in_allocated)
+            _gpu_trace.register_callback_for_memory_deallocation(runtime.LIBRARY.stand_in_freed)
+            torch.cuda.Event.query = _query
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,7 +106,7 @@ class Compute(TorchDispatchMode):
             out = func(*args, **kwargs)
         else:
             out = self._run(func, _facts(func), args, kwargs, device)
-        if self._checks and func.namespace == "aten" and _facts(func).kind != "leave":
+        if self._checks and func.namespace == "aten" and _facts(func).kind not in ("leave", "allocate"):
             stream = runtime.HOST if device is None else torch._C._cuda_getCurrentRawStream(device)
             _report(_facts(func), stream, args, kwargs, out)
         return out
@@ -226,18 +231,11 @@ def _fill(func: Any, written: Any, value: Any) -> None:
 def _report(facts: _Facts, stream: int, args: Any, kwargs: Any, out: Any) -> None:
     """Report the accesses of an operator to the runtime: reads, then writes."""
     library, kind = runtime.LIBRARY, "cpu" if stream == runtime.HOST else "cuda"
-    if facts.kind != "allocate":
-        named = [*zip(facts.arguments, args, strict=False), *kwargs.items()]
-        for name, value in sorted(named, key=lambda item: item[0] in facts.written):
-            for address, size in _bytes_of(value, kind):
-                library.stand_in_access(stream, address, size, name in facts.written, facts.name)
-    if facts.in_place:
-        return
-    for value in tree_leaves(out):
-        if isinstance(value, Tensor) and value.device.type == kind:
-            storage = value.untyped_storage()
-            library.stand_in_new_owner(storage.data_ptr(), storage.nbytes())
-    if facts.kind != "allocate":
+    named = [*zip(facts.arguments, args, strict=False), *kwargs.items()]
+    for name, value in sorted(named, key=lambda item: item[0] in facts.written):
+        for address, size in _bytes_of(value, kind):
+            library.stand_in_access(stream, address, size, name in facts.written, facts.name)
+    if not facts.in_place:
         for address, size in _bytes_of(out, kind):
             library.stand_in_access(stream, address, size, True, facts.name)
 
@@ -269,7 +267,6 @@ def install() -> Compute:
     """Compute from now on, in this thread and in autograd's threads."""
     if not _installed:
         torch.cuda.init()
-        torch.cuda.Event.query = _query
         _installed.append(Compute())
         _installed[0].__enter__()
     return _installed[0]

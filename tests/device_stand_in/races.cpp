@@ -23,6 +23,7 @@ struct Use {
   int stream = 0;
   uint64_t at = 0;  // on the stream's own clock; 0: never
   const char* name = "";
+  bool pinned = false;
   bool former = false;  // by the owner before the one of now
 };
 
@@ -37,12 +38,13 @@ struct Order {
   std::mutex lock;
   std::vector<Clock> clocks;  // of the host, then of streams
   // What PyTorch's allocators and watchdogs found completed. They free memory for it, yet the program goes on the same
-  // where they find it later: it counts for reuse alone.
+  // where they find it later: it counts for reuse alone, and for pinned memory, whose owners are not known.
   Clock polled;
   std::map<uintptr_t, Range> ranges;  // by begin
+  std::set<uintptr_t> owned;  // where the allocator's blocks begin that have an owner
   std::set<std::string> names;
   std::map<std::string, long> races;
-  std::atomic<bool> checks{settings().races};
+  const bool checks = settings().races;
 
   Clock& clock(size_t stream) {
     if (clocks.size() <= stream) clocks.resize(stream + 1);
@@ -67,7 +69,7 @@ struct Order {
   }
   bool before(const Use& earlier, const Clock& now) const {
     uint64_t seen = now.of(earlier.stream);
-    if (earlier.former) seen = std::max(seen, polled.of(earlier.stream));
+    if (earlier.former || earlier.pinned) seen = std::max(seen, polled.of(earlier.stream));
     return earlier.at <= seen;
   }
   void compare(const Use& earlier, const char* did, const Use& now, const char* does, const Clock& clock) {
@@ -139,10 +141,12 @@ void polled(const Clock& event) {
 
 void access(int stream, const void* address, size_t bytes, bool write, const char* name) {
   Order& all = known();
-  if (!all.checks || !bytes || !(device_block(address) || pinned(address))) return;
+  if (!all.checks || !bytes) return;
+  bool on_host = pinned(address);
+  if (!on_host && !device_block(address)) return;
   std::lock_guard<std::mutex> guard(all.lock);
   const Clock& clock = all.advance(stream);
-  Use use{stream, clock[stream], all.names.insert(name).first->c_str(), false};
+  Use use{stream, clock[stream], all.names.insert(name).first->c_str(), on_host, false};
   auto begin = reinterpret_cast<uintptr_t>(address), end = begin + bytes;
   all.split(begin);
   all.split(end);
@@ -171,12 +175,17 @@ API void stand_in_access(void* stream, const void* address, size_t bytes, int wr
   Stream& on = named ? stream_of(static_cast<cudaStream_t>(stream)) : default_stream(block.device);
   order::access(on.id, address, bytes, write, name);
 }
-// The memory has a new owner: what the former one did is reported as such.
-API void stand_in_new_owner(const void* address, size_t bytes) {
+API int stand_in_checks_races() { return known().checks; }
+// PyTorch's allocator gave a block away: what is known of its memory was done by former owners.
+API void stand_in_allocated(const void* address) {
   Order& all = known();
-  if (!all.checks) return;
+  Block block;
+  if (!device_block(address, &block)) return;
   std::lock_guard<std::mutex> guard(all.lock);
-  auto begin = reinterpret_cast<uintptr_t>(address), end = begin + bytes;
+  auto begin = reinterpret_cast<uintptr_t>(address), end = block.begin + block.bytes;
+  auto next = all.owned.upper_bound(begin);
+  if (next != all.owned.end()) end = std::min(end, *next);
+  all.owned.insert(begin);
   all.split(begin);
   all.split(end);
   for (auto it = all.ranges.lower_bound(begin); it != all.ranges.end() && it->first < end; ++it) {
@@ -184,7 +193,10 @@ API void stand_in_new_owner(const void* address, size_t bytes) {
     for (Use& read : it->second.reads) read.former = true;
   }
 }
-API int stand_in_check_races(int on) { return known().checks.exchange(on != 0); }
+API void stand_in_freed(const void* address) {
+  std::lock_guard<std::mutex> guard(known().lock);
+  known().owned.erase(reinterpret_cast<uintptr_t>(address));
+}
 // Gives all that was found to `each`, with how often, and forgets it.
 API void stand_in_take_races(void (*each)(const char* race, long count)) {
   std::map<std::string, long> taken;

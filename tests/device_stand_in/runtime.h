@@ -76,6 +76,7 @@ class Stream {
   const int id;     // from 1, index in clocks
 
   void issue(std::function<void()> work, std::shared_ptr<Ticket> after = nullptr);  // waits for `after` first
+  void issue(std::function<void()> work, std::shared_ptr<Ticket> after, bool holds);
   bool idle();
   void finish();                   // returns when all that was issued has ended
   void reach();                    // returns when a kernel that is issued now would begin

@@ -42,8 +42,8 @@ def _library() -> Any:
     library.stand_in_used.restype = ctypes.c_size_t
     access = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]
     library.stand_in_access.argtypes = access
-    library.stand_in_new_owner.argtypes = access[1:3]
-    library.stand_in_saw.argtypes = [ctypes.c_void_p]
+    for function in (library.stand_in_allocated, library.stand_in_freed, library.stand_in_saw):
+        function.argtypes = [ctypes.c_void_p]
     return library
 
 
@@ -91,13 +91,8 @@ def _callers() -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_races(on: bool = True) -> bool:
-    """Check accesses from now on, or no more; return whether they were checked."""
-    return bool(LIBRARY.stand_in_check_races(on))
-
-
 def races() -> Counter[str]:
-    """Return the races found so far, one sentence each with how often, and forget them."""
+    """Return the races found so far with STAND_IN_RACES=1, one sentence each with how often, and forget them."""
     found: Counter[str] = Counter()
     LIBRARY.stand_in_take_races(_EACH_RACE(lambda race, count: found.update({race.decode(): count})))
     return found

@@ -1,6 +1,7 @@
 // Streams, events and callbacks. Usually each stream is a queue of its own. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams
 // of a device are dispatched by one thread in the order of issue: an entry whose stream is busy, or whose event is not
-// reached, holds all entries behind it; an entry that runs holds those of its own stream alone.
+// reached, holds all entries behind it; an entry that runs holds those of its own stream alone. A record of an event
+// belongs to the entry before it, and holds nothing.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -30,7 +31,7 @@ class Front {
     Stream* stream;
     std::function<void()> work;
     std::shared_ptr<Ticket> after;
-    uint64_t behind;  // entries of the stream before this one
+    uint64_t behind;  // so many entries of the stream come first
   };
   void push(Entry entry) {
     std::lock_guard<std::mutex> guard(lock_);
@@ -71,6 +72,9 @@ Front& front_of(int device) {
   return (*fronts)[device];
 }
 
+// Whether this thread issues the parts of one entry, and has issued the first.
+thread_local bool entry_open = false, entry_begun = false;
+
 struct Event {
   std::shared_ptr<Ticket> ticket;  // of its last record; another thread may query it meanwhile
   unsigned flags;
@@ -95,9 +99,12 @@ void Ticket::wait() {
   finished_.wait(guard, [&] { return done.load(); });
 }
 
-void Stream::issue(std::function<void()> work, std::shared_ptr<Ticket> after) {
+void Stream::issue(std::function<void()> work, std::shared_ptr<Ticket> after) { issue(work, after, !entry_begun); }
+
+void Stream::issue(std::function<void()> work, std::shared_ptr<Ticket> after, bool holds) {
   uint64_t behind = issued_++;
-  if (settings().one_queue) return front_of(device).push({this, std::move(work), std::move(after), behind});
+  if (entry_open) entry_begun = true;
+  if (settings().one_queue) return front_of(device).push({this, std::move(work), std::move(after), holds ? behind : 0});
   push([work = std::move(work), after = std::move(after)] {
     if (after) after->wait();
     work();
@@ -176,6 +183,12 @@ API void stand_in_reach(void* stream, int device) {
   (stream ? stream_of(static_cast<cudaStream_t>(stream)) : default_stream(device)).reach();
 }
 
+// What this thread issues between 1 and 0 is one entry, as a kernel of NCCL is: its parts hold nothing on their own.
+API void stand_in_one_entry(int open) {
+  entry_open = open;
+  entry_begun = false;
+}
+
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
   std::lock_guard<std::mutex> guard(all_lock);
   *stream = reinterpret_cast<cudaStream_t>(&add_stream(current_device, priority, true));
@@ -233,7 +246,7 @@ API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t on) {
   auto ticket = std::make_shared<Ticket>();
   ticket->clock = order::record(stream.id);
   std::atomic_store(&recorded->ticket, ticket);
-  stream.issue([ticket] { ticket->finish(); });
+  stream.issue([ticket] { ticket->finish(); }, nullptr, false);
   return cudaSuccess;
 }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
