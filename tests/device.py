@@ -43,8 +43,8 @@ def take() -> str:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         # products of fp32 in TF32 differ by more than slices do
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        if "FAKE_CUDA_LIB" in os.environ:
-            import fakecuda_mode
+        from tests.device_stand_in import compute, runtime
 
-            fakecuda_mode.install()
+        if runtime.LIBRARY is not None:
+            compute.install()
     return BACKENDS[name]

@@ -171,7 +171,7 @@ void fold_all(Comm* comm, const Parts& parts, const char* own, char* into, int t
     operands.size = comm->size;
     for (int peer = 0; peer < comm->size; ++peer)
       operands.from[peer] = peer == comm->rank ? own + at : arrived(comm, peer, stream);
-    fold(stream, operands, into + at, bytes / size_of(type), type, op);
+    fold(stream, operands, into + at, bytes, bytes / size_of(type), type, op);
     for (int peer = 0; peer < comm->size; ++peer)
       if (peer != comm->rank) release(comm, peer, stream);
   }

@@ -80,7 +80,7 @@ void fold_as(cudaStream_t stream, const Operands& operands, char* into, size_t c
   check(cudaPeekAtLastError(), "fold_kernel");
 }
 
-void fold(cudaStream_t stream, const Operands& operands, char* into, size_t count, int type, int op) {
+void fold(cudaStream_t stream, const Operands& operands, char* into, size_t, size_t count, int type, int op) {
   switch (type) {
     case 0: return fold_as<int8_t>(stream, operands, into, count, op);
     case 1: return fold_as<uint8_t>(stream, operands, into, count, op);
