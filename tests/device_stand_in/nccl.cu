@@ -1,9 +1,9 @@
 // A stand-in for NCCL: ranks on one machine, on any devices or all on one, whose messages go through shared host memory.
 //
-// Preloaded in front of PyTorch's CUDA build, under its own ProcessGroupNCCL. Everything is ordered by streams, as in NCCL: a message
-// is copies between the device and the shared memory, with waits of the stream and marks by it between them; the host waits
-// only while a communicator is made. A send is over when its peer has taken all of it (NCCL: at the latest then).
-// A real device (nvcc) waits and marks by stream memory operations; the runtime's stand-in (STAND_IN_RUNTIME) by host functions.
+// Preloaded in front of PyTorch's CUDA build, under its own ProcessGroupNCCL. As in NCCL, an operation, or a group of messages, is one
+// kernel of its stream: it waits for its peers while it runs, and the host does not. A send is over when its peer has taken
+// all of it (NCCL's ends at the latest then). The host waits only while a communicator is made.
+// On a device (nvcc) that is a kernel; on the stand-in runtime (STAND_IN_RUNTIME) a host function.
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -33,21 +33,11 @@
 
 namespace {
 
-constexpr size_t kChunk = 256 << 10;
-constexpr uint32_t kSlots = 4;
 constexpr uint32_t kAborted = 0x7fffffff;
-constexpr int kMostRanks = 16;
 constexpr int kNoColor = -1;
 constexpr auto kJoin = std::chrono::seconds(300);
 
 enum Result { kSuccess = 0, kSystemError = 2, kInvalidArgument = 4 };
-
-// One direction between two ranks: chunks go round in slots.
-struct Channel {
-  alignas(64) std::atomic<uint32_t> full;   // chunks that the sender has put
-  alignas(64) std::atomic<uint32_t> taken;  // chunks that the receiver has taken
-  alignas(256) char slots[kSlots][kChunk];
-};
 
 struct Split {
   std::atomic<uint32_t> number;
@@ -76,10 +66,6 @@ size_t size_of(int type) {
   static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
   return sizes[type];
 }
-
-size_t chunks_of(size_t bytes) { return (bytes + kChunk - 1) / kChunk; }
-
-size_t length_of(size_t bytes, size_t chunk) { return std::min(kChunk, bytes - chunk * kChunk); }
 
 template <class Done>
 bool spin(Done done) {
@@ -111,107 +97,37 @@ Comm* join(const std::string& name, int size, int rank) {
   return comm;
 }
 
-// ---- messages, chunk by chunk
+// ---- operations: each is one entry of its stream, as a kernel of NCCL is
 
-void put(Comm* comm, int to, const void* from, size_t bytes, cudaStream_t stream) {
-  Channel& channel = comm->channel(comm->rank, to);
-  const uint32_t number = comm->sent[to]++;
-  if (number >= kSlots) wait_for(stream, &channel.taken, number + 1 - kSlots);
-  cudaMemcpyAsync(channel.slots[number % kSlots], from, bytes, cudaMemcpyDeviceToHost, stream);
-  mark(stream, &channel.full, number + 1);
+void put(Comm* comm, Work& work, int to, const void* from, size_t bytes, bool until_taken) {
+  work.add({Piece::kPut, until_taken, const_cast<void*>(from), bytes, &comm->channel(comm->rank, to), comm->sent[to]});
+  comm->sent[to] += chunks_of(bytes);
 }
 
-// The slot with the next chunk, once it is there.
-char* arrived(Comm* comm, int from, cudaStream_t stream) {
-  Channel& channel = comm->channel(from, comm->rank);
-  const uint32_t number = comm->received[from]++;
-  wait_for(stream, &channel.full, number + 1);
-  return channel.slots[number % kSlots];
+void take(Comm* comm, Work& work, int from, void* to, size_t bytes) {
+  work.add({Piece::kTake, false, to, bytes, &comm->channel(from, comm->rank), comm->received[from]});
+  comm->received[from] += chunks_of(bytes);
 }
 
-void release(Comm* comm, int from, cudaStream_t stream) {
-  mark(stream, &comm->channel(from, comm->rank).taken, comm->received[from]);
-}
-
-void take(Comm* comm, int from, void* to, size_t bytes, cudaStream_t stream) {
-  char* slot = arrived(comm, from, stream);
-  cudaMemcpyAsync(to, slot, bytes, cudaMemcpyHostToDevice, stream);
-  release(comm, from, stream);
-}
-
-void until_taken(Comm* comm, int to, cudaStream_t stream) {
-  wait_for(stream, &comm->channel(comm->rank, to).taken, comm->sent[to]);
-}
-
-// A part of memory per rank that goes to that rank, and one that comes from it.
-struct Parts {
-  const char* out[kMostRanks] = {};
-  char* in[kMostRanks] = {};
-  size_t bytes = 0;
-};
-
-void exchange(Comm* comm, const Parts& parts, cudaStream_t stream) {
-  for (size_t chunk = 0; chunk < chunks_of(parts.bytes); ++chunk) {
-    const size_t at = chunk * kChunk, bytes = length_of(parts.bytes, chunk);
-    for (int peer = 0; peer < comm->size; ++peer)
-      if (peer != comm->rank && parts.out[peer]) put(comm, peer, parts.out[peer] + at, bytes, stream);
-    for (int peer = 0; peer < comm->size; ++peer)
-      if (peer != comm->rank && parts.in[peer]) take(comm, peer, parts.in[peer] + at, bytes, stream);
+// Puts together what comes from all ranks, in the order of ranks, and this rank's own part.
+void fold(Comm* comm, Work& work, const void* own, void* into, size_t count, int type, int op) {
+  work.fold = {own, into, count, size_of(type), type, op, comm->size, comm->rank, {}, {}};
+  for (int peer = 0; peer < comm->size; ++peer) {
+    work.fold.channels[peer] = &comm->channel(peer, comm->rank);
+    work.fold.numbers[peer] = comm->received[peer];
+    if (peer != comm->rank) comm->received[peer] += chunks_of(count * size_of(type));
   }
-}
-
-// Each rank sends parts.out; those in `into` fold what comes from all with their own part.
-void fold_all(Comm* comm, const Parts& parts, const char* own, char* into, int type, int op, cudaStream_t stream) {
-  for (size_t chunk = 0; chunk < chunks_of(parts.bytes); ++chunk) {
-    const size_t at = chunk * kChunk, bytes = length_of(parts.bytes, chunk);
-    for (int peer = 0; peer < comm->size; ++peer)
-      if (peer != comm->rank && parts.out[peer]) put(comm, peer, parts.out[peer] + at, bytes, stream);
-    if (!into) continue;
-    Operands operands{};
-    operands.size = comm->size;
-    for (int peer = 0; peer < comm->size; ++peer)
-      operands.from[peer] = peer == comm->rank ? own + at : arrived(comm, peer, stream);
-    fold(stream, operands, into + at, bytes, bytes / size_of(type), type, op);
-    for (int peer = 0; peer < comm->size; ++peer)
-      if (peer != comm->rank) release(comm, peer, stream);
-  }
-}
-
-struct Message {
-  bool is_send;
-  char* memory;
-  size_t bytes;
-  int peer;
-  Comm* comm;
-};
-
-void run(const std::vector<Message>& messages, cudaStream_t stream) {
-  size_t most = 0;
-  for (const Message& each : messages) most = std::max(most, chunks_of(each.bytes));
-  for (size_t chunk = 0; chunk < most; ++chunk) {
-    const size_t at = chunk * kChunk;
-    for (const bool sends : {true, false})
-      for (const Message& each : messages) {
-        if (each.is_send != sends || chunk >= chunks_of(each.bytes)) continue;
-        const size_t bytes = length_of(each.bytes, chunk);
-        if (sends)
-          put(each.comm, each.peer, each.memory + at, bytes, stream);
-        else
-          take(each.comm, each.peer, each.memory + at, bytes, stream);
-      }
-  }
-  for (const Message& each : messages)
-    if (each.is_send) until_taken(each.comm, each.peer, stream);
 }
 
 thread_local int depth = 0;
-thread_local std::vector<std::pair<cudaStream_t, Message>> grouped;
+thread_local std::map<cudaStream_t, Work> grouped;
 
-int issue(const Message& message, cudaStream_t stream) {
-  if (depth)
-    grouped.push_back({stream, message});
-  else
-    run({message}, stream);
+template <class Fill>
+int issue(cudaStream_t stream, Fill fill) {
+  if (depth) return fill(grouped[stream]), kSuccess;
+  Work work;
+  fill(work);
+  run(stream, work);
   return kSuccess;
 }
 
@@ -290,66 +206,62 @@ API int ncclCommMemStats(Comm*, int, uint64_t* bytes) { return *bytes = 0, kSucc
 API int ncclGroupStart() { return ++depth, kSuccess; }
 API int ncclGroupEnd() {
   if (--depth) return kSuccess;
-  std::map<cudaStream_t, std::vector<Message>> streams;
-  for (const auto& [stream, message] : grouped) streams[stream].push_back(message);
+  for (const auto& [stream, work] : grouped) run(stream, work);
   grouped.clear();
-  for (const auto& [stream, messages] : streams) run(messages, stream);
   return kSuccess;
 }
 API int ncclSend(const void* from, size_t count, int type, int peer, Comm* comm, cudaStream_t stream) {
-  char* memory = const_cast<char*>(static_cast<const char*>(from));
-  return issue({true, memory, count * size_of(type), peer, comm}, stream);
+  return issue(stream, [&](Work& work) { put(comm, work, peer, from, count * size_of(type), true); });
 }
 API int ncclRecv(void* to, size_t count, int type, int peer, Comm* comm, cudaStream_t stream) {
-  return issue({false, static_cast<char*>(to), count * size_of(type), peer, comm}, stream);
+  return issue(stream, [&](Work& work) { take(comm, work, peer, to, count * size_of(type)); });
 }
 API int ncclAllReduce(const void* in, void* out, size_t count, int type, int op, Comm* comm, cudaStream_t stream) {
-  const char* own = static_cast<const char*>(in);
-  Parts parts;
-  parts.bytes = count * size_of(type);
-  std::fill(parts.out, parts.out + comm->size, own);
-  fold_all(comm, parts, own, static_cast<char*>(out), type, op, stream);
-  return kSuccess;
+  Work work;
+  for (int peer = 0; peer < comm->size; ++peer)
+    if (peer != comm->rank) put(comm, work, peer, in, count * size_of(type), true);
+  fold(comm, work, in, out, count, type, op);
+  return run(stream, work), kSuccess;
 }
 API int ncclReduce(const void* in, void* out, size_t count, int type, int op, int root, Comm* comm, cudaStream_t stream) {
-  const char* own = static_cast<const char*>(in);
-  Parts parts;
-  parts.bytes = count * size_of(type);
-  if (root != comm->rank) parts.out[root] = own;
-  fold_all(comm, parts, own, root == comm->rank ? static_cast<char*>(out) : nullptr, type, op, stream);
-  return kSuccess;
+  Work work;
+  if (root == comm->rank)
+    fold(comm, work, in, out, count, type, op);
+  else
+    put(comm, work, root, in, count * size_of(type), true);
+  return run(stream, work), kSuccess;
 }
 API int ncclReduceScatter(const void* in, void* out, size_t count, int type, int op, Comm* comm, cudaStream_t stream) {
-  Parts parts;
-  parts.bytes = count * size_of(type);
-  for (int peer = 0; peer < comm->size; ++peer) parts.out[peer] = static_cast<const char*>(in) + peer * parts.bytes;
-  fold_all(comm, parts, parts.out[comm->rank], static_cast<char*>(out), type, op, stream);
-  return kSuccess;
+  const char* parts = static_cast<const char*>(in);
+  const size_t bytes = count * size_of(type);
+  Work work;
+  for (int peer = 0; peer < comm->size; ++peer)
+    if (peer != comm->rank) put(comm, work, peer, parts + peer * bytes, bytes, true);
+  fold(comm, work, parts + comm->rank * bytes, out, count, type, op);
+  return run(stream, work), kSuccess;
 }
 API int ncclBroadcast(const void* in, void* out, size_t count, int type, int root, Comm* comm, cudaStream_t stream) {
-  Parts parts;
-  parts.bytes = count * size_of(type);
-  if (root == comm->rank) {
-    std::fill(parts.out, parts.out + comm->size, static_cast<const char*>(in));
-    if (in != out) cudaMemcpyAsync(out, in, parts.bytes, cudaMemcpyDeviceToDevice, stream);
-  } else {
-    parts.in[root] = static_cast<char*>(out);
-  }
-  exchange(comm, parts, stream);
-  return kSuccess;
+  const size_t bytes = count * size_of(type);
+  Work work;
+  if (root != comm->rank) return take(comm, work, root, out, bytes), run(stream, work), kSuccess;
+  if (in != out) cudaMemcpyAsync(out, in, bytes, cudaMemcpyDeviceToDevice, stream);
+  for (int peer = 0; peer < comm->size; ++peer)
+    if (peer != comm->rank) put(comm, work, peer, in, bytes, true);
+  return run(stream, work), kSuccess;
 }
 API int ncclBcast(void* memory, size_t count, int type, int root, Comm* comm, cudaStream_t stream) {
   return ncclBroadcast(memory, memory, count, type, root, comm, stream);
 }
 API int ncclAllGather(const void* in, void* out, size_t count, int type, Comm* comm, cudaStream_t stream) {
-  Parts parts;
-  parts.bytes = count * size_of(type);
+  char* parts = static_cast<char*>(out);
+  const size_t bytes = count * size_of(type);
+  char* mine = parts + comm->rank * bytes;
+  if (in != mine) cudaMemcpyAsync(mine, in, bytes, cudaMemcpyDeviceToDevice, stream);
+  Work work;
   for (int peer = 0; peer < comm->size; ++peer) {
-    parts.out[peer] = static_cast<const char*>(in);
-    parts.in[peer] = static_cast<char*>(out) + peer * parts.bytes;
+    if (peer == comm->rank) continue;
+    put(comm, work, peer, in, bytes, true);
+    take(comm, work, peer, parts + peer * bytes, bytes);
   }
-  char* mine = parts.in[comm->rank];
-  if (in != mine) cudaMemcpyAsync(mine, in, parts.bytes, cudaMemcpyDeviceToDevice, stream);
-  exchange(comm, parts, stream);
-  return kSuccess;
+  return run(stream, work), kSuccess;
 }
