@@ -115,7 +115,9 @@ two_ahead_ends = in_background("two ahead", 3, lambda: run_to_exit(two_ahead, 3,
 def test_two_receives_ahead_lock_up_one_queue_and_are_reported(two_ahead_ends: Any) -> None:
     for end in two_ahead_ends:
         assert end.code == 70, end.output
-        assert re.search(r"waited .* s for .* in step .*: no answer", end.output), end.output
+        assert re.search(
+            r"waited .* s for .* in step .*: (no answer|another rank has ended) .token_pipeline.timeout_s", end.output
+        ), end.output
 
 
 def waits(rank: int, world_size: int) -> Counter[str]:
@@ -144,6 +146,14 @@ def waits(rank: int, world_size: int) -> Counter[str]:
 waiting = launched(waits, 2, timeout=200.0)
 
 
-def test_a_step_waits_for_the_device_at_its_end_alone(waiting: list[Counter[str]]) -> None:
-    print(waiting)
-    assert all(sum(found.values()) <= 2 for found in waiting), waiting
+# Inputs and labels come from ordinary memory: two tensors of each micro-batch on the first stage, one on the last. At the end
+# of a step the loss of a replica is sent, and the error of recomputed keys is read.
+ALLOWED = {"ds_terapipe/pipeline/transport/stream.py": 2 * MICRO_BATCHES, "torch/cuda/__init__.py": 1, "deepspeed": 1}
+
+
+def test_a_step_waits_for_its_inputs_and_at_its_end_alone(waiting: list[Counter[str]]) -> None:
+    for found in waiting:
+        known = dict.fromkeys(ALLOWED, 0)
+        for line, often in found.items():
+            known[next(name for name in ALLOWED if name in line)] += often
+        assert all(known[name] <= most for name, most in ALLOWED.items()) and sum(known.values()), found

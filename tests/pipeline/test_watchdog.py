@@ -271,6 +271,29 @@ def test_a_wait_that_fails_while_the_thread_gives_up_leaves_the_end_to_it(store,
     assert joined[0] == (), "without a limit: the thread ends the process"
 
 
+@pytest.mark.parametrize(("ended", "moves"), [(False, False), (True, True), (True, False)])
+def test_an_action_that_stands_still_ends_when_another_rank_has_ended(watchdog, store, clock, caplog, ended, moves):
+    """Such as a layer that waits for a device whose hardware queue is held: no message is awaited."""
+    watchdog.begin(4, GRID, SEAT)
+
+    def course() -> Iterator[None]:
+        for beat in range(12):
+            store.say(KEY.format(1), ended=ended, written=1e9 + clock.now)
+            watchdog.at(beat % 5 if moves else 3)
+            yield
+
+    if moves or not ended:
+        clock.watch(course())
+        assert not caplog.messages
+        return
+    with pytest.raises(Exited) as end:
+        clock.watch(course())
+    assert end.value.args == (70,)
+    assert re.match(
+        r"rank 0 \(stage 0\) waited 5.\d s for its own action in step 4: another rank has", caplog.messages[0]
+    )
+
+
 def test_ranks_that_gloo_cannot_connect_are_told_the_setting(store, monkeypatch):
     def refused(ranks, backend):
         raise RuntimeError("Gloo connectFullMesh failed with connection refused\nmore")

@@ -157,6 +157,7 @@ class Watchdog:
         self._world_size = torch.distributed.get_world_size()
         self._grid: Sequence[Sequence[Action]] = ()
         self._step, self._index = 0, 0
+        self._stands = (0, 0), time.monotonic()  # step and action of the host, and since when
         self._waiting: Waiting | None = None
         self.ended = ""  # reason why this rank's steps failed
         self._board = Board(_get_default_store())
@@ -293,11 +294,29 @@ class Watchdog:
             waiting, late = self._waiting, self._late()
             if waiting is not None and self._is_over(waiting):
                 late = waiting  # the main thread is inside a collective of a group with a longer timeout
+            stuck = self._stuck() if waiting is None and late is None else None
+            late, reason = (late, "no answer") if stuck is None else (stuck, "another rank has ended")
             if late is not None:  # the main thread, or the stream, cannot be woken
                 self._giving_up.set()
-                logger.error("%s", self._report(late, "no answer"))
+                logger.error("%s", self._report(late, reason))
                 sys.stderr.flush()
                 os._exit(_EXIT_CODE)
+
+    def _stuck(self) -> Waiting | None:
+        """Return an action that has gone on for ``timeout_s`` while another rank has ended: its layer waits for the device.
+
+        A hardware queue that a message holds keeps computations back of which no message is awaited.
+        """
+        here, now = (self._step, self._index), time.monotonic()
+        if here != self._stands[0]:
+            self._stands = here, now
+        since = self._stands[1]
+        acts = self._seat is not None and self._grid and self._index < len(self._grid[self._seat.place])
+        if not acts or now - since < self.timeout_s:
+            return None
+        others = self._positions.read([rank for rank in range(self._world_size) if rank != self._rank])
+        ended = others is None or any(position.ended for position in others.values()) or self._processes.gone()
+        return Waiting("its own action", since) if ended else None
 
     def _is_over(self, waiting: Waiting) -> bool:
         """Whether a wait has exceeded its limit."""
