@@ -66,31 +66,44 @@ struct Ticket {
   std::condition_variable finished_;
 };
 
-// A thread that runs entries in order.
-class Stream {
+// A thread that does work in order. It starts with the first, and never ends.
+class Worker {
  public:
-  Stream(int device, int priority, bool side, int id) : device(device), priority(priority), side(side), id(id) {}
-  const int device;
-  const int priority;
-  const bool side;  // not a device's default stream: entries are delayed
-  const int id;     // from 1, index in clocks
-
-  void issue(std::function<void()> work, std::shared_ptr<Ticket> after = nullptr);  // waits for `after` first
-  void issue(std::function<void()> work, std::shared_ptr<Ticket> after, bool holds);
-  bool idle();
-  void finish();                   // returns when all that was issued has ended
-  void reach();                    // returns when a kernel that is issued now would begin
-  void run_behind(uint64_t last);  // returns when the first `last` entries have ended
+  Worker(int device, unsigned seed) : device_(device), seed_(seed) {}
   void push(std::function<void()> work);
+  void wait_for(uint64_t count);  // returns when so much work is done
+  void wait() { wait_for(pushed_); }
+  bool done(uint64_t count);
 
  private:
   void serve();
+  const int device_;
+  unsigned seed_;  // of delays, 0 for none
   std::mutex lock_;
-  std::condition_variable filled_, ended_;
-  std::deque<std::function<void()>> entries_;
-  std::atomic<uint64_t> issued_{0};
+  std::condition_variable filled_, done_;
+  std::deque<std::function<void()>> work_;
+  std::atomic<uint64_t> pushed_{0};
   uint64_t finished_ = 0;
-  bool started_ = false;
+};
+
+// Entries that run one behind the other.
+class Stream {
+ public:
+  Stream(int device, int priority, int id, unsigned seed)
+      : device(device), priority(priority), id(id), worker_(device, seed) {}
+  const int device;
+  const int priority;
+  const int id;  // from 1, index in clocks
+
+  // `after` is waited for first. An entry holds all that is issued behind it on one hardware queue, until it can start.
+  void issue(std::function<void()> work, std::shared_ptr<Ticket> after = nullptr, bool holds = true);
+  void finish() { worker_.wait_for(issued_); }  // returns when all that was issued has ended
+  bool idle() { return worker_.done(issued_); }
+  void reach();  // returns when a kernel that is issued now would begin
+
+ private:
+  Worker worker_;
+  std::atomic<uint64_t> issued_{0};
 };
 Stream& stream_of(cudaStream_t stream);        // the current device's default stream for null
 Stream& default_stream(int device);

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <map>
 #include <thread>
 
 #include "runtime.h"
@@ -19,57 +20,19 @@ std::vector<Stream*>& all_streams() {
   return *all;
 }
 
-Stream& add_stream(int device, int priority, bool side) {
-  all_streams().push_back(new Stream(device, priority, side, static_cast<int>(all_streams().size()) + 1));
+Stream& add_stream(int priority, int device, bool side) {
+  int id = static_cast<int>(all_streams().size()) + 1;
+  unsigned seed = side && settings().delay_us ? settings().seed * 7919 + id : 0;
+  all_streams().push_back(new Stream(device, priority, id, seed));
   return *all_streams().back();
 }
 
-// The one hardware queue of a device.
-class Front {
- public:
-  struct Entry {
-    Stream* stream;
-    std::function<void()> work;
-    std::shared_ptr<Ticket> after;
-    uint64_t behind;  // so many entries of the stream come first
-  };
-  void push(Entry entry) {
-    std::lock_guard<std::mutex> guard(lock_);
-    if (!issued_++) std::thread([this] { serve(); }).detach();
-    entries_.push_back(std::move(entry));
-    changed_.notify_all();
-  }
-  void reach() {
-    std::unique_lock<std::mutex> guard(lock_);
-    uint64_t until = issued_;
-    changed_.wait(guard, [&] { return dispatched_ >= until; });
-  }
-
- private:
-  void serve() {
-    std::unique_lock<std::mutex> guard(lock_);
-    for (;;) {
-      changed_.wait(guard, [&] { return !entries_.empty(); });
-      Entry entry = std::move(entries_.front());
-      entries_.pop_front();
-      guard.unlock();
-      entry.stream->run_behind(entry.behind);
-      if (entry.after) entry.after->wait();
-      entry.stream->push(std::move(entry.work));
-      guard.lock();
-      ++dispatched_;
-      changed_.notify_all();
-    }
-  }
-  std::mutex lock_;
-  std::condition_variable changed_;
-  std::deque<Entry> entries_;
-  uint64_t issued_ = 0, dispatched_ = 0;
-};
-
-Front& front_of(int device) {
-  static auto* fronts = new std::deque<Front>(settings().devices);
-  return (*fronts)[device];
+// Dispatches what is issued on the one hardware queue of a device.
+Worker& front_of(int device) {
+  static std::mutex lock;
+  static auto* fronts = new std::map<int, Worker>;
+  std::lock_guard<std::mutex> guard(lock);
+  return fronts->try_emplace(device, device, 0).first->second;
 }
 
 // Whether this thread issues the parts of one entry, and has issued the first.
@@ -99,64 +62,66 @@ void Ticket::wait() {
   finished_.wait(guard, [&] { return done.load(); });
 }
 
-void Stream::issue(std::function<void()> work, std::shared_ptr<Ticket> after) { issue(work, after, !entry_begun); }
-
-void Stream::issue(std::function<void()> work, std::shared_ptr<Ticket> after, bool holds) {
-  uint64_t behind = issued_++;
-  if (entry_open) entry_begun = true;
-  if (settings().one_queue) return front_of(device).push({this, std::move(work), std::move(after), holds ? behind : 0});
-  push([work = std::move(work), after = std::move(after)] {
-    if (after) after->wait();
-    work();
-  });
-}
-
-void Stream::push(std::function<void()> work) {
+void Worker::push(std::function<void()> work) {
   std::lock_guard<std::mutex> guard(lock_);
-  if (!started_) std::thread([this] { serve(); }).detach();
-  started_ = true;
-  entries_.push_back(std::move(work));
+  if (!pushed_++) std::thread([this] { serve(); }).detach();
+  work_.push_back(std::move(work));
   filled_.notify_one();
 }
 
-void Stream::serve() {
-  current_device = device;
-  unsigned seed = settings().seed * 7919 + id;
+void Worker::serve() {
+  current_device = device_;
   std::unique_lock<std::mutex> guard(lock_);
   for (;;) {
-    filled_.wait(guard, [&] { return !entries_.empty(); });
-    auto work = std::move(entries_.front());
-    entries_.pop_front();
+    filled_.wait(guard, [&] { return !work_.empty(); });
+    auto work = std::move(work_.front());
+    work_.pop_front();
     guard.unlock();
-    if (side && settings().delay_us) usleep(rand_r(&seed) % settings().delay_us);
+    if (seed_) usleep(rand_r(&seed_) % settings().delay_us);
     work();
     guard.lock();
     ++finished_;
-    ended_.notify_all();
+    done_.notify_all();
   }
 }
 
-void Stream::run_behind(uint64_t last) {
+void Worker::wait_for(uint64_t count) {
   std::unique_lock<std::mutex> guard(lock_);
-  ended_.wait(guard, [&] { return finished_ >= last; });
+  done_.wait(guard, [&] { return finished_ >= count; });
 }
 
-void Stream::finish() { run_behind(issued_); }
+bool Worker::done(uint64_t count) {
+  std::lock_guard<std::mutex> guard(lock_);
+  return finished_ >= count;
+}
+
+void Stream::issue(std::function<void()> work, std::shared_ptr<Ticket> after, bool holds) {
+  uint64_t before = entry_begun || !holds ? 0 : issued_.load();
+  entry_begun = entry_open;
+  ++issued_;
+  if (settings().one_queue) {
+    front_of(device).push([=] {
+      worker_.wait_for(before);
+      if (after) after->wait();
+      worker_.push(work);
+    });
+  } else {
+    worker_.push([=] {
+      if (after) after->wait();
+      work();
+    });
+  }
+}
 
 void Stream::reach() {
-  if (settings().one_queue) front_of(device).reach();
+  if (settings().one_queue) front_of(device).wait();
   finish();
-}
-
-bool Stream::idle() {
-  std::lock_guard<std::mutex> guard(lock_);
-  return finished_ >= issued_;
 }
 
 Stream& default_stream(int device) {
   static Stream* defaults[64] = {};
   std::lock_guard<std::mutex> guard(all_lock);
-  if (!defaults[device]) defaults[device] = &add_stream(device, 0, false);
+  if (!defaults[device]) defaults[device] = &add_stream(0, device, false);
   return *defaults[device];
 }
 
@@ -191,7 +156,7 @@ API void stand_in_one_entry(int open) {
 
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
   std::lock_guard<std::mutex> guard(all_lock);
-  *stream = reinterpret_cast<cudaStream_t>(&add_stream(current_device, priority, true));
+  *stream = reinterpret_cast<cudaStream_t>(&add_stream(priority, current_device, true));
   return cudaSuccess;
 }
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
