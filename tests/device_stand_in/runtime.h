@@ -1,5 +1,5 @@
-// Names that the files of the stand-in share. The stand-in is a CUDA runtime for LD_PRELOAD: memory of a device is memory of
-// the host, streams are threads, events are real, kernels do nothing. Everything above is PyTorch's own.
+// Names that the files of the stand-in share. It is a CUDA runtime for LD_PRELOAD: memory of a device is memory of the
+// host, streams are threads, events are real, kernels do nothing. Everything above is PyTorch's own.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -109,13 +109,17 @@ Stream& stream_of(cudaStream_t stream);        // the current device's default s
 Stream& default_stream(int device);
 std::vector<Stream*> streams_of(int device);
 
+constexpr int kPinned = -1, kRegistered = -2;
 struct Block {
   uintptr_t begin;
   size_t bytes;
-  int device;
+  int device;  // or kPinned for the runtime's memory of the host, kRegistered for memory of somebody else
 };
-bool device_block(const void* address, Block* block = nullptr);
-bool pinned(const void* address);
+bool block_of(const void* address, Block* block);  // false for pageable memory
+inline bool on_device(const void* address) {
+  Block block;
+  return block_of(address, &block) && block.device >= 0;
+}
 
 // Order of work, and accesses that have none (races.cpp).
 namespace order {
@@ -124,6 +128,7 @@ void wait(int stream, const Clock& event);         // it waits for an event
 void host_saw(const Clock& event);                 // the host waited for it
 void host_saw(int stream);                         // the host waited for all of it
 void polled(const Clock& event);                   // PyTorch found it completed
+// Memory that is registered has an order that is not known here, such as another process's, and is not checked.
 void access(int stream, const void* address, size_t bytes, bool write, const char* name);
 void forget(const void* address, size_t bytes);    // the memory is another's from now on, in order with everything
 }  // namespace order

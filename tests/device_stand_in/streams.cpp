@@ -1,7 +1,7 @@
-// Streams, events and callbacks. Usually each stream is a queue of its own. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams
-// of a device are dispatched by one thread in the order of issue: an entry whose stream is busy, or whose event is not
-// reached, holds all entries behind it; an entry that runs holds those of its own stream alone. A record of an event
-// belongs to the entry before it, and holds nothing.
+// Streams, events and callbacks. Usually each stream is a queue of its own. With CUDA_DEVICE_MAX_CONNECTIONS=1 all
+// streams of a device are dispatched by one thread in the order of issue: an entry whose stream is busy, or whose event
+// is not reached, holds all entries behind it; an entry that runs holds those of its own stream alone. A record of an
+// event belongs to the entry before it, and holds nothing.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -143,7 +143,7 @@ std::vector<Stream*> streams_of(int device) {
 
 using namespace stand_in;
 
-// Returns when a kernel that is issued now would begin, for those who compute in its place. Not a wait of the program's.
+// Returns when a kernel that is issued now would begin, for who computes in its place. No wait of the program's.
 API void stand_in_reach(void* stream, int device) {
   (stream ? stream_of(static_cast<cudaStream_t>(stream)) : default_stream(device)).reach();
 }
@@ -164,7 +164,9 @@ API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) 
 }
 API cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) { return give(priority, stream_of(stream).priority); }
+API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  return give(priority, stream_of(stream).priority);
+}
 API cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return stream_of(stream).idle() ? cudaSuccess : cudaErrorNotReady;
 }
@@ -198,7 +200,9 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void*
   return cudaSuccess;
 }
 
-API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) { return give(event, reinterpret_cast<cudaEvent_t>(new Event{nullptr, flags, current_device})); }
+API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  return give(event, reinterpret_cast<cudaEvent_t>(new Event{nullptr, flags, current_device}));
+}
 API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete reinterpret_cast<Event*>(event);
@@ -245,7 +249,9 @@ API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to
 }
 
 // Nothing is ever captured into a graph.
-API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { return give(status, cudaStreamCaptureStatusNone); }
+API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  return give(status, cudaStreamCaptureStatusNone);
+}
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
                                          cudaGraph_t* graph, const cudaGraphNode_t** nodes,
                                          const cudaGraphEdgeData** edges, size_t* count) {
