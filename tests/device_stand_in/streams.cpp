@@ -35,9 +35,6 @@ Worker& front_of(int device) {
   return fronts->try_emplace(device, device, 0).first->second;
 }
 
-// Whether this thread issues the parts of one entry, and has issued the first.
-thread_local bool entry_open = false, entry_begun = false;
-
 struct Event {
   std::shared_ptr<Ticket> ticket;  // of its last record; another thread may query it meanwhile
   unsigned flags;
@@ -96,12 +93,10 @@ bool Worker::done(uint64_t count) {
 }
 
 void Stream::issue(std::function<void()> work, std::shared_ptr<Ticket> after, bool holds) {
-  uint64_t before = entry_begun || !holds ? 0 : issued_.load();
-  entry_begun = entry_open;
-  ++issued_;
+  uint64_t before = issued_++;
   if (settings().one_queue) {
     front_of(device).push([=] {
-      worker_.wait_for(before);
+      if (holds) worker_.wait_for(before);
       if (after) after->wait();
       worker_.push(work);
     });
@@ -146,12 +141,6 @@ using namespace stand_in;
 // Returns when a kernel that is issued now would begin, for who computes in its place. No wait of the program's.
 API void stand_in_reach(void* stream, int device) {
   (stream ? stream_of(static_cast<cudaStream_t>(stream)) : default_stream(device)).reach();
-}
-
-// What this thread issues between 1 and 0 is one entry, as a kernel of NCCL is: its parts hold nothing on their own.
-API void stand_in_one_entry(int open) {
-  entry_open = open;
-  entry_begun = false;
 }
 
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
