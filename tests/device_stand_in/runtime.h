@@ -26,8 +26,8 @@ struct Settings {
   size_t memory;     // bytes of each device
   long delay_us;     // longest delay before an entry of a side stream; 0 for none
   unsigned seed;     // of the delays
-  size_t skip;       // copies between memories of devices from so many bytes on carry nothing; 0 carries all
-  bool races;        // accesses are checked from the start
+  size_t skip;       // copies within devices, and memsets, from so many bytes on do nothing; 0 does all
+  bool races;        // accesses are checked
   bool one_queue;    // all streams of a device share one hardware queue
 };
 const Settings& settings();
@@ -103,6 +103,7 @@ class Stream {
 
  private:
   Worker worker_;
+  std::mutex issues_;  // numbers follow the order of issue, whichever thread issues
   std::atomic<uint64_t> issued_{0};
 };
 Stream& stream_of(cudaStream_t stream);        // the current device's default stream for null

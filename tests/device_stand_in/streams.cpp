@@ -93,6 +93,7 @@ bool Worker::done(uint64_t count) {
 }
 
 void Stream::issue(std::function<void()> work, std::shared_ptr<Ticket> after, bool holds) {
+  std::lock_guard<std::mutex> guard(issues_);
   uint64_t before = issued_++;
   if (settings().one_queue) {
     front_of(device).push([=] {
