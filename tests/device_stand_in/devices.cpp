@@ -50,7 +50,7 @@ const Settings& settings() {
       number("STAND_IN_DELAY_US", 0),
       static_cast<unsigned>(number("STAND_IN_SEED", 1)),
       static_cast<size_t>(number("STAND_IN_SKIP", 0)),
-      number("STAND_IN_RACES", 0) != 0,
+      getenv("STAND_IN_RACES"),
       number("CUDA_DEVICE_MAX_CONNECTIONS", 8) == 1,
   };
   return read;

@@ -2,6 +2,7 @@
 // it, waiting for an event joins it, and what the host has seen is joined into a stream with whatever is issued on it.
 // An access must come after the last write of its bytes and, if it writes, after the reads since, whatever the timing.
 #include <algorithm>
+#include <fstream>
 #include <map>
 #include <set>
 #include <string>
@@ -44,7 +45,7 @@ struct Order {
   std::set<uintptr_t> owned;  // where the allocator's blocks begin that have an owner
   std::set<std::string> names;
   std::map<std::string, long> races;
-  const bool checks = settings().races;
+  const bool checks = settings().races && settings().races != std::string("0");
 
   Clock& clock(size_t stream) {
     if (clocks.size() <= stream) clocks.resize(stream + 1);
@@ -77,7 +78,8 @@ struct Order {
     auto on = [](const Use& use) { return use.stream ? " on stream " + std::to_string(use.stream) : " on the host"; };
     std::string owner = earlier.former ? " by the memory's former owner" : "";
     std::string waits = std::string(" ") + does + " without waiting for ";
-    ++races[now.name + on(now) + waits + earlier.name + on(earlier) + ", which " + did + owner];
+    std::string race = now.name + on(now) + waits + earlier.name + on(earlier) + ", which " + did + owner;
+    if (!races[race]++ && *settings().races == '/') std::ofstream(settings().races, std::ios::app) << race << std::endl;
   }
   void read(uintptr_t begin, uintptr_t end, const Use& use, const Clock& clock);
   void write(uintptr_t begin, uintptr_t end, const Use& use, const Clock& clock);

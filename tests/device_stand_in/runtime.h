@@ -22,13 +22,13 @@ namespace stand_in {
 // STAND_IN_SKIP, STAND_IN_RACES, CUDA_DEVICE_MAX_CONNECTIONS.
 struct Settings {
   int devices;
-  int capability;    // 80 for sm_80
-  size_t memory;     // bytes of each device
-  long delay_us;     // longest delay before an entry of a side stream; 0 for none
-  unsigned seed;     // of the delays
-  size_t skip;       // copies within devices, and memsets, from so many bytes on do nothing; 0 does all
-  bool races;        // accesses are checked
-  bool one_queue;    // all streams of a device share one hardware queue
+  int capability;     // 80 for sm_80
+  size_t memory;      // bytes of each device
+  long delay_us;      // longest delay before an entry of a side stream; 0 for none
+  unsigned seed;      // of the delays
+  size_t skip;        // copies within devices, and memsets, from so many bytes on do nothing; 0 does all
+  const char* races;  // 1, or a file that races are appended to: accesses are checked
+  bool one_queue;     // all streams of a device share one hardware queue
 };
 const Settings& settings();
 
