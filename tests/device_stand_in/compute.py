@@ -265,6 +265,8 @@ _installed: list[Compute] = []
 
 def install() -> Compute:
     """Compute from now on, in this thread and in autograd's threads."""
+    if runtime.LIBRARY is None:
+        raise RuntimeError('the stand-in is not preloaded: eval "$(python -m tests.device_stand_in.build)"')
     if not _installed:
         torch.cuda.init()
         _installed.append(Compute())

@@ -4,8 +4,7 @@
 #include <cstring>
 
 #define API extern "C" __attribute__((visibility("default")))
-#define ACCEPTED(name) \
-  API int name() { return 0; }
+#define ACCEPTED(name) API int name() { return 0; }
 
 namespace {
 
@@ -30,28 +29,11 @@ API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*,
   *count = 1;
   return 0;
 }
-ACCEPTED(cublasDestroy_v2)
-ACCEPTED(cublasSetStream_v2)
-ACCEPTED(cublasSetWorkspace_v2)
-ACCEPTED(cublasSetMathMode)
-ACCEPTED(cublasSetPointerMode_v2)
-ACCEPTED(cublasSetSmCountTarget)
-ACCEPTED(cublasSgemm_v2)
-ACCEPTED(cublasDgemm_v2)
-ACCEPTED(cublasGemmEx)
-ACCEPTED(cublasGemmStridedBatchedEx)
-ACCEPTED(cublasSgemmStridedBatched)
-ACCEPTED(cublasDgemmStridedBatched)
-ACCEPTED(cublasSgemmEx)
-ACCEPTED(cublasSgemv_v2)
-ACCEPTED(cublasDgemv_v2)
-ACCEPTED(cublasDotEx)
-ACCEPTED(cublasSdot_v2)
-ACCEPTED(cublasDdot_v2)
-ACCEPTED(cublasLtMatmulDescDestroy)
-ACCEPTED(cublasLtMatmulDescSetAttribute)
-ACCEPTED(cublasLtMatrixLayoutDestroy)
-ACCEPTED(cublasLtMatrixLayoutSetAttribute)
-ACCEPTED(cublasLtMatmulPreferenceDestroy)
-ACCEPTED(cublasLtMatmulPreferenceSetAttribute)
-ACCEPTED(cublasLtMatmul)
+ACCEPTED(cublasDestroy_v2) ACCEPTED(cublasSetStream_v2) ACCEPTED(cublasSetWorkspace_v2) ACCEPTED(cublasSetMathMode)
+ACCEPTED(cublasSetPointerMode_v2) ACCEPTED(cublasSetSmCountTarget) ACCEPTED(cublasSgemm_v2) ACCEPTED(cublasDgemm_v2)
+ACCEPTED(cublasGemmEx) ACCEPTED(cublasGemmStridedBatchedEx) ACCEPTED(cublasSgemmStridedBatched)
+ACCEPTED(cublasDgemmStridedBatched) ACCEPTED(cublasSgemmEx) ACCEPTED(cublasSgemv_v2) ACCEPTED(cublasDgemv_v2)
+ACCEPTED(cublasDotEx) ACCEPTED(cublasSdot_v2) ACCEPTED(cublasDdot_v2) ACCEPTED(cublasLtMatmulDescDestroy)
+ACCEPTED(cublasLtMatmulDescSetAttribute) ACCEPTED(cublasLtMatrixLayoutDestroy)
+ACCEPTED(cublasLtMatrixLayoutSetAttribute) ACCEPTED(cublasLtMatmulPreferenceDestroy)
+ACCEPTED(cublasLtMatmulPreferenceSetAttribute) ACCEPTED(cublasLtMatmul)

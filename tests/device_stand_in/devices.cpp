@@ -50,7 +50,7 @@ const Settings& settings() {
       number("STAND_IN_DELAY_US", 0),
       static_cast<unsigned>(number("STAND_IN_SEED", 1)),
       static_cast<size_t>(number("STAND_IN_SKIP", 0)),
-      number("STAND_IN_RACES", 0) != 0,
+      getenv("STAND_IN_RACES"),
       number("CUDA_DEVICE_MAX_CONNECTIONS", 8) == 1,
   };
   return read;
@@ -99,25 +99,15 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   p->sharedMemPerMultiprocessor = hopper() ? 233472 : 167936;
   p->regsPerBlock = p->regsPerMultiprocessor = 65536;
   p->warpSize = 32;
-  p->memPitch = 2147483647;
   p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024;
   p->maxThreadsDim[2] = 64;
   p->maxThreadsPerMultiProcessor = 2048;
   p->maxBlocksPerMultiProcessor = 32;
   p->maxGridSize[0] = 2147483647;
   p->maxGridSize[1] = p->maxGridSize[2] = 65535;
-  p->totalConstMem = 65536;
-  p->textureAlignment = 512;
-  p->texturePitchAlignment = 32;
   p->l2CacheSize = attribute(cudaDevAttrL2CacheSize);
-  p->memoryBusWidth = 5120;
-  p->asyncEngineCount = 3;
   p->pciBusID = device + 1;
-  for (int* yes : {&p->canMapHostMemory, &p->concurrentKernels, &p->ECCEnabled, &p->unifiedAddressing,
-                   &p->streamPrioritiesSupported, &p->globalL1CacheSupported, &p->localL1CacheSupported,
-                   &p->managedMemory, &p->concurrentManagedAccess, &p->computePreemptionSupported,
-                   &p->cooperativeLaunch, &p->hostRegisterSupported, &p->memoryPoolsSupported})
-    *yes = 1;
+  p->canMapHostMemory = p->concurrentKernels = p->unifiedAddressing = p->cooperativeLaunch = 1;
   return cudaSuccess;
 }
 API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) { return give(value, attribute(which)); }

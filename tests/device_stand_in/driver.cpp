@@ -29,7 +29,7 @@ int error_text(int, const char** text) {
 
 int range_of(uintptr_t* begin, size_t* bytes, uintptr_t address) {
   Block block;
-  if (!device_block(reinterpret_cast<void*>(address), &block)) return cudaErrorInvalidValue;
+  if (!block_of(reinterpret_cast<void*>(address), &block)) return cudaErrorInvalidValue;
   if (begin) *begin = block.begin;
   if (bytes) *bytes = block.bytes;
   return 0;

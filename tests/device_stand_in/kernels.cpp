@@ -47,7 +47,9 @@ API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shar
   *static_cast<cudaStream_t*>(stream) = pushed.stream;
   return cudaSuccess;
 }
-API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) { return give(kernel, static_cast<cudaKernel_t>(const_cast<void*>(function))); }
+API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+  return give(kernel, static_cast<cudaKernel_t>(const_cast<void*>(function)));
+}
 API cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) {
   return launch(grid, block, stream);
 }
@@ -68,4 +70,6 @@ API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { retu
 API cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAttribute, int, int) { return cudaSuccess; }
 API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
                                                                        unsigned) { return give(blocks, 4); }
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) { return give(blocks, 4); }
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+  return give(blocks, 4);
+}

@@ -14,25 +14,12 @@ constexpr size_t kStaged = 65536;  // bytes of pageable memory that a copy takes
 std::mutex lock;
 size_t used[64] = {};
 
-struct Owned {
-  size_t bytes;
-  int device;  // -1: pinned memory of the host
-};
-std::map<uintptr_t, Owned>& blocks() {
-  static auto* all = new std::map<uintptr_t, Owned>;
+std::map<uintptr_t, Block>& blocks() {
+  static auto* all = new std::map<uintptr_t, Block>;
   return *all;
 }
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
-
-bool find(const void* address, Block* found) {
-  std::lock_guard<std::mutex> guard(lock);
-  auto next = blocks().upper_bound(number(address));
-  if (next == blocks().begin()) return false;
-  auto& [begin, owned] = *--next;
-  *found = {begin, owned.bytes, owned.device};
-  return number(address) < begin + owned.bytes;
-}
 
 cudaError_t allocate(void** out, size_t bytes, int device) {
   bytes = bytes ? bytes : 1;
@@ -42,7 +29,7 @@ cudaError_t allocate(void** out, size_t bytes, int device) {
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (address == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
   if (device >= 0) used[device] += bytes;
-  blocks()[number(address)] = {bytes, device};
+  blocks()[number(address)] = {number(address), bytes, device};
   *out = address;
   return cudaSuccess;
 }
@@ -58,11 +45,15 @@ cudaError_t release(void* address) {
   return cudaSuccess;
 }
 
-bool pageable(const void* address) { return !device_block(address) && !pinned(address); }
+bool pageable(const void* address) {
+  Block block;
+  return !block_of(address, &block);
+}
 
 // A copy of `rows` runs of `bytes` each, in the order of the stream.
-cudaError_t copy(char* to, size_t to_pitch, const char* from, size_t from_pitch, size_t bytes, size_t rows, Stream& on) {
-  bool to_device = device_block(to), from_device = device_block(from);
+cudaError_t copy(char* to, size_t to_pitch, const char* from, size_t from_pitch, size_t bytes, size_t rows,
+                 Stream& on) {
+  bool to_device = on_device(to), from_device = on_device(from);
   if (to_device && !from_device) ++counts.to_device;
   if (!to_device && from_device) ++counts.to_host;
   size_t total = bytes * rows;
@@ -88,16 +79,12 @@ cudaError_t copy(char* to, size_t to_pitch, const char* from, size_t from_pitch,
 
 }  // namespace
 
-bool device_block(const void* address, Block* block) {
-  Block found;
-  if (!find(address, &found) || found.device < 0) return false;
-  if (block) *block = found;
-  return true;
-}
-
-bool pinned(const void* address) {
-  Block found;
-  return find(address, &found) && found.device < 0;
+bool block_of(const void* address, Block* block) {
+  std::lock_guard<std::mutex> guard(lock);
+  auto next = blocks().upper_bound(number(address));
+  if (next == blocks().begin()) return false;
+  *block = std::prev(next)->second;
+  return number(address) < block->begin + block->bytes;
 }
 
 }  // namespace stand_in
@@ -118,11 +105,11 @@ API cudaError_t cudaFree(void* address) {
   cudaDeviceSynchronize();
   return release(address);
 }
-API cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned) { return allocate(out, bytes, -1); }
+API cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned) { return allocate(out, bytes, kPinned); }
 API cudaError_t cudaFreeHost(void* address) { return address ? release(address) : cudaSuccess; }
 API cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
   std::lock_guard<std::mutex> guard(lock);
-  blocks()[number(address)] = {bytes, -1};
+  blocks()[number(address)] = {number(address), bytes, kRegistered};
   return cudaSuccess;
 }
 API cudaError_t cudaHostUnregister(void* address) {
@@ -142,7 +129,7 @@ API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* address) {
   memset(out, 0, sizeof *out);
   Block found;
-  bool known = find(address, &found), device = known && found.device >= 0;
+  bool known = block_of(address, &found), device = known && found.device >= 0;
   auto* pointer = const_cast<void*>(address);
   out->type = !known ? cudaMemoryTypeUnregistered : device ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
   out->device = !known ? -1 : device ? found.device : current_device;

@@ -1,7 +1,8 @@
-// Accesses that no order holds apart. Each stream has a vector clock, as in a race detector: recording an event copies it,
-// waiting for an event joins it, and what the host has seen is joined into a stream with whatever is issued on it. An
-// access must come after the last write of its bytes and, if it writes, after the reads since. Timing decides nothing.
+// Accesses that no order holds apart. Each stream has a vector clock, as in a race detector: recording an event copies
+// it, waiting for an event joins it, and what the host has seen is joined into a stream with whatever is issued on it.
+// An access must come after the last write of its bytes and, if it writes, after the reads since, whatever the timing.
 #include <algorithm>
+#include <fstream>
 #include <map>
 #include <set>
 #include <string>
@@ -44,7 +45,7 @@ struct Order {
   std::set<uintptr_t> owned;  // where the allocator's blocks begin that have an owner
   std::set<std::string> names;
   std::map<std::string, long> races;
-  const bool checks = settings().races;
+  const bool checks = settings().races && settings().races != std::string("0");
 
   Clock& clock(size_t stream) {
     if (clocks.size() <= stream) clocks.resize(stream + 1);
@@ -76,7 +77,9 @@ struct Order {
     if (before(earlier, clock)) return;
     auto on = [](const Use& use) { return use.stream ? " on stream " + std::to_string(use.stream) : " on the host"; };
     std::string owner = earlier.former ? " by the memory's former owner" : "";
-    ++races[now.name + on(now) + " " + does + " without waiting for " + earlier.name + on(earlier) + ", which " + did + owner];
+    std::string waits = std::string(" ") + does + " without waiting for ";
+    std::string race = now.name + on(now) + waits + earlier.name + on(earlier) + ", which " + did + owner;
+    if (!races[race]++ && *settings().races == '/') std::ofstream(settings().races, std::ios::app) << race << std::endl;
   }
   void read(uintptr_t begin, uintptr_t end, const Use& use, const Clock& clock);
   void write(uintptr_t begin, uintptr_t end, const Use& use, const Clock& clock);
@@ -141,12 +144,11 @@ void polled(const Clock& event) {
 
 void access(int stream, const void* address, size_t bytes, bool write, const char* name) {
   Order& all = known();
-  if (!all.checks || !bytes) return;
-  bool on_host = pinned(address);
-  if (!on_host && !device_block(address)) return;
+  Block block;
+  if (!all.checks || !bytes || !block_of(address, &block) || block.device == kRegistered) return;
   std::lock_guard<std::mutex> guard(all.lock);
   const Clock& clock = all.advance(stream);
-  Use use{stream, clock[stream], all.names.insert(name).first->c_str(), on_host, false};
+  Use use{stream, clock[stream], all.names.insert(name).first->c_str(), block.device == kPinned, false};
   auto begin = reinterpret_cast<uintptr_t>(address), end = begin + bytes;
   all.split(begin);
   all.split(end);
@@ -171,8 +173,8 @@ using namespace stand_in;
 API void stand_in_access(void* stream, const void* address, size_t bytes, int write, const char* name) {
   Block block;
   if (reinterpret_cast<intptr_t>(stream) == -1) return order::access(kHost, address, bytes, write, name);
-  bool named = stream || !device_block(address, &block);
-  Stream& on = named ? stream_of(static_cast<cudaStream_t>(stream)) : default_stream(block.device);
+  bool default_of = !stream && block_of(address, &block) && block.device >= 0;
+  Stream& on = default_of ? default_stream(block.device) : stream_of(static_cast<cudaStream_t>(stream));
   order::access(on.id, address, bytes, write, name);
 }
 API int stand_in_checks_races() { return known().checks; }
@@ -180,7 +182,7 @@ API int stand_in_checks_races() { return known().checks; }
 API void stand_in_allocated(const void* address) {
   Order& all = known();
   Block block;
-  if (!device_block(address, &block)) return;
+  if (!block_of(address, &block)) return;
   std::lock_guard<std::mutex> guard(all.lock);
   auto begin = reinterpret_cast<uintptr_t>(address), end = block.begin + block.bytes;
   auto next = all.owned.upper_bound(begin);

@@ -1,5 +1,5 @@
-// Names that the files of the stand-in share. The stand-in is a CUDA runtime for LD_PRELOAD: memory of a device is memory of
-// the host, streams are threads, events are real, kernels do nothing. Everything above is PyTorch's own.
+// Names that the files of the stand-in share. It is a CUDA runtime for LD_PRELOAD: memory of a device is memory of the
+// host, streams are threads, events are real, kernels do nothing. Everything above is PyTorch's own.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,13 +22,13 @@ namespace stand_in {
 // STAND_IN_SKIP, STAND_IN_RACES, CUDA_DEVICE_MAX_CONNECTIONS.
 struct Settings {
   int devices;
-  int capability;    // 80 for sm_80
-  size_t memory;     // bytes of each device
-  long delay_us;     // longest delay before an entry of a side stream; 0 for none
-  unsigned seed;     // of the delays
-  size_t skip;       // copies between memories of devices from so many bytes on carry nothing; 0 carries all
-  bool races;        // accesses are checked from the start
-  bool one_queue;    // all streams of a device share one hardware queue
+  int capability;     // 80 for sm_80
+  size_t memory;      // bytes of each device
+  long delay_us;      // longest delay before an entry of a side stream; 0 for none
+  unsigned seed;      // of the delays
+  size_t skip;        // copies within devices, and memsets, from so many bytes on do nothing; 0 does all
+  const char* races;  // 1, or a file that races are appended to: accesses are checked
+  bool one_queue;     // all streams of a device share one hardware queue
 };
 const Settings& settings();
 
@@ -66,43 +66,61 @@ struct Ticket {
   std::condition_variable finished_;
 };
 
-// A thread that runs entries in order.
-class Stream {
+// A thread that does work in order. It starts with the first, and never ends.
+class Worker {
  public:
-  Stream(int device, int priority, bool side, int id) : device(device), priority(priority), side(side), id(id) {}
-  const int device;
-  const int priority;
-  const bool side;  // not a device's default stream: entries are delayed
-  const int id;     // from 1, index in clocks
-
-  void issue(std::function<void()> work, std::shared_ptr<Ticket> after = nullptr);  // waits for `after` first
-  void issue(std::function<void()> work, std::shared_ptr<Ticket> after, bool holds);
-  bool idle();
-  void finish();                   // returns when all that was issued has ended
-  void reach();                    // returns when a kernel that is issued now would begin
-  void run_behind(uint64_t last);  // returns when the first `last` entries have ended
+  Worker(int device, unsigned seed) : device_(device), seed_(seed) {}
   void push(std::function<void()> work);
+  void wait_for(uint64_t count);  // returns when so much work is done
+  void wait() { wait_for(pushed_); }
+  bool done(uint64_t count);
 
  private:
   void serve();
+  const int device_;
+  unsigned seed_;  // of delays, 0 for none
   std::mutex lock_;
-  std::condition_variable filled_, ended_;
-  std::deque<std::function<void()>> entries_;
-  std::atomic<uint64_t> issued_{0};
+  std::condition_variable filled_, done_;
+  std::deque<std::function<void()>> work_;
+  std::atomic<uint64_t> pushed_{0};
   uint64_t finished_ = 0;
-  bool started_ = false;
+};
+
+// Entries that run one behind the other.
+class Stream {
+ public:
+  Stream(int device, int priority, int id, unsigned seed)
+      : device(device), priority(priority), id(id), worker_(device, seed) {}
+  const int device;
+  const int priority;
+  const int id;  // from 1, index in clocks
+
+  // `after` is waited for first. An entry holds all that is issued behind it on one hardware queue, until it can start.
+  void issue(std::function<void()> work, std::shared_ptr<Ticket> after = nullptr, bool holds = true);
+  void finish() { worker_.wait_for(issued_); }  // returns when all that was issued has ended
+  bool idle() { return worker_.done(issued_); }
+  void reach();  // returns when a kernel that is issued now would begin
+
+ private:
+  Worker worker_;
+  std::mutex issues_;  // numbers follow the order of issue, whichever thread issues
+  std::atomic<uint64_t> issued_{0};
 };
 Stream& stream_of(cudaStream_t stream);        // the current device's default stream for null
 Stream& default_stream(int device);
 std::vector<Stream*> streams_of(int device);
 
+constexpr int kPinned = -1, kRegistered = -2;
 struct Block {
   uintptr_t begin;
   size_t bytes;
-  int device;
+  int device;  // or kPinned for the runtime's memory of the host, kRegistered for memory of somebody else
 };
-bool device_block(const void* address, Block* block = nullptr);
-bool pinned(const void* address);
+bool block_of(const void* address, Block* block);  // false for pageable memory
+inline bool on_device(const void* address) {
+  Block block;
+  return block_of(address, &block) && block.device >= 0;
+}
 
 // Order of work, and accesses that have none (races.cpp).
 namespace order {
@@ -111,6 +129,7 @@ void wait(int stream, const Clock& event);         // it waits for an event
 void host_saw(const Clock& event);                 // the host waited for it
 void host_saw(int stream);                         // the host waited for all of it
 void polled(const Clock& event);                   // PyTorch found it completed
+// Memory that is registered has an order that is not known here, such as another process's, and is not checked.
 void access(int stream, const void* address, size_t bytes, bool write, const char* name);
 void forget(const void* address, size_t bytes);    // the memory is another's from now on, in order with everything
 }  // namespace order

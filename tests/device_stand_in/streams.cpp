@@ -1,10 +1,11 @@
-// Streams, events and callbacks. Usually each stream is a queue of its own. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams
-// of a device are dispatched by one thread in the order of issue: an entry whose stream is busy, or whose event is not
-// reached, holds all entries behind it; an entry that runs holds those of its own stream alone. A record of an event
-// belongs to the entry before it, and holds nothing.
+// Streams, events and callbacks. Usually each stream is a queue of its own. With CUDA_DEVICE_MAX_CONNECTIONS=1 all
+// streams of a device are dispatched by one thread in the order of issue: an entry whose stream is busy, or whose event
+// is not reached, holds all entries behind it; an entry that runs holds those of its own stream alone. A record of an
+// event belongs to the entry before it, and holds nothing.
 #include <unistd.h>
 
 #include <cstdlib>
+#include <map>
 #include <thread>
 
 #include "runtime.h"
@@ -19,61 +20,20 @@ std::vector<Stream*>& all_streams() {
   return *all;
 }
 
-Stream& add_stream(int device, int priority, bool side) {
-  all_streams().push_back(new Stream(device, priority, side, static_cast<int>(all_streams().size()) + 1));
+Stream& add_stream(int priority, int device, bool side) {
+  int id = static_cast<int>(all_streams().size()) + 1;
+  unsigned seed = side && settings().delay_us ? settings().seed * 7919 + id : 0;
+  all_streams().push_back(new Stream(device, priority, id, seed));
   return *all_streams().back();
 }
 
-// The one hardware queue of a device.
-class Front {
- public:
-  struct Entry {
-    Stream* stream;
-    std::function<void()> work;
-    std::shared_ptr<Ticket> after;
-    uint64_t behind;  // so many entries of the stream come first
-  };
-  void push(Entry entry) {
-    std::lock_guard<std::mutex> guard(lock_);
-    if (!issued_++) std::thread([this] { serve(); }).detach();
-    entries_.push_back(std::move(entry));
-    changed_.notify_all();
-  }
-  void reach() {
-    std::unique_lock<std::mutex> guard(lock_);
-    uint64_t until = issued_;
-    changed_.wait(guard, [&] { return dispatched_ >= until; });
-  }
-
- private:
-  void serve() {
-    std::unique_lock<std::mutex> guard(lock_);
-    for (;;) {
-      changed_.wait(guard, [&] { return !entries_.empty(); });
-      Entry entry = std::move(entries_.front());
-      entries_.pop_front();
-      guard.unlock();
-      entry.stream->run_behind(entry.behind);
-      if (entry.after) entry.after->wait();
-      entry.stream->push(std::move(entry.work));
-      guard.lock();
-      ++dispatched_;
-      changed_.notify_all();
-    }
-  }
-  std::mutex lock_;
-  std::condition_variable changed_;
-  std::deque<Entry> entries_;
-  uint64_t issued_ = 0, dispatched_ = 0;
-};
-
-Front& front_of(int device) {
-  static auto* fronts = new std::deque<Front>(settings().devices);
-  return (*fronts)[device];
+// Dispatches what is issued on the one hardware queue of a device.
+Worker& front_of(int device) {
+  static std::mutex lock;
+  static auto* fronts = new std::map<int, Worker>;
+  std::lock_guard<std::mutex> guard(lock);
+  return fronts->try_emplace(device, device, 0).first->second;
 }
-
-// Whether this thread issues the parts of one entry, and has issued the first.
-thread_local bool entry_open = false, entry_begun = false;
 
 struct Event {
   std::shared_ptr<Ticket> ticket;  // of its last record; another thread may query it meanwhile
@@ -99,64 +59,65 @@ void Ticket::wait() {
   finished_.wait(guard, [&] { return done.load(); });
 }
 
-void Stream::issue(std::function<void()> work, std::shared_ptr<Ticket> after) { issue(work, after, !entry_begun); }
-
-void Stream::issue(std::function<void()> work, std::shared_ptr<Ticket> after, bool holds) {
-  uint64_t behind = issued_++;
-  if (entry_open) entry_begun = true;
-  if (settings().one_queue) return front_of(device).push({this, std::move(work), std::move(after), holds ? behind : 0});
-  push([work = std::move(work), after = std::move(after)] {
-    if (after) after->wait();
-    work();
-  });
-}
-
-void Stream::push(std::function<void()> work) {
+void Worker::push(std::function<void()> work) {
   std::lock_guard<std::mutex> guard(lock_);
-  if (!started_) std::thread([this] { serve(); }).detach();
-  started_ = true;
-  entries_.push_back(std::move(work));
+  if (!pushed_++) std::thread([this] { serve(); }).detach();
+  work_.push_back(std::move(work));
   filled_.notify_one();
 }
 
-void Stream::serve() {
-  current_device = device;
-  unsigned seed = settings().seed * 7919 + id;
+void Worker::serve() {
+  current_device = device_;
   std::unique_lock<std::mutex> guard(lock_);
   for (;;) {
-    filled_.wait(guard, [&] { return !entries_.empty(); });
-    auto work = std::move(entries_.front());
-    entries_.pop_front();
+    filled_.wait(guard, [&] { return !work_.empty(); });
+    auto work = std::move(work_.front());
+    work_.pop_front();
     guard.unlock();
-    if (side && settings().delay_us) usleep(rand_r(&seed) % settings().delay_us);
+    if (seed_) usleep(rand_r(&seed_) % settings().delay_us);
     work();
     guard.lock();
     ++finished_;
-    ended_.notify_all();
+    done_.notify_all();
   }
 }
 
-void Stream::run_behind(uint64_t last) {
+void Worker::wait_for(uint64_t count) {
   std::unique_lock<std::mutex> guard(lock_);
-  ended_.wait(guard, [&] { return finished_ >= last; });
+  done_.wait(guard, [&] { return finished_ >= count; });
 }
 
-void Stream::finish() { run_behind(issued_); }
+bool Worker::done(uint64_t count) {
+  std::lock_guard<std::mutex> guard(lock_);
+  return finished_ >= count;
+}
+
+void Stream::issue(std::function<void()> work, std::shared_ptr<Ticket> after, bool holds) {
+  std::lock_guard<std::mutex> guard(issues_);
+  uint64_t before = issued_++;
+  if (settings().one_queue) {
+    front_of(device).push([=] {
+      if (holds) worker_.wait_for(before);
+      if (after) after->wait();
+      worker_.push(work);
+    });
+  } else {
+    worker_.push([=] {
+      if (after) after->wait();
+      work();
+    });
+  }
+}
 
 void Stream::reach() {
-  if (settings().one_queue) front_of(device).reach();
+  if (settings().one_queue) front_of(device).wait();
   finish();
-}
-
-bool Stream::idle() {
-  std::lock_guard<std::mutex> guard(lock_);
-  return finished_ >= issued_;
 }
 
 Stream& default_stream(int device) {
   static Stream* defaults[64] = {};
   std::lock_guard<std::mutex> guard(all_lock);
-  if (!defaults[device]) defaults[device] = &add_stream(device, 0, false);
+  if (!defaults[device]) defaults[device] = &add_stream(0, device, false);
   return *defaults[device];
 }
 
@@ -178,20 +139,14 @@ std::vector<Stream*> streams_of(int device) {
 
 using namespace stand_in;
 
-// Returns when a kernel that is issued now would begin, for those who compute in its place. Not a wait of the program's.
+// Returns when a kernel that is issued now would begin, for who computes in its place. No wait of the program's.
 API void stand_in_reach(void* stream, int device) {
   (stream ? stream_of(static_cast<cudaStream_t>(stream)) : default_stream(device)).reach();
 }
 
-// What this thread issues between 1 and 0 is one entry, as a kernel of NCCL is: its parts hold nothing on their own.
-API void stand_in_one_entry(int open) {
-  entry_open = open;
-  entry_begun = false;
-}
-
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
   std::lock_guard<std::mutex> guard(all_lock);
-  *stream = reinterpret_cast<cudaStream_t>(&add_stream(current_device, priority, true));
+  *stream = reinterpret_cast<cudaStream_t>(&add_stream(priority, current_device, true));
   return cudaSuccess;
 }
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
@@ -199,7 +154,9 @@ API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) 
 }
 API cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) { return give(priority, stream_of(stream).priority); }
+API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  return give(priority, stream_of(stream).priority);
+}
 API cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return stream_of(stream).idle() ? cudaSuccess : cudaErrorNotReady;
 }
@@ -233,7 +190,9 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void*
   return cudaSuccess;
 }
 
-API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) { return give(event, reinterpret_cast<cudaEvent_t>(new Event{nullptr, flags, current_device})); }
+API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  return give(event, reinterpret_cast<cudaEvent_t>(new Event{nullptr, flags, current_device}));
+}
 API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete reinterpret_cast<Event*>(event);
@@ -280,7 +239,9 @@ API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to
 }
 
 // Nothing is ever captured into a graph.
-API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { return give(status, cudaStreamCaptureStatusNone); }
+API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  return give(status, cudaStreamCaptureStatusNone);
+}
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
                                          cudaGraph_t* graph, const cudaGraphNode_t** nodes,
                                          const cudaGraphEdgeData** edges, size_t* count) {
