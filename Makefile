@@ -10,7 +10,7 @@ VERSIONS ?= 3.11 3.12 3.10
 RUN := $(if $(VENV),PATH="$(abspath $(VENV))/bin:$$PATH") OMP_NUM_THREADS=1
 MYPY_CACHE ?= .mypy_cache
 
-.PHONY: help venv demo test-fast test test-full test-versions smoke test-smoke lint format clean gpu-attention gpu-lamb gpu-one gpu-memory gpu-two gpu-four
+.PHONY: help venv demo test-fast test test-full test-versions test-device smoke test-smoke lint format clean gpu-attention gpu-lamb gpu-one gpu-rows gpu-memory gpu-two gpu-four
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/'
@@ -46,6 +46,9 @@ smoke: ## what another megatron-core and Python could break, in their own enviro
 test-smoke: venv ## names that the package relies on, and Megatron models against one process
 	$(RUN) python -m pytest -q -m "not full" tests/test_compat.py tests/test_package.py tests/megatron $(ARGS)
 
+test-device: ## the engine on PyTorch's CUDA build, without a device; makes .venv-device, 5.6 GB
+	bash configs/test_device.sh $(ARGS)
+
 gpu-attention: venv ## on a GPU: the attention of slices (docs/gpu.md says what these are for)
 	$(RUN) python -m pytest -q -m gpu tests/pipeline $(ARGS)
 
@@ -56,6 +59,9 @@ gpu-lamb: venv ## on a GPU: FusedLamb's op, once under compute-sanitizer
 
 gpu-one: venv ## on a GPU: a GPT on one stage, with slices and without
 	@$(RUN) bash configs/gpu.sh 1
+
+gpu-rows: venv ## on four GPUs: every row of tests/rows, and hardware queues, over NCCL
+	$(RUN) TESTS_DEVICE=cuda TESTS_GPUS=4 TESTS_RANKS=4 NVIDIA_TF32_OVERRIDE=0 python -m pytest -q tests/rows tests/device_stand_in/test_engine.py $(ARGS)
 
 gpu-memory: venv ## on a GPU: what the memory model says, and the allocator's counters
 	$(RUN) python -m pytest -q -s -m gpu tests/pipeline/test_memory_of_steps.py $(ARGS)

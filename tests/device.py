@@ -1,7 +1,6 @@
 """The device that ranks of tests train on: the CPU, or with ``TESTS_DEVICE=cuda`` GPUs or the stand-in of a CUDA runtime.
 
-``TESTS_GPUS`` says how many GPUs a machine has; ranks share them by turns. On fewer GPUs than ranks NCCL is the stand-in of
-``tests/device_stand_in``.
+``TESTS_GPUS`` says how many GPUs the machine has; NCCL wants one for each rank, the stand-in gives out as many as it is told.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ FLAGS = (
     "-fPIC",
     "-fvisibility=hidden",
     "-shared",
-    "-DSTAND_IN_RUNTIME",
 )
 _DRIVER = "libcuda.cpp"
 _NEEDED = ("cuda_runtime_api.h", "crt/host_defines.h")
@@ -63,7 +62,7 @@ def build(folder: Path | None = None) -> dict[str, str]:
     if compiler is None:
         raise CannotBuild("no C++ compiler: install g++, or set CXX")
     headers = cuda_headers()
-    runtime = sorted(path for path in SOURCES.glob("*.c*") if path.suffix in (".cpp", ".cu") and path.name != _DRIVER)
+    runtime = sorted(path for path in SOURCES.glob("*.cpp") if path.name != _DRIVER)
     if folder is None:
         read = [*runtime, SOURCES / _DRIVER, *sorted(SOURCES.glob("*.h"))]
         digest = hashlib.blake2b(repr((compiler, headers, FLAGS)).encode(), digest_size=8)

@@ -1,9 +1,7 @@
-// A stand-in for NCCL: ranks on one machine, on any devices or all on one, whose messages go through shared host memory.
+// NCCL between processes of one machine, whose messages go through shared host memory.
 //
-// Preloaded in front of PyTorch's CUDA build, under its own ProcessGroupNCCL. As in NCCL, an operation, or a group of messages, is one
-// kernel of its stream: it waits for its peers while it runs, and the host does not. A send is over when its peer has taken
-// all of it (NCCL's ends at the latest then). The host waits only while a communicator is made.
-// On a device (nvcc) that is a kernel; on the stand-in runtime (STAND_IN_RUNTIME) a host function.
+// Under PyTorch's own ProcessGroupNCCL. A send is over when its peer has taken all of it (NCCL's ends at the latest then). The host
+// waits only while a communicator is made.
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -23,13 +21,7 @@
 #include <thread>
 #include <vector>
 
-#ifdef STAND_IN_RUNTIME
-#include "nccl_host.h"
-#else
-#include "nccl_device.h"
-#endif
-
-#define API extern "C" __attribute__((visibility("default")))
+#include "nccl_work.h"
 
 namespace {
 
@@ -37,7 +29,7 @@ constexpr uint32_t kAborted = 0x7fffffff;
 constexpr int kNoColor = -1;
 constexpr auto kJoin = std::chrono::seconds(300);
 
-enum Result { kSuccess = 0, kSystemError = 2, kInvalidArgument = 4 };
+enum Result { kSuccess = 0, kSystemError = 2 };
 
 struct Split {
   std::atomic<uint32_t> number;
@@ -87,7 +79,7 @@ Comm* join(const std::string& name, int size, int rank) {
   if (memory == MAP_FAILED) return nullptr;
   auto* comm = new Comm{name, size, rank, 0, bytes, static_cast<Shared*>(memory), {}, {}};
   cudaGetDevice(&comm->device);
-  if (!share_with_device(memory, bytes)) return nullptr;
+  if (cudaHostRegister(memory, bytes, 0)) return nullptr;
   comm->shared->joined++;
   if (!spin([&] { return comm->shared->joined >= size; })) {
     fprintf(stderr, "nccl stand-in: %s has %d of %d ranks\n", name.c_str(), comm->shared->joined.load(), size);
@@ -185,7 +177,7 @@ API int ncclCommCuDevice(Comm* comm, int* device) { return *device = comm->devic
 API int ncclCommFinalize(Comm*) { return kSuccess; }
 API int ncclCommDestroy(Comm* comm) {
   cudaDeviceSynchronize();
-  leave_device(comm->shared);
+  cudaHostUnregister(comm->shared);
   munmap(comm->shared, comm->bytes);
   delete comm;
   return kSuccess;

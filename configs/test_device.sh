@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Runs tests on PyTorch's CUDA build over tests/device_stand_in, which needs no device: `make test-device`, see docs/gpu.md.
+# The environment .venv-device is made once. VENV takes another, PYTHON and TORCH as in the Makefile.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+export VENV=${VENV:-.venv-device} PYTHON=${PYTHON:-python3} TORCH=${DEVICE_TORCH:-torch==2.14.1}
+if [ ! -e "$VENV/.installed" ]; then
+  echo "$VENV gets $TORCH with CUDA's libraries: downloads about 3 GB, takes 5.6 GB" >&2
+fi
+bash configs/venv.sh || { echo "make test-device: $TORCH could not be installed, see above" >&2; exit 1; }
+case $VENV in /*) ENV=$VENV ;; *) ENV=$PWD/$VENV ;; esac
+export PATH=$ENV/bin:$PATH OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
+python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
+  || { echo "make test-device: got a PyTorch without CUDA, must have it, use DEVICE_TORCH=torch==2.14.1" >&2; exit 1; }
+
+settings=$(python -m tests.device_stand_in.build)
+run() { (eval "$settings"; exec env TESTS_DEVICE=cuda "$@"); }
+# What the stand-in itself gives, then the engine on it.
+python -m pytest -q -p no:cacheprovider tests/device_stand_in/test_runtime.py
+run python -m pytest -q -p no:cacheprovider --slowest 10 tests/device_stand_in tests/rows "$@"
