@@ -16,6 +16,7 @@ python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
 
 settings=$(python -m tests.device_stand_in.build)
 run() { (eval "$settings"; exec env TESTS_DEVICE=cuda "$@"); }
+run python -m tests.device_stand_in.lamb
 # What the stand-in itself gives, then the engine on it.
 python -m pytest -q -p no:cacheprovider tests/device_stand_in/test_runtime.py
 run python -m pytest -q -p no:cacheprovider --slowest 10 tests/device_stand_in tests/rows "$@"

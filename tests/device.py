@@ -42,8 +42,9 @@ def take() -> str:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         # products of fp32 in TF32 differ by more than slices do
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        from tests.device_stand_in import compute, runtime
+        from tests.device_stand_in import compute, lamb, runtime
 
         if runtime.LIBRARY is not None:
             compute.install()
+            lamb.install()
     return BACKENDS[name]

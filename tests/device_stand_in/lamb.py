@@ -1,0 +1,63 @@
+"""FusedLamb's CUDA op on the stand-in: its kernels, unchanged, run on the host (``tests/optim/cuda_emulation``).
+
+``python -m tests.device_stand_in.lamb`` compiles them beside the stand-in, before ranks want them all at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deepspeed.ops.op_builder.builder import OpBuilder
+
+from ds_terapipe.optim.op.builder import CudaLambBuilder
+from ds_terapipe.optim.op.jit import import_from
+from tests.device_stand_in import compute
+from tests.optim import cuda_emulation
+
+_KERNELS = ("square_sum", "moments", "apply", "copy_rules")
+
+
+def module() -> Any:
+    """Return the compiled module, compiled now if it is not there."""
+    digest = hashlib.blake2b(digest_size=8)
+    for folder in (cuda_emulation.SOURCES, cuda_emulation.HERE):
+        for path in sorted(folder.glob("*.[ch]*")):
+            digest.update(path.read_bytes())
+    folder = Path(os.environ["LD_PRELOAD"]).parent / f"lamb_{digest.hexdigest()}"
+    made = folder / "_lamb_cuda.so"
+    if made.is_file():
+        return import_from("_lamb_cuda", made)
+    folder.mkdir(exist_ok=True)
+    return cuda_emulation.module(folder)
+
+
+class _InOrder:
+    """The module, whose kernels begin when their stream has come to them."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return _waiting(found) if name in _KERNELS else found
+
+
+def _waiting(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def launched(*arguments: Any) -> Any:
+        compute.wait()
+        return kernel(*arguments)
+
+    return launched
+
+
+def install() -> None:
+    """Have CudaOp find the emulated kernels."""
+    OpBuilder._loaded_ops[CudaLambBuilder.NAME] = _InOrder(module())
+
+
+if __name__ == "__main__":
+    module()
