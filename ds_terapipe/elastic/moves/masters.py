@@ -9,7 +9,7 @@ model's parameters instead, each with this replica's `Share` of its master and m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ds_terapipe.clipping import counting_nothing
 from ds_terapipe.elastic.moves.shares import Bucket, Share, copy_common
 from ds_terapipe.elastic.moves.transfer import described
+from ds_terapipe.pipeline.parameter_groups import tell
 
 MASTER = "ds_terapipe_master"
 _STEP = "step"
@@ -105,22 +106,24 @@ def _take_off(wrapper: Any, here: set[int]) -> list[nn.Parameter]:
             if id(place.parameter) in here:
                 optimizer.state[place.parameter] = _state_of(place, states[id(place.master)])
         group["params"] = [place.parameter for place in members if id(place.parameter) in here]
+    tell(optimizer)
     return [place.parameter for members in found for place in members]
 
 
-def _empty(wrapper: Any, parameters: Iterable[nn.Parameter]) -> None:
+def _empty(wrapper: Any, parameters: Sequence[nn.Parameter]) -> None:
     """Free a wrapper's tensors; the parameters, views of the flat ones, get memory of their own once these are gone."""
     if hasattr(wrapper, "destroy"):
         wrapper.destroy()
         wrapper.destroy = lambda: None
-    devices = [(parameter, parameter.device) for parameter in parameters]
-    for parameter, _ in devices:
-        parameter.data = _on_host(parameter.data)
-        for name in [name for name in vars(parameter) if name in _LINKS]:
-            delattr(parameter, name)
     for name, value in list(vars(wrapper).items()):
         if isinstance(value, (Tensor, list, tuple, dict)) and name not in _SCALING:
             delattr(wrapper, name)
+    for parameter in parameters:
+        for name in [name for name in vars(parameter) if name in _LINKS]:
+            delattr(parameter, name)
+    devices = [(parameter, parameter.device) for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = _on_host(parameter.data)
     for parameter, device in devices:
         parameter.data = parameter.data.to(device)
 

@@ -111,6 +111,7 @@ def new_bucket(device: torch.device, consensus: Consensus, replicas: Sequence[Se
     if not lacking and memory is not None:
         yield Bucket(memory)
         return
+    del memory
     if torch.distributed.get_rank() == 0:
         emit(
             f"elastic_pipeline: rank {lacking[0]} has no {BUCKET_BYTES / 1e6:.0f} MB left on its device: masters and moments "
