@@ -151,11 +151,12 @@ class StepMemory:
         self._watching = False
         self._tokens: dict[int, int] = {}  # by stage
         self._bytes: dict[int, dict[str, float]] = {}
+        self._sums: dict[int, int] = {}  # most bytes of gradients' sums
         self._known: set[int] = set()
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Measure the next step; ``parameters`` and their gradients are not counted."""
-        self.on, self._tokens, self._bytes = True, {}, {}
+        self.on, self._tokens, self._bytes, self._sums = True, {}, {}, {}
         known = list(parameters)
         self._known = {p.untyped_storage().data_ptr() for p in known}
         self._largest_gradient = max((p.numel() * p.element_size() for p in known if p.requires_grad), default=0)
@@ -221,7 +222,11 @@ class StepMemory:
     def message(self, stage: int, name: str, value: Any) -> None:
         """Count a message of a unit, ``received`` from the previous stage or ``sent`` to the next."""
         if self.on:
-            self._add(stage, name, sum(t.numel() * t.element_size() for t in as_tuple(value)))
+            tensors = as_tuple(value)
+            count = sum(tensor.nbytes for tensor in tensors)
+            self._add(stage, name, count)
+            if name == "sent" and len(tensors) > 1:
+                self._add(stage, "packed", count)
 
     def buffers(self, stage: int, keys_values: Iterable[Tensor]) -> None:
         """Count the K and V of one micro-batch; their gradients have as many elements, in fp32 or wider."""
@@ -234,6 +239,11 @@ class StepMemory:
         if self.on:
             self._add(stage, "weight_gradients", keeper.kept_bytes)
 
+    def gradient_sums(self, stage: int, count: Callable[[], int]) -> None:
+        """Note the bytes of the sums of a stage's gradients over slices, as they are now."""
+        if self.on:
+            self._sums[stage] = max(self._sums.get(stage, 0), count())
+
     def end(self) -> dict[int, StageMemory]:
         """Return the bytes per token of a micro-batch, by stage."""
         self.on = False
@@ -241,6 +251,7 @@ class StepMemory:
             stage: StageMemory(
                 **{name: total / tokens for name, total in self._bytes.get(stage, {}).items()},
                 largest_gradient=float(self._largest_gradient),
+                gradient_sums=float(self._sums.get(stage, 0)),
             )
             for stage, tokens in self._tokens.items()
         }
