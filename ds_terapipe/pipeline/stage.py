@@ -99,6 +99,7 @@ class Stage:
         self.losses: StepLosses | None = None  # losses of the step, on the last stage
         self._gradients, self._autocast = gradients, autocast
         self._memory = memory if memory is not None else StepMemory()
+        self.layers.keeping = self._memory.checkpointed
         self._batch = StepBatch()
         self._inputs: dict[Unit, Any] = {}
         self._outputs: dict[Unit, Any] = {}

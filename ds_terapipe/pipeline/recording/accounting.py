@@ -128,8 +128,8 @@ def highest_allocated(device: torch.device) -> int:
 class StepMemory:
     """Measures the memory of a micro-batch's tokens on each stage of this place, during one step.
 
-    Activations are tensors that autograd saves in a unit's forward, without parameters and attention buffers; every
-    storage counts once. Off, it costs nothing.
+    Activations are tensors that autograd saves in a unit's forward, and inputs of checkpoints, which DeepSpeed keeps by
+    itself, without parameters and attention buffers; every storage counts once. Off, it costs nothing.
 
     Args:
         peak: meter of this place, if available.
@@ -153,6 +153,7 @@ class StepMemory:
         self._bytes: dict[int, dict[str, float]] = {}
         self._sums: dict[int, int] = {}  # most bytes of gradients' sums
         self._known: set[int] = set()
+        self._saved_here: dict[int, int] = {}  # bytes of the storages that the present unit's forward keeps
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Measure the next step; ``parameters`` and their gradients are not counted."""
@@ -207,17 +208,22 @@ class StepMemory:
 
     @contextmanager
     def _saved(self, stage: int, buffers: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        saved: dict[int, int] = {}
+        saved = self._saved_here = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
+            self.checkpointed([tensor])
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         shared = self._known | {t.untyped_storage().data_ptr() for t in buffers()}
         self._add(stage, "activations", sum(count for storage, count in saved.items() if storage not in shared))
+
+    def checkpointed(self, inputs: Iterable[Any]) -> None:
+        """Note tensors that a checkpoint keeps."""
+        for tensor in inputs if self.on else ():
+            if isinstance(tensor, Tensor):
+                self._saved_here[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
 
     def message(self, stage: int, name: str, value: Any) -> None:
         """Count a message of a unit, ``received`` from the previous stage or ``sent`` to the next."""
