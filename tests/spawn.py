@@ -38,6 +38,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import device
 from tests.pool import ROOM, Launch
 
 _HERE = os.getcwd()  # servers stay there, wherever a test goes
@@ -219,12 +220,18 @@ def _values(results: list[RankResult]) -> list[Any]:
 # ---------------------------------------------------------------------------------------- processes that end by themselves
 
 
-def run_to_exit(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Exit]:
+def run_to_exit(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+) -> list[Exit]:
     """Call ``function(rank, world_size, *args)`` in processes that end as scripts do: uncaught errors, then Python's own exit.
 
     After ``timeout`` seconds every process that hangs is killed, with None as exit code. May be called from several threads.
     """
-    return _until_exit(functools.partial(_call, function, args), world_size, timeout)
+    return _until_exit(functools.partial(_call, function, args), world_size, timeout, env=env)
 
 
 def run_script(text: str, folder: Path, *argv: str, env: Mapping[str, str] | None = None) -> Exit:
@@ -290,12 +297,12 @@ def _running(
     """
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     settings |= {"LOCAL_SIZE": str(world_size), **(env or {})}
-    fresh = settings.get("DS_ACCELERATOR", "cpu") != "cpu"
+    fresh = settings.get("DS_ACCELERATOR", device.NAME) != device.NAME or "TESTS_FRESH" in os.environ
     with tempfile.TemporaryDirectory() as path:
         _write_job(path, work)
         try:
             for rank in range(world_size):
-                ranked = {**settings, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranked = {**settings, "RANK": str(rank), "LOCAL_RANK": str(device.local_rank(rank))}
                 pid = _fork(server, {"folder": path, "rank": rank, "env": ranked, "fresh": fresh})
                 Path(path, f"{rank}.pid").write_text(str(pid))
             yield Path(path)
@@ -328,7 +335,7 @@ def _exit_of(rank: int, folder: Path, killed: bool = False) -> Exit:
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+    settings = {"DS_ACCELERATOR": device.NAME, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     return {**os.environ, **settings}
 
 
@@ -361,9 +368,10 @@ def _fork(name: str, job: Mapping[str, Any]) -> int:
 
 def _serve(name: str) -> Path | None:
     """Fork a child for every job. Returns the job's folder in the child, and None in the server when there will be no more."""
-    for module in _SERVERS[name]:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
+    with device.untouched():
+        for module in _SERVERS[name]:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
     children: dict[int, Path] = {}
     for job in _jobs(children):
         path = Path(job["folder"], str(job["rank"]))
@@ -422,7 +430,7 @@ def _join_group() -> tuple[int, int]:
     gc.freeze()  # what was imported stays; BF16_Optimizer collects garbage four times, a quarter of a second each, else
     # DeepSpeed's shared-memory all-reduce is compiled at first use, under a lock that a killed test would leave behind
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=120), auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(device.take(), timeout=timedelta(seconds=120), auto_mpi_discovery=False, verbose=False)
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 

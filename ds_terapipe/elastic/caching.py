@@ -49,11 +49,15 @@ class Caching(Freezing):
         """Return a MIN all-reduce over a stage's tensor-parallel ranks: all of them run its layers, or none."""
         if self.grid.model_parallel_size == 1:
             return int
-        group, device, watchdog = self.grid.slice_proc_group, self.device, self._watchdog
+        here = weakref.ref(self)
 
         def agree(mine: int) -> int:
-            said = torch.tensor([mine], device=device)
-            with watchdog.waiting("the tensor-parallel ranks to look into their caches"):
+            engine = here()
+            assert engine is not None, "the engine is gone"
+            said = torch.tensor([mine], device=engine.device)
+            # the present group: NCCL has aborted those of former shapes
+            group = engine.grid.slice_proc_group
+            with engine._watchdog.waiting("the tensor-parallel ranks to look into their caches"):
                 torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=group)
                 return int(said)
 

@@ -272,7 +272,7 @@ def look(context, layers, inputs, lengths=(7, 2, 9, 1, 5), row=1):
     root = nn.Sequential(*layers)
     stage = LayerRange(layers, 4, context.enter_layer, context.leave_layer)
     cuts = [(TensorCut(row=row),) * (len(inputs) if isinstance(inputs, tuple) else 1)]
-    with undisturbed(root, context):
+    with undisturbed({context: root}):
         return verify_stage(
             root, stage, context, inputs, cuts + [(TensorCut(row=1),)] * (len(layers) - 1), spans(lengths)
         )

@@ -6,7 +6,9 @@ import copy
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from tests.megatron import common
 from tests.pipeline.models import Plain
@@ -27,7 +29,8 @@ def references(rank: int, world_size: int, row: Row) -> dict[str, Trained]:
 
 def _train(row: Row, dtype: torch.dtype, start: torch.dtype) -> Trained:
     model, loss_fn = _model_of(row)
-    model.to(start).to(dtype)
+    here = torch.device(get_accelerator().current_device_name())
+    model.to(here).to(start).to(dtype)
     narrow = dtype in (torch.bfloat16, torch.float16)
     scale = SCALE if dtype == torch.float16 else 1.0
     wide = torch.float32 if narrow else dtype
@@ -45,7 +48,13 @@ def _train(row: Row, dtype: torch.dtype, start: torch.dtype) -> Trained:
         for master in masters.values():
             master.grad = None
         losses.append(
-            _step(model, loss_fn, step, {n: m for n, m in masters.items() if not n.startswith(frozen)}, scale)
+            _step(
+                model,
+                loss_fn,
+                tree_map(lambda t: t.to(here), step),
+                {n: m for n, m in masters.items() if not n.startswith(frozen)},
+                scale,
+            )
         )
         if number == 0:
             first = {n: torch.zeros_like(m) if m.grad is None else m.grad.clone() for n, m in masters.items()}
@@ -56,8 +65,8 @@ def _train(row: Row, dtype: torch.dtype, start: torch.dtype) -> Trained:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(masters[name])
-    weights = {name: p.detach().double().numpy() for name, p in model.named_parameters()}
-    return Trained(losses, {name: g.double().numpy() for name, g in first.items()}, weights)
+    weights = {name: p.detach().cpu().double().numpy() for name, p in model.named_parameters()}
+    return Trained(losses, {name: g.cpu().double().numpy() for name, g in first.items()}, weights)
 
 
 def _step(model: Any, loss_fn: Any, step: list[Any], trained: dict[str, nn.Parameter], scale: float) -> float:

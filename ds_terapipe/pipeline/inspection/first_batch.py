@@ -7,7 +7,6 @@ after the agreement: the next one then comes straight to its receives, and after
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,10 +64,8 @@ class Inspection:
         """Run the inspection. Raises ConfigError, on every rank, for a model that cannot be cut."""
         total = batch.lengths[0]
         self.consensus.agree(self._detached(batch))
-        with ExitStack() as stack:
-            for stage in self.assembly.stages.values():
-                stack.enter_context(undisturbed(stage.root, stage.context))
-            stack.enter_context(self.assembly.autocast())
+        parts = {stage.context: stage.root for stage in self.assembly.stages.values()}
+        with undisturbed(parts), self.assembly.autocast():
             short = None
             if total < LEAST_TOKENS:
                 short = ConfigError(

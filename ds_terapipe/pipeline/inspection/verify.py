@@ -9,7 +9,7 @@ these data. A layer that mixes tokens only for other data, or not yet at these w
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -90,18 +90,22 @@ def _kept_with_mask(tensor: Tensor, p: float, train: bool | None) -> tuple[Tenso
 
 
 @contextmanager
-def undisturbed(module: nn.Module, context: SliceContext) -> Iterator[None]:
-    """Context manager for a trial run without gradients and dropout; random states and buffers are restored."""
-    dropouts = [m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+def undisturbed(parts: Mapping[SliceContext, nn.Module]) -> Iterator[None]:
+    """Context manager for a trial run without gradients and dropout; random states and buffers are restored.
+
+    Args:
+        parts: modules that run, by their context. All at once, for PyTorch 2.11 lets only one library override an operator.
+    """
+    modules = [m for part in parts.values() for m in part.modules()]
+    dropouts = [m for m in modules if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
     buffers = [
-        (m, name, old, None if old is None else old.clone())
-        for m in module.modules()
-        for name, old in m._buffers.items()
+        (m, name, old, None if old is None else old.clone()) for m in modules for name, old in m._buffers.items()
     ]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     states = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(devices), torch.no_grad(), _NoDropout(), _no_scripted_dropout():
-        context.dropout = False
+        for context in parts:
+            context.dropout = False
         for dropout in dropouts:
             dropout.training = False
         try:
@@ -113,8 +117,9 @@ def undisturbed(module: nn.Module, context: SliceContext) -> Iterator[None]:
                 dropout.training = True
             for owner, name, old, value in buffers:
                 owner._buffers[name] = old if old is None or value is None else old.copy_(value)
-            context.dropout = True
-            context.clear()
+            for context in parts:
+                context.dropout = True
+                context.clear()
 
 
 class _Recorder:

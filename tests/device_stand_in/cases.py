@@ -1,0 +1,170 @@
+"""Cases that run on the stand-in, in a process of their own: ``python -m tests.device_stand_in.cases NAME...`` prints JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from ctypes import CFUNCTYPE, c_void_p
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.device_stand_in import compute, runtime
+
+_ELEMENTS = 1 << 20
+_HELD_S = 0.2
+_HOST_FUNCTION = CFUNCTYPE(None, c_void_p)
+
+
+def numbers() -> list[float]:
+    """Largest differences from the host's numbers, as a part of them: loss and gradient in fp32, then in fp64."""
+
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        x = F.gelu(x @ weight).view(2, 3, 16, 8)
+        x = F.scaled_dot_product_attention(x, x, x * 0.5, is_causal=True)
+        picked = x[x > 0].sum() + x.argmax()
+        x = x.clone().masked_fill_(x < -1, 0.0)
+        x[:, 0, :, :] = picked
+        return x.float().logsumexp(-1).sum()
+
+    def on_device(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+        with torch.cuda.stream(side):
+            there = x.pin_memory().to("cuda", non_blocking=True)
+        main.wait_stream(side)
+        there.record_stream(main)
+        weight = weight.cuda().requires_grad_()
+        loss = block(there, weight)
+        loss.backward()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            gradient = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
+            gradient.copy_(weight.grad, non_blocking=True)
+        side.synchronize()
+        return loss.detach().cpu(), gradient
+
+    differences = []
+    for dtype in (torch.float32, torch.float64):
+        x, weight = torch.randn(6, 16, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)
+        on_host = weight.clone().requires_grad_()
+        loss = block(x, on_host)
+        loss.backward()
+        found = on_device(x, weight)
+        for ours, expected in zip(found, (loss.detach(), on_host.grad), strict=True):
+            differences.append(float((ours - expected).abs().max() / expected.abs().max()))
+    return differences
+
+
+def random_numbers() -> list[bool]:
+    """Masks: equal after the generator is set back, otherwise not; a generator of the user's own counts."""
+    x, dropout, own = torch.ones(256, device="cuda"), nn.Dropout(0.5), torch.Generator("cuda")
+    state = torch.cuda.get_rng_state()
+    first, second = dropout(x), dropout(x)
+    torch.cuda.set_rng_state(state)
+    made = [torch.rand(9, device="cuda", generator=own.manual_seed(seed)) for seed in (1, 1, 2)]
+    return [first.equal(dropout(x)), first.equal(second), made[0].equal(made[1]), made[0].equal(made[2])]
+
+
+def races() -> dict[str, list[str]]:
+    """Races in a hand-over between streams that leaves out one thing, or none."""
+    runtime.races()
+    found = {}
+    for left_out in ("nothing", "polled", "wait_stream", "record_stream", "event", "copy's event", "host's wait"):
+        _hand_over(left_out)
+        torch.cuda.synchronize()
+        found[left_out] = sorted(runtime.races())
+    return found
+
+
+def _hand_over(left_out: str) -> None:
+    main, side, copies = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    x = torch.ones(_ELEMENTS, device="cuda")
+    if left_out != "wait_stream":
+        side.wait_stream(main)
+    with torch.cuda.stream(side):
+        y = x * 2
+        done = side.record_event()
+    if left_out != "record_stream":
+        x.record_stream(side)
+    del x
+    torch.full((_ELEMENTS,), 3.0, device="cuda")  # may take the memory of x
+    if left_out == "polled":  # the host asks until it is done
+        while not done.query():
+            time.sleep(0.001)
+    elif left_out != "event":
+        main.wait_event(done)
+    y += 1
+    if left_out != "copy's event":
+        copies.wait_stream(main)
+    with torch.cuda.stream(copies):
+        on_host = torch.empty(_ELEMENTS, pin_memory=True)
+        on_host.copy_(y, non_blocking=True)
+    if left_out != "host's wait":
+        copies.synchronize()
+    on_host.add_(1)
+
+
+def queue() -> dict[str, bool]:
+    """Whether an event of another stream comes while an entry of this one runs, and while one more waits for that."""
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    release = threading.Event()
+    block = _HOST_FUNCTION(lambda data: release.wait() and None)
+    come = {}
+    for name in ("one runs", "one waits"):
+        runtime.LIBRARY.cudaLaunchHostFunc(c_void_p(first.cuda_stream), block, None)
+        event = second.record_event()
+        until = time.monotonic() + _HELD_S
+        while not event.query() and time.monotonic() < until:
+            time.sleep(0.001)
+        come[name] = event.query()
+    release.set()
+    torch.cuda.synchronize()
+    return {**come, "at last": event.query()}
+
+
+def memory() -> dict[str, int]:
+    """The allocator's counters beside the runtime's, of two devices that nothing else used."""
+    before = runtime.counts().allocations
+    held = [torch.empty(3 << 20, dtype=torch.uint8, device=f"cuda:{device}") for device in (2, 2, 3)]
+    counters = {
+        "allocated": torch.cuda.memory_allocated(2),
+        "reserved": torch.cuda.memory_reserved(2),
+        "used": runtime.used(2),
+        "other": runtime.used(3),
+        "blocks": runtime.counts().allocations - before,
+    }
+    held.clear()
+    torch.cuda.empty_cache()
+    counters["left"] = runtime.used(2) + runtime.used(3)
+    try:
+        torch.empty(1 << 40, dtype=torch.uint8, device="cuda:2")
+    except torch.OutOfMemoryError:
+        counters["refused"] = 1
+    return counters
+
+
+def host_waits() -> list[tuple[str, str, int]]:
+    """What made the host wait, and where; what only issues work is not among it."""
+    x, pinned = torch.ones(4, device="cuda"), torch.zeros(4, pin_memory=True)
+
+    def waits() -> None:
+        x.sum().item()
+        x.nonzero()
+
+    with runtime.host_waits() as seen:
+        (x @ x).add_(1)
+        pinned.copy_(x, non_blocking=True)
+        waits()
+    return [(wait.call, wait.callers[0], count) for wait, count in seen.items()]
+
+
+_CASES: tuple[Callable[[], Any], ...] = (numbers, random_numbers, races, queue, memory, host_waits)
+
+if __name__ == "__main__":
+    compute.install()
+    print(json.dumps({case.__name__: case() for case in _CASES if case.__name__ in sys.argv[1:]}))
