@@ -16,7 +16,18 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
-FLAGS = ("-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-shared", "-DSTAND_IN_RUNTIME")
+FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-g",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-shared",
+    "-DSTAND_IN_RUNTIME",
+)
 _DRIVER = "libcuda.cpp"
 _NEEDED = ("cuda_runtime_api.h", "crt/host_defines.h")
 

@@ -43,7 +43,7 @@ def kept(engine: Any) -> dict[str, tuple[Tensor, ...]]:
         if getattr(parameter, "_hp_mapping", None) is None and not hasattr(parameter, "_dp_group"):
             continue
         moments = [safe_get_full_optimizer_state(parameter, key) for key in KEYS]
-        found[name] = tuple(tensor.clone() for tensor in (safe_get_full_fp32_param(parameter), *moments))
+        found[name] = tuple(tensor.clone().cpu() for tensor in (safe_get_full_fp32_param(parameter), *moments))
     return found
 
 
@@ -60,7 +60,7 @@ def _kept_of_fp16(engine: Any) -> dict[str, tuple[Tensor, ...]]:
             flat, sizes = wrapper.fp32_groups_flat[number], [parameter.numel() for parameter in group]
             each = list(zip(*(part.split(sizes) for part in (flat, *(state[flat][key] for key in KEYS))), strict=True))
         for parameter, tensors in zip(group, each, strict=True):
-            found[names[parameter]] = tuple(tensor.detach().clone().view(parameter.shape) for tensor in tensors)
+            found[names[parameter]] = tuple(tensor.detach().clone().cpu().view(parameter.shape) for tensor in tensors)
     return found
 
 
