@@ -23,8 +23,9 @@ from ds_terapipe.elastic.checkpoints import ElasticCheckpoints, resized
 from ds_terapipe.elastic.moves.anew import build_anew
 from ds_terapipe.elastic.moves.groups import level_steps
 from ds_terapipe.elastic.moves.layers import drop_copies, leave_loss
-from ds_terapipe.elastic.moves.masters import is_wrapped, unwrap
+from ds_terapipe.elastic.moves.masters import is_wrapped, join, unwrap
 from ds_terapipe.elastic.moves.reshape import Reshape, check_movable
+from ds_terapipe.elastic.moves.shares import Bucket, new_bucket
 from ds_terapipe.elastic.policies.freeze import ModelLayers
 from ds_terapipe.elastic.policies.resize import POLICY, Shape, balanced, check, shape_of, wanted_stages
 from ds_terapipe.elastic.report import Transition, TransitionReport
@@ -213,21 +214,26 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             )
             reshape.prepare(resized(self.module._topo, new.stages), parts)
         self._recorder.begin(self.global_steps + 1, wanted=step is not None and self._trace.wants(step + 1))
-        with self._no_way_back(), self._recorder.collective("reshape"):
+        with self._bucket() as bucket, self._no_way_back(), self._recorder.collective("reshape"):
             self._assembly.close()
-            wrapped = is_wrapped(self.optimizer)
-            if wrapped:
+            if bucket is not None:
                 unwrap(self.optimizer, self.module)
             freed = self._freeze(frozen)
             if reshape is not None and self._norms is not None:
                 self._norms.load(self._norms.state(self._consensus))  # the new owner of a layer needs its norms
-            sent = 0 if reshape is None else self._reshape(new, reshape)
-            if wrapped and reshape is None:
-                self.optimizer = self._wrapped(self.basic_optimizer, self.optimizer)
+            sent = 0 if reshape is None else self._reshape(new, reshape, bucket)
+            if bucket is not None and reshape is None:
+                self.optimizer = self._wrapped(self.basic_optimizer, self.optimizer, bucket)
             self._changed = True
             self._settle()
         self._trace.keep(self._recorder.end())
         self._tell(step, shape, before, time.perf_counter() - started, freed, sent)
+
+    def _bucket(self) -> AbstractContextManager[Bucket | None]:
+        """Return the context manager of a bucket for masters and moments; None without DeepSpeed's wrappers."""
+        if not is_wrapped(self.optimizer):
+            return nullcontext()
+        return new_bucket(self.device, self._consensus, self.module._topo.get_axis_comm_lists("data"))
 
     def _balanced(self, shape: Shape, frozen: int) -> Sequence[int]:
         """Balance the entries of a shape's stages by their costs; collective."""
@@ -248,10 +254,12 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         trained = [each for each in self._shared if each.entries[0] >= stays_frozen]
         refuse_split(trained, parts, POLICY, ', or "off"')
 
-    def _reshape(self, shape: Shape, reshape: Reshape) -> int:
+    def _reshape(self, shape: Shape, reshape: Reshape, bucket: Bucket | None) -> int:
         """Run a prepared reshape; return the bytes that this rank sent."""
         old = shape_groups(self.module)
-        reshape.run()
+        if bucket is not None:
+            join(self.basic_optimizer, bucket)
+        reshape.run(bucket)
         close_groups(old)
         with self._watchdog.making_groups():
             build_anew(self, shape, self._arguments)

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from ds_terapipe.elastic.moves.anew import Kept, quietly
 from ds_terapipe.elastic.moves.groups import in_order
 from ds_terapipe.elastic.moves.masters import fill, taking_no_step
+from ds_terapipe.elastic.moves.shares import Bucket
 from ds_terapipe.elastic.phases import ElasticPhases
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.optim.lamb import FusedLamb
@@ -66,15 +67,15 @@ class ElasticOptimizer(ElasticPhases):
                 self.elastic_pipeline = self.elastic_pipeline.staying(str(error))
         super()._arrange_groups(optimizer, kind)
 
-    def _wrapped(self, basic_optimizer: Any, before: Any) -> Any:
-        """Return the optimiser in DeepSpeed's wrapper; ``before``: the previous wrapper."""
+    def _wrapped(self, basic_optimizer: Any, before: Any, bucket: Bucket | None = None) -> Any:
+        """Return the optimiser in DeepSpeed's wrapper; ``before``, ``bucket``: as for `fill`."""
         kind = self._do_optimizer_sanity_check(basic_optimizer)
         if kind not in _WRAPPED:
             return basic_optimizer
         method, arguments = _WRAPPED[kind]
         with quietly(), _nothing_to_collect(), taking_no_step(basic_optimizer):
             wrapper = getattr(self, method)(basic_optimizer, *arguments)
-        fill(wrapper, before)
+        fill(wrapper, before, bucket)
         if isinstance(basic_optimizer, FusedLamb) and hasattr(wrapper, "check_grad_overflow"):
             wrapper.check_grad_overflow = True
         return wrapper

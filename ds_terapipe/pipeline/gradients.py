@@ -7,7 +7,7 @@ micro-batch (``DeepSpeedEngine.backward`` in runtime/engine.py); here a micro-ba
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
+from torch.nn import Parameter
 
 from ds_terapipe.pipeline.operators.gradient_sums import GradientSums
 
@@ -61,12 +62,14 @@ class DeepSpeedGradients:
             yield
         finally:
             engine._running_engine_backward = False
-        if not last:
+        # where BF16_Optimizer's sums over micro-batches are fp32, they take slices as well
+        takes_slices = isinstance(optimizer, BF16_Optimizer) and optimizer.grad_acc_dtype == torch.float32
+        if not (last or takes_slices):
             self._sums.put_aside()
-        elif not first:
+        elif not (first or takes_slices):
             self._sums.give_back()
         if isinstance(optimizer, BF16_Optimizer):
-            if last:
+            if last or takes_slices:
                 # Adds what it finds in ``grad`` to its own sums. DeepSpeed clears ``grad`` before the next micro-batch; here
                 # that one may have begun, and what has been added must not be there when it ends.
                 optimizer.backward_epilogue()
@@ -74,6 +77,10 @@ class DeepSpeedGradients:
         elif isinstance(optimizer, ZeROOptimizer):
             optimizer.backward_epilogue()
             optimizer.exit_backward()
+
+    def summed_bytes(self, parameters: Iterable[Parameter]) -> int:
+        """Return the bytes of the fp32 sums of these parameters' gradients."""
+        return self._sums.bytes_of(parameters)
 
     def clear(self) -> None:
         """Drop gradients that a failed step has left."""

@@ -52,6 +52,7 @@ class LayerRange:
         self._before = 0 if module is None else first - module._local_start
         self._runs = 0 if module is None else module.micro_offset
         self._checkpointed: tuple[int, list[bool]] = (0, [])
+        self.keeping: Callable[[Sequence[Any]], None] = lambda inputs: None  # called with what a checkpoint keeps
         self.timed = True  # whether these layers are timed in a step that times layers
 
     def __call__(self, inputs: Any, start: int = 0) -> Any:
@@ -92,6 +93,8 @@ class LayerRange:
             run = self._run(max(start, first), stop, offset, interval)
             several = inputs if isinstance(inputs, tuple) else (inputs,)
             again = checkpointed and torch.is_grad_enabled()  # without gradients nothing is recomputed
+            if again:
+                self.keeping(several)
             inputs = module.activation_checkpoint_func(run, *several) if again else run(*several)
         return inputs
 

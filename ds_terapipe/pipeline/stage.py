@@ -7,7 +7,7 @@ sends nor receives: ``assembly.py`` passes its inputs and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeAlias
 
@@ -38,6 +38,9 @@ class GradientRules(Protocol):
     def around(self, first: bool = True, last: bool = True) -> AbstractContextManager[None]:
         """Context manager around a backward pass; ``first``, ``last``: of its stage and micro-batch."""
 
+    def summed_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return the bytes of the sums of these parameters' gradients that are not in ``grad``."""
+
 
 class PlainGradients:
     """:class:`GradientRules` of plain PyTorch: the mean over ``micro_batches``, summed in ``grad``."""
@@ -52,6 +55,10 @@ class PlainGradients:
     def around(self, first: bool = True, last: bool = True) -> AbstractContextManager[None]:
         """Return an empty context."""
         return nullcontext()
+
+    def summed_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return 0: all of it is in ``grad``."""
+        return 0
 
 
 class Stage:
@@ -92,6 +99,7 @@ class Stage:
         self.losses: StepLosses | None = None  # losses of the step, on the last stage
         self._gradients, self._autocast = gradients, autocast
         self._memory = memory if memory is not None else StepMemory()
+        self.layers.keeping = self._memory.checkpointed
         self._batch = StepBatch()
         self._inputs: dict[Unit, Any] = {}
         self._outputs: dict[Unit, Any] = {}
@@ -144,10 +152,14 @@ class Stage:
             else:
                 outputs = [t for t in as_tuple(self._outputs.pop(unit)) if t.requires_grad]
                 torch.autograd.backward(outputs, gradients)
+        self._memory.gradient_sums(self.number, lambda: self._gradients.summed_bytes(self._parameters()))
         if last:
             self.context.release(unit.micro_batch)
         inputs = [t for t in as_tuple(self._inputs.pop(unit)) if t.requires_grad]
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for module in self.layers.modules for parameter in module.parameters())
 
     def make_weight_gradients(self, unit: Unit) -> None:
         """Make the weight gradients of the unit's slice and later slices of its micro-batch."""

@@ -341,6 +341,7 @@ def _scaled(model: MemoryModel, sequences: int) -> MemoryModel:
             sent=stage.sent * sequences,
             working=stage.working * sequences,
             joined=stage.joined * sequences,
+            packed=stage.packed * sequences,
         )
         for stage in model.stages
     )

@@ -5,6 +5,7 @@ Beside fp16 the loss scale goes on, too. FusedLamb tells a monitor of the layers
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor
 
+from ds_terapipe.elastic.moves import shares
 from tests.elastic.training import LAMB, MODELS, Case, are_the_same, data_of, engine_of, objects_of, prefixes
 from tests.spawn import launched
 
@@ -25,6 +27,8 @@ CASES = {  # and the wrapper
     "fp16 ZeRO-1, instance": (Case("gpt", "instance", 2, precision="fp16 ZeRO-1", **LONG), "DeepSpeedZeroOptimizer"),
 }
 KEYS = ("exp_avg", "exp_avg_sq")
+BUCKET, MARK = 4096, "a change of the engine"
+NO_ROOM = "fp16 ZeRO-1, instance"  # rank 1 has no room for a bucket there
 
 
 def kept(engine: Any) -> dict[str, tuple[Tensor, ...]]:
@@ -39,7 +43,7 @@ def kept(engine: Any) -> dict[str, tuple[Tensor, ...]]:
         if getattr(parameter, "_hp_mapping", None) is None and not hasattr(parameter, "_dp_group"):
             continue
         moments = [safe_get_full_optimizer_state(parameter, key) for key in KEYS]
-        found[name] = tuple(tensor.clone() for tensor in (safe_get_full_fp32_param(parameter), *moments))
+        found[name] = tuple(tensor.clone().cpu() for tensor in (safe_get_full_fp32_param(parameter), *moments))
     return found
 
 
@@ -56,7 +60,7 @@ def _kept_of_fp16(engine: Any) -> dict[str, tuple[Tensor, ...]]:
             flat, sizes = wrapper.fp32_groups_flat[number], [parameter.numel() for parameter in group]
             each = list(zip(*(part.split(sizes) for part in (flat, *(state[flat][key] for key in KEYS))), strict=True))
         for parameter, tensors in zip(group, each, strict=True):
-            found[names[parameter]] = tuple(tensor.detach().clone().view(parameter.shape) for tensor in tensors)
+            found[names[parameter]] = tuple(tensor.detach().clone().cpu().view(parameter.shape) for tensor in tensors)
     return found
 
 
@@ -68,19 +72,44 @@ def scaling(engine: Any) -> dict[str, Any]:
     return {**vars(scaler), **more} if engine.fp16_enabled() else {}
 
 
+def extra(profile: Any) -> list[float]:
+    """Bytes that each change takes at most beside those that were there: the profile sees all tensors come and go."""
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in events if event.name() == MARK]
+    memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    return [max(accumulate(size for at, size in memory if start <= at < stop)) for start, stop in changes]
+
+
+def state_of(engine: Any) -> int:
+    """Bytes of masters and moments of this rank."""
+    masters = [master for group in engine.basic_optimizer.param_groups for master in group["params"]]
+    moments = [state[key] for state in engine.basic_optimizer.state.values() for key in KEYS]
+    return sum(tensor.nbytes for tensor in (*masters, *moments))
+
+
 def run(case: Case) -> dict[str, Any]:
     monitored = {"optimizer": {"type": "FusedLamb", "params": {**LAMB, "monitor_interval": 1}}}
     engine = engine_of(case, **(monitored if case.optimizer == "lamb" else {}))
     replica, share = engine.grid.data_parallel_id, case.batch // case.size // engine.dp_world_size
-    found: dict[str, Any] = {name: [] for name in ("changes", "shapes", "skipped", "told")}
+    found: dict[str, Any] = {name: [] for name in ("changes", "shapes", "skipped", "told", "sums", "memory", "lines")}
+    shares.emit, add = found["lines"].append, torch.distributed.all_reduce
     objects, change = objects_of(engine), engine._change
     given = engine.client_optimizer if case.optimizer == "instance" else engine.basic_optimizer
 
     def noted(*args: Any, **options: Any) -> None:
-        before, scale = kept(engine), scaling(engine)
-        change(*args, **options)
+        before, scale, state = kept(engine), scaling(engine), state_of(engine)
+        torch.distributed.all_reduce = counted
+        found["sums"].append([])
+        found["memory"].append(state)
+        with torch.profiler.record_function(MARK):
+            change(*args, **options)
+        torch.distributed.all_reduce = add
         steps = {int(state["step"]) for state in engine.basic_optimizer.state.values() if "step" in state}
         found["changes"].append((before, kept(engine), scale == scaling(engine), steps))
+
+    def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        found["sums"][-1].append((tensor.nbytes, tensor.dtype))
+        return add(tensor, *args, **options)
 
     engine._change = noted
     for step in data_of(case):
@@ -102,7 +131,14 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def worker(rank: int, world_size: int) -> dict[str, Any]:
-    return {name: run(case) for name, (case, _) in CASES.items()}
+    shares.BUCKET_BYTES, room, found = BUCKET, shares._room, {}
+    for name, (case, _) in CASES.items():
+        shares._room = (lambda device: None) if name == NO_ROOM and rank == 1 else room
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+            found[name] = run(case)
+        found[name]["memory"] = list(zip(extra(profile), found[name]["memory"], strict=True))
+    return found
 
 
 ranks = launched(worker, 2, timeout=300)
@@ -131,6 +167,24 @@ def test_masters_and_moments_are_the_same_bits_behind_a_change(ranks: Any, name:
     if "fp16" in name:  # overflows before and behind a change
         first, skipped = case.transitions[0], ranks[0][name]["skipped"]
         assert sum(skipped[:first]) and sum(skipped[first:]) and ranks[1][name]["skipped"] == skipped
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_change_takes_a_bucket_beside_what_a_rank_had(ranks: Any, name: str) -> None:
+    """Its sums are the same on all ranks; where one has no room for a bucket, all have it on the host, and say so."""
+    case = CASES[name][0]
+    summed = [rank[name]["sums"] for rank in ranks]
+    assert summed[0] == summed[1] and len(summed[0]) == len(case.transitions)
+    divided = name.startswith("bf16") or "ZeRO" in name  # without either nothing is summed
+    sizes = [size for change in summed[0] for size, kind in change if kind == torch.float32]
+    assert max(sizes, default=0) == BUCKET * divided
+    for rank in (rank[name] for rank in ranks):
+        alone = [number for number, step in enumerate(case.transitions) if step not in dict(case.resize)]
+        peaks = [rank["memory"][number] for number in alone]
+        assert peaks and all(peak <= state + 2 * BUCKET for peak, state in peaks), peaks
+    lines = ranks[0][name]["lines"]
+    assert len(lines) == (len(case.transitions) if name == NO_ROOM else 0) and not ranks[1][name]["lines"]
+    assert all(line.startswith("elastic_pipeline: rank 1 has no ") for line in lines)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "FusedLamb" in name])

@@ -2,27 +2,66 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.memory import MemoryModel, Peaks, calibrated, memory_use
-from tests.pipeline.models import gpt, mean_loss, micro_batch
-from tests.pipeline.training import build_engine
+from tests.pipeline.models import HIDDEN, Block, Embedding, Head, gpt, mean_loss, micro_batch
+from tests.pipeline.training import allow_fp16, build_engine
 from tests.spawn import launched, run_ranks
 
 MARK = "an action of the step is over"
 LENGTH, BATCH, FEW, BLOCKS, MEASURED = 48, 16, 2, 12, (8, 4, 2)
-# slices, schedule, micro-batches, weight gradients, sequences of a micro-batch
-SETTINGS: dict[str, tuple[int | list[int], str, int, str, int]] = {
-    "two slices": (2, "1f1b", 1, "micro_batch", BATCH),
-    "uneven": ([18, 15, 9, 6], "1f1b", 1, "micro_batch", BATCH),
-    "terapipe": (4, "terapipe", 3, "micro_batch", BATCH),
-    "terapipe, by slice": (8, "terapipe", 2, "slice", BATCH),
+
+
+class Beside(nn.Module):
+    """A layer that hands a second tensor on, [b, s, 16 hidden]: made by the first, used by the last."""
+
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, inputs: Any) -> Any:
+        if isinstance(self.layer, Embedding):
+            hidden = self.layer(inputs)
+            return hidden, torch.cat([hidden] * 16, -1)
+        hidden, beside = inputs
+        if isinstance(self.layer, Head):
+            return self.layer(hidden + beside[..., :HIDDEN])
+        return self.layer(hidden), beside
+
+
+BESIDE = [LayerSpec(Beside, layer) for layer in (Embedding, *[Block] * 8, Head)]
+# without the states of random generators, which are larger than what such small layers keep
+RECOMPUTED = {
+    "activation_checkpoint_interval": 1,
+    "activation_checkpoint_func": partial(checkpoint, use_reentrant=True, preserve_rng_state=False),
+    "checkpointable_layers": ["Block"],
+}
+FP16 = {"fp16": {"enabled": True, "loss_scale": 1.0}}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"specs": gpt(BLOCKS)},
+    "16 bits": {"specs": gpt(BLOCKS), "module": RECOMPUTED, "config": FP16},
+    "two tensors": {"specs": BESIDE},
+}
+# slices, schedule, micro-batches, weight gradients, sequences of a micro-batch, model
+SETTINGS: dict[str, tuple[int | list[int], str, int, str, int, str]] = {
+    "two slices": (2, "1f1b", 1, "micro_batch", BATCH, "gpt"),
+    "uneven": ([18, 15, 9, 6], "1f1b", 1, "micro_batch", BATCH, "gpt"),
+    "terapipe": (4, "terapipe", 3, "micro_batch", BATCH, "gpt"),
+    "terapipe, by slice": (8, "terapipe", 2, "slice", BATCH, "gpt"),
     # gradients of weights are a good part of what there is, which at the peak are not there yet
-    "one sequence": (2, "1f1b", 1, "slice", FEW),
+    "one sequence": (2, "1f1b", 1, "slice", FEW, "gpt"),
+    # known from one trial: what does not grow with slices has to be counted
+    "recomputed, 16 bits": (6, "1f1b", 1, "slice", FEW, "16 bits"),
+    "two tensors": (4, "terapipe", 3, "micro_batch", BATCH, "two tensors"),
 }
 
 
@@ -71,10 +110,11 @@ def measure(rank: int, world: int) -> dict[str, tuple[float, float]]:
         engine.train_batch(batches if engine.is_first_stage() or engine.is_last_stage() else None)
         return memory.end()
 
-    for weights, micro_batches, batch in sorted({(w, m, b) for _, _, m, w, b in SETTINGS.values()}):
+    allow_fp16()
+    for weights, micro_batches, batch, model_of in sorted({(w, m, b, of) for _, _, m, w, b, of in SETTINGS.values()}):
         settings = {"slices": MEASURED[0], "schedule": "1f1b", "weight_gradients": weights, "verify": False}
         sizes = {"micro_batches": micro_batches, "batch": batch, "stages": world}
-        engine = build_engine(gpt(BLOCKS), mean_loss, token_pipeline=settings, **sizes)
+        engine = build_engine(loss_fn=mean_loss, token_pipeline=settings, **MODELS[model_of], **sizes)
         memory, once, measured = engine._memory, weights == "micro_batch", []
         memory._peak = Counted() if engine.device.type == "cpu" else memory._peak
         step(engine, MEASURED[0])
@@ -85,12 +125,13 @@ def measure(rank: int, world: int) -> dict[str, tuple[float, float]]:
         stages = {stage: one for of_rank, _ in said for stage, one in of_rank.items()}
         model = MemoryModel(tuple(stages[stage] for stage in sorted(stages)))
         for name, (slices, schedule, *others) in SETTINGS.items():
-            if others == [micro_batches, weights, batch]:
+            if others == [micro_batches, weights, batch, model_of]:
                 step(engine, slices, schedule)
                 lengths = slice_lengths(LENGTH, slices)
                 # as the engine knows it of a trial, from those of shorter slices; of what is cut finer from the first two
                 shorter = [peaks for peaks in measured if max(peaks.lengths) < max(lengths)]
-                known = calibrated(model, max(shorter, measured[:2], key=len), "1f1b", micro_batches, once)
+                trials = measured[:1] if model_of == "16 bits" else max(shorter, measured[:2], key=len)
+                known = calibrated(model, trials, "1f1b", micro_batches, once)
                 found[name] = memory_use(known, schedule, lengths, micro_batches, once)[rank].total, memory.taken
         engine.destroy()
     return found

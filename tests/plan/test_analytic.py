@@ -133,7 +133,7 @@ def test_bad_files_are_one_line_with_file_field_and_rule(tmp_path, load, data, f
     assert message.startswith(f"{path}: {field}" if field else path) and rule in message and "\n" not in message
 
 
-stage_memories = st.builds(StageMemory, *[st.integers(0, 9).map(float)] * 10)
+stage_memories = st.builds(StageMemory, *[st.integers(0, 9).map(float)] * 12)
 lengths_of_slices = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 # A digit of a peak says of how many tokens a line is held, where large gradients weigh most, and where activations do.
 GRADIENTS = StageMemory(1, 2e1, 3e2, 4e3, 5e4, 6e5, 7e6, 8e7, 9e8, 1e10)
@@ -162,6 +162,13 @@ def test_the_peak_is_the_ledgers(how, kept, gradients, activations):
     for lines, peaks in ((GRADIENTS, gradients), (ACTIVATIONS, activations)):
         uses = memory_use(MemoryModel((lines,) * len(how[-1].stages), **kept), *how)
         assert tuple(use.total for use in uses) == peaks
+
+
+@pytest.mark.parametrize(("lengths", "peaks"), [([2, 1], (20, 7)), ([3], (0, 0))])
+def test_packed_messages_and_sums_of_gradients_are_there_for_a_time(lengths, peaks):
+    """Copies until their gradient comes; sums from the first slice's backward on, so not beside all copies."""
+    model = MemoryModel((StageMemory(packed=10.0, gradient_sums=7.0),) * 2)
+    assert tuple(use.total for use in memory_use(model, "terapipe", lengths, 1)) == peaks
 
 
 @settings(deadline=None, max_examples=60)

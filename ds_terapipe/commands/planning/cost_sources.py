@@ -163,7 +163,7 @@ class Analytic:
 
     def memory(self, sequences: int) -> MemoryModel:
         """See `Source`."""
-        found = analytic_memory(self.model, self.layers, self.tensor_parallel, sequences)
+        found = analytic_memory(self.model, self.layers, self.tensor_parallel, sequences, self.weights_once)
         if not self.fixed:
             return found
         shards = self.data_parallel if self.shares_optimizer else 1

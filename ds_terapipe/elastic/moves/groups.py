@@ -119,4 +119,4 @@ def level_steps(optimizer: Any) -> None:
 
 
 def _bytes(values: Iterable[Any]) -> int:
-    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+    return sum(getattr(value, "nbytes", 0) for value in values)  # tensors, and shares of them

@@ -3,13 +3,13 @@
 They give a torch optimiser fp32 tensors in place of the model's parameters (DeepSpeed 0.19.8). ``BF16_Optimizer`` and
 ZeRO-1 have one flat tensor for each parameter group, divided among the replicas. ``FP16_Optimizer`` has a whole one,
 and ``FP16_UnfusedOptimizer`` one for each parameter. Between :func:`unwrap` and :func:`fill` the optimiser has the
-model's parameters instead, each with its whole master and moments as state. So code that moves parameters by name works
-for fp32 and for these. Meanwhile a rank needs memory for all of it.
+model's parameters instead, each with this replica's `Share` of its master and moments as state. Where layers move,
+:func:`join` makes them whole, in host memory. So code that moves parameters by name works for fp32 and for these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -22,7 +22,9 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
 from ds_terapipe.clipping import counting_nothing
+from ds_terapipe.elastic.moves.shares import Bucket, Share, copy_common
 from ds_terapipe.elastic.moves.transfer import described
+from ds_terapipe.pipeline.parameter_groups import tell
 
 MASTER = "ds_terapipe_master"
 _STEP = "step"
@@ -87,24 +89,43 @@ def _linked(parameter: Any, flat: Tensor) -> Place:
 
 
 def unwrap(wrapper: Any, module: nn.Module) -> None:
-    """Give the wrapped optimiser the model's parameters, with their whole state; collective over replicas.
+    """Give the wrapped optimiser the model's parameters, with this replica's shares of their state; local.
 
-    The wrapper must not be used afterwards, except as ``before`` of `fill`. Parameters outside the module are left out.
+    Nothing is allocated on the device that was not freed before. The wrapper loses its tensors, and must not be used
+    afterwards, except as ``before`` of `fill`. Parameters outside the module are left out.
     """
-    optimizer, here = wrapper.optimizer, set(map(id, module.parameters()))
-    found = places(wrapper)
+    _empty(wrapper, _take_off(wrapper, set(map(id, module.parameters()))))
+
+
+def _take_off(wrapper: Any, here: set[int]) -> list[nn.Parameter]:
+    """Replace masters by the parameters that are ``here``, by ``id``; return all of the wrapper's parameters."""
+    optimizer, found = wrapper.optimizer, places(wrapper)
     for group, members in zip(optimizer.param_groups, found, strict=True):
         states = {id(place.master): optimizer.state.pop(place.master, {}) for place in _by_master(members)}
         for place in members:
             if id(place.parameter) in here:
                 optimizer.state[place.parameter] = _state_of(place, states[id(place.master)])
         group["params"] = [place.parameter for place in members if id(place.parameter) in here]
+    tell(optimizer)
+    return [place.parameter for members in found for place in members]
+
+
+def _empty(wrapper: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Free a wrapper's tensors; the parameters, views of the flat ones, get memory of their own once these are gone."""
     if hasattr(wrapper, "destroy"):
         wrapper.destroy()
-    for parameter in (place.parameter for members in found for place in members):
-        parameter.data = parameter.data.clone()  # no longer a view of the flat tensor
+        wrapper.destroy = lambda: None
+    for name, value in list(vars(wrapper).items()):
+        if isinstance(value, (Tensor, list, tuple, dict)) and name not in _SCALING:
+            delattr(wrapper, name)
+    for parameter in parameters:
         for name in [name for name in vars(parameter) if name in _LINKS]:
             delattr(parameter, name)
+    devices = [(parameter, parameter.device) for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = _on_host(parameter.data)
+    for parameter, device in devices:
+        parameter.data = parameter.data.to(device)
 
 
 def _by_master(members: list[Place]) -> list[Place]:
@@ -113,15 +134,32 @@ def _by_master(members: list[Place]) -> list[Place]:
 
 
 def _state_of(place: Place, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state from that of its master; collective over replicas that have parts."""
+    """Return a parameter's state from that of its master: shares of what is like it."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         if _is_like(key, value, place.master):
-            found[key] = _whole(place, value)
+            found[key] = _share(place, value)
         else:
             found[key] = described(value).clone() if isinstance(described(value), Tensor) else described(value)
-    found[MASTER] = _whole(place, place.master)
+    found[MASTER] = _share(place, place.master)
     return found
+
+
+def _share(place: Place, flat: Tensor) -> Share:
+    mine = flat.detach().view(-1)[place.at : place.at + place.length]
+    return Share(_on_host(mine), place.start, place.parameter.shape, place.group)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory."""
+    return tensor.to("cpu", copy=True)
+
+
+def join(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
+    """Make the shares that `unwrap` has left whole tensors, in host memory; collective over replicas."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        state = optimizer.state.get(parameter, {})
+        state.update({key: bucket.whole(value) for key, value in state.items() if isinstance(value, Share)})
 
 
 @contextmanager
@@ -138,18 +176,19 @@ def taking_no_step(optimizer: Any) -> Iterator[None]:
             optimizer.step = given
 
 
-def fill(wrapper: Any, before: Any = None) -> None:
+def fill(wrapper: Any, before: Any = None, bucket: Bucket | None = None) -> None:
     """Move masters and moments, which `unwrap` has left in the parameters' state, into a new wrapper.
 
     Args:
         wrapper: around the same optimiser.
         before: the removed wrapper, whose loss scale continues; None: there was none.
+        bucket: sums shares, and makes this collective over replicas; None: all of the state is whole.
     """
     optimizer = wrapper.optimizer
     for members in places(wrapper):
         states = [optimizer.state.pop(place.parameter, {}) for place in members]
         for place, state in zip(members, states, strict=True):
-            _take_over(place, state, optimizer.state[place.master])
+            _take_over(place, state, optimizer.state[place.master], bucket)
         for place in _by_master(members):
             if not optimizer.state[place.master]:
                 del optimizer.state[place.master]
@@ -160,32 +199,25 @@ def fill(wrapper: Any, before: Any = None) -> None:
         counting_nothing(wrapper)
 
 
-def _take_over(place: Place, state: dict[str, Any], of_master: dict[str, Any]) -> None:
-    """Invert `_state_of`, on this rank."""
+def _take_over(place: Place, state: dict[str, Any], of_master: dict[str, Any], bucket: Bucket | None) -> None:
+    """Invert `_state_of` for this replica's new part of the master."""
     for key, value in state.items():
-        if not _is_like(key, value, place.parameter):
+        if not isinstance(value, Share) and not _is_like(key, value, place.parameter):
             of_master.setdefault(key, value)
             continue
         if key != MASTER and key not in of_master:
             of_master[key] = torch.zeros_like(place.master)
-        into = place.master if key == MASTER else of_master[key]
-        into.data.view(-1)[place.at : place.at + place.length] = value.flatten()[
-            place.start : place.start + place.length
-        ]
+        into = (place.master if key == MASTER else of_master[key]).data.view(-1)[place.at : place.at + place.length]
+        if isinstance(value, Share):
+            assert bucket is not None
+            for start, chunk in bucket.chunks(value):
+                copy_common(into, place.start, chunk, start)
+        else:
+            copy_common(into, place.start, value.flatten(), 0)
 
 
 def _is_like(key: str, value: Any, tensor: Tensor) -> bool:
     return key != _STEP and isinstance(value, Tensor) and value.shape == tensor.shape
-
-
-def _whole(place: Place, part: Tensor) -> Tensor:
-    """Return all elements of a parameter from tensors like its master; collective if replicas have parts."""
-    found = torch.zeros(place.parameter.numel(), dtype=part.dtype, device=part.device)
-    mine = part.detach().view(-1)[place.at : place.at + place.length]
-    found[place.start : place.start + place.length] = mine
-    if place.group is not None:
-        torch.distributed.all_reduce(found, group=place.group)
-    return found.view(place.parameter.shape)
 
 
 _LINKS = (

@@ -29,6 +29,8 @@ from ds_terapipe.elastic.moves.layers import (
     reassemble,
     structure_of,
 )
+from ds_terapipe.elastic.moves.masters import MASTER
+from ds_terapipe.elastic.moves.shares import Bucket
 from ds_terapipe.elastic.moves.transfer import (
     Courier,
     Holding,
@@ -131,8 +133,8 @@ class Reshape:
             error = problem
         self._consensus.agree(error)
 
-    def run(self) -> None:
-        """Change to the shape of :meth:`prepare`; collective."""
+    def run(self, bucket: Bucket | None = None) -> None:
+        """Change to the shape of :meth:`prepare`; collective. ``bucket``: carries what is in host memory."""
         said, layers, stage = self._gather(), self._layers, self._old.get_coord(self._rank).pipe
         held = self._held(said)
         owner = {name: authority(name, held) for prefix in layers for name in self._names(prefix, layers[prefix], held)}
@@ -140,7 +142,7 @@ class Reshape:
         moves = plan(self._consensus.gather(lacking), self._holders(owner, held))
         for name in lacking:
             self._make_room(name, held[owner[name]].pieces[name])
-        courier = Courier(self._rank, self._tensors, self._watchdog.wait_on_host)
+        courier = Courier(self._rank, self._tensors, self._watchdog.wait_on_host, self._device, bucket)
         courier.carry(moves)
         self.sent_bytes = courier.sent_bytes
         for prefix, layer in layers.items():
@@ -227,9 +229,10 @@ class Reshape:
         return _tensor_of(self._here[prefix], name.removeprefix(prefix))
 
     def _make_room(self, name: str, piece: Piece) -> None:
-        moments = {
-            key: torch.empty(kind.shape, dtype=kind.dtype, device=self._device) for key, kind in piece.moments.items()
-        }
+        moments = {}
+        for key, kind in piece.moments.items():
+            on_host = MASTER in piece.moments and kind.shape == piece.kind.shape  # as `masters.join` leaves it
+            moments[key] = torch.empty(kind.shape, dtype=kind.dtype, device="cpu" if on_host else self._device)
         values = torch.empty(piece.kind.shape, dtype=piece.kind.dtype, device=self._device)
         self._rooms[name] = [values, *(moments[key] for key in sorted(moments))]
         if moments or piece.values:

@@ -16,6 +16,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from ds_terapipe.elastic.moves.groups import numbers
+from ds_terapipe.elastic.moves.shares import Bucket
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.step_rules import DeviceSteps
 from ds_terapipe.pipeline.transport.boundary import raw
@@ -236,22 +237,42 @@ class Courier:
         rank: this one.
         tensors: live or receiving tensors of a name, in an order that both ends know.
         wait: waits for a message; the second argument completes "waited for".
+        device: the one of the job's messages.
+        bucket: carries tensors that are not there; None: there are none.
     """
 
     def __init__(
-        self, rank: int, tensors: Callable[[str, bool], Iterator[Tensor]], wait: Callable[[Any, str], None]
+        self,
+        rank: int,
+        tensors: Callable[[str, bool], Iterator[Tensor]],
+        wait: Callable[[Any, str], None],
+        device: torch.device,
+        bucket: Bucket | None = None,
     ) -> None:
         self._rank, self._tensors, self._wait = rank, tensors, wait
+        self._device, self._bucket = device, bucket
         self.sent_bytes = 0
 
     def carry(self, moves: Sequence[Move]) -> None:
         """Run all moves in their order: every rank waits for its first unfinished one, so ranks cannot deadlock."""
         for name, source, target in moves:
             if self._rank == source:
-                for tensor in self._tensors(name, True):
-                    message = raw(tensor)
-                    self._wait(torch.distributed.isend(message, target), f"rank {target} to take {name}")
-                    self.sent_bytes += message.numel() * message.element_size()
+                for values, message, group in self._messages(name, True):
+                    if message is not values:
+                        message.copy_(values)
+                    self._wait(torch.distributed.isend(message, target, group), f"rank {target} to take {name}")
+                    self.sent_bytes += message.nbytes
             elif self._rank == target:
-                for tensor in self._tensors(name, False):
-                    self._wait(torch.distributed.irecv(raw(tensor), source), f"{name} from rank {source}")
+                for values, message, group in self._messages(name, False):
+                    self._wait(torch.distributed.irecv(message, source, group), f"{name} from rank {source}")
+                    if message is not values:
+                        values.copy_(message)
+
+    def _messages(self, name: str, sending: bool) -> Iterator[tuple[Tensor, Tensor, Any]]:
+        """Yield parts of a name's tensors, with the memory of their messages and the group."""
+        for tensor in self._tensors(name, sending):
+            flat = raw(tensor)
+            if flat.device == self._device or self._bucket is None:
+                yield flat, flat, None
+            else:
+                yield from self._bucket.messages(flat.view(-1))

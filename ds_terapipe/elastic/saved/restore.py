@@ -228,8 +228,8 @@ def put(optimizer: torch.optim.Optimizer, module: nn.Module, saved: SavedStates,
 
 
 def _placed(value: Any, parameter: nn.Parameter, counts_there: bool) -> Any:
-    """Move a value to the parameter's device; a step count on the CPU only if ``counts_there``."""
-    moves = isinstance(value, Tensor) and (counts_there or value.shape == parameter.shape)
+    """Move a step count to the parameter's device if ``counts_there``; masters and moments stay until they are divided."""
+    moves = isinstance(value, Tensor) and counts_there and value.shape != parameter.shape
     return value.to(parameter.device) if moves else value
 
 

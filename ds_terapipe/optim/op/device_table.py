@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
@@ -67,7 +68,8 @@ class DeviceTable:
         self._no_copies = [_NOTHING] * len(self.tensors)
         self._write_back: list[tuple[Tensor, Tensor]] = []
         self.active = np.zeros(len(self.tensors), dtype=bool)
-        self._made_views = Views(self._views)
+        this = weakref.proxy(self)  # no cycle: tensors that leave the optimiser are freed at once
+        self._made_views = Views(lambda: this._views())
         self.tables = Tables(torch.from_numpy(self._arrays.segments), self._rules.values, len(rows), self._made_views)
         self.norms, self._sums = (torch.zeros(len(rows), 2, dtype=torch.float64, device=device) for _ in range(2))
         self.ratios = torch.ones(len(rows), dtype=torch.float64, device=device)

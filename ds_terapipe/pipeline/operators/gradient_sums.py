@@ -38,9 +38,13 @@ class GradientSums:
     def give_back(self) -> None:
         """Move the sums to ``grad``, rounded to the parameter's type."""
         self.put_aside()
-        for parameter, total in self._sums.items():
+        while self._sums:  # one by one: no sum beside its rounded copy, but for one
+            parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)
-        self._sums.clear()
+
+    def bytes_of(self, parameters: Iterable[Parameter]) -> int:
+        """Return the bytes of the sums of these parameters."""
+        return sum(self._sums[parameter].nbytes for parameter in set(parameters) if parameter in self._sums)
 
     def clear(self) -> None:
         """Drop all sums, e.g. those that a failed step has left."""

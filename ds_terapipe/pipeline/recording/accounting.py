@@ -128,8 +128,8 @@ def highest_allocated(device: torch.device) -> int:
 class StepMemory:
     """Measures the memory of a micro-batch's tokens on each stage of this place, during one step.
 
-    Activations are tensors that autograd saves in a unit's forward, without parameters and attention buffers; every
-    storage counts once. Off, it costs nothing.
+    Activations are tensors that autograd saves in a unit's forward, and inputs of checkpoints, which DeepSpeed keeps by
+    itself, without parameters and attention buffers; every storage counts once. Off, it costs nothing.
 
     Args:
         peak: meter of this place, if available.
@@ -151,11 +151,13 @@ class StepMemory:
         self._watching = False
         self._tokens: dict[int, int] = {}  # by stage
         self._bytes: dict[int, dict[str, float]] = {}
+        self._sums: dict[int, int] = {}  # most bytes of gradients' sums
         self._known: set[int] = set()
+        self._saved_here: dict[int, int] = {}  # bytes of the storages that the present unit's forward keeps
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Measure the next step; ``parameters`` and their gradients are not counted."""
-        self.on, self._tokens, self._bytes = True, {}, {}
+        self.on, self._tokens, self._bytes, self._sums = True, {}, {}, {}
         known = list(parameters)
         self._known = {p.untyped_storage().data_ptr() for p in known}
         self._largest_gradient = max((p.numel() * p.element_size() for p in known if p.requires_grad), default=0)
@@ -206,11 +208,10 @@ class StepMemory:
 
     @contextmanager
     def _saved(self, stage: int, buffers: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        saved: dict[int, int] = {}
+        saved = self._saved_here = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
+            self.checkpointed([tensor])
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -218,10 +219,20 @@ class StepMemory:
         shared = self._known | {t.untyped_storage().data_ptr() for t in buffers()}
         self._add(stage, "activations", sum(count for storage, count in saved.items() if storage not in shared))
 
+    def checkpointed(self, inputs: Iterable[Any]) -> None:
+        """Note tensors that a checkpoint keeps."""
+        for tensor in inputs if self.on else ():
+            if isinstance(tensor, Tensor):
+                self._saved_here[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+
     def message(self, stage: int, name: str, value: Any) -> None:
         """Count a message of a unit, ``received`` from the previous stage or ``sent`` to the next."""
         if self.on:
-            self._add(stage, name, sum(t.numel() * t.element_size() for t in as_tuple(value)))
+            tensors = as_tuple(value)
+            count = sum(tensor.nbytes for tensor in tensors)
+            self._add(stage, name, count)
+            if name == "sent" and len(tensors) > 1:
+                self._add(stage, "packed", count)
 
     def buffers(self, stage: int, keys_values: Iterable[Tensor]) -> None:
         """Count the K and V of one micro-batch; their gradients have as many elements, in fp32 or wider."""
@@ -234,6 +245,11 @@ class StepMemory:
         if self.on:
             self._add(stage, "weight_gradients", keeper.kept_bytes)
 
+    def gradient_sums(self, stage: int, count: Callable[[], int]) -> None:
+        """Note the bytes of the sums of a stage's gradients over slices, as they are now."""
+        if self.on:
+            self._sums[stage] = max(self._sums.get(stage, 0), count())
+
     def end(self) -> dict[int, StageMemory]:
         """Return the bytes per token of a micro-batch, by stage."""
         self.on = False
@@ -241,6 +257,7 @@ class StepMemory:
             stage: StageMemory(
                 **{name: total / tokens for name, total in self._bytes.get(stage, {}).items()},
                 largest_gradient=float(self._largest_gradient),
+                gradient_sums=float(self._sums.get(stage, 0)),
             )
             for stage, tokens in self._tokens.items()
         }

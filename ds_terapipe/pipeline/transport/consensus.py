@@ -47,6 +47,10 @@ class Consensus:
         self.group = bounded_group(None, watchdog.timeout_s, backend="gloo")
         self.set_pipelines(pipelines)
 
+    def new_group(self, ranks: Sequence[int]) -> Any:
+        """Make a gloo group of some ranks, whose operations end in time; collective over all."""
+        return bounded_group(ranks, self._watchdog.timeout_s, backend="gloo")
+
     def set_pipelines(self, pipelines: Sequence[Sequence[int]]) -> None:
         """Replace the job's pipelines, see the class."""
         self._pipelines = [list(ranks) for ranks in pipelines]

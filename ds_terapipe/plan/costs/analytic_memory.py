@@ -18,7 +18,9 @@ _HALF, _FULL = 2.0, 4.0  # bytes of a 16-bit and of a 32-bit number
 WEIGHT, GRADIENT, OPTIMIZER = 2.0, 2.0, 12.0
 
 
-def analytic_memory(model: Model, layers: Sequence[int], tensor_parallel: int = 1, sequences: int = 1) -> MemoryModel:
+def analytic_memory(
+    model: Model, layers: Sequence[int], tensor_parallel: int = 1, sequences: int = 1, weights_once: bool = True
+) -> MemoryModel:
     """The memory of micro-batches of ``sequences`` sequences; ``fixed`` is 0, see `fixed_bytes`.
 
     Args:
@@ -26,6 +28,7 @@ def analytic_memory(model: Model, layers: Sequence[int], tensor_parallel: int = 
         layers: number of Transformer layers of each stage.
         tensor_parallel: devices that share each layer.
         sequences: in a micro-batch.
+        weights_once: weight gradients are made once per micro-batch; else they are summed in 32 bit.
     """
     last = len(layers) - 1
     hidden, ffn, groups = model.hidden_size, model.ffn_hidden_size or 4 * model.hidden_size, model.num_query_groups
@@ -40,6 +43,7 @@ def analytic_memory(model: Model, layers: Sequence[int], tensor_parallel: int = 
     gradients = (attention + keys) + hidden + gates * inner + hidden
     logits = (_HALF + _FULL) * model.vocab_size / tensor_parallel
     stages = []
+    parameters = _parameters(model, layers, tensor_parallel)
     for stage, count in enumerate(layers):
         stages.append(
             StageMemory(
@@ -49,6 +53,7 @@ def analytic_memory(model: Model, layers: Sequence[int], tensor_parallel: int = 
                 weight_gradients=sequences * count * (inputs + gradients) * _HALF,
                 received=sequences * hidden * _HALF if stage > 0 else 0.0,
                 sent=sequences * hidden * _HALF if stage < last else 0.0,
+                gradient_sums=0.0 if weights_once else _FULL * parameters[stage],
             )
         )
     return MemoryModel(tuple(stages))
@@ -63,10 +68,14 @@ def fixed_bytes(
         model, layers, tensor_parallel: as in `analytic_memory`; a vocabulary's table is on the first and the last stage.
         optimizer_shards: replicas that share the optimiser's state (ZeRO stage 1).
     """
-    last = len(layers) - 1
     each = WEIGHT + GRADIENT + OPTIMIZER / optimizer_shards
-    table = model.hidden_size * model.vocab_size
+    return tuple(each * count for count in _parameters(model, layers, tensor_parallel))
+
+
+def _parameters(model: Model, layers: Sequence[int], tensor_parallel: int) -> tuple[float, ...]:
+    """Return the number of parameters of each stage on one device."""
+    last, table = len(layers) - 1, model.hidden_size * model.vocab_size
     return tuple(
-        each * (count * model.layer_parameters + (table if stage in (0, last) else 0)) / tensor_parallel
+        (count * model.layer_parameters + (table if stage in (0, last) else 0)) / tensor_parallel
         for stage, count in enumerate(layers)
     )

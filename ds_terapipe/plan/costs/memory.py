@@ -6,9 +6,10 @@ The lines follow what the engine keeps:
 - ``keys_values``: K and V of a micro-batch that is cut, allocated whole at its first forward, freed after its last backward;
 - ``key_value_gradients``: dK and dV (fp32), from its first backward to its last;
 - ``weight_gradients``: inputs and output gradients of the linear layers, of a micro-batch's slices from their backward on,
-  kept until its weight gradients are made, where those are made once per micro-batch;
+  kept until its weight gradients are made, where those are made once per micro-batch; fp32 sums of 16-bit gradients that are
+  made slice by slice, from the first slice's backward to the last one's;
 - ``messages``: memory for the next ones, posted ahead; sent activations until the gradient of their unit comes back, or of a
-  later one; the last few gradients sent;
+  later one, and their copies, where several tensors are packed into one message; the last few gradients sent;
 - ``working``: what layers take and give back while a unit is computed, known where a step's peak was measured (`calibrated`); the
   gradient of one weight, which is made before it is added to the others.
 
@@ -43,7 +44,9 @@ from ds_terapipe.schedule import (
 )
 
 GIGABYTE = 1e9
-_SINCE = {"working": 0.0, "joined": 0.0, "largest_gradient": 0.0}  # files that were written before have no such lines
+_SINCE = dict.fromkeys(  # files that were written before have no such lines
+    ("working", "joined", "largest_gradient", "packed", "gradient_sums"), 0.0
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class StageMemory:
         working: temporary memory while a unit is computed, per token of this unit.
         joined: what there is of a cut micro-batch as a whole, e.g. outputs that a loss wants joined, whatever its slices.
         largest_gradient: bytes of the largest gradient of a weight.
+        packed: sent messages that are copies of several tensors.
+        gradient_sums: bytes of the fp32 sums of gradients over the slices of a micro-batch.
     """
 
     activations: float = 0.0
@@ -73,6 +78,8 @@ class StageMemory:
     working: float = 0.0
     joined: float = 0.0
     largest_gradient: float = 0.0
+    packed: float = 0.0
+    gradient_sums: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -257,7 +264,7 @@ class _Held:
         self._whole = sum(lengths) if len(lengths) > 1 else 0  # nothing is kept from slice to slice where there is one
         self._apart = any(op is Op.WEIGHT_GRADIENTS and own == stage for op, own, _ in row)
         self._live = self._cached = self._returning = self._kept = 0
-        self._working = 0.0
+        self._working = self._sums = 0.0
         self._in_hand = 0  # the gradient that a backward starts from is there besides those to come
         forward = [unit for op, own, unit in row if own == stage and op is Op.FORWARD]
         backward = [unit for op, own, unit in row if own == stage and op is Op.BACKWARD]
@@ -288,6 +295,7 @@ class _Held:
             self._live -= length
             self._returning += self._whole if unit.slice == len(self._lengths) - 1 else 0
             self._kept += length
+            self._sums = self._own.gradient_sums if self._whole else 0.0
             return max(before, self.held(), key=sum)
         return self.held()
 
@@ -305,6 +313,7 @@ class _Held:
             self._cached -= self._whole if unit.slice == 0 else 0
             self._returning -= self._whole if unit.slice == 0 else 0
             self._in_hand = 0
+            self._sums = 0.0 if unit.slice == 0 else self._sums
         else:
             self._kept -= self._whole
 
@@ -318,8 +327,10 @@ class _Held:
             own.activations * self._live,
             own.keys_values * self._cached,
             own.key_value_gradients * self._returning,
-            own.weight_gradients * self._kept if self._apart else 0.0,
-            own.received * received + own.sent * (self._gradients.ahead(ahead) + self._in_hand + sent),
+            (own.weight_gradients * self._kept if self._apart else 0.0) + self._sums,
+            own.received * received
+            + own.sent * (self._gradients.ahead(ahead) + self._in_hand + sent)
+            + (own.packed * sent if self._trained else 0.0),  # else nothing else holds what was packed
             self._working,
         )
 
