@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ from tests.pipeline.training import allow_fp16, build_engine
 from tests.spawn import launched, run_ranks
 
 MARK = "an action of the step is over"
-LENGTH, BATCH, FEW, BLOCKS, MEASURED = 48, 16, 2, 12, (8, 4, 2)
+LENGTH, BATCH, BLOCKS, MEASURED = 48, 16, 12, (8, 4, 2)
+# on a device enough that the allocator's rounding to 512 bytes is no part of what is measured
+FEW = 2 if os.environ.get("DS_ACCELERATOR", "cpu") == "cpu" else 32
 
 
 class Beside(nn.Module):
