@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.slicing import Span, as_tuple
+from ds_terapipe.pipeline.storages import storage_bytes
 from ds_terapipe.plan.costs.memory import StageMemory
 from ds_terapipe.schedule import Unit
 
@@ -157,7 +158,7 @@ class StepMemory:
         """Measure the next step; ``parameters`` and their gradients are not counted."""
         self.on, self._tokens, self._bytes = True, {}, {}
         known = list(parameters)
-        self._known = {p.untyped_storage().data_ptr() for p in known}
+        self._known = set(storage_bytes(known))
         self._largest_gradient = max((p.numel() * p.element_size() for p in known if p.requires_grad), default=0)
 
     def note_peak(self, parameters: Iterable[Tensor]) -> None:
@@ -209,13 +210,12 @@ class StepMemory:
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
+            saved.update(storage_bytes([tensor]))
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        shared = self._known | {t.untyped_storage().data_ptr() for t in buffers()}
+        shared = self._known | set(storage_bytes(buffers()))
         self._add(stage, "activations", sum(count for storage, count in saved.items() if storage not in shared))
 
     def message(self, stage: int, name: str, value: Any) -> None:
