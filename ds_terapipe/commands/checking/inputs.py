@@ -41,13 +41,15 @@ def sample_of(engine: Any, length: int | None, before: Boundary | None, mode: An
     Raises:
         NoSample: no length is known, or no form fits.
     """
-    module = engine.module
+    module, first = engine.module, engine.stage_id == 0
+    if before is None and not first:
+        raise NoSample("the stage before could not be run")
     if getattr(engine, "training_dataloader", None) is not None:
         return _read(engine.training_dataloader, mode)
     length = length or _table_rows(module)
     if length is None:
         raise NoSample("the sequence length is not known, use --seq-length")
-    first, last = before is None, engine.stage_id == engine.num_stages - 1
+    last = engine.stage_id == engine.num_stages - 1
     with mode, torch.no_grad():
         forms = _Forms(engine.train_micro_batch_size_per_gpu(), length)
         inputs: Any = forms.tokens()

@@ -46,9 +46,9 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
             counted = StageRun(engine, built.settings, task.before, sample, mode).count(cut)
         except NoSample as problem:
             notes.append(f"activations: {problem}")
-        except ConfigError:
-            raise
         except Exception as problem:  # a layer that fake tensors cannot run
+            if isinstance(problem, ConfigError) and not _read_values(problem):
+                raise
             notes.append(f"activations: {type(problem).__name__}: {' '.join(str(problem).split())[:200]}")
     if kept is None:
         kept = computed_kept(module, built.config, sizes["data"])
@@ -66,6 +66,11 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
         ranks=tuple(_rank(topology, pipe=stage) for stage in range(sizes["pipe"])),
         last_shard=_rank(topology, model=sizes["model"] - 1), signatures=signatures(module) if task.signs else (),
     )  # fmt: skip
+
+
+def _read_values(problem: BaseException | None) -> bool:
+    """Whether an error comes from code that reads values of fake tensors."""
+    return problem is not None and (isinstance(problem, UNFAKED) or _read_values(problem.__cause__))
 
 
 def _rank(topology: Any, **place: int) -> int:

@@ -6,8 +6,7 @@ peak beyond that, by which the memory model is calibrated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from ds_terapipe.pipeline.gradients import DeepSpeedGradients
 from ds_terapipe.pipeline.inspection.first_batch import Inspection
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS
 from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
-from ds_terapipe.pipeline.operators import sdpa
 from ds_terapipe.pipeline.recording.accounting import StepMemory
 from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.slicing import slice_lengths
@@ -100,7 +98,7 @@ class StageRun:
         longest = self._sample.length
         counts = [count for count in _CUTS if count <= longest] if cut and longest >= LEAST_TOKENS else [1]
         peaks, defers = [], False
-        with _fake_attention(), self._mode:
+        with self._mode, torch.enable_grad():
             if counts != [1]:
                 self._assembly.intercept()
                 defers = self._assembly._defers(self._stage) and self._engine.makes_weight_gradients_once()
@@ -174,10 +172,3 @@ def _probed(batch: StepBatch) -> Callable[[Unit], Any]:
 
     spans = probe_spans(batch.lengths[0])
     return lambda unit: spans[unit.slice]
-
-
-@contextmanager
-def _fake_attention() -> Iterator[None]:
-    """Context manager in which attention of slices takes fake tensors, which it else takes for those of a compiler."""
-    with mock.patch.object(sdpa, "refuse_compiled", lambda context, query: None), torch.enable_grad():
-        yield

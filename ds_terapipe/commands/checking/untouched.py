@@ -17,7 +17,7 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineModule
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -52,10 +52,24 @@ class _Factories(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.__deepcopy__:
+            return _copied(*args, **kwargs)
         if func not in _FACTORIES or str(kwargs.get("device")) == "meta" or not _constructs(sys._getframe(1)):
             return func(*args, **kwargs)
         with self._mode:
             return func(*args, **{**kwargs, "device": "cpu"})
+
+
+def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """``Tensor.__deepcopy__`` by an operator: PyTorch's copies bytes of the storage."""
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone()
+        parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if parameter else copied
+        if not parameter and tensor.is_leaf:
+            copied.requires_grad_(tensor.requires_grad)
+    found: Tensor = memo[id(tensor)]
+    return found
 
 
 def _constructs(frame: FrameType | None) -> bool:

@@ -42,7 +42,11 @@ def job(rank: int, world: int, per_node: int) -> Iterator[None]:
 
     from ds_terapipe.pipeline.transport import watchdog
 
-    new_group, accelerator = dist.new_group, get_accelerator()
+    new_group, init, accelerator = dist.new_group, dist.init_process_group, get_accelerator()
+
+    def begin(*args: Any, **kwargs: Any) -> None:
+        if not dist.is_initialized():
+            init("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world)
 
     def group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         return new_group(ranks, backend="fake")
@@ -55,11 +59,10 @@ def job(rank: int, world: int, per_node: int) -> Iterator[None]:
             (accelerator, "is_fp16_supported", lambda: True),
             (accelerator, "is_bf16_supported", lambda: True),
             (dist, "new_group", group),
-            (dist, "init_process_group", lambda *args, **kwargs: None),
+            (dist, "init_process_group", begin),
             (dist, "broadcast_object_list", lambda *args, **kwargs: None),
             (torch.cuda, "set_device", lambda device: None),
         )
-        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world)
         for holder, name, value in replaced:
             stack.enter_context(mock.patch.object(holder, name, value))
         yield
