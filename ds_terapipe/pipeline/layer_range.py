@@ -52,6 +52,8 @@ class LayerRange:
         self._before = 0 if module is None else first - module._local_start
         self._runs = 0 if module is None else module.micro_offset
         self._checkpointed: tuple[int, list[bool]] = (0, [])
+        # called with the inputs of a checkpoint that holds them itself, not as tensors that autograd saves
+        self.holding: Callable[[Sequence[Tensor]], None] | None = None
         self.timed = True  # whether these layers are timed in a step that times layers
 
     def __call__(self, inputs: Any, start: int = 0) -> Any:
@@ -92,6 +94,8 @@ class LayerRange:
             run = self._run(max(start, first), stop, offset, interval)
             several = inputs if isinstance(inputs, tuple) else (inputs,)
             again = checkpointed and torch.is_grad_enabled()  # without gradients nothing is recomputed
+            if again and self.holding is not None and not self.is_reentrant:
+                self.holding(several)
             inputs = module.activation_checkpoint_func(run, *several) if again else run(*several)
         return inputs
 

@@ -115,7 +115,8 @@ class Stage:
                 tensor.requires_grad_(tensor.is_floating_point())
             kept = ()  # their gradients are not needed
         measured = self._memory.forward(self.number, span, lambda: self.context.buffers(unit.micro_batch))
-        with torch.set_grad_enabled(trains), self.context.forward(unit, span), self._autocast(), measured:
+        with torch.set_grad_enabled(trains), self.context.forward(unit, span), self._autocast(), measured as holding:
+            self.layers.holding = holding
             outputs = self.layers(aliases(inputs))
         if not torch.is_grad_enabled():
             checkpointing.reset()  # as in DeepSpeed: no backward pass frees the buffers of its checkpoints

@@ -199,14 +199,19 @@ class StepMemory:
 
     def forward(self, stage: int, span: Span, buffers: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
         """Context manager around a unit's forward; ``buffers`` returns its micro-batch's attention buffers
-        afterwards."""
+        afterwards.
+
+        It yields a function that takes further tensors that are kept, or None where nothing is measured.
+        """
         if not self.on:
             return nullcontext()
         self._tokens[stage] = self._tokens.get(stage, 0) + span.length
         return self._saved(stage, buffers)
 
     @contextmanager
-    def _saved(self, stage: int, buffers: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+    def _saved(
+        self, stage: int, buffers: Callable[[], Iterable[Tensor]]
+    ) -> Iterator[Callable[[Iterable[Tensor]], None]]:
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -214,7 +219,7 @@ class StepMemory:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
+            yield lambda tensors: saved.update(storage_bytes(tensors))
         shared = self._known | set(storage_bytes(buffers()))
         self._add(stage, "activations", sum(count for storage, count in saved.items() if storage not in shared))
 
