@@ -20,15 +20,13 @@ from tests.spawn import launched
 
 LENGTH, BATCH, MICRO_BATCHES = 48, 8, 3
 CUT = {"slices": 4, "verify": False}
+RECOMPUTED = {"activation_checkpoint_interval": 1, "use_reentrant": False}
 # keys of ds_config.json of launches that are checked, and run on two ranks
 LAUNCHES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "bf16, ZeRO-1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 20000}},
-    "recomputed": {
-        "gradient_accumulation_steps": 1,
-        "pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False},
-    },
+    "recomputed": {"gradient_accumulation_steps": 1, "pipeline": RECOMPUTED},
     "FusedLamb": {"optimizer": {"type": "FusedLamb", "params": {"lr": 1e-3}}},
 }
 OWN = """
@@ -37,7 +35,8 @@ from deepspeed.pipe import PipelineModule
 from tests.pipeline.models import gpt, mean_loss
 deepspeed.init_distributed("gloo")
 order = torch.randperm(8).tolist()  # values that a script reads are there
-model = PipelineModule(gpt(4), num_stages=2, loss_fn=mean_loss, partition_method="uniform")
+blocks, stages = map(int, sys.argv[3:] or (4, 2))
+model = PipelineModule(gpt(blocks), num_stages=stages, loss_fn=mean_loss, partition_method="uniform")
 with open(sys.argv[2] if sys.argv[2:] else os.devnull, "a") as file:
     file.write(os.environ["RANK"])
 engine, *_ = deepspeed.initialize(model=model, config=json.loads(sys.argv[1]), model_parameters=list(model.parameters()))
@@ -112,18 +111,27 @@ def test_a_launch_takes_what_was_checked(name, ranks, own, capsys):
         for column in ("weights", "gradients", "optimizer"):
             assert stage[column] == pytest.approx(there[column], rel=0.01), column
         step = stage["peak"] - stage["weights"] - stage["gradients"] - stage["optimizer"]
-        if (
-            name == "recomputed"
-        ):  # each checkpoint of 3 layers x 4 slices keeps the host's random state, which no operator makes
+        if name == "recomputed":  # 3 layers x 4 slices keep the host's random state, which no operator makes
             step += 12 * torch.get_rng_state().nbytes
         assert step == pytest.approx(there["step"], rel=0.05), (stage, there)
 
 
 def test_every_distinct_rank_is_built_once(own, tmp_path, capsys):
     record = tmp_path / "ranks"
-    checked = stages(capsys, "--world", 4, "--seq-length", LENGTH, "--", own, json.dumps(settings()), record)
-    assert record.read_text() == "02"  # two stages of two replicas
-    assert [stage["layers"] for stage in checked] == [["Embedding", "Block", "Block"], ["Block", "Block", "Head"]]
+    arguments = [own, json.dumps(settings()), record, 10, 4]
+    checked = stages(capsys, "--world", 8, "--seq-length", LENGTH, "--", *arguments)
+    assert record.read_text() == "026"  # of four stages of two replicas the third is as the second
+    layers = [["Embedding", "Block", "Block"], ["Block"] * 3, ["Block"] * 3, ["Block", "Block", "Head"]]
+    assert [stage["layers"] for stage in checked] == layers
+    assert checked[1]["peak"] > checked[2]["peak"]  # it has one live unit more
+
+
+def test_sizes_stand_for_a_script(tmp_path, capsys):
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps(settings()))
+    checked = stages(capsys, "--world", 2, "--ds-config", config, "--model", "gpt3-1b", "--stages", 2)
+    of_stage = 12 * (12 * 2048**2 + 13 * 2048) + 51200 * 2048
+    assert [stage["parameters"] for stage in checked] == [of_stage + 2048 * 2048, of_stage + 2 * 2048]
 
 
 def test_megatron_model_with_a_plan_from_its_sizes(tmp_path, capsys):
@@ -143,17 +151,10 @@ def test_megatron_model_with_a_plan_from_its_sizes(tmp_path, capsys):
     assert any(line.startswith("plan: ") and line.endswith("tokens") for line in lines)
     assert "computed" not in out
     small = tmp_path / "small.json"
-    device = {
-        "devices_per_node": 4,
-        "peak_tflops": 100,
-        "memory_gb": 0.01,
-        "memory_gb_per_s": 900,
-        "link_gb_per_s": 100,
-    }
-    small.write_text(json.dumps({**device, "slowest_link_gb_per_s": 25, "node_gb_per_s": 3}))
-    assert "memory_gb: got 0.01, must be at least" in error(
-        capsys, "--world", 12, "--ds-config", config, "--cluster", small, "--", "train.py", *GPT
-    )  # fmt: skip
+    rates = ["peak_tflops", "memory_gb_per_s", "link_gb_per_s", "slowest_link_gb_per_s", "node_gb_per_s"]
+    small.write_text(json.dumps({**dict.fromkeys(rates, 100), "devices_per_node": 4, "memory_gb": 0.01}))
+    arguments = ["--world", 12, "--ds-config", config, "--cluster", small, "--", "train.py", *GPT]
+    assert "memory_gb: got 0.01, must be at least" in error(capsys, *arguments)
 
 
 HF = """
@@ -193,7 +194,7 @@ ERRORS: dict[str, tuple[int, dict[str, Any], str]] = {
     "slices": (
         2,
         {"token_pipeline": {"slices": [40, 4]}},
-        "which add up to 44 tokens, must add up to the sequence length 48",
+        "add up to 44 tokens, must add up to the sequence length 48",
     ),
 }
 
@@ -216,7 +217,7 @@ class Reading(torch.nn.Module):
 
 def test_computed_figures_are_marked(own, capsys):
     text = OWN.replace("deepspeed.init_", READING + "deepspeed.init_", 1)
-    own.write_text(text.replace("gpt(4)", "[*gpt(4)[:3], Reading(), *gpt(4)[3:]]"))
+    own.write_text(text.replace("gpt(blocks)", "[*gpt(4)[:3], Reading(), *gpt(4)[3:]]"))
     status, out, err = run(capsys, "--world", 2, "--seq-length", LENGTH, "--", own, json.dumps(settings()))
     assert status == 0, err
     reading = next(line for line in out.splitlines() if "Reading" in line)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.output import add_json, show
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import bad_value
-from ds_terapipe.plan.costs.hardware import CLUSTERS, load_cluster
+from ds_terapipe.plan.costs.hardware import CLUSTERS, load_cluster, load_model
 from ds_terapipe.plan.costs.memory import gigabytes
 
 _CLUSTER = next(iter(CLUSTERS))
+_SEQ_LENGTH = 2048
 EXAMPLE = """\
 example:
   ds_terapipe check --world 64 -- train.py --num-layers 40 ... --deepspeed_config ds_config.json
   ds_terapipe check --ds-config ds_config.json --world 16 --seq-length 2048 -- my_train.py
+  ds_terapipe check --ds-config ds_config.json --world 64 --model gpt3-13b --stages 8 --tensor-parallel 8
 
 The script runs unchanged up to its engine, once for each distinct rank. It needs no device, cluster, hostfile or data.
 """
@@ -39,6 +42,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--seq-length", type=int, metavar="L", help="tokens of a sequence (default: the script's --seq-length)"
     )
     add_argument("--cluster", metavar="FILE", help=f"devices: a JSON file, or {_CLUSTER}; a launch must fit into one")
+    add_argument(
+        "--model",
+        metavar="FILE",
+        help="in place of a script: a file of sizes or a name, as `ds_terapipe plan` takes it",
+    )
+    add_argument("--stages", type=int, metavar="K", default=1, help="pipeline stages of --model (default: 1)")
+    add_argument(
+        "--tensor-parallel", type=int, metavar="T", default=1, help="devices that share its layers (default: 1)"
+    )
     add_argument("script", nargs="*", metavar="-- SCRIPT ARGS", help="training script and its arguments")
     add_json(parser)
     parser.set_defaults(run=check)
@@ -51,19 +63,21 @@ def check(options: argparse.Namespace) -> None:
         ConfigError: an argument, or an error of the launch that shows when all stages are known. CommandError: any other
             error of the launch, or a stage that does not fit into a device of ``--cluster``.
     """
-    for name in ("world", "seq_length"):
+    for name in ("world", "seq_length", "stages", "tensor_parallel"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise bad_value(f"--{name.replace('_', '-')}", value, "a positive number", "e.g. 8")
-    if not options.script:
-        raise bad_value("check", None, "told the script of the launch", "-- train.py and its arguments at the end")
+    if bool(options.script) == bool(options.model):
+        got = None if options.model is None else [options.model, *options.script[:1]]
+        raise bad_value("check", got, "told one of a script and a model", "-- train.py and its arguments, or --model")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # DeepSpeed comes with them, which takes seconds
     from ds_terapipe.commands.checking.planned import outcome_of
     from ds_terapipe.commands.checking.ranks import Launch, check_launch
     from ds_terapipe.commands.checking.table import as_json, table
 
     cluster = load_cluster(options.cluster or _CLUSTER)
-    script = tuple(options.script)
+    script = tuple(options.script) if options.script else _of_sizes(options)
     launch = Launch(
         options.world,
         min(options.world, cluster.devices_per_node),
@@ -83,6 +97,15 @@ def check(options: argparse.Namespace) -> None:
         raise CommandError(
             f"stage {fullest} takes {needed:.3g} GB, a device of {cluster.name} has {cluster.memory_gb:g}"
         )
+
+
+def _of_sizes(options: argparse.Namespace) -> tuple[str, ...]:
+    """The script that builds the model of ``--model``, and its arguments."""
+    model = load_model(options.model)
+    path = options.model if model.name == options.model else str(Path(options.model).absolute())
+    options.seq_length = options.seq_length or _SEQ_LENGTH
+    sizes = (options.stages, options.tensor_parallel, options.seq_length)
+    return (str(Path(__file__).parent / "checking" / "decoder.py"), path, *map(str, sizes))
 
 
 def _with_config(script: tuple[str, ...], path: str | None) -> tuple[str, ...]:

@@ -72,7 +72,6 @@ class _Processes:
     """A clean process that has imported what all ranks need, and forks one for each."""
 
     def __init__(self, launch: Launch) -> None:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._context = multiprocessing.get_context("forkserver")
         try:
