@@ -110,6 +110,19 @@ NAMES: tuple[Name, ...] = (
     ),
     Name(f"{_MODULE}.__init__#_local_start", "0.19.8", "refusals: number of a layer"),
     Name(f"{_MODULE}.get_additional_losses", "0.19.8", "refusals: refused where it returns something"),
+    Name("deepspeed.ops.op_builder.builder:OpBuilder.load", "0.19.8", "check: no extension is compiled"),
+    Name("deepspeed.comm.torch:build_shm_op", "0.19.8", "check: no ranks to share memory with"),
+    Name(
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._release_ipg_buffers",
+        "0.19.8",
+        "check: end of a step",
+    ),
+    Name(
+        "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.__init__#fp32_groups_gradients_flat", "0.19.8", "check: sums"
+    ),
+    Name("torch:UntypedStorage._cdata", "2.13", "storages: identity, of fake tensors too"),
+    Name("torch._subclasses.fake_tensor:FakeTensorMode", "2.13", "check: tensors without memory"),
+    Name("torch.testing._internal.distributed.fake_pg:FakeStore", "2.13", "check: groups of ranks that are not there"),
     Name(f"{_ENGINE}.__init__#is_pipe_partitioned", "0.19.8", "register: off"),
     Name(f"{_ENGINE}.__init__#is_grad_partitioned", "0.19.8", "register: off"),
     Name(f"{_ENGINE}._exec_reduce_tied_grads", "0.19.8", "engine: end of a step"),

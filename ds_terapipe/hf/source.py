@@ -17,7 +17,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf import attention
 from ds_terapipe.hf.parts import Parts, parts_of, refusal
 from ds_terapipe.hf.positions import Rotary
-from ds_terapipe.hf.weights import Weights, folder_of
+from ds_terapipe.hf.weights import Weights, folder_of, has_weights
 
 
 class Source:
@@ -128,7 +128,8 @@ def source_of(what: Any, dtype: torch.dtype | None, seed: int, revision: str | N
         )
     check_attention(what)
     model = on_meta(what)
-    weights = None if folder is None else Weights(folder, model.base_model_prefix)
+    absent = folder is not None and is_building_empty() and not has_weights(folder)
+    weights = None if folder is None or absent else Weights(folder, model.base_model_prefix)
     return Source(model, given=False, weights=weights, dtype=dtype or torch.float32, seed=seed)
 
 

@@ -34,6 +34,11 @@ def folder_of(name: str, revision: str | None) -> Path:
         ) from problem
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights in safetensors, or an index of them."""
+    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+
+
 class Weights:
     """The tensors of a folder.
 

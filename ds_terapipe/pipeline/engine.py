@@ -76,11 +76,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
     def __init__(self, *args: Any, token_pipeline: TokenPipelineConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._token_pipeline = token_pipeline
-        if token_pipeline.weight_gradients == "micro_batch" and self.torch_autocast_enabled():
-            raise ConfigError(
-                'token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast, must be "slice" or "auto" (a layer '
-                'multiplies with a copy of its weight, whose gradient is made with it), use "auto"'
-            )
+        check_weight_gradients(token_pipeline, self.torch_autocast_enabled())
         pipelines = self.grid.pipe_groups
         seat = Seat.of(Placement.plain(self.num_stages), self.global_rank, pipelines)
         new_mark = StreamMark if self.device.type == "cuda" else None
@@ -486,6 +482,15 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         super().compile(*args, **kwargs)
         if self._is_compiled_autograd_enabled and self.global_rank == 0:
             logger.warning("engine.compile(): compiled_autograd_enabled does nothing in a pipeline, leave it out")
+
+
+def check_weight_gradients(token_pipeline: TokenPipelineConfig, autocast: bool) -> None:
+    """Raise ConfigError for weight gradients per micro-batch beside ``torch_autocast``."""
+    if token_pipeline.weight_gradients == "micro_batch" and autocast:
+        raise ConfigError(
+            'token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast, must be "slice" or "auto" (a layer '
+            'multiplies with a copy of its weight, whose gradient is made with it), use "auto"'
+        )
 
 
 def _autocast(engine: weakref.ref[Any]) -> Any:

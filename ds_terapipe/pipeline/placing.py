@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ class _Layer(NamedTuple):
     trains: bool
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """The part of the model on one rank."""
 
     place: int
@@ -50,7 +50,12 @@ def placement_of(module: Any, consensus: Consensus) -> Placement:
         ConfigError: on every rank, for a tied weight that some ranks train and others freeze: they would wait for each
             other's gradients.
     """
-    parts = sorted({part.place: part for part in consensus.gather(_part(module))}.values())
+    return placement_of_parts(consensus.gather(part_of(module)))
+
+
+def placement_of_parts(gathered: Iterable[Part]) -> Placement:
+    """Return the placement of a model from the parts of all ranks; see `placement_of`, for errors too."""
+    parts = sorted({part.place: part for part in gathered}.values())
     _check_tied(parts)
     layers = [layer for part in parts for layer in part.layers]
     count = next((n for n, layer in enumerate(layers) if layer.trains), len(layers))
@@ -64,7 +69,8 @@ def placement_of(module: Any, consensus: Consensus) -> Placement:
     return Placement.of(places, [*boundaries, parts[-1].stop_layer], forward_only)
 
 
-def _part(module: Any) -> _Part:
+def part_of(module: Any) -> Part:
+    """Return the part of a ``PipelineModule`` that is on this rank."""
     layers = [_layer(function) for function in module.forward_funcs]
     # weights of the module itself may be used anywhere, weights of its loss only there
     holders = [
@@ -77,7 +83,7 @@ def _part(module: Any) -> _Part:
         layers = [_Layer(True, trains)] * len(layers)
     tied = tuple((key, any(weight.requires_grad for weight in _weights(one))) for key, one in module.tied_comms.items())
     first = int(module._local_start)  # DeepSpeed has numpy integers if it searched for layers by type
-    return _Part(module.stage_id, first, tuple(layers), whole, tied)
+    return Part(module.stage_id, first, tuple(layers), whole, tied)
 
 
 def _layer(function: Any) -> _Layer:
@@ -85,7 +91,7 @@ def _layer(function: Any) -> _Layer:
     return _Layer(bool(weights), any(weight.requires_grad for weight in weights))
 
 
-def _cut(part: _Part, frozen: int) -> int:
+def _cut(part: Part, frozen: int) -> int:
     """Return the end of a place's forward-only layers. A stage of layers without weights would be useless."""
     cut = min(max(frozen, part.first_layer), part.stop_layer)
     if cut == part.stop_layer:
@@ -99,8 +105,8 @@ def _weights(tied: dict[str, Any]) -> list[Any]:
     return [attrgetter(name)(tied["module"]) for name in tied["weight_attr"]]
 
 
-def _check_tied(parts: Sequence[_Part]) -> None:
-    known: dict[str, _Part] = {}
+def _check_tied(parts: Sequence[Part]) -> None:
+    known: dict[str, Part] = {}
     for part in parts:
         for key, trained in part.tied:
             other = known.setdefault(key, part)

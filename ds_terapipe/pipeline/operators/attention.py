@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from ds_terapipe.empty_layers import is_building_empty
 from ds_terapipe.pipeline.operators import kernels
 from ds_terapipe.pipeline.operators.buffers import AttentionState
 from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext, refuse_model
@@ -89,7 +90,9 @@ def is_causal_square(visible: Tensor, length: int) -> bool:
 
 def refuse_compiled(context: SliceContext, query: Tensor) -> None:
     """Raise :class:`PlacementError` if attention of a slice is traced, not run."""
-    if isinstance(query, FakeTensor) or torch.compiler.is_compiling():
+    # layers that were built empty run on fake tensors to be counted, and nothing is compiled
+    traced = isinstance(query, FakeTensor) and not is_building_empty()
+    if traced or torch.compiler.is_compiling():
         raise PlacementError(
             f"attention is compiled by torch.compile ({context.describe()}): a slice's position would be baked in, "
             "don't compile the layers of a model that runs with token_pipeline"

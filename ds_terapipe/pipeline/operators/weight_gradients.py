@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ds_terapipe.pipeline.storages import storage_bytes
 from ds_terapipe.schedule import Unit
 
 # Below, a product takes longer than joining its operands with the next ones.
@@ -139,8 +140,7 @@ class WeightGradients:
     def kept_bytes(self) -> int:
         """Bytes kept for all micro-batches in their backward pass; tensors that layers share count once."""
         layers = (layer for of_one in self._layers.values() for layer in of_one.values())
-        kept = (t.untyped_storage() for layer in layers for t in layer.tensors())
-        return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
+        return sum(storage_bytes(tensor for layer in layers for tensor in layer.tensors()).values())
 
     def clear(self) -> None:
         """Drop everything, e.g. operands that a failed step has left."""

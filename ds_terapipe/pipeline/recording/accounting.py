@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.slicing import Span, as_tuple
+from ds_terapipe.pipeline.storages import storage_bytes
 from ds_terapipe.plan.costs.memory import StageMemory
 from ds_terapipe.schedule import Unit
 
@@ -159,7 +160,7 @@ class StepMemory:
         """Measure the next step; ``parameters`` and their gradients are not counted."""
         self.on, self._tokens, self._bytes, self._sums = True, {}, {}, {}
         known = list(parameters)
-        self._known = {p.untyped_storage().data_ptr() for p in known}
+        self._known = set(storage_bytes(known))
         self._largest_gradient = max((p.numel() * p.element_size() for p in known if p.requires_grad), default=0)
 
     def note_peak(self, parameters: Iterable[Tensor]) -> None:
@@ -200,7 +201,8 @@ class StepMemory:
 
     def forward(self, stage: int, span: Span, buffers: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
         """Context manager around a unit's forward; ``buffers`` returns its micro-batch's attention buffers
-        afterwards."""
+        afterwards.
+        """
         if not self.on:
             return nullcontext()
         self._tokens[stage] = self._tokens.get(stage, 0) + span.length
@@ -211,19 +213,18 @@ class StepMemory:
         saved = self._saved_here = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            self.checkpointed([tensor])
+            saved.update(storage_bytes([tensor]))
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        shared = self._known | {t.untyped_storage().data_ptr() for t in buffers()}
+        shared = self._known | set(storage_bytes(buffers()))
         self._add(stage, "activations", sum(count for storage, count in saved.items() if storage not in shared))
 
     def checkpointed(self, inputs: Iterable[Any]) -> None:
         """Note tensors that a checkpoint keeps."""
-        for tensor in inputs if self.on else ():
-            if isinstance(tensor, Tensor):
-                self._saved_here[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        if self.on:
+            self._saved_here.update(storage_bytes(each for each in inputs if isinstance(each, Tensor)))
 
     def message(self, stage: int, name: str, value: Any) -> None:
         """Count a message of a unit, ``received`` from the previous stage or ``sent`` to the next."""

@@ -1,0 +1,129 @@
+"""``ds_terapipe check``: what a launch would take, or its error, before there is a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from ds_terapipe.commands.errors import CommandError
+from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.progress import progress
+from ds_terapipe.errors import bad_value
+from ds_terapipe.plan.costs.hardware import CLUSTERS, load_cluster, load_model
+from ds_terapipe.plan.costs.memory import gigabytes
+
+_CLUSTER = next(iter(CLUSTERS))
+_SEQ_LENGTH = 2048
+EXAMPLE = """\
+example:
+  ds_terapipe check --world 64 -- train.py --num-layers 40 ... --deepspeed_config ds_config.json
+  ds_terapipe check --ds-config ds_config.json --world 16 --seq-length 2048 -- my_train.py
+  ds_terapipe check --ds-config ds_config.json --world 64 --model gpt3-13b --stages 8 --tensor-parallel 8
+
+The script runs unchanged up to its engine, once for each distinct rank. It needs no device, cluster, hostfile or data.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the parser of ``ds_terapipe``."""
+    parser = commands.add_parser(
+        "check",
+        help="what a launch takes on every stage, or the error that it gives, on a laptop",
+        description="Build every distinct rank of a launch on memory that is never touched, and print layers, parameters, "
+        "weights, gradients, optimiser, activations and peak of each stage, and the plan.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_argument = parser.add_argument
+    add_argument("--ds-config", metavar="FILE", help="DeepSpeed configuration, for a script that names none")
+    add_argument("--world", type=int, metavar="N", required=True, help="processes of the launch")
+    add_argument(
+        "--seq-length", type=int, metavar="L", help="tokens of a sequence (default: the script's --seq-length)"
+    )
+    add_argument("--cluster", metavar="FILE", help=f"devices: a JSON file, or {_CLUSTER}; a launch must fit into one")
+    add_argument(
+        "--model",
+        metavar="FILE",
+        help="in place of a script: a file of sizes or a name, as `ds_terapipe plan` takes it",
+    )
+    add_argument("--stages", type=int, metavar="K", default=1, help="pipeline stages of --model (default: 1)")
+    add_argument(
+        "--tensor-parallel", type=int, metavar="T", default=1, help="devices that share its layers (default: 1)"
+    )
+    add_argument("script", nargs="*", metavar="-- SCRIPT ARGS", help="training script and its arguments")
+    add_json(parser)
+    parser.set_defaults(run=check)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Print the table and the plan.
+
+    Raises:
+        ConfigError: an argument, or an error of the launch that shows when all stages are known. CommandError: any other
+            error of the launch, or a stage that does not fit into a device of ``--cluster``.
+    """
+    for name in ("world", "seq_length", "stages", "tensor_parallel"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise bad_value(f"--{name.replace('_', '-')}", value, "a positive number", "e.g. 8")
+    if bool(options.script) == bool(options.model):
+        got = None if options.model is None else [options.model, *options.script[:1]]
+        raise bad_value("check", got, "told one of a script and a model", "-- train.py and its arguments, or --model")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # DeepSpeed comes with them, which takes seconds
+    from ds_terapipe.commands.checking.planned import outcome_of
+    from ds_terapipe.commands.checking.ranks import Launch, check_launch
+    from ds_terapipe.commands.checking.table import as_json, table
+
+    cluster = load_cluster(options.cluster or _CLUSTER)
+    script = tuple(options.script) if options.script else _of_sizes(options)
+    launch = Launch(
+        options.world,
+        min(options.world, cluster.devices_per_node),
+        _with_config(script, options.ds_config),
+        options.ds_config,
+        options.seq_length or _seq_length(script),
+    )
+    with progress("checking"):
+        reports = check_launch(launch)
+        outcome = outcome_of(reports, cluster)
+    show(options, "\n".join(table(reports, outcome)), as_json(reports, outcome))
+    if options.cluster is None or not outcome.uses:
+        return
+    fullest = max(range(len(outcome.uses)), key=lambda place: outcome.uses[place].total)
+    needed = gigabytes(outcome.uses[fullest].total)
+    if needed > cluster.memory_gb:
+        raise CommandError(
+            f"stage {fullest} takes {needed:.3g} GB, a device of {cluster.name} has {cluster.memory_gb:g}"
+        )
+
+
+def _of_sizes(options: argparse.Namespace) -> tuple[str, ...]:
+    """The script that builds the model of ``--model``, and its arguments."""
+    model = load_model(options.model)
+    path = options.model if model.name == options.model else str(Path(options.model).absolute())
+    options.seq_length = options.seq_length or _SEQ_LENGTH
+    sizes = (options.stages, options.tensor_parallel, options.seq_length)
+    return (str(Path(__file__).parent / "checking" / "decoder.py"), path, *map(str, sizes))
+
+
+def _with_config(script: tuple[str, ...], path: str | None) -> tuple[str, ...]:
+    """Add the configuration to the arguments of a script that takes it there and was given none."""
+    if path is None or any(word.split("=")[0] == "--deepspeed_config" for word in script):
+        return script
+    try:
+        takes = "add_config_arguments" in Path(script[0]).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        takes = False
+    return (*script, "--deepspeed_config", path) if takes else script
+
+
+def _seq_length(script: tuple[str, ...]) -> int | None:
+    """The script's own argument for the length of sequences."""
+    for index, word in enumerate(script):
+        name, _, value = word.partition("=")
+        if name in ("--seq-length", "--seq_length"):
+            value = value or next(iter(script[index + 1 :]), "")
+            return int(value) if value.isdigit() and int(value) > 0 else None
+    return None

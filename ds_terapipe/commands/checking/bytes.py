@@ -1,0 +1,90 @@
+"""Bytes that an engine keeps from step to step, by what they are: weights, gradients, the optimiser's state.
+
+Storages are counted, each once, so that views of DeepSpeed's flat buffers count as these. It counts an engine with fake
+tensors and one that trains alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_terapipe.pipeline.storages import storage_bytes
+
+_DEPTH = 6  # of containers within an optimiser's attributes
+
+
+class Kept(NamedTuple):
+    """Bytes of a rank between steps."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def kept_by(engine: Any) -> Kept:
+    """Return what an engine keeps; gradients are counted as they are before the optimiser steps.
+
+    Args:
+        engine: a DeepSpeed engine whose optimiser has its state.
+    """
+    module = engine.module
+    weights = storage_bytes([*module.parameters(), *module.buffers()])
+    inside = list(_tensors_in(engine.optimizer))
+    known = storage_bytes(inside)
+    flat = getattr(engine.optimizer, "fp32_groups_gradients_flat", None)
+    if flat is not None:  # BF16_Optimizer: sums in fp32, the 16-bit gradients of a pass are dropped
+        gradients = storage_bytes(flat)
+        count = sum(gradients.values())
+    else:
+        gradients = storage_bytes(p.grad for p in module.parameters() if p.grad is not None)
+        count = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    others = {key: size for key, size in known.items() if key not in weights and key not in gradients}
+    return Kept(sum(weights.values()), count, sum(others.values()))
+
+
+def allocate_state(optimizer: Any) -> None:
+    """Make the state of an optimiser that has none before its first step: it steps once, on fake gradients."""
+    if optimizer is None or optimizer.state:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def two_moments(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """Make the state that `FusedLamb.step` makes: two moments in fp32; its kernels need bytes."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and "exp_avg" not in optimizer.state[parameter]:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    optimizer.state[parameter][name] = torch.zeros_like(parameter, dtype=torch.float32)
+
+
+def _tensors_in(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yield the tensors of an optimiser: its groups, its state, and those of the optimiser that it wraps."""
+    seen = set() if seen is None else seen
+    if depth == 0 or id(value) in seen:
+        return
+    if isinstance(value, Tensor):
+        seen.add(id(value))
+        yield value
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict):
+        parts = [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set)):
+        parts = value
+    elif hasattr(value, "param_groups"):
+        parts = vars(value).values()
+    else:
+        return
+    seen.add(id(value))
+    for part in parts:
+        yield from _tensors_in(part, depth - 1, seen)

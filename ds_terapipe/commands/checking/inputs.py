@@ -1,0 +1,158 @@
+"""A micro-batch for a model that is checked without data: the script's own if it gave a dataset, else of a known form.
+
+Models of this package have one form each. For others the first form that the model's first layer takes is used, and
+the first labels that its loss takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ds_terapipe.commands.checking.boundary import Boundary
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.layer_range import modules_of
+from ds_terapipe.pipeline.slicing import Span, as_tuple, plan_cuts
+
+
+class Sample(NamedTuple):
+    """A micro-batch as a data iterator yields it, (inputs, labels), and its tokens."""
+
+    item: tuple[Any, Any]
+    length: int
+
+
+class NoSample(Exception):
+    """No micro-batch could be made; the text says what is missing."""
+
+
+def sample_of(engine: Any, length: int | None, before: Boundary | None, mode: Any) -> Sample:
+    """Return a micro-batch for the stage of an engine.
+
+    Args:
+        engine: an engine on fake tensors.
+        length: tokens of a sequence; None: the dataset's, or the rows of a table of learned positions.
+        before: the boundary to the stage before; None for the first one.
+        mode: the mode of the fake tensors.
+
+    Raises:
+        NoSample: no length is known, or no form fits.
+    """
+    module, first = engine.module, engine.stage_id == 0
+    if before is None and not first:
+        raise NoSample("the stage before could not be run")
+    if getattr(engine, "training_dataloader", None) is not None:
+        return _read(engine.training_dataloader, mode)
+    length = length or _table_rows(module)
+    if length is None:
+        raise NoSample("the sequence length is not known, use --seq-length")
+    last = engine.stage_id == engine.num_stages - 1
+    with mode, torch.no_grad():
+        forms = _Forms(engine.train_micro_batch_size_per_gpu(), length)
+        inputs: Any = forms.tokens()
+        if first:
+            inputs = _first_that(
+                forms.inputs(module), lambda inputs: forms.check(module.forward_funcs[0](inputs)), "the first layer"
+            )
+        labels: Any = forms.tokens()
+        if last and module.loss_fn is not None:
+            value = inputs if before is None else before.tensors(Span(0, length, length))
+            for layer in module.forward_funcs:
+                value = layer(value)
+            labels = _first_that(forms.labels(value), lambda labels: module.loss_fn(value, labels), "the loss_fn")
+    return Sample((inputs, labels), length)
+
+
+def _read(loader: Iterable[Any], mode: Any) -> Sample:
+    inputs, labels = next(iter(loader))[:2]
+    try:
+        length = plan_cuts(as_tuple(inputs), None, "inputs")[0]
+    except ConfigError as problem:
+        raise NoSample(f"the dataset's length is not known ({problem})") from problem
+    faked = [_faked(value, mode) for value in (inputs, labels)]
+    return Sample((faked[0], faked[1]), length)
+
+
+def _faked(value: Any, mode: Any) -> Any:
+    if isinstance(value, Tensor):
+        return mode.from_tensor(value)
+    return tuple(_faked(item, mode) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+def _table_rows(module: Any) -> int | None:
+    """Rows of a table of learned positions in the first layer."""
+    for inside in (each for layer in modules_of(module.forward_funcs[0]) for each in layer.named_modules()):
+        name, found = inside
+        if isinstance(found, nn.Embedding) and "position" in name:
+            return found.num_embeddings
+    return None
+
+
+def _first_that(forms: Iterator[Any], runs: Callable[[Any], Any], what: str) -> Any:
+    """Return the first form with which a function runs; which error it raises for another is the model's matter."""
+    said = ""
+    for form in forms:
+        try:
+            runs(form)
+        except Exception as problem:
+            said = said or f"{type(problem).__name__}: {' '.join(str(problem).split())[:160]}"
+            continue
+        return form
+    raise NoSample(f"{what} takes no tokens [batch, sequence] and nothing else that is known ({said})")
+
+
+class _Forms:
+    """Forms of inputs and labels, the likelier ones first."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        self._batch, self._length = batch, length
+
+    def tokens(self) -> Tensor:
+        """Ids [b, s]."""
+        return torch.zeros(self._batch, self._length, dtype=torch.int64)
+
+    def check(self, outputs: Any) -> None:
+        """Raise ValueError for a layer's outputs that do not begin with [b, s] or [s, b]: two tensors were taken from one."""
+        shape = tuple(as_tuple(outputs)[0].shape)
+        if shape[:2] not in ((self._batch, self._length), (self._length, self._batch)):
+            raise ValueError(f"outputs of shape {list(shape)} for [{self._batch}, {self._length}] tokens")
+
+    def inputs(self, module: Any) -> Iterator[Any]:
+        """Yield inputs of the first stage."""
+        for count in _megatron_inputs(module):
+            yield tuple(self.tokens() for _ in range(count))
+        features = _features(module)
+        if features is not None:
+            yield torch.zeros(self._batch, self._length, features)
+        yield self.tokens()
+        yield self.tokens(), self.tokens()
+        yield self.tokens(), self.tokens(), self.tokens()
+
+    def labels(self, outputs: Any) -> Iterator[Any]:
+        """Yield labels beside the outputs of the last stage."""
+        mask = torch.ones(self._batch, self._length)
+        yield self.tokens()
+        yield self.tokens(), mask
+        yield self.tokens(), mask, torch.zeros(self._batch, dtype=torch.int64)
+        yield torch.zeros(self._batch, dtype=torch.int64)
+        yield torch.zeros_like(as_tuple(outputs)[0])
+
+
+def _megatron_inputs(module: Any) -> tuple[int, ...]:
+    """Number of tensors [b, s] that the models of `ds_terapipe.megatron` take; empty for others."""
+    counts = {"GPTPipeline": (2,), "BertPipeline": (3,)}
+    return counts.get(type(module).__name__, ())
+
+
+def _features(module: Any) -> int | None:
+    """Features of the first layer's inputs where it begins with a linear layer."""
+    first = module.forward_funcs[0]
+    for layer in (inside for outer in modules_of(first) for inside in outer.modules()):
+        if isinstance(layer, nn.Embedding):
+            return None
+        if isinstance(layer, nn.Linear):
+            return layer.in_features
+    return None

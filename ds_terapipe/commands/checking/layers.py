@@ -1,0 +1,147 @@
+"""What a rank's engine says of the launch: layers, bytes, the stages that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ds_terapipe.commands.checking.building import UNFAKED, Built
+from ds_terapipe.commands.checking.bytes import allocate_state, kept_by
+from ds_terapipe.commands.checking.computed import computed_kept
+from ds_terapipe.commands.checking.inputs import NoSample, sample_of
+from ds_terapipe.commands.checking.rank import Report, Signature, Task
+from ds_terapipe.commands.checking.stage import Counted, StageRun
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.layer_range import modules_of
+from ds_terapipe.pipeline.placing import part_of
+from ds_terapipe.refusals import cuts
+
+KEPT, TOKENS = "kept", "tokens"  # groups of columns that are counted, or computed
+
+
+def report_of(built: Built, task: Task, mode: Any) -> Report:
+    """Return the report of a rank whose script has come to its engine.
+
+    Raises:
+        ConfigError: the model cannot be cut, as the launch's first step would say.
+    """
+    engine, module = built.engine, built.module
+    notes, computed = [built.why] if built.why else [], set()
+    topology = module._topo
+    sizes = {axis: max(1, topology.get_dim(axis)) for axis in ("pipe", "data", "model")}
+    kept, counted, length = None, None, task.length
+    if engine is not None:
+        try:
+            allocate_state(getattr(engine, "basic_optimizer", None))
+            kept = kept_by(engine)
+        except UNFAKED as problem:
+            notes.append(f"the optimiser reads values ({problem})")
+        try:
+            sample = sample_of(engine, length, task.before, mode)
+            length = sample.length
+            one = engine.num_stages == 1 and built.settings.slices == "auto"
+            cut = built.cut and cuts(built.settings.slices) and not one
+            counted = StageRun(engine, built.settings, task.before, sample, mode).count(cut)
+        except NoSample as problem:
+            notes.append(f"activations: {problem}")
+        except Exception as problem:  # a layer that fake tensors cannot run
+            if isinstance(problem, ConfigError) and not _read_values(problem):
+                raise
+            notes.append(f"activations: {type(problem).__name__}: {' '.join(str(problem).split())[:200]}")
+    if kept is None:
+        kept = computed_kept(module, built.config, sizes["data"])
+        computed.add(KEPT)
+    if counted is None:
+        computed.add(TOKENS)
+    return Report(
+        stage=module.stage_id, stages=sizes["pipe"], tensor=sizes["model"], replicas=sizes["data"],
+        parts=tuple(int(part) for part in module.parts), layers=tuple(map(_name, module.forward_funcs)),
+        parameters=sum(parameter.numel() for parameter in module.parameters()), part=part_of(module),
+        **kept._asdict(), computed=frozenset(computed), **_counted(counted), notes=tuple(notes), length=length,
+        sequences=built.config.train_micro_batch_size_per_gpu, micro_batches=built.config.gradient_accumulation_steps,
+        settings=built.settings.model_dump(), cut=built.cut,
+        weights_once=engine is not None and engine.makes_weight_gradients_once(), sizes=model_sizes(module),
+        ranks=tuple(_rank(topology, pipe=stage) for stage in range(sizes["pipe"])),
+        last_shard=_rank(topology, model=sizes["model"] - 1), signatures=signatures(module) if task.signs else (),
+    )  # fmt: skip
+
+
+def _read_values(problem: BaseException | None) -> bool:
+    """Whether an error comes from code that reads values of fake tensors."""
+    return problem is not None and (isinstance(problem, UNFAKED) or _read_values(problem.__cause__))
+
+
+def _rank(topology: Any, **place: int) -> int:
+    """Return the rank with these coordinates, and 0 on the other axes."""
+    names = topology.get_axis_names()
+    return int(topology.get_rank(**{name: place.get(name, 0) for name in names}))
+
+
+def _counted(counted: Counted | None) -> dict[str, Any]:
+    return Counted(None, (), None, False)._asdict() if counted is None else counted._asdict()  # type: ignore[arg-type]
+
+
+def signatures(module: Any) -> tuple[Signature, ...]:
+    """Return what tells the stages apart, by stage: classes and shapes of their layers; built here, without memory."""
+    of_layers = [_signature(spec) for spec in module._layer_specs]
+    stages = [tuple(of_layers[start:stop]) for start, stop in zip(module.parts, module.parts[1:], strict=False)]
+    last = len(stages) - 1
+    return tuple((stage in (0, last), layers) for stage, layers in enumerate(stages))
+
+
+def _signature(spec: Any) -> Signature:
+    built = spec.build() if hasattr(spec, "build") else spec
+    if not isinstance(built, nn.Module):
+        return (_name(built),)
+    shapes = ((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in built.named_parameters())
+    return (type(built).__name__, getattr(spec, "key", None), *shapes)
+
+
+def _name(layer: Any) -> str:
+    module = next(iter(modules_of(layer)), None)
+    return getattr(layer, "__name__", type(layer).__name__) if module is None else type(module).__name__
+
+
+def model_sizes(module: Any) -> dict[str, Any] | None:
+    """Return the fields of `hardware.Model` for a decoder of `ds_terapipe.megatron` or `ds_terapipe.hf`, else None."""
+    if type(module).__name__ == "DecoderPipeline":
+        return _of_hugging_face(module.source.config)
+    if type(module).__name__ == "GPTPipeline":
+        return _of_megatron(module)
+    return None
+
+
+def _of_hugging_face(config: Any) -> dict[str, Any]:
+    return {
+        "name": config.model_type,
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": getattr(config, "num_key_value_heads", None) or 0,
+        "kv_channels": getattr(config, "head_dim", None) or 0,
+        "ffn_hidden_size": getattr(config, "intermediate_size", None) or 0,
+        "vocab_size": config.vocab_size,
+        "swiglu": getattr(config, "hidden_act", "") == "silu",
+    }
+
+
+def _of_megatron(module: Any) -> dict[str, Any]:
+    specs = module._layer_specs
+    config, vocab_size = specs[0].module_args[0], specs[0].module_args[1]
+    return {
+        "name": "GPT",
+        "num_layers": sum(_layers_of(module)),
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_query_groups or 0,
+        "kv_channels": config.kv_channels or 0,
+        "ffn_hidden_size": config.ffn_hidden_size or 0,
+        "vocab_size": vocab_size,
+        "swiglu": bool(config.gated_linear_unit),
+    }
+
+
+def _layers_of(module: Any) -> Iterator[int]:
+    yield from module.layers_per_stage

@@ -1,0 +1,159 @@
+"""The memory model and the plan of a checked launch, from the reports of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ds_terapipe.commands.checking.rank import Report
+from ds_terapipe.commands.checking.stage import SCHEDULE
+from ds_terapipe.commands.planning.cost_sources import Analytic
+from ds_terapipe.commands.planning.inputs import AUTO
+from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.errors import named
+from ds_terapipe.pipeline.autotune.run_info import RunInfo, check_plan
+from ds_terapipe.pipeline.placing import placement_of_parts
+from ds_terapipe.pipeline.slicing import slice_lengths
+from ds_terapipe.plan.choose import Request, choose
+from ds_terapipe.plan.costs.analytic_memory import analytic_memory
+from ds_terapipe.plan.costs.hardware import Cluster, Model
+from ds_terapipe.plan.costs.memory import MemoryModel, MemoryUse, Peaks, StageMemory, calibrated, memory_use
+from ds_terapipe.plan.placed import unlike_plain
+from ds_terapipe.plan.result import Plan, compact
+from ds_terapipe.schedule import Placement
+
+_LAYERS = ("GPTLayer", "Decoder")  # of the models whose sizes are known
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the launch's steps are, and take.
+
+    Attributes:
+        lengths, schedule: slices of a micro-batch in tokens, and the order; empty where the length is not known.
+        uses: memory of each place at its peak, with what it keeps from step to step; empty likewise.
+        plan: with costs; None where slices are given, or nothing is known of costs.
+        lines: about the plan.
+    """
+
+    lengths: tuple[int, ...]
+    schedule: str
+    uses: tuple[MemoryUse, ...]
+    plan: Plan | None
+    lines: tuple[str, ...]
+
+
+def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
+    """Return the outcome of a launch.
+
+    Raises:
+        ConfigError: the launch's errors that show when all stages are known: a tied weight that is trained on one stage
+            and not on another, slices that do not add up, a plan for another run, none that fits.
+    """
+    first = reports[0]
+    where = placement_of_parts(report.part for report in reports)
+    settings = TokenPipelineConfig(**first.settings)
+    if first.length is None:
+        return Outcome((), "", (), None, ("plan: the sequence length is not known, use --seq-length",))
+    model = memory_model(reports)
+    slices = settings.slices
+    if slices == AUTO and first.stages == 1 and settings.plan_path is None:
+        slices = 1
+    if not isinstance(slices, str):
+        lengths = slice_lengths(first.length, slices)
+        schedule = SCHEDULE if settings.schedule == AUTO else settings.schedule
+        what = (
+            f"plan: given: {schedule}, {compact(lengths)} tokens" if first.cut else "plan: no token_pipeline, one slice"
+        )
+        return Outcome(lengths, schedule, _uses(model, schedule, lengths, first, where), None, (what,))
+    return _automatic(reports, settings, model, where, cluster)
+
+
+def memory_model(reports: Sequence[Report]) -> MemoryModel:
+    """Return the memory of all stages, as a live engine knows it after its trials; by rule where it was not counted."""
+    stages = tuple(
+        replace(report.memory or _by_rule(reports, n), fixed=_fixed(report)) for n, report in enumerate(reports)
+    )
+    model = MemoryModel(stages)
+    steps = [dict(report.peaks) for report in reports]
+    shared = [lengths for lengths, _ in reports[0].peaks if all(lengths in step for step in steps)]
+    if not shared:
+        return model
+    # a stage that is counted alone has no message of a neighbour's, and none posted ahead
+    alone = replace(model, posted_ahead=0, sent_kept=0, stages=tuple(replace(stage, fixed=0.0) for stage in stages))
+    peaks = [Peaks(lengths, tuple(step[lengths] for step in steps)) for lengths in shared]
+    known = calibrated(alone, peaks, SCHEDULE, 1, any(report.defers for report in reports))
+    beyond = ((stage.working, stage.joined) for stage in known.stages)
+    return replace(
+        model,
+        stages=tuple(replace(s, working=w, joined=j) for s, (w, j) in zip(stages, beyond, strict=True)),
+    )
+
+
+def _by_rule(reports: Sequence[Report], stage: int) -> StageMemory:
+    """Return the analytic memory of a stage; nothing where the model's sizes are not known."""
+    sizes = reports[0].sizes
+    if sizes is None:
+        return StageMemory()
+    report = reports[stage]
+    layers = [sum(name in _LAYERS for name in each.layers) for each in reports]
+    return analytic_memory(Model(**sizes), layers, report.tensor, report.sequences).stages[stage]
+
+
+def _fixed(report: Report) -> float:
+    return float(report.weights + report.gradients + report.optimizer)
+
+
+def _uses(
+    model: MemoryModel, schedule: str, lengths: tuple[int, ...], first: Report, where: Placement
+) -> tuple[MemoryUse, ...]:
+    """Return the peaks; where a place has a frozen and a trained stage it counts as one that goes backward, which is more."""
+    placement = where if len(where.stages) == first.stages else None
+    return memory_use(model, schedule, lengths, first.micro_batches, first.weights_once, placement)
+
+
+def _automatic(
+    reports: Sequence[Report], settings: TokenPipelineConfig, model: MemoryModel, where: Placement, cluster: Cluster
+) -> Outcome:
+    """Slices are chosen in the launch: by the plan of a file, or here by a datasheet, or shown for an uncut step."""
+    first = reports[0]
+    assert first.length is not None
+    if settings.plan_path is not None:
+        run = RunInfo(
+            first.stages, first.sequences, first.micro_batches, first.weights_once, False, placement=unlike_plain(where)
+        )
+        with named("token_pipeline.plan_path"):
+            plan = Plan.load(settings.plan_path)
+        check_plan(plan, run, settings.schedule, settings.memory_gb, settings.plan_path)
+        text = f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from {settings.plan_path}"
+        return Outcome(
+            plan.slices, plan.schedule, _uses(model, plan.schedule, plan.slices, first, where), plan, (text,)
+        )
+    if first.sizes is None:
+        schedule = SCHEDULE if settings.schedule == AUTO else settings.schedule
+        lengths = slice_lengths(first.length, 1)
+        text = "plan: chosen in the launch by its measurements; memory is that of its uncut steps, which take most"
+        return Outcome(lengths, schedule, _uses(model, schedule, lengths, first, where), None, (text,))
+    plan = _chosen(reports, settings, model, cluster)
+    lines = (
+        f"costs: {first.sizes['name']} on {cluster.name}, estimated from datasheets; the launch measures its own",
+        *plan.lines(),
+    )
+    return Outcome(plan.slices, plan.schedule, _uses(model, plan.schedule, plan.slices, first, where), plan, lines)
+
+
+def _chosen(reports: Sequence[Report], settings: TokenPipelineConfig, model: MemoryModel, cluster: Cluster) -> Plan:
+    first = reports[0]
+    layers = tuple(sum(name in _LAYERS for name in report.layers) for report in reports)
+    source = Analytic(Model(**(first.sizes or {})), cluster, layers, first.tensor, first.replicas)
+    given = settings.memory_gb
+    if given is not None:  # of activations and buffers alone
+        model = replace(model, stages=tuple(replace(stage, fixed=0.0) for stage in model.stages))
+    assert first.length is not None
+    request = Request(
+        seq_length=first.length, stages=first.stages, micro_batches=first.micro_batches, schedule=settings.schedule,
+        granularity=settings.granularity, memory=model, memory_gb=cluster.memory_gb if given is None else given,
+        limit_name=f"{cluster.name}: memory_gb" if given is None else "token_pipeline.memory_gb",
+        weights_once=first.weights_once, overhead_s=source.overhead_s,
+    )  # fmt: skip
+    return choose(source.cost(first.sequences), request)

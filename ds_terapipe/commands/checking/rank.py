@@ -1,0 +1,133 @@
+"""One rank of a checked launch: runs the script to its engine, and reports what the rank would hold."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_terapipe.commands.checking.boundary import Boundary
+from ds_terapipe.errors import ConfigError
+from ds_terapipe.plan.costs.memory import StageMemory
+
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A rank to check.
+
+    Attributes:
+        rank, world, per_node: of the launch; ``per_node``: processes of a node.
+        script: its path and arguments.
+        config: DeepSpeed configuration for a script that passes none.
+        length: tokens of a sequence, None where they are not known.
+        before: the boundary to the stage before; None for the first one.
+        signs: whether to report the signatures of all stages.
+    """
+
+    rank: int
+    world: int
+    per_node: int
+    script: tuple[str, ...]
+    config: str | None
+    length: int | None
+    before: Boundary | None = None
+    signs: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank would hold.
+
+    Attributes:
+        stage, stages, tensor, replicas: the rank's stage, and the launch's sizes.
+        parts: the first layer of each stage, then the number of layers.
+        layers: class names of this stage's layers, in order.
+        parameters: of this rank.
+        part: the rank's part of the placement.
+        weights, gradients, optimizer: bytes.
+        computed: columns of the table that were computed, not counted.
+        memory, peaks, after, defers: see `stage.Counted`; None where it could not be counted.
+        notes: why not.
+        length, sequences, micro_batches: tokens of a sequence, sequences of a micro-batch, micro-batches of a step.
+        settings, cut: the block ``token_pipeline``, whether there is one.
+        weights_once: weight gradients are made once per micro-batch.
+        shards: replicas that share the optimiser's state.
+        sizes: the model's, as `plan.costs.hardware.Model` has them; None where they are not known.
+        ranks: the first rank of each stage.
+        last_shard: the last tensor-parallel rank of the first stage.
+        signatures: of every stage, on request.
+    """
+
+    stage: int
+    stages: int
+    tensor: int
+    replicas: int
+    parts: tuple[int, ...]
+    layers: tuple[str, ...]
+    parameters: int
+    part: Any
+    weights: int
+    gradients: int
+    optimizer: int
+    computed: frozenset[str]
+    memory: StageMemory | None
+    peaks: tuple[tuple[tuple[int, ...], float], ...]
+    after: Boundary | None
+    defers: bool
+    notes: tuple[str, ...]
+    length: int | None
+    sequences: int
+    micro_batches: int
+    settings: dict[str, Any]
+    cut: bool
+    weights_once: bool
+    sizes: dict[str, Any] | None
+    ranks: tuple[int, ...]
+    last_shard: int
+    signatures: tuple[Signature, ...] = ()
+
+
+class ScriptEnded(Exception):
+    """The script ended without an engine; the text is its last word."""
+
+
+def check_rank(task: Task) -> Report:
+    """Run the script as this rank and report; to be called in a process of its own.
+
+    Raises:
+        ScriptEnded: the script has ended before it had an engine. Any other error is the launch's.
+    """
+    warnings.filterwarnings("ignore")
+    from ds_terapipe.commands.checking import building, layers
+    from ds_terapipe.commands.checking.untouched import untouched
+    from ds_terapipe.commands.checking.world import job
+
+    with job(task.rank, task.world, task.per_node), untouched() as mode:
+        try:
+            with building.stopping(task.config):
+                _run(task.script)
+        except building.Built as built:
+            found = built
+        else:
+            raise ScriptEnded(f"{Path(task.script[0]).name} has ended and has built no engine")
+        return layers.report_of(found, task, mode)
+
+
+def _run(script: Sequence[str]) -> None:
+    sys.argv = list(script)
+    sys.path.insert(0, str(Path(script[0]).absolute().parent))
+    try:
+        runpy.run_path(script[0], run_name="__main__")
+    except SystemExit as problem:
+        if problem.code not in (0, None):
+            raise ScriptEnded(problem.code if isinstance(problem.code, str) else "") from problem
+    except OSError as problem:
+        if problem.filename == script[0]:
+            raise ConfigError(f"check: got {script[0]}, must be a script that can be read, use its path") from problem
+        raise

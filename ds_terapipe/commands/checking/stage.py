@@ -1,0 +1,180 @@
+"""Memory of one stage's tokens: its layers run by the engine's own code, on tensors without bytes.
+
+The same meters that a live engine has count a step of this stage in a few cuts: what units keep (`StepMemory`), and the
+peak beyond that, by which the memory model is calibrated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+
+from ds_terapipe.commands.checking.boundary import Alongside, Boundary
+from ds_terapipe.commands.checking.inputs import Sample
+from ds_terapipe.commands.checking.peak import CountedPeak
+from ds_terapipe.commands.checking.world import Alone
+from ds_terapipe.pipeline.assembly import Assembly, Step
+from ds_terapipe.pipeline.batch import StepBatch, read_step
+from ds_terapipe.pipeline.gradients import DeepSpeedGradients
+from ds_terapipe.pipeline.inspection.first_batch import Inspection
+from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS
+from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
+from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.recording.accounting import StepMemory
+from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.slicing import slice_lengths
+from ds_terapipe.pipeline.stage import Stage
+from ds_terapipe.pipeline.step_grid import grid_of_step
+from ds_terapipe.plan.costs.memory import StageMemory
+from ds_terapipe.schedule import Placement, Unit
+
+SCHEDULE = "1f1b"
+_CUTS = (4, 2)  # slices of the steps that are counted
+_NOBODY = SimpleNamespace(ended="", begin=lambda *args: None, at=lambda index: None)
+
+
+class Counted(NamedTuple):
+    """Memory of a stage's tokens.
+
+    Attributes:
+        memory: bytes per token of a micro-batch.
+        peaks: lengths of the slices of each step that was counted, and its peak in bytes.
+        after: the boundary to the next stage; None: there is none.
+        defers: whether weight gradients are made apart where a micro-batch is cut.
+    """
+
+    memory: StageMemory
+    peaks: tuple[tuple[tuple[int, ...], float], ...]
+    after: Boundary | None
+    defers: bool
+
+
+class StageRun:
+    """Steps of one stage of an engine, alone.
+
+    Args:
+        engine: an engine with layers of this stage, on fake tensors.
+        settings: the block ``token_pipeline``.
+        before: the boundary to the stage before; None for the first one.
+        sample: inputs and labels of a micro-batch.
+        mode: the mode of the fake tensors.
+    """
+
+    def __init__(self, engine: Any, settings: Any, before: Boundary | None, sample: Sample, mode: Any) -> None:
+        self._engine, self._settings, self._sample, self._mode = engine, settings, sample, mode
+        self._module = module = engine.module
+        self._number = number = engine.stage_id
+        coming = before is not None and any(form.requires_grad for form in before.forms)
+        trains = coming or any(parameter.requires_grad for parameter in module.parameters())
+        stages = engine.num_stages
+        placement = Placement.of(range(stages), module.parts, 0 if trains else number + 1)
+        self._memory, self._peak = StepMemory(CountedPeak()), CountedPeak()
+        self._memory._peak = self._peak
+        stage = Stage(
+            number, module.forward_funcs, int(module._local_start), module=module, gradients=DeepSpeedGradients(engine),
+            trains=trains, memory=self._memory, autocast=partial(autocast_if_enabled, engine),
+        )  # fmt: skip
+        self._batch = StepBatch()
+        self._links = Alongside(before, lambda unit: self._batch.span(unit), mode)
+        seat = Seat(placement, number, tuple(range(stages)))
+        self._assembly = Assembly(
+            seat, {number: stage}, self._links, _NOBODY, memory=self._memory, autocast=stage._autocast  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def count(self, cut: bool) -> Counted:
+        """Run the steps and return what they took.
+
+        Args:
+            cut: whether micro-batches may be cut; else they are run whole.
+
+        Raises:
+            ConfigError: the model cannot be cut, as the launch's first step would say.
+        """
+        longest = self._sample.length
+        counts = [count for count in _CUTS if count <= longest] if cut and longest >= LEAST_TOKENS else [1]
+        peaks, defers = [], False
+        with _unread(), self._mode, torch.enable_grad():
+            if counts != [1]:
+                self._assembly.intercept()
+                defers = self._assembly._defers(self._stage) and self._engine.makes_weight_gradients_once()
+            try:
+                for count in counts:
+                    if count > 1:
+                        self._inspect(count)
+                    taken = self._step(count, defers)
+                    peaks.append((slice_lengths(longest, count), taken))
+                memory = self._memory.end()[self._number]
+                after = self._boundary() if self._number < len(self._assembly.placement.stages) - 1 else None
+            finally:
+                self._assembly.leave()
+        return Counted(memory, tuple(peaks), after, defers)
+
+    @property
+    def _stage(self) -> Stage:
+        return self._assembly.stages[self._number]
+
+    def _read(self, count: int) -> StepBatch:
+        seat, loss_fn = self._assembly.seat, self._module.loss_fn
+        settings = self._settings.model_copy(update={"slices": count})
+        batch = StepBatch(lengths=[self._sample.length], signatures=[0])
+        if seat.has_first or seat.has_last:
+            batch = read_step(
+                [self._sample.item], settings, lambda value: value, inputs=seat.has_first, labels=seat.has_last,
+                cut_labels=runs_per_slice(loss_fn),
+            )  # fmt: skip
+            batch.lengths, batch.signatures = [self._sample.length], [0]
+        batch.cut(count)
+        return batch
+
+    def _inspect(self, count: int) -> None:
+        if self._assembly.is_inspected:
+            return
+        check_loss(self._module.loss_fn)
+        batch = self._batch = self._read(count)
+        probe = Inspection(self._assembly, Alone(), self._settings, False)  # type: ignore[arg-type]
+        with mock.patch.object(self._links, "_span", _probed(batch)):
+            probe.run(batch)
+
+    def _step(self, count: int, defers: bool) -> float:
+        """Run a step of one micro-batch in ``count`` slices and return its peak."""
+        batch = self._batch = self._read(count)
+        placement, seat = self._assembly.placement, self._assembly.seat
+        deferring = tuple(range(len(placement.stages))) if defers and count > 1 else ()
+        grid = grid_of_step(SCHEDULE, placement, (count,), deferring)
+        losses = None
+        if seat.has_last:
+            losses = StepLosses(batch, self._module.loss_fn, self._assembly.output_cuts)
+        parameters = list(self._module.parameters())
+        for parameter in parameters:
+            parameter.grad = None
+        self._memory.begin(parameters)
+        self._memory.note_peak(parameters)
+        with self._peak:
+            self._assembly.run(Step(0, batch, grid, losses))
+        for parameter in parameters:
+            parameter.grad = None
+        # ZeRO makes its buckets in the first backward of a step, and drops them after it has reduced
+        getattr(self._engine.optimizer, "_release_ipg_buffers", lambda: None)()
+        return self._memory.taken or 0.0
+
+    def _boundary(self) -> Boundary:
+        dims = self._stage.dims
+        return Boundary.of(self._links.whole, None if dims is None else dims.outputs)
+
+
+def _unread() -> Any:
+    """Context manager in which nobody asks whether keys were recomputed alike: they have no values."""
+    return mock.patch.object(SliceContext, "check_recomputed", lambda context: None)
+
+
+def _probed(batch: StepBatch) -> Callable[[Unit], Any]:
+    from ds_terapipe.pipeline.inspection.sequence_dims import probe_spans
+
+    spans = probe_spans(batch.lengths[0])
+    return lambda unit: spans[unit.slice]

@@ -1,0 +1,130 @@
+"""The table of a checked launch: a line for each stage, or for several that are alike in all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from ds_terapipe.commands.checking.layers import KEPT, TOKENS
+from ds_terapipe.commands.checking.planned import Outcome
+from ds_terapipe.commands.checking.rank import Report
+from ds_terapipe.plan.costs.memory import MemoryUse, gigabytes
+
+_COLUMNS = ("stage", "layers", "parameters", "weights", "gradients", "optimiser", "activations", "buffers", "peak")
+COMPUTED = "~"  # before a figure that fake tensors could not give
+_UNKNOWN = "?"
+
+
+def table(reports: Sequence[Report], outcome: Outcome) -> list[str]:
+    """Return the lines: sizes of the launch, the table in GB, what its marks mean, the plan."""
+    first = reports[0]
+    length = _UNKNOWN if first.length is None else first.length
+    lines = [
+        f"launch: {first.stages} stages x {first.tensor} tensor-parallel x {first.replicas} replicas = "
+        f"{first.stages * first.tensor * first.replicas} ranks",
+        f"step: {first.micro_batches} micro-batches of {first.sequences} x {length} tokens on each replica",
+    ]
+    rows = [_cells(report, use) for report, use in zip(reports, _padded(reports, outcome), strict=True)]
+    lines += _aligned([_COLUMNS, *_together(rows)])
+    lines.append(
+        "GB (1e9 bytes) of a rank; activations: of live units, keys and values, and what weight gradients wait for"
+    )
+    if any(report.computed for report in reports):
+        lines.append(f"{COMPUTED}: computed, for fake tensors cannot run it")
+    notes = Counter((note, report.stage) for report in reports for note in report.notes)
+    for note in dict.fromkeys(note for note, _ in notes):
+        stages = sorted(stage for each, stage in notes if each == note)
+        lines.append(f"stage{'s' if len(stages) > 1 else ''} {_ranges(stages)}: {note}")
+    return [*lines, *outcome.lines]
+
+
+def as_json(reports: Sequence[Report], outcome: Outcome) -> dict[str, Any]:
+    """Return the figures, in bytes."""
+    stages = []
+    for report, use in zip(reports, _padded(reports, outcome), strict=True):
+        stages.append(
+            {
+                "stage": report.stage,
+                "layers": list(report.layers),
+                "parameters": report.parameters,
+                "weights": report.weights,
+                "gradients": report.gradients,
+                "optimizer": report.optimizer,
+                "activations": None if use is None else _activations(use),
+                "buffers": None if use is None else use.messages + use.working,
+                "peak": None if use is None else use.total,
+                "computed": sorted(report.computed),
+                "notes": list(report.notes),
+            }
+        )
+    return {
+        "stages": stages,
+        "slices": list(outcome.lengths),
+        "schedule": outcome.schedule,
+        "plan": None if outcome.plan is None else outcome.plan.to_dict(),
+    }
+
+
+def _padded(reports: Sequence[Report], outcome: Outcome) -> Sequence[MemoryUse | None]:
+    return outcome.uses or [None] * len(reports)
+
+
+def _cells(report: Report, use: MemoryUse | None) -> tuple[str, ...]:
+    kept = COMPUTED if KEPT in report.computed else ""
+    tokens = COMPUTED if TOKENS in report.computed else ""
+    unknown = use is None or (TOKENS in report.computed and report.sizes is None)
+    figures = (
+        (kept, report.weights),
+        (kept, report.gradients),
+        (kept, report.optimizer),
+        (tokens, None if unknown or use is None else _activations(use)),
+        (tokens, None if unknown or use is None else use.messages + use.working),
+        (kept or tokens, None if unknown or use is None else use.total),
+    )
+    return (
+        _names(report.layers),
+        f"{report.parameters:,}",
+        *(_UNKNOWN if value is None else f"{mark}{_text(gigabytes(value))}" for mark, value in figures),
+    )
+
+
+def _text(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.1 else f"{value:.3g}"
+
+
+def _activations(use: MemoryUse) -> float:
+    return use.activations + use.keys_values + use.key_value_gradients + use.weight_gradients
+
+
+def _names(layers: Sequence[str]) -> str:
+    """Class names in order, equal neighbours counted: ``Embedding, 3 GPTLayer``."""
+    runs = ((name, len(list(same))) for name, same in groupby(layers))
+    return ", ".join(name if count == 1 else f"{count} {name}" for name, count in runs)
+
+
+def _together(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """One row for neighbouring stages with the same cells."""
+    found = []
+    for cells, same in groupby(enumerate(rows), key=lambda row: row[1]):
+        stages = [stage for stage, _ in same]
+        found.append((_ranges(stages), *cells))
+    return found
+
+
+def _ranges(stages: Sequence[int]) -> str:
+    runs = (list(same) for _, same in groupby(enumerate(stages), key=lambda each: each[1] - each[0]))
+    ends = ((run[0][1], run[-1][1]) for run in runs)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if n < 2 else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

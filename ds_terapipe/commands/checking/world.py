@@ -1,0 +1,88 @@
+"""The job that a checked rank believes to be in: PyTorch's fake process groups of any size, in one process.
+
+A collective leaves its tensors as they are, and what is gathered is this rank's own. Devices are those of the cluster:
+16-bit types exist, whatever this machine has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed as dist
+
+_PORT = "29500"  # nobody listens, and nobody connects
+
+
+def environment(rank: int, world: int, per_node: int) -> dict[str, str]:
+    """Variables that a launcher sets for a rank."""
+    local = str(rank % per_node)
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": local,
+        "LOCAL_SIZE": str(min(world, per_node)),
+        "LOCAL_WORLD_SIZE": str(min(world, per_node)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": _PORT,
+    }
+
+
+@contextmanager
+def job(rank: int, world: int, per_node: int) -> Iterator[None]:
+    """Context manager in which this process is one rank of a job; the process ends with it."""
+    from deepspeed.accelerator import get_accelerator
+    from torch.testing._internal.distributed import fake_pg
+
+    from ds_terapipe.pipeline.transport import watchdog
+
+    new_group, init, accelerator = dist.new_group, dist.init_process_group, get_accelerator()
+
+    def begin(*args: Any, **kwargs: Any) -> None:
+        if not dist.is_initialized():
+            init("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world)
+
+    def group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return new_group(ranks, backend="fake")
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment(rank, world, per_node)))
+        replaced = (
+            (import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None),
+            (watchdog, "launching", _nobody_watches),
+            (accelerator, "is_fp16_supported", lambda: True),
+            (accelerator, "is_bf16_supported", lambda: True),
+            (dist, "new_group", group),
+            (dist, "init_process_group", begin),
+            (dist, "broadcast_object_list", lambda *args, **kwargs: None),
+            (torch.cuda, "set_device", lambda device: None),
+        )
+        for holder, name, value in replaced:
+            stack.enter_context(mock.patch.object(holder, name, value))
+        yield
+
+
+@contextmanager
+def _nobody_watches(timeout_s: float) -> Iterator[Any]:
+    yield SimpleNamespace(learn_processes=lambda: None)
+
+
+class Alone:
+    """Agreement of a rank with itself, in place of the job's `Consensus`."""
+
+    group = None
+
+    def gather(self, value: Any) -> list[Any]:
+        """This rank's value alone."""
+        return [value]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise this rank's error."""
+        if error is not None:
+            raise error

@@ -1,0 +1,237 @@
+"""The command ``ds_terapipe check``: what a launch would take, by the launch itself, and its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_terapipe import cli
+from ds_terapipe.commands.checking.peak import CountedPeak
+from ds_terapipe.config import parse
+from ds_terapipe.errors import ConfigError
+from tests.pipeline.models import gpt, mean_loss, micro_batch
+from tests.pipeline.test_memory_of_steps import Counted
+from tests.pipeline.training import ADAMW, build_engine
+from tests.spawn import launched
+
+LENGTH, BATCH, MICRO_BATCHES = 48, 8, 3
+CUT = {"slices": 4, "verify": False}
+RECOMPUTED = {"activation_checkpoint_interval": 1, "use_reentrant": False}
+# keys of ds_config.json of launches that are checked, and run on two ranks
+LAUNCHES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16, ZeRO-1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 20000}},
+    "recomputed": {"gradient_accumulation_steps": 1, "pipeline": RECOMPUTED},
+    "FusedLamb": {"optimizer": {"type": "FusedLamb", "params": {"lr": 1e-3}}},
+}
+# bytes of a parameter and of its optimiser: moments, a master and with ZeRO-1 its gradient
+KEPT = {"fp32": (4, 8), "bf16": (2, 12), "bf16, ZeRO-1": (2, 14), "recomputed": (4, 8), "FusedLamb": (4, 8)}
+OWN = """
+import deepspeed, json, os, sys, torch
+from deepspeed.pipe import PipelineModule
+from tests.pipeline.models import gpt, mean_loss
+deepspeed.init_distributed("gloo")
+order = torch.randperm(8).tolist()  # values that a script reads are there
+blocks, stages = map(int, sys.argv[3:] or (4, 2))
+model = PipelineModule(gpt(blocks), num_stages=stages, loss_fn=mean_loss, partition_method="uniform")
+with open(sys.argv[2] if sys.argv[2:] else os.devnull, "a") as file:
+    file.write(os.environ["RANK"])
+engine, *_ = deepspeed.initialize(model=model, config=json.loads(sys.argv[1]), model_parameters=list(model.parameters()))
+raise SystemExit("the check has gone beyond the engine")
+"""
+_SIZES = "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 1000 --train-iters 1"
+GPT = f"{_SIZES} --pipeline-model-parallel-size 3 --tensor-model-parallel-size 2 --data-path nowhere".split()
+
+
+def settings(**keys: Any) -> dict[str, Any]:
+    sizes = {"train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": MICRO_BATCHES}
+    return {**sizes, "optimizer": ADAMW, "token_pipeline": CUT, **keys}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = cli.main(["check", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def stages(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
+    status, out, err = run(capsys, "--json", "-", *arguments)
+    assert status == 0, err
+    return list(json.loads(out)["stages"])
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    status, out, err = run(capsys, *arguments)
+    assert status == 1, out
+    return err.splitlines()[-1]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def measure(rank: int, world: int) -> dict[str, float]:
+    """What a step of each launch takes on this rank: the peak by the allocator."""
+    found = {}
+    for name, keys in LAUNCHES.items():
+        config = {key: value for key, value in keys.items() if key != "optimizer"}
+        optimizer, micro_batches = keys.get("optimizer", ADAMW), keys.get("gradient_accumulation_steps", MICRO_BATCHES)
+        engine = build_engine(
+            gpt(4), mean_loss, token_pipeline=CUT, micro_batches=micro_batches, batch=BATCH, config=config,
+            optimizer=optimizer, module={"seed_layers": False},
+        )  # fmt: skip
+        memory = engine._memory
+        memory._peak = Counted()
+        for _ in range(2):  # in the first one the model is inspected
+            memory.begin(engine.module.parameters())
+            memory.note_peak(engine.module.parameters())
+            batches = iter([micro_batch(n, length=LENGTH, batch=BATCH, masked=False) for n in range(micro_batches)])
+            engine.train_batch(batches if engine.is_first_stage() or engine.is_last_stage() else None)
+        memory.end()
+        found[name] = memory.taken or 0.0
+        engine.destroy()
+    return found
+
+
+ranks = launched(measure, 2, timeout=300)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_launch_takes_what_was_checked(name, ranks, own, capsys):
+    checked = stages(capsys, "--world", 2, "--seq-length", LENGTH, "--", own, json.dumps(settings(**LAUNCHES[name])))
+    for stage, there in zip(checked, (of_rank[name] for of_rank in ranks), strict=True):
+        assert not stage["computed"] and not stage["notes"]
+        weight, state = KEPT[name]
+        assert stage["weights"] == pytest.approx(weight * stage["parameters"], rel=0.01)
+        assert stage["gradients"] == pytest.approx(weight * stage["parameters"], rel=0.01)
+        assert stage["optimizer"] == pytest.approx(state * stage["parameters"], rel=0.01)
+        step = stage["peak"] - stage["weights"] - stage["gradients"] - stage["optimizer"]
+        if name == "recomputed":  # 3 layers x 4 slices keep the host's random state, which no operator makes
+            step += 12 * torch.get_rng_state().nbytes
+        assert step == pytest.approx(there, rel=0.05), (stage, there)
+
+
+def test_peak_without_what_is_beside() -> None:
+    peak = CountedPeak()
+    with peak:
+        peak.begin()
+        kept = torch.empty(1000)
+        peak.mark(kept.nbytes)
+        for _ in range(3):
+            torch.empty(500) + kept[0]
+    assert peak.taken() == 4000  # the first one before it was beside, or one of 500 and a sum
+
+
+def test_every_distinct_rank_is_built_once(own, tmp_path, capsys):
+    record = tmp_path / "ranks"
+    arguments = [own, json.dumps(settings()), record, 10, 4]
+    checked = stages(capsys, "--world", 8, "--seq-length", LENGTH, "--", *arguments)
+    assert record.read_text() == "026"  # of four stages of two replicas the third is as the second
+    layers = [["Embedding", "Block", "Block"], ["Block"] * 3, ["Block"] * 3, ["Block", "Block", "Head"]]
+    assert [stage["layers"] for stage in checked] == layers
+    assert checked[1]["peak"] > checked[2]["peak"]  # it has one live unit more
+
+
+def test_sizes_stand_for_a_script(tmp_path, capsys):
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps(settings()))
+    checked = stages(capsys, "--world", 2, "--ds-config", config, "--model", "gpt3-1b", "--stages", 2)
+    of_stage = 12 * (12 * 2048**2 + 13 * 2048) + 51200 * 2048
+    assert [stage["parameters"] for stage in checked] == [of_stage + 2048 * 2048, of_stage + 2 * 2048]
+
+
+def test_megatron_model_with_a_plan_from_its_sizes(tmp_path, capsys):
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps(settings(token_pipeline={"slices": "auto"}, train_micro_batch_size_per_gpu=1)))
+    status, out, err = run(capsys, "--world", 12, "--ds-config", config, "--", "train.py", *GPT)
+    assert status == 0, err
+    lines = out.splitlines()
+    assert lines[0] == "launch: 3 stages x 2 tensor-parallel x 2 replicas = 12 ranks"
+    rows = [line.split() for line in lines[3:6]]
+    hidden, table = 512, 1024 // 2 * 512  # a part of the padded vocabulary
+    norms_and_biases = 4 * hidden + hidden + 3 * hidden // 2 + hidden + 2 * hidden
+    layer = 12 * hidden**2 // 2 + norms_and_biases
+    assert int(rows[1][-7].replace(",", "")) == 2 * layer
+    assert int(rows[0][-7].replace(",", "")) == 2 * layer + table + 128 * hidden
+    assert int(rows[2][-7].replace(",", "")) == 2 * layer + table + 2 * hidden
+    assert any(line.startswith("plan: ") and line.endswith("tokens") for line in lines)
+    assert "computed" not in out
+    small = tmp_path / "small.json"
+    rates = ["peak_tflops", "memory_gb_per_s", "link_gb_per_s", "slowest_link_gb_per_s", "node_gb_per_s"]
+    small.write_text(json.dumps({**dict.fromkeys(rates, 100), "devices_per_node": 4, "memory_gb": 0.01}))
+    arguments = ["--world", 12, "--ds-config", config, "--cluster", small, "--", "train.py", *GPT]
+    assert "memory_gb: got 0.01, must be at least" in error(capsys, *arguments)
+
+
+HF = """
+import deepspeed, sys
+from ds_terapipe import hf
+model = hf.pipeline(sys.argv[1], num_stages=2)
+deepspeed.initialize(model=model, config=sys.argv[2], model_parameters=list(model.parameters()))
+"""
+
+
+def test_hugging_face_folder_without_weights(tmp_path, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    llama = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=256)
+    llama.save_pretrained(tmp_path / "llama")
+    script, config = tmp_path / "tune.py", tmp_path / "ds_config.json"
+    script.write_text(HF)
+    config.write_text(json.dumps(settings()))
+    checked = stages(capsys, "--world", 2, "--seq-length", LENGTH, "--", script, tmp_path / "llama", config)
+    own = LlamaForCausalLM(llama)
+    assert sum(stage["parameters"] for stage in checked) == sum(parameter.numel() for parameter in own.parameters())
+    assert not any(stage["computed"] or stage["notes"] for stage in checked)
+
+
+def refusal_of(**block: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        parse({"token_pipeline": block})
+    return str(refused.value)
+
+
+ERRORS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "a value": (2, {"token_pipeline": {"slices": -3}}, refusal_of(slices=-3)),
+    "a key of DeepSpeed's": (2, {"zero_optimization": {"stage": 2}}, "zero_optimization.stage: got 2, must be 0 or 1"),
+    "a world": (3, {}, "num_stages (2) must divide distributed world size (3)"),
+    "slices": (
+        2,
+        {"token_pipeline": {"slices": [40, 4]}},
+        "add up to 44 tokens, must add up to the sequence length 48",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_the_error_is_the_launchs(name, own, capsys):
+    world, keys, text = ERRORS[name]
+    assert text in error(capsys, "--world", world, "--seq-length", LENGTH, "--", own, json.dumps(settings(**keys)))
+
+
+READING = """
+class Reading(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = torch.nn.Linear(32, 32)
+    def forward(self, hidden):
+        return self.inside(hidden) * float(hidden.detach().mean())
+"""
+
+
+def test_computed_figures_are_marked(own, capsys):
+    text = OWN.replace("deepspeed.init_", READING + "deepspeed.init_", 1)
+    own.write_text(text.replace("gpt(blocks)", "[*gpt(4)[:3], Reading(), *gpt(4)[3:]]"))
+    status, out, err = run(capsys, "--world", 2, "--seq-length", LENGTH, "--", own, json.dumps(settings()))
+    assert status == 0, err
+    reading = next(line for line in out.splitlines() if "Reading" in line)
+    assert reading.split()[-3:] == ["?", "?", "?"] and "fake tensors cannot run it" in out
