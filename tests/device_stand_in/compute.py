@@ -204,6 +204,8 @@ def _computed(func: Any, facts: _Facts, args: Any, kwargs: Any, seed: int | None
             return func(*args, **kwargs)
         finally:
             torch.default_generator.set_state(state)
+    if func in _FORMULAS:
+        return _FORMULAS[func](*args, **kwargs)
     try:
         return func(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
@@ -211,6 +213,23 @@ def _computed(func: Any, facts: _Facts, args: Any, kwargs: Any, seed: int | None
             raise RuntimeError(f"the stand-in cannot compute {func}: {error}") from error
         fallbacks[str(func)] += 1
         return func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
+
+
+def _rms_norm_backward(
+    gradient: Tensor, given: Tensor, shape: Any, rstd: Tensor, weight: Tensor | None, mask: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of input and weight, which PyTorch has as a kernel for devices alone."""
+    wide = torch.promote_types(given.dtype, torch.float32)
+    dims = tuple(range(given.dim() - len(shape), given.dim()))
+    gradient, normal = gradient.to(wide), given.to(wide) * rstd.to(wide)
+    scaled = gradient if weight is None else gradient * weight.to(wide)
+    of_given = rstd.to(wide) * (scaled - normal * (scaled * normal).mean(dims, keepdim=True))
+    of_weight = (gradient * normal).sum(tuple(range(given.dim() - len(shape)))) if mask[1] else None
+    return of_given if mask[0] else None, of_weight
+
+
+# Operators that the host has no kernel for.
+_FORMULAS = {aten._fused_rms_norm_backward.default: _rms_norm_backward}
 
 
 def _wide(value: Any) -> Any:
