@@ -152,7 +152,7 @@ class Decoder(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> Any:
         span = ds_terapipe.current_span()
-        positions = torch.arange(hidden.shape[1])[None] + (0 if span is None else span.start)
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None] + (0 if span is None else span.start)
         turned = self.rotary(hidden, positions)
         outputs = self.layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=turned)
         return outputs[0] if isinstance(outputs, tuple) else outputs  # a tuple in older versions

@@ -164,7 +164,7 @@ def _train(
 
     def observed(*args: Any, **kwargs: Any) -> None:
         found = {name: _gradient(engine, p) for name, p in engine.module.named_parameters()}
-        trace.gradients.append({name: g.detach().clone() for name, g in found.items() if g is not None})
+        trace.gradients.append({name: g.detach().cpu().clone() for name, g in found.items() if g is not None})
         step_taken(*args, **kwargs)
 
     engine._take_model_step = observed
@@ -178,7 +178,7 @@ def _train(
         if after_step is not None:
             after_step()
     del engine._take_model_step
-    trace.weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    trace.weights = {name: p.detach().cpu().clone() for name, p in engine.module.named_parameters()}
     return trace
 
 
@@ -191,7 +191,7 @@ def _gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:
 
 def difference(got: Tensor, expected: Tensor) -> float:
     """||got - expected|| / ||expected||, in double precision."""
-    a, b = got.detach().double(), expected.detach().double()
+    a, b = got.detach().cpu().double(), expected.detach().cpu().double()
     return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
