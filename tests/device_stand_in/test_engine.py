@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import signal
 import warnings
 from collections import Counter
 from typing import Any
@@ -21,7 +23,7 @@ if device.NAME != "cuda":
 from ds_terapipe.pipeline.transport import p2p
 from tests.pipeline.models import Block, Embedding, Head, mean_loss, micro_batch
 from tests.pipeline.training import ADAMW, build_engine
-from tests.spawn import in_background, launched, run_to_exit
+from tests.spawn import Exit, in_background, launched, run_to_exit
 
 LENGTH, SLICES, MICRO_BATCHES, STEPS, BATCH = 24, [7, 2, 9, 1, 5], 4, 3, 2
 ORDERS = ("1f1b", "terapipe")
@@ -118,6 +120,32 @@ def test_two_receives_ahead_lock_up_one_queue_and_are_reported(two_ahead_ends: A
         assert re.search(
             r"waited .* s for .* in step .*: (no answer|another rank has ended) .token_pipeline.timeout_s", end.output
         ), end.output
+
+
+def stopped(rank: int, world_size: int) -> None:
+    """Train; the last rank stops in the second step."""
+    engine = build_engine(
+        layers(1),
+        mean_loss,
+        micro_batches=MICRO_BATCHES,
+        stages=world_size,
+        token_pipeline={"timeout_s": 8.0, "slices": 4},
+    )
+    for step in range(3):
+        if step == 1 and rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        engine.train_batch(iter([micro_batch(m, length=LENGTH, masked=False) for m in range(MICRO_BATCHES)]))
+
+
+stopped_ends = in_background("stopped", 3, lambda: run_to_exit(stopped, 3, timeout=150.0))
+
+
+def test_a_rank_that_stops_ends_the_others(stopped_ends: list[Exit]) -> None:
+    for end in stopped_ends[:-1]:
+        assert end.code in (1, 70), end.output
+        assert re.search(r"rank \d \(stage \d\) waited .* s for .* in step 1: ", end.output), end.output
+        assert re.search(r"rank 2: process \d+ is stopped", end.output), end.output
+    assert stopped_ends[-1].code == -signal.SIGKILL
 
 
 def waits(rank: int, world_size: int) -> Counter[str]:

@@ -20,8 +20,9 @@ from tests.spawn import launched, run_ranks
 
 MARK = "an action of the step is over"
 LENGTH, BATCH, BLOCKS, MEASURED = 48, 16, 12, (8, 4, 2)
+ON_CPU = os.environ.get("DS_ACCELERATOR", "cpu") == "cpu"
 # on a device enough that the allocator's rounding to 512 bytes is no part of what is measured
-FEW = 2 if os.environ.get("DS_ACCELERATOR", "cpu") == "cpu" else 32
+FEW = 2 if ON_CPU else 32
 
 
 class Beside(nn.Module):
@@ -133,7 +134,7 @@ def measure(rank: int, world: int) -> dict[str, tuple[float, float]]:
                 lengths = slice_lengths(LENGTH, slices)
                 # as the engine knows it of a trial, from those of shorter slices; of what is cut finer from the first two
                 shorter = [peaks for peaks in measured if max(peaks.lengths) < max(lengths)]
-                trials = measured[:1] if model_of == "16 bits" else max(shorter, measured[:2], key=len)
+                trials = measured[:1] if ON_CPU and model_of == "16 bits" else max(shorter, measured[:2], key=len)
                 known = calibrated(model, trials, "1f1b", micro_batches, once)
                 found[name] = memory_use(known, schedule, lengths, micro_batches, once)[rank].total, memory.taken
         engine.destroy()
