@@ -104,7 +104,10 @@ def measure(rank: int, world: int) -> dict[str, float]:
 ranks = launched(measure, 2, timeout=300)
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("fp32", "bf16, ZeRO-1") else [pytest.mark.full]) for name in LAUNCHES],
+)
 def test_a_launch_takes_what_was_checked(name, ranks, own, capsys):
     checked = stages(capsys, "--world", 2, "--seq-length", LENGTH, "--", own, json.dumps(settings(**LAUNCHES[name])))
     for stage, there in zip(checked, (of_rank[name] for of_rank in ranks), strict=True):
@@ -140,6 +143,7 @@ def test_every_distinct_rank_is_built_once(own, tmp_path, capsys):
     assert checked[1]["peak"] > checked[2]["peak"]  # it has one live unit more
 
 
+@pytest.mark.full
 def test_sizes_stand_for_a_script(tmp_path, capsys):
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps(settings()))
@@ -164,7 +168,12 @@ def test_megatron_model_with_a_plan_from_its_sizes(tmp_path, capsys):
     assert int(rows[2][-7].replace(",", "")) == 2 * layer + table + 2 * hidden
     assert any(line.startswith("plan: ") and line.endswith("tokens") for line in lines)
     assert "computed" not in out
-    small = tmp_path / "small.json"
+
+
+@pytest.mark.full
+def test_a_plan_that_does_not_fit_is_an_error(tmp_path, capsys):
+    config, small = tmp_path / "ds_config.json", tmp_path / "small.json"
+    config.write_text(json.dumps(settings(token_pipeline={"slices": "auto"}, train_micro_batch_size_per_gpu=1)))
     rates = ["peak_tflops", "memory_gb_per_s", "link_gb_per_s", "slowest_link_gb_per_s", "node_gb_per_s"]
     small.write_text(json.dumps({**dict.fromkeys(rates, 100), "devices_per_node": 4, "memory_gb": 0.01}))
     arguments = ["--world", 12, "--ds-config", config, "--cluster", small, "--", "train.py", *GPT]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 
 import deepspeed
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
-from ds_terapipe.megatron import gpt_pipeline
 from ds_terapipe.plan.costs.hardware import load_model
 
 VOCABULARY = 51200  # rows of a table where the sizes name none: GPT-3's, padded
@@ -16,6 +14,10 @@ VOCABULARY = 51200  # rows of a table where the sizes name none: GPT-3's, padded
 
 def main(name: str, stages: int, tensor: int, tokens: int) -> None:
     """Build the model and its engine; the configuration is that of the check."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from ds_terapipe.megatron import gpt_pipeline
+
     sizes = load_model(name)
     activation = {"activation_func": F.silu, "gated_linear_unit": True} if sizes.swiglu else {}
     config = TransformerConfig(
