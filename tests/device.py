@@ -1,6 +1,6 @@
 """The device that ranks of tests train on: the CPU, or with ``TESTS_DEVICE=cuda`` GPUs or the stand-in of a CUDA runtime.
 
-``TESTS_GPUS`` says how many GPUs the machine has; NCCL wants one for each rank, the stand-in gives out as many as it is told.
+``TESTS_GPUS`` is the number of GPUs of the machine: NCCL needs one for each rank. The stand-in has 8.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ def untouched() -> Iterator[None]:
 
     asked = torch.cuda.is_available, torch.cuda.device_count
     torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: GPUS
-    yield
-    torch.cuda.is_available, torch.cuda.device_count = asked
+    try:
+        yield
+    finally:
+        torch.cuda.is_available, torch.cuda.device_count = asked
 
 
 def take() -> str:
@@ -42,9 +44,11 @@ def take() -> str:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         # products of fp32 in TF32 differ by more than slices do
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        from tests.device_stand_in import compute, lamb, runtime
+        from tests.device_stand_in import runtime
 
         if runtime.LIBRARY is not None:
+            from tests.device_stand_in import compute, lamb
+
             compute.install()
             lamb.install()
     return BACKENDS[name]

@@ -297,7 +297,7 @@ def _running(
     """
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     settings |= {"LOCAL_SIZE": str(world_size), **(env or {})}
-    fresh = settings.get("DS_ACCELERATOR", device.NAME) != device.NAME or "TESTS_FRESH" in os.environ
+    fresh = settings.get("DS_ACCELERATOR", device.NAME) != device.NAME
     with tempfile.TemporaryDirectory() as path:
         _write_job(path, work)
         try:

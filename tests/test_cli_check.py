@@ -79,7 +79,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def measure(rank: int, world: int) -> dict[str, float]:
-    """What a step of each launch takes on this rank: the peak by the allocator."""
+    """Return the peak of a step of each launch on this rank, counted by the allocator, in bytes."""
     found = {}
     for name, keys in LAUNCHES.items():
         config = {key: value for key, value in keys.items() if key != "optimizer"}

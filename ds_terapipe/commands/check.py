@@ -1,4 +1,4 @@
-"""``ds_terapipe check``: what a launch would take, or its error, before there is a cluster."""
+"""``ds_terapipe check``: the memory of a launch, or its error, without a cluster."""
 
 from __future__ import annotations
 

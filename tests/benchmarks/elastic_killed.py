@@ -1,4 +1,4 @@
-"""Recovery of a run that is killed at random points: it goes on from its last checkpoint, to the same weights.
+"""Recovery from kills at random points: the weights must equal those of a run without kills.
 
 ``python -m tests.benchmarks.elastic_killed --points 20 --seed 1`` trains a small GPT with dropout in two processes,
 from two stages to two replicas and back, twice, while layers freeze, with a save every other step

@@ -153,7 +153,7 @@ def memory() -> dict[str, int]:
 
 
 def host_waits() -> list[tuple[str, str, int]]:
-    """What made the host wait, and where; what only issues work is not among it."""
+    """Calls that made the host wait, with their callers and counts; calls that only issue work are left out."""
     x, pinned = torch.ones(4, device="cuda"), torch.zeros(4, pin_memory=True)
 
     def waits() -> None:

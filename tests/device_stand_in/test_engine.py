@@ -122,18 +122,24 @@ def test_two_receives_ahead_lock_up_one_queue_and_are_reported(two_ahead_ends: A
         ), end.output
 
 
-def stopped(rank: int, world_size: int) -> None:
-    """Train; the last rank stops in the second step."""
-    engine = build_engine(
-        layers(1),
-        mean_loss,
-        micro_batches=MICRO_BATCHES,
-        stages=world_size,
-        token_pipeline={"timeout_s": 8.0, "slices": 4},
-    )
-    for step in range(3):
-        if step == 1 and rank == world_size - 1:
+class Stops(Block):
+    """A block that stops its process in the middle of the second step, on the last rank."""
+
+    calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        Stops.calls += torch.is_grad_enabled()  # the inspection runs without
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and Stops.calls == MICRO_BATCHES * 4 + 3:
             os.kill(os.getpid(), signal.SIGSTOP)
+        return super().forward(hidden)
+
+
+def stopped(rank: int, world_size: int) -> None:
+    """Train; the last rank, which has one block, stops in the second step."""
+    specs = [LayerSpec(Embedding), *[LayerSpec(Stops)] * 6, LayerSpec(Head)]
+    settings = {"timeout_s": 8.0, "slices": 4}
+    engine = build_engine(specs, mean_loss, micro_batches=MICRO_BATCHES, stages=world_size, token_pipeline=settings)
+    for _ in range(3):
         engine.train_batch(iter([micro_batch(m, length=LENGTH, masked=False) for m in range(MICRO_BATCHES)]))
 
 
@@ -143,8 +149,10 @@ stopped_ends = in_background("stopped", 3, lambda: run_to_exit(stopped, 3, timeo
 def test_a_rank_that_stops_ends_the_others(stopped_ends: list[Exit]) -> None:
     for end in stopped_ends[:-1]:
         assert end.code in (1, 70), end.output
-        assert re.search(r"rank \d \(stage \d\) waited .* s for .* in step 1: ", end.output), end.output
-        assert re.search(r"rank 2: process \d+ is stopped", end.output), end.output
+        assert re.search(r"rank \d \(stage \d\) waited .* s for .* of \d\.\d from rank \d in step 1: ", end.output), (
+            end.output
+        )
+        assert re.search(r"rank 2: process \d+ is stopped|rank 1 \(stage 1\): ", end.output), end.output
     assert stopped_ends[-1].code == -signal.SIGKILL
 
 
@@ -164,7 +172,7 @@ def waits(rank: int, world_size: int) -> Counter[str]:
         engine.train_batch(iter(data))
         torch.cuda.set_sync_debug_mode("default")
     for each in caught:
-        if "synchron" in str(each.message):
+        if "called a synchronizing CUDA operation" in str(each.message):
             path = each.filename.split("site-packages/")[-1]
             found[f"{path}:{each.lineno}"] += 1
     engine.destroy()
@@ -175,13 +183,12 @@ waiting = launched(waits, 2, timeout=200.0)
 
 
 # Inputs and labels come from ordinary memory: two tensors of each micro-batch on the first stage, one on the last. At the end
-# of a step the loss of a replica is sent, and the error of recomputed keys is read.
-ALLOWED = {"ds_terapipe/pipeline/transport/stream.py": 2 * MICRO_BATCHES, "torch/cuda/__init__.py": 1, "deepspeed": 1}
+# of a step DeepSpeed reads the loss.
+ALLOWED = {"ds_terapipe/pipeline/transport/stream.py": 2 * MICRO_BATCHES, "deepspeed": 1}
 
 
 def test_a_step_waits_for_its_inputs_and_at_its_end_alone(waiting: list[Counter[str]]) -> None:
     for found in waiting:
-        known = dict.fromkeys(ALLOWED, 0)
-        for line, often in found.items():
-            known[next(name for name in ALLOWED if name in line)] += often
-        assert all(known[name] <= most for name, most in ALLOWED.items()) and sum(known.values()), found
+        often = {name: sum(n for line, n in found.items() if name in line) for name in ALLOWED}
+        assert sum(often.values()) == sum(found.values()) > 0, found  # no other line waits
+        assert all(often[name] <= most for name, most in ALLOWED.items()), found

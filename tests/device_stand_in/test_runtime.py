@@ -29,7 +29,7 @@ def _headers() -> None:
 
 @cache
 def _ran(*cases: str, **settings: str) -> dict[str, Any]:
-    """What the cases return in one process with these settings."""
+    """Run the cases in one process with these settings and return their results."""
     _headers()
     command = [sys.executable, "-W", "ignore", "-m", "tests.device_stand_in.cases", *cases]
     environment = {**os.environ, **build(), **settings}

@@ -1,4 +1,4 @@
-"""What a rank's engine says of the launch: layers, bytes, the stages that are alike."""
+"""Report of a rank's engine: its layers, its bytes, and signatures by which alike stages are recognised."""
 
 from __future__ import annotations
 

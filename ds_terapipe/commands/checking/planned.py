@@ -27,7 +27,7 @@ _LAYERS = ("GPTLayer", "Decoder")  # of the models whose sizes are known
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the launch's steps are, and take.
+    """Steps of a launch: slices, schedule, memory and plan.
 
     Attributes:
         lengths, schedule: slices of a micro-batch in tokens, and the order; empty where the length is not known.

@@ -42,7 +42,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank would hold.
+    """Layers and memory of a rank.
 
     Attributes:
         stage, stages, tensor, replicas: the rank's stage, and the launch's sizes.

@@ -169,7 +169,7 @@ class StageRun:
 
 
 def _unread() -> Any:
-    """Context manager in which nobody asks whether keys were recomputed alike: they have no values."""
+    """Context manager that disables the comparison of recomputed keys, since fake tensors have no values."""
     return mock.patch.object(SliceContext, "check_recomputed", lambda context: None)
 
 

@@ -73,7 +73,11 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _constructs(frame: FrameType | None) -> bool:
-    """Whether the innermost module that is being constructed is a layer, and nobody above wants to read its values."""
+    """Whether a tensor belongs to the constructor of a layer whose callers do not read values.
+
+    Args:
+        frame: innermost frame of the call that makes the tensor.
+    """
     found: bool | None = None
     while frame is not None:
         if frame.f_globals.get("__name__") in _REAL:

@@ -201,8 +201,7 @@ class StepMemory:
 
     def forward(self, stage: int, span: Span, buffers: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
         """Context manager around a unit's forward; ``buffers`` returns its micro-batch's attention buffers
-        afterwards.
-        """
+        afterwards."""
         if not self.on:
             return nullcontext()
         self._tokens[stage] = self._tokens.get(stage, 0) + span.length
