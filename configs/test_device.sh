@@ -22,7 +22,7 @@ run python -m tests.device_stand_in.lamb
 python -m pytest -q -p no:cacheprovider tests/device_stand_in/test_runtime.py
 run python -m pytest -q -p no:cacheprovider --slowest 5 -m "not full" tests/device_stand_in tests/hf/test_pipeline.py \
   tests/pipeline/test_auto.py tests/pipeline/test_set_slices.py tests/pipeline/test_checkpoints.py tests/elastic/test_elastic_cache.py
-# ROWS= runs all of them, which takes eight minutes more.
+# With ROWS= all rows run.
 run python -m pytest -q -p no:cacheprovider --slowest 5 tests/rows -k "${ROWS-(PP2+ or DP2+ or TP2) and not PP2xDP2}" "$@"
 run python -m pytest -q -p no:cacheprovider tests/pipeline/test_memory_of_steps.py -k what_a_device_takes
 run python -m pytest -q -p no:cacheprovider -p tests.device_stand_in.plugin tests/pipeline/test_gpu_attention.py -k "causal or explicit or override"
