@@ -62,7 +62,7 @@ gpu-one: venv ## on a GPU: a GPT on one stage, with slices and without
 	@$(RUN) bash configs/gpu.sh 1
 
 gpu-rows: venv ## on four GPUs: every row of tests/rows, and hardware queues, over NCCL
-	$(RUN) TESTS_DEVICE=cuda TESTS_GPUS=4 TESTS_RANKS=4 NVIDIA_TF32_OVERRIDE=0 python -m pytest -q tests/rows tests/device_stand_in/test_engine.py $(ARGS)
+	$(RUN) TESTS_DEVICE=cuda TESTS_GPUS=$${GPUS:-4} NCCL_MULTI_RANK_GPU_ENABLE=1 TESTS_RANKS=4 NVIDIA_TF32_OVERRIDE=0 python -m pytest -q tests/rows tests/device_stand_in/test_engine.py $(ARGS)
 
 gpu-memory: venv ## on a GPU: what the memory model says, and the allocator's counters
 	$(RUN) python -m pytest -q -s -m gpu tests/pipeline/test_memory_of_steps.py $(ARGS)

@@ -21,7 +21,8 @@ run python -m tests.device_stand_in.lamb
 # whose subject is more than a training; the memory model beside the allocator's counters; attention's kernels and their arguments.
 python -m pytest -q -p no:cacheprovider tests/device_stand_in/test_runtime.py
 run python -m pytest -q -p no:cacheprovider --slowest 5 -m "not full" tests/device_stand_in tests/hf/test_pipeline.py \
-  tests/pipeline/test_auto.py tests/pipeline/test_set_slices.py tests/pipeline/test_checkpoints.py tests/elastic/test_elastic_cache.py
+  tests/pipeline/test_auto.py tests/pipeline/test_set_slices.py tests/pipeline/test_checkpoints.py tests/elastic/test_elastic_cache.py \
+  tests/elastic/test_elastic_measured.py
 # With ROWS= all rows run.
 run python -m pytest -q -p no:cacheprovider --slowest 5 tests/rows -k "${ROWS-(PP2+ or DP2+ or TP2) and not PP2xDP2}" "$@"
 run python -m pytest -q -p no:cacheprovider tests/pipeline/test_memory_of_steps.py -k what_a_device_takes

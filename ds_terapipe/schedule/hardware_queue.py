@@ -203,6 +203,9 @@ def with_collectives(programs: Mapping[int, Program], job: Job) -> dict[Rank, Pr
 
     Before the messages stands the sum of label counts over replicas. Every computation is followed by a sum over its
     tensor-parallel ranks. At the end come the sums of tied weights and of gradients, the norm and the loss.
+
+    The header is not among them: it goes over gloo, and a host issues nothing of a step before it has the header. All hosts
+    have issued their former steps by then, so a step that waits for a header holds nothing that another waits for.
     """
     ranks = [Rank(*each) for each in product(programs, range(job.replicas), range(job.tensor_parallel))]
     return {rank: _one_rank(programs[rank.place], rank, job, len(programs)) for rank in ranks}

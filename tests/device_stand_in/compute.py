@@ -9,7 +9,7 @@ import ctypes
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.cuda import _gpu_trace
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.device_stand_in import attention, runtime
 
@@ -38,7 +37,7 @@ _KINDS |= {"random": _RANDOM, "attention": attention.OPERATORS}
 fallbacks: Counter[str] = Counter()
 """Operators that the host has in fp32 alone, with how often."""
 
-_bases: dict[tuple[int, int], Tensor] = {}
+_bases: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
 
 class _Facts(NamedTuple):
@@ -70,15 +69,29 @@ def host(value: Any) -> Any:
     if value.numel() == 0:
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
     storage = value.untyped_storage()
-    key = (storage.data_ptr(), storage.nbytes())
+    key = (storage.data_ptr(), storage.nbytes(), value.dtype)
     base = _bases.get(key)
     if base is None:
         if len(_bases) > 4096:
             _bases.clear()
         memory = (ctypes.c_char * key[1]).from_address(key[0])
-        base = _bases[key] = torch.frombuffer(memory, dtype=torch.uint8)
-    view = torch.empty(0, dtype=value.dtype)
-    return view.set_(base.untyped_storage(), value.storage_offset(), value.size(), value.stride())
+        base = _bases[key] = torch.frombuffer(memory, dtype=value.dtype, count=key[1] // value.element_size())
+    return base.as_strided(value.size(), value.stride(), value.storage_offset())
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply it to what lists and tuples hold: operators take no other containers, and PyTorch's own tree_map takes longer."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(function, each) for each in value)
+    return function(value)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
 
 
 def wait(device: int | None = None) -> None:
@@ -130,16 +143,17 @@ class Compute(TorchDispatchMode):
             return out
         result = _computed(func, facts, args, kwargs, seed)
         if not facts.in_place:
-            for written, value in zip(tree_leaves(out), tree_leaves(result), strict=False):
+            for written, value in zip(_leaves(out), _leaves(result), strict=False):
                 _fill(func, written, value)
         return out
 
 
 def _device_of(args: Any, kwargs: Any) -> int | None:
     """Index of the device that the operator runs on."""
-    for value in tree_leaves((args, kwargs)):
-        if isinstance(value, Tensor) and value.device.type == "cuda":
-            return value.device.index
+    for value in (*args, *kwargs.values()):
+        for each in _leaves(value):
+            if isinstance(each, Tensor) and each.device.type == "cuda":
+                return each.device.index
     wanted = kwargs.get("device")
     if wanted is None or torch.device(wanted).type != "cuda":
         return None
@@ -155,7 +169,7 @@ def _by_data(func: Any, facts: _Facts, args: Any, kwargs: Any, device: int) -> A
     """The host's result in place of the device's, which waits for the device's data too."""
     runtime.LIBRARY.stand_in_host_waits(facts.name)
     wait(device)
-    result = func(*tree_map(host, args), **tree_map(host, kwargs))
+    result = func(*_map(host, args), **{key: _map(host, value) for key, value in kwargs.items()})
     if facts.in_place:
         return args[0]
 
@@ -166,7 +180,7 @@ def _by_data(func: Any, facts: _Facts, args: Any, kwargs: Any, device: int) -> A
         host(moved).copy_(value)
         return moved
 
-    return tree_map(placed, result)
+    return _map(placed, result)
 
 
 def _copied(args: Any, out: Any, device: int) -> bool:
@@ -191,7 +205,7 @@ def _seed(facts: _Facts, generator: Any, device: int) -> int:
 
 
 def _computed(func: Any, facts: _Facts, args: Any, kwargs: Any, seed: int | None) -> Any:
-    args, kwargs = tree_map(host, args), {key: tree_map(host, value) for key, value in kwargs.items()}
+    args, kwargs = _map(host, args), {key: _map(host, value) for key, value in kwargs.items()}
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("cpu")
     kwargs.pop("pin_memory", None)
@@ -212,7 +226,7 @@ def _computed(func: Any, facts: _Facts, args: Any, kwargs: Any, seed: int | None
         if facts.in_place:
             raise RuntimeError(f"the stand-in cannot compute {func}: {error}") from error
         fallbacks[str(func)] += 1
-        return func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
+        return func(*_map(_wide, args), **{key: _map(_wide, value) for key, value in kwargs.items()})
 
 
 def _rms_norm_backward(
@@ -261,7 +275,7 @@ def _report(facts: _Facts, stream: int, args: Any, kwargs: Any, out: Any) -> Non
 
 def _bytes_of(value: Any, kind: str) -> Iterator[tuple[int, int]]:
     """Address and length of the bytes that tensors reach, gaps of their strides included."""
-    for tensor in tree_leaves(value):
+    for tensor in _leaves(value):
         if isinstance(tensor, Tensor) and tensor.device.type == kind and tensor.numel():
             if tensor.layout == torch.strided:
                 last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=False))

@@ -31,6 +31,17 @@ class Clock:
 CLOCK = Clock()
 
 
+class Marked(torch.cuda.Event):
+    """An event of a device, whose time is the clock's when it was recorded."""
+
+    def record(self, stream: Any = None) -> None:
+        super().record(stream)
+        self.at = CLOCK.now
+
+    def elapsed_time(self, end: Any) -> float:
+        return 1000.0 * float(end.at - self.at)
+
+
 class _Takes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -140,6 +151,7 @@ def run(name: str) -> dict[str, Any]:
         mock.patch("ds_terapipe.pipeline.recording.report.emit", lines.append),
         mock.patch.object(Chooser, "peak_bytes", lambda self: this.options.get("peak")),
         mock.patch("time.perf_counter", CLOCK),
+        mock.patch("torch.cuda.Event", Marked),
     ):
         config = {"elastic_pipeline": {"freeze": freeze, **this.block}}
         engine, losses = engine_of(this.case, specs=timed("by hand" in this.options), config=config, **options), []
