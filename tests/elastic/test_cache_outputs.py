@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ds_terapipe.elastic.cache import outputs
 from ds_terapipe.elastic.cache.outputs import Compute, Counts, OutputCache, level_of
 from ds_terapipe.elastic.cache.samples import decode, encode, names
 from ds_terapipe.elastic.cache.shelf import Shelf
@@ -155,7 +156,9 @@ def test_layers_that_train_again_end_their_level(make: Made) -> None:
     assert not any(path.parent.parent.name == stage.level().folder for path in entries(cache))
 
 
-def test_other_weights_or_numbers_are_another_level() -> None:
+@pytest.mark.parametrize("chunk", [outputs.CHUNK, 16])  # of a matrix a chunk has all rows, or one of them
+def test_other_weights_or_numbers_are_another_level(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(outputs, "CHUNK", chunk)
     stage = Stage(Slow(), nn.BatchNorm1d(5))
     weight, mean = stage.layers[0].linear.weight, stage.layers[1].running_mean
     seen = [stage.level(), stage.level()]
@@ -258,6 +261,15 @@ def test_what_does_not_fit_is_computed_with_one_warning_or_goes_to_the_disk(make
     assert both.counts.kept == 6 and both.counts.read >= 9 and all(tier.used_bytes for tier in both.tiers)
     assert small.tiers[0].used_bytes <= 700 and 0 < small.counts.kept < 6
     assert len([line for line in said if "no more room" in line]) == 1
+
+
+def test_an_entry_may_be_empty_and_takes_its_own_room_again_in_a_run_with_less_of_it(tmp_path: Path) -> None:
+    before = Tier(tmp_path, "one", None)
+    assert before.write("level/empty", []) and before.read("level/empty") == b"" and before.write("level/a", [b"12"])
+    before.close(keep=True)
+    after = Tier(tmp_path, "one", 1)
+    assert after.write("level/a", [b"21"]) and after.read("level/a") == b"21" and not after.write("level/b", [b"3"])
+    after.close(keep=False)
 
 
 def test_a_name_is_of_all_that_the_model_gets_of_a_sample_and_not_of_strides() -> None:

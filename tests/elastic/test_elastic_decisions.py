@@ -186,3 +186,4 @@ def test_the_history_has_the_steps_of_the_run_that_was_resumed(ranks: Any) -> No
     assert all(each.ranks == (((0, 0), (1, 0)), ((0, 0), (0, 1)))[each.ran_on.replicas - 1] for each in periods)
     assert [each.first for each in periods if each.begins] == [0, SAVED]
     assert all(each.begins or each.change_seconds > 0 for each in periods) and periods[0].change_seconds == 0
+    assert all(each.seconds > 0 for each in periods if each.seconds is not None), "a change takes part of the time"

@@ -16,6 +16,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 
 from ds_terapipe import ConfigError
+from ds_terapipe.tracing.chrome import read
 from tests.elastic.test_elastic_moves import Lora
 from tests.elastic.training import MODELS, Case, data_of, engine_of, reference, weights
 from tests.pipeline.models import SEED, Block, Embedding, Head, gpt, masked_loss
@@ -131,15 +132,16 @@ def run(specs: list[Any], **options: Any) -> dict[str, Any]:
 def refused_midway(rank: int, folder: str) -> dict[str, Any]:
     """On the second stage something is set that its spec does not build, at the step of the reshape; then it is taken away.
 
-    Meanwhile, what the log and the monitor are told.
+    Meanwhile, what the log and the monitor are told, and the steps before which a trace has changes.
     """
     lines: list[str] = []
+    traced = {"slices": 1, "trace_path": f"{folder}/trace.json", "trace_steps": [1, 5]}
     monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "told"}}
     with (
         mock.patch("ds_terapipe.elastic.report.emit", lines.append),
         mock.patch("ds_terapipe.elastic.report.logger.warning", lambda text, *args: lines.append(text % args)),
     ):
-        engine = engine_of(CASE, config=monitor)
+        engine = engine_of(CASE, config=monitor, token_pipeline=traced)
         losses, layer = [float(engine.train_batch(iter(DATA[0])))], engine.module.forward_funcs[0]
         if rank == 1:
             layer.out = Lora(layer.out)
@@ -152,7 +154,10 @@ def refused_midway(rank: int, folder: str) -> dict[str, Any]:
         losses += [float(engine.train_batch(iter(step))) for step in DATA[1:]]
         engine.destroy()
     same = before[1:] == after[1:] and all(map(torch.equal, before[0], after[0]))
-    return {"said": str(refused.value), "same": same, "losses": losses, "lines": lines}
+    changes = (
+        [] if rank else [each.step for each in read(traced["trace_path"]) if (each.rank, each.name) == (0, "reshape")]
+    )
+    return {"said": str(refused.value), "same": same, "losses": losses, "lines": lines, "changes": changes}
 
 
 def state_of(engine: Any) -> tuple[Any, ...]:
@@ -232,6 +237,6 @@ def test_a_transition_is_one_line_and_events_for_the_monitor(ranks: Any) -> None
     wanted += [f"step 3: 2 of 6 layers frozen, {one} -> {two}, "]
     assert len(lines) == 3 and all(text in line for text, line in zip(wanted, lines, strict=True)), lines
     assert sum("a rank has up to" in line for line in ranks[0]["refused"]["lines"]) == 1
-    assert ranks[1]["refused"]["lines"] == []
+    assert ranks[1]["refused"]["lines"] == [] and ranks[0]["refused"]["changes"] == [2, 3, 4], "counted from 1"
     named = ("frozen_layers", "freed_bytes", "replicas", "stages", "transition_seconds")
     assert ranks[0]["told"] == [f"Elastic_{name}" for name in sorted(named)]

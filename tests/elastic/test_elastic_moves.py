@@ -16,6 +16,7 @@ from ds_terapipe.elastic import feed
 from ds_terapipe.elastic.feed import parcels
 from ds_terapipe.elastic.moves.groups import refill, release
 from ds_terapipe.elastic.moves.transfer import check_structure, holding, sent_of
+from ds_terapipe.elastic.saved.universal import Part, joined, kind_of, part_of
 from ds_terapipe.names import UNUSED
 from ds_terapipe.optim.step_rules import DeviceSteps
 from ds_terapipe.pipeline.parameter_groups import drop_unused, keep_trained, make_alike, occupy, unused
@@ -85,6 +86,19 @@ def test_what_is_on_a_device_is_sent_and_not_described() -> None:
     layer = nn.Linear(1, 1, bias=False)
     optimizer: Any = SimpleNamespace(param_groups=[], state={layer.weight: {"step": DeviceSteps(torch.tensor(8.0))}})
     assert holding({"5.": layer}, optimizer).pieces["5.weight"].values == {"step": 7}
+
+
+@pytest.mark.parametrize(("dimension", "stride"), [(0, 1), (1, 1), (0, 2)])
+def test_tensor_parallel_parts_are_joined_by_megatrons_marks(dimension: int, stride: int) -> None:
+    whole = torch.arange(48).view(8, 6)
+    halves = [half.chunk(2, dimension) for half in whole.chunk(stride, dimension)]
+    parts = [torch.cat(part, dimension) for part in zip(*halves, strict=True)]
+    for part in parts:
+        part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, dimension, stride
+    (kind,) = {kind_of(part, True) for part in parts}
+    assert kind != kind_of(parts[0], False) and kind != "unknown"
+    assert torch.equal(joined([Part(part, kind) for part in parts]), whole)
+    assert all(torch.equal(part_of(whole, kind, rank, 2), part) for rank, part in enumerate(parts))
 
 
 @given(readers=RANKS, replicas=RANKS, each=st.integers(1, 4), size=st.integers(1, 3), now=st.integers(1, 3))

@@ -68,6 +68,15 @@ def in_slices(model: Any, features: dict[str, torch.Tensor], lengths: tuple[int,
     return float(loss.value)
 
 
+def test_the_mean_over_a_step_with_fewer_labels_than_micro_batches_is_over_its_labels() -> None:
+    loss, logits = CausalLMLoss("step"), torch.randn(2, 1, 3, 7)
+    labels = torch.full((2, 1, 3), -100)
+    labels[0, 0, 2] = 5
+    loss.begin_step(loss.step_weight(list(labels)))
+    mean = torch.stack([loss(*each) for each in zip(logits, labels, strict=True)]).mean()
+    torch.testing.assert_close(mean, F.cross_entropy(logits[0, 0, 1], torch.tensor(5)))
+
+
 @contextmanager
 def no_casts() -> Iterator[None]:
     """Within it nothing of fp64 is cast to fp32 on the way, as transformers does in norms, softmax and loss, ours in the loss."""

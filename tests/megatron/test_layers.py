@@ -22,6 +22,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron import TokenLoss, destroy_parallel, gpt_pipeline, initialize_parallel, layers
 from ds_terapipe.megatron.attention import CausalAttention
 from ds_terapipe.megatron.parallel import adopt_topology
+from ds_terapipe.optim.sharding import Groups, tensor_parallel_group
 from ds_terapipe.pipeline.slicing import Span
 from tests.megatron.common import Model, build, relative, whole_tensors
 from tests.spawn import launched
@@ -46,9 +47,9 @@ def attention(**changes: Any) -> CausalAttention:
     return CausalAttention(config(**changes), 1, AttnMaskType.causal, "self")
 
 
-@pytest.mark.parametrize("groups", [4, 2, 1])
-def test_attention_is_causal_softmax_attention(groups: int) -> None:
-    s, b, heads, d = 6, 2, 4, 8
+@pytest.mark.parametrize(("s", "groups"), [(6, 4), (2, 2), (4, 2), (6, 1)])  # also as many tokens as groups, or heads
+def test_attention_is_causal_softmax_attention(s: int, groups: int) -> None:
+    b, heads, d = 2, 4, 8
     q = torch.randn(s, b, heads, d, dtype=torch.float64)
     k, v = torch.randn(2, s, b, groups, d, dtype=torch.float64)
     turned = (t.repeat_interleave(heads // t.shape[2], dim=2).permute(1, 2, 0, 3) for t in (q, k, v))
@@ -65,6 +66,10 @@ def test_attention_drops_out_while_training_only_and_refuses_what_is_not_causal(
         module(q, k, v, torch.ones(1, 1, 6, 6).bool())
     with pytest.raises(ConfigError, match="must be causal self-attention"):
         CausalAttention(config(), 1, AttnMaskType.padding, "self")
+
+
+def test_lamb_makes_no_sums_over_one_tensor_parallel_rank(alone: None) -> None:
+    assert tensor_parallel_group(Groups(), []) is None
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -102,14 +102,16 @@ def test_led_by_the_device_is_led_by_the_host(sides: list[Side]) -> None:
 
 
 def test_all_that_a_steady_step_asks_of_the_device(sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is known that a step was made, the device is not asked for the number of steps."""
+    """Once it is known that a step was made, the device is not asked for the number of steps, and the rules stay in place."""
     for grads in oracle.gradients(3):
         step(sides[0], grads)
     ((_, (table,)),) = sides[0][1]._tables.values()
     assert table._rules.has_started
     monkeypatch.setattr(table._rules, "steps_made", lambda: pytest.fail("the device was asked for the number of steps"))
+    rules = table._rules.values
     for grads in oracle.gradients(2):
         step(sides[0], grads)
+    assert table._rules.values is rules
 
 
 def test_sums_of_a_job_that_has_nccl_are_made_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,18 @@ def test_any_shape_slicing_window_and_soft_cap_equal_the_whole_sequence(case, wi
     assert_same(got, whole(*given, scale=scale, visible=visible, softcap=softcap))
 
 
+def test_a_slice_whose_backward_is_over_awaits_no_recomputation():
+    k, v = tensors(total=6)[1:3]
+    state, first, last = AttentionState(k, v, 6), Span(0, 4, 6), Span(4, 6, 6)
+    for span in (first, last):
+        rows = [each[..., span.start : span.stop, :] for each in (k, v)]
+        assert not state.awaits(*rows, span), "before its forward"
+        state.write(*rows, span)
+    assert state.awaits(*rows, last)
+    state.add_gradients(k.clone(), v.clone(), last)
+    assert not state.awaits(*rows, last) and state.awaits(k[..., :4, :], v[..., :4, :], first)
+
+
 def test_kernels_read_views_of_one_buffer_and_no_key_before_a_window(monkeypatch):
     seen, choose = [], kernels.choose
 

@@ -185,6 +185,7 @@ def saved_nowhere(folder: str) -> tuple[str, str | None]:
     engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2})
     with pytest.raises(Exception) as said:
         engine.save_checkpoint(f"{folder}/file/below")
+    assert engine.load_checkpoint(f"{folder}/good") == (None, None), "there is none yet"
     engine.train_batch(iter(steps_of(1, 2, masked=False)[0]))
     engine.save_checkpoint(f"{folder}/good")
     engine.destroy()

@@ -17,11 +17,12 @@ from torch import nn
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.inspection import first_batch
+from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
 from ds_terapipe.pipeline.inspection.verify import TOLERANCE, undisturbed, verify_stage
 from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.interception import Overrides
-from ds_terapipe.pipeline.slicing import TensorCut, spans
+from ds_terapipe.pipeline.slicing import Span, TensorCut, spans
 from tests.pipeline.attention_layers import Attention, EncoderLayer, attend, way
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, mean_loss, micro_batch
 from tests.pipeline.training import build_engine
@@ -290,6 +291,27 @@ def test_the_threshold_of_each_dtype_is_between_rounding_and_a_change(dtype, con
     said = r"the output of layer 4 \(\w+\), module 0, differs by \d\.\de-\d+ between slice and whole"
     with pytest.raises(ConfigError, match=said):
         look(context, [changing(24, lambda x: x * (1 + TOLERANCE[dtype] * 4))], hidden)
+
+
+@pytest.mark.parametrize(("row", "shape"), [(1, (2, 24, HIDDEN)), (0, (24, 2, HIDDEN))])
+def test_modules_within_a_layer_may_get_all_samples_tokens_in_one_dimension(row, shape, context):
+    def flat(more):
+        inner = layer(lambda self, rows: rows + more * (len(rows) < 48))
+        return layer(lambda self, hidden: self.inner(hidden.flatten(0, 1)).view_as(hidden), inner=inner)()
+
+    look(context, [flat(0)], torch.randn(shape), row=row)
+    with pytest.raises(ConfigError, match=r"the output of layer 4 \(\w+\), module 0\.inner, differs"):
+        look(context, [flat(1)], torch.randn(shape), row=row)
+
+
+def test_the_first_rows_of_a_table_become_the_slices_own():
+    table, diagnosis = torch.arange(48).view(24, 2), SliceDiagnosis(Span(2, 5, 24))
+    with diagnosis:
+        moved = table[:3], table[0:3, :], table[None, :3], table.T[..., :3].T
+        others = table[1:3], table[:4], table[..., :3, 0]
+    assert all(torch.equal(rows.reshape(3, 2), table[2:5]) for rows in moved)
+    assert [rows.tolist() for rows in others] == [[[2, 3], [4, 5]], table[:4].tolist(), [4, 6, 8]]
+    assert len(diagnosis.positions) == len(moved) + 1
 
 
 def test_one_wrong_token_of_many_is_found(context):

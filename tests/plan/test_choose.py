@@ -164,6 +164,13 @@ def test_one_stage_is_not_cut_and_the_overhead_counts():
     assert found.step_s == pytest.approx(0.5 + 4 * 3 * ExampleCost([1.0]).forward(0, 512, 0))
 
 
+def test_a_search_ends_where_moving_tokens_wins_nothing(monkeypatch):
+    timed, seconds = [], StepTimes.seconds
+    monkeypatch.setattr(StepTimes, "seconds", lambda *args: timed.append(args) or seconds(*args))
+    choose(ExampleCost([1.0], 0.0, 2.0**-16, 0.0), Request(512, 1, 4, "1f1b", min_length=128))
+    assert 5 < len(timed) < 50
+
+
 def test_advice_compares_sizes_of_the_micro_batch():
     costs = {b: ExampleCost([1.0] * 4, fixed=5e-3, sequences=b) for b in (1, 2, 3, 4)}
     of_stage = {field.name: float(n) for n, field in enumerate(dataclasses.fields(StageMemory), start=1)}
@@ -221,6 +228,8 @@ def plan():
 def test_a_saved_plan_is_the_same(plan, tmp_path):
     plan.save(tmp_path / "sub" / "plan.json")
     assert Plan.load(tmp_path / "sub" / "plan.json") == plan
+    (alone := dataclasses.replace(plan, options=())).save(tmp_path / "alone.json")
+    assert Plan.load(tmp_path / "alone.json") == alone
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["plan.json"]
     with pytest.raises(ConfigError, match="cannot be written"):
         plan.save(tmp_path / "sub" / "plan.json" / "plan.json")

@@ -192,6 +192,7 @@ def test_measurements_keep_the_times_of_layers(tmp_path):
         ([], "layers"),
         ({"stages": [[1.0], [1.0, 2.0]]}, "layers.ends"),
         ({"stages": [[1.0], [-1.0]], "ends": [0, 0]}, "layers.stages"),
+        ({"stages": [[1.0, 1.0], [1.0]], "ends": [0, 1]}, "layers.ends"),  # the last stage has no layer but the end
     ],
 )
 def test_what_a_file_has_wrong_in_layers_is_one_line(tmp_path, data, field):

@@ -141,4 +141,5 @@ def test_what_a_forward_only_stage_holds_is_not_live():
     grid = order("1f1b", placement, [2, 2])
     result = simulate(grid, lambda action: 1.0, tokens=each, held=lambda a: float(each(a)), placement=placement)
     assert [place[4:] for place in result.places] == [(3, 30, 30.0), (2, 200, 200.0)]
-    assert simulate(forward_only(3, [2, 2]), lambda action: 1.0).makespan == 4 + 2
+    nothing_live = simulate(forward_only(3, [2, 2]), lambda action: 1.0)
+    assert nothing_live.makespan == 4 + 2 and [place[4:] for place in nothing_live.places] == [(0, 0, 0.0)] * 3

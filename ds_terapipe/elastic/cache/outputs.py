@@ -27,6 +27,7 @@ from ds_terapipe.plan.costs.memory import GIGABYTE
 
 _AHEAD = 2  # micro-batches that are read ahead
 _WAITING = 4  # micro-batches that may wait to be written; further ones are not kept
+CHUNK = 1 << 24  # bytes of a tensor that are summed at once
 _TIMED = 4  # times of each kind before reading and computing are compared
 # Relative tolerance for a sample's outputs in another micro-batch; last for 16 bits, or for entries kept as bf16.
 _CLOSE, _CLOSE_16 = {torch.float64: 1e-9, torch.float32: 1e-4}, 5e-2
@@ -85,7 +86,7 @@ def _sum(tensor: Tensor) -> int:
     """Sum all bits of a tensor, weighted by position; on its device, in chunks."""
     total, at = 0, 0
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    for piece in flat.split(1 << 24):
+    for piece in flat.split(CHUNK):
         spare = -len(piece) % 4
         whole = torch.cat([piece, piece.new_zeros(spare)]) if spare else piece
         words = whole.view(torch.int32).long()

@@ -62,7 +62,7 @@ class GradientNorms:
         most: dict[int, tuple[int, float]] = {}  # for a layer that has moved, the rank with the most steps counts
         for of_rank in consensus.gather(mine):
             for entry, found in of_rank.items():
-                most[entry] = max(most.get(entry, (0, 0.0)), found)
+                most[entry] = max(most.get(entry, found), found)
         return [(entry, *found) for entry, found in sorted(most.items())]
 
     def load(self, state: Sequence[tuple[int, int, float]] | None) -> None:

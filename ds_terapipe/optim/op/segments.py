@@ -179,7 +179,8 @@ class SegmentArrays:
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        columns = np.array(sorted(parts, key=lambda part: part.layer), dtype=np.int64).reshape(-1, len(Part._fields))
+        rows = sorted(parts, key=lambda part: part.layer)
+        columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(Part._fields))
         self.tensor, self.offset, self.length, self.layer, self.rule, self.counted = columns.T.copy()
         self.segments = np.zeros((len(columns), 8), dtype=np.int64)
         self.segments[:, LAYER] = self.layer

@@ -98,9 +98,8 @@ def undisturbed(parts: Mapping[SliceContext, nn.Module]) -> Iterator[None]:
     """
     modules = [m for part in parts.values() for m in part.modules()]
     dropouts = [m for m in modules if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
-    buffers = [
-        (m, name, old, None if old is None else old.clone()) for m in modules for name, old in m._buffers.items()
-    ]
+    buffers = [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items()]
+    values = {id(buffer): buffer.clone() for *_, buffer in buffers if buffer is not None}
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     states = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(devices), torch.no_grad(), _NoDropout(), _no_scripted_dropout():
@@ -115,8 +114,8 @@ def undisturbed(parts: Mapping[SliceContext, nn.Module]) -> Iterator[None]:
             numpy.random.set_state(states[1])
             for dropout in dropouts:
                 dropout.training = True
-            for owner, name, old, value in buffers:
-                owner._buffers[name] = old if old is None or value is None else old.copy_(value)
+            for of_module, name, buffer in buffers:
+                of_module[name] = buffer if buffer is None else buffer.copy_(values[id(buffer)])
             for context in parts:
                 context.dropout = True
                 context.clear()
