@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
-
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, MemoryUse, check_stages, gigabytes, memory_use
@@ -199,18 +197,10 @@ class _Search:
         self._fastest = math.inf  # with any memory
 
     def ordered(self, slicings: list[tuple[int, ...]]) -> list[_Candidate]:
-        """The candidates, likely best first, each once."""
-        unique = sorted(set(slicings), key=lambda lengths: (self._estimate(lengths), lengths))
+        """The candidates, those that may be fastest first, each once."""
+        unique = sorted(set(slicings), key=lambda lengths: (self._times.bound(lengths), lengths))
         schedules = NAMES if self._request.schedule == "auto" else (self._request.schedule,)
         return [(schedule, lengths) for lengths in unique for schedule in reversed(schedules)]
-
-    def _estimate(self, lengths: tuple[int, ...]) -> float:
-        """TeraPipe's closed form."""
-        own, where = self._times.slice_seconds(lengths), self._times.placement
-        both = own.forward.copy()
-        both[where.forward_only :] += own.backward[where.forward_only :]
-        slowest = np.max([both[list(where.stages_on(place))].sum(0) for place in range(where.places)], axis=0)
-        return float(self._request.micro_batches * slowest.sum() + (where.places - 1) * slowest.max())
 
     def add(self, schedule: str, lengths: tuple[int, ...]) -> None:
         """Times a candidate, unless it can neither win nor belong to a family that is refined."""
@@ -246,7 +236,7 @@ class _Search:
         if not self._request.allows(lengths) or left <= 0:
             return
         best, step = self._times.seconds(schedule, lengths), 4 * quantum
-        while step >= quantum and left > 0:
+        while step >= quantum:
             improved = False
             for index in range(2 * (len(lengths) - 1)):
                 trial = _moved(lengths, index // 2, step if index % 2 else -step)

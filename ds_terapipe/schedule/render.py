@@ -35,7 +35,7 @@ def grid_text(
     word = row_word(placement_of(len(grid), placement))
     at = {place: min(max(index, 0), len(grid[place])) for place, index in (at or {}).items()}
     notes = notes or {}
-    length = max((len(row) for row in grid), default=0)
+    length = max(map(len, grid))
     rows = _near(at.values(), length + 1) if at else range(length)
     places = list(_near(at, len(grid)) if at and len(grid) > _ALL_PLACES else range(len(grid)))
     width = max([len(f"{word} {len(grid)}"), *(len(str(action)) for row in grid for action in row)]) + 2

@@ -103,8 +103,11 @@ def _panel(timed: _Timed, scale: float, top: float) -> tuple[list[str], float]:
     places, word = len(grid), row_word(placement_of(len(grid), timed.panel.placement))
     row, bar = (24, 21) if places <= 8 else (18, 16)
     end = _LEFT + result.makespan * scale
-    cells = [pair for row_cells in zip(grid, result.intervals, strict=True) for pair in zip(*row_cells, strict=True)]
-    busy = sum(interval.end - interval.start for action, interval in cells if action.op.is_compute)
+    computed = [
+        [cell for cell in zip(actions, intervals, strict=True) if cell[0].op.is_compute]
+        for actions, intervals in zip(grid, result.intervals, strict=True)
+    ]
+    busy = sum(interval.end - interval.start for cells in computed for _, interval in cells)
     idle = 1 - busy / (places * result.makespan) if result.makespan else 0.0
     sliced = any(action.unit.slice > 0 for actions in grid for action in actions)
     caption = f"time {result.makespan:.4g}, {idle:.0%} idle"
@@ -114,20 +117,15 @@ def _panel(timed: _Timed, scale: float, top: float) -> tuple[list[str], float]:
         f'<text x="{_LEFT}" y="{top + 16:g}" font-weight="bold">{escape(timed.panel.title)}</text>',
         f'<text x="{caption_end:.1f}" y="{top + 16:g}" text-anchor="end" fill="#4b5563">{caption}</text>',
     ]
-    for place, (actions, intervals) in enumerate(zip(grid, result.intervals, strict=True)):
+    for place, cells in enumerate(computed):
         y = top + _TITLE - 4 + place * row
         out.append(
             f'<text x="{_LEFT - 8}" y="{y + bar / 2 + 4:g}" text-anchor="end" fill="#4b5563">{word} {place}</text>'
             f'<rect x="{_LEFT}" y="{y:g}" width="{end - _LEFT:.2f}" height="{bar}" fill="#f3f4f6"/>'
         )
-        for action, interval in zip(actions, intervals, strict=True):
-            if action.op.is_compute:
-                label = str(action.unit.slice if sliced else action.unit.micro_batch)
-                out.append(
-                    _cell(
-                        action, label, _LEFT + interval.start * scale, (interval.end - interval.start) * scale, y, bar
-                    )
-                )
+        for action, (start, stop) in cells:
+            label = str(action.unit.slice if sliced else action.unit.micro_batch)
+            out.append(_cell(action, label, _LEFT + start * scale, (stop - start) * scale, y, bar))
     bottom = top + _TITLE - 4 + places * row
     out.append(f'<path d="M{end:.2f} {top + _TITLE - 8:g}V{bottom:g}" stroke="#6b7280" stroke-dasharray="3 2"/>')
     return out, bottom - top

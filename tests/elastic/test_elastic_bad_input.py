@@ -225,6 +225,7 @@ def pairs_of(frozen_layers: Any, said: str = PAIRS) -> tuple[dict[str, Any], str
         freeze(f'unfreeze: got ["lr_restart"], {ABSENT} "policy": "static", which freezes nothing, use e.g. "policy": "alpha", '
                "or leave it out", "static", unfreeze=["lr_restart"]),
         ({"resize": {"policy": "off", "memory_gb": 3}}, f'resize.memory_gb: got 3.0, {ABSENT} "policy": "off", which does not'),
+        ({"enabled": "yes"}, 'enabled: got "yes", must be true or false, use true'),
         ({"partition": True}, 'partition: got true, must be "as_launched" or "measured", use "as_launched"'),
         ({"resize": {"policy": [[10, 0]]}}, "steps increasing, stages 1 or more, use e.g. [[10, 2], [20, 1]]"),
         ({"cache": {"memory_gb": 0}}, "cache.memory_gb: got 0, must be a positive number of 1e9 bytes"),

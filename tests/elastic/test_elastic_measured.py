@@ -11,6 +11,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor
 
+from ds_terapipe.elastic.settings import parse
 from ds_terapipe.elastic.shapes.measured import Chooser
 from tests.elastic.training import Case, data_of, engine_of, reference_on
 from tests.pipeline.models import Block, Embedding, FrozenEmbedding, Head
@@ -200,3 +201,19 @@ def test_what_is_kept_takes_nothing(ranks: Any) -> None:
     assert ranks[0]["by hand, kept"]["read"] >= 4 * 3
     divided = ranks[0]["divided again"]["lines"]
     assert len(divided) == 2 and "and was predicted to take 0." in divided[1] and ranks[0]["a list"]["lines"] == []
+
+
+@pytest.mark.parametrize(
+    ("device", "resize", "weighs"),
+    [("cpu", {}, False), ("cpu", {"memory_gb": 1}, True), ("cuda", {}, True), ("cuda", {"policy": "off"}, False)],
+)
+def test_memory_of_the_timed_steps_is_measured_where_it_is_limited(device: str, resize: Any, weighs: bool) -> None:
+    engine = mock.MagicMock(
+        device=torch.device(device), elastic_pipeline=parse({"elastic_pipeline": {"resize": resize}})
+    )
+    chooser, begun = Chooser(engine, mock.MagicMock()), []
+    with mock.patch("torch.cuda.synchronize"):
+        for _ in range(4):
+            with chooser.watching():
+                begun.append(engine._memory.begin.call_count)
+    assert begun == ([0, 1, 2, 2] if weighs else [0] * 4)

@@ -148,6 +148,16 @@ def test_rows_of_queries_keys_and_values_that_do_not_fit_are_refused(rows: objec
     FusedLamb([parameter])
 
 
+def test_parameters_with_rows_may_leave() -> None:
+    fused, left = Parameter(torch.ones(2, 3)), Parameter(torch.ones(3))
+    fused.lamb_rows = (1, 1)  # type: ignore[attr-defined]
+    optimizer = FusedLamb([fused, left], split_qkv=True)
+    optimizer.param_groups[0]["params"], left.grad = [left], torch.ones(3)
+    optimizer.parameters_changed()
+    optimizer.step()
+    assert left.max() < 1
+
+
 # -------------------------------------------------------------------------------- ds_config.json
 
 WARMUP_PARAMS = {"reference_lr": 1e-3, "reference_batch_size": 8, "total_steps": 100, "warmup_ratio": 0.1}

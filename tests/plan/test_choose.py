@@ -120,6 +120,8 @@ def test_small_cases_are_the_best_of_all_plans_that_fit(cost, quanta, rest, micr
 def test_never_slower_than_equal_slices_or_terapipes_optimum(schedule, micro_batches, factors):
     cost, stages = ExampleCost(factors, attention=2e-8, link=1e-7, rough=5e-4), len(factors)
     found, times = choose(cost, Request(1000, stages, micro_batches, schedule)), StepTimes(cost, stages, micro_batches)
+    uncut = StepTimes(cost, stages, 1)
+    assert uncut.bound([1000]) == pytest.approx(uncut.seconds("1f1b", [1000])), "there and back, nothing beside it"
     for name in NAMES if schedule == "auto" else (schedule,):
         for count in range(1, 17):
             length, longer = divmod(1000, count)
@@ -244,6 +246,7 @@ def test_a_plan_prints_what_was_chosen_and_what_lost(plan):
     for option, line in zip(plan.losing, printed, strict=False):
         assert option.name in line and f"{1e3 * option.step_s:.1f} ms" in line
         assert f"{option.step_s / plan.step_s:.2f}x" in line and ("does not fit" in line) == (not option.fits)
+    assert all("  1.00x  " in line for line in dataclasses.replace(plan, step_s=0.0).lines()[-10:])
     _, step, memory = plan.summary()
     assert "of 1.000 GB, activations " in memory and f"; {plan.losing[0].name} " in step and "unsliced " in step
     assert {*itertools.product(NAMES, (1, 2, 4, 8, 16))} <= {(o.schedule, len(o.slices)) for o in plan.options}

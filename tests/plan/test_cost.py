@@ -73,7 +73,7 @@ def test_a_cost_is_not_extrapolated(length, context):
 def pipeline():
     stages = [StageCost(measured().samples, [(512, 0.25), (256, 0.125)], f"stage {i}") for i in range(2)]
     memory = MemoryModel((StageMemory(activations=10.0, sent=4.0), StageMemory(received=4.0, fixed=1e6)), 2, 4)
-    return MeasuredCost(stages, [[(8, 1e-4), (512, 2e-4)]], 3, {"model": "gpt", "dtype": "float32"}, memory)
+    return MeasuredCost(stages, [[(1, 1e-4), (519, 2e-4)]], 3, {"model": "gpt", "dtype": "float32"}, memory)
 
 
 def test_a_saved_measurement_is_the_same(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from hypothesis import given
 
 from ds_terapipe.schedule import (
@@ -61,3 +62,6 @@ def test_columns_and_rows_are_places_where_they_are_not_stages():
     panels = [Panel("one", grid, seconds, placement=placement), Panel("other", order("1f1b", 2, [1]), seconds)]
     both = timelines_svg(panels)
     assert both.count(">place ") == both.count(">stage ") == 2
+    for intervals in ([], [[], []]):  # of other places or actions
+        with pytest.raises(ValueError, match="shorter"):
+            timelines_svg([Panel("one", grid, intervals=intervals)])

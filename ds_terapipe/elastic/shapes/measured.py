@@ -160,14 +160,15 @@ class Chooser:
             return None
         self._beside_weights = self._optimizer_share()
         keys = [prefix_of(module, entry) for entry in range(len(module._layer_specs))]
-        first, stop = int(module._local_start), int(module._local_stop)
-        mine = {entry: self._bytes_of(here.get(keys[entry])) for entry in range(first, stop)}
+        entries = range(module._local_start, module._local_stop)
+        mine = {entry: self._bytes_of(here.get(keys[entry])) for entry in entries}
         bytes_of, activations = [(0.0, 0.0, 0.0) for _ in keys], [0.0 for _ in keys]
-        for of_rank, start, end, kept in self._consensus.gather((mine, first, stop, self._kept())):
-            spent = [0.0 if entry < engine.frozen_layers else backward[entry] for entry in range(start, end)]
-            for entry, seconds in enumerate(spent, start):
-                bytes_of[entry] = max(bytes_of[entry], of_rank[entry])
-                activations[entry] = max(activations[entry], kept * seconds / sum(spent) if seconds else 0.0)
+        for of_rank, kept in self._consensus.gather((mine, self._kept())):
+            spent = {entry: backward[entry] for entry in of_rank if entry >= engine.frozen_layers and backward[entry]}
+            for entry, about in of_rank.items():
+                bytes_of[entry] = max(bytes_of[entry], about)
+            for entry, seconds in spent.items():
+                activations[entry] = max(activations[entry], kept * seconds / sum(spent.values()))
         # unfrozen entries cost as before
         trained = self._trained
         for entry, (about, kept) in enumerate(zip(bytes_of, activations, strict=True)):

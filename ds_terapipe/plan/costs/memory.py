@@ -237,15 +237,13 @@ def model_from(fields: Fields) -> MemoryModel:
 def _peak(model: MemoryModel, where: Placement, row: Sequence[Action], lengths: Sequence[int]) -> MemoryUse:
     """Walk a place's computations and return the memory use at the peak."""
     stages = {stage: _Held(model, where, stage, row, lengths) for stage in sorted({action.stage for action in row})}
-    worst, most = MemoryUse(), -1.0
+    worst = MemoryUse()
     for op, stage, unit in row:
         acting = stages[stage]
         use = acting.during(op, unit)
         if len(stages) > 1:
             use = _together([use, *(other.held() for other in stages.values() if other is not acting)])
-        total = sum(use)
-        if total > most:
-            worst, most = use, total
+        worst = max(worst, use, key=sum)
         acting.after(op, unit)
     return worst
 
