@@ -169,5 +169,8 @@ def test_the_model_says_what_settings_take(ranks):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_model_says_what_a_device_takes() -> None:
-    compared(run_ranks(measure, 1, timeout=240, env={"DS_ACCELERATOR": "cuda"}))
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_model_says_what_a_device_takes(stages: int) -> None:
+    if torch.cuda.device_count() < stages:
+        pytest.skip("NCCL needs a device for each rank")
+    compared(run_ranks(measure, stages, timeout=400, env={"DS_ACCELERATOR": "cuda"}))

@@ -172,7 +172,8 @@ def test_packed_messages_and_sums_of_gradients_are_there_for_a_time(lengths, pea
 
 
 @pytest.mark.parametrize(
-    ("schedule", "lengths", "peaks"), [("1f1b", [2, 1], (54, 39)), ("terapipe", [2, 1], (54, 54)), ("1f1b", [3], (9, 9))]
+    ("schedule", "lengths", "peaks"),
+    [("1f1b", [2, 1], (54, 39)), ("terapipe", [2, 1], (54, 54)), ("1f1b", [3], (9, 9))],
 )
 def test_outputs_wait_for_their_loss_joined_and_then_with_gradients(schedule, lengths, peaks):
     """On the last stage in ``1f1b`` for one micro-batch, in ``terapipe`` for both; what is joined is there uncut, too."""

@@ -3,7 +3,8 @@
 The lines follow what the engine keeps:
 
 - ``activations``: of live units, with their inputs and outputs, from a unit's forward to its backward, which lets them go layer
-  by layer; a loss's copy of all outputs of a micro-batch that is cut, from its last forward to its last backward, then with gradients;
+  by layer; a loss's copy of all outputs of a micro-batch that is cut, from its last forward to its last backward, in which
+  there are also its gradients;
 - ``keys_values``: K and V of a micro-batch that is cut, allocated whole at its first forward, freed after its last backward;
 - ``key_value_gradients``: dK and dV (fp32), from its first backward to its last;
 - ``weight_gradients``: inputs and output gradients of the linear layers, of a micro-batch's slices from their backward on,
