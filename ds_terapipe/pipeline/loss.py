@@ -109,6 +109,12 @@ class MicroBatchLoss:
             joined.append(whole.requires_grad_(wants))
         return like(self._outputs[0], joined)
 
+    @property
+    def waiting(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The latest outputs if they are kept until their backward, and the copies that join all once these are there."""
+        latest = () if self._per_slice or not self._outputs else as_tuple(self._outputs[-1])
+        return latest, () if self._joined is None else as_tuple(self._joined)
+
     def backward(self, index: int, scale: Callable[[Tensor], Tensor]) -> None:
         """Run the backward of slice ``index``, in descending order. ``scale`` applies accumulation and loss scale."""
         if self._per_slice:
@@ -192,6 +198,11 @@ class StepLosses:
             self._add_to_total(detached)
         if not torch.is_grad_enabled():
             del self._open[m]
+
+    def waiting(self, unit: Unit) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return the tensors that wait for the backward of a unit whose outputs came last; see `MicroBatchLoss.waiting`."""
+        open_loss = self._open.get(unit.micro_batch)
+        return ((), ()) if open_loss is None else open_loss.waiting
 
     def backward(self, unit: Unit, scale: Callable[[Tensor], Tensor]) -> None:
         """Start the backward pass of a unit; the slices of a micro-batch come in descending order."""

@@ -122,11 +122,22 @@ class Stage:
             for tensor in as_tuple(inputs):  # else autograd would not run the first checkpoint's recomputation
                 tensor.requires_grad_(tensor.is_floating_point())
             kept = ()  # their gradients are not needed
-        measured = self._memory.forward(self.number, span, lambda: self.context.buffers(unit.micro_batch))
+        measured = self._memory.forward(self.number, span)
         with torch.set_grad_enabled(trains), self.context.forward(unit, span), self._autocast(), measured:
             outputs = self.layers(aliases(inputs))
         if not torch.is_grad_enabled():
             checkpointing.reset()  # as in DeepSpeed: no backward pass frees the buffers of its checkpoints
+        waiting: tuple[Sequence[Tensor], Sequence[Tensor]] = as_tuple(outputs), ()
+        if self.losses is not None:
+            with self._memory.saving():
+                self.losses.add(unit, outputs)
+            waiting = self.losses.waiting(unit)
+        elif trains:
+            self._outputs[unit] = outputs
+        received = as_tuple(inputs) if self.number > 0 else ()
+        self._memory.kept(
+            self.number, (*received, *waiting[0]), waiting[1], lambda: self.context.buffers(unit.micro_batch)
+        )
         complete = self._batch.is_last_slice(unit)
         if complete:
             self._memory.buffers(self.number, self.context.buffers(unit.micro_batch))
@@ -134,10 +145,6 @@ class Stage:
             self._inputs[unit] = kept
         elif complete:
             self.context.release(unit.micro_batch)
-        if self.losses is not None:
-            self.losses.add(unit, outputs)
-        elif trains:
-            self._outputs[unit] = outputs
         return outputs
 
     def backward(self, unit: Unit, gradients: Sequence[Tensor] | None = None) -> list[Tensor]:

@@ -332,6 +332,7 @@ def _scaled(model: MemoryModel, sequences: int) -> MemoryModel:
             working=stage.working * sequences,
             joined=stage.joined * sequences,
             packed=stage.packed * sequences,
+            losses=stage.losses * sequences,
         )
         for stage in model.stages
     )

@@ -49,11 +49,13 @@ RECOMPUTED = {
     "activation_checkpoint_func": partial(checkpoint, use_reentrant=True, preserve_rng_state=False),
     "checkpointable_layers": ["Block"],
 }
+ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 500_000}}  # 2 MB in every step, whatever its slices
 FP16 = {"fp16": {"enabled": True, "loss_scale": 1.0}}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"specs": gpt(BLOCKS)},
     "16 bits": {"specs": gpt(BLOCKS), "module": RECOMPUTED, "config": FP16},
     "two tensors": {"specs": BESIDE},
+    "ZeRO-1": {"specs": gpt(BLOCKS), "config": ZERO},
 }
 # slices, schedule, micro-batches, weight gradients, sequences of a micro-batch, model
 SETTINGS: dict[str, tuple[int | list[int], str, int, str, int, str]] = {
@@ -66,6 +68,12 @@ SETTINGS: dict[str, tuple[int | list[int], str, int, str, int, str]] = {
     # known from one trial: what does not grow with slices has to be counted
     "recomputed, 16 bits": (6, "1f1b", 1, "slice", FEW, "16 bits"),
     "two tensors": (4, "terapipe", 3, "micro_batch", BATCH, "two tensors"),
+    "uncut": (1, "terapipe", 2, "slice", BATCH, "gpt"),
+    "1f1b, by slice": (4, "1f1b", 2, "slice", BATCH, "gpt"),
+    "ZeRO-1": (2, "terapipe", 2, "slice", BATCH, "ZeRO-1"),
+    "ZeRO-1, uncut": (1, "1f1b", 2, "slice", BATCH, "ZeRO-1"),
+    "ZeRO-1, by micro-batch": (4, "1f1b", 2, "micro_batch", BATCH, "ZeRO-1"),
+    "ZeRO-1, by micro-batch, terapipe": (4, "terapipe", 2, "micro_batch", BATCH, "ZeRO-1"),
 }
 
 
@@ -161,5 +169,8 @@ def test_the_model_says_what_settings_take(ranks):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_model_says_what_a_device_takes() -> None:
-    compared(run_ranks(measure, 1, timeout=240, env={"DS_ACCELERATOR": "cuda"}))
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_model_says_what_a_device_takes(stages: int) -> None:
+    if torch.cuda.device_count() < stages:
+        pytest.skip("NCCL needs a device for each rank")
+    compared(run_ranks(measure, stages, timeout=400, env={"DS_ACCELERATOR": "cuda"}))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_terapipe.commands.checking.rank import Report
-from ds_terapipe.commands.checking.stage import SCHEDULE
+from ds_terapipe.commands.checking.stage import SCHEDULE, counted_micro_batches
 from ds_terapipe.commands.planning.cost_sources import Analytic
 from ds_terapipe.commands.planning.inputs import AUTO
 from ds_terapipe.config import TokenPipelineConfig
@@ -82,7 +82,8 @@ def memory_model(reports: Sequence[Report]) -> MemoryModel:
     # a stage that is counted alone has no message of a neighbour's, and none posted ahead
     alone = replace(model, posted_ahead=0, sent_kept=0, stages=tuple(replace(stage, fixed=0.0) for stage in stages))
     peaks = [Peaks(lengths, tuple(step[lengths] for step in steps)) for lengths in shared]
-    known = calibrated(alone, peaks, SCHEDULE, 1, any(report.defers for report in reports))
+    micro_batches = counted_micro_batches(reports[0].micro_batches)
+    known = calibrated(alone, peaks, SCHEDULE, micro_batches, any(report.defers for report in reports))
     beyond = ((stage.working, stage.joined) for stage in known.stages)
     return replace(
         model,

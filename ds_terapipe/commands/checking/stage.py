@@ -68,6 +68,7 @@ class StageRun:
 
     def __init__(self, engine: Any, settings: Any, before: Boundary | None, sample: Sample, mode: Any) -> None:
         self._engine, self._settings, self._sample, self._mode = engine, settings, sample, mode
+        self._micro_batches = counted_micro_batches(engine.gradient_accumulation_steps())
         self._module = module = engine.module
         self._number = number = engine.stage_id
         coming = before is not None and any(form.requires_grad for form in before.forms)
@@ -122,13 +123,15 @@ class StageRun:
     def _read(self, count: int) -> StepBatch:
         seat, loss_fn = self._assembly.seat, self._module.loss_fn
         settings = self._settings.model_copy(update={"slices": count})
-        batch = StepBatch(lengths=[self._sample.length], signatures=[0])
+        micro_batches = self._micro_batches
+        lengths, signatures = [self._sample.length] * micro_batches, [0] * micro_batches
+        batch = StepBatch(lengths=lengths, signatures=signatures)
         if seat.has_first or seat.has_last:
             batch = read_step(
-                [self._sample.item], settings, lambda value: value, inputs=seat.has_first, labels=seat.has_last,
+                [self._sample.item] * micro_batches, settings, lambda value: value, inputs=seat.has_first, labels=seat.has_last,
                 cut_labels=runs_per_slice(loss_fn),
             )  # fmt: skip
-            batch.lengths, batch.signatures = [self._sample.length], [0]
+            batch.lengths, batch.signatures = lengths, signatures
         batch.cut(count)
         return batch
 
@@ -142,11 +145,11 @@ class StageRun:
             probe.run(batch)
 
     def _step(self, count: int, defers: bool) -> float:
-        """Run a step of one micro-batch in ``count`` slices and return its peak."""
+        """Run a step whose micro-batches have ``count`` slices and return its peak."""
         batch = self._batch = self._read(count)
         placement, seat = self._assembly.placement, self._assembly.seat
         deferring = tuple(range(len(placement.stages))) if defers and count > 1 else ()
-        grid = grid_of_step(SCHEDULE, placement, (count,), deferring)
+        grid = grid_of_step(SCHEDULE, placement, (count,) * self._micro_batches, deferring)
         losses = None
         if seat.has_last:
             losses = StepLosses(batch, self._module.loss_fn, self._assembly.output_cuts)
@@ -157,15 +160,22 @@ class StageRun:
         self._memory.note_peak(parameters)
         with self._peak:
             self._assembly.run(Step(0, batch, grid, losses))
+        # ZeRO makes its buckets, and sums of 16-bit gradients in fp32, in a step's backwards; it drops them after it has reduced
+        getattr(self._engine.optimizer, "_release_ipg_buffers", lambda: None)()
         for parameter in parameters:
             parameter.grad = None
-        # ZeRO makes its buckets in the first backward of a step, and drops them after it has reduced
-        getattr(self._engine.optimizer, "_release_ipg_buffers", lambda: None)()
+            if hasattr(parameter, "grad_accum"):
+                parameter.grad_accum = None
         return self._memory.taken or 0.0
 
     def _boundary(self) -> Boundary:
         dims = self._stage.dims
         return Boundary.of(self._links.whole, None if dims is None else dims.outputs)
+
+
+def counted_micro_batches(micro_batches: int) -> int:
+    """Return how many micro-batches the counted steps of a launch have: a second one finds gradients of the first."""
+    return min(micro_batches, 2)
 
 
 def _unread() -> Any:

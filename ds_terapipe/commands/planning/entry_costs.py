@@ -132,7 +132,8 @@ def _analytic_costs(source: Analytic, lengths: tuple[int, ...], shape: Shape) ->
         tuple(WEIGHT * each for each in parameters),
         tuple((GRADIENT + optimizer) * each for each in parameters),
         tuple(GRADIENT * each for each in parameters),
-        tuple(total * (each.activations + cut * each.keys_values) for each in memory),
+        # an entry's outputs are the next one's inputs, which are among its activations
+        tuple(total * (each.activations - each.sent + cut * each.keys_values) for each in memory),
         tuple(entries),
     )
 

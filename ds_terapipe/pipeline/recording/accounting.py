@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -129,8 +129,9 @@ def highest_allocated(device: torch.device) -> int:
 class StepMemory:
     """Measures the memory of a micro-batch's tokens on each stage of this place, during one step.
 
-    Activations are tensors that autograd saves in a unit's forward, and inputs of checkpoints, which DeepSpeed keeps by
-    itself, without parameters and attention buffers; every storage counts once. Off, it costs nothing.
+    Activations are tensors that autograd saves for a unit, in its layers and its loss, inputs of checkpoints, which DeepSpeed
+    keeps by itself, and the unit's own inputs and outputs; every storage counts once, and neither parameters nor attention
+    buffers do. Off, it costs nothing.
 
     Args:
         peak: meter of this place, if available.
@@ -199,26 +200,42 @@ class StepMemory:
             hook.remove()
         self._watching, self._trained, self._hooks = False, [], []
 
-    def forward(self, stage: int, span: Span, buffers: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
-        """Context manager around a unit's forward; ``buffers`` returns its micro-batch's attention buffers
-        afterwards."""
+    def forward(self, stage: int, span: Span) -> AbstractContextManager[Any]:
+        """Context manager around a unit's layers."""
+        if self.on:
+            self._tokens[stage] = self._tokens.get(stage, 0) + span.length
+            self._saved_here = {}
+        return self.saving()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Context manager around more of the same unit's forward, as its loss."""
         if not self.on:
             return nullcontext()
-        self._tokens[stage] = self._tokens.get(stage, 0) + span.length
-        return self._saved(stage, buffers)
-
-    @contextmanager
-    def _saved(self, stage: int, buffers: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        saved = self._saved_here = {}
+        saved = self._saved_here
 
         def pack(tensor: Tensor) -> Tensor:
             saved.update(storage_bytes([tensor]))
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def kept(
+        self, stage: int, unit: Iterable[Any], joined: Iterable[Any], buffers: Callable[[], Iterable[Tensor]]
+    ) -> None:
+        """Count what is kept of a unit after its forward.
+
+        Args:
+            stage: number of the stage.
+            unit: inputs and outputs that are there until the backward.
+            joined: a loss's copies of all outputs of the micro-batch, with its last unit.
+            buffers: returns the attention buffers of the micro-batch.
+        """
+        if not self.on:
+            return
         shared = self._known | set(storage_bytes(buffers()))
-        self._add(stage, "activations", sum(count for storage, count in saved.items() if storage not in shared))
+        kept = {key: size for key, size in (self._saved_here | storage_bytes(unit)).items() if key not in shared}
+        self._add(stage, "activations", sum(kept.values()))
+        self._add(stage, "losses", sum(size for key, size in storage_bytes(joined).items() if key not in kept))
 
     def checkpointed(self, inputs: Iterable[Any]) -> None:
         """Note tensors that a checkpoint keeps."""

@@ -47,7 +47,7 @@ def analytic_memory(
     for stage, count in enumerate(layers):
         stages.append(
             StageMemory(
-                activations=sequences * (count * (whole + shared) + (logits if stage == last else 0.0)),
+                activations=sequences * (count * (whole + shared) + (logits if stage == last else hidden * _HALF)),
                 keys_values=sequences * count * keys * _HALF,
                 key_value_gradients=sequences * count * keys * _FULL,
                 weight_gradients=sequences * count * (inputs + gradients) * _HALF,

@@ -2,14 +2,16 @@
 
 The lines follow what the engine keeps:
 
-- ``activations``: of live units, from a unit's forward to its backward, which lets them go layer by layer;
+- ``activations``: of live units, with their inputs and outputs, from a unit's forward to its backward, which lets them go layer
+  by layer; a loss's copy of all outputs of a micro-batch that is cut, from its last forward to its last backward, in which
+  there are also its gradients;
 - ``keys_values``: K and V of a micro-batch that is cut, allocated whole at its first forward, freed after its last backward;
 - ``key_value_gradients``: dK and dV (fp32), from its first backward to its last;
 - ``weight_gradients``: inputs and output gradients of the linear layers, of a micro-batch's slices from their backward on,
   kept until its weight gradients are made, where those are made once per micro-batch; fp32 sums of 16-bit gradients that are
   made slice by slice, from the first slice's backward to the last one's;
-- ``messages``: memory for the next ones, posted ahead; sent activations until the gradient of their unit comes back, or of a
-  later one, and their copies, where several tensors are packed into one message; the last few gradients sent;
+- ``messages``: memory for the next ones, posted ahead; copies of sent activations, where several tensors are packed into one
+  message, until the gradient of their unit comes back, or of a later one; the last few gradients sent;
 - ``working``: what layers take and give back while a unit is computed, known where a step's peak was measured (`calibrated`); the
   gradient of one weight, which is made before it is added to the others.
 
@@ -45,7 +47,7 @@ from ds_terapipe.schedule import (
 
 GIGABYTE = 1e9
 _SINCE = dict.fromkeys(  # files that were written before have no such lines
-    ("working", "joined", "largest_gradient", "packed", "gradient_sums"), 0.0
+    ("working", "joined", "largest_gradient", "packed", "gradient_sums", "losses"), 0.0
 )
 
 
@@ -54,7 +56,7 @@ class StageMemory:
     """Memory of a stage, for all its layers, in bytes per token of a micro-batch (all its sequences together).
 
     Attributes:
-        activations: memory of a live unit.
+        activations: memory of a live unit, with its inputs and outputs.
         keys_values: K and V, in the model's type.
         key_value_gradients: dK and dV.
         weight_gradients: inputs and output gradients of the linear layers.
@@ -62,10 +64,11 @@ class StageMemory:
         fixed: bytes that are there whatever the plan: weights, gradients, optimiser; 0 where ``memory_gb`` is what is free
             beside them.
         working: temporary memory while a unit is computed, per token of this unit.
-        joined: what there is of a cut micro-batch as a whole, e.g. outputs that a loss wants joined, whatever its slices.
+        joined: temporary memory that is there whatever the slices, per token of the micro-batch, e.g. ZeRO's buckets.
         largest_gradient: bytes of the largest gradient of a weight.
         packed: sent messages that are copies of several tensors.
         gradient_sums: bytes of the fp32 sums of gradients over the slices of a micro-batch.
+        losses: outputs of a cut micro-batch that are joined for its loss.
     """
 
     activations: float = 0.0
@@ -80,6 +83,7 @@ class StageMemory:
     largest_gradient: float = 0.0
     packed: float = 0.0
     gradient_sums: float = 0.0
+    losses: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ def calibrated(
     more = {
         place: _line(
             [float(max(step.lengths)) for step in measured],
-            [float(sum(step.lengths)) if len(step.lengths) > 1 else 0.0 for step in measured],
+            [float(sum(step.lengths)) for step in measured],
             [max(step.peaks[place] - use[place].total, 0.0) for step, use in zip(measured, uses, strict=True)],
         )
         for place in set(places)
@@ -259,9 +263,10 @@ class _Held:
         self, model: MemoryModel, where: Placement, stage: int, row: Sequence[Action], lengths: Sequence[int]
     ) -> None:
         self._model, self._own, self._lengths = model, model.stages[stage], lengths
-        self._whole = sum(lengths) if len(lengths) > 1 else 0  # nothing is kept from slice to slice where there is one
+        self._tokens = sum(lengths)
+        self._whole = self._tokens if len(lengths) > 1 else 0  # nothing is kept from slice to slice where there is one
         self._apart = any(op is Op.WEIGHT_GRADIENTS and own == stage for op, own, _ in row)
-        self._live = self._cached = self._returning = self._kept = 0
+        self._live = self._cached = self._returning = self._kept = self._joined = 0
         self._working = self._sums = 0.0
         self._in_hand = 0  # the gradient that a backward starts from is there besides those to come
         forward = [unit for op, own, unit in row if own == stage and op is Op.FORWARD]
@@ -276,13 +281,14 @@ class _Held:
         """Bytes while a unit is computed."""
         length = self._lengths[unit.slice]
         self._working = (
-            0.0 if op is Op.WEIGHT_GRADIENTS else self._own.working * length + self._own.joined * self._whole
+            0.0 if op is Op.WEIGHT_GRADIENTS else self._own.working * length + self._own.joined * self._tokens
         )
         if op is Op.WEIGHT_GRADIENTS or (op is Op.BACKWARD and not self._apart):
             self._working += self._own.largest_gradient
         if op is Op.FORWARD:
             self._live += length
             self._cached += self._whole if unit.slice == 0 else 0
+            self._joined += self._whole if unit.slice == len(self._lengths) - 1 else 0
             self._inputs.go_on()
         elif op is Op.BACKWARD:
             self._gradients.go_on()
@@ -306,10 +312,12 @@ class _Held:
             if not self._trained:
                 self._live -= length
                 self._cached -= self._whole if last else 0
+                self._joined = 0
         elif op is Op.BACKWARD:
             self._returned.go_on()
             self._cached -= self._whole if unit.slice == 0 else 0
             self._returning -= self._whole if unit.slice == 0 else 0
+            self._joined -= self._whole if unit.slice == 0 else 0
             self._in_hand = 0
             self._sums = 0.0 if unit.slice == 0 else self._sums
         else:
@@ -322,13 +330,14 @@ class _Held:
         received = self._inputs.ahead(ahead) + self._returned.sent(self._model.sent_kept)
         return MemoryUse(
             own.fixed,
-            own.activations * self._live,
+            own.activations * self._live + own.losses * (self._joined + self._returning),  # and their gradients
             own.keys_values * self._cached,
             own.key_value_gradients * self._returning,
             (own.weight_gradients * self._kept if self._apart else 0.0) + self._sums,
             own.received * received
-            + own.sent * (self._gradients.ahead(ahead) + self._in_hand + sent)
-            + (own.packed * sent if self._trained else 0.0),  # else nothing else holds what was packed
+            + own.sent * (self._gradients.ahead(ahead) + self._in_hand)
+            # a unit that is live holds what it sent; where none is kept, the message holds it, packed or not
+            + (own.packed if self._trained else own.sent) * sent,
             self._working,
         )
 
