@@ -324,7 +324,7 @@ def differences(found: Any, wanted: Any) -> list[str]:
     """Where two nested values differ, to the bit; of objects other than tensors and plain values nothing is compared."""
     (some, structure), (others, same) = tree_flatten_with_path(found), tree_flatten_with_path(wanted)
     if structure != same:
-        return ["other entries"]
+        return [f"other entries: {sorted({keystr(path) for path, _ in some} ^ {keystr(path) for path, _ in others})}"]
     return [f"{keystr(path)} differs" for (path, a), (_, b) in zip(some, others, strict=True) if not is_same(a, b)]
 
 

@@ -40,7 +40,7 @@ killed = in_background(f"{__name__}:killed", 2, killed_three_times)
 
 def test_three_kills_of_one_run(killed: tuple[list[Row], list[str]]) -> None:
     rows, wrong = killed
-    assert not wrong and [row.wrong for row in rows] == [()] * 3, (wrong, rows)
+    assert not wrong and [row.wrong for row in rows] == [()] * 3, f"{wrong}, {rows}"
     assert all(row.died for row in rows), rows
     assert rows[0].resumed == 0 and all(row.resumed for row in rows[1:]), rows
 
