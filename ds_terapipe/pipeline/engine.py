@@ -239,7 +239,10 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._watchdog.ended = self._watchdog.ended or _DESTROYED
 
     def __del__(self) -> None:
-        for undo in (self._release, super().destroy):
+        # A destroyed ZeRO would wait for the device once more, where another engine's receives may wait for what this rank
+        # has yet to send: garbage is collected at any time.
+        ended = getattr(getattr(self, "_watchdog", None), "ended", None)
+        for undo in (self._release,) if ended else (self._release, super().destroy):
             with suppress(Exception):  # for an engine whose constructor failed
                 undo()
 
