@@ -37,4 +37,7 @@ KNOWN = (
     Known("DeepSpeed goes on asking the grid of an engine that was destroyed", "pipeline.closing",
           "        deepspeed_groups.mpu = None\n", "        pass\n",
           "tests/pipeline/test_close.py -k 'destroy_undoes and fp32'"),
+    Known("a destroyed engine that is collected waits for the device", "pipeline.engine",
+          "(self._release,) if ended else (self._release, super().destroy)", "(self._release, super().destroy)",
+          "tests/pipeline/test_close.py -k 'destroy_undoes and zero'"),
 )  # fmt: skip
