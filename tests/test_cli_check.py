@@ -21,8 +21,9 @@ from tests.pipeline.training import ADAMW, build_engine
 from tests.spawn import launched
 
 # on a device heads are not so narrow, nor slices so short, that the padding of its kernels is more than what they keep
-LENGTH, BATCH, MICRO_BATCHES = (48, 8, 3) if device.NAME == "cpu" else (256, 2, 3)
-models.POSITIONS, models.HIDDEN, models.HEADS = (LENGTH, 32, 4) if device.NAME == "cpu" else (LENGTH, 128, 2)
+if device.NAME != "cpu":
+    models.POSITIONS, models.HIDDEN, models.HEADS = 256, 128, 2
+LENGTH, BATCH, MICRO_BATCHES = models.POSITIONS, 8 if device.NAME == "cpu" else 2, 3
 CUT = {"slices": 4, "verify": False}
 RECOMPUTED = {"activation_checkpoint_interval": 1, "use_reentrant": False}
 # keys of ds_config.json of launches that are checked, and run on two ranks

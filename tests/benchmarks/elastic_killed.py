@@ -1,10 +1,10 @@
-"""Recovery from kills at random points: the weights must equal those of a run without kills.
+"""Benchmark of recovery from random kills, with weights compared to a run without kills.
 
 ``python -m tests.benchmarks.elastic_killed --points 20 --seed 1`` trains a small GPT with dropout in two processes,
 from two stages to two replicas and back, twice, while layers freeze, with a save every other step
 (tests/elastic/killed.py). One process gets SIGKILL: half of the times at any moment, half of the times in a file
 operation of a save. The command is run again, up to three of those are killed, too, and the last goes on to the end.
-Checkpoints, losses and weights have to be those of the run that nobody killed, to the bit.
+Checkpoints, losses and weights have to be those of the run without kills, to the bit.
 """
 
 from __future__ import annotations
