@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_terapipe.pipeline.recording.accounting import StepMemory
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.memory import MemoryModel, Peaks, calibrated, memory_use
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, gpt, mean_loss, micro_batch
@@ -161,6 +163,16 @@ def compared(ranks: list[dict[str, tuple[float, float]]]) -> None:
 
 
 ranks = launched(measure, 2, timeout=240)
+
+
+def test_garbage_goes_before_a_watched_step():
+    class Closed:
+        def __init__(self):
+            self.me = self
+
+    gone = weakref.ref(Closed())
+    StepMemory(Counted()).note_peak([])
+    assert gone() is None
 
 
 def test_the_model_says_what_settings_take(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -169,6 +170,8 @@ class StepMemory:
 
         Their presence at the peak depends on the schedule, on when they are made and on who frees them.
         """
+        if self._peak is not None:
+            gc.collect()  # a closed engine whose cycles are collected in the step would lower its peak
         self.taken, self._watching = None, self._peak is not None
         self._trained = [(p, p.numel() * p.element_size()) for p in parameters if p.requires_grad and p.grad is None]
 
