@@ -20,7 +20,7 @@ help:
 	@printf 'TORCH=\twhat pip installs as PyTorch; default torch==2.13.0\n'
 	@printf 'ARGS=\tmore arguments for pytest in test and test-full\n'
 	@printf 'STEPS=\tof the training run in demo; default 120\n'
-	@printf 'ROWS=\trows of test-device, as for -k; an empty value runs all\n'
+	@printf 'ROWS=\tan empty value runs all rows of tests/rows in test-device\n'
 
 venv: ## make the environment .venv and install the package in it
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash configs/venv.sh

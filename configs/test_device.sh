@@ -10,7 +10,7 @@ if [ ! -e "$VENV/.installed" ]; then
 fi
 bash configs/venv.sh || { echo "make test-device: $TORCH could not be installed, see above" >&2; exit 1; }
 case $VENV in /*) ENV=$VENV ;; *) ENV=$PWD/$VENV ;; esac
-export PATH=$ENV/bin:$PATH OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
+export PATH=$ENV/bin:$PATH OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore TESTS_RANKS=${TESTS_RANKS:-8}
 python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
   || { echo "make test-device: got a PyTorch without CUDA, must have it, use DEVICE_TORCH=torch==2.14.1" >&2; exit 1; }
 
@@ -20,11 +20,11 @@ run python -m tests.device_stand_in.lamb
 # What the stand-in itself gives; then the engine on it: one hardware queue, races, host waits, a rank that stops; rows; files of tests
 # whose subject is more than a training; the memory model and `ds_terapipe check` beside the allocator's counters; attention's kernels.
 python -m pytest -q -p no:cacheprovider tests/device_stand_in/test_runtime.py
-run python -m pytest -q -p no:cacheprovider --slowest 5 -m "not full" tests/device_stand_in tests/hf/test_pipeline.py \
-  tests/pipeline/test_auto.py tests/pipeline/test_set_slices.py tests/pipeline/test_checkpoints.py tests/elastic/test_elastic_cache.py \
-  tests/elastic/test_elastic_measured.py
 # With ROWS= all rows run.
-run python -m pytest -q -p no:cacheprovider --slowest 5 tests/rows -k "${ROWS-(PP2+ or DP2+ or TP2) and not PP2xDP2}" "$@"
-run python -m pytest -q -p no:cacheprovider "tests/pipeline/test_memory_of_steps.py::test_the_model_says_what_a_device_takes[2]"
+run env TESTS_ROWS="${ROWS-few}" python -m pytest -q -p no:cacheprovider --slowest 5 -m "not full" tests/device_stand_in \
+  tests/hf/test_pipeline.py tests/pipeline/test_auto.py tests/pipeline/test_set_slices.py tests/pipeline/test_checkpoints.py \
+  tests/elastic/test_elastic_cache.py tests/elastic/test_elastic_measured.py tests/rows \
+  "tests/pipeline/test_memory_of_steps.py::test_the_model_says_what_a_device_takes[2]" "$@"
+# by itself, for it enlarges the models of other tests
 run python -m pytest -q -p no:cacheprovider -m "not full" tests/test_cli_check.py -k a_launch_takes
 run python -m pytest -q -p no:cacheprovider -p tests.device_stand_in.plugin tests/pipeline/test_gpu_attention.py -k "causal or explicit or override"

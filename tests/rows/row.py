@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -175,3 +176,23 @@ RULES = (
 def rows() -> tuple[Row, ...]:
     """All rows that `make test` runs."""
     return tuple(Row(**values) for values in covering(FACTORS, RULES))
+
+
+def few_rows(times: int = 2) -> list[Row]:
+    """Rows that `make test-device` runs: each value in so many of them, or in all that have it.
+
+    Four stages, and replicas of stages, are in `tests/device_stand_in/test_engine.py`.
+    """
+    left = [row for row in rows() if row.layout.ranks == 2 or row.layout.tensor == 2]
+    missing = {value: min(count, times) for value, count in Counter(v for row in left for v in _values(row)).items()}
+    chosen: list[Row] = []
+    while any(missing.values()):
+        best = max(left, key=lambda row: sum(missing[value] > 0 for value in _values(row)))
+        left.remove(best)
+        chosen.append(best)
+        missing |= {value: max(missing[value] - 1, 0) for value in _values(best)}
+    return chosen
+
+
+def _values(row: Row) -> list[tuple[str, Any]]:
+    return list(row._asdict().items())
