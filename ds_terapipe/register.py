@@ -229,8 +229,8 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
     key = ELASTIC_PIPELINE if _is_on(config, ELASTIC_PIPELINE) else TOKEN_PIPELINE
     try:
         from . import compat, refusals
-        from .pipeline.closing import check_open
         from .pipeline.engine import TokenPipelineEngine
+        from .pipeline.teardown import check_open
         from .pipeline.transport.watchdog import launching
 
         compat.require(key)

@@ -42,7 +42,7 @@ class Ran:
         assert slices == wanted, f"ran slices of {slices} tokens, not {wanted}"
         units = sum(map(len, wanted))
         back = units if training and self.goes_backward else 0
-        forward = units * len(self._engine._assembly.stages)  # one for what goes forward only, one for the rest
+        forward = units * len(self._engine._runtime.stages)  # one for what goes forward only, one for the rest
         assert counts == (forward, back), f"ran {counts} units, not {(forward, back)}"
         cut = [(m, micro_batch) for m, micro_batch in enumerate(wanted) if len(micro_batch) > 1]
         spans = [(m, sum(each[:index]), sum(each[: index + 1])) for m, each in cut for index in range(len(each))]
@@ -60,7 +60,7 @@ def watched(engine: Any) -> Iterator[Ran]:
     """Watch what this engine runs, the only one that runs meanwhile."""
     ran, run = Ran(engine), engine._run
     trained = any(parameter.requires_grad for parameter in engine.module.parameters())
-    ran.goes_backward = trained or any(stage.trains for stage in engine._assembly.stages.values())
+    ran.goes_backward = trained or any(stage.trains for stage in engine._runtime.stages.values())
 
     def noting(attention: Any) -> Any:
         def noted(context: SliceContext, *args: Any, **kwargs: Any) -> Any:

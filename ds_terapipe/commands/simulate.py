@@ -37,7 +37,7 @@ _UNIT_SLICES = 4
 DEFAULT_SCHEDULE = "1f1b"
 
 
-class Cutting(NamedTuple):
+class Simulated(NamedTuple):
     """The schedule and slices of a simulation."""
 
     schedule: str
@@ -90,7 +90,7 @@ def simulate(options: argparse.Namespace) -> None:
             lines, data, panels = compare(inputs, slices)
     else:
         with progress("simulating"):
-            lines, data, panels = _one(inputs, _cutting(inputs, options, given, slices), options.trace)
+            lines, data, panels = _one(inputs, _simulated(inputs, options, given, slices), options.trace)
     if options.picture:
         write_text("--picture", options.picture, timelines_svg(panels))
         lines.append(f"drawn in {options.picture}")
@@ -144,58 +144,58 @@ def _equal(key: str, total: int, count: int) -> tuple[int, ...]:
     return tuple(length + (i < longer) for i in range(count))
 
 
-def _cutting(
+def _simulated(
     inputs: Inputs, options: argparse.Namespace, given: Plan | None, slices: tuple[int, ...] | None
-) -> Cutting:
+) -> Simulated:
     schedule = inputs.request.schedule
     if given is not None and (options.schedule is None or options.schedule == AUTO):
         schedule = given.schedule
     if slices is None:
         best = choose_plan(inputs)
-        return Cutting(best.schedule, best.slices)
-    return Cutting(DEFAULT_SCHEDULE if schedule == AUTO else schedule, slices)
+        return Simulated(best.schedule, best.slices)
+    return Simulated(DEFAULT_SCHEDULE if schedule == AUTO else schedule, slices)
 
 
-def _one(inputs: Inputs, cutting: Cutting, trace: str | None) -> tuple[list[str], dict[str, Any], list[Panel]]:
+def _one(inputs: Inputs, simulated: Simulated, trace: str | None) -> tuple[list[str], dict[str, Any], list[Panel]]:
     """Return one schedule's printed lines, its figures, and its picture."""
     request = inputs.request
     times = request.times(inputs.source.cost(inputs.sequences))
-    found = times.simulate(cutting.schedule, cutting.slices)
+    found = times.simulate(simulated.schedule, simulated.slices)
     memory: tuple[MemoryUse, ...] = ()
     if request.memory is not None:
         memory = memory_use(
             request.memory,
-            cutting.schedule,
-            cutting.slices,
+            simulated.schedule,
+            simulated.slices,
             request.micro_batches,
             request.weights_once,
             request.placement,
         )
     if trace is not None:
-        about = {"schedule": cutting.schedule, "slices": list(cutting.slices), "costs": inputs.source.text}
+        about = {"schedule": simulated.schedule, "slices": list(simulated.slices), "costs": inputs.source.text}
         try:
             write(trace, events_of(found.grid, found.intervals), about)
         except OSError as error:
             raise unwritable("--trace", trace, error) from error
-    data = _figures(inputs, cutting, found, memory)
+    data = _figures(inputs, simulated, found, memory)
     scale = 1.0 if inputs.units else 1e3
     intervals = [
         [interval._replace(start=scale * interval.start, end=scale * interval.end) for interval in row]
         for row in found.intervals
     ]
-    count = len(cutting.slices)
-    title = f"{cutting.schedule}, {count} slices" if count > 1 else f"{cutting.schedule}, unsliced"
+    count = len(simulated.slices)
+    title = f"{simulated.schedule}, {count} slices" if count > 1 else f"{simulated.schedule}, unsliced"
     panel = Panel(
         title if inputs.units else f"{title}, ms", found.grid, intervals=intervals, placement=request.placement
     )
-    return _lines(inputs, cutting, data, memory), data, [panel]
+    return _lines(inputs, simulated, data, memory), data, [panel]
 
 
-def _figures(inputs: Inputs, cutting: Cutting, found: Simulation, memory: tuple[MemoryUse, ...]) -> dict[str, Any]:
+def _figures(inputs: Inputs, simulated: Simulated, found: Simulation, memory: tuple[MemoryUse, ...]) -> dict[str, Any]:
     request = inputs.request
     return {
-        "schedule": cutting.schedule,
-        "slices": list(cutting.slices),
+        "schedule": simulated.schedule,
+        "slices": list(simulated.slices),
         "seq_length": request.seq_length,
         "stages": request.stages,
         "micro_batches": request.micro_batches,
@@ -224,14 +224,14 @@ def _figures(inputs: Inputs, cutting: Cutting, found: Simulation, memory: tuple[
     }
 
 
-def _lines(inputs: Inputs, cutting: Cutting, data: dict[str, Any], memory: tuple[MemoryUse, ...]) -> list[str]:
+def _lines(inputs: Inputs, simulated: Simulated, data: dict[str, Any], memory: tuple[MemoryUse, ...]) -> list[str]:
     shown = shown_time(inputs.units)
     bubble = data["bubble"]
     parts = ", ".join(f"{name} {bubble[name]:.1%}" for name in ("fill", "imbalance", "messages"))
     after = f", {shown(data['overhead_s'])} of it after the last action" if data["overhead_s"] else ""
     lines = [
         *inputs.lines,
-        f"schedule: {cutting.schedule}, {compact(cutting.slices)} tokens",
+        f"schedule: {simulated.schedule}, {compact(simulated.slices)} tokens",
         f"step {shown(data['predicted_step_s'])}{after}; bubble {bubble['total']:.1%} ({parts})",
         f"{'stage':>5}{'busy':>12}{'idle':>12}{'fill':>12}{'imbalance':>12}{'messages':>12}{'live seqs':>11}{'live tokens':>13}",
     ]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 
 from ds_terapipe.elastic.cache.outputs import Counts
-from ds_terapipe.elastic.cache.shelf import Shelf
+from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.elastic.cache.stage import CachedStage
 from ds_terapipe.elastic.freezing import Freezing
 from ds_terapipe.elastic.moves.layers import names_in
@@ -27,23 +27,23 @@ from ds_terapipe.schedule import Placement
 class Caching(Freezing):
     """Part of the engine: if the model begins with frozen layers, caches their outputs by sample."""
 
-    _shelf: Shelf | None = None
+    _session: CacheSession | None = None
     _length: int | None = None  # sequence length of the present phase
 
     def _first_stage(self, placement: Placement) -> Callable[..., Stage]:
         settings = self.elastic_pipeline.cache
         if not settings.enabled or not placement.forward_only or placement.forward_only == len(placement.stages):
             return super()._first_stage(placement)
-        if self._shelf is None:
+        if self._session is None:
             tensor = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
             precision = f"{self._layer_dtype} {self.torch_autocast_enabled()}"
             flags = f"{precision} {tensor} of {self.grid.model_parallel_size}"
             run = self._consensus.decide(lambda: secrets.token_hex(8))
-            self._shelf = Shelf(
+            self._session = CacheSession(
                 settings, run, self.device, flags, self._agreement(), emit if self.global_rank == 0 else _nobody_hears
             )
-            weakref.finalize(self, self._shelf.close)
-        return partial(CachedStage, shelf=self._shelf)
+            weakref.finalize(self, self._session.close)
+        return partial(CachedStage, session=self._session)
 
     def _agreement(self) -> Callable[[int], int]:
         """Return a MIN all-reduce over a stage's tensor-parallel ranks: all of them run its layers, or none."""
@@ -65,21 +65,21 @@ class Caching(Freezing):
 
     def _read(self, micro_batches: int) -> list[Any]:
         pulled = super()._read(micro_batches)
-        if self._shelf is not None:
-            self._shelf.pulled = [item[0] for item in pulled if isinstance(item, (tuple, list)) and len(item)]
+        if self._session is not None:
+            self._session.pulled = [item[0] for item in pulled if isinstance(item, (tuple, list)) and len(item)]
         return pulled
 
     def follow_phase(self, batch: int, micro_batch: int) -> None:
         """Extend ``ElasticPhases.follow_phase``: drop the entries if the sequence length changes."""
         super().follow_phase(batch, micro_batch)
         length = self.lr_scheduler.phase.seq_length
-        if self._shelf is not None and length != self._length:
-            self._shelf.forget()
+        if self._session is not None and length != self._length:
+            self._session.forget()
         self._length = length
 
     def _enter_training(self) -> None:
         super()._enter_training()
-        stage = self._assembly.stages.get(0)
+        stage = self._runtime.stages.get(0)
         if isinstance(stage, CachedStage):
             prefix = names_in(self.module, range(len(stage.layers.functions)))
             for name, layer in layers_here(self.module).items():
@@ -89,53 +89,53 @@ class Caching(Freezing):
     @property
     def cache_counts(self) -> Counts:
         """Counts of samples that this rank has read and computed since the last change of frozen layers."""
-        cache = None if self._shelf is None else self._shelf.cache
+        cache = None if self._session is None else self._session.cache
         return Counts() if cache is None else cache.counts
 
     def _without_kept(self, forward: Sequence[float], frozen: int) -> list[float]:
         """Return the forward seconds of the entries, 0 for the first ``frozen`` ones if their outputs are cached."""
-        kept = self.elastic_pipeline.cache.enabled and (self._shelf is None or self._shelf.wanted)
+        kept = self.elastic_pipeline.cache.enabled and (self._session is None or self._session.wanted)
         return [0.0 if kept and entry < frozen else seconds for entry, seconds in enumerate(forward)]
 
     def _next_step(self, micro_batches: int) -> StepBatch:
-        shelf = self._shelf
-        if shelf is not None:
-            shelf.failed = True
+        session = self._session
+        if session is not None:
+            session.failed = True
         batch: StepBatch = super()._next_step(micro_batches)
-        if shelf is not None:
-            shelf.failed = False
+        if session is not None:
+            session.failed = False
         return batch
 
     @contextmanager
-    def _no_way_back(self) -> Iterator[None]:
+    def _poison_on_error(self) -> Iterator[None]:
         try:
-            with super()._no_way_back():
+            with super()._poison_on_error():
                 yield
         except BaseException:
-            if self._shelf is not None:
-                self._shelf.keep = True
+            if self._session is not None:
+                self._session.keep = True
             raise
 
     def destroy(self) -> None:
         """Destroy the engine and delete the cache's entries, unless an exception is propagating."""
-        if self._shelf is not None:
-            self._shelf.done = True
+        if self._session is not None:
+            self._session.done = True
         super().destroy()
 
     def _release(self) -> None:
         super()._release()
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._session is not None:
+            self._session.close()
 
     # ------------------------------------------------------------------------------------------------------- checkpoints
 
     def _cache_state(self) -> dict[str, Any] | None:
-        return None if self._shelf is None else {"run": self._shelf.run, "levels": self._shelf.levels}
+        return None if self._session is None else {"run": self._session.run, "levels": self._session.levels}
 
     def _load_cache_state(self, state: dict[str, Any] | None) -> None:
-        shelf = self._shelf
-        if state is not None and shelf is not None and shelf.cache is None:
-            shelf.run, shelf.levels = str(state["run"]), [int(count) for count in state["levels"]]
+        session = self._session
+        if state is not None and session is not None and session.cache is None:
+            session.run, session.levels = str(state["run"]), [int(count) for count in state["levels"]]
 
 
 def _nobody_hears(line: str) -> None:

@@ -196,8 +196,8 @@ class ElasticCheckpoints(Caching):
 
     def _put(self, saved: SavedStates) -> None:
         """Replace the optimizer's states by these; collective."""
-        with self._no_way_back():
-            self._assembly.close()
+        with self._poison_on_error():
+            self._runtime.close()
             before = self.optimizer
             wrapped = is_wrapped(before)
             if wrapped:
@@ -210,7 +210,7 @@ class ElasticCheckpoints(Caching):
                 scheduler._last_lr = [group["lr"] for group in groups]
             if wrapped:
                 self.optimizer = self._wrapped(self.basic_optimizer, before)
-            self._settle()
+            self._build_runtime()
 
     def _go_on(self, state: Any) -> None:
         """Restore a checkpoint's decisions, norms, seed and order of samples; None: the order of samples alone."""

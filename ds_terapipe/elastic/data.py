@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from ds_terapipe.elastic.feed import Feed, Ranks
 from ds_terapipe.elastic.policies.resize import Shape
+from ds_terapipe.elastic.redistribute import BatchRedistributor, Ranks
 from ds_terapipe.elastic.sampler import ElasticBatchSampler, ElasticLoader, evaluation_micro_batches
 from ds_terapipe.elastic.settings import ElasticPipelineConfig
 from ds_terapipe.errors import bad_value
@@ -24,14 +24,14 @@ class ElasticData(TokenPipelineEngine):
 
     continues_data = True
     elastic_pipeline: ElasticPipelineConfig
-    _feed: Feed | None = None
+    _redistributor: BatchRedistributor | None = None
     _loader: ElasticLoader | None = None
     _reads_here = False  # every rank that needs data has its own iterator
     _alike = False  # every replica evaluates the same
 
     def _start_feeding(self) -> None:
         """Record the shape of the launch, for which the user's iterators are made."""
-        self._feed = Feed(self._ranks(), self._consensus, self._watchdog)
+        self._redistributor = BatchRedistributor(self._ranks(), self._consensus, self._watchdog)
         given = self.elastic_pipeline.data
         if self.training_data is None and given.model_fields_set and self.global_rank == 0:
             names = ", ".join(sorted(given.model_fields_set))
@@ -56,9 +56,9 @@ class ElasticData(TokenPipelineEngine):
 
     def _read(self, micro_batches: int) -> list[Any]:
         here = self._reads_here or (self._loader is not None and self.data_iterator is self._loader)
-        if here or self._feed is None or self.shape == self.start_shape:
+        if here or self._redistributor is None or self.shape == self.start_shape:
             return super()._read(micro_batches)
-        return self._feed.read(micro_batches, self._ranks(), self._next_batch, alike=self._alike)
+        return self._redistributor.read(micro_batches, self._ranks(), self._next_batch, alike=self._alike)
 
     def _build_data_iter(self, dataset: Any) -> None:
         settings = self.elastic_pipeline.data
@@ -84,10 +84,10 @@ class ElasticData(TokenPipelineEngine):
         The ranks of the starting shape read the same number of micro-batches as there. If these cannot be divided
         equally, every replica evaluates all of them.
         """
-        assert self._feed is not None
+        assert self._redistributor is not None
         if not self._reads_here and self.shape != self.start_shape:
             read = self.start_shape.micro_batches if num_micro_batches is None else num_micro_batches
-            num_micro_batches = self._feed.share(read, self._ranks())
+            num_micro_batches = self._redistributor.share(read, self._ranks())
             self._alike = num_micro_batches is None
             if num_micro_batches is None:
                 num_micro_batches = read * self.start_shape.replicas

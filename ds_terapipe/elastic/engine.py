@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.elastic.checkpoints import ElasticCheckpoints, resized
-from ds_terapipe.elastic.moves.anew import build_anew
 from ds_terapipe.elastic.moves.groups import level_steps
 from ds_terapipe.elastic.moves.layers import drop_copies, leave_loss
 from ds_terapipe.elastic.moves.masters import is_wrapped, join, unwrap
+from ds_terapipe.elastic.moves.rebuild import rebuild_engine
 from ds_terapipe.elastic.moves.reshape import Reshape, check_movable
 from ds_terapipe.elastic.moves.shares import Bucket, new_bucket
 from ds_terapipe.elastic.policies.freeze import ModelLayers
@@ -33,10 +33,10 @@ from ds_terapipe.elastic.settings import ElasticPipelineConfig, check_alike
 from ds_terapipe.elastic.shapes.costs import Costs, state_bytes, trained_sizes
 from ds_terapipe.elastic.shapes.history import KEY as HISTORY_KEY
 from ds_terapipe.elastic.shapes.history import History, StepShape, check_history
-from ds_terapipe.elastic.shapes.measured import Chooser
-from ds_terapipe.pipeline.closing import shape_groups
+from ds_terapipe.elastic.shapes.measured import ShapeSelector
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights, split
+from ds_terapipe.pipeline.teardown import shape_groups
 from ds_terapipe.pipeline.transport.consensus import error_of
 from ds_terapipe.plan.files import check_writable, check_writable_folder
 from ds_terapipe.process_groups import close_groups, gathered
@@ -54,7 +54,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
     """
 
     elastic_pipeline: ElasticPipelineConfig
-    _chooser: Chooser | None = None  # times layers and chooses shapes, if layers may move
+    _selector: ShapeSelector | None = None  # times layers and chooses shapes, if layers may move
     _history: History | None = None  # on the first rank, if configured
     _changed = False  # whether layers froze or moved since the start
 
@@ -106,7 +106,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         if reasons:
             self.elastic_pipeline = self.elastic_pipeline.staying(reasons[0])
             return
-        self._chooser = Chooser(self, self._consensus)
+        self._selector = ShapeSelector(self, self._consensus)
         drop_copies(self.module)
 
     # --------------------------------------------------------------------------------------------------- what is shown
@@ -131,12 +131,12 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         frozen, start = self._decide_frozen(step), self.start_shape.stages
         present = start if frozen < self._frozen else self.num_stages  # unfrozen layers may need more stages
         stages = wanted_stages(self.elastic_pipeline.resize, step, present, start, self._sizes, frozen)
-        parts, taken = None, None if self._chooser is None else self._chooser.decide(frozen)
+        parts, taken = None, None if self._selector is None else self._selector.decide(frozen)
         if taken is not None:
             stages, parts = taken.shape.stages, taken.parts
         if (frozen, stages) != (self._frozen, self.num_stages) or parts not in (None, tuple(self.module.parts)):
             self._change(frozen, stages, parts, step=step)
-        with self._told(step), nullcontext() if self._chooser is None else self._chooser.watching():
+        with self._told(step), nullcontext() if self._selector is None else self._selector.watching():
             loss = super().train_batch()
         self._keep_loss(loss)
         return loss
@@ -157,32 +157,32 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         assert self._streams is not None
         self._streams.seed = self._seed or 0
 
-    def _settle(self) -> None:
+    def _build_runtime(self) -> None:
         if self._streams is None:
             shard = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
             self._streams = RandomStreams(0, self.device, shard)
         # ranks reach the launch at different times, and a change together
-        with nullcontext() if self._feed is None else self._watchdog.making_groups():
-            super()._settle()
-        if self._chooser is not None:
-            self._chooser.begin()
+        with nullcontext() if self._redistributor is None else self._watchdog.making_groups():
+            super()._build_runtime()
+        if self._selector is not None:
+            self._selector.begin()
 
-    def _cutting_settings(self) -> TokenPipelineConfig:
+    def _slice_settings(self) -> TokenPipelineConfig:
         """Drop the plan and the measurements file after a change: they are for the starting placement."""
-        settings = super()._cutting_settings()
+        settings = super()._slice_settings()
         return settings.model_copy(update={"plan_path": None, "measurements_path": None}) if self._changed else settings
 
     def follow_phase(self, batch: int, micro_batch: int) -> None:
         """Extend ``ElasticPhases.follow_phase``: measure again for the new batch."""
         super().follow_phase(batch, micro_batch)
-        if self._chooser is not None and len(self.batches) > 1:
-            self._chooser.begin_anew()
+        if self._selector is not None and len(self.batches) > 1:
+            self._selector.restart()
 
     def _first_seed(self) -> int:
         return int(self.module.base_seed if self.module.seed_layers else torch.initial_seed())
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
-        with nullcontext() if self._chooser is None else self._chooser.updating():
+        with nullcontext() if self._selector is None else self._selector.updating():
             super()._exec_optimizer_step(lr_kwargs)
 
     # ------------------------------------------------------------------------------------------------------ transitions
@@ -214,8 +214,8 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             )
             reshape.prepare(resized(self.module._topo, new.stages), parts)
         self._recorder.begin(self.global_steps + 1, wanted=step is not None and self._trace.wants(step + 1))
-        with self._bucket() as bucket, self._no_way_back(), self._recorder.collective("reshape"):
-            self._assembly.close()
+        with self._bucket() as bucket, self._poison_on_error(), self._recorder.collective("reshape"):
+            self._runtime.close()
             if bucket is not None:
                 unwrap(self.optimizer, self.module)
             freed = self._freeze(frozen)
@@ -225,7 +225,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             if bucket is not None and reshape is None:
                 self.optimizer = self._wrapped(self.basic_optimizer, self.optimizer, bucket)
             self._changed = True
-            self._settle()
+            self._build_runtime()
         self._trace.keep(self._recorder.end())
         self._tell(step, shape, before, time.perf_counter() - started, freed, sent)
 
@@ -262,7 +262,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         reshape.run(bucket)
         close_groups(old)
         with self._watchdog.making_groups():
-            build_anew(self, shape, self._arguments)
+            rebuild_engine(self, shape, self._arguments)
         self._consensus.set_pipelines(self.grid.pipe_groups)
         self._follow_data()
         for callback in self._reshaped:
@@ -270,7 +270,7 @@ class ElasticPipelineEngine(ElasticCheckpoints):
         return reshape.sent_bytes
 
     def _times_layers(self) -> bool:
-        return super()._times_layers() or (self._chooser is not None and self._chooser.times_layers)
+        return super()._times_layers() or (self._selector is not None and self._selector.times_layers)
 
     def _tell(self, step: int | None, before: Shape, fullest: float, seconds: float, freed: int, sent: int) -> None:
         """Report a transition; collective."""
@@ -280,8 +280,8 @@ class ElasticPipelineEngine(ElasticCheckpoints):
             state_bytes(self, self._consensus),
         )  # fmt: skip
         self._trace.describe(stages=self.num_stages, frozen_layers=self._frozen)
-        if self._chooser is not None:
-            self._chooser.change_seconds = seconds
+        if self._selector is not None:
+            self._selector.change_seconds = seconds
         if self._history is not None:
             self._history.changed(seconds)
         if self.global_rank == 0:

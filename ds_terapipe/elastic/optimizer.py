@@ -14,9 +14,9 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
-from ds_terapipe.elastic.moves.anew import Kept, quietly
 from ds_terapipe.elastic.moves.groups import in_order
 from ds_terapipe.elastic.moves.masters import fill, taking_no_step
+from ds_terapipe.elastic.moves.rebuild import Kept, quietly
 from ds_terapipe.elastic.moves.shares import Bucket
 from ds_terapipe.elastic.phases import ElasticPhases
 from ds_terapipe.errors import ConfigError, bad_value

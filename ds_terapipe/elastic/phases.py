@@ -27,8 +27,8 @@ class ElasticPhases(ElasticData):
     @property
     def reads_data(self) -> bool:
         """Whether this rank reads data: every rank with its own loader, else the readers of the starting shape."""
-        assert self._feed is not None
-        return self._loader is not None or self._feed.reads
+        assert self._redistributor is not None
+        return self._loader is not None or self._redistributor.reads
 
     def follow_phase(self, batch: int, micro_batch: int) -> None:
         """Set the batch from the next step on; `MixedBatch` calls it on every rank, after the datasets' lengths.
@@ -37,7 +37,7 @@ class ElasticPhases(ElasticData):
             batch: samples of a step, over all replicas.
             micro_batch: of a replica of the starting shape, in which the user's iterators read.
         """
-        assert self._feed is not None
+        assert self._redistributor is not None
         start = self.start_shape
         self.start_shape = start._replace(
             micro_batch=micro_batch, micro_batches=batch // (start.replicas * micro_batch)
@@ -45,7 +45,7 @@ class ElasticPhases(ElasticData):
         tensor = self.grid.model_parallel_size
         now = shape_of(self.num_stages, self.world_size, tensor, batch, micro_batch)
         set_batch(self, batch, now.micro_batch)
-        self._feed.follow(micro_batch)
+        self._redistributor.follow(micro_batch)
         self._follow_data()
 
     def _note_epochs(self, step: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.hf.positions import Places
+from ds_terapipe.hf.positions import TokenPositions
 from ds_terapipe.hf.source import Source
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
 from ds_terapipe.pipeline.operators.interception import defers
@@ -44,7 +44,7 @@ class Embed(nn.Module):
         tokens, given = _parted(inputs)
         hidden = self.tokens(tokens)
         if self.positions is not None:
-            places = Places.of(given, tokens)
+            places = TokenPositions.of(given, tokens)
             rows = cast(int, self.positions.num_embeddings)
             if places.span.total > rows:
                 raise ConfigError(
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
 
     def forward(self, inputs: Any) -> Hidden:
         hidden, given = _parted(inputs)
-        places = Places.of(given, hidden)
+        places = TokenPositions.of(given, hidden)
         arguments: dict[str, Any] = {"attention_mask": places.mask, "position_ids": places.here}
         if self._rotary is not None:
             arguments["position_embeddings"] = self._rotary(hidden, places, self._type)

@@ -23,11 +23,11 @@ PADDING = 0
 
 
 def travelling(positions: Tensor, documents: Tensor) -> Tensor:
-    """Join positions and document numbers, both [b, S], into one tensor [b, 1, 2 S]; see :class:`Places`."""
+    """Join positions and document numbers, both [b, S], into one tensor [b, 1, 2 S]; see :class:`TokenPositions`."""
     return torch.cat([positions, documents], dim=1)[:, None]
 
 
-class Places:
+class TokenPositions:
     """Positions and documents of the tokens of a slice, or of a whole sequence.
 
     Args:
@@ -54,11 +54,11 @@ class Places:
         self.rotary: dict[Any, tuple[Tensor, Tensor]] = {} if context is None else context.notes.setdefault(Rotary, {})
 
     @classmethod
-    def of(cls, given: Tensor | None, tokens: Tensor) -> Places:
+    def of(cls, given: Tensor | None, tokens: Tensor) -> TokenPositions:
         """Return the places of the running slice; cached for all layers with the same tensor."""
         if given is None:
             return cls(given, tokens)
-        known: Places | None = getattr(given, "_ds_terapipe_places", None)
+        known: TokenPositions | None = getattr(given, "_ds_terapipe_places", None)
         if known is None or known.span != _span(tokens):
             known = cls(given, tokens)
             vars(given)["_ds_terapipe_places"] = known
@@ -98,7 +98,7 @@ class Rotary:
         self._plain: dict[Any, tuple[Tensor, Tensor]] = {}
         self._on: dict[torch.device, nn.Module] = {}
 
-    def __call__(self, hidden: Tensor, places: Places, layer_type: str | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden: Tensor, places: TokenPositions, layer_type: str | None) -> tuple[Tensor, Tensor]:
         """(cosines, sines) of a slice's tokens, [b | 1, s, d] each, of the type of ``hidden`` [b, s, hidden]."""
         key = (layer_type if self._by_type else None, hidden.dtype, hidden.device)
         if places.documents is None:
@@ -116,7 +116,7 @@ class Rotary:
             kept[key] = make()
         return kept[key]
 
-    def _whole(self, hidden: Tensor, places: Places, layer_type: str | None, *_: Any) -> tuple[Tensor, Tensor]:
+    def _whole(self, hidden: Tensor, places: TokenPositions, layer_type: str | None, *_: Any) -> tuple[Tensor, Tensor]:
         device = hidden.device
         if device not in self._on:  # a copy from ordinary memory holds the host until the device has come to it
             self._on[device] = copy.deepcopy(self._module).to(device)

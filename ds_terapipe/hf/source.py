@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ds_terapipe.empty_layers import is_building_empty
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf import attention
 from ds_terapipe.hf.parts import Parts, parts_of, refusal
 from ds_terapipe.hf.positions import Rotary
 from ds_terapipe.hf.weights import Weights, folder_of, has_weights
+from ds_terapipe.skip_init import is_skipping_init
 
 
 class Source:
@@ -72,7 +72,7 @@ class Source:
         if self._given:
             return module
         module = copy.deepcopy(module, {id(self.config): self.config}).to_empty(device="cpu")
-        if is_building_empty():
+        if is_skipping_init():
             return module if self._dtype is None else module.to(self._dtype)
         loaded = {name: self._weights.read(f"{part}.{name}") for name in module.state_dict()} if self._weights else {}
         for name, tensor in _tensors(module):
@@ -128,7 +128,7 @@ def source_of(what: Any, dtype: torch.dtype | None, seed: int, revision: str | N
         )
     check_attention(what)
     model = on_meta(what)
-    absent = folder is not None and is_building_empty() and not has_weights(folder)
+    absent = folder is not None and is_skipping_init() and not has_weights(folder)
     weights = None if folder is None or absent else Weights(folder, model.base_model_prefix)
     return Source(model, given=False, weights=weights, dtype=dtype or torch.float32, seed=seed)
 

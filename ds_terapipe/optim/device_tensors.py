@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_terapipe.optim.sharding import Place, places
+from ds_terapipe.optim.sharding import Fragment, fragments
 
 
 @dataclass
@@ -46,7 +46,7 @@ class DeviceTensors:
     tensors: list[Tensor]
     groups: list[int]
     positions: list[int]
-    places: list[Place]
+    places: list[Fragment]
     place_groups: list[int]
     names: list[str]
 
@@ -66,7 +66,7 @@ def by_device(records: Sequence[Record]) -> dict[torch.device, DeviceTensors]:
             held.positions.append(position)
             position += 1
         names = {id(original): name for original, name in zip(record.originals, record.names, strict=True)}
-        for place in places(record.originals, tensors):
+        for place in fragments(record.originals, tensors):
             # Where this rank has nothing of a layer, the layer is where the group is: the ranks that have some wait for it.
             held = found[tensors[place.tensor or 0].device]
             held.places.append(place if place.tensor is None else place._replace(tensor=local[place.tensor]))

@@ -21,7 +21,7 @@ from ds_terapipe.errors import ConfigError
 Group = Any  # torch.distributed.ProcessGroup, which builds of PyTorch without distributed lack
 
 
-class Place(NamedTuple):
+class Fragment(NamedTuple):
     """A run of elements of an original parameter, and where it is held.
 
     Attributes:
@@ -51,7 +51,7 @@ class Groups:
     """id of an original parameter -> the processes that hold a copy of it on other pipeline stages"""
 
 
-def places(originals: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Place]:
+def fragments(originals: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Fragment]:
     """Find the original parameters in a parameter group's tensors.
 
     Args:
@@ -66,29 +66,29 @@ def places(originals: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Place
     """
     known = {id(original) for original in originals}
     if all(id(tensor) in known for tensor in tensors):
-        return [Place(tensor, i, 0, 0, tensor.numel(), None) for i, tensor in enumerate(tensors)]
+        return [Fragment(tensor, i, 0, 0, tensor.numel(), None) for i, tensor in enumerate(tensors)]
     # DeepSpeed's wrappers leave out frozen and empty parameters.
     trained = [original for original in originals if original.requires_grad and original.numel()]
     if trained and all(hasattr(original, "_hp_mapping") for original in trained):
         return [_fragment(original, tensors) for original in trained]
     for candidates in (originals, trained):
         if [original.shape for original in candidates] == [tensor.shape for tensor in tensors]:
-            return [Place(original, i, 0, 0, original.numel(), None) for i, original in enumerate(candidates)]
+            return [Fragment(original, i, 0, 0, original.numel(), None) for i, original in enumerate(candidates)]
     raise _unknown_boundaries(originals, tensors)
 
 
-def _fragment(original: Any, tensors: Sequence[Tensor]) -> Place:
+def _fragment(original: Any, tensors: Sequence[Tensor]) -> Fragment:
     """The part of ``original`` that this rank's flat partition holds."""
     mapping = original._hp_mapping
     if mapping is None:
-        return Place(original, None, 0, 0, 0, original._dp_group)
+        return Fragment(original, None, 0, 0, 0, original._dp_group)
     address, fragment = mapping.hp_fragment_address, mapping.hp_fragment
     for i, tensor in enumerate(tensors):
         first = tensor.data_ptr() + address.start * tensor.element_size()
         inside = address.start + address.numel <= tensor.numel()
         if fragment.data_ptr() == first and inside and tensor.is_contiguous():
             start = mapping.lp_fragment_address.start
-            return Place(original, i, address.start, start, address.numel, original._dp_group)
+            return Fragment(original, i, address.start, start, address.numel, original._dp_group)
     raise _unknown_boundaries([original], tensors)
 
 
@@ -159,7 +159,7 @@ class Reduction:
         ConfigError: if a layer is shared with processes that are not known.
     """
 
-    def __init__(self, layers: Sequence[Place], groups: Groups, device: torch.device) -> None:
+    def __init__(self, layers: Sequence[Fragment], groups: Groups, device: torch.device) -> None:
         parameters = [place.parameter for place in layers]
         self.tensor_group = tensor_parallel_group(groups, parameters)
         self._norm_group = groups.norm
@@ -170,7 +170,7 @@ class Reduction:
             *self._over_tied(parameters, groups.tied, device),
         ]
 
-    def _over_data(self, layers: Sequence[Place], device: torch.device) -> Iterator[Sum]:
+    def _over_data(self, layers: Sequence[Fragment], device: torch.device) -> Iterator[Sum]:
         found = {id(place.data_group): place.data_group for place in layers if size(place.data_group) > 1}
         self._data_groups = list(found.values())
         for key, group in found.items():

@@ -147,7 +147,7 @@ class Checkpoints(PipelineEngine):
         """Override ``PipelineEngine.save_checkpoint``: save atomically, with the plan of ``"slices": "auto"``."""
         self._refuse_broken()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        state = self._cutting.state()
+        state = self._slicer.state()
         client_state = {**self._client_state(), **(client_state or {}), **({PLAN_STATE: state} if state else {})}
         if not isinstance(self.checkpoint_engine, TorchCheckpointEngine):  # other engines write later, or elsewhere
             self._consensus.decide(lambda: (Path(save_dir) / tag / MANIFEST).unlink(missing_ok=True))
@@ -223,7 +223,7 @@ class Checkpoints(PipelineEngine):
             path, client_state = load_with_parts(self, load, load_dir, tag, *args, **kwargs)
         self._follow_micro_batch()
         if client_state:
-            self._cutting.load(client_state.pop(PLAN_STATE, None))
+            self._slicer.load(client_state.pop(PLAN_STATE, None))
         return path, client_state
 
     def _check_files(

@@ -1,6 +1,6 @@
 """DeepSpeed's pipeline engine, running units of (micro-batch, slice) in the order of a schedule.
 
-The engine cuts a batch, gets the schedule for that many slices and lets its assembly run it (assembly.py). It keeps all
+The engine cuts a batch, gets the schedule for that many slices and lets its runtime run it (runtime.py). It keeps all
 state that outlives a placement of the stages. Optimiser step, gradient reduction, loss aggregation and checkpoints are
 DeepSpeed's own.
 """
@@ -28,27 +28,28 @@ from torch import Tensor
 from ds_terapipe.clipping import TrueNormClipping, counting_nothing
 from ds_terapipe.config import TOKEN_PIPELINE, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.pipeline.assembly import Assembly, Step
-from ds_terapipe.pipeline.autotune.engine_facts import changed_settings, new_cutting
+from ds_terapipe.pipeline.autotune.engine_facts import changed_settings, new_slicer
 from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
 from ds_terapipe.pipeline.batch import StepBatch, own, read_step
 from ds_terapipe.pipeline.checkpoints import Checkpoints
-from ds_terapipe.pipeline.closing import close_module, detach_engine
 from ds_terapipe.pipeline.evaluation import Evaluation
 from ds_terapipe.pipeline.gradients import DeepSpeedGradients, Replicas
 from ds_terapipe.pipeline.inspection.first_batch import Inspection
 from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
+from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.operators.interception import not_deferred_line
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.parameter_groups import check_inside, drop_unused, keep_trained, make_alike, occupy, unused
 from ds_terapipe.pipeline.placing import placement_of
+from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.recording.records import Records
 from ds_terapipe.pipeline.recording.report import StepReport, emit
 from ds_terapipe.pipeline.recording.trace import Recorder
-from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.runtime import PipelineRuntime, Step
 from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.step_grid import grid_of_step
+from ds_terapipe.pipeline.teardown import close_module, detach_engine
 from ds_terapipe.pipeline.transport.consensus import Consensus, Header
 from ds_terapipe.pipeline.transport.stream import Loader, StreamMark
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
@@ -67,6 +68,9 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
     Args:
         token_pipeline: the block ``token_pipeline``.
         *args, **kwargs: as for ``PipelineEngine``, which ``deepspeed.initialize`` passes.
+
+    Attributes:
+        observers: :class:`Observer` objects that are called in every step and evaluation from the next one on.
     """
 
     _streams: RandomStreams | None = None  # None: layers use the process's own random state
@@ -78,35 +82,36 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._token_pipeline = token_pipeline
         check_weight_gradients(token_pipeline, self.torch_autocast_enabled())
         pipelines = self.grid.pipe_groups
-        seat = Seat.of(Placement.plain(self.num_stages), self.global_rank, pipelines)
+        view = RankView.of(Placement.plain(self.num_stages), self.global_rank, pipelines)
         new_mark = StreamMark if self.device.type == "cuda" else None
-        self._watchdog = Watchdog(seat, token_pipeline.timeout_s, new_mark, self.device)
+        self._watchdog = Watchdog(view, token_pipeline.timeout_s, new_mark, self.device)
         weakref.finalize(self, self._watchdog.close)
         self._consensus = Consensus(self._watchdog, pipelines, _hash_of(token_pipeline))
         self._shared = shared_weights(self.module, self._consensus)
         refuse_split(self._shared, self.module.parts, "model")
         self._trace, self._memory, self._load = self._new_trace(), self._new_memory(), Loader(self.device)
+        self.observers: list[Observer] = []
         self._recorder = Recorder(self.stage_id, self._watchdog, self._consensus.group, self.device)
-        self._settle()
+        self._build_runtime()
 
-    def _settle(self) -> None:
+    def _build_runtime(self) -> None:
         """Make everything that depends on the placement of the layers and on which of them train; collective."""
         self.is_pipe_partitioned = self.is_grad_partitioned = False  # boundaries are small already: slices
         self._recorder.stage = self.stage_id
         self._report = StepReport(self.num_stages)
         self._rules = DeepSpeedGradients(self)
-        self._assembly = self._assemble(placement_of(self.module, self._consensus))
-        self._watchdog.begin(self.global_steps, (), self._assembly.seat)
+        self._runtime = self._build_stages(placement_of(self.module, self._consensus))
+        self._watchdog.begin(self.global_steps, (), self._runtime.view)
         self._switches = [(name, p, p.requires_grad) for name, p in self.module.named_parameters()]
-        self._layer_times = LayerTimes([stage.layers for stage in self._assembly.stages.values()], self.device)
-        self._begin_cutting()
+        self._layer_times = LayerTimes([stage.layers for stage in self._runtime.stages.values()], self.device)
+        self._begin_slicing()
 
-    def _begin_cutting(self) -> None:
-        """Reset the cutting of steps; collective."""
-        self._cutting = new_cutting(self, self._cutting_settings(), self._consensus, self._memory, self._layer_times)
+    def _begin_slicing(self) -> None:
+        """Reset the slice plans of steps; collective."""
+        self._slicer = new_slicer(self, self._slice_settings(), self._consensus, self._memory, self._layer_times)
         self._cut_for = self.train_micro_batch_size_per_gpu()
 
-    def _cutting_settings(self) -> TokenPipelineConfig:
+    def _slice_settings(self) -> TokenPipelineConfig:
         """Return the settings; a plan and a file of measurements only hold for the micro-batches of the start."""
         settings: TokenPipelineConfig = self._token_pipeline
         if self._followed:
@@ -117,14 +122,14 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         """Drop measurements if the micro-batch size has changed; collective."""
         if self.train_micro_batch_size_per_gpu() == self._cut_for:
             return
-        if self.global_rank == 0 and self._cutting.state():
+        if self.global_rank == 0 and self._slicer.state():
             emit(f"plan: a micro-batch has {self.train_micro_batch_size_per_gpu()} sequences now, not {self._cut_for}")
         self._followed = True
-        self._begin_cutting()
+        self._begin_slicing()
 
-    def _assemble(self, placement: Placement) -> Assembly:
+    def _build_stages(self, placement: Placement) -> PipelineRuntime:
         """Build this rank's stages on a placement; if nothing is cut, nothing is intercepted."""
-        assembly = Assembly.build(
+        runtime = PipelineRuntime.build(
             placement,
             self.grid.pipe_groups,
             dict(enumerate(self.module.forward_funcs, start=self.module._local_start)),
@@ -139,8 +144,8 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             host_group=self._consensus.group,
         )
         if cuts(self.token_pipeline.slices):
-            assembly.intercept()
-        return assembly
+            runtime.intercept()
+        return runtime
 
     def _first_stage(self, placement: Placement) -> Callable[..., Stage]:
         """Factory of the model's first stage; called on every rank."""
@@ -199,10 +204,10 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         settings = changed_settings(before, slices, schedule, self._consensus)
         if cuts(settings.slices):
             self._consensus.agree(self._uncut_only(settings))
-            self._assembly.intercept()
+            self._runtime.intercept()
         self._token_pipeline = settings
         try:
-            self._begin_cutting()
+            self._begin_slicing()
         except BaseException:
             self._token_pipeline = before
             raise
@@ -221,17 +226,17 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
     @property
     def placement(self) -> Placement:
         """Placement of the model's stages."""
-        return self._assembly.placement
+        return self._runtime.placement
 
     def destroy(self) -> None:
         """Release the process groups, threads and hooks of this engine and its module; collective.
 
-        The module keeps its weights and cannot train any more, see ``closing.py``. After a failed step the groups stay:
+        The module keeps its weights and cannot train any more, see ``teardown.py``. After a failed step the groups stay:
         messages may still be in flight, and their receivers may be gone.
         """
         if not self._watchdog.ended:
             with self._watchdog.waiting("all ranks to close their process groups"):
-                self._assembly.close()
+                self._runtime.close()
                 close_groups([self._consensus.group], self._consensus, self._recorder)
                 close_module(self.module, self, self.optimizer)
         self._release()
@@ -250,7 +255,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         """Release this process's resources without collectives: each rank collects garbage at its own time."""
         self._trace.close()
         self._watchdog.close()
-        self._assembly.leave()
+        self._runtime.leave()
         detach_engine(self)
 
     # ----------------------------------------------------------------------------------------------------------- train
@@ -277,26 +282,26 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         started = time.perf_counter()
         batch = self._next_step(self.micro_batches)
         self._follow_micro_batch()
-        cutting = self._cutting.cutting(batch.lengths, batch.everywhere)
-        batch.cut(cutting.slices)
+        plan = self._slicer.plan(batch.lengths, batch.everywhere)
+        batch.cut(plan.slices)
         self._inspect(batch)
         counts = batch.slice_counts()
-        grid = grid_of_step(cutting.schedule, self.placement, counts, self._deferring() if max(counts) > 1 else ())
+        grid = grid_of_step(plan.schedule, self.placement, counts, self._deferring() if max(counts) > 1 else ())
         step = self.global_steps + 1
         traced = self._trace.wants(step)
-        self._recorder.begin(step, wanted=traced or self._cutting.wants_events)
-        with self._no_way_back():
+        self._recorder.begin(step, wanted=traced or self._slicer.wants_events)
+        with self._poison_on_error():
             with self._layer_times.step(self._times_layers()):
                 self._run(batch, grid, self.global_steps)
             self._finish_step()
-        if self._cutting.wants_seconds:
+        if self._slicer.wants_seconds:
             self._wait_for_device()
         seconds = time.perf_counter() - started
         events = self._recorder.end()
         if traced:
             self._trace.add(step, events, self._recorder.cost_of_one())
-        self._log_step(batch, cutting.schedule, seconds)
-        self._cutting.took(events, seconds)
+        self._log_step(batch, plan.schedule, seconds)
+        self._slicer.record_step(events, seconds)
         mean: Tensor = self.agg_train_loss
         return mean
 
@@ -308,7 +313,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             torch.cuda.synchronize(self.device)
 
     def _times_layers(self) -> bool:
-        return self._cutting.wants_layers
+        return self._slicer.wants_layers
 
     def _finish_step(self) -> None:
         """Finish a step after its schedule: reduce gradients, update weights, bring the loss to all stages."""
@@ -322,7 +327,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             self.agg_train_loss = self._aggregate_total_loss()
 
     @contextmanager
-    def _no_way_back(self) -> Iterator[None]:
+    def _poison_on_error(self) -> Iterator[None]:
         """Context manager for code that leaves messages, partial gradients or a partial step behind when it fails."""
         try:
             yield
@@ -351,8 +356,8 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
     def _next_step(self, micro_batches: int) -> StepBatch:
         """Fetch all micro-batches of a step and agree with all ranks that it can start."""
         error: BaseException | None = None
-        batch, seat, weight, weighs = StepBatch(), self._assembly.seat, None, None
-        self._watchdog.begin(self.global_steps, (), seat)
+        batch, view, weight, weighs = StepBatch(), self._runtime.view, None, None
+        self._watchdog.begin(self.global_steps, (), view)
         try:
             check_checkpointing(self.token_pipeline.slices)
             if torch.is_grad_enabled() and self.optimizer is None:
@@ -363,22 +368,22 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             if torch.is_grad_enabled():
                 self._refuse_switched()
             pulled = self._read(micro_batches)
-            if seat.has_first or seat.has_last:
+            if view.has_first or view.has_last:
                 batch = read_step(
                     pulled,
                     self.token_pipeline,
                     self._load,
-                    inputs=seat.has_first,
-                    labels=seat.has_last,
+                    inputs=view.has_first,
+                    labels=view.has_last,
                     cut_labels=self._compute_loss and runs_per_slice(self.module.loss_fn),
                 )
-                if seat.has_last and self._compute_loss and hasattr(self.module.loss_fn, "step_weight"):
+                if view.has_last and self._compute_loss and hasattr(self.module.loss_fn, "step_weight"):
                     weight = self.module.loss_fn.step_weight(batch.labels)
                     weight, weighs = None if weight is None else weight.to(self.device), weight is not None
         except Exception as problem:  # any error of the user's data is raised on every rank
             error = problem
         header = Header(tuple(batch.lengths), tuple(batch.signatures)) if batch.lengths else None
-        batch.adopt(self._consensus.announce(seat.placement, header, micro_batches, error, weighs))
+        batch.adopt(self._consensus.announce(view.placement, header, micro_batches, error, weighs))
         if weight is not None:
             with self._watchdog.waiting("the number of labels of the other replicas", counts=False):
                 torch.distributed.all_reduce(weight, group=self.grid.get_data_parallel_group())
@@ -393,7 +398,7 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         switched = [(name, p) for name, p, before in self._switches if p.requires_grad is not before]
         if not switched:
             return
-        wrapped, stages = isinstance(self.optimizer, DeepSpeedOptimizer), self._assembly.stages.values()
+        wrapped, stages = isinstance(self.optimizer, DeepSpeedOptimizer), self._runtime.stages.values()
         stepped = {id(p) for group in self.basic_optimizer.param_groups for p in group["params"]}
         forward = {
             id(p) for each in stages if not each.trains for layer in each.layers.modules for p in layer.parameters()
@@ -407,8 +412,8 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
 
     def _read(self, micro_batches: int) -> list[Any]:
         """Read the micro-batches of a step, (inputs, labels) each, if this rank needs them."""
-        seat = self._assembly.seat
-        return [self._next_batch() for _ in range(micro_batches)] if seat.has_first or seat.has_last else []
+        view = self._runtime.view
+        return [self._next_batch() for _ in range(micro_batches)] if view.has_first or view.has_last else []
 
     def _next_batch(self) -> Any:
         """Copy the iterator's next item: all of a step's micro-batches are read before the first one runs."""
@@ -416,12 +421,12 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
 
     def _inspect(self, batch: StepBatch) -> None:
         """Find the sequence dimensions before the first sliced step, and verify the slices; collective."""
-        if self._assembly.is_inspected or all(len(spans) == 1 for spans in batch.spans):
+        if self._runtime.is_inspected or all(len(spans) == 1 for spans in batch.spans):
             return
         check_loss(self.module.loss_fn)
         loss_fn = self.module.loss_fn if self._compute_loss else None
         verifies = self.token_pipeline.verify and not self._verified
-        Inspection(self._assembly, self._consensus, self.token_pipeline, verifies, loss_fn).run(batch)
+        Inspection(self._runtime, self._consensus, self.token_pipeline, verifies, loss_fn).run(batch)
         self._verified = True
         names = {name for of_rank in self._consensus.gather(self.not_deferred) for name in of_rank}
         if names and self.global_rank == 0:
@@ -429,16 +434,16 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
 
     def _run(self, batch: StepBatch, grid: Grid, step: int) -> None:
         """Execute this rank's row of the schedule."""
-        losses, assembly = None, self._assembly
-        if assembly.seat.has_last:
-            loss_fn, output_cuts = self.module.loss_fn if self._compute_loss else None, assembly.output_cuts
+        losses, runtime = None, self._runtime
+        if runtime.view.has_last:
+            loss_fn, output_cuts = self.module.loss_fn if self._compute_loss else None, runtime.output_cuts
             losses = StepLosses(
                 batch, loss_fn, output_cuts, keep_outputs=self.eval_return_logits, sums=self._compute_loss
             )
         try:
-            assembly.run(
+            runtime.run(
                 Step(step, batch, grid, losses, self.grid.data_parallel_id * len(batch.spans)),
-                lambda execute: self._recorder.recording(self._layer_times.recording(execute)),
+                [*self.observers, self._recorder, self._layer_times],
             )
         except BaseException:
             self._rules.clear()
@@ -453,12 +458,12 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
 
     def _deferring(self) -> tuple[int, ...]:
         """Return the stages with separate weight gradients, once per micro-batch; the same on all ranks."""
-        return self._assembly.deferring(self._consensus) if self.makes_weight_gradients_once() else ()
+        return self._runtime.deferring(self._consensus) if self.makes_weight_gradients_once() else ()
 
     @property
     def not_deferred(self) -> list[str]:
         """Names of this rank's trained matrices whose gradients are made slice by slice against the setting."""
-        interception = self._assembly.interception
+        interception = self._runtime.interception
         if interception is None or not self.makes_weight_gradients_once():
             return []
         return interception.not_deferred(self.module.named_parameters())

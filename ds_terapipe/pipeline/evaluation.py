@@ -54,12 +54,12 @@ class Evaluation(PipelineEngine):
 
     def _evaluate(self, micro_batches: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
         batch = self._next_step(micro_batches)
-        batch.cut(self._cutting.now(batch.lengths).slices)
+        batch.cut(self._slicer.now(batch.lengths).slices)
         self._inspect(batch)
         self.total_loss = self.total_additional_losses = None
-        grid = grid_of_step(FORWARD_ONLY, self._assembly.placement, batch.slice_counts())
+        grid = grid_of_step(FORWARD_ONLY, self._runtime.placement, batch.slice_counts())
         result = None
-        with self._no_way_back():
+        with self._poison_on_error():
             self._run(batch, grid, self.global_steps)
             with self._watchdog.waiting("the loss from the last stage"):
                 if self.is_last_stage():

@@ -2,7 +2,7 @@
 
 A place of a pipeline runs one stage or several. Each has its own slice context, so keys and values are identified by
 (stage, micro-batch). It also has its own weight gradients, and results of actions for later ones, by unit. It neither
-sends nor receives: ``assembly.py`` passes its inputs and outputs.
+sends nor receives: ``runtime.py`` passes its inputs and outputs.
 """
 
 from __future__ import annotations

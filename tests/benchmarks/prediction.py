@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ds_terapipe.pipeline.autotune.cutting import FixedCutting
 from ds_terapipe.pipeline.autotune.phases import TRIALS
+from ds_terapipe.pipeline.autotune.slice_plan import FixedSlices
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.plan.evaluate import StepTimes
@@ -38,13 +38,13 @@ def cuts_of(sequence: int) -> dict[str, Cut]:
     return {**equal, "falling": (falling, "1f1b")}
 
 
-class Recorded(FixedCutting):
-    """A given cutting of a step that is recorded."""
+class Recorded(FixedSlices):
+    """A given slice plan of a step that is recorded."""
 
     events: Sequence[Any] = ()
     wants_events = True
 
-    def took(self, events: Sequence[Any], seconds: float) -> None:
+    def record_step(self, events: Sequence[Any], seconds: float) -> None:
         self.events = events
 
 
@@ -54,8 +54,8 @@ def measured(workload: Workload, steps: int, settings: Settings) -> tuple[Result
     sequence, kept = workload.shape.sequence, list[list[RecordedStep]]()
     trials = [(slice_lengths(sequence, count), "1f1b") for count in TRIALS if sequence // count >= 8]
 
-    def taken(choice: FixedCutting, count: int) -> float:
-        engine._cutting = choice
+    def taken(choice: FixedSlices, count: int) -> float:
+        engine._slicer = choice
         return min(measure.timed(lambda: engine.train_batch(batches), count))
 
     def record() -> float:
@@ -65,8 +65,8 @@ def measured(workload: Workload, steps: int, settings: Settings) -> tuple[Result
         kept.append([RecordedStep(cut[0], choice.events, one) for cut, choice, one in found])
         return sum(seconds)
 
-    cuts = {name: FixedCutting(*cut) for name, cut in cuts_of(sequence).items()}
-    for choice in (*(FixedCutting(*cut) for cut in trials), *cuts.values()):  # buffers, allocator and groups of each
+    cuts = {name: FixedSlices(*cut) for name, cut in cuts_of(sequence).items()}
+    for choice in (*(FixedSlices(*cut) for cut in trials), *cuts.values()):  # buffers, allocator and groups of each
         taken(choice, 1)
     columns = {name: partial(taken, choice, steps) for name, choice in cuts.items()}
     return measure.run_rounds({"record": record, **columns}, settings), kept

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ds_terapipe.elastic.cache import outputs
 from ds_terapipe.elastic.cache.outputs import Compute, Counts, OutputCache, level_of
 from ds_terapipe.elastic.cache.samples import decode, encode, names
-from ds_terapipe.elastic.cache.shelf import Shelf
+from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.elastic.settings import CacheSettings
 
@@ -174,7 +174,7 @@ def test_other_weights_or_numbers_are_another_level(monkeypatch: pytest.MonkeyPa
         seen.append(stage.level())
     assert level_of(stage.layers, "bf16").folder != stage.level().folder
     blocks = [CacheSettings(enabled=True, dtype=dtype) for dtype in ("exact", "bf16")]  # of a run that goes on
-    exact, rounded = (Shelf(block, "one", CPU, "", int, print)._level([Slow()]) for block in blocks)
+    exact, rounded = (CacheSession(block, "one", CPU, "", int, print)._level([Slow()]) for block in blocks)
     assert exact != rounded
 
 

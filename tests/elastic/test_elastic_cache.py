@@ -62,8 +62,8 @@ def steps_of(case: Case) -> list[list[Any]]:
 
 def written(engine: Any) -> None:
     """Wait for the outputs of a step; one as short as these would be over before."""
-    if engine._shelf is not None and engine._shelf.cache is not None:
-        for job in engine._shelf.cache._writing:
+    if engine._session is not None and engine._session.cache is not None:
+        for job in engine._session.cache._writing:
             job.result()
 
 
@@ -97,13 +97,13 @@ def resumed(folder: str) -> Any:
     engine.save_checkpoint(folder)
     losses = [float(engine.train_batch()) for _ in range(3)]
     written(engine)
-    engine._shelf.keep, run = True, engine._shelf.run
+    engine._session.keep, run = True, engine._session.run
     torch.distributed.barrier()
     engine.destroy()
     engine = engine_of(RESUMED, training_data=Texts(24), config=config)
     engine.load_checkpoint(folder)
     evaluated, again = (before, engine.evaluate(Texts(5))), [float(engine.train_batch()) for _ in range(3)]
-    counts, same = replace(engine.cache_counts), engine._shelf.run == run
+    counts, same = replace(engine.cache_counts), engine._session.run == run
     torch.distributed.barrier()
     engine.destroy()
     return losses, again, evaluated, counts, same, run
@@ -164,7 +164,7 @@ def ends(rank: int, world_size: int) -> None:
     engine = engine_of(RESUMED, config={"elastic_pipeline": RESUMED.elastic(cache=EXACT)})
     for step in steps_of(RESUMED)[:4]:
         engine.train_batch(iter(step))
-    mark(f"run-{engine._shelf.run}")
+    mark(f"run-{engine._session.run}")
     try:
         engine.train_batch(iter([]))
     except StopIteration:

@@ -12,7 +12,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor
 
 from ds_terapipe.elastic.settings import parse
-from ds_terapipe.elastic.shapes.measured import Chooser
+from ds_terapipe.elastic.shapes.measured import ShapeSelector
 from tests.elastic.training import Case, data_of, engine_of, reference_on
 from tests.pipeline.models import Block, Embedding, FrozenEmbedding, Head
 from tests.spawn import launched
@@ -150,7 +150,7 @@ def run(name: str) -> dict[str, Any]:
     with (
         mock.patch("ds_terapipe.elastic.shapes.measured.emit", lines.append),
         mock.patch("ds_terapipe.pipeline.recording.report.emit", lines.append),
-        mock.patch.object(Chooser, "peak_bytes", lambda self: this.options.get("peak")),
+        mock.patch.object(ShapeSelector, "peak_bytes", lambda self: this.options.get("peak")),
         mock.patch("time.perf_counter", CLOCK),
         mock.patch("torch.cuda.Event", Marked),
     ):
@@ -211,9 +211,9 @@ def test_memory_of_the_timed_steps_is_measured_where_it_is_limited(device: str, 
     engine = mock.MagicMock(
         device=torch.device(device), elastic_pipeline=parse({"elastic_pipeline": {"resize": resize}})
     )
-    chooser, begun = Chooser(engine, mock.MagicMock()), []
+    selector, begun = ShapeSelector(engine, mock.MagicMock()), []
     with mock.patch("torch.cuda.synchronize"):
         for _ in range(4):
-            with chooser.watching():
+            with selector.watching():
                 begun.append(engine._memory.begin.call_count)
     assert begun == ([0, 1, 2, 2] if weighs else [0] * 4)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_terapipe import ConfigError, FusedLamb
-from ds_terapipe.elastic import feed
-from ds_terapipe.elastic.feed import parcels
+from ds_terapipe.elastic import redistribute
 from ds_terapipe.elastic.moves.groups import refill, release
-from ds_terapipe.elastic.moves.transfer import check_structure, holding, sent_of
+from ds_terapipe.elastic.moves.transfer import check_structure, sent_of, stage_state
+from ds_terapipe.elastic.redistribute import parcels
 from ds_terapipe.elastic.saved.universal import Part, joined, kind_of, part_of
 from ds_terapipe.names import UNUSED
 from ds_terapipe.optim.step_rules import DeviceSteps
@@ -57,7 +57,7 @@ def test_what_a_spec_does_not_build_is_refused_by_name(change: str) -> None:
     live = Layer()
     set_on(live)
     with pytest.raises(ConfigError) as refused:
-        check_structure("5.", Layer(), holding({"5.": live}, torch.optim.SGD(live.parameters(), lr=0.1)))
+        check_structure("5.", Layer(), stage_state({"5.": live}, torch.optim.SGD(live.parameters(), lr=0.1)))
     text = str(refused.value)
     assert message in text and "\n" not in text and text.startswith("elastic_pipeline.resize.policy: got ")
     assert "must be part of the LayerSpec, use " in text
@@ -68,12 +68,12 @@ def test_a_holding_says_what_of_a_layer_may_have_changed() -> None:
     optimizer = torch.optim.AdamW([{"params": [live.inner.bias]}, {"params": [live.inner.weight], "lr": 1.0}])
     live.inner.weight.grad, live.cached, live.inner.weight.sequence_parallel = torch.ones(3, 2), torch.ones(1), True
     optimizer.step()
-    found = holding({"5.": live}, optimizer)
-    weight, bias, count = (found.pieces[f"5.{name}"] for name in ("inner.weight", "inner.bias", "count"))
+    found = stage_state({"5.": live}, optimizer)
+    weight, bias, count = (found.tensors[f"5.{name}"] for name in ("inner.weight", "inner.bias", "count"))
     assert (weight.group, bias.group, count.group) == (1, 0, None) and "cached" not in found.modules["5."]["settings"]
     assert set(weight.moments) == {"exp_avg", "exp_avg_sq"} and set(weight.values) == {"step"} and not bias.moments
     assert weight.attributes == {"sequence_parallel": True}
-    assert holding({"5.": live}, optimizer, ["5."]).pieces["5.inner.bias"].used is False
+    assert stage_state({"5.": live}, optimizer, ["5."]).tensors["5.inner.bias"].used is False
 
 
 def test_what_is_on_a_device_is_sent_and_not_described() -> None:
@@ -85,7 +85,7 @@ def test_what_is_on_a_device_is_sent_and_not_described() -> None:
     assert list(sent_of({"step": there, "moment": there, "count": here})) == ["moment", "step"]
     layer = nn.Linear(1, 1, bias=False)
     optimizer: Any = SimpleNamespace(param_groups=[], state={layer.weight: {"step": DeviceSteps(torch.tensor(8.0))}})
-    assert holding({"5.": layer}, optimizer).pieces["5.weight"].values == {"step": 7}
+    assert stage_state({"5.": layer}, optimizer).tensors["5.weight"].values == {"step": 7}
 
 
 @pytest.mark.parametrize(("dimension", "stride"), [(0, 1), (1, 1), (0, 2)])
@@ -110,9 +110,9 @@ def test_every_replica_gets_its_samples_from_any_readers(readers, replicas, each
     got: dict[Any, list[Any]] = {(role, replica): [] for role in ("inputs", "labels") for replica in range(replicas)}
     for role, reader, first, stop, replica in parcels(samples, readers, replicas):
         assert 0 <= first < stop <= part
-        got[role, replica] += feed._cut(read[reader], size, first, stop)
+        got[role, replica] += redistribute._cut(read[reader], size, first, stop)
     for (_, replica), pieces in got.items():
-        micro_batches = list(feed._regrouped(pieces, now))
+        micro_batches = list(redistribute._regrouped(pieces, now))
         assert {len(each) for each in micro_batches} == {now}
         assert torch.cat(micro_batches).tolist() == list(range(replica * share, (replica + 1) * share))
     alike = parcels(readers * each, readers, replicas, alike=True)  # an evaluation's: all get everything
@@ -125,20 +125,20 @@ def test_what_belongs_to_all_samples_is_handed_on_whole() -> None:
     """Masks of one row, numbers and tuples beside what has a row for each sample."""
     mask = torch.ones(5, 5)
     value = (torch.arange(4), (mask, "text"), torch.zeros(4, 2))
-    (cut,) = feed._cut([value], 4, 1, 3)
+    (cut,) = redistribute._cut([value], 4, 1, 3)
     assert cut[0].tolist() == [1, 2] and cut[1][0] is mask and cut[1][1] == "text" and cut[2].shape == (2, 2)
-    first, second = feed._regrouped([value], 2)
+    first, second = redistribute._regrouped([value], 2)
     assert first[0].tolist() == [0, 1] and second[0].tolist() == [2, 3] and second[1][0] is mask
 
 
 def test_micro_batches_that_cannot_be_divided_are_refused() -> None:
     whole, last = ((torch.zeros(2, 3), torch.zeros(5, 5)), torch.zeros(2)), (torch.zeros(1, 3), torch.zeros(1))
-    feed._check([whole, whole], 2)
-    feed._check([whole, last], None)
+    redistribute._check([whole, whole], 2)
+    redistribute._check([whole, last], None)
     with pytest.raises(
         ConfigError, match="got a micro-batch of 1 samples, must be of 2 where a reshape divides it, use "
     ):
-        feed._check([whole, last], 2)
+        redistribute._check([whole, last], 2)
 
 
 def with_groups(*settings: tuple[float, float]) -> torch.optim.Optimizer:

@@ -20,7 +20,7 @@ from ds_terapipe import hf
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.batches import _say_that_documents_are_one
 from ds_terapipe.hf.decoder_pipeline import balanced
-from ds_terapipe.hf.positions import Places
+from ds_terapipe.hf.positions import TokenPositions
 from ds_terapipe.hf.source import source_of
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.slicing import spans
@@ -65,11 +65,11 @@ def visible(made: dict[str, Tensor]) -> Tensor:
 
 
 def places_of(given: Tensor, tokens: Tensor, span: Any) -> Any:
-    """Places of tokens as a layer sees them in a slice."""
+    """Positions of tokens as a layer sees them in a slice."""
     context = SliceContext()
     SliceContext.current, context.span = context, span
     try:
-        return Places(given, tokens[:, span.start : span.stop])
+        return TokenPositions(given, tokens[:, span.start : span.stop])
     finally:
         SliceContext.current = None
 

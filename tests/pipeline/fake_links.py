@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_terapipe.pipeline.assembly import Assembly, Step
-from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.rank_view import RankView
+from ds_terapipe.pipeline.runtime import PipelineRuntime, Step
 from ds_terapipe.pipeline.slicing import as_tuple, like
 from ds_terapipe.pipeline.stage import GradientRules, Stage
 from ds_terapipe.schedule import Action, Op, Placement, Unit
@@ -47,13 +47,13 @@ class Queues:
         pass
 
 
-_NOBODY = SimpleNamespace(ended="", begin=lambda *args: None, at=lambda index: None)
+_NOBODY = SimpleNamespace(ended="", begin=lambda *args: None, watches=False)
 
 
 def assemblies(
     placement: Placement, layers: Sequence[Any], gradients: GradientRules, module: Any = None, streams: Any = None
-) -> list[Assembly]:
-    """An assembly for each place; ``layers`` of the whole model. ``module`` and ``streams`` make what a place has of them."""
+) -> list[PipelineRuntime]:
+    """A runtime for each place; ``layers`` of the whole model. ``module`` and ``streams`` make what a place has of them."""
     queues, ranks = Queues(), tuple(range(placement.places))
     found = []
     for place in range(placement.places):
@@ -66,17 +66,17 @@ def assemblies(
             stages[number] = Stage(
                 number, layers[first:stop], first, module=parent, trains=trains, gradients=gradients, streams=own
             )
-        seat: Any = Seat(placement, place, ranks)
-        found.append(Assembly(seat, stages, queues, _NOBODY, streams=own))  # type: ignore[arg-type]
+        view: Any = RankView(placement, place, ranks)
+        found.append(PipelineRuntime(view, stages, queues, _NOBODY, streams=own))  # type: ignore[arg-type]
     return found
 
 
-def run(places: Sequence[Assembly], steps: Sequence[Step]) -> int:
+def run(places: Sequence[PipelineRuntime], steps: Sequence[Step]) -> int:
     """Run a step's rows side by side, as far as messages let them; returns what is left over."""
     queues: Any = places[0].links
     at, rows = [0] * len(places), [step.grid[place] for place, step in enumerate(steps)]
-    for assembly, step, row in zip(places, steps, rows, strict=True):
-        assembly.begin(step, row)
+    for runtime, step, row in zip(places, steps, rows, strict=True):
+        runtime.begin(step, row)
     while any(index < len(row) for index, row in zip(at, rows, strict=True)):
         before = sum(at)
         for place, row in enumerate(rows):
@@ -84,7 +84,7 @@ def run(places: Sequence[Assembly], steps: Sequence[Step]) -> int:
                 places[place].execute(row[at[place]])
                 at[place] += 1
         assert sum(at) > before, "the grid is stuck"
-    left = sum(assembly.left_over for assembly in places)
-    for assembly in places:
-        assembly.end()
+    left = sum(runtime.left_over for runtime in places)
+    for runtime in places:
+        runtime.end()
     return left

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_terapipe.pipeline.assembly import Assembly
+from ds_terapipe.pipeline.runtime import PipelineRuntime
 
 _ATEN = torch.ops.aten
 # operators that have to know numbers, whose results have sizes that depend on them
@@ -44,7 +44,7 @@ def host_reads() -> Iterator[list[str]]:
     Operators that know numbers and the usual methods; not what is read in other ways, such as by an extension.
     """
     found: list[str] = []
-    execute = Assembly.execute
+    execute = PipelineRuntime.execute
 
     def note(what: Any) -> None:
         theirs = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
@@ -57,12 +57,12 @@ def host_reads() -> Iterator[list[str]]:
 
         return call
 
-    def watched(self: Assembly, action: Any) -> None:
+    def watched(self: PipelineRuntime, action: Any) -> None:
         with ExitStack() as stack:
             stack.enter_context(_Reads(note))
             for name in _METHODS:
                 stack.enter_context(mock.patch.object(Tensor, name, noted(getattr(Tensor, name))))
             execute(self, action)
 
-    with mock.patch.object(Assembly, "execute", watched):
+    with mock.patch.object(PipelineRuntime, "execute", watched):
         yield found

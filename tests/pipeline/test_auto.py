@@ -34,12 +34,12 @@ def auto(module: Any = None, **keys: Any) -> Any:
 
 
 def plans(engine: Any) -> list[dict[str, Any]]:
-    state = engine._cutting.state()
+    state = engine._slicer.state()
     return state["plans"] if state else []
 
 
 def memory(engine: Any) -> Any:
-    return engine._cutting._planner.budget.model.stages
+    return engine._slicer._planner.limit.model.stages
 
 
 def same_numbers(path: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def same_numbers(path: str) -> dict[str, Any]:
     def look() -> None:
         counts = [len(lengths) for lengths in engine.slices_run]
         live = engine.peak_live_units <= max(peak_live_units("terapipe", 2, counts))
-        compared = sum(isinstance(phase, Compared) for phase in engine._cutting._phases.values())
+        compared = sum(isinstance(phase, Compared) for phase in engine._slicer._phases.values())
         after.append((len(plans(engine)), compared, engine.slices_run[0], live))
 
     found = train(engine, steps, look)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 from torch.distributed import distributed_c10d
 
-from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.transport.channels import Channels
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Channel, Placement
@@ -29,7 +29,7 @@ def open_and_close(rank: int, world_size: int) -> dict[str, Any]:
     found, groups, members = {}, distributed_c10d._world.pg_map, torch.distributed.get_process_group_ranks
     for name, (placement, pipelines) in PLACED.items():
         before = len(groups)
-        watchdog = Watchdog(Seat.of(placement, rank, pipelines), timeout_s=60.0)
+        watchdog = Watchdog(RankView.of(placement, rank, pipelines), timeout_s=60.0)
         channels = Channels(placement, pipelines, watchdog, torch.device("cpu"))
         made = {channel: tuple(members(group)) for channel, group in channels._groups.items()}
         assert len(groups) == before + len(made) == before + len(channels)

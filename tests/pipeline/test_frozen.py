@@ -110,7 +110,7 @@ def one(model: str, config: str, folder: str) -> dict[str, Any]:
         last[:] = [len(passes), any(passes)]
         passes.clear()
 
-    for layer in (each for s in engine._assembly.stages.values() if not s.trains for each in s.layers.modules):
+    for layer in (each for s in engine._runtime.stages.values() if not s.trains for each in s.layers.modules):
         layer.register_forward_hook(passed)
     trace = train(engine, steps, after_step=stepped)
     found = {"trace": trace, "placement": engine.placement, "units": engine.units_run, "passes": last}

@@ -11,13 +11,13 @@ import torch.distributed
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.slicing import TensorCut, spans
 from ds_terapipe.pipeline.transport import boundary
 from ds_terapipe.pipeline.transport import p2p as links_module
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, TensorSpec, check_sendable
 from ds_terapipe.pipeline.transport.channels import Channels
-from ds_terapipe.pipeline.transport.p2p import Announcements, Links, Outbox
+from ds_terapipe.pipeline.transport.p2p import Announcements, Links, Sender
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only
 from tests.spawn import launched
@@ -46,7 +46,7 @@ def test_only_tensors_that_can_be_sent_are_handed_on(outputs, said):
 
 def test_a_tensor_that_changes_while_it_is_sent_is_an_error(monkeypatch):
     monkeypatch.setattr(links_module.dist, "isend", lambda *args, **kwargs: None)
-    box, counter = Outbox(1, None, SimpleNamespace(wait=lambda work, what: None)), torch.zeros(2)
+    box, counter = Sender(1, None, SimpleNamespace(wait=lambda work, what: None)), torch.zeros(2)
     box.send(Unit(0, 0), [counter], "activations of 0.0")
     box.keep(0)
     box.send(Unit(0, 1), [counter], "activations of 0.1")
@@ -91,9 +91,9 @@ class Line:
 
     def __init__(self, rank: int, stages: int) -> None:
         placement, ranks = Placement.plain(stages), tuple(range(stages))
-        seat = Seat(placement, rank, ranks)
-        self.watchdog = Watchdog(seat, timeout_s=60.0)
-        self.links = Links(seat, Channels(placement, [ranks], self.watchdog, CPU), CPU, self.watchdog)
+        view = RankView(placement, rank, ranks)
+        self.watchdog = Watchdog(view, timeout_s=60.0)
+        self.links = Links(view, Channels(placement, [ranks], self.watchdog, CPU), CPU, self.watchdog)
         self.rank, self.last, self.announced, self.sent = rank, stages - 1, 0, 0
         announce, isend = Announcements.send, links_module.dist.isend
 

@@ -164,7 +164,7 @@ class Run(NamedTuple):
 def install(engine: Any, run: Run) -> Messages:
     """Let the engine's messages go through the stand-in."""
     streams: dict[int, str] = {}
-    for channel, group in engine._assembly._channels._groups.items():
+    for channel, group in engine._runtime._channels._groups.items():
         streams[id(group)] = f"forward {channel.forward}" if run.shared else f"{channel}"
     messages = Messages(lambda group: streams[id(group)], run.one_queue)
     links_module.dist, links_module.POSTED_AHEAD = messages, run.ahead  # type: ignore[assignment]

@@ -129,7 +129,7 @@ def auto(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     ):
         engine = build_engine(frozen_until(first), masked_loss, token_pipeline={"slices": "auto", **keys})
         train(engine, steps_of(14, 2))
-        (found[name],) = engine._cutting.state()["plans"]
+        (found[name],) = engine._slicer.state()["plans"]
         engine.destroy()
     return {**found, "cost": MeasuredCost.load(costs)}
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
-from ds_terapipe.pipeline.assembly import Step
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
+from ds_terapipe.pipeline.runtime import Step
 from ds_terapipe.pipeline.slicing import Span, TensorCut
 from ds_terapipe.pipeline.stage import PlainGradients
 from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step

@@ -66,7 +66,7 @@ def lines_of(kinds: list[type], checkpoint: int = 0, **keys: str) -> list[str]:
         module={"activation_checkpoint_interval": checkpoint}, config={"pipeline": {"use_reentrant": False}},
     )  # fmt: skip
     train(engine, steps_of(1 + 2 * ROUNDS, 2))  # sequences of 24 tokens are tried in two slices and in one
-    assert engine._cutting.state()["plans"]
+    assert engine._slicer.state()["plans"]
     engine.destroy()
     return [line for line in said if "slowest stage" in line]
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.schedule import Op
+from ds_terapipe.pipeline.observe import Observer
+from ds_terapipe.schedule import Action, Op
 from tests.pipeline.models import gpt, masked_loss, micro_batch
 from tests.pipeline.training import build_engine
 from tests.ran import lengths_of
@@ -29,6 +30,15 @@ ASSIGNED: list[tuple[str, str, Any, str]] = [
 ]
 
 
+class WeightGradients(Observer):
+    """Number of actions that make weight gradients."""
+
+    made = 0
+
+    def action_ends(self, action: Action) -> None:
+        self.made += action.op is Op.WEIGHT_GRADIENTS
+
+
 def refused(change: Any) -> str:
     with pytest.raises(ConfigError) as raised:
         change()
@@ -37,15 +47,16 @@ def refused(change: Any) -> str:
 
 def cut_again_and_again(rank: int, keys: dict[str, Any]) -> dict[str, Any]:
     engine = build_engine(gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES)
+    weights = WeightGradients()
+    engine.observers.append(weights)
     steps: list[Any] = []
     live: list[int] = []
 
     def step() -> None:
-        number = len(steps)
+        number, before = len(steps), weights.made
         engine.train_batch(iter([micro_batch(10 * number + m, TOKENS) for m in range(MICRO_BATCHES)]))
-        weights = sum(action.op is Op.WEIGHT_GRADIENTS for action in engine._watchdog._grid[rank])
         live.append(engine.peak_live_units)
-        steps.append((engine.slices_run, engine.units_run, engine.token_pipeline.schedule, weights))
+        steps.append((engine.slices_run, engine.units_run, engine.token_pipeline.schedule, weights.made - before))
 
     found: dict[str, Any] = {"at first": (engine.slices_run, engine.units_run)}
     of = {"engine": engine, "block": engine.token_pipeline}

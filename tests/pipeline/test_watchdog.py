@@ -14,14 +14,16 @@ import pytest
 import torch
 import torch.distributed
 
-from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.transport import board, processes
 from ds_terapipe.pipeline.transport import watchdog as watchdog_module
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Position, Watchdog, launching
-from ds_terapipe.schedule import Placement, order, with_messages
+from ds_terapipe.schedule import Action, Placement, order, with_messages
+
+ACTION = Action.from_text("0F0.0")
 
 GRID = with_messages(order("1f1b", 2, [3]))
-SEAT = Seat(Placement.plain(2), 0, (0, 1))
+VIEW = RankView(Placement.plain(2), 0, (0, 1))
 KEY, LAUNCH_KEY = "ds_terapipe/position/0/{}", "ds_terapipe/position/launch/{}"
 GRADIENTS = "gradients of 0.2 from rank 1"
 
@@ -126,7 +128,7 @@ def store(clock, monkeypatch) -> Store:
 
 @pytest.fixture
 def watchdog(store):
-    watchdog = Watchdog(SEAT, timeout_s=5.0)
+    watchdog = Watchdog(VIEW, timeout_s=5.0)
     yield watchdog
     watchdog.close()
 
@@ -153,7 +155,7 @@ CLOSED = RuntimeError("[/src/gloo/tcp/pair.cc:553] Connection closed by peer [::
 
 
 def test_time_waited_is_counted_once_and_from_zero_with_a_step(watchdog, clock):
-    watchdog.begin(0, GRID, SEAT)
+    watchdog.begin(0, GRID, VIEW)
     with watchdog.waiting("what holds the next one"):
         watchdog.wait(Message(lambda: clock.sleep(1.0)), "a message")
         clock.sleep(0.5)
@@ -161,7 +163,7 @@ def test_time_waited_is_counted_once_and_from_zero_with_a_step(watchdog, clock):
     with watchdog.waiting("work in which others are waited for", counts=False):
         clock.sleep(1.0)
     assert watchdog.waited_s == 1.5
-    watchdog.begin(1, GRID, SEAT)
+    watchdog.begin(1, GRID, VIEW)
     assert watchdog.waited_s == 0.0
 
 
@@ -184,8 +186,8 @@ def test_errors_of_communication_are_stalls_and_a_users_are_left_alone(watchdog)
 def test_the_report(watchdog, store, caplog):
     store.say(KEY.format(1))
     store.say(KEY.format(2), step=3, note="waits 2.0 s for the all-reduce")
-    watchdog.begin(4, GRID, SEAT)
-    watchdog.at(8)
+    watchdog.begin(4, GRID, VIEW)
+    watchdog.action_begins(8, ACTION)
     with pytest.raises(PipelineStalled) as caught, watchdog.waiting("the optimiser step of the other ranks"):
         watchdog.wait(fails(CLOSED), GRADIENTS)
     lines = str(caught.value).splitlines()
@@ -205,7 +207,7 @@ def test_the_report(watchdog, store, caplog):
 
 @pytest.mark.parametrize("how", ["gone", "stopped"])
 def test_a_lost_store_costs_neither_time_nor_a_second_try(watchdog, store, clock, how):
-    watchdog.begin(0, GRID, SEAT)
+    watchdog.begin(0, GRID, VIEW)
     store.lost = how
     text = r"positions unknown: the process with the store .* does not answer\nstep"
     with pytest.raises(PipelineStalled, match=text):
@@ -274,12 +276,12 @@ def test_a_wait_that_fails_while_the_thread_gives_up_leaves_the_end_to_it(store,
 @pytest.mark.parametrize(("ended", "moves"), [(False, False), (True, True), (True, False)])
 def test_an_action_that_stands_still_ends_when_another_rank_has_ended(watchdog, store, clock, caplog, ended, moves):
     """Such as a layer that waits for a device whose hardware queue is held: no message is awaited."""
-    watchdog.begin(4, GRID, SEAT)
+    watchdog.begin(4, GRID, VIEW)
 
     def course() -> Iterator[None]:
         for beat in range(12):
             store.say(KEY.format(1), ended=ended, written=1e9 + clock.now)
-            watchdog.at(beat % 5 if moves else 3)
+            watchdog.action_begins(beat % 5 if moves else 3, ACTION)
             yield
 
     if moves or not ended:
@@ -347,7 +349,7 @@ def points() -> list[Point]:
 def streamed(store, points, monkeypatch):
     """A watchdog of a device's stream, whose marks are ``points``."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: points.append(device))
-    watchdog = Watchdog(SEAT, 3.0, lambda: points.append(Point()) or points[-1], torch.device("cuda", 3))
+    watchdog = Watchdog(VIEW, 3.0, lambda: points.append(Point()) or points[-1], torch.device("cuda", 3))
     yield watchdog
     watchdog.close()
 
@@ -356,9 +358,9 @@ def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_report
     streamed, points, store, clock, caplog
 ):
     store.say(KEY.format(1), note="waits 2.0 s for activations of 0.0 from rank 0")
-    streamed.begin(4, GRID, SEAT)
+    streamed.begin(4, GRID, VIEW)
     for index in range(8):  # the host is through long before the stream
-        streamed.at(index)
+        streamed.action_begins(index, ACTION)
         streamed.wait(Streamed(), f"gradients of 0.{index} from rank 1")
 
     def course() -> Iterator[None]:

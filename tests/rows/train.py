@@ -183,9 +183,9 @@ class _Run:
         if engine.slices_run:
             facts.append(("slices", set(engine.slices_run), {self.lengths[0]}))
         self.wrong += [f"step {number}: {what} {got}, not {wanted}" for what, got, wanted in facts if got != wanted]
-        shelf = getattr(engine, "_shelf", None)
-        if shelf is not None and shelf.cache is not None:
-            for job in shelf.cache._writing:  # a step as short as these would be over before its outputs are written
+        session = getattr(engine, "_session", None)
+        if session is not None and session.cache is not None:
+            for job in session.cache._writing:  # a step as short as these would be over before its outputs are written
                 job.result()
 
     def close(self) -> int:

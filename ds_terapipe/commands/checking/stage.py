@@ -19,15 +19,15 @@ from ds_terapipe.commands.checking.boundary import Alongside, Boundary
 from ds_terapipe.commands.checking.inputs import Sample
 from ds_terapipe.commands.checking.peak import CountedPeak
 from ds_terapipe.commands.checking.world import Alone
-from ds_terapipe.pipeline.assembly import Assembly, Step
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.gradients import DeepSpeedGradients
 from ds_terapipe.pipeline.inspection.first_batch import Inspection
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS
 from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
 from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.recording.accounting import StepMemory
-from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.runtime import PipelineRuntime, Step
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.step_grid import grid_of_step
@@ -36,7 +36,7 @@ from ds_terapipe.schedule import Placement, Unit
 
 SCHEDULE = "1f1b"
 _CUTS = (4, 2)  # slices of the steps that are counted
-_NOBODY = SimpleNamespace(ended="", begin=lambda *args: None, at=lambda index: None)
+_NOBODY = SimpleNamespace(ended="", begin=lambda *args: None, watches=False)
 
 
 class Counted(NamedTuple):
@@ -83,9 +83,9 @@ class StageRun:
         )  # fmt: skip
         self._batch = StepBatch()
         self._links = Alongside(before, lambda unit: self._batch.span(unit), mode)
-        seat = Seat(placement, number, tuple(range(stages)))
-        self._assembly = Assembly(
-            seat, {number: stage}, self._links, _NOBODY, memory=self._memory, autocast=stage._autocast  # type: ignore[arg-type]
+        view = RankView(placement, number, tuple(range(stages)))
+        self._runtime = PipelineRuntime(
+            view, {number: stage}, self._links, _NOBODY, memory=self._memory, autocast=stage._autocast  # type: ignore[arg-type]
         )  # fmt: skip
 
     def count(self, cut: bool) -> Counted:
@@ -102,8 +102,8 @@ class StageRun:
         peaks, defers = [], False
         with _unread(), self._mode, torch.enable_grad():
             if counts != [1]:
-                self._assembly.intercept()
-                defers = self._assembly._defers(self._stage) and self._engine.makes_weight_gradients_once()
+                self._runtime.intercept()
+                defers = self._runtime._defers(self._stage) and self._engine.makes_weight_gradients_once()
             try:
                 for count in counts:
                     if count > 1:
@@ -111,24 +111,24 @@ class StageRun:
                     taken = self._step(count, defers)
                     peaks.append((slice_lengths(longest, count), taken))
                 memory = self._memory.end()[self._number]
-                after = self._boundary() if self._number < len(self._assembly.placement.stages) - 1 else None
+                after = self._boundary() if self._number < len(self._runtime.placement.stages) - 1 else None
             finally:
-                self._assembly.leave()
+                self._runtime.leave()
         return Counted(memory, tuple(peaks), after, defers)
 
     @property
     def _stage(self) -> Stage:
-        return self._assembly.stages[self._number]
+        return self._runtime.stages[self._number]
 
     def _read(self, count: int) -> StepBatch:
-        seat, loss_fn = self._assembly.seat, self._module.loss_fn
+        view, loss_fn = self._runtime.view, self._module.loss_fn
         settings = self._settings.model_copy(update={"slices": count})
         micro_batches = self._micro_batches
         lengths, signatures = [self._sample.length] * micro_batches, [0] * micro_batches
         batch = StepBatch(lengths=lengths, signatures=signatures)
-        if seat.has_first or seat.has_last:
+        if view.has_first or view.has_last:
             batch = read_step(
-                [self._sample.item] * micro_batches, settings, lambda value: value, inputs=seat.has_first, labels=seat.has_last,
+                [self._sample.item] * micro_batches, settings, lambda value: value, inputs=view.has_first, labels=view.has_last,
                 cut_labels=runs_per_slice(loss_fn),
             )  # fmt: skip
             batch.lengths, batch.signatures = lengths, signatures
@@ -136,30 +136,30 @@ class StageRun:
         return batch
 
     def _inspect(self, count: int) -> None:
-        if self._assembly.is_inspected:
+        if self._runtime.is_inspected:
             return
         check_loss(self._module.loss_fn)
         batch = self._batch = self._read(count)
-        probe = Inspection(self._assembly, Alone(), self._settings, False)  # type: ignore[arg-type]
+        probe = Inspection(self._runtime, Alone(), self._settings, False)  # type: ignore[arg-type]
         with mock.patch.object(self._links, "_span", _probed(batch)):
             probe.run(batch)
 
     def _step(self, count: int, defers: bool) -> float:
         """Run a step whose micro-batches have ``count`` slices and return its peak."""
         batch = self._batch = self._read(count)
-        placement, seat = self._assembly.placement, self._assembly.seat
+        placement, view = self._runtime.placement, self._runtime.view
         deferring = tuple(range(len(placement.stages))) if defers and count > 1 else ()
         grid = grid_of_step(SCHEDULE, placement, (count,) * self._micro_batches, deferring)
         losses = None
-        if seat.has_last:
-            losses = StepLosses(batch, self._module.loss_fn, self._assembly.output_cuts)
+        if view.has_last:
+            losses = StepLosses(batch, self._module.loss_fn, self._runtime.output_cuts)
         parameters = list(self._module.parameters())
         for parameter in parameters:
             parameter.grad = None
         self._memory.begin(parameters)
         self._memory.note_peak(parameters)
         with self._peak:
-            self._assembly.run(Step(0, batch, grid, losses))
+            self._runtime.run(Step(0, batch, grid, losses))
         # ZeRO makes its buckets, and sums of 16-bit gradients in fp32, in a step's backwards; it drops them after it has reduced
         getattr(self._engine.optimizer, "_release_ipg_buffers", lambda: None)()
         for parameter in parameters:

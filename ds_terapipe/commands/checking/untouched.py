@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from ds_terapipe.commands.checking.bytes import two_moments
-from ds_terapipe.empty_layers import building_empty
 from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.skip_init import skipping_init
 
 # Small tensors of numbers (linspace, arange, tensor) stay real: constructors read them.
 _FACTORIES = {
@@ -130,6 +130,6 @@ def untouched() -> Iterator[FakeTensorMode]:
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _applied))
         stack.enter_context(mock.patch.object(OpBuilder, "load", lambda self, verbose=True: _Kernels()))
         stack.enter_context(mock.patch.object(FusedLamb, "step", two_moments))
-        stack.enter_context(building_empty())
+        stack.enter_context(skipping_init())
         stack.enter_context(_Factories(mode))
         yield mode

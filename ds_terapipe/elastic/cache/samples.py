@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_terapipe.elastic.feed import has_samples, samples_of
+from ds_terapipe.elastic.redistribute import has_samples, samples_of
 from ds_terapipe.pipeline.slicing import as_tuple
 
 _COUNT = struct.Struct("<I")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ds_terapipe.elastic.cache.outputs import Compute
-from ds_terapipe.elastic.cache.shelf import Shelf
+from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.slicing import Span, copy_of, part_of
@@ -23,15 +23,15 @@ class CachedStage(Stage):
 
     Args:
         *args, **kwargs: as for `Stage`; must be the model's first stage, and forward-only.
-        shelf: the cache.
+        session: the cache.
     """
 
-    def __init__(self, *args: Any, shelf: Shelf, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, session: CacheSession, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.number == 0 and not self.trains
-        self._shelf = shelf
+        self._session = session
         self._whole: dict[int, Any] = {}  # outputs of micro-batches with slices still to come
-        self.layers.timed = not shelf.wanted  # its outputs are read, at no cost
+        self.layers.timed = not session.wanted  # its outputs are read, at no cost
         self._compute = Compute(self._run_whole, not has_own_forward(self.root))
         self._functions = self.layers.functions  # a step that times layers wraps them
 
@@ -39,16 +39,16 @@ class CachedStage(Stage):
         """Extend `Stage.begin`: start to read the samples of the step."""
         super().begin(batch, losses, weights_apart)
         if torch.is_grad_enabled():
-            self._shelf.begin(self._functions)
+            self._session.begin(self._functions)
 
     def forward(self, unit: Unit, inputs: Any) -> Any:
         """Override `Stage.forward`: return cached outputs in place of running the layers."""
-        if not self._shelf.active or not torch.is_grad_enabled():
+        if not self._session.active or not torch.is_grad_enabled():
             return super().forward(unit, inputs)
         number, span = unit.micro_batch, self._batch.span(unit)
         if number not in self._whole:
             whole = self._batch.cut_inputs(number, self._span(number))
-            self._whole[number] = self._shelf.outputs(number, whole, self._compute)
+            self._whole[number] = self._session.outputs(number, whole, self._compute)
         outputs = self._whole[number]
         if self._batch.is_last_slice(unit):
             del self._whole[number]
@@ -77,5 +77,5 @@ class CachedStage(Stage):
         """Extend `Stage.end` by the cache."""
         super().end()
         self._whole.clear()
-        self._shelf.end()
-        self.layers.timed = not self._shelf.wanted
+        self._session.end()
+        self.layers.timed = not self._session.wanted

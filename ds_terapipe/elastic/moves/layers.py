@@ -16,9 +16,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from torch import Tensor, nn
 
-from ds_terapipe.empty_layers import building_empty
 from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
 from ds_terapipe.pipeline.operators.random_streams import TorchStates
+from ds_terapipe.skip_init import skipping_init
 
 LOSS = "loss_fn."  # prefix of the names of the loss's own tensors, if it is a module
 
@@ -72,7 +72,7 @@ def layers_for(
 def build(spec: LayerSpec | nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
     """Build a layer from its spec, in ``dtype`` if given; a module in place of a spec gets empty tensors."""
     if isinstance(spec, LayerSpec):
-        with building_empty():
+        with skipping_init():
             built: nn.Module = spec.build().to(device, dtype)
         return built
     for tensor in _tensors(spec):
@@ -83,7 +83,7 @@ def build(spec: LayerSpec | nn.Module, device: torch.device, dtype: torch.dtype 
 
 def structure_of(spec: LayerSpec, live: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Build a layer as another rank would, for inspection; modules shared with the live layer stay as they are."""
-    with building_empty():
+    with skipping_init():
         built: nn.Module = spec.build()
     alive = set(map(id, _tensors(live)))
     return built if any(id(tensor) in alive for tensor in _tensors(built)) else built.to(dtype=dtype)

@@ -32,7 +32,7 @@ _STEP = "step"
 _SCALING = ("loss_scaler", "loss_scale_config", "custom_loss_scaler", "external_loss_scale", "overflow")
 
 
-class Place(NamedTuple):
+class Fragment(NamedTuple):
     """Location of a parameter's master.
 
     Attributes:
@@ -57,7 +57,7 @@ def is_wrapped(optimizer: Any) -> bool:
     return isinstance(optimizer, DeepSpeedOptimizer)
 
 
-def places(wrapper: Any) -> list[list[Place]]:
+def fragments(wrapper: Any) -> list[list[Fragment]]:
     """Return the locations of the parameters' masters, by parameter group."""
     if isinstance(wrapper, FP16_UnfusedOptimizer):
         groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
@@ -71,21 +71,21 @@ def places(wrapper: Any) -> list[list[Place]]:
     return [[_linked(parameter, flat) for parameter in parameters] for parameters, flat in parts]
 
 
-def _whole_at(parameter: nn.Parameter, master: Tensor, at: int) -> Place:
-    return Place(parameter, master, at, 0, parameter.numel(), None)
+def _whole_at(parameter: nn.Parameter, master: Tensor, at: int) -> Fragment:
+    return Fragment(parameter, master, at, 0, parameter.numel(), None)
 
 
-def _one_after_another(parameters: list[nn.Parameter], flat: Tensor) -> list[Place]:
+def _one_after_another(parameters: list[nn.Parameter], flat: Tensor) -> list[Fragment]:
     ends = accumulate(parameter.numel() for parameter in parameters)
     return [_whole_at(p, flat, end - p.numel()) for p, end in zip(parameters, ends, strict=True)]
 
 
-def _linked(parameter: Any, flat: Tensor) -> Place:
+def _linked(parameter: Any, flat: Tensor) -> Fragment:
     """Return the place of a replica's part as DeepSpeed's links give it."""
     if parameter._hp_mapping is None:
-        return Place(parameter, flat, 0, 0, 0, parameter._dp_group)
+        return Fragment(parameter, flat, 0, 0, 0, parameter._dp_group)
     mine, its = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
-    return Place(parameter, flat, its.start, mine.start, mine.numel, parameter._dp_group)
+    return Fragment(parameter, flat, its.start, mine.start, mine.numel, parameter._dp_group)
 
 
 def unwrap(wrapper: Any, module: nn.Module) -> None:
@@ -99,7 +99,7 @@ def unwrap(wrapper: Any, module: nn.Module) -> None:
 
 def _take_off(wrapper: Any, here: set[int]) -> list[nn.Parameter]:
     """Replace masters by the parameters that are ``here``, by ``id``; return all of the wrapper's parameters."""
-    optimizer, found = wrapper.optimizer, places(wrapper)
+    optimizer, found = wrapper.optimizer, fragments(wrapper)
     for group, members in zip(optimizer.param_groups, found, strict=True):
         states = {id(place.master): optimizer.state.pop(place.master, {}) for place in _by_master(members)}
         for place in members:
@@ -128,12 +128,12 @@ def _empty(wrapper: Any, parameters: Sequence[nn.Parameter]) -> None:
         parameter.data = parameter.data.to(device)
 
 
-def _by_master(members: list[Place]) -> list[Place]:
+def _by_master(members: list[Fragment]) -> list[Fragment]:
     """Return one place for each master."""
     return list({id(place.master): place for place in members}.values())
 
 
-def _state_of(place: Place, state: dict[str, Any]) -> dict[str, Any]:
+def _state_of(place: Fragment, state: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state from that of its master: shares of what is like it."""
     found: dict[str, Any] = {}
     for key, value in state.items():
@@ -145,7 +145,7 @@ def _state_of(place: Place, state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _share(place: Place, flat: Tensor) -> Share:
+def _share(place: Fragment, flat: Tensor) -> Share:
     mine = flat.detach().view(-1)[place.at : place.at + place.length]
     return Share(_on_host(mine), place.start, place.parameter.shape, place.group)
 
@@ -185,7 +185,7 @@ def fill(wrapper: Any, before: Any = None, bucket: Bucket | None = None) -> None
         bucket: sums shares, and makes this collective over replicas; None: all of the state is whole.
     """
     optimizer = wrapper.optimizer
-    for members in places(wrapper):
+    for members in fragments(wrapper):
         states = [optimizer.state.pop(place.parameter, {}) for place in members]
         for place, state in zip(members, states, strict=True):
             _take_over(place, state, optimizer.state[place.master], bucket)
@@ -199,7 +199,7 @@ def fill(wrapper: Any, before: Any = None, bucket: Bucket | None = None) -> None
         counting_nothing(wrapper)
 
 
-def _take_over(place: Place, state: dict[str, Any], of_master: dict[str, Any], bucket: Bucket | None) -> None:
+def _take_over(place: Fragment, state: dict[str, Any], of_master: dict[str, Any], bucket: Bucket | None) -> None:
     """Invert `_state_of` for this replica's new part of the master."""
     for key, value in state.items():
         if not isinstance(value, Share) and not _is_like(key, value, place.parameter):

@@ -15,7 +15,6 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
-from ds_terapipe.elastic.moves.anew import quietly
 from ds_terapipe.elastic.moves.groups import refill
 from ds_terapipe.elastic.moves.layers import (
     LOSS,
@@ -30,17 +29,18 @@ from ds_terapipe.elastic.moves.layers import (
     structure_of,
 )
 from ds_terapipe.elastic.moves.masters import MASTER
+from ds_terapipe.elastic.moves.rebuild import quietly
 from ds_terapipe.elastic.moves.shares import Bucket
 from ds_terapipe.elastic.moves.transfer import (
-    Courier,
-    Holding,
-    Piece,
+    StageState,
+    TensorInfo,
+    TensorTransfer,
     authority,
     check_same,
     check_structure,
-    holding,
     plan,
     sent_of,
+    stage_state,
 )
 from ds_terapipe.errors import bad_value
 from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
@@ -50,12 +50,12 @@ from ds_terapipe.pipeline.transport.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
-class _Said:
+class RankReport:
     """The message of one rank of the first replica to all others."""
 
     stage: int
     tensor: int
-    holding: Holding
+    state: StageState
     settings: Sequence[tuple[dict[str, Any], bool]]  # of each parameter group, and whether it has parameters here
 
 
@@ -75,7 +75,7 @@ def check_movable(
         got, use = ", ".join(axes), "deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology"
         raise bad_value("elastic_pipeline.resize.policy: topology", got, 'axes of which the last is "model"', use)
     here = layers_here(module)
-    mine = holding(here, optimizer)
+    mine = stage_state(here, optimizer)
     for prefix in here:
         entry = builder(module, prefix, module._local_start, module._local_stop)
         spec = module._layer_specs[entry]
@@ -141,44 +141,46 @@ class Reshape:
         lacking = [name for name, of in owner.items() if of != stage]
         moves = plan(self._consensus.gather(lacking), self._holders(owner, held))
         for name in lacking:
-            self._make_room(name, held[owner[name]].pieces[name])
-        courier = Courier(self._rank, self._tensors, self._watchdog.wait_on_host, self._device, bucket)
-        courier.carry(moves)
-        self.sent_bytes = courier.sent_bytes
+            self._make_room(name, held[owner[name]].tensors[name])
+        transfer = TensorTransfer(self._rank, self._tensors, self._watchdog.wait_on_host, self._device, bucket)
+        transfer.carry(moves)
+        self.sent_bytes = transfer.sent_bytes
         for prefix, layer in layers.items():
             if layer is not self._here.get(prefix):
                 _set_up(prefix, layer, held)
         for name, of in owner.items():
-            self._fill(name, layers, held[of].pieces[name], received=of != stage)
+            self._fill(name, layers, held[of].tensors[name], received=of != stage)
         with quietly(), self._watchdog.making_groups():
             reassemble(self._module, self._topology, self._parts, layers)
         leave_loss(self._module)
         drop_copies(self._module, [layer for prefix, layer in self._here.items() if layers.get(prefix) is not layer])
         groups = {
-            name: piece.group for each in held.values() for name, piece in each.pieces.items() if piece.is_parameter
+            name: info.group for each in held.values() for name, info in each.tensors.items() if info.is_parameter
         }
-        groups |= {name: held[of].pieces[name].group for name, of in owner.items()}
+        groups |= {name: held[of].tensors[name].group for name, of in owner.items()}
         away = copies(self._module)
         wanted = {name: number for name, number in groups.items() if number is not None and not name.startswith(away)}
         refill(self._optimizer, self._module, wanted, self._states, _settings(said))
 
     @staticmethod
-    def _held(said: Sequence[_Said]) -> dict[int, Holding]:
-        return {one.stage: one.holding for one in said}
+    def _held(said: Sequence[RankReport]) -> dict[int, StageState]:
+        return {one.stage: one.state for one in said}
 
-    def _gather(self) -> list[_Said]:
+    def _gather(self) -> list[RankReport]:
         """Gather the layers and settings of the stages with this rank's tensor-parallel index; collective."""
         coordinates, mine = self._old.get_coord(self._rank), None
         tensor = getattr(coordinates, "model", 0)
         if getattr(coordinates, "data", 0) == 0:
             settings = [(settings_of(group), bool(group["params"])) for group in self._optimizer.param_groups]
-            mine = _Said(coordinates.pipe, tensor, holding(self._here, self._optimizer, sorted(self._tied)), settings)
+            mine = RankReport(
+                coordinates.pipe, tensor, stage_state(self._here, self._optimizer, sorted(self._tied)), settings
+            )
         everybodys = self._consensus.gather(mine)
         return sorted(
             (one for one in everybodys if one is not None and one.tensor == tensor), key=lambda one: one.stage
         )
 
-    def _check(self, layers: Mapping[str, nn.Module], held: Mapping[int, Holding], stage: int) -> None:
+    def _check(self, layers: Mapping[str, nn.Module], held: Mapping[int, StageState], stage: int) -> None:
         for prefix, layer in layers.items():
             if layer is self._here.get(prefix):
                 continue
@@ -193,17 +195,17 @@ class Reshape:
         for each in held.values():
             check_same(layers, each)
 
-    def _names(self, prefix: str, layer: nn.Module, held: Mapping[int, Holding]) -> list[str]:
+    def _names(self, prefix: str, layer: nn.Module, held: Mapping[int, StageState]) -> list[str]:
         """Return the names of a layer's tensors; for a newly built layer those of the live one."""
         names = [prefix + name for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
         if layer is self._here.get(prefix):
             return names
-        known = {name for each in held.values() for name in each.pieces}
+        known = {name for each in held.values() for name in each.tensors}
         if prefix in self._tied:
             return [name for name in names if name in known]
-        return [name for name in held[_stage_with(prefix, held)].pieces if name.startswith(prefix)]
+        return [name for name in held[_stage_with(prefix, held)].tensors if name.startswith(prefix)]
 
-    def _holders(self, owner: Mapping[str, int], held: Mapping[int, Holding]) -> Any:
+    def _holders(self, owner: Mapping[str, int], held: Mapping[int, StageState]) -> Any:
         topology = self._old
 
         def holders(name: str, target: int) -> list[int]:
@@ -228,18 +230,18 @@ class Reshape:
         prefix = next(prefix for prefix in self._here if name.startswith(prefix))
         return _tensor_of(self._here[prefix], name.removeprefix(prefix))
 
-    def _make_room(self, name: str, piece: Piece) -> None:
+    def _make_room(self, name: str, info: TensorInfo) -> None:
         moments = {}
-        for key, kind in piece.moments.items():
-            on_host = MASTER in piece.moments and kind.shape == piece.kind.shape  # as `masters.join` leaves it
+        for key, kind in info.moments.items():
+            on_host = MASTER in info.moments and kind.shape == info.kind.shape  # as `masters.join` leaves it
             moments[key] = torch.empty(kind.shape, dtype=kind.dtype, device="cpu" if on_host else self._device)
-        values = torch.empty(piece.kind.shape, dtype=piece.kind.dtype, device=self._device)
+        values = torch.empty(info.kind.shape, dtype=info.kind.dtype, device=self._device)
         self._rooms[name] = [values, *(moments[key] for key in sorted(moments))]
-        if moments or piece.values:
+        if moments or info.values:
             # step counts first, in the optimisers' order: checkpoints do not depend on moves
-            self._states[name] = {**piece.values, **moments}
+            self._states[name] = {**info.values, **moments}
 
-    def _fill(self, name: str, layers: Mapping[str, nn.Module], piece: Piece, received: bool) -> None:
+    def _fill(self, name: str, layers: Mapping[str, nn.Module], info: TensorInfo, received: bool) -> None:
         """Set a tensor of the new layers from the received values, or from the live tensor that it replaces."""
         prefix = next(prefix for prefix in layers if name.startswith(prefix))
         layer, path = layers[prefix], name.removeprefix(prefix)
@@ -255,27 +257,27 @@ class Reshape:
                 self._states[name] = state
         owner, _, leaf = path.rpartition(".")
         holder = layer.get_submodule(owner)
-        if not piece.is_parameter:
+        if not info.is_parameter:
             holder._buffers[leaf] = values
             return
         parameter = holder._parameters[leaf]
         assert parameter is not None
         parameter.data = values
-        parameter.requires_grad_(piece.requires_grad)
-        vars(parameter).update(piece.attributes)
+        parameter.requires_grad_(info.requires_grad)
+        vars(parameter).update(info.attributes)
 
 
-def _stage_with(prefix: str, held: Mapping[int, Holding]) -> int:
+def _stage_with(prefix: str, held: Mapping[int, StageState]) -> int:
     return next(stage for stage, each in held.items() if prefix in each.modules)
 
 
-def _settings(said: Sequence[_Said]) -> list[dict[str, Any]]:
+def _settings(said: Sequence[RankReport]) -> list[dict[str, Any]]:
     """Return the settings of each group from a stage with parameters of it: a step count may be among them."""
     by_group = zip(*(one.settings for one in said), strict=True)
     return [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]
 
 
-def _set_up(prefix: str, layer: nn.Module, held: Mapping[int, Holding]) -> None:
+def _set_up(prefix: str, layer: nn.Module, held: Mapping[int, StageState]) -> None:
     """Copy the live layer's plain attributes to the modules of a newly built layer."""
     about = held[_stage_with(prefix, held)].modules
     for name, module in layer.named_modules():

@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorInfo:
     """Description of a parameter or buffer on its rank.
 
     Attributes:
@@ -59,16 +59,16 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Holding:
+class StageState:
     """Description of the tensors of a stage.
 
     Attributes:
-        pieces: by name.
+        tensors: by name.
         modules: class, hooks and plain attributes of its modules, by their names.
         same: groups of names that are one trained parameter.
     """
 
-    pieces: Mapping[str, Piece]
+    tensors: Mapping[str, TensorInfo]
     modules: Mapping[str, Mapping[str, Any]]
     same: Sequence[Sequence[str]] = ()
 
@@ -81,7 +81,9 @@ class Move(NamedTuple):
     target: int
 
 
-def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, shared: Sequence[str] = ()) -> Holding:
+def stage_state(
+    layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, shared: Sequence[str] = ()
+) -> StageState:
     """Describe this rank's parameters, buffers and modules.
 
     Args:
@@ -90,14 +92,14 @@ def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, s
         shared: prefixes of modules that several stages may hold; for these it is checked whether they are used.
     """
     group_of = numbers(optimizer)
-    pieces, modules = {}, {}
+    tensors, modules = {}, {}
     names: defaultdict[int, list[str]] = defaultdict(list)
     for prefix, layer in layers.items():
         for name, parameter in layer.named_parameters():
             names[id(parameter)] += [prefix + name] * parameter.requires_grad
             state = optimizer.state.get(parameter, {})
             sent = sent_of(state)
-            pieces[prefix + name] = Piece(
+            tensors[prefix + name] = TensorInfo(
                 kind_of(parameter),
                 True,
                 parameter.requires_grad,
@@ -108,10 +110,10 @@ def holding(layers: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, s
                 prefix not in shared or _has_moved(state),
             )
         for name, buffer in layer.named_buffers():
-            pieces[prefix + name] = Piece(kind_of(buffer))
+            tensors[prefix + name] = TensorInfo(kind_of(buffer))
         for name, module in layer.named_modules():
             modules[prefix + name] = _about(module)
-    return Holding(pieces, modules, [each for each in names.values() if len(each) > 1])
+    return StageState(tensors, modules, [each for each in names.values() if len(each) > 1])
 
 
 def kind_of(tensor: Tensor) -> Kind:
@@ -161,10 +163,10 @@ def _is_a_users(hook: Any) -> bool:
     return module.partition(".")[0] not in ("deepspeed", "ds_terapipe")
 
 
-def authority(name: str, holdings: Mapping[int, Holding]) -> int:
+def authority(name: str, states: Mapping[int, StageState]) -> int:
     """Return the stage whose copy of a name counts: the first that has used it, else the first that has it."""
-    having = sorted(stage for stage, each in holdings.items() if name in each.pieces)
-    return next((stage for stage in having if holdings[stage].pieces[name].used), having[0])
+    having = sorted(stage for stage, each in states.items() if name in each.tensors)
+    return next((stage for stage in having if states[stage].tensors[name].used), having[0])
 
 
 def plan(wanted: Sequence[Sequence[str]], holders: Callable[[str, int], Sequence[int]]) -> list[Move]:
@@ -183,7 +185,7 @@ def plan(wanted: Sequence[Sequence[str]], holders: Callable[[str, int], Sequence
     return moves
 
 
-def check_structure(prefix: str, built: nn.Module, source: Holding) -> None:
+def check_structure(prefix: str, built: nn.Module, source: StageState) -> None:
     """Refuse changes to a live layer that a rebuild on another rank would lose.
 
     Raises:
@@ -196,7 +198,7 @@ def check_structure(prefix: str, built: nn.Module, source: Holding) -> None:
         if name.startswith(prefix) and about["hooks"] != new[name]["hooks"]:
             raise _lost(f"{about['hooks']} hooks on module {name.rstrip('.')}", "registered")
     parameters = {prefix + name: kind_of(p) for name, p in built.named_parameters()}
-    live = {name: piece.kind for name, piece in source.pieces.items() if name.startswith(prefix) and piece.is_parameter}
+    live = {name: info.kind for name, info in source.tensors.items() if name.startswith(prefix) and info.is_parameter}
     for name in [*live, *parameters]:
         if live.get(name) != parameters.get(name):
             raise _lost(
@@ -204,7 +206,7 @@ def check_structure(prefix: str, built: nn.Module, source: Holding) -> None:
             )
 
 
-def check_same(layers: Mapping[str, nn.Module], source: Holding) -> None:
+def check_same(layers: Mapping[str, nn.Module], source: StageState) -> None:
     """Refuse layers that would hold copies of one parameter.
 
     ``layers``: by the prefix of their names.
@@ -230,7 +232,7 @@ def _lost(what: str, how: str) -> ConfigError:
     )
 
 
-class Courier:
+class TensorTransfer:
     """Sends and receives the tensors of names on this rank.
 
     Args:

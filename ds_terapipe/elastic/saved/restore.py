@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ds_terapipe import tensor_files
 from ds_terapipe.elastic.moves.groups import numbers
-from ds_terapipe.elastic.moves.masters import MASTER, is_wrapped, places
+from ds_terapipe.elastic.moves.masters import MASTER, fragments, is_wrapped
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.pipeline.parameter_groups import settings_of, tell
 
@@ -35,7 +35,7 @@ def about(engine: Any) -> dict[str, Any] | None:
         return None
     groups = [g["params"] for g in engine.basic_optimizer.param_groups]
     if kind != _PLAIN:
-        groups = [[place.parameter for place in members] for members in places(engine.optimizer)]
+        groups = [[place.parameter for place in members] for members in fragments(engine.optimizer)]
     path = engine._get_zero_ckpt_name("", "") if kind == _FLAT else engine._get_ckpt_name("", "")
     return {
         "kind": kind,
@@ -52,7 +52,7 @@ def numbers_of(engine: Any) -> dict[str, int]:
     name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     number_of = numbers(engine.basic_optimizer)
     if is_wrapped(engine.optimizer):
-        members = enumerate(places(engine.optimizer))
+        members = enumerate(fragments(engine.optimizer))
         number_of = {id(place.parameter): number for number, group in members for place in group}
     return {name_of[key]: number for key, number in number_of.items() if key in name_of}
 

@@ -33,7 +33,7 @@ _SMALL, _LARGE, _REPEATS = 1 << 14, 1 << 21, 3  # elements and repetitions of th
 _CHANGE_STEPS = 3.0  # assumed duration of a change in steps, until one has been measured
 
 
-class Chooser:
+class ShapeSelector:
     """Times the layers of an engine, predicts its step in other shapes, and chooses one.
 
     Args:
@@ -67,7 +67,7 @@ class Chooser:
         """Begin another placement."""
         self._seconds: list[float] = []  # of its steps
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Begin another batch: measure and decide again."""
         self._decided = self._expected = None
         self.begin()

@@ -16,7 +16,7 @@ from ds_terapipe.optim.device_tensors import DeviceTensors, Record
 from ds_terapipe.optim.op import segments
 from ds_terapipe.optim.op.plain import FOUND_INF, SQUARES, Rule, trust_ratio
 from ds_terapipe.optim.op.segments import Part, SegmentArrays, Tables, View, Views
-from ds_terapipe.optim.sharding import Groups, Place, Reduction
+from ds_terapipe.optim.sharding import Fragment, Groups, Reduction
 from ds_terapipe.optim.step_rules import StepRules
 
 _NOTHING = torch.empty(0)
@@ -44,7 +44,7 @@ class DeviceTable:
         self.tensors = held.tensors
         self.names: list[str] = []
         self.layer_groups: list[tuple[int, bool]] = []
-        rows: list[Place] = []
+        rows: list[Fragment] = []
         self._positions = held.positions
         # Only the op on a GPU counts steps and decides by itself; for all others the host does.
         self._is_host_led = op.name != "cuda"
@@ -77,7 +77,7 @@ class DeviceTable:
 
     # ------------------------------------------------------------------------------------------------------ built once
 
-    def _lay_out(self, held: DeviceTensors, rows: list[Place]) -> set[int]:
+    def _lay_out(self, held: DeviceTensors, rows: list[Fragment]) -> set[int]:
         """Number the layers. Returns the tensors that are cut by rows."""
         in_rows = set()
         for place, group, name in zip(held.places, held.place_groups, held.names, strict=True):

@@ -1,4 +1,4 @@
-"""``"slices": "auto"``: the first steps of each shape determine the cutting of later ones, see phases.py."""
+"""``"slices": "auto"``: the first steps of each shape determine the slice plan of later ones, see phases.py."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import named
-from ds_terapipe.pipeline.autotune.budget import Budget
-from ds_terapipe.pipeline.autotune.cutting import DEFAULT_SCHEDULE, Cutting
+from ds_terapipe.pipeline.autotune.memory_limit import MemoryLimit
 from ds_terapipe.pipeline.autotune.phases import SHORTEST, TRIALS, Compared, Phase, Settled, WarmUp
 from ds_terapipe.pipeline.autotune.planner import Planner, Shape
 from ds_terapipe.pipeline.autotune.run_info import Agreement, MemoryMeter, RunInfo, check_plan, mismatch
+from ds_terapipe.pipeline.autotune.slice_plan import DEFAULT_SCHEDULE, SlicePlan
 from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.result import Plan, compact
 from ds_terapipe.tracing.chrome import Event
@@ -20,7 +20,7 @@ from ds_terapipe.tracing.chrome import Event
 PATIENCE = 20  # steps of other lengths until a measurement is given up
 
 
-class AutoCutting:
+class AutoSlices:
     """Measures in the first steps, plans, and compares the plan with the best trials in the steps after it.
 
     A sequence longer than the measurements starts again. Other numbers of micro-batches, or shorter sequences, are
@@ -54,7 +54,7 @@ class AutoCutting:
             self._given = plan = agree(self._load_plan)
             say(f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from {config.plan_path}")
         self._planner = Planner(
-            config, run, self._schedule, Budget(config, run, self._schedule, agree, meter), agree, say, layers
+            config, run, self._schedule, MemoryLimit(config, run, self._schedule, agree, meter), agree, say, layers
         )
         if self._given is not None:
             self._adopt(self._given)
@@ -67,8 +67,8 @@ class AutoCutting:
         check_plan(plan, self._run, config.schedule, config.memory_gb, path)
         return plan
 
-    def cutting(self, lengths: Sequence[int], everywhere: Sequence[int]) -> Cutting:
-        """Return the cutting for these lengths; ``everywhere``: of all pipelines. Collective if it plans."""
+    def plan(self, lengths: Sequence[int], everywhere: Sequence[int]) -> SlicePlan:
+        """Return the slice plan for these lengths; ``everywhere``: of all pipelines. Collective if it plans."""
         longest, self._shape = max(everywhere), None
         shape, alike = (longest, len(lengths)), min(everywhere) == longest
         phase = self._phase_of(shape, alike)
@@ -81,8 +81,8 @@ class AutoCutting:
         self._shape = shape
         return phase.begin()
 
-    def now(self, lengths: Sequence[int]) -> Cutting:
-        """Return the training's cutting for an evaluation, which is neither measured nor planned for."""
+    def now(self, lengths: Sequence[int]) -> SlicePlan:
+        """Return the training's slice plan for an evaluation, which is neither measured nor planned for."""
         longest = max(lengths)
         plan = next((plan for plan in self._plans() if plan.seq_length == longest), None)
         return self._unmeasured(lengths) if plan is None else _scaled(plan, lengths, longest)
@@ -129,9 +129,9 @@ class AutoCutting:
                 f"for these {shape[1]} of {shape[0]}"
             )
 
-    def _unmeasured(self, lengths: Sequence[int]) -> Cutting:
-        """Return a cutting for steps of unknown cost."""
-        return Cutting(min(TRIALS[1], max(min(lengths) // SHORTEST, 1)), self._schedule)
+    def _unmeasured(self, lengths: Sequence[int]) -> SlicePlan:
+        """Return a slice plan for steps of unknown cost."""
+        return SlicePlan(min(TRIALS[1], max(min(lengths) // SHORTEST, 1)), self._schedule)
 
     @property
     def wants_events(self) -> bool:
@@ -148,10 +148,10 @@ class AutoCutting:
         """Whether the time of the step that was cut last matters; the host may run ahead of its device."""
         return self._shape is not None and not isinstance(self._phases[self._shape], Settled)
 
-    def took(self, events: Sequence[Event], seconds: float) -> None:
+    def record_step(self, events: Sequence[Event], seconds: float) -> None:
         """Note the end of the step: its events, on rank 0, and its wall time; collective if that decides anything."""
         if self._shape is not None:
-            self._phases[self._shape] = self._phases[self._shape].took(events, seconds)
+            self._phases[self._shape] = self._phases[self._shape].record_step(events, seconds)
 
     def _plans(self) -> list[Plan]:
         return [phase.plan for phase in self._phases.values() if phase.plan is not None]
@@ -178,6 +178,6 @@ class AutoCutting:
                 self._say(f"plan: {what}, for {plan.micro_batches} micro-batches of {plan.seq_length} tokens")
 
 
-def _scaled(plan: Plan, lengths: Sequence[int], longest: int) -> Cutting:
+def _scaled(plan: Plan, lengths: Sequence[int], longest: int) -> SlicePlan:
     """Scale a plan to sequences that are not all as long as its own."""
-    return Cutting(plan.slices if min(lengths) == longest else len(plan.slices), plan.schedule)
+    return SlicePlan(plan.slices if min(lengths) == longest else len(plan.slices), plan.schedule)

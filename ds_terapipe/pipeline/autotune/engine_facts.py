@@ -12,10 +12,10 @@ import torch
 
 from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.pipeline.autotune.auto import AutoCutting
-from ds_terapipe.pipeline.autotune.cutting import DEFAULT_SCHEDULE, FixedCutting
+from ds_terapipe.pipeline.autotune.auto import AutoSlices
 from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
+from ds_terapipe.pipeline.autotune.slice_plan import DEFAULT_SCHEDULE, FixedSlices
 from ds_terapipe.pipeline.loss import runs_per_slice
 from ds_terapipe.pipeline.recording.accounting import StepMemory, gradients_to_come
 from ds_terapipe.pipeline.recording.report import emit
@@ -28,10 +28,10 @@ from ds_terapipe.refusals import cuts
 from ds_terapipe.version import __version__
 
 
-def new_cutting(
+def new_slicer(
     engine: Any, config: TokenPipelineConfig, consensus: Consensus, memory: StepMemory, layers: LayerTimes
-) -> FixedCutting | AutoCutting:
-    """Return the engine's cutting by ``config``; collective.
+) -> FixedSlices | AutoSlices:
+    """Return the engine's slicer by ``config``; collective.
 
     Raises ConfigError on every rank: for a file that cannot be written or does not fit, or a layer whose gradient is no
     sum over slices.
@@ -41,12 +41,12 @@ def new_cutting(
     if cuts(slices):
         consensus.agree(_by_frequency(engine))
     if not isinstance(slices, str):
-        return FixedCutting(slices, DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule)
+        return FixedSlices(slices, DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule)
     path = config.measurements_path
     if path is not None:
         consensus.decide(lambda: check_writable("token_pipeline.measurements_path", path, "e.g. costs.json"))
     say = emit if engine.global_rank == 0 else _nobody_hears
-    return AutoCutting(
+    return AutoSlices(
         config,
         _run_info(engine, consensus),
         consensus.decide,
@@ -61,7 +61,7 @@ def _by_frequency(engine: Any) -> ConfigError | None:
 
     Such a gradient depends on all tokens of a micro-batch.
     """
-    interception, once = engine._assembly.interception, engine.makes_weight_gradients_once()
+    interception, once = engine._runtime.interception, engine.makes_weight_gradients_once()
     for name, module in engine.module.named_modules():
         weight = getattr(module, "weight", None)
         if not getattr(module, "scale_grad_by_freq", False) or not getattr(weight, "requires_grad", False):

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_terapipe.pipeline.layer_range import LayerRange
-from ds_terapipe.pipeline.recording.trace import Execute, new_clock
+from ds_terapipe.pipeline.observe import Observer
+from ds_terapipe.pipeline.recording.trace import new_clock
 from ds_terapipe.schedule import Action, Op
 
 _STEPS = 2  # number of steps that count
@@ -41,7 +42,7 @@ class _Timed(NamedTuple):
     end: Any
 
 
-class LayerTimes:
+class LayerTimes(Observer):
     """Times the layers of a place.
 
     Args:
@@ -55,6 +56,7 @@ class LayerTimes:
         self._starts = [0, *accumulate(len(each.functions) for each in layers)]
         self._steps: deque[list[_Timed]] = deque(maxlen=_STEPS)
         self._actions: list[_Timed] | None = None  # actions of the timed step
+        self._begun: Any = None  # mark at the begin of the action
         self._marks: list[tuple[int, Any]] = []
         self._known: Costs | None = None
 
@@ -79,19 +81,19 @@ class LayerTimes:
                 stage.functions = functions
             self._actions = None
 
-    def recording(self, execute: Execute) -> Execute:
-        """Return ``execute``, in a timed step wrapped by a function that times it."""
-        actions = self._actions
-        if actions is None:
-            return execute
+    @property
+    def watches(self) -> bool:
+        """Whether the step is timed."""
+        return self._actions is not None
 
-        def timed(action: Action) -> None:
-            self._marks, begin = [], self._clock.now()
-            execute(action)
-            if action.op.is_compute:
-                actions.append(_Timed(action, begin, self._marks, self._clock.now()))
+    def action_begins(self, index: int, action: Action) -> None:
+        """Mark the begin of an action."""
+        self._marks, self._begun = [], self._clock.now()
 
-        return timed
+    def action_ends(self, action: Action) -> None:
+        """Record the layers' marks of an action."""
+        if action.op.is_compute and self._actions is not None:
+            self._actions.append(_Timed(action, self._begun, self._marks, self._clock.now()))
 
     def seconds(self) -> tuple[float, ...] | None:
         """Return forward plus backward seconds of each layer per micro-batch in the steps since the last call.

@@ -1,6 +1,6 @@
 """Phases of the steps of one shape: warm-up, trials, comparison of the plan with the best trials, then training alone.
 
-A phase returns the cutting of its next step, gets the step's times, and returns the phase that follows.
+A phase returns the slice plan of its next step, gets the step's times, and returns the phase that follows.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ds_terapipe.pipeline.autotune.comparison import Comparison
-from ds_terapipe.pipeline.autotune.cutting import Cutting
 from ds_terapipe.pipeline.autotune.planner import Planner, Shape
+from ds_terapipe.pipeline.autotune.slice_plan import SlicePlan
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.measure import RecordedStep
 from ds_terapipe.plan.result import Plan, compact, seconds_text
@@ -38,10 +38,10 @@ class Phase(Protocol):
     def wants_layers(self) -> bool:
         """Whether to time single layers in its next step."""
 
-    def begin(self) -> Cutting:
-        """Return the cutting of the next step."""
+    def begin(self) -> SlicePlan:
+        """Return the slice plan of the next step."""
 
-    def took(self, events: Sequence[Event], seconds: float) -> Phase:
+    def record_step(self, events: Sequence[Event], seconds: float) -> Phase:
         """Note the step's events, on rank 0, and its wall time; return the next phase. Collective if it decides."""
 
 
@@ -61,26 +61,26 @@ class WarmUp:
         least = max(SHORTEST, planner.granularity)
         self._trials = [n for _ in range(ROUNDS) for n in TRIALS if n == 1 or shape[0] // n >= least]
 
-    def begin(self) -> Cutting:
+    def begin(self) -> SlicePlan:
         """Run the first trial."""
-        self._planner.budget.begin()
-        self._planner.budget.note_peak()
-        return Cutting(self._trials[0], self._planner.schedule)
+        self._planner.limit.begin()
+        self._planner.limit.note_peak()
+        return SlicePlan(self._trials[0], self._planner.schedule)
 
-    def took(self, events: Sequence[Event], seconds: float) -> Phase:
+    def record_step(self, events: Sequence[Event], seconds: float) -> Phase:
         """Go on with the trials."""
-        budget = self._planner.budget
-        budget.end()
-        budget.learn(self._shape, self._trials[0])
+        limit = self._planner.limit
+        limit.end()
+        limit.learn(self._shape, self._trials[0])
         longest, micro_batches = self._shape
         fitting = _behind_what_does_not_fit(self._trials, self._shape, self._planner)
         if not fitting:  # the one with least memory: planning refuses it and reports its memory
-            fitting = [min(self._trials, key=lambda n: budget.needed(slice_lengths(longest, n), micro_batches))]
+            fitting = [min(self._trials, key=lambda n: limit.needed(slice_lengths(longest, n), micro_batches))]
         return Trials(self._shape, fitting, self._planner)
 
 
 class Trials:
-    """Recorded steps of different cuttings, from which a plan is made at the end.
+    """Recorded steps of different slice plans, from which a plan is made at the end.
 
     Args:
         shape: shape of the steps.
@@ -100,15 +100,15 @@ class Trials:
         """Whether the trial is uncut."""
         return self._trials[0] == 1
 
-    def begin(self) -> Cutting:
+    def begin(self) -> SlicePlan:
         """Run the next trial."""
-        self._planner.budget.note_peak()
-        return Cutting(self._trials[0], self._planner.schedule)
+        self._planner.limit.note_peak()
+        return SlicePlan(self._trials[0], self._planner.schedule)
 
-    def took(self, events: Sequence[Event], seconds: float) -> Phase:
+    def record_step(self, events: Sequence[Event], seconds: float) -> Phase:
         """Go on with another trial, or the plan."""
         count, planner = self._trials.pop(0), self._planner
-        planner.budget.learn(self._shape, count)
+        planner.limit.learn(self._shape, count)
         self._trials = _behind_what_does_not_fit(self._trials, self._shape, planner)
         self._steps.append(RecordedStep(slice_lengths(self._shape[0], count), events, seconds))
         if self._trials:
@@ -133,18 +133,18 @@ class Compared:
 
     def __init__(self, plan: Plan, planner: Planner, rivals: Sequence[Plan] = ()) -> None:
         self.plan, self._planner, self._rivals = plan, planner, tuple(rivals)
-        self._comparison = Comparison(_cutting(plan), [_cutting(rival) for rival in rivals])
+        self._comparison = Comparison(_slice_plan(plan), [_slice_plan(rival) for rival in rivals])
 
-    def begin(self) -> Cutting:
-        """Run the cutting whose turn it is."""
-        return self._comparison.cutting
+    def begin(self) -> SlicePlan:
+        """Run the slice plan whose turn it is."""
+        return self._comparison.plan
 
-    def took(self, events: Sequence[Event], seconds: float) -> Phase:
+    def record_step(self, events: Sequence[Event], seconds: float) -> Phase:
         """Go on with the next turn, or the winner."""
-        if not self._comparison.took(seconds):
+        if not self._comparison.record_step(seconds):
             return self
         settled: Plan = self._planner.agree(self._decide)
-        if _cutting(settled) != _cutting(self.plan):
+        if _slice_plan(settled) != _slice_plan(self.plan):
             whole = len(settled.slices) == 1
             what = "uncut" if whole else f"{compact(settled.slices)} tokens in {settled.schedule}"
             self._planner.say(f"plan: {what}, a step took {seconds_text(settled.step_s)}: used instead")
@@ -152,10 +152,10 @@ class Compared:
 
     def _decide(self) -> Plan:
         plan, comparison = self.plan, self._comparison
-        taken, winner = comparison.fastest(_cutting(plan)), comparison.winner(WORSE)
+        taken, winner = comparison.fastest(_slice_plan(plan)), comparison.winner(WORSE)
         error = f" ({taken / plan.step_s - 1:+.1%})" if plan.step_s else ""
         self._planner.say(f"plan: step {seconds_text(plan.step_s)} predicted, {seconds_text(taken)} taken{error}")
-        faster = [rival for rival in self._rivals if _cutting(rival) == winner]
+        faster = [rival for rival in self._rivals if _slice_plan(rival) == winner]
         if not faster:
             return plan
         return dataclasses.replace(faster[0], step_s=comparison.fastest(winner), options=plan.options)
@@ -169,22 +169,22 @@ class Settled:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def begin(self) -> Cutting:
+    def begin(self) -> SlicePlan:
         """Run the plan."""
-        return _cutting(self.plan)
+        return _slice_plan(self.plan)
 
-    def took(self, events: Sequence[Event], seconds: float) -> Phase:
+    def record_step(self, events: Sequence[Event], seconds: float) -> Phase:
         """Stay in this phase."""
         return self
 
 
-def _cutting(plan: Plan) -> Cutting:
-    return Cutting(plan.slices, plan.schedule)
+def _slice_plan(plan: Plan) -> SlicePlan:
+    return SlicePlan(plan.slices, plan.schedule)
 
 
 def _behind_what_does_not_fit(trials: Sequence[int], shape: Shape, planner: Planner) -> list[int]:
     """Return the trials from the first one on that fits into memory."""
     left, (longest, micro_batches) = list(trials), shape
-    while left and not planner.budget.fits(slice_lengths(longest, left[0]), micro_batches):
+    while left and not planner.limit.fits(slice_lengths(longest, left[0]), micro_batches):
         left.pop(0)
     return left

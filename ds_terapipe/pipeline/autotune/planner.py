@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, named
-from ds_terapipe.pipeline.autotune.budget import Budget
+from ds_terapipe.pipeline.autotune.memory_limit import MemoryLimit
 from ds_terapipe.pipeline.autotune.run_info import Agreement, RunInfo, differences
 from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
 from ds_terapipe.plan.costs.cost import MeasuredCost
@@ -27,7 +27,7 @@ class Planner:
         config: the block ``token_pipeline``.
         run: facts of the run.
         schedule: schedule of the trials.
-        budget: the memory budget.
+        limit: the memory limit.
         agree: brings rank 0's decisions to all ranks.
         say: writes a line into the log, on rank 0.
         layers: returns the times of single layers in trials that timed them; collective.
@@ -38,12 +38,12 @@ class Planner:
         config: TokenPipelineConfig,
         run: RunInfo,
         schedule: str,
-        budget: Budget,
+        limit: MemoryLimit,
         agree: Agreement,
         say: Callable[[str], None],
         layers: Callable[[], LayerSeconds | None],
     ) -> None:
-        self._config, self.run, self.schedule, self.budget = config, run, schedule, budget
+        self._config, self.run, self.schedule, self.limit = config, run, schedule, limit
         self.agree, self.say, self._layers, self._advised = agree, say, layers, False
         self.cost: MeasuredCost | None = None
         self._overhead_s = 0.0
@@ -96,8 +96,8 @@ class Planner:
             run.sequences,
             run.weights_once,
             run.loss_of_whole,
-            {**run.measured_on, "overhead_s": own, "memory_limit_bytes": self.budget.free_bytes},
-            self.budget.model,
+            {**run.measured_on, "overhead_s": own, "memory_limit_bytes": self.limit.free_bytes},
+            self.limit.model,
             layers,
         )
         if self._config.measurements_path is not None:
@@ -123,7 +123,7 @@ class Planner:
         self.cost = self.agree(load)
         if self.cost is not None:
             self._overhead_s = self.cost.overhead_s
-            self.budget.load(self.cost, path)
+            self.limit.load(self.cost, path)
             self.advise()
 
     def _choose(self, shape: Shape) -> Plan:
@@ -131,7 +131,7 @@ class Planner:
         return choose(self.cost, self._request(self.cost, shape))
 
     def _request(self, cost: MeasuredCost, shape: Shape) -> Request:
-        config, run, budget = self._config, self.run, self.budget
+        config, run, limit = self._config, self.run, self.limit
         return Request(
             seq_length=shape[0],
             stages=run.stages,
@@ -140,9 +140,9 @@ class Planner:
             granularity=config.granularity,
             min_length=max(cost.min_length, config.granularity),
             max_slice=cost.max_slice,
-            memory=budget.model,
-            memory_gb=budget.limit_gb if budget.model is not None else None,
-            limit_name=budget.limit_name,
+            memory=limit.model,
+            memory_gb=limit.limit_gb if limit.model is not None else None,
+            limit_name=limit.limit_name,
             weights_once=run.weights_once,
             placement=run.placement,
             overhead_s=self._overhead_s,
@@ -153,7 +153,7 @@ class Planner:
         assert self.cost is not None
         seconds: dict[tuple[int, ...], float] = {}
         for step in steps:
-            if self.budget.fits(step.slices, planned.micro_batches):
+            if self.limit.fits(step.slices, planned.micro_batches):
                 seconds[step.slices] = min(step.seconds, seconds.get(step.slices, step.seconds))
         seconds.pop(planned.slices if planned.schedule == self.schedule else (), None)
         near = [slices for slices, taken in seconds.items() if taken <= NEAR * min(step.seconds for step in steps)]

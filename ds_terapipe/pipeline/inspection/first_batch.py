@@ -15,12 +15,12 @@ import torch
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.assembly import Assembly
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, check_outputs, probe_spans
 from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
 from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.operators.context import refuse_model
+from ds_terapipe.pipeline.runtime import PipelineRuntime
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, like
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, check_sendable
@@ -54,7 +54,7 @@ class Inspection:
     None if there is no loss.
     """
 
-    assembly: Assembly
+    runtime: PipelineRuntime
     consensus: Consensus
     config: TokenPipelineConfig
     verifies: bool
@@ -64,8 +64,8 @@ class Inspection:
         """Run the inspection. Raises ConfigError, on every rank, for a model that cannot be cut."""
         total = batch.lengths[0]
         self.consensus.agree(self._detached(batch))
-        parts = {stage.context: stage.root for stage in self.assembly.stages.values()}
-        with undisturbed(parts), self.assembly.autocast():
+        parts = {stage.context: stage.root for stage in self.runtime.stages.values()}
+        with undisturbed(parts), self.runtime.autocast():
             short = None
             if total < LEAST_TOKENS:
                 short = ConfigError(
@@ -74,7 +74,7 @@ class Inspection:
             self.consensus.agree(short)
             probes = {
                 number: SequenceProbe(self.config.layout, stage.layers.first, stage.layers.text)
-                for number, stage in self.assembly.stages.items()
+                for number, stage in self.runtime.stages.items()
             }
             self._through_stages(
                 batch,
@@ -102,7 +102,7 @@ class Inspection:
 
     def _verify(self, batch: StepBatch, spans: Sequence[Span], stage: Stage, inputs: Any, _: Span) -> Any:
         assert stage.dims is not None
-        adapted = [] if self.assembly.interception is None else self.assembly.interception.adapted
+        adapted = [] if self.runtime.interception is None else self.runtime.interception.adapted
         try:
             outputs = verify_stage(stage.root, stage.layers, stage.context, inputs, stage.dims.layers, spans, adapted)
         except torch.OutOfMemoryError as problem:
@@ -135,7 +135,7 @@ class Inspection:
 
     def _detached(self, batch: StepBatch) -> ConfigError | None:
         """Return an error if reentrant checkpointing of the first layer trains nothing: no floating point input."""
-        first = self.assembly.stages.get(0)
+        first = self.runtime.stages.get(0)
         if first is None or not first.trains or not torch.is_grad_enabled():
             return None
         if not first.layers.detaches(as_tuple(batch.inputs[0])):
@@ -149,7 +149,7 @@ class Inspection:
         error: ConfigError | None = None
         try:
             for number, probe in probes.items():
-                stage = self.assembly.stages[number]
+                stage = self.runtime.stages[number]
                 dims = probe.result()
                 if self._is_last(stage):
                     check_outputs(dims.outputs)
@@ -161,10 +161,10 @@ class Inspection:
     def _through_stages(
         self, batch: StepBatch, spans: tuple[Span, ...], run: Callable[[Stage, Any, Span], Any]
     ) -> None:
-        placement, links = self.assembly.placement, self.assembly.links
+        placement, links = self.runtime.placement, self.runtime.links
         units = [Unit(0, index) for index in range(len(spans))]
         row = [
-            Action(Op.RECV_FORWARD, s, u) for s in self.assembly.stages if placement.receives_forward(s) for u in units
+            Action(Op.RECV_FORWARD, s, u) for s in self.runtime.stages if placement.receives_forward(s) for u in units
         ]
         # announced each time: a receive posted ahead would remain from a failed attempt
         attempt = object()
@@ -173,7 +173,7 @@ class Inspection:
         for number in range(len(placement.stages)):
             error: BaseException | None = None
             outputs: list[Any] = []
-            stage = self.assembly.stages.get(number)
+            stage = self.runtime.stages.get(number)
             if stage is not None:
                 try:
                     # all messages are received before anything can fail
@@ -204,7 +204,7 @@ class Inspection:
         return outputs
 
     def _is_last(self, stage: Stage) -> bool:
-        return stage.number == len(self.assembly.placement.stages) - 1
+        return stage.number == len(self.runtime.placement.stages) - 1
 
 
 def _probe(stage: Stage, probe: SequenceProbe, inputs: Any, span: Span) -> Any:

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from ds_terapipe.empty_layers import is_building_empty
 from ds_terapipe.pipeline.operators import kernels
 from ds_terapipe.pipeline.operators.buffers import AttentionState
 from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext, refuse_model
 from ds_terapipe.pipeline.slicing import Span
+from ds_terapipe.skip_init import is_skipping_init
 
 
 class SliceAttention(torch.autograd.Function):
@@ -91,7 +91,7 @@ def is_causal_square(visible: Tensor, length: int) -> bool:
 def refuse_compiled(context: SliceContext, query: Tensor) -> None:
     """Raise :class:`PlacementError` if attention of a slice is traced, not run."""
     # layers that were built empty run on fake tensors to be counted, and nothing is compiled
-    traced = isinstance(query, FakeTensor) and not is_building_empty()
+    traced = isinstance(query, FakeTensor) and not is_skipping_init()
     if traced or torch.compiler.is_compiling():
         raise PlacementError(
             f"attention is compiled by torch.compile ({context.describe()}): a slice's position would be baked in, "

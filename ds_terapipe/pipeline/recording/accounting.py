@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.slicing import Span, as_tuple
 from ds_terapipe.pipeline.storages import storage_bytes
 from ds_terapipe.plan.costs.memory import StageMemory
-from ds_terapipe.schedule import Unit
+from ds_terapipe.schedule import Action, Unit
 
 
 class LiveUnits:
@@ -127,7 +128,7 @@ def highest_allocated(device: torch.device) -> int:
     return max(_highest.get(device, 0), torch.cuda.max_memory_allocated(device))
 
 
-class StepMemory:
+class StepMemory(Observer):
     """Measures the memory of a micro-batch's tokens on each stage of this place, during one step.
 
     Activations are tensors that autograd saves for a unit, in its layers and its loss, inputs of checkpoints, which DeepSpeed
@@ -175,8 +176,13 @@ class StepMemory:
         self.taken, self._watching = None, self._peak is not None
         self._trained = [(p, p.numel() * p.element_size()) for p in parameters if p.requires_grad and p.grad is None]
 
-    def runs(self) -> None:
-        """Start watching at the step's first unit; an inspection before it does not count."""
+    @property
+    def watches(self) -> bool:
+        """Whether the step is measured, or its peak."""
+        return self.on or self._watching
+
+    def step_begins(self) -> None:
+        """Start watching the peak: an inspection before the step's first unit does not count."""
         if self._watching and self._peak is not None:
             self._there.clear()
             self._hooks = [p.register_post_accumulate_grad_hook(self._made) for p, _ in self._trained]
@@ -186,17 +192,20 @@ class StepMemory:
         """Exclude a parameter's gradient when it is first made."""
         if id(parameter) not in self._there:
             self._there.add(id(parameter))
-            self.acted()
+            self._exclude_gradients()
 
-    def acted(self) -> None:
-        """Update the excluded gradients after an action: BF16_Optimizer, for one, frees some."""
+    def action_ends(self, action: Action) -> None:
+        """Update the excluded gradients: BF16_Optimizer, for one, frees some."""
+        self._exclude_gradients()
+
+    def _exclude_gradients(self) -> None:
         if self._watching and self._peak is not None:
             there = [(parameter, size) for parameter, size in self._trained if parameter.grad is not None]
             self._there = {id(parameter) for parameter, _ in there}
             self._peak.mark(sum(size for _, size in there))
 
-    def ran(self) -> None:
-        """Stop watching after the step's units, before the optimiser."""
+    def step_ends(self) -> None:
+        """Stop watching the peak, before the optimiser."""
         if self._watching and self._peak is not None:
             self.taken = max(self._peak.taken(), 0.0)
         for hook in self._hooks:

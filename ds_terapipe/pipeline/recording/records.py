@@ -19,7 +19,7 @@ class Records(PipelineEngine):
 
     @property
     def _live(self) -> LiveUnits:
-        live: LiveUnits = self._assembly.live
+        live: LiveUnits = self._runtime.live
         return live
 
     @property
@@ -58,7 +58,7 @@ class Records(PipelineEngine):
 
     def _log_step(self, batch: StepBatch, schedule: str, seconds: float) -> None:
         waited: float | None = self._watchdog.waited_s
-        clock = self._assembly.links.clock
+        clock = self._runtime.links.clock
         # with streams no message blocks the host, and reading the stream's waiting time synchronizes
         if clock is not None:
             began = time.perf_counter()

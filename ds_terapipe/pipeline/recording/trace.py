@@ -1,6 +1,6 @@
 """Trace of a step: recorded on each rank beside the engine, collected on rank 0, written as one file.
 
-A step that is not traced costs nothing: the engine calls its actions directly. Otherwise an action costs two readings
+A step that is not traced costs nothing. Otherwise an action costs two readings
 of a clock (on a GPU two events on the stream, read after the step).
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 
+from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Action
 from ds_terapipe.tracing.chrome import MEASURED, Event, write
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_STEPS = (3, 5)  # of a run: the first two make buffers and inspect the model
 _CALIBRATION = 1000
-
-Execute: TypeAlias = Callable[[Action], None]
 
 
 class Timing(NamedTuple):
@@ -78,7 +77,7 @@ def new_clock(device: torch.device) -> HostClock | StreamMarks:
     return StreamMarks() if device.type == "cuda" else HostClock()
 
 
-class Recorder:
+class Recorder(Observer):
     """Records whole steps of this rank, on request, and gathers those of all ranks on rank 0.
 
     Args:
@@ -96,6 +95,7 @@ class Recorder:
         self._step, self._zero = 0, 0.0
         self._origin: float | None = None
         self._start: Any = None
+        self._begun: Any = None  # mark at the begin of an action
 
     def begin(self, step: int, wanted: bool) -> None:
         """Begin step ``step``; record it if ``wanted``, which is the same on every rank. Collective if so."""
@@ -111,9 +111,19 @@ class Recorder:
         self._zero = at - self._origin
         self._step, self._timings = step, []
 
-    def recording(self, execute: Execute) -> Execute:
-        """Return ``execute``, in a recorded step wrapped by a function that records it."""
-        return execute if self._timings is None else _timed(execute, self._timings, self._clock.now)
+    @property
+    def watches(self) -> bool:
+        """Whether the step is recorded."""
+        return self._timings is not None
+
+    def action_begins(self, index: int, action: Action) -> None:
+        """Mark the begin of an action."""
+        self._begun = self._clock.now()
+
+    def action_ends(self, action: Action) -> None:
+        """Record the action."""
+        if self._timings is not None:
+            self._timings.append(Timing(str(action), str(action.op), self._begun, self._clock.now()))
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
@@ -142,11 +152,12 @@ class Recorder:
 
     def cost_of_one(self) -> float:
         """Measure the seconds of recording one event."""
-        action = Action.from_text("0F0.0")
-        execute = _timed(_nothing, [], self._clock.now)
+        action, self._timings = Action.from_text("0F0.0"), []
         started = time.perf_counter()
-        for _ in range(_CALIBRATION):
-            execute(action)
+        for index in range(_CALIBRATION):
+            self.action_begins(index, action)
+            self.action_ends(action)
+        self._timings = None
         return (time.perf_counter() - started) / _CALIBRATION
 
     def _at(self, mark: Any) -> float:
@@ -240,16 +251,3 @@ def _overhead(events: Sequence[Event], cost: float) -> dict[str, float]:
         "seconds_per_event": cost,
         "overhead": len(events) * cost / max(seconds, 1e-9),
     }
-
-
-def _timed(execute: Execute, timings: list[Timing], now: Callable[[], Any]) -> Execute:
-    def timed(action: Action) -> None:
-        begin = now()
-        execute(action)
-        timings.append(Timing(str(action), str(action.op), begin, now()))
-
-    return timed
-
-
-def _nothing(action: Action) -> None:
-    pass

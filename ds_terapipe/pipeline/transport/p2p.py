@@ -21,7 +21,7 @@ import torch.distributed
 from deepspeed import comm as dist
 from torch import Tensor
 
-from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, new_announcement, new_message, packed
 from ds_terapipe.pipeline.transport.channels import Channels, channels_of, ends_of
@@ -51,7 +51,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class Outbox:
+class Sender:
     """Sends to one neighbour in one direction, in order."""
 
     def __init__(self, peer: int, group: Any, watchdog: Watchdog) -> None:
@@ -84,7 +84,7 @@ class Outbox:
             self._pending.popleft()
 
 
-class Inbox:
+class Receiver:
     """Receives from one neighbour in one direction; a few are posted ahead, in the order of the schedule."""
 
     def __init__(
@@ -160,7 +160,7 @@ class Links:
     """Links of a place's stages to those of other places, with the known specs of the boundaries.
 
     Args:
-        seat: stages and their ranks.
+        view: stages and their ranks.
         channels: process groups of the messages.
         device: device of the messages.
         watchdog: times and bounds the waits.
@@ -168,21 +168,21 @@ class Links:
     """
 
     def __init__(
-        self, seat: Seat, channels: Channels, device: torch.device, watchdog: Watchdog, host_group: Any = None
+        self, view: RankView, channels: Channels, device: torch.device, watchdog: Watchdog, host_group: Any = None
     ) -> None:
         self.clock = StreamClock() if device.type == "cuda" else None
-        self._placement = seat.placement
-        self._in: dict[Channel, Inbox] = {}
-        self._out: dict[Channel, Outbox] = {}
+        self._placement = view.placement
+        self._in: dict[Channel, Receiver] = {}
+        self._out: dict[Channel, Sender] = {}
         self._announcements: dict[int, Announcements] = {}
         self._known: dict[int, dict[Hashable, BoundarySpec]] = {}  # of each boundary, by what its shapes depend on
-        for channel in channels_of(seat.placement):
+        for channel in channels_of(view.placement):
             sender, receiver = ends_of(channel)
-            peer = seat.rank_of(receiver if sender in seat.stages else sender)
-            if sender in seat.stages:
-                self._out[channel] = Outbox(peer, channels[channel], watchdog)
-            elif receiver in seat.stages:
-                self._in[channel] = Inbox(peer, channels[channel], device, watchdog, self.clock)
+            peer = view.rank_of(receiver if sender in view.stages else sender)
+            if sender in view.stages:
+                self._out[channel] = Sender(peer, channels[channel], watchdog)
+            elif receiver in view.stages:
+                self._in[channel] = Receiver(peer, channels[channel], device, watchdog, self.clock)
             else:
                 continue
             self._known[channel.boundary] = {}
@@ -207,10 +207,10 @@ class Links:
         for known in self._known.values():  # both ends learn in the same order, so they forget the same
             for key in list(known)[:-_KNOWN]:
                 del known[key]
-        for channel, inbox in self._in.items():
+        for channel, receiver in self._in.items():
             op = Op.RECV_FORWARD if channel.forward else Op.RECV_BACKWARD
             known_spec = self._spec if channel.forward else self._gradient_spec
-            inbox.expect(units(row, op, ends_of(channel)[1]), partial(known_spec, channel.boundary))
+            receiver.expect(units(row, op, ends_of(channel)[1]), partial(known_spec, channel.boundary))
 
     def _spec(self, boundary: int, unit: Unit) -> BoundarySpec | None:
         """Return a unit's spec: as announced, or as it follows from that of another slice."""
@@ -230,7 +230,7 @@ class Links:
 
     def send_forward(self, stage: int, unit: Unit, outputs: Tensor | Sequence[Tensor]) -> None:
         """Send a unit's outputs to the next stage. Raises RuntimeError if they differ from the announcement."""
-        outbox, spec = self._out[Channel(stage, True)], BoundarySpec.of(outputs)
+        sender, spec = self._out[Channel(stage, True)], BoundarySpec.of(outputs)
         if self._spec(stage, unit) is None:
             self._announcements[stage].send(spec)
             self._learn(stage, unit, spec)
@@ -238,10 +238,10 @@ class Links:
             raise RuntimeError(
                 f"outputs of {unit} are {spec}, but as those of other units follow the tokens they were {self._spec(stage, unit)}"
             )
-        outbox.send(unit, as_tuple(outputs), f"activations of {unit}")
+        sender.send(unit, as_tuple(outputs), f"activations of {unit}")
         if not (torch.is_grad_enabled() and self._placement.goes_backward(stage)):
             # a stage that runs backward keeps its outputs anyway, and its gradients acknowledge them
-            outbox.keep(EVAL_SENT_KEPT)
+            sender.keep(EVAL_SENT_KEPT)
 
     def receive_forward(self, stage: int, unit: Unit) -> Tensor | tuple[Tensor, ...]:
         """Receive the inputs of a unit from the previous stage, with ``requires_grad`` as announced."""
@@ -255,10 +255,10 @@ class Links:
 
     def send_backward(self, stage: int, unit: Unit, gradients: Sequence[Tensor]) -> None:
         """Send the gradients of those inputs of a unit that need one to the previous stage."""
-        outbox = self._out[Channel(stage - 1, False)]
-        outbox.send(unit, gradients, f"gradients of {unit}")
+        sender = self._out[Channel(stage - 1, False)]
+        sender.send(unit, gradients, f"gradients of {unit}")
         # received in this order in any case, so waiting for old ones cannot deadlock
-        outbox.keep(SENT_KEPT)
+        sender.keep(SENT_KEPT)
 
     def receive_backward(self, stage: int, unit: Unit) -> list[Tensor]:
         """Receive the gradients of those outputs of a unit that need one."""
@@ -274,8 +274,8 @@ class Links:
 
     def finish(self) -> None:
         """Wait until all of the step's messages have been received."""
-        for outbox in self._out.values():
-            outbox.keep(0)
+        for sender in self._out.values():
+            sender.keep(0)
         for announcements in self._announcements.values():
             announcements.finish()
 

@@ -31,7 +31,8 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.observe import Observer
+from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.transport import guard
 from ds_terapipe.pipeline.transport.board import Board
 from ds_terapipe.pipeline.transport.processes import Processes
@@ -130,11 +131,11 @@ class Positions:
 _engines = itertools.count()  # number of engines in this process; all ranks make theirs in one order
 
 
-class Watchdog:
+class Watchdog(Observer):
     """Knows this rank's action and wait.
 
     Args:
-        seat: this rank's seat in its pipeline; a step may change it (:meth:`begin`). None: there is no engine yet.
+        view: this rank's view in its pipeline; a step may change it (:meth:`begin`). None: there is no engine yet.
         timeout_s: longest wait, in seconds.
         new_mark: puts a mark on the device's current stream; None: the host waits for messages.
         device: device of the marks.
@@ -142,7 +143,7 @@ class Watchdog:
 
     def __init__(
         self,
-        seat: Seat | None,
+        view: RankView | None,
         timeout_s: float,
         new_mark: Callable[[], Mark] | None = None,
         device: torch.device = _HOST,
@@ -152,8 +153,8 @@ class Watchdog:
         self._marks: deque[_Passed] = deque()  # marks that the stream has not reached, as far as is known
         self._marks_lock, self._progress = threading.Lock(), 0.0
         self.waited_s = 0.0
-        self._seat = seat
-        self._rank = torch.distributed.get_rank() if seat is None else seat.ranks[seat.place]
+        self._view = view
+        self._rank = torch.distributed.get_rank() if view is None else view.ranks[view.place]
         self._world_size = torch.distributed.get_world_size()
         self._grid: Sequence[Sequence[Action]] = ()
         self._step, self._index = 0, 0
@@ -161,7 +162,7 @@ class Watchdog:
         self._waiting: Waiting | None = None
         self.ended = ""  # reason why this rank's steps failed
         self._board = Board(_get_default_store())
-        self._positions = Positions(self._board, self._rank, "launch" if seat is None else next(_engines))
+        self._positions = Positions(self._board, self._rank, "launch" if view is None else next(_engines))
         self._processes = Processes(self._board, self._rank)
         self.learn_processes()
         self._gone_since: float | None = None
@@ -172,13 +173,17 @@ class Watchdog:
         # a thread inside the store at the interpreter's exit would crash the process
         atexit.register(self.close)
 
-    def begin(self, step: int, grid: Sequence[Sequence[Action]], seat: Seat) -> None:
-        """Begin a step with the schedule ``grid`` on this seat; the waiting time restarts at 0."""
-        self._step, self._grid, self._index, self._seat, self.waited_s = step, grid, 0, seat, 0.0
+    def begin(self, step: int, grid: Sequence[Sequence[Action]], view: RankView) -> None:
+        """Begin a step with the schedule ``grid`` on this view; the waiting time restarts at 0."""
+        self._step, self._grid, self._index, self._view, self.waited_s = step, grid, 0, view, 0.0
 
-    def at(self, index: int) -> None:
-        """Note that this stage has come to action ``index`` of its row of the grid."""
+    def action_begins(self, index: int, action: Action) -> None:
+        """Record that this rank has come to action ``index`` of its row of the grid."""
         self._index = index
+
+    def action_ends(self, action: Action) -> None:
+        """Record the end of the action."""
+        self._index += 1
 
     @contextmanager
     def waiting(
@@ -283,13 +288,13 @@ class Watchdog:
         take_device(self._device)
         self._publish()
         # a launcher that sees a process die ends the others within a second, maybe before they wait for it
-        looks = _LAUNCH_LOOKS if self._seat is None else 1
+        looks = _LAUNCH_LOOKS if self._view is None else 1
         for look in itertools.count(1):
             if self._closed.wait(_PUBLISH_EVERY_S / looks):
                 return
             if look % looks == 0:
                 self._publish()
-                if self._seat is None:
+                if self._view is None:
                     self.learn_processes()  # ranks start one by one
             waiting, late = self._waiting, self._late()
             if waiting is not None and self._is_over(waiting):
@@ -311,7 +316,7 @@ class Watchdog:
         if here != self._stands[0]:
             self._stands = here, now
         since = self._stands[1]
-        acts = self._seat is not None and self._grid and self._index < len(self._grid[self._seat.place])
+        acts = self._view is not None and self._grid and self._index < len(self._grid[self._view.place])
         if not acts or now - since < self.timeout_s:
             return None
         others = self._positions.read([rank for rank in range(self._world_size) if rank != self._rank])
@@ -362,8 +367,8 @@ class Watchdog:
     def _report(self, waiting: Waiting, reason: str) -> str:
         seconds = time.monotonic() - waiting.since
         step, action, grid = self._where()
-        seat = self._seat
-        me, where = ("", "") if seat is None else (f" ({seat.name})", f" in step {step}")
+        view = self._view
+        me, where = ("", "") if view is None else (f" ({view.name})", f" in step {step}")
         first = (
             f"rank {self._rank}{me} waited {seconds:.1f} s for {waiting.what}{where}: {reason} "
             f"(token_pipeline.timeout_s is {self.timeout_s:g})"
@@ -375,14 +380,14 @@ class Watchdog:
         if len(lines) > 1:
             logger.error("%s", "\n".join(lines[1:]))
         self._end(f"gave up waiting for {waiting.what}: {reason}")
-        lines += self._whereabouts(seat, step, action, grid)
+        lines += self._whereabouts(view, step, action, grid)
         return "\n".join(lines)
 
     def _look_for_lost(self) -> dict[int, str]:
         """Return ranks of this machine that are gone or stopped; retries, as connections break before a process
         ends."""
         for _ in range(_LOOKS):
-            if self._seat is None:
+            if self._view is None:
                 self.learn_processes()
             found = self._processes.lost()
             if found:
@@ -390,7 +395,9 @@ class Watchdog:
             time.sleep(_BETWEEN_LOOKS_S)
         return {}
 
-    def _whereabouts(self, seat: Seat | None, step: int, action: int, grid: Sequence[Sequence[Action]]) -> list[str]:
+    def _whereabouts(
+        self, view: RankView | None, step: int, action: int, grid: Sequence[Sequence[Action]]
+    ) -> list[str]:
         """Return lines with the positions of the ranks."""
         known, silent = self._observe()
         if known is None:
@@ -402,23 +409,23 @@ class Watchdog:
             lines = self._outside(known, silent)
             others = (
                 []
-                if seat is None
-                else [(seat.at(p).name, rank) for p, rank in enumerate(seat.ranks) if p != seat.place]
+                if view is None
+                else [(view.at(p).name, rank) for p, rank in enumerate(view.ranks) if p != view.place]
             )
             lines += [_describe(rank, known.get(rank), rank in silent, where) for where, rank in others]
-        if seat is None or not grid:
+        if view is None or not grid:
             return lines
-        at = {place: known[rank].action for place, rank in enumerate(seat.ranks) if _is_at(known.get(rank), step)}
-        return [*lines, grid_text(grid, at={**at, seat.place: action}, placement=seat.placement)]
+        at = {place: known[rank].action for place, rank in enumerate(view.ranks) if _is_at(known.get(rank), step)}
+        return [*lines, grid_text(grid, at={**at, view.place: action}, placement=view.placement)]
 
     def _outside(self, known: Mapping[int, Position], silent: Collection[int]) -> list[str]:
         """Describe ranks of other pipelines that ended or fell silent: a wait for all ranks may be for one of them.
 
         Without an engine all others are of other pipelines, and the awaited rank may not have started at all.
         """
-        here: Collection[int] = (self._rank,) if self._seat is None else self._seat.ranks
+        here: Collection[int] = (self._rank,) if self._view is None else self._view.ranks
         odd = [rank for rank in known if rank not in here and (rank in silent or known[rank].ended)]
-        if self._seat is None:
+        if self._view is None:
             odd += [rank for rank in range(self._world_size) if rank not in here and rank not in known]
         return [_describe(rank, known.get(rank), rank in silent) for rank in odd[:_LISTED_OUTSIDE]]
 
@@ -439,8 +446,8 @@ class Watchdog:
         return after, {rank for rank, position in after.items() if position == before.get(rank)}
 
 
-def _describe(rank: int, position: Position | None, silent: bool, seat: str = "") -> str:
-    where = f"  rank {rank}" + (f" ({seat})" if seat else "")
+def _describe(rank: int, position: Position | None, silent: bool, view: str = "") -> str:
+    where = f"  rank {rank}" + (f" ({view})" if view else "")
     if position is None:
         return f"{where}: position unknown"
     text = f"{where}: last seen in step {position.step}, action {position.action}"

@@ -5,8 +5,8 @@ from . import Known
 _WRAPPED, _LIVE, _MOVES = (f"tests/elastic/test_elastic_{name}.py" for name in ("wrapped", "live", "moves"))
 
 KNOWN = (
-    Known("a moment stays behind", "elastic.moves.reshape", "{**piece.values, **moments}",
-          '{**piece.values, **{k: torch.zeros_like(v) if k == "exp_avg" else v for k, v in moments.items()}}',
+    Known("a moment stays behind", "elastic.moves.reshape", "{**info.values, **moments}",
+          '{**info.values, **{k: torch.zeros_like(v) if k == "exp_avg" else v for k, v in moments.items()}}',
           f"{_WRAPPED} -k bits"),
     Known("a group's decay is lost", "elastic.moves.reshape",
           "    return [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]\n",
@@ -23,7 +23,7 @@ KNOWN = (
           '        group["params"] = [parameter for _, parameter in members]\n',
           '        group["params"] = [nn.Parameter(p.detach().clone()) if name in states else p for name, p in members]\n',
           f"{_MOVES} -k optimizer_gets"),
-    Known("a sample is handed over twice", "elastic.feed", "first % part, first % part + stop - first",
+    Known("a sample is handed over twice", "elastic.redistribute", "first % part, first % part + stop - first",
           "0, stop - first", f"{_MOVES} -k replica"),
     Known("a sample is trained twice at a change of the shape", "elastic.sampler",
           "self.consumed = micro_batch, replicas, replica, consumed\n",

@@ -13,7 +13,7 @@ KNOWN = (
           "tests/pipeline/test_attention.py"),
     Known("learned positions of slice 0", "pipeline.batch", "        return part_of(value, cuts, span)\n",
           "        tokens, positions = part_of(value, cuts, span)\n        return tokens, positions - span.start\n",
-          "tests/pipeline/test_assembly.py"),
+          "tests/pipeline/test_runtime.py"),
     Known("rotary positions of slice 0", "megatron.layers", "span.start if span else 0", "0",
           "tests/megatron/test_layers.py -k rotary"),
     Known("labels of the neighbouring slice", "pipeline.loss",
@@ -21,9 +21,9 @@ KNOWN = (
           "        span = self._spans[len(self._terms)]\n"
           "        start = min(self._spans[len(self._terms) - 1].start, span.total - span.length)\n"
           "        span = Span(start, start + span.length, span.total)\n        labels =",
-          "tests/pipeline/test_assembly.py"),
+          "tests/pipeline/test_runtime.py"),
     Known("a denominator per slice", "pipeline.loss", "/ self._weight ",
-          "/ self._loss_fn.token_weight(labels) / len(self._spans) ", "tests/pipeline/test_assembly.py"),
+          "/ self._loss_fn.token_weight(labels) / len(self._spans) ", "tests/pipeline/test_runtime.py"),
     Known("a weight gradient left out", "pipeline.operators.weight_gradients", _TAKEN,
           "_add(sums, [(p, 0 * g) for p, g in kept.take(first_slice)] if kept is layers[0] else kept.take(first_slice))",
           "tests/pipeline/test_weight_gradients.py"),
@@ -33,11 +33,11 @@ KNOWN = (
     Known("a tied gradient not reduced", "pipeline.engine", "            self._exec_reduce_tied_grads()\n",
           "            pass\n", "tests/pipeline/test_engine_layers.py -k checkpointed"),
     Known("a gradient sent for the wrong unit", "pipeline.transport.p2p",
-          '        outbox.send(unit, gradients, f"gradients of {unit}")\n',
+          '        sender.send(unit, gradients, f"gradients of {unit}")\n',
           "        sent, shapes = vars(self).setdefault('sent', {}), (stage, *(t.shape for t in gradients))\n"
           "        gradients, sent[shapes] = sent.get(shapes, gradients), gradients\n"
-          '        outbox.send(unit, gradients, f"gradients of {unit}")\n',
-          "tests/pipeline/test_assembly.py -k two_processes"),
+          '        sender.send(unit, gradients, f"gradients of {unit}")\n',
+          "tests/pipeline/test_runtime.py -k two_processes"),
     Known("two receives are posted ahead", "schedule.streams", "POSTED_AHEAD = 1\n", "POSTED_AHEAD = 2\n",
           "tests/schedule/test_hardware_queue.py"),
     Known("a received buffer is shared by all units", "pipeline.transport.p2p",

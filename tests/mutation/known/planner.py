@@ -2,12 +2,12 @@
 
 from . import Known
 
-_CUTTING = "tests/pipeline/test_cutting.py -k "
+_CUTTING = "tests/pipeline/test_slice_plan.py -k "
 _SLICES = "tests/plan/test_slices.py -k "
 _LOOP = "tests/schedule/test_simulate.py -k event_loop"
 _AUTO, _PLANNER = "pipeline.autotune.auto", "pipeline.autotune.planner"
 _BEGIN, _FOUND = "        return phase.begin()\n", "            return None if other else cost\n"
-_WINNER = "        return self.cuttings[1 + ratios.index(max(ratios))] if max(ratios, default=0.0) > worse else "
+_WINNER = "        return self.plans[1 + ratios.index(max(ratios))] if max(ratios, default=0.0) > worse else "
 _SOURCE = "            also_after.append(channel.messages.popleft()[1])\n"
 
 KNOWN = (
@@ -34,16 +34,16 @@ KNOWN = (
     Known("a plan for another run is used", "pipeline.autotune.run_info",
           "    if schedule not in (AUTO, plan.schedule):\n",
           "    return None\n    if schedule not in (AUTO, plan.schedule):\n", _CUTTING + "another_run_is_refused"),
-    Known("memory_gb is no limit", "pipeline.autotune.budget",
+    Known("memory_gb is no limit", "pipeline.autotune.memory_limit",
           "        return self._limit / GIGABYTE if given is None and self._limit is not None else given\n",
           "        return None\n", _CUTTING + "too_little_memory"),
     Known("plans that do not fit are chosen", "plan.choose",
           "        return max(use.total for use in self._use(candidate)) <= self._request.memory_gb * GIGABYTE\n",
           "        return True\n", _CUTTING + "too_little_memory"),
     Known("a plan that disappoints stays", "pipeline.autotune.comparison", _WINNER,
-          "        return self.cuttings[0] if True else ", _CUTTING + "rival_wins"),
+          "        return self.plans[0] if True else ", _CUTTING + "rival_wins"),
     Known("a plan gives way to a slower trial", "pipeline.autotune.comparison", _WINNER,
-          "        return self.cuttings[-1] if True else ", _CUTTING + "rival_wins"),
+          "        return self.plans[-1] if True else ", _CUTTING + "rival_wins"),
     Known("the programme gives equal slices", "plan.slices", "    return found\n\n\ndef even_cuts",
           "    each, more = divmod(len(times), len(found.counts))\n"
           "    counts = tuple(each + (i < more) for i in range(len(found.counts)))\n"

@@ -1,4 +1,4 @@
-"""Memory budget: the limit of a step, and the memory that steps of any cutting take."""
+"""Memory limit: the limit of a step, and the memory that steps of any slices take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, Peaks, calibrated, memory_use
 
 
-class Budget:
+class MemoryLimit:
     """The memory model: counted in one step, refined by the peaks of later steps.
 
     Args:

@@ -21,7 +21,7 @@ from deepspeed.utils import logger as deepspeed_logger
 
 from ds_terapipe.elastic.moves.layers import random_states_kept
 from ds_terapipe.elastic.policies.resize import Shape
-from ds_terapipe.pipeline.closing import remove_hooks
+from ds_terapipe.pipeline.teardown import remove_hooks
 
 _OUTLIVES = (
     "global_steps", "global_samples", "micro_steps", "skipped_steps", "monitor", "timers", "tput_timer", "batch_timer",
@@ -39,7 +39,7 @@ class Kept(NamedTuple):
     lr_scheduler: Any
 
 
-def build_anew(engine: Any, shape: Shape, arguments: Mapping[str, Any]) -> None:
+def rebuild_engine(engine: Any, shape: Shape, arguments: Mapping[str, Any]) -> None:
     """Run the constructor of ``PipelineEngine`` again, on a module of another shape; collective.
 
     Args:

@@ -11,12 +11,12 @@ import pytest
 
 from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.autotune.auto import AutoCutting
+from ds_terapipe.pipeline.autotune.auto import AutoSlices
 from ds_terapipe.pipeline.autotune.comparison import Comparison, comparison_steps
-from ds_terapipe.pipeline.autotune.cutting import Cutting
 from ds_terapipe.pipeline.autotune.phases import ROUNDS, TRIALS
 from ds_terapipe.pipeline.autotune.planner import RIVALS
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
+from ds_terapipe.pipeline.autotune.slice_plan import SlicePlan
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
@@ -56,17 +56,17 @@ class Run:
         config = parse({"token_pipeline": {key: str(v) if key.endswith("path") else v for key, v in keys.items()}})
         assert config is not None
         about = RunInfo(STAGES, 1, micro_batches, False, False, {"device": device, "versions": {"torch": "2"}})
-        self.auto = AutoCutting(config, about, lambda decide: decide(), self.meter, self.lines.append)
+        self.auto = AutoSlices(config, about, lambda decide: decide(), self.meter, self.lines.append)
 
     def step(self, lengths: Any, slow: Any = lambda slices: 1.0, elsewhere: Any = ()) -> tuple[int, ...]:
         """Run a step, ``slow`` times as long as it should take, beside other replicas'; its longest micro-batch's slices."""
-        cutting = self.auto.cutting(lengths, sorted({*lengths, *elsewhere}))
-        self.schedule, cut = cutting.schedule, cutting.slices
+        plan = self.auto.plan(lengths, sorted({*lengths, *elsewhere}))
+        self.schedule, cut = plan.schedule, plan.slices
         if not isinstance(cut, int):
             cut = list(cut) if len(set(lengths)) == 1 else len(cut)
         slices = slice_lengths(max(lengths), cut)
-        makespan, events = simulated(len(lengths), cutting.schedule, slices)
-        self.auto.took(events if self.auto.wants_events else [], slow(slices) * makespan)
+        makespan, events = simulated(len(lengths), plan.schedule, slices)
+        self.auto.record_step(events if self.auto.wants_events else [], slow(slices) * makespan)
         return slices
 
     def steps(self, count: int, lengths: Any, slow: Any = lambda slices: 1.0) -> list[tuple[int, ...]]:
@@ -153,8 +153,8 @@ def test_what_trials_really_took_says_which_are_left_out(limit, runs):
 
     run = Run(metered(limit))
     run.meter.peaks.side_effect = lambda: takes(tried[-1])
-    cutting = run.auto.cutting
-    run.auto.cutting = lambda *given: (found := cutting(*given), tried.append(found.slices))[0]
+    plan = run.auto.plan
+    run.auto.plan = lambda *given: (found := plan(*given), tried.append(found.slices))[0]
     run.measure([1024])
     assert set(tried) == runs and all(max(takes(n)) <= limit for n in runs)
     # one measurement makes careful
@@ -195,14 +195,14 @@ WINNERS = [
 def test_a_rival_wins_by_the_median_turn_and_by_the_fastest_step(plan_s, rival_s, winner):
     """Steps take these seconds, the last for all further ones."""
     left = {"plan": list(plan_s), "rival": list(rival_s)}
-    comparison = Comparison(Cutting((8,), "plan"), [Cutting((4, 4), "rival")] if rival_s else [])
+    comparison = Comparison(SlicePlan((8,), "plan"), [SlicePlan((4, 4), "rival")] if rival_s else [])
     ended = False
     while not ended:
-        own = left[comparison.cutting.schedule]
-        ended = comparison.took(own.pop(0) if len(own) > 1 else own[0])
+        own = left[comparison.plan.schedule]
+        ended = comparison.record_step(own.pop(0) if len(own) > 1 else own[0])
     assert comparison.winner(1.01).schedule == winner
     fastest = [min(plan_s[1:]), *([min(rival_s)] if rival_s else [])]
-    assert [comparison.fastest(cutting) for cutting in comparison.cuttings] == fastest
+    assert [comparison.fastest(plan) for plan in comparison.plans] == fastest
 
 
 # -------------------------------------------------------------------------------- plans and measurements that are given

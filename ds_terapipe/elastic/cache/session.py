@@ -25,7 +25,7 @@ _MEMORY, _DISK = 0.5, 0.8  # of what is free, where the configuration does not s
 _NAME = "ds_terapipe"
 
 
-class Shelf:
+class CacheSession:
     """The cached outputs of this rank's first stage, over all reshapes.
 
     Args:

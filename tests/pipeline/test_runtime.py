@@ -1,6 +1,6 @@
 """Stages built from lists of layers, on any placement and in any valid order, give the gradients of one process.
 
-First all places in one process, their messages in queues; then real processes, where an old and a new assembly of the same
+First all places in one process, their messages in queues; then real processes, where an old and a new runtime of the same
 layers are alive together and closed one after the other.
 """
 
@@ -17,16 +17,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_terapipe.pipeline.assembly import Assembly, Step
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.loss import StepLosses
+from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.operators.interception import Interception
-from ds_terapipe.pipeline.seat import Seat
+from ds_terapipe.pipeline.rank_view import RankView
+from ds_terapipe.pipeline.runtime import PipelineRuntime, Step
 from ds_terapipe.pipeline.slicing import TensorCut, slice_lengths, spans
 from ds_terapipe.pipeline.stage import PlainGradients, Stage
 from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
-from ds_terapipe.schedule import Op, Placement
+from ds_terapipe.schedule import Action, Op, Placement
 from tests.pipeline import models
 from tests.pipeline.fake_links import assemblies, run
 from tests.schedule.strategies import few_slices, placements, random_grid, validated
@@ -174,13 +175,13 @@ REAL.append(Case([0, 1, 1, 0], "terapipe", per_token=True))
 
 
 def worker(rank: int, world_size: int) -> list[tuple[Any, ...]]:
-    """Of each case the loss and an evaluation's where they are known, all gradients, whether an older assembly made the same."""
+    """Of each case the loss and an evaluation's where they are known, all gradients, whether an older runtime made the same."""
     found, pipelines, gradients = [], [[0, 1]], PlainGradients(len(LENGTHS))
-    watchdog = Watchdog(Seat.of(Placement.plain(2), rank, pipelines), 60.0)
+    watchdog = Watchdog(RankView.of(Placement.plain(2), rank, pipelines), 60.0)
     for case in REAL:
         layers = case.model()
         given: Any = {"device": torch.device("cpu"), "watchdog": watchdog, "gradients": gradients}
-        build = partial(Assembly.build, case.placement, pipelines, dict(enumerate(layers)), **given)
+        build = partial(PipelineRuntime.build, case.placement, pipelines, dict(enumerate(layers)), **given)
         old = build()
         old.intercept()
         step(case, old)
@@ -198,14 +199,52 @@ def worker(rank: int, world_size: int) -> list[tuple[Any, ...]]:
     return found
 
 
-def step(case: Case, assembly: Assembly, evaluation: bool = False) -> float | None:
+class Calls(Observer):
+    """Writes down how it is called."""
+
+    watches = True
+
+    def __init__(self, name: str, calls: list[Any], watches: bool = True) -> None:
+        self.name, self.calls, self.watches = name, calls, watches  # type: ignore[misc]
+
+    def step_begins(self) -> None:
+        self.calls.append((self.name, "step begins"))
+
+    def action_begins(self, index: int, action: Action) -> None:
+        self.calls.append((self.name, index, action))
+
+    def message(self, stage: int, name: str, value: Any) -> None:
+        self.calls.append((self.name, stage, name))
+
+    def action_ends(self, action: Action) -> None:
+        self.calls.append((self.name, "ends", action))
+
+    def step_ends(self) -> None:
+        self.calls.append((self.name, "step ends"))
+
+
+def calls_of(row: Sequence[Action]) -> list[Any]:
+    """The calls of two observers in a step."""
+    names, messages = ("outer", "inner"), {Op.RECV_FORWARD: "received", Op.SEND_FORWARD: "sent"}
+    calls: list[Any] = [(name, "step begins") for name in names]
+    for index, action in enumerate(row):
+        calls += [(name, index, action) for name in names]
+        calls += [(name, action.stage, messages[action.op]) for name in names if action.op in messages]
+        calls += [(name, "ends", action) for name in names[::-1]]
+    return [*calls, *((name, "step ends") for name in names)]
+
+
+def step(case: Case, runtime: PipelineRuntime, evaluation: bool = False) -> float | None:
     batch = case.batch()
-    if not assembly.seat.has_first:
+    if not runtime.view.has_first:
         batch.inputs.clear()
-    losses = case.losses(batch) if assembly.seat.has_last else None
+    losses = case.losses(batch) if runtime.view.has_last else None
+    calls: list[Any] = []
     with torch.set_grad_enabled(not evaluation):
-        assembly.run(Step(0, batch, case.grid(evaluation), losses))
-    assert assembly.left_over == 0
+        watching = [Calls("outer", calls), Calls("off", calls, watches=False), Calls("inner", calls)]
+        runtime.run(Step(0, batch, case.grid(evaluation), losses), watching)
+    assert calls == calls_of(case.grid(evaluation)[runtime.view.place])
+    assert runtime.left_over == 0
     return None if losses is None else float(losses.total)
 
 

@@ -10,7 +10,7 @@ _empty = ContextVar("ds_terapipe_empty", default=False)
 
 
 @contextmanager
-def building_empty() -> Iterator[None]:
+def skipping_init() -> Iterator[None]:
     """Context manager in which layers are built empty, for weights from elsewhere: none are read or drawn."""
     token = _empty.set(True)
     try:
@@ -19,6 +19,6 @@ def building_empty() -> Iterator[None]:
         _empty.reset(token)
 
 
-def is_building_empty() -> bool:
+def is_skipping_init() -> bool:
     """Whether a layer that is built now will be given its weights."""
     return _empty.get()

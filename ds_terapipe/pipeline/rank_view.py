@@ -1,4 +1,4 @@
-"""Seat of a rank: the stages of the model on the places of a pipeline, and those on this rank."""
+"""View of a rank on its pipeline: the stages of the model on places, and those on this rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ds_terapipe.schedule import Placement
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankView:
     """One rank's view of a placement.
 
     Attributes:
@@ -23,8 +23,8 @@ class Seat:
     ranks: tuple[int, ...]
 
     @classmethod
-    def of(cls, placement: Placement, rank: int, pipelines: Sequence[Sequence[int]]) -> Seat:
-        """Return the seat of a global rank in its pipeline; ``pipelines``: the ranks of each, by place."""
+    def of(cls, placement: Placement, rank: int, pipelines: Sequence[Sequence[int]]) -> RankView:
+        """Return the view of a global rank in its pipeline; ``pipelines``: the ranks of each, by place."""
         ranks = next(tuple(each) for each in pipelines if rank in each)
         return cls(placement, ranks.index(rank), ranks)
 
@@ -43,8 +43,8 @@ class Seat:
         """Whether this rank has the model's last stage: it has the labels and makes the loss."""
         return self.placement.last_place == self.place
 
-    def at(self, place: int) -> Seat:
-        """Return the seat of another place of this pipeline."""
+    def at(self, place: int) -> RankView:
+        """Return the view of another place of this pipeline."""
         return replace(self, place=place)
 
     def rank_of(self, stage: int) -> int:

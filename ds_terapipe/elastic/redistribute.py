@@ -86,7 +86,7 @@ def parcels(samples: int, readers: int, replicas: int, alike: bool = False) -> l
     ]
 
 
-class Feed:
+class BatchRedistributor:
     """Reads on the ranks that have an iterator, and sends the samples to the ranks that need them.
 
     Args:

@@ -10,26 +10,26 @@ from ds_terapipe.tracing.chrome import Event
 DEFAULT_SCHEDULE = "1f1b"
 
 
-class Cutting(NamedTuple):
+class SlicePlan(NamedTuple):
     """Slices of a step's micro-batches, and their schedule."""
 
     slices: int | tuple[int, ...]
     schedule: str
 
 
-class FixedCutting:
+class FixedSlices:
     """Fixed ``slices``: a number or a list of lengths."""
 
     def __init__(self, slices: int | Sequence[int], schedule: str) -> None:
-        self._cutting = Cutting(slices if isinstance(slices, int) else tuple(slices), schedule)
+        self._plan = SlicePlan(slices if isinstance(slices, int) else tuple(slices), schedule)
 
-    def cutting(self, lengths: Sequence[int], everywhere: Sequence[int]) -> Cutting:
-        """Return the cutting for micro-batches of these lengths."""
-        return self._cutting
+    def plan(self, lengths: Sequence[int], everywhere: Sequence[int]) -> SlicePlan:
+        """Return the slice plan for micro-batches of these lengths."""
+        return self._plan
 
-    def now(self, lengths: Sequence[int]) -> Cutting:
-        """Return the current cutting for an evaluation, which is neither measured nor planned for."""
-        return self._cutting
+    def now(self, lengths: Sequence[int]) -> SlicePlan:
+        """Return the current slice plan for an evaluation, which is neither measured nor planned for."""
+        return self._plan
 
     @property
     def wants_events(self) -> bool:
@@ -46,7 +46,7 @@ class FixedCutting:
         """Whether the seconds of the step decide anything; if so, the engine synchronizes with the device."""
         return False
 
-    def took(self, events: Sequence[Event], seconds: float) -> None:
+    def record_step(self, events: Sequence[Event], seconds: float) -> None:
         """Note the events and seconds of the step."""
 
     def state(self) -> dict[str, Any] | None:

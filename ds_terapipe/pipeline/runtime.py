@@ -1,7 +1,7 @@
 """Stages and links of a rank: everything of an engine that depends on the placement of the model's stages.
 
-An engine keeps one assembly and builds another when stages move; both can be alive together. The schedule decides the
-actions of a step; the assembly runs each action with its inputs.
+An engine keeps one runtime and builds another when stages move; both can be alive together. The schedule decides the
+actions of a step; the runtime runs each action with its inputs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.layer_range import Layer
 from ds_terapipe.pipeline.loss import StepLosses
+from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.operators.interception import Interception
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
+from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.recording.accounting import LiveUnits, StepMemory
-from ds_terapipe.pipeline.recording.trace import Execute
-from ds_terapipe.pipeline.seat import Seat
 from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like
 from ds_terapipe.pipeline.stage import Autocast, GradientRules, Stage
 from ds_terapipe.pipeline.transport.boundary import check_sendable
@@ -47,11 +47,11 @@ class Step:
     first_micro_batch: int = 0
 
 
-class Assembly:
+class PipelineRuntime:
     """The stages of one rank on a placement, and their links to other ranks; built by `build`.
 
     Args:
-        seat: seat of this rank.
+        view: view of this rank.
         stages: stages on this rank, by number.
         links: links to the stages of other places.
         watchdog: times and bounds the waits.
@@ -61,7 +61,7 @@ class Assembly:
 
     def __init__(
         self,
-        seat: Seat,
+        view: RankView,
         stages: dict[int, Stage],
         links: Links,
         watchdog: Watchdog,
@@ -70,13 +70,14 @@ class Assembly:
         autocast: Autocast = nullcontext,
         streams: RandomStreams | None = None,
     ) -> None:
-        self.seat, self.placement, self.stages, self.links = seat, seat.placement, stages, links
+        self.view, self.placement, self.stages, self.links = view, view.placement, stages, links
         self.memory = memory if memory is not None else StepMemory()
         self.autocast = autocast
         self.live = LiveUnits()
         self.interception: Interception | None = None
         self._watchdog, self._channels, self._streams = watchdog, channels, streams
         self._deferring: tuple[int, ...] | None = None
+        self._observers: list[Observer] = []  # of the present step
         self._batch = StepBatch()
         self._inputs: dict[tuple[int, Unit], Any] = {}  # inputs of stages, until their units run
         self._outputs: dict[tuple[int, Unit], Any] = {}  # outputs to be sent to another place
@@ -99,8 +100,8 @@ class Assembly:
         streams: RandomStreams | None = None,
         first_stage: Callable[..., Stage] = Stage,
         host_group: Any = None,
-    ) -> Assembly:
-        """Build the assembly of this rank; collective over all pipelines.
+    ) -> PipelineRuntime:
+        """Build the runtime of this rank; collective over all pipelines.
 
         Args:
             placement: stages on places.
@@ -116,17 +117,17 @@ class Assembly:
             first_stage: factory of the model's first stage.
             host_group: gloo group of all ranks; None: the job's.
         """
-        seat, memory = Seat.of(placement, torch.distributed.get_rank(), pipelines), memory or StepMemory()
+        view, memory = RankView.of(placement, torch.distributed.get_rank(), pipelines), memory or StepMemory()
         stages = {}
-        for number in seat.stages:
+        for number in view.stages:
             _, first, stop = placement.stages[number]
             stages[number] = (Stage if number else first_stage)(
                 number, [functions[layer] for layer in range(first, stop)], first, module=module, gradients=gradients,
                 trains=placement.goes_backward(number), memory=memory, autocast=autocast, streams=streams,
             )  # fmt: skip
         channels = Channels(placement, pipelines, watchdog, device)
-        links = Links(seat, channels, device, watchdog, host_group)
-        return cls(seat, stages, links, watchdog, channels, memory, autocast, streams)
+        links = Links(view, channels, device, watchdog, host_group)
+        return cls(view, stages, links, watchdog, channels, memory, autocast, streams)
 
     def intercept(self) -> None:
         """Make attention run slices, and layers defer weight gradients; engines that never cut do not call this."""
@@ -169,24 +170,28 @@ class Assembly:
                 cuts[number - 1], cuts[number] = stage.dims.inputs, stage.dims.outputs
         return cuts
 
-    def run(self, step: Step, execute: Callable[[Execute], Execute] = lambda execute: execute) -> None:
-        """Run this place's row of the grid. ``execute`` wraps the runner of an action, e.g. to time it."""
-        row = step.grid[self.seat.place]
-        self._watchdog.begin(step.number, step.grid, self.seat)
+    def run(self, step: Step, observers: Sequence[Observer] = ()) -> None:
+        """Run this place's row of the grid."""
+        row = step.grid[self.view.place]
+        self._watchdog.begin(step.number, step.grid, self.view)
+        self._observers = [each for each in (self._watchdog, self.memory, *observers) if each.watches]
         try:
-            self.memory.runs()
+            for each in self._observers:
+                each.step_begins()
             self.begin(step, row)
             self.links.begin(row, _described(step.batch, torch.is_grad_enabled()), self.boundary_cuts)
-            run = execute(self.execute)
+            inside_out = self._observers[::-1]
             for index, action in enumerate(row):
-                self._watchdog.at(index)
-                run(action)
-                self.memory.acted()
-            self._watchdog.at(len(row))
+                for each in self._observers:
+                    each.action_begins(index, action)
+                self.execute(action)
+                for each in inside_out:
+                    each.action_ends(action)
             self.links.finish()
             for stage in self.stages.values():
                 stage.context.check_recomputed()
-            self.memory.ran()
+            for each in self._observers:
+                each.step_ends()
         finally:
             self.end()
 
@@ -209,7 +214,7 @@ class Assembly:
             stage.end()
         if self._streams is not None:
             self._streams.end()
-        self._batch = StepBatch()
+        self._batch, self._observers = StepBatch(), []
 
     def execute(self, action: Action) -> None:
         """Run one action of this place."""
@@ -244,11 +249,13 @@ class Assembly:
 
     def _receive_forward(self, number: int, unit: Unit) -> None:
         inputs = self._inputs[number, unit] = self.links.receive_forward(number, unit)
-        self.memory.message(number, "received", inputs)
+        for each in self._observers:
+            each.message(number, "received", inputs)
 
     def _send_forward(self, number: int, unit: Unit) -> None:
         outputs = self._outputs.pop((number, unit))
-        self.memory.message(number, "sent", outputs)
+        for each in self._observers:
+            each.message(number, "sent", outputs)
         self.links.send_forward(number, unit, outputs)
 
     def _receive_backward(self, number: int, unit: Unit) -> None:
