@@ -254,7 +254,7 @@ def _until_exit(work: Callable[[], Any], world_size: int, timeout: float, **opti
         return [_exit_of(rank, folder, killed=rank in late) for rank in range(world_size)]
 
 
-def torchrun(function: Callable[..., Any], world_size: int, *args: Any, until: str, timeout: float = 150.0) -> Exit:
+def torchrun(function: Callable[..., Any], world_size: int, *args: Any, until: str, timeout: float = 240.0) -> Exit:
     """:func:`run_to_exit` by torchrun on fresh interpreters: all output together, and the exit code of the launcher.
 
     A worker may stop the launcher (``SIGSTOP``) before it dies: it goes on when the output matches ``until``, and does not end

@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
@@ -32,19 +30,19 @@ from ds_terapipe.pipeline.autotune.engine_facts import changed_settings, new_sli
 from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
 from ds_terapipe.pipeline.batch import StepBatch, own, read_step
 from ds_terapipe.pipeline.checkpoints import Checkpoints
-from ds_terapipe.pipeline.evaluation import Evaluation
-from ds_terapipe.pipeline.gradients import DeepSpeedGradients, Replicas
+from ds_terapipe.pipeline.evaluation import evaluate
+from ds_terapipe.pipeline.gradients import DeepSpeedGradients, all_reduce_in_place, reduce_replicas, reduce_tied
 from ds_terapipe.pipeline.inspection.first_batch import Inspection
 from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
 from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.operators.interception import not_deferred_line
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
-from ds_terapipe.pipeline.parameter_groups import check_inside, drop_unused, keep_trained, make_alike, occupy, unused
+from ds_terapipe.pipeline.parameter_groups import arrange, occupy, refuse_switched, unused
 from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.pipeline.rank_view import RankView
-from ds_terapipe.pipeline.recording.records import Records
-from ds_terapipe.pipeline.recording.report import StepReport, emit
-from ds_terapipe.pipeline.recording.trace import Recorder
+from ds_terapipe.pipeline.recording.accounting import new_memory
+from ds_terapipe.pipeline.recording.report import StepReport, emit, log_step
+from ds_terapipe.pipeline.recording.trace import Recorder, new_trace
 from ds_terapipe.pipeline.runtime import PipelineRuntime, Step
 from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights
 from ds_terapipe.pipeline.stage import Stage
@@ -62,7 +60,7 @@ logger = logging.getLogger(__name__)
 _DESTROYED = "destroy() was called"
 
 
-class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormClipping, PipelineEngine):
+class TokenPipelineEngine(Checkpoints, TrueNormClipping, PipelineEngine):
     """A :class:`PipelineEngine` whose pipeline carries slices of sequences. Same calls, same results.
 
     Args:
@@ -89,7 +87,9 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         self._consensus = Consensus(self._watchdog, pipelines, _hash_of(token_pipeline))
         self._shared = shared_weights(self.module, self._consensus)
         refuse_split(self._shared, self.module.parts, "model")
-        self._trace, self._memory, self._load = self._new_trace(), self._new_memory(), Loader(self.device)
+        self._trace = new_trace(token_pipeline, self.num_stages, self._consensus)
+        weakref.finalize(self, self._trace.close)
+        self._memory, self._load = new_memory(self.device), Loader(self.device)
         self.observers: list[Observer] = []
         self._recorder = Recorder(self.stage_id, self._watchdog, self._consensus.group, self.device)
         self._build_runtime()
@@ -169,16 +169,9 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
 
     def _arrange_groups(self, optimizer: Any, kind: str | None) -> None:
         """Arrange the parameter groups for DeepSpeed's wrapper ``kind``, None without one; collective."""
-        if kind is None:
-            return
-        gather = partial(gathered, group=self.module.world_group)
-        check_inside(optimizer, self.module, self.param_names, gather, "beside bf16, fp16 or ZeRO")
-        keep_trained(optimizer)
-        counts = set(gather(len(optimizer.param_groups)))
-        # BF16_Optimizer takes one norm over all existing groups, the others one of each group
-        if len(counts) > 1 and (kind != BFLOAT16 or 0 in counts):
-            drop_unused(optimizer, self.param_names)
-            make_alike(optimizer, self.client_lr_scheduler, gather)
+        if kind is not None:
+            gather = partial(gathered, group=self.module.world_group)
+            arrange(optimizer, kind, self.module, self.param_names, self.client_lr_scheduler, gather)
 
     @property
     def token_pipeline(self) -> TokenPipelineConfig:
@@ -227,6 +220,26 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
     def placement(self) -> Placement:
         """Placement of the model's stages."""
         return self._runtime.placement
+
+    @property
+    def slices_run(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of the slices that this stage ran in the last step or evaluation, by micro-batch and in order."""
+        return self._runtime.live.slices()
+
+    @property
+    def units_run(self) -> tuple[int, int]:
+        """Numbers of units that this stage ran in the last step: forward, and backward (0 in an evaluation)."""
+        return self._runtime.live.forward_units, self._runtime.live.backward_units
+
+    @property
+    def peak_live_units(self) -> int:
+        """Largest number of live units on this stage in the last step: run forward and not yet backward."""
+        return self._runtime.live.peak_units
+
+    @property
+    def peak_live_tokens(self) -> int:
+        """:attr:`peak_live_units`, in tokens of a sequence."""
+        return self._runtime.live.peak_tokens
 
     def destroy(self) -> None:
         """Release the process groups, threads and hooks of this engine and its module; collective.
@@ -300,10 +313,23 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
         events = self._recorder.end()
         if traced:
             self._trace.add(step, events, self._recorder.cost_of_one())
-        self._log_step(batch, plan.schedule, seconds)
+        log_step(self, self._report, batch, plan.schedule, seconds)
         self._slicer.record_step(events, seconds)
         mean: Tensor = self.agg_train_loss
         return mean
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate one batch without gradients; arguments and result see ``PipelineEngine.eval_batch``."""
+        self._refuse_broken()
+        return evaluate(self, data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
 
     def _enter_training(self) -> None:
         self.module.train()
@@ -325,6 +351,20 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
             self._exec_optimizer_step()
         with self._collective("loss", "the loss from the last stage"), torch.no_grad():
             self.agg_train_loss = self._aggregate_total_loss()
+
+    def _exec_reduce_tied_grads(self) -> None:
+        reduce_tied(self, super()._exec_reduce_tied_grads)
+
+    def _exec_reduce_grads(self) -> None:
+        reduce_replicas(self, super()._exec_reduce_grads)
+
+    def allreduce_no_retain(self, bucket: list[Tensor], dp_group: Any, *args: Any, **kwargs: Any) -> None:
+        """Override ``DeepSpeedEngine.allreduce_no_retain``: reduce large gradients in place."""
+        reduce, world_size = (
+            super().allreduce_no_retain,
+            kwargs.get("dp_world_size") or torch.distributed.get_world_size(dp_group),
+        )
+        all_reduce_in_place(self, bucket, dp_group, world_size, lambda small: reduce(small, dp_group, *args, **kwargs))
 
     @contextmanager
     def _poison_on_error(self) -> Iterator[None]:
@@ -366,7 +406,9 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                     "train, use torch.optim.AdamW(model.parameters()) or an optimizer in the configuration"
                 )
             if torch.is_grad_enabled():
-                self._refuse_switched()
+                forward = (stage for stage in self._runtime.stages.values() if not stage.trains)
+                layers = (layer for stage in forward for layer in stage.layers.modules)
+                refuse_switched(self._switches, self.basic_optimizer, self.optimizer, layers)
             pulled = self._read(micro_batches)
             if view.has_first or view.has_last:
                 batch = read_step(
@@ -389,26 +431,6 @@ class TokenPipelineEngine(Checkpoints, Evaluation, Records, Replicas, TrueNormCl
                 torch.distributed.all_reduce(weight, group=self.grid.get_data_parallel_group())
             self.module.loss_fn.begin_step(weight / self.dp_world_size)
         return batch
-
-    def _refuse_switched(self) -> None:
-        """Refuse a change of ``requires_grad`` that would have no effect.
-
-        Wrappers step with flat tensors that they have made, and forward-only layers get no gradient.
-        """
-        switched = [(name, p) for name, p, before in self._switches if p.requires_grad is not before]
-        if not switched:
-            return
-        wrapped, stages = isinstance(self.optimizer, DeepSpeedOptimizer), self._runtime.stages.values()
-        stepped = {id(p) for group in self.basic_optimizer.param_groups for p in group["params"]}
-        forward = {
-            id(p) for each in stages if not each.trains for layer in each.layers.modules for p in layer.parameters()
-        }
-        for name, p in switched:
-            if wrapped or (p.requires_grad and (id(p) in forward or id(p) not in stepped)):
-                raise ConfigError(
-                    f"model: got {name}.requires_grad {p.requires_grad} after initialize, must be set before it (now it has no "
-                    'effect), use elastic_pipeline.freeze, e.g. {"policy": "schedule", "frozen_layers": [[10, 2]]}'
-                )
 
     def _read(self, micro_batches: int) -> list[Any]:
         """Read the micro-batches of a step, (inputs, labels) each, if this rank needs them."""

@@ -7,7 +7,7 @@ micro-batch (``DeepSpeedEngine.backward`` in runtime/engine.py); here a micro-ba
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -87,44 +86,44 @@ class DeepSpeedGradients:
         self._sums.clear()
 
 
-class Replicas(DeepSpeedEngine):
-    """Mixin before ``PipelineEngine``: reduces large gradients of replicas in place, and skips a single replica."""
+def reduce_tied(engine: Any, reduce: Callable[[], None]) -> None:
+    """Reduce the gradients of trained tied weights; with bf16 ``reduce``, which is DeepSpeed's, reduces frozen ones too."""
+    shared = engine.module.get_tied_weights_and_groups()
+    engine.module.get_tied_weights_and_groups = lambda: [pair for pair in shared if pair[0].requires_grad]
+    try:
+        reduce()
+    finally:
+        del engine.module.get_tied_weights_and_groups
 
-    def _exec_reduce_tied_grads(self) -> None:
-        """Override ``PipelineEngine``: reduce only trained tied weights; with bf16 DeepSpeed reduces all."""
-        shared = self.module.get_tied_weights_and_groups()
-        self.module.get_tied_weights_and_groups = lambda: [pair for pair in shared if pair[0].requires_grad]
-        try:
-            super()._exec_reduce_tied_grads()
-        finally:
-            del self.module.get_tied_weights_and_groups
 
-    def _exec_reduce_grads(self) -> None:
-        """Override ``PipelineEngine``: skip a single replica, whose gradients DeepSpeed would flatten and copy."""
-        if self.is_data_parallel or isinstance(self.optimizer, ZeROOptimizer):
-            super()._exec_reduce_grads()
-            return
-        for parameter in self.module.parameters():
-            if parameter.requires_grad and parameter.grad is None and parameter.numel() > 0:
-                parameter.grad = torch.zeros_like(parameter)  # optimisers decay a weight whose gradient is zero
+def reduce_replicas(engine: Any, reduce: Callable[[], None]) -> None:
+    """Reduce gradients over replicas; ``reduce``, which is DeepSpeed's, would flatten and copy those of a single one."""
+    if engine.is_data_parallel or isinstance(engine.optimizer, ZeROOptimizer):
+        reduce()
+        return
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad and parameter.grad is None and parameter.numel() > 0:
+            parameter.grad = torch.zeros_like(parameter)  # optimisers decay a weight whose gradient is zero
 
-    def allreduce_no_retain(self, bucket: list[Tensor], dp_group: Any, *args: Any, **kwargs: Any) -> None:
-        """Override ``DeepSpeedEngine``: reduce large gradients in place, without DeepSpeed's flat copy."""
-        large: list[Tensor] = []
-        small: list[Tensor] = []
-        for gradient in bucket:
-            alone = gradient.numel() >= _ALONE and gradient.dtype == self.communication_data_type
-            (large if alone and gradient.is_contiguous() else small).append(gradient)
-        world = kwargs.get("dp_world_size") or dist.get_world_size(dp_group)
-        before, after = 1.0, 1.0  # as ``allreduce_bucket`` of DeepSpeed 0.19.8 averages
-        if self.gradient_average:
-            before = 1.0 / (self.gradient_predivide_factor() if self.postscale_gradients() else world)
-            after = self.gradient_predivide_factor() / world if self.postscale_gradients() else 1.0
-        if large and before != 1.0:
-            torch._foreach_mul_(large, before)
-        sums = [dist.all_reduce(gradient, group=dp_group, async_op=True) for gradient in large]
-        super().allreduce_no_retain(small, dp_group, *args, **kwargs)
-        for each in sums:
-            each.wait()
-        if large and after != 1.0:
-            torch._foreach_mul_(large, after)
+
+def all_reduce_in_place(
+    engine: Any, bucket: Sequence[Tensor], group: Any, world_size: int, reduce: Callable[[list[Tensor]], None]
+) -> None:
+    """Reduce a bucket: large gradients in place, the small ones by ``reduce``, DeepSpeed's flat copy."""
+    large: list[Tensor] = []
+    small: list[Tensor] = []
+    for gradient in bucket:
+        alone = gradient.numel() >= _ALONE and gradient.dtype == engine.communication_data_type
+        (large if alone and gradient.is_contiguous() else small).append(gradient)
+    before, after = 1.0, 1.0  # as ``allreduce_bucket`` of DeepSpeed 0.19.8 averages
+    if engine.gradient_average:
+        before = 1.0 / (engine.gradient_predivide_factor() if engine.postscale_gradients() else world_size)
+        after = engine.gradient_predivide_factor() / world_size if engine.postscale_gradients() else 1.0
+    if large and before != 1.0:
+        torch._foreach_mul_(large, before)
+    sums = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in large]
+    reduce(small)
+    for each in sums:
+        each.wait()
+    if large and after != 1.0:
+        torch._foreach_mul_(large, after)

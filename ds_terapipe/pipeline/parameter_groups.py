@@ -7,10 +7,12 @@ waiting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.constants import BFLOAT16
 from torch import nn
 
 from ds_terapipe.errors import ConfigError
@@ -140,6 +142,63 @@ def make_alike(optimizer: torch.optim.Optimizer, scheduler: Any, gather: Callabl
             optimizer.add_param_group({"params": [], **named, **settings})
             mine[key] = optimizer.param_groups[-1]
     optimizer.param_groups[:] = [mine[key] for key in known]
+
+
+def arrange(
+    optimizer: torch.optim.Optimizer,
+    kind: str,
+    module: nn.Module,
+    names: Mapping[Any, str],
+    scheduler: Any,
+    gather: Callable[[Any], list[Any]],
+) -> None:
+    """Arrange the groups for DeepSpeed's wrapper ``kind``: trained parameters of the module, alike on all ranks; collective.
+
+    Args:
+        optimizer: the optimizer to be wrapped.
+        kind: as ``DeepSpeedEngine._do_optimizer_sanity_check`` returns it.
+        module, names, gather: see :func:`check_inside`.
+        scheduler: made for the groups, if any.
+    """
+    check_inside(optimizer, module, names, gather, "beside bf16, fp16 or ZeRO")
+    keep_trained(optimizer)
+    counts = set(gather(len(optimizer.param_groups)))
+    # BF16_Optimizer takes one norm over all existing groups, the others one of each group
+    if len(counts) > 1 and (kind != BFLOAT16 or 0 in counts):
+        drop_unused(optimizer, names)
+        make_alike(optimizer, scheduler, gather)
+
+
+def refuse_switched(
+    switches: Iterable[tuple[str, nn.Parameter, bool]],
+    optimizer: torch.optim.Optimizer,
+    wrapper: Any,
+    forward_only: Iterable[nn.Module],
+) -> None:
+    """Refuse a change of ``requires_grad`` that would have no effect.
+
+    Wrappers step with flat tensors that they have made, and forward-only layers get no gradient.
+
+    Args:
+        switches: names, parameters, and ``requires_grad`` when the engine was made.
+        optimizer: the user's.
+        wrapper: the engine's, the same one or DeepSpeed's around it.
+        forward_only: layers without backward.
+    """
+    switched = [(name, p) for name, p, before in switches if p.requires_grad is not before]
+    if not switched:
+        return
+    wrapped, forward = (
+        isinstance(wrapper, DeepSpeedOptimizer),
+        {id(p) for each in forward_only for p in each.parameters()},
+    )
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, p in switched:
+        if wrapped or (p.requires_grad and (id(p) in forward or id(p) not in stepped)):
+            raise ConfigError(
+                f"model: got {name}.requires_grad {p.requires_grad} after initialize, must be set before it (now it has no "
+                'effect), use elastic_pipeline.freeze, e.g. {"policy": "schedule", "frozen_layers": [[10, 2]]}'
+            )
 
 
 def _numbered(groups: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_terapipe.pipeline.gradients import _ALONE, Replicas
+from ds_terapipe.pipeline.gradients import _ALONE, all_reduce_in_place
 from tests.spawn import launched
 
 LARGE, SMALL = ((_ALONE,), (3, _ALONE // 2)), ((8,), (_ALONE - 1,), (2, 4))
@@ -46,8 +46,10 @@ class Engine(DeepSpeedEngine):
         pass
 
 
-class Ours(Replicas, Engine):
-    pass
+class Ours(Engine):
+    def allreduce_no_retain(self, bucket: list[torch.Tensor], dp_group: Any, *args: Any, **kwargs: Any) -> None:
+        reduce = super().allreduce_no_retain
+        all_reduce_in_place(self, bucket, dp_group, 2, lambda small: reduce(small, dp_group, *args, **kwargs))
 
 
 def reduced(engine: Any) -> tuple[list[torch.Tensor], list[int], int]:

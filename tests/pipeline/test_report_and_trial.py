@@ -13,9 +13,8 @@ from torch import nn
 
 from ds_terapipe.config import parse
 from ds_terapipe.pipeline.batch import StepBatch, read_step
-from ds_terapipe.pipeline.recording import records
-from ds_terapipe.pipeline.recording.records import Records
-from ds_terapipe.pipeline.recording.report import StepReport, emit
+from ds_terapipe.pipeline.recording import report
+from ds_terapipe.pipeline.recording.report import StepReport, emit, log_step
 from ds_terapipe.pipeline.resuming import resuming
 from ds_terapipe.pipeline.slicing import as_tuple, spans
 from ds_terapipe.pipeline.transport.stream import Loader
@@ -50,22 +49,22 @@ def test_waiting_that_is_not_measured_in_every_step_is_no_smaller() -> None:
 def test_a_line_counts_what_the_device_had_still_to_do(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Of three steps that the host has issued in no time; the reading of the clock waits for all of them."""
     now = [0.0]
-    monkeypatch.setattr(records, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def take_s() -> float:
         now[0] += 6.0
         return 0.0
 
     engine: Any = SimpleNamespace(
-        _watchdog=SimpleNamespace(waited_s=0.0), _report=StepReport(1), num_stages=1, micro_batch_size=1, dp_world_size=1,
+        _watchdog=SimpleNamespace(waited_s=0.0), steps_per_print=lambda: 3, num_stages=1, micro_batch_size=1, dp_world_size=1,
         _runtime=SimpleNamespace(links=SimpleNamespace(clock=SimpleNamespace(take_s=take_s))),
         _consensus=SimpleNamespace(collect=lambda value: [value]), grid=SimpleNamespace(stage_to_global=int), global_rank=0,
         global_steps=0, agg_train_loss=torch.tensor(2.0), monitor=SimpleNamespace(enabled=False),
     )  # fmt: skip
     batch = StepBatch(lengths=[24], spans=[spans((24,))])
+    sums = StepReport(1)
     for engine.global_steps in (1, 2, 3):
-        engine._printing = lambda: engine.global_steps == 3
-        Records._log_step(engine, batch, "1f1b", 0.0)
+        log_step(engine, sums, batch, "1f1b", 0.0)
     assert "step 3: loss 2.0000, 12 tokens/s, 2.000 s per step" in capsys.readouterr().out
 
 

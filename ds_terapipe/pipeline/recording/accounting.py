@@ -128,6 +128,11 @@ def highest_allocated(device: torch.device) -> int:
     return max(_highest.get(device, 0), torch.cuda.max_memory_allocated(device))
 
 
+def new_memory(device: torch.device) -> StepMemory:
+    """Return the memory measurement of a place on a device."""
+    return StepMemory(DevicePeak(device) if device.type == "cuda" else None)
+
+
 class StepMemory(Observer):
     """Measures the memory of a micro-batch's tokens on each stage of this place, during one step.
 

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 from deepspeed.utils.logging import print_dist
 from torch import Tensor
 
 from ds_terapipe.pipeline.batch import StepBatch
+
+
+def log_step(engine: Any, report: StepReport, batch: StepBatch, schedule: str, seconds: float) -> None:
+    """Log a step of an engine, in steps that print, and write the loss to its monitor; collective if it prints.
+
+    Args:
+        engine: after the step.
+        report: sums since the last line.
+        batch, schedule: of the step.
+        seconds: of the step, on this rank's host.
+    """
+    every = engine.steps_per_print()
+    printing = every is not None and engine.global_steps % every == 0
+    waited: float | None = engine._watchdog.waited_s
+    clock = engine._runtime.links.clock
+    # with streams no message blocks the host, and reading the stream's waiting time synchronizes
+    if clock is not None:
+        began = time.perf_counter()
+        waited = clock.take_s() if printing else None
+        seconds += time.perf_counter() - began  # the host runs ahead of the device
+    report.add(sum(batch.lengths) * engine.micro_batch_size * engine.dp_world_size, seconds, waited)
+    if printing:
+        shares = engine._consensus.collect(report.waited_share)
+        by_stage = [shares[engine.grid.stage_to_global(stage)] for stage in range(engine.num_stages)]
+        line = report.line(engine.global_steps, engine.agg_train_loss, batch, schedule, by_stage)
+        if engine.global_rank == 0:
+            emit(line)
+    if engine.global_rank == 0 and engine.monitor.enabled:
+        engine.monitor.write_events(
+            [("Train/Samples/train_loss", engine.agg_train_loss.mean().item(), engine.global_samples)]
+        )
 
 
 class StepReport:

@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 
+from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.pipeline.observe import Observer
+from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.plan.files import check_writable
 from ds_terapipe.schedule import Action
 from ds_terapipe.tracing.chrome import MEASURED, Event, write
 
@@ -173,6 +176,19 @@ class Recorder(Observer):
         torch.distributed.all_gather_object(said, (platform.node(), at), group=self._group)
         one_host = len({host for host, _ in said}) == 1
         return float(said[0][1]) if one_host else at
+
+
+def new_trace(settings: TokenPipelineConfig, stages: int, consensus: Consensus) -> TraceFile:
+    """Return the trace file of the settings; collective.
+
+    Raises:
+        ConfigError: on every rank, for a path that cannot be written.
+    """
+    path, steps = settings.trace_path, settings.trace_steps
+    if path is not None:
+        consensus.decide(lambda: check_writable("token_pipeline.trace_path", path, "e.g. trace.json"))
+    about = {"schedule": settings.schedule, "slices": settings.slices, "stages": stages}
+    return TraceFile(path, None if steps is None else (steps[0], steps[1]), about)
 
 
 class TraceFile:
