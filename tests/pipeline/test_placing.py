@@ -159,8 +159,8 @@ def test_measurements_know_the_stages_of_a_place(planned):
     assert cost.layers is not None and [len(place) for place in cost.layers.stages] == [4, 4]
     assert cost.weights(0, 24.0) == 0 < min(cost.weights(1, 24.0), cost.weights(2, 24.0))
     timed = [stage.samples for stage in cost.stage_costs]
-    assert min(sample.forward for samples in timed for sample in samples) > 1e-6
-    # a stage that only goes forward has no backward; that of the others, less its weight gradients, may be lost in noise
+    assert all(max(sample.forward for sample in samples) > 1e-6 for samples in timed)  # one may be lost in noise
+    # a stage that only goes forward has no backward; one of the others, less its weight gradients, may be lost in noise
     assert [max(sample.backward for sample in samples) > 1e-6 for samples in timed] == [False, True, True]
     assert cost.memory is not None and len(cost.memory.stages) == 3
     first, second, _ = cost.memory.stages
