@@ -10,7 +10,7 @@ if [ ! -e "$VENV/.installed" ]; then
 fi
 bash configs/venv.sh || { echo "make test-device: $TORCH could not be installed, see above" >&2; exit 1; }
 case $VENV in /*) ENV=$VENV ;; *) ENV=$PWD/$VENV ;; esac
-export PATH=$ENV/bin:$PATH OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
+export PATH=$ENV/bin:$PATH OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore TESTS_RANKS=${TESTS_RANKS:-8}
 python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
   || { echo "make test-device: got a PyTorch without CUDA, must have it, use DEVICE_TORCH=torch==2.14.1" >&2; exit 1; }
 

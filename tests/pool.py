@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-RANKS = int(os.environ.get("TESTS_RANKS", "8"))  # at a time
+RANKS = int(os.environ.get("TESTS_RANKS", "6"))  # at a time
 
 
 class Room:

@@ -77,9 +77,6 @@ SETTINGS: dict[str, tuple[int | list[int], str, int, str, int, str]] = {
     "ZeRO-1, by micro-batch": (4, "1f1b", 2, "micro_batch", BATCH, "ZeRO-1"),
     "ZeRO-1, by micro-batch, terapipe": (4, "terapipe", 2, "micro_batch", BATCH, "ZeRO-1"),
 }
-if ON_CPU:  # a step under the profiler takes a second: `make test-device` has these
-    for on_device in ("two slices", "uneven", "ZeRO-1, by micro-batch", "ZeRO-1, by micro-batch, terapipe"):
-        del SETTINGS[on_device]
 
 
 class Counted:
