@@ -17,16 +17,13 @@ python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
 settings=$(python -m tests.device_stand_in.build)
 run() { (eval "$settings"; exec env TESTS_DEVICE=cuda "$@"); }
 run python -m tests.device_stand_in.lamb
-# The engine: one hardware queue, races, host waits, a rank that stops; rows; files of tests whose subject is more than a training; the memory
-# model and `ds_terapipe check` beside the allocator's counters; what the stand-in itself gives; attention's kernels.
+# What the stand-in itself gives; the engine on it: one hardware queue, races, host waits, a rank that stops; rows; files of tests whose
+# subject is more than a training; the memory model and `ds_terapipe check` beside the allocator's counters; attention's kernels.
 # With ROWS= all rows run.
 run env TESTS_ROWS="${ROWS-few}" python -m pytest -q -p no:cacheprovider --slowest 5 -m "not full" tests/device_stand_in \
   tests/hf/test_pipeline.py tests/pipeline/test_auto.py tests/pipeline/test_set_slices.py tests/pipeline/test_checkpoints.py \
   tests/elastic/test_elastic_cache.py tests/elastic/test_elastic_measured.py tests/rows \
   "tests/pipeline/test_memory_of_steps.py::test_the_model_says_what_a_device_takes[2]" "$@"
-python -m pytest -q -p no:cacheprovider tests/device_stand_in/test_runtime.py &
-stand_in=$!
 # by itself, for it enlarges the models of other tests
 run python -m pytest -q -p no:cacheprovider -m "not full" tests/test_cli_check.py -k a_launch_takes
-wait $stand_in
 run python -m pytest -q -p no:cacheprovider -p tests.device_stand_in.plugin tests/pipeline/test_gpu_attention.py -k "causal or explicit or override"
