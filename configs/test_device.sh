@@ -16,14 +16,24 @@ python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
 
 settings=$(python -m tests.device_stand_in.build)
 run() { (eval "$settings"; exec env TESTS_DEVICE=cuda "$@"); }
-run python -m tests.device_stand_in.lamb
+# Beside the rest, for it leaves a processor idle now and then: LAMB's kernels; `ds_terapipe check` beside the allocator's counters, by
+# itself, for it enlarges the models of other tests; attention's kernels.
+beside() {
+  run python -m tests.device_stand_in.lamb
+  run python -m pytest -q -p no:cacheprovider -m "not full" tests/test_cli_check.py -k a_launch_takes
+  run python -m pytest -q -p no:cacheprovider -p tests.device_stand_in.plugin tests/pipeline/test_gpu_attention.py \
+    -k "causal or explicit or override"
+}
+log=$(mktemp)
+beside >"$log" 2>&1 & second=$!
+trap 'kill $second 2>/dev/null || true; rm -f "$log"' EXIT
 # What the stand-in itself gives; the engine on it: one hardware queue, races, host waits, a rank that stops; rows; files of tests whose
-# subject is more than a training; the memory model and `ds_terapipe check` beside the allocator's counters; attention's kernels.
-# With ROWS= all rows run.
+# subject is more than a training; the memory model. With ROWS= all rows run.
+passed=0
 run env TESTS_ROWS="${ROWS-few}" python -m pytest -q -p no:cacheprovider --slowest 5 -m "not full" tests/device_stand_in \
   tests/hf/test_pipeline.py tests/pipeline/test_auto.py tests/pipeline/test_set_slices.py tests/pipeline/test_checkpoints.py \
   tests/elastic/test_elastic_cache.py tests/elastic/test_elastic_measured.py tests/rows \
-  "tests/pipeline/test_memory_of_steps.py::test_the_model_says_what_a_device_takes[2]" "$@"
-# by itself, for it enlarges the models of other tests
-run python -m pytest -q -p no:cacheprovider -m "not full" tests/test_cli_check.py -k a_launch_takes
-run python -m pytest -q -p no:cacheprovider -p tests.device_stand_in.plugin tests/pipeline/test_gpu_attention.py -k "causal or explicit or override"
+  "tests/pipeline/test_memory_of_steps.py::test_the_model_says_what_a_device_takes[2]" "$@" || passed=$?
+wait $second || passed=$?
+cat "$log"
+exit "$passed"

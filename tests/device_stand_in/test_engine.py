@@ -83,9 +83,10 @@ def all_losses(rank: int, world_size: int, cases: list[tuple[int, int, str]]) ->
 
 
 def cases_of(ranks: int) -> list[tuple[int, int, str]]:
-    """Stages, tensors on a boundary, schedule."""
-    stages = {1: (1,), 2: (2,), 3: (3,), 4: (4, 2)}[ranks]
-    return list(itertools.product(stages, (1, 2), ORDERS))
+    """Stages, tensors on a boundary, schedule: each schedule with one tensor on 3 ranks, and with two on 2 and 4, or reversed."""
+    stages = {2: (2,), 3: (3,), 4: (4, 2)}[ranks]
+    cases = itertools.product(stages, enumerate(ORDERS))
+    return [(of_layout, 1 + (ranks + number) % 2, order) for of_layout, (number, order) in cases]
 
 
 RANKS = (2, 3, 4)
