@@ -7,41 +7,45 @@ as seldom, as their missing marks say. Its ZeRO optimisers and ``BF16_Optimizer`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 from torch.nn import Parameter
 
+from ds_terapipe.overrides import override
 
-class TrueNormClipping(DeepSpeedEngine):
-    """Stands before ``DeepSpeedEngine`` or a class made of it: clips by the true norm, which is also the one it reports.
+
+def clip_by_true_norm(engine: Any) -> None:
+    """Have an engine clip by the true norm of its gradients, which is also the one that it reports. Idempotent.
 
     Gradient norms are those of unscaled gradients, averaged over data-parallel replicas.
     """
+    if "clip_fp32_gradients" not in vars(engine):
+        override(engine, "clip_fp32_gradients", _clip_fp32_gradients)
+        override(engine, "_take_model_step", _take_model_step)
 
-    def clip_fp32_gradients(self) -> None:
-        """Clip by the norm over all stages and tensor-parallel ranks. Collective over a replica of the model."""
-        self._global_grad_norm = clip_gradients(
-            self.module.parameters(), self.gradient_clipping(), self.mpu, self.device
-        ).item()
 
-    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
-        take_step = super()._take_model_step
-        if not isinstance(self.optimizer, FP16_UnfusedOptimizer):
-            take_step(lr_kwargs)
-            return
-        mark_gradients(self.module.parameters())
-        taking_part(self.optimizer)
-        scale = self.optimizer.loss_scale_config.cur_scale  # the step may enlarge it
+def _clip_fp32_gradients(engine: Any, original: Callable[[], None]) -> None:
+    engine._global_grad_norm = clip_gradients(
+        engine.module.parameters(), engine.gradient_clipping(), engine.mpu, engine.device
+    ).item()
+
+
+def _take_model_step(engine: Any, take_step: Callable[..., None], lr_kwargs: Any = None) -> None:
+    if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         take_step(lr_kwargs)
-        if not self.optimizer.overflow:  # of scaled gradients, where the other optimisers report that of unscaled ones
-            self._global_grad_norm = self.optimizer._global_grad_norm / scale
+        return
+    mark_gradients(engine.module.parameters())
+    taking_part(engine.optimizer)
+    scale = engine.optimizer.loss_scale_config.cur_scale  # the step may enlarge it
+    take_step(lr_kwargs)
+    if not engine.optimizer.overflow:  # of scaled gradients, where the other optimisers report that of unscaled ones
+        engine._global_grad_norm = engine.optimizer._global_grad_norm / scale
 
 
 def counting_nothing(optimizer: Any) -> None:

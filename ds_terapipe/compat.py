@@ -135,10 +135,8 @@ NAMES: tuple[Name, ...] = (
     Name(f"{_ENGINE}._bcast_pipe_scalar", "0.19.8", "engine: eval_batch"),
     Name(f"{_ENGINE}._reduce_outputs", "0.19.8", "engine: eval_batch"),
     Name(f"{_ENGINE}._next_batch", "0.19.8", "engine: reads a micro-batch"),
-    Name(f"{_ENGINE}.train_batch#_compute_loss", "0.19.8", "engine: set as train_batch sets it"),
     Name(f"{_ENGINE}.train_batch#total_additional_losses", "0.19.8", "engine: reset as train_batch does"),
     Name(f"{_ENGINE}.train_batch#agg_train_loss", "0.19.8", "engine: set as train_batch sets it"),
-    Name(f"{_ENGINE}.eval_batch#eval_return_logits", "0.19.8", "engine: set as eval_batch sets it"),
     Name(f"{_BASE}.clip_fp32_gradients", "0.19.8", "clipping: overridden, the true norm"),
     Name(f"{_BASE}._take_model_step#clip_fp32_gradients", "0.19.8", "clipping: where clipping happens"),
     Name(

@@ -58,7 +58,7 @@ class Ran:
 @contextmanager
 def watched(engine: Any) -> Iterator[Ran]:
     """Watch what this engine runs, the only one that runs meanwhile."""
-    ran, run = Ran(engine), engine._run
+    ran, run = Ran(engine), engine._steps.run
     trained = any(parameter.requires_grad for parameter in engine.module.parameters())
     ran.goes_backward = trained or any(stage.trains for stage in engine._runtime.stages.values())
 
@@ -77,10 +77,10 @@ def watched(engine: Any) -> Iterator[Ran]:
     originals = [way.slice_attention for way in ways]
     for way, attention in zip(ways, originals, strict=True):
         way.slice_attention = noting(attention)
-    engine._run = begun
+    engine._steps.run = begun
     try:
         yield ran
     finally:
         for way, attention in zip(ways, originals, strict=True):
             way.slice_attention = attention
-        del engine._run
+        del engine._steps.run

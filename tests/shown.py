@@ -55,7 +55,9 @@ def sources() -> str:
 
 
 def block_kind(block: Piece) -> str:
-    """``json``, ``python``, ``shell`` or ``output``."""
+    """``json``, ``python``, ``shell``, ``output`` or, of words of the sources, ``picture``."""
+    if block.language == "text":
+        return "picture"
     if block.language in ("json", "python"):
         return block.language
     if block.language in ("", "bash", "sh") and block.text.startswith(PROGRAMS):

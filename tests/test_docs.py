@@ -31,7 +31,7 @@ HOOK = "import torch\ntorch._import_device_backends()\n"
 
 
 def test_everything_is_of_a_known_kind() -> None:
-    assert set(map(block_kind, shown().blocks)) == {"json", "python", "shell", "output"}
+    assert set(map(block_kind, shown().blocks)) == {"json", "python", "shell", "output", "picture"}
     kinds = {"place", "theirs", "import", "command", "option", "json", "action", "file", "name"}
     assert set(map(span_kind, shown().spans)) == kinds
 

@@ -17,7 +17,7 @@ from tests.benchmarks import elastic_finetune_picture as picture
 
 from .documents import ROOT, commands
 from .programs import Rejected, check
-from .shown import MEGATRON_DEEPSPEED, PACKAGE, SHORT, at, blocks, shown, sources, spans
+from .shown import MEGATRON_DEEPSPEED, PACKAGE, SHORT, at, block_kind, blocks, shown, sources, spans
 
 # ------------------------------------------------------------------------------------------------------------- commands
 
@@ -113,6 +113,9 @@ def test_names() -> None:
             assert pydoc.locate(".".join([SHORT.get(first, first), *rest])) is not None, span.where
         else:
             assert set(re.findall(r"\w+", dotted)) <= words, span.where
+    files = {path.name for path in PACKAGE.rglob("*.py")}
+    for block in (each for each in shown().blocks if block_kind(each) == "picture"):
+        assert set(re.findall(r"[A-Z]\w+|\w+\.py", block.text)) <= words | files, block.where
 
 
 def test_actions_are_text_of_the_schedule() -> None:

@@ -1,4 +1,4 @@
-"""Part of an elastic engine that caches the outputs of frozen layers, in the stage that they form."""
+"""Caching of the outputs of frozen layers by sample, in the stage that they form."""
 
 from __future__ import annotations
 
@@ -15,127 +15,128 @@ import torch.distributed
 from ds_terapipe.elastic.cache.outputs import Counts
 from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.elastic.cache.stage import CachedStage
-from ds_terapipe.elastic.freezing import Freezing
 from ds_terapipe.elastic.moves.layers import names_in
-from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.elastic.optimizer import layer_dtype
+from ds_terapipe.elastic.settings import CacheSettings
 from ds_terapipe.pipeline.layer_list import layers_here
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.schedule import Placement
 
 
-class Caching(Freezing):
-    """Part of the engine: if the model begins with frozen layers, caches their outputs by sample."""
+class OutputCaching:
+    """The cache of an engine: from the first placement on that begins with a stage of frozen layers.
 
-    _session: CacheSession | None = None
-    _length: int | None = None  # sequence length of the present phase
+    Args:
+        settings: the block ``elastic_pipeline.cache``.
 
-    def _first_stage(self, placement: Placement) -> Callable[..., Stage]:
-        settings = self.elastic_pipeline.cache
-        if not settings.enabled or not placement.forward_only or placement.forward_only == len(placement.stages):
-            return super()._first_stage(placement)
-        if self._session is None:
-            tensor = self.grid.get_slice_parallel_rank() if self.grid.model_parallel_size > 1 else 0
-            precision = f"{self._layer_dtype} {self.torch_autocast_enabled()}"
-            flags = f"{precision} {tensor} of {self.grid.model_parallel_size}"
-            run = self._consensus.decide(lambda: secrets.token_hex(8))
-            self._session = CacheSession(
-                settings, run, self.device, flags, self._agreement(), emit if self.global_rank == 0 else _nobody_hears
-            )
-            weakref.finalize(self, self._session.close)
-        return partial(CachedStage, session=self._session)
+    Attributes:
+        session: the cache of this process; None before that placement.
+    """
 
-    def _agreement(self) -> Callable[[int], int]:
-        """Return a MIN all-reduce over a stage's tensor-parallel ranks: all of them run its layers, or none."""
-        if self.grid.model_parallel_size == 1:
-            return int
-        here = weakref.ref(self)
+    def __init__(self, settings: CacheSettings) -> None:
+        self._settings = settings
+        self.session: CacheSession | None = None
+        self._length: int | None = None  # sequence length of the present phase
 
-        def agree(mine: int) -> int:
-            engine = here()
-            assert engine is not None, "the engine is gone"
-            said = torch.tensor([mine], device=engine.device)
-            # the present group: NCCL has aborted those of former shapes
-            group = engine.grid.slice_proc_group
-            with engine._watchdog.waiting("the tensor-parallel ranks to look into their caches"):
-                torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=group)
-                return int(said)
+    def first_stage(self, engine: Any, placement: Placement) -> Callable[..., Stage]:
+        """Return the factory of the model's first stage; collective."""
+        if not self._settings.enabled or placement.forward_only in (0, len(placement.stages)):
+            return Stage
+        if self.session is None:
+            self.session = self._open(engine)
+            weakref.finalize(engine, self.session.close)
+        return partial(CachedStage, session=self.session)
 
-        return agree
+    def _open(self, engine: Any) -> CacheSession:
+        tensor = engine.grid.get_slice_parallel_rank() if engine.grid.model_parallel_size > 1 else 0
+        precision = f"{layer_dtype(engine)} {engine.torch_autocast_enabled()}"
+        flags = f"{precision} {tensor} of {engine.grid.model_parallel_size}"
+        run = engine._consensus.decide(lambda: secrets.token_hex(8))
+        say = emit if engine.global_rank == 0 else _nobody_hears
+        watchdog = engine._watchdog
+        return CacheSession(
+            self._settings, run, engine.device, flags, _agreement(engine), say, lambda: bool(watchdog.ended)
+        )
 
-    def _read(self, micro_batches: int) -> list[Any]:
-        pulled = super()._read(micro_batches)
-        if self._session is not None:
-            self._session.pulled = [item[0] for item in pulled if isinstance(item, (tuple, list)) and len(item)]
-        return pulled
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context manager around reading a step; entries stay if an error in it ends the process."""
+        session = self.session
+        if session is not None:
+            session.failed = True
+        yield
+        if session is not None:
+            session.failed = False
 
-    def follow_phase(self, batch: int, micro_batch: int) -> None:
-        """Extend ``ElasticPhases.follow_phase``: drop the entries if the sequence length changes."""
-        super().follow_phase(batch, micro_batch)
-        length = self.lr_scheduler.phase.seq_length
-        if self._session is not None and length != self._length:
-            self._session.forget()
-        self._length = length
+    def record_inputs(self, items: Sequence[Any]) -> None:
+        """Note the inputs of the next step's micro-batches."""
+        if self.session is not None:
+            self.session.pulled = [item[0] for item in items if isinstance(item, (tuple, list)) and len(item)]
 
-    def _enter_training(self) -> None:
-        super()._enter_training()
-        stage = self._runtime.stages.get(0)
+    def enter_evaluation(self, engine: Any) -> None:
+        """Put the layers of a cached stage into evaluation mode: their outputs are those of all epochs."""
+        stage = engine._runtime.stages.get(0)
         if isinstance(stage, CachedStage):
-            prefix = names_in(self.module, range(len(stage.layers.functions)))
-            for name, layer in layers_here(self.module).items():
+            prefix = names_in(engine.module, range(len(stage.layers.functions)))
+            for name, layer in layers_here(engine.module).items():
                 if name in prefix:
                     layer.eval()
 
+    def follow_phase(self, engine: Any) -> None:
+        """Drop the entries if the phase has another sequence length."""
+        length = engine.lr_scheduler.phase.seq_length
+        if self.session is not None and length != self._length:
+            self.session.forget()
+        self._length = length
+
     @property
-    def cache_counts(self) -> Counts:
+    def counts(self) -> Counts:
         """Counts of samples that this rank has read and computed since the last change of frozen layers."""
-        cache = None if self._session is None else self._session.cache
+        cache = None if self.session is None else self.session.cache
         return Counts() if cache is None else cache.counts
 
-    def _without_kept(self, forward: Sequence[float], frozen: int) -> list[float]:
+    def forward_seconds(self, forward: Sequence[float], frozen: int) -> list[float]:
         """Return the forward seconds of the entries, 0 for the first ``frozen`` ones if their outputs are cached."""
-        kept = self.elastic_pipeline.cache.enabled and (self._session is None or self._session.wanted)
+        kept = self._settings.enabled and (self.session is None or self.session.wanted)
         return [0.0 if kept and entry < frozen else seconds for entry, seconds in enumerate(forward)]
 
-    def _next_step(self, micro_batches: int) -> StepBatch:
-        session = self._session
-        if session is not None:
-            session.failed = True
-        batch: StepBatch = super()._next_step(micro_batches)
-        if session is not None:
-            session.failed = False
-        return batch
+    # --------------------------------------------------------------------------------------------------------------- end
 
-    @contextmanager
-    def _poison_on_error(self) -> Iterator[None]:
-        try:
-            with super()._poison_on_error():
-                yield
-        except BaseException:
-            if self._session is not None:
-                self._session.keep = True
-            raise
+    def close(self, ended: bool) -> None:
+        """Close the cache, and delete its entries if the training has ended and no exception is propagating; idempotent."""
+        if self.session is not None:
+            self.session.done = ended
+            self.session.close()
 
-    def destroy(self) -> None:
-        """Destroy the engine and delete the cache's entries, unless an exception is propagating."""
-        if self._session is not None:
-            self._session.done = True
-        super().destroy()
+    def state(self) -> dict[str, Any] | None:
+        """Return the names under which entries are found again, for a checkpoint."""
+        return None if self.session is None else {"run": self.session.run, "levels": self.session.levels}
 
-    def _release(self) -> None:
-        super()._release()
-        if self._session is not None:
-            self._session.close()
-
-    # ------------------------------------------------------------------------------------------------------- checkpoints
-
-    def _cache_state(self) -> dict[str, Any] | None:
-        return None if self._session is None else {"run": self._session.run, "levels": self._session.levels}
-
-    def _load_cache_state(self, state: dict[str, Any] | None) -> None:
-        session = self._session
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Go on with the entries of a checkpoint's run."""
+        session = self.session
         if state is not None and session is not None and session.cache is None:
             session.run, session.levels = str(state["run"]), [int(count) for count in state["levels"]]
+
+
+def _agreement(engine: Any) -> Callable[[int], int]:
+    """Return a MIN all-reduce over a stage's tensor-parallel ranks: all of them run its layers, or none."""
+    if engine.grid.model_parallel_size == 1:
+        return int
+    here = weakref.ref(engine)
+
+    def agree(mine: int) -> int:
+        engine = here()
+        assert engine is not None, "the engine is gone"
+        said = torch.tensor([mine], device=engine.device)
+        # the present group: NCCL has aborted those of former shapes
+        group = engine.grid.slice_proc_group
+        with engine._watchdog.waiting("the tensor-parallel ranks to look into their caches"):
+            torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=group)
+            return int(said)
+
+    return agree
 
 
 def _nobody_hears(line: str) -> None:

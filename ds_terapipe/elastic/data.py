@@ -3,138 +3,184 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import groupby, islice
 from typing import Any
 
 from torch.utils.data import default_collate
 
-from ds_terapipe.elastic.policies.resize import Shape
+from ds_terapipe.elastic.policies.resize import Shape, shape_of
 from ds_terapipe.elastic.redistribute import BatchRedistributor, Ranks
 from ds_terapipe.elastic.sampler import ElasticBatchSampler, ElasticLoader, evaluation_micro_batches
-from ds_terapipe.elastic.settings import ElasticPipelineConfig
+from ds_terapipe.elastic.settings import DataSettings
 from ds_terapipe.errors import bad_value
-from ds_terapipe.pipeline.engine import TokenPipelineEngine
+from ds_terapipe.optim.schedules.mixed_batch import MixedBatch, set_batch
+from ds_terapipe.optim.schedules.phases import micro_batch_sizes
 
 logger = logging.getLogger(__name__)
 
 
-class ElasticData(TokenPipelineEngine):
-    """Part of the engine: delivers micro-batches to the ranks that need them in the present shape."""
+class ElasticData:
+    """Delivers micro-batches to the ranks that need them in the present shape, in all phases of ``MixedBatch``.
 
-    continues_data = True
-    elastic_pipeline: ElasticPipelineConfig
-    _redistributor: BatchRedistributor | None = None
-    _loader: ElasticLoader | None = None
-    _reads_here = False  # every rank that needs data has its own iterator
-    _alike = False  # every replica evaluates the same
+    Args:
+        settings: the block ``elastic_pipeline.data``.
 
-    def _start_feeding(self) -> None:
-        """Record the shape of the launch, for which the user's iterators are made."""
-        self._redistributor = BatchRedistributor(self._ranks(), self._consensus, self._watchdog)
-        given = self.elastic_pipeline.data
-        if self.training_data is None and given.model_fields_set and self.global_rank == 0:
+    Attributes:
+        loader: the engine's own loader of its ``training_data``, if it has some.
+        start_shape: shape of the launch, for which the user's iterators are made; a phase changes its batch.
+        batches: of all phases: (samples of a step, samples of a micro-batch at the start).
+    """
+
+    def __init__(self, settings: DataSettings) -> None:
+        self._settings = settings
+        self.loader: ElasticLoader | None = None
+        self._redistributor: BatchRedistributor | None = None  # from the start of the engine on
+        self._reads_here = False  # every rank that needs data has its own iterator
+        self._alike = False  # every replica evaluates the same
+        self._epochs_at: dict[int, int] = {}  # epochs completed before each of the last two steps, if the batch changes
+
+    def build_loader(self, engine: Any, dataset: Any) -> None:
+        """Make the engine's loader, which goes on in another shape where it was."""
+        sampler = ElasticBatchSampler(
+            len(dataset), engine.train_batch_size(), micro_batch=engine.micro_batch_size, replicas=engine.dp_world_size,
+            replica=engine.grid.get_data_parallel_rank(), shuffle=self._settings.shuffle, seed=self._settings.seed,
+        )  # fmt: skip
+        on_device = engine.device.type == "cuda"
+        workers = 2 if on_device else 0  # 2 as DeepSpeed's
+        self.loader = ElasticLoader(dataset, sampler, engine.collate_fn, workers, on_device)
+        engine.training_dataloader = engine.data_iterator = self.loader
+
+    def start(self, engine: Any) -> None:
+        """Record the shape of the launch, and the batches of the scheduler's phases; collective."""
+        self._redistributor = BatchRedistributor(_ranks(engine), engine._consensus, engine._watchdog)
+        given, scheduler = self._settings, engine.lr_scheduler
+        if engine.training_data is None and given.model_fields_set and engine.global_rank == 0:
             names = ", ".join(sorted(given.model_fields_set))
             logger.warning(
                 "%s: got %s without training_data, does nothing; give deepspeed.initialize training_data",
                 given.PATH,
                 names,
             )
-        self.start_shape: Shape = self.shape
+        self.start_shape: Shape = engine.shape
+        self.batches: tuple[tuple[int, int], ...] = ((engine.train_batch_size(), engine.micro_batch_size),)
+        self._has_phases = isinstance(scheduler, MixedBatch)
+        if isinstance(scheduler, MixedBatch):
+            sizes = micro_batch_sizes(scheduler.phases, engine.micro_batch_size)
+            self.batches = tuple((p.batch_size, size) for p, size in zip(scheduler.phases, sizes, strict=True))
+
+    # ----------------------------------------------------------------------------------------------------------- reading
+
+    def read(
+        self, engine: Any, pull: Callable[[], Any], micro_batches: int, by_rank: Callable[..., list[Any]]
+    ) -> list[Any]:
+        """Read micro-batches: from this rank's own iterator with ``by_rank``, or from those of the starting shape."""
+        here = self._reads_here or (self.loader is not None and engine.data_iterator is self.loader)
+        if here or self._redistributor is None or engine.shape == self.start_shape:
+            return by_rank(engine, pull, micro_batches)
+        return self._redistributor.read(micro_batches, _ranks(engine), pull, alike=self._alike)
 
     @property
-    def shape(self) -> Shape:
-        """Present stages, replicas, micro-batch size and micro-batches of a replica."""
-        return Shape(self.num_stages, self.dp_world_size, self.micro_batch_size, self.micro_batches)
+    def reads(self) -> bool:
+        """Whether this rank reads data: every rank with its own loader, else the readers of the starting shape."""
+        assert self._redistributor is not None
+        return self.loader is not None or self._redistributor.reads
 
-    def _ranks(self) -> Ranks:
-        return Ranks(self.module._topo, self.micro_batch_size)
-
-    def set_dataiterator(self, iterator: Any) -> None:
-        """Set the iterator, on every rank; the starting shape decides which ranks read."""
-        self.data_iterator = iterator
-
-    def _read(self, micro_batches: int) -> list[Any]:
-        here = self._reads_here or (self._loader is not None and self.data_iterator is self._loader)
-        if here or self._redistributor is None or self.shape == self.start_shape:
-            return super()._read(micro_batches)
-        return self._redistributor.read(micro_batches, self._ranks(), self._next_batch, alike=self._alike)
-
-    def _build_data_iter(self, dataset: Any) -> None:
-        settings = self.elastic_pipeline.data
-        sampler = ElasticBatchSampler(
-            len(dataset), self.train_batch_size(), micro_batch=self.micro_batch_size, replicas=self.dp_world_size,
-            replica=self.grid.get_data_parallel_rank(), shuffle=settings.shuffle, seed=settings.seed,
-        )  # fmt: skip
-        workers = 2 if self.device.type == "cuda" else 0  # 2 as DeepSpeed's
-        self._loader = ElasticLoader(dataset, sampler, self.collate_fn, workers, self.device.type == "cuda")
-        self.training_dataloader = self.data_iterator = self._loader
-
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any],
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """Evaluate a batch, see ``PipelineEngine.eval_batch``.
+    @contextmanager
+    def evaluating(self, engine: Any, micro_batches: int | None) -> Iterator[int | None]:
+        """Context manager around an evaluation; gives the number of micro-batches of a replica in the present shape.
 
         The ranks of the starting shape read the same number of micro-batches as there. If these cannot be divided
         equally, every replica evaluates all of them.
         """
         assert self._redistributor is not None
-        if not self._reads_here and self.shape != self.start_shape:
-            read = self.start_shape.micro_batches if num_micro_batches is None else num_micro_batches
-            num_micro_batches = self._redistributor.share(read, self._ranks())
-            self._alike = num_micro_batches is None
-            if num_micro_batches is None:
-                num_micro_batches = read * self.start_shape.replicas
+        start = self.start_shape
+        if not self._reads_here and engine.shape != start:
+            read = start.micro_batches if micro_batches is None else micro_batches
+            micro_batches = self._redistributor.share(read, _ranks(engine))
+            self._alike = micro_batches is None
+            if micro_batches is None:
+                micro_batches = read * start.replicas
         try:
-            return super().eval_batch(
-                data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
-            )
+            yield micro_batches
         finally:
             self._alike = False
 
-    def evaluate(self, dataset: Any) -> float:
-        """Return the mean loss over a dataset, whose samples are evaluated once each, in any shape; collective.
-
-        The mean over micro-batches is weighted by their numbers of samples.
-
-        Args:
-            dataset: with ``__getitem__`` and ``__len__``, on every rank; collated as ``training_data`` is.
-
-        Raises:
-            ConfigError: it is empty.
-        """
+    def evaluate(self, engine: Any, dataset: Any) -> float:
+        """Return the mean loss over a dataset; see ``ElasticPipelineEngine.evaluate``."""
         if not len(dataset):
             raise bad_value("evaluate", 0, "a dataset of one sample or more", "another dataset")
-        replica, total = self.grid.get_data_parallel_rank(), 0.0
-        parts = evaluation_micro_batches(len(dataset), self.micro_batch_size, self.dp_world_size, replica)
-        collate = self.collate_fn or default_collate
+        replica, total = engine.grid.get_data_parallel_rank(), 0.0
+        parts = evaluation_micro_batches(len(dataset), engine.micro_batch_size, engine.dp_world_size, replica)
+        collate = engine.collate_fn or default_collate
         self._reads_here = True
         try:
             for (_, weight), alike in groupby(parts, key=lambda part: (len(part.indices), part.weight)):
-                for some in _batched(alike, self.micro_batches):
+                for some in _batched(alike, engine.micro_batches):
                     batches = (collate([dataset[index] for index in part.indices]) for part in some)
-                    total += float(self.eval_batch(batches, num_micro_batches=len(some))) * weight * len(some)
+                    total += float(engine.eval_batch(batches, num_micro_batches=len(some))) * weight * len(some)
         finally:
             self._reads_here = False
         return total / len(dataset)
 
-    def _follow_data(self) -> None:
-        if self._loader is not None:
-            replica = self.grid.get_data_parallel_rank()
-            self._loader.reshape(
-                self.micro_batch_size, self.dp_world_size, replica, self.global_samples, self.train_batch_size()
-            )
+    # ----------------------------------------------------------------------------------------------------------- changes
 
-    def _release(self) -> None:
-        super()._release()
-        if self._loader is not None:
-            self._loader.close()
+    def follow_shape(self, engine: Any) -> None:
+        """Have the loader go on in the engine's present shape."""
+        if self.loader is not None:
+            self.loader.reshape(
+                engine.micro_batch_size, engine.dp_world_size, engine.grid.get_data_parallel_rank(),
+                engine.global_samples, engine.train_batch_size(),
+            )  # fmt: skip
+
+    def follow_phase(self, engine: Any, batch: int, micro_batch: int) -> None:
+        """Set the batch from the next step on; see ``ElasticPipelineEngine.follow_phase``."""
+        assert self._redistributor is not None
+        start = self.start_shape
+        self.start_shape = start._replace(
+            micro_batch=micro_batch, micro_batches=batch // (start.replicas * micro_batch)
+        )
+        tensor = engine.grid.model_parallel_size
+        set_batch(engine, batch, shape_of(engine.num_stages, engine.world_size, tensor, batch, micro_batch).micro_batch)
+        self._redistributor.follow(micro_batch)
+        self.follow_shape(engine)
+
+    # ------------------------------------------------------------------------------------------------------------ epochs
+
+    def note_epochs(self, engine: Any) -> None:
+        """Note the completed epochs before a step; they do not follow from the step number if batches differ."""
+        if self.loader is not None and self._has_phases:
+            last = dict(list(self._epochs_at.items())[-1:])
+            completed = self.loader.sampler.order.epochs_before(engine.global_samples)
+            self._epochs_at = {**last, engine.global_steps: completed}
+
+    def epochs_before(self, step: int) -> int | None:
+        """Return the noted epochs before a step; None if it was not noted."""
+        return self._epochs_at.get(step)
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the begin of the epoch and the completed epochs, for a checkpoint."""
+        if self.loader is None:
+            return None
+        order = self.loader.sampler.order
+        return {"begin": order.begin, "epoch": order.epoch, "epochs_at": list(self._epochs_at.items())}
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Restore the state of a checkpoint."""
+        if self.loader is not None and state is not None:
+            order = self.loader.sampler.order
+            order.begin, order.epoch = state["begin"], state["epoch"]
+            self._epochs_at = {int(step): int(epochs) for step, epochs in state["epochs_at"]}
+
+    def close(self) -> None:
+        """End the loader's workers."""
+        if self.loader is not None:
+            self.loader.close()
+
+
+def _ranks(engine: Any) -> Ranks:
+    return Ranks(engine.module._topo, engine.micro_batch_size)
 
 
 def _batched(parts: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -1,9 +1,9 @@
-"""Part of an elastic engine that freezes layers, and unfreezes them."""
+"""Freezing and unfreezing of layers: the policy is asked, parameters leave and enter the optimizer."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,63 +14,65 @@ from torch import Tensor
 
 from ds_terapipe.elastic.moves.groups import numbers, refill, release
 from ds_terapipe.elastic.moves.layers import names_in
-from ds_terapipe.elastic.optimizer import ElasticOptimizer
 from ds_terapipe.elastic.policies.freeze import ModelLayers
-from ds_terapipe.elastic.policies.freezer import LOSS_RISE, LR_RESTART, Freezer, Signals, completed_intervals
+from ds_terapipe.elastic.policies.freezer import LOSS_RISE, LR_RESTART, Freezer, Signals
 from ds_terapipe.elastic.policies.gradient_norms import GradientNorms
-from ds_terapipe.elastic.settings import EPOCH
+from ds_terapipe.elastic.settings import FreezeSettings
 from ds_terapipe.pipeline.layer_list import layers_here
 from ds_terapipe.pipeline.parameter_groups import outside
 from ds_terapipe.pipeline.recording.report import emit
+from ds_terapipe.pipeline.transport.consensus import Consensus
 
 logger = logging.getLogger(__name__)
 
 
-class Freezing(ElasticOptimizer):
-    """Part of the engine: asks the policy, freezes parameters and unfreezes them."""
+class LayerFreezing:
+    """Frozen entries of a model's layer list, from the first on.
 
-    _frozen = 0  # entries of the layer list frozen by the policy
-    _tied_frozen: frozenset[str] = frozenset()  # keys of frozen tied layers that are also used after the prefix
+    Args:
+        settings: the block ``elastic_pipeline.freeze``.
+        layers: entries of the layer list.
+        device: device of the layers.
+        completed: see :class:`Freezer`.
 
-    def _start_freezing(self, layers: ModelLayers) -> None:
-        settings = self.elastic_pipeline.freeze
-        self._freezer = Freezer(settings, layers, self._intervals_before)
-        self._norms = GradientNorms(len(layers.trainable), self.device) if self._freezer.needs_gradients else None
-        self._aside: dict[str, int] = {}  # parameter groups of all frozen parameters, by name, over all ranks
+    Attributes:
+        frozen: number of entries frozen by the policy.
+        aside: parameter groups of all frozen parameters, by name, over all ranks, if layers may train again.
+        freezer: calls the policy.
+        norms: gradient norms since the policy last read them; None if it needs none.
+    """
+
+    def __init__(
+        self, settings: FreezeSettings, layers: ModelLayers, device: torch.device, completed: Callable[[int], int]
+    ) -> None:
+        self._settings, self.frozen = settings, 0
+        self.freezer = Freezer(settings, layers, completed)
+        self.norms = GradientNorms(len(layers.trainable), device) if self.freezer.needs_gradients else None
+        self.aside: dict[str, int] = {}
+        self._tied: frozenset[str] = frozenset()  # keys of frozen tied layers that are also used after the prefix
         self._losses: tuple[Tensor | float, int] = (0.0, 0)  # sum and count since the policy last read them
 
-    @property
-    def frozen_layers(self) -> int:
-        """Number of entries of the layer list, from the first on, that the policy has frozen."""
-        return self._frozen
+    # --------------------------------------------------------------------------------------------------------- decisions
 
-    @property
-    def _prefix(self) -> tuple[str, ...]:
-        """Prefixes of the names of parameters that the policy froze."""
-        return names_in(self.module, range(self._frozen))
-
-    # ------------------------------------------------------------------------------------------------------- decisions
-
-    def _decide_frozen(self, step: int) -> int:
-        """Return the number of frozen entries for this step; collective if the policy needs data of all ranks."""
-        asked = self.elastic_pipeline.freeze.unfreeze
-        signals = None
+    def decide(self, engine: Any, step: int) -> int:
+        """Return the number of frozen entries for a step; collective if the policy needs data of all ranks."""
+        asked, consensus, signals = self._settings.unfreeze, engine._consensus, None
         if asked:
             # groups of some stages may have other rates
-            lr = max(self._consensus.collect(self._highest_lr())) if LR_RESTART in asked else 0.0
+            lr = max(consensus.collect(_highest_lr(engine.basic_optimizer))) if LR_RESTART in asked else 0.0
             signals = Signals(lr, self._take_losses)
-        frozen = self._freezer.decide(step, self._gradient_norms, signals)
-        if self._freezer.reason is not None and frozen < self._frozen and self.global_rank == 0:
-            emit(f"elastic_pipeline.freeze: step {step}: layers train again ({self._freezer.reason})")
+        frozen = self.freezer.decide(step, partial(self.take_norms, consensus), signals)
+        if self.freezer.reason is not None and frozen < self.frozen and engine.global_rank == 0:
+            emit(f"elastic_pipeline.freeze: step {step}: layers train again ({self.freezer.reason})")
         return frozen
 
-    def _highest_lr(self) -> float:
-        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
-        return max((float(group["lr"]) for group in groups), default=0.0)
+    def take_norms(self, consensus: Consensus) -> Sequence[float] | None:
+        """Return the gradient norms of all entries, and begin again; None if the policy needs none; collective."""
+        return None if self.norms is None else self.norms.take(consensus)
 
-    def _keep_loss(self, loss: Tensor) -> None:
+    def record_loss(self, loss: Tensor) -> None:
         """Add the loss of a step, without waiting for the device."""
-        if LOSS_RISE in self.elastic_pipeline.freeze.unfreeze:
+        if LOSS_RISE in self._settings.unfreeze:
             total, count = self._losses
             self._losses = total + loss.detach().double(), count + 1
 
@@ -78,40 +80,36 @@ class Freezing(ElasticOptimizer):
         (total, count), self._losses = self._losses, (0.0, 0)
         return float(total) / count if count else None
 
-    def _gradient_norms(self) -> Sequence[float] | None:
-        return None if self._norms is None else self._norms.take(self._consensus)
+    def add_norms(self, engine: Any) -> None:
+        """Add the norms of this step's gradients; collective over the tensor-parallel ranks."""
+        if self.norms is None:
+            return
+        tensor, add = 0, None
+        if engine.grid.model_parallel_size > 1:
+            tensor, group = engine.grid.get_slice_parallel_rank(), engine.grid.slice_proc_group
+            add = partial(torch.distributed.all_reduce, group=group)
+        self.norms.add(engine.module, tensor, add)
 
-    def _intervals_before(self, step: int) -> int:
-        """Return the number of intervals completed before a step."""
-        if self.elastic_pipeline.freeze.interval == EPOCH and step in self._epochs_at:
-            return self._epochs_at[step]
-        samples = None if self.training_data is None else len(self.training_data)
-        return completed_intervals(self.elastic_pipeline.freeze.interval, step, self.train_batch_size(), samples)
+    def move_norms(self, consensus: Consensus) -> None:
+        """Give all ranks the norms so far: a layer's new owner needs them; collective."""
+        if self.norms is not None:
+            self.norms.load(self.norms.state(consensus))
 
-    # ----------------------------------------------------------------------------------------------------------- steps
+    # ----------------------------------------------------------------------------------------------------------- changes
 
-    def _enter_training(self) -> None:
-        super()._enter_training()
-        for name, layer in layers_here(self.module).items():
-            if name in self._prefix:
+    def enter_evaluation(self, module: Any) -> None:
+        """Put frozen layers into evaluation mode: they have no dropout."""
+        prefix = names_in(module, range(self.frozen))
+        for name, layer in layers_here(module).items():
+            if name in prefix:
                 layer.eval()
 
-    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
-        if self._norms is not None:
-            tensor, add = 0, None
-            if self.grid.model_parallel_size > 1:
-                tensor, group = self.grid.get_slice_parallel_rank(), self.grid.slice_proc_group
-                add = partial(torch.distributed.all_reduce, group=group)
-            self._norms.add(self.module, tensor, add)
-        super()._exec_optimizer_step(lr_kwargs)
-
-    # --------------------------------------------------------------------------------------------------------- changes
-
-    def _freeze(self, frozen: int) -> int:
-        """Freeze the first ``frozen`` entries and unfreeze the others; return the bytes freed on this rank."""
-        self._frozen, freed = frozen, 0
-        prefix, module, optimizer = self._prefix, self.module, self.basic_optimizer
-        self._say_tied()
+    def freeze(self, engine: Any, frozen: int) -> int:
+        """Freeze the first ``frozen`` entries and unfreeze the others; return the bytes freed on this rank; collective."""
+        self.frozen, freed = frozen, 0
+        module, optimizer = engine.module, engine.basic_optimizer
+        prefix = names_in(module, range(frozen))
+        self._warn_of_tied(module, engine.global_rank)
         number_of = numbers(optimizer)
         aside = {}
         for name, parameter in module.named_parameters():
@@ -120,31 +118,50 @@ class Freezing(ElasticOptimizer):
                 freed += 0 if parameter.grad is None else parameter.grad.numel() * parameter.grad.element_size()
                 parameter.grad = None
                 aside[name] = number_of.get(id(parameter), 0)
-        if self.elastic_pipeline.freeze.unfreeze:
+        if self._settings.unfreeze:
             # layers may move to other ranks before they are unfrozen
-            for of_rank in self._consensus.gather(aside):
-                self._aside |= of_rank
-            self._take_back(prefix)
+            for of_rank in engine._consensus.gather(aside):
+                self.aside |= of_rank
+            self._take_back(engine, prefix)
         return freed if optimizer is None else freed + release(optimizer)
 
-    def _take_back(self, prefix: tuple[str, ...]) -> None:
+    def _take_back(self, engine: Any, prefix: tuple[str, ...]) -> None:
         """Unfreeze parameters that are no longer in the prefix, with zero moments and step 0."""
-        back = {name: group for name, group in self._aside.items() if not name.startswith(prefix)}
-        self._aside = {name: group for name, group in self._aside.items() if name not in back}
-        for name, parameter in self.module.named_parameters():
+        module, optimizer = engine.module, engine.basic_optimizer
+        back = {name: group for name, group in self.aside.items() if not name.startswith(prefix)}
+        self.aside = {name: group for name, group in self.aside.items() if name not in back}
+        for name, parameter in module.named_parameters():
             if name in back:
                 parameter.requires_grad_(True)
-        if back and self.basic_optimizer is not None:
-            number_of = numbers(self.basic_optimizer)
-            here = {name: number_of[id(p)] for name, p in self.module.named_parameters() if id(p) in number_of}
-            others = outside(self.basic_optimizer, self.module, self.param_names)
-            refill(self.basic_optimizer, self.module, {**back, **here}, {}, outside=others)
+        if back and optimizer is not None:
+            number_of = numbers(optimizer)
+            here = {name: number_of[id(p)] for name, p in module.named_parameters() if id(p) in number_of}
+            others = outside(optimizer, module, engine.param_names)
+            refill(optimizer, module, {**back, **here}, {}, outside=others)
 
-    def _say_tied(self) -> None:
-        specs = self.module._layer_specs
-        tied = {spec.key for spec in specs[: self._frozen] if isinstance(spec, TiedLayerSpec)}
-        later = tied & {spec.key for spec in specs[self._frozen :] if isinstance(spec, TiedLayerSpec)}
-        if later - self._tied_frozen and self.global_rank == 0:
+    def _warn_of_tied(self, module: Any, rank: int) -> None:
+        specs = module._layer_specs
+        tied = {spec.key for spec in specs[: self.frozen] if isinstance(spec, TiedLayerSpec)}
+        later = tied & {spec.key for spec in specs[self.frozen :] if isinstance(spec, TiedLayerSpec)}
+        if later - self._tied and rank == 0:
             names = ", ".join(sorted(later))
             logger.warning("elastic_pipeline.freeze: what is tied (%s) is frozen where it is used later, too", names)
-        self._tied_frozen |= later
+        self._tied |= later
+
+    # ------------------------------------------------------------------------------------------------------- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Return the decisions and losses for a checkpoint; norms are apart, for they need all ranks."""
+        return {"policy": self.freezer.state(), "losses": [float(self._losses[0]), self._losses[1]]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore losses and norms of a checkpoint."""
+        total, count = state.get("losses", (0.0, 0))
+        self._losses = total, count
+        if self.norms is not None:
+            self.norms.load(state["norms"])
+
+
+def _highest_lr(optimizer: Any) -> float:
+    groups = [] if optimizer is None else optimizer.param_groups
+    return max((float(group["lr"]) for group in groups), default=0.0)

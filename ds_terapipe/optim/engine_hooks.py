@@ -6,8 +6,7 @@ Read: DeepSpeed 0.19.8, ``runtime/engine.py``, ``runtime/bf16_optimizer.py``, ``
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,43 +20,33 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 
 from ds_terapipe.bf16_parts import load_with_parts
-from ds_terapipe.clipping import TrueNormClipping, counting_nothing
+from ds_terapipe.clipping import clip_by_true_norm, counting_nothing
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.overrides import override
 
 
-class LambEngine(TrueNormClipping):
-    """Stands before the class of an engine with a ``FusedLamb``: true norm, scaled loss, checkpoints that can be loaded."""
-
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Override ``DeepSpeedEngine.backward``: scale the loss; 0.19.8 only divides fp16 gradients without ZeRO."""
-        if not isinstance(self.optimizer, FP16_UnfusedOptimizer):
-            return super().backward(loss, *args, **kwargs)
-        scale = self.optimizer.loss_scale
-        return super().backward(loss.float() * scale, *args, **kwargs) / scale
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Override ``DeepSpeedEngine.load_checkpoint``: load a bf16 pipeline's parts of the optimizer, too.
-
-        DeepSpeed 0.19.8 fails to read them without ZeRO.
-        """
-        if getattr(self, "loads_parts", False):  # our pipeline engines do, with every optimizer
-            return super().load_checkpoint(*args, **kwargs)
-        return load_with_parts(self, super().load_checkpoint, *args, **kwargs)
+def _hook_engine(engine: Any) -> None:
+    """Override what an engine does wrong with a ``FusedLamb``: its norm, a scaled loss, and reading a bf16 pipeline's parts."""
+    clip_by_true_norm(engine)
+    if not getattr(engine, "loads_parts", False):  # our pipeline engines do, with every optimizer
+        override(engine, "load_checkpoint", load_with_parts)
+    if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        return
+    override(engine, "backward", _backward)
+    if isinstance(engine, PipelineEngine):
+        # A pipeline's backward pass goes past `backward`, and is looked up in this map.
+        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, BackwardPass: _backward_of_a_scaled_loss}
 
 
-@functools.cache
-def _engine_class(engine_class: Any) -> type:
-    """``engine_class`` with :class:`LambEngine` before it, under its own name."""
-    names = {name: getattr(engine_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    if issubclass(engine_class, PipelineEngine):
-        # A pipeline's backward pass goes past `backward` above, and is looked up in this map.
-        names["_INSTRUCTION_MAP"] = {**engine_class._INSTRUCTION_MAP, BackwardPass: _backward_of_a_scaled_loss}
-    return type(engine_class.__name__, (LambEngine, engine_class), names)
+def _backward(engine: Any, backward: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+    """Scale the loss; DeepSpeed 0.19.8 only divides fp16 gradients without ZeRO."""
+    scale = engine.optimizer.loss_scale
+    return backward(loss.float() * scale, *args, **kwargs) / scale
 
 
 def _backward_of_a_scaled_loss(engine: Any, buffer_id: int) -> None:
-    if not engine.is_last_stage() or not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+    if not engine.is_last_stage():
         engine._exec_backward_pass(buffer_id)
         return
     loss = engine.loss
@@ -115,8 +104,7 @@ def attach_optimizer(engine: Any) -> None:
             "optimizer.type: got FusedLamb for a model with experts, must be one without (their norms are on other ranks), "
             "use another optimizer"
         )
-    kind: Any = type(engine)
-    engine.__class__ = _engine_class(kind)
+    _hook_engine(engine)
     engine.client_optimizer = optimizer  # DeepSpeed names the optimizer after its class: not that of a callable
     if wrapper is optimizer:
         _tell_skipped_steps(optimizer)

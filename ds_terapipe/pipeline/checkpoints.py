@@ -11,17 +11,17 @@ from urllib.parse import quote
 
 import torch.distributed
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_terapipe import manifest
 from ds_terapipe.bf16_parts import load_with_parts
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES, MANIFEST
-from ds_terapipe.pipeline.loss_state import load_loss, loss_file, save_loss
-from ds_terapipe.pipeline.resuming import resuming
+from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
+from ds_terapipe.pipeline.loss_state import loss_file
 from ds_terapipe.pipeline.saved_files import KEY, SavedFiles, Share, Wanted, wanted
 from ds_terapipe.pipeline.transport.consensus import Consensus, error_of
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
 
 LATEST = "latest"
 PLAN_STATE = "ds_terapipe_plan"
@@ -129,68 +129,70 @@ def _is_ours(path: Path) -> bool:
     )
 
 
-class Checkpoints(PipelineEngine):
-    """Mixin before ``PipelineEngine``: saves checkpoints atomically, together with the plan."""
+class Checkpointer:
+    """Checkpoints of an engine: written as a whole or not at all, checked before they are read.
 
-    loads_parts = True  # FusedLamb's hook is not needed
-    continues_data = False  # whether training_data continues after the checkpoint's samples
+    Args:
+        consensus: consensus of the job; every method is collective.
+        watchdog: bounds the waits.
+    """
 
-    def save_checkpoint(
+    def __init__(self, consensus: Consensus, watchdog: Watchdog) -> None:
+        self._consensus, self._watchdog = consensus, watchdog
+
+    def save(
         self,
+        engine: Any,
+        save: Callable[..., Any],
         save_dir: Any,
-        tag: Any = None,
-        client_state: Any = None,
-        save_latest: bool = True,
+        tag: Any,
+        client_state: Mapping[str, Any],
+        latest: bool,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Override ``PipelineEngine.save_checkpoint``: save atomically, with the plan of ``"slices": "auto"``."""
-        self._refuse_broken()
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        state = self._slicer.state()
-        client_state = {**self._client_state(), **(client_state or {}), **({PLAN_STATE: state} if state else {})}
-        if not isinstance(self.checkpoint_engine, TorchCheckpointEngine):  # other engines write later, or elsewhere
+        """Save a checkpoint with ``save``, which is ``DeepSpeedEngine.save_checkpoint``.
+
+        Args:
+            engine: the engine to save.
+            save: called with ``save_dir``, ``tag``, ``client_state``, ``latest``, ``*args`` and ``**kwargs``.
+            save_dir, tag, client_state, latest: its arguments; no ``tag``: that of the step.
+        """
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        plans = engine._slicer.state()
+        client_state = {**self.client_state(engine), **client_state, **({PLAN_STATE: plans} if plans else {})}
+        if not isinstance(engine.checkpoint_engine, TorchCheckpointEngine):  # other engines write later, or elsewhere
             self._consensus.decide(lambda: (Path(save_dir) / tag / MANIFEST).unlink(missing_ok=True))
-            self._save_beside(Path(save_dir) / tag)
-            return super().save_checkpoint(save_dir, tag, client_state, save_latest, *args, **kwargs)
-        whole = self._whole(save_dir, tag)
+            self.write_beside(engine, Path(save_dir) / tag)
+            return save(save_dir, tag, client_state, latest, *args, **kwargs)
+        whole = self._whole(engine, save_dir, tag)
         whole.begin()
         folder = whole.unfinished / tag
-        self._save_beside(folder)
+        self.write_beside(engine, folder)
         with (
             self._watchdog.waiting("all ranks to write their files", **_LONG),
-            manifest.saving(self.checkpoint_engine) as files,
+            manifest.saving(engine.checkpoint_engine) as files,
         ):
-            saved = super().save_checkpoint(str(whole.unfinished), tag, client_state, False, *args, **kwargs)
+            saved = save(str(whole.unfinished), tag, client_state, False, *args, **kwargs)
         of_ranks = self._consensus.gather(manifest.entries_of(files, folder))
-        whole.finish(save_latest, {name: entry for of_rank in of_ranks for name, entry in of_rank.items()})
+        whole.finish(latest, {name: entry for of_rank in of_ranks for name, entry in of_rank.items()})
         return saved
 
-    def _whole(self, folder: Any, tag: str) -> WholeFolder:
-        rank = self.local_rank if self.use_node_local_storage() else self.global_rank
-        return WholeFolder(folder, tag, rank == 0, self._consensus)
-
-    def _client_state(self) -> dict[str, Any]:
-        """Client state that a subclass adds to DeepSpeed's own files; collective."""
+    def client_state(self, engine: Any) -> dict[str, Any]:
+        """Return what is added to the client state in DeepSpeed's own files."""
         return {}
 
-    def _save_beside(self, folder: Path) -> None:
-        """Write a subclass's own files of a checkpoint; collective."""
+    def write_beside(self, engine: Any, folder: Path) -> None:
+        """Write further files into the folder of a checkpoint."""
 
-    def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the layers, and the state of the loss, which DeepSpeed leaves out."""
-        found = super().module_state_dict(*args, **kwargs)
-        save_loss(self, self._curr_ckpt_path)
-        return found
+    def _whole(self, engine: Any, folder: Any, tag: str) -> WholeFolder:
+        rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+        return WholeFolder(folder, tag, rank == 0, self._consensus)
 
-    def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Load the layers, and the state of the loss, which DeepSpeed leaves out."""
-        super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
-        load_loss(self, self._curr_ckpt_path, strict)
-
-    @resuming
-    def load_checkpoint(
+    def load(
         self,
+        engine: Any,
+        load: Callable[..., Any],
         load_dir: Any,
         tag: Any = None,
         load_module_strict: bool = True,
@@ -200,55 +202,60 @@ class Checkpoints(PipelineEngine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Override ``PipelineEngine.load_checkpoint``: check the files first, and use a plan in the checkpoint again.
+        """Check a checkpoint's files, and load it with ``load``, which is ``PipelineEngine.load_checkpoint``.
 
         Raises:
             ConfigError: on every rank, a file that is missing, not as it was saved, or not of this model: nothing was changed.
         """
-        folder = self.recover_checkpoint(load_dir, tag)
-        if folder is not None and not self.load_universal_checkpoint():
+        folder = self.recover(engine, load_dir, tag)
+        if folder is not None and not engine.load_universal_checkpoint():
             whole = not load_module_only
             wants = wanted(
-                self, load_optimizer_states and whole, load_lr_scheduler_states and whole, bool(load_module_strict)
+                engine, load_optimizer_states and whole, load_lr_scheduler_states and whole, bool(load_module_strict)
             )
-            self._check_files(folder, self.module._topo, self.module.parts, wants)
-        return self._load_checked(
-            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
-            *args, **kwargs,
+            self.check_files(engine, folder, engine.module._topo, engine.module.parts, wants)
+        return self.load_checked(
+            engine, load, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+            load_module_only, *args, **kwargs,
         )  # fmt: skip
 
-    def _load_checked(self, load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
-        load = super().load_checkpoint
-        with self._watchdog.waiting("all ranks to read their files", **_LONG), read_once(self.checkpoint_engine):
-            path, client_state = load_with_parts(self, load, load_dir, tag, *args, **kwargs)
-        self._follow_micro_batch()
+    def load_checked(
+        self, engine: Any, load: Callable[..., Any], load_dir: Any, tag: Any, *args: Any, **kw: Any
+    ) -> Any:
+        """Load a checkpoint whose files were checked; arguments and result as for :meth:`load`."""
+        with self._watchdog.waiting("all ranks to read their files", **_LONG), read_once(engine.checkpoint_engine):
+            path, client_state = load_with_parts(engine, load, load_dir, tag, *args, **kw)
+        follow_micro_batch(engine)
         if client_state:
-            self._slicer.load(client_state.pop(PLAN_STATE, None))
+            engine._slicer.load(client_state.pop(PLAN_STATE, None))
         return path, client_state
 
-    def _check_files(
+    def check_files(
         self,
+        engine: Any,
         folder: Path,
         topology: ProcessTopology,
         parts: Any,
         wants: Wanted,
         beside: Iterable[str] = (),
     ) -> None:
-        """Check the files that this rank is about to read, in the shape that it will have; collective.
+        """Check the files that this rank is about to read, in the shape that it will have.
 
         Args:
+            engine: the engine that loads them.
             folder: folder of the checkpoint.
             topology, parts: the shape.
             wants: states to read beside weights.
             beside: names of further files.
         """
-        layers = dict(enumerate(self.module.forward_funcs, start=self.module._local_start))
+        module = engine.module
+        layers = dict(enumerate(module.forward_funcs, start=module._local_start))
 
         def check() -> None:
             files = SavedFiles(folder)
-            files.check(Share.of(self.global_rank, topology, parts), wants, layers)
+            files.check(Share.of(engine.global_rank, topology, parts), wants, layers)
             files.check_bytes(beside)
-            loss = loss_file(self.module, str(folder))
+            loss = loss_file(module, str(folder))
             files.check_bytes_of([] if loss is None else [loss.name])
 
         error = error_of(check)
@@ -256,10 +263,8 @@ class Checkpoints(PipelineEngine):
             torch.distributed.barrier()
         self._consensus.agree(error)
 
-    def recover_checkpoint(self, folder: Any, tag: Any = None) -> Path | None:
-        """Restore a checkpoint that a killed job was replacing; collective.
-
-        `load_checkpoint` begins with it; call it before other reads from the folder.
+    def recover(self, engine: Any, folder: Any, tag: Any = None) -> Path | None:
+        """Restore a checkpoint that a killed job was replacing.
 
         Returns:
             The folder of the checkpoint, by default of the latest; None where there is none.
@@ -267,7 +272,7 @@ class Checkpoints(PipelineEngine):
         tag = self._consensus.decide(lambda: tag_of(folder, tag))
         if tag is None:
             return None
-        self._whole(folder, tag).recover()
+        self._whole(engine, folder, tag).recover()
         return Path(folder) / str(tag)
 
 

@@ -18,6 +18,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 from torch.nn import Parameter
 
+from ds_terapipe.overrides import override
 from ds_terapipe.pipeline.operators.gradient_sums import GradientSums
 
 _ALONE = 2**18  # elements from which on a separate message is faster than two copies (and needs no memory)
@@ -106,10 +107,16 @@ def reduce_replicas(engine: Any, reduce: Callable[[], None]) -> None:
             parameter.grad = torch.zeros_like(parameter)  # optimisers decay a weight whose gradient is zero
 
 
-def all_reduce_in_place(
-    engine: Any, bucket: Sequence[Tensor], group: Any, world_size: int, reduce: Callable[[list[Tensor]], None]
+def reduce_large_in_place(engine: Any) -> None:
+    """Have an engine reduce large gradients in place, where DeepSpeed reduces a flat copy."""
+    override(engine, "allreduce_no_retain", _all_reduce_in_place)
+
+
+def _all_reduce_in_place(
+    engine: Any, reduce: Callable[..., None], bucket: Sequence[Tensor], dp_group: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Reduce a bucket: large gradients in place, the small ones by ``reduce``, DeepSpeed's flat copy."""
+    """Override ``DeepSpeedEngine.allreduce_no_retain``; ``reduce`` is DeepSpeed's."""
+    world_size = kwargs.get("dp_world_size") or dist.get_world_size(dp_group)
     large: list[Tensor] = []
     small: list[Tensor] = []
     for gradient in bucket:
@@ -121,8 +128,8 @@ def all_reduce_in_place(
         after = engine.gradient_predivide_factor() / world_size if engine.postscale_gradients() else 1.0
     if large and before != 1.0:
         torch._foreach_mul_(large, before)
-    sums = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in large]
-    reduce(small)
+    sums = [dist.all_reduce(gradient, group=dp_group, async_op=True) for gradient in large]
+    reduce(small, dp_group, *args, **kwargs)
     for each in sums:
         each.wait()
     if large and after != 1.0:

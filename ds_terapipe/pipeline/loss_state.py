@@ -6,6 +6,7 @@ Its file is named like a layer's, numbered after the last entry of the layer lis
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,28 @@ from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from torch import nn
 
 from ds_terapipe import tensor_files
+from ds_terapipe.overrides import override
 
 logger = logging.getLogger(__name__)
+
+
+def keep_loss_state(engine: Any) -> None:
+    """Have an engine save and load the state of its loss beside the layers."""
+    override(engine, "module_state_dict", _module_state_dict)
+    override(engine, "load_module_state_dict", _load_module_state_dict)
+
+
+def _module_state_dict(engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    found = original(*args, **kwargs)
+    save_loss(engine, engine._curr_ckpt_path)
+    return found
+
+
+def _load_module_state_dict(
+    engine: Any, original: Callable[..., Any], checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any
+) -> None:
+    original(checkpoint, strict, *args, **kwargs)
+    load_loss(engine, engine._curr_ckpt_path, strict)
 
 
 def save_loss(engine: Any, folder: str) -> None:

@@ -32,6 +32,14 @@ def module_groups(module: PipelineModule) -> set[ProcessGroup]:
     return shape_groups(module) | ({world} if isinstance(world, ProcessGroup) else set())
 
 
+def close_engine(engine: Any) -> None:
+    """Close the process groups of a ``TokenPipelineEngine``, its runtime and its module; collective."""
+    with engine._watchdog.waiting("all ranks to close their process groups"):
+        engine._runtime.close()
+        close_groups([engine._consensus.group], engine._consensus, engine._recorder)
+        close_module(engine.module, engine, engine.optimizer)
+
+
 def close_module(module: PipelineModule, *holders: Any) -> None:
     """Close a ``PipelineModule``'s groups with :func:`close_groups`; it cannot train any more. Idempotent."""
     close_groups(module_groups(module), module, module._grid, *module.parameters(), *holders)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ds_terapipe.config import TOKEN_PIPELINE
-from ds_terapipe.errors import bad_value
+from ds_terapipe.config import TOKEN_PIPELINE, TokenPipelineConfig
+from ds_terapipe.errors import ConfigError, bad_value
 
 _ABSENT = object()
 
@@ -212,3 +212,12 @@ def at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
     for name in path.split("."):
         value = value.get(name, default) if isinstance(value, Mapping) else default
     return value
+
+
+def check_weight_gradients(token_pipeline: TokenPipelineConfig, autocast: bool) -> None:
+    """Raise ConfigError for weight gradients per micro-batch beside ``torch_autocast``."""
+    if token_pipeline.weight_gradients == "micro_batch" and autocast:
+        raise ConfigError(
+            'token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast, must be "slice" or "auto" (a layer '
+            'multiplies with a copy of its weight, whose gradient is made with it), use "auto"'
+        )

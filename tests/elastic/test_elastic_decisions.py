@@ -94,18 +94,19 @@ def engine(policy: Policy, folder: str) -> Any:
 
 def run(engine: Any, steps: int) -> list[tuple[Any, ...]]:
     """Frozen entries, stages and loss of each step, and the norms that the policy was given before it."""
-    found, given, norms = [], [], engine._gradient_norms
+    freezing = engine._controller.freezing
+    found, given, norms = [], [], freezing.take_norms
 
-    def noted() -> Any:
-        given.append(norms())
+    def noted(consensus: Any) -> Any:
+        given.append(norms(consensus))
         return given[-1]
 
-    engine._gradient_norms = noted
+    freezing.take_norms = noted
     for _ in range(steps):
         loss = float(engine.train_batch())
         found.append((engine.frozen_layers, engine.num_stages, loss, tuple(given)))
         given.clear()
-    del engine._gradient_norms
+    del freezing.take_norms
     return found
 
 

@@ -107,7 +107,7 @@ def weighed(engine: Any) -> tuple[int, int]:
 def run(specs: list[Any], **options: Any) -> dict[str, Any]:
     engine = engine_of(CASE, specs=specs, **options)
     found: dict[str, Any] = {name: [] for name in ("losses", "wrong", "random", "weighed")}
-    found["first"], change = weighed(engine), engine._change
+    found["first"], change = weighed(engine), engine._controller.change
 
     def states() -> Any:
         return torch.get_rng_state().tolist(), random.getstate(), [*map(str, np.random.get_state())]
@@ -117,13 +117,13 @@ def run(specs: list[Any], **options: Any) -> dict[str, Any]:
         change(*args, **more)
         found["random"].append(before == states())
 
-    engine._change = noted
+    engine._controller.change = noted
     # both ranks read everything: they are the first and the last stage at the start
     for step, batches in enumerate(DATA):
         found["losses"].append(float(engine.train_batch(iter(batches))))
         found["weighed"] += [weighed(engine)] if step in WEIGHED else []
         found["wrong"] += [f"step {step}: {text}" for text in lost(engine)]
-    del engine._change
+    del engine._controller.change
     found["weights"] = weights(engine)
     engine.destroy()
     return found

@@ -93,7 +93,7 @@ def run(case: Case) -> dict[str, Any]:
     replica, share = engine.grid.data_parallel_id, case.batch // case.size // engine.dp_world_size
     found: dict[str, Any] = {name: [] for name in ("changes", "shapes", "skipped", "told", "sums", "memory", "lines")}
     shares.emit, add = found["lines"].append, torch.distributed.all_reduce
-    objects, change = objects_of(engine), engine._change
+    objects, change = objects_of(engine), engine._controller.change
     given = engine.client_optimizer if case.optimizer == "instance" else engine.basic_optimizer
 
     def noted(*args: Any, **options: Any) -> None:
@@ -111,7 +111,7 @@ def run(case: Case) -> dict[str, Any]:
         found["sums"][-1].append((tensor.nbytes, tensor.dtype))
         return add(tensor, *args, **options)
 
-    engine._change = noted
+    engine._controller.change = noted
     for step in data_of(case):
         engine.train_batch(iter(step[replica * share :][:share]))
         found["shapes"].append(engine.num_stages)
@@ -119,7 +119,7 @@ def run(case: Case) -> dict[str, Any]:
         if case.optimizer == "lamb":
             trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
             found["told"].append(sorted(each.name for each in engine.basic_optimizer.statistics()) == sorted(trained))
-    del engine._change
+    del engine._controller.change
     found["same"] = (
         are_the_same(objects, objects_of(engine))
         and engine.basic_optimizer is given

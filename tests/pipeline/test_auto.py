@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.schedules.mixed_batch import set_batch
+from ds_terapipe.pipeline import training
 from ds_terapipe.pipeline.autotune.comparison import comparison_steps
 from ds_terapipe.pipeline.autotune.phases import ROUNDS, Compared
 from ds_terapipe.pipeline.autotune.planner import RIVALS
@@ -48,7 +50,6 @@ def same_numbers(path: str) -> dict[str, Any]:
     wanted = train(fixed, steps)
     fixed.destroy()
     engine, waited, after = auto(measurements_path=path), list[int](), list[Any]()  # after each step
-    engine._wait_for_device = lambda: waited.append(engine.global_steps)
 
     def look() -> None:
         counts = [len(lengths) for lengths in engine.slices_run]
@@ -56,7 +57,8 @@ def same_numbers(path: str) -> dict[str, Any]:
         compared = sum(isinstance(phase, Compared) for phase in engine._slicer._phases.values())
         after.append((len(plans(engine)), compared, engine.slices_run[0], live))
 
-    found = train(engine, steps, look)
+    with mock.patch.object(training, "wait_for_device", lambda device: waited.append(engine.global_steps)):
+        found = train(engine, steps, look)
     engine.destroy()
     again = auto(measurements_path=path)
     train(again, steps[:1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_terapipe.pipeline import engine as engine_module
+from ds_terapipe.pipeline import training
 from ds_terapipe.schedule import Grid, Placement
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import Trace, allow_fp16, build_engine, errors, train, train_plain, worst
@@ -64,16 +64,16 @@ def interleaved(name: str, placement: Placement, slices: tuple[int, ...], deferr
 
 def trained(name: str, way: str) -> dict[str, float]:
     """Errors on two stages."""
-    known, keys = engine_module.grid_of_step, None
+    known, keys = training.grid_of_step, None
     if WAYS[way] is not None:
         order, weights = WAYS[way]
         keys = {"slices": SLICES, "weight_gradients": weights, "verify": False}
-        engine_module.grid_of_step = interleaved if order == "random" else known
+        training.grid_of_step = interleaved if order == "random" else known
     options: Any = {"micro_batches": MICRO_BATCHES, "config": CONFIGS[name]}
     engine = build_engine(tied_gpt(), masked_loss, token_pipeline=keys, **options)
     found = errors(train(engine, data()), exact(name == FP32))
     engine.destroy()
-    engine_module.grid_of_step = known
+    training.grid_of_step = known
     return found
 
 

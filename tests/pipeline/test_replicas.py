@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_terapipe.pipeline.gradients import _ALONE, all_reduce_in_place
+from ds_terapipe.pipeline.gradients import _ALONE, reduce_large_in_place
 from tests.spawn import launched
 
 LARGE, SMALL = ((_ALONE,), (3, _ALONE // 2)), ((8,), (_ALONE - 1,), (2, 4))
@@ -47,9 +47,9 @@ class Engine(DeepSpeedEngine):
 
 
 class Ours(Engine):
-    def allreduce_no_retain(self, bucket: list[torch.Tensor], dp_group: Any, *args: Any, **kwargs: Any) -> None:
-        reduce = super().allreduce_no_retain
-        all_reduce_in_place(self, bucket, dp_group, 2, lambda small: reduce(small, dp_group, *args, **kwargs))
+    def __init__(self, **setting: Any) -> None:
+        super().__init__(**setting)
+        reduce_large_in_place(self)
 
 
 def reduced(engine: Any) -> tuple[list[torch.Tensor], list[int], int]:

@@ -177,7 +177,7 @@ def _train(
         trace.norms.append(float(engine.get_global_grad_norm() or 0.0))
         if after_step is not None:
             after_step()
-    del engine._take_model_step
+    engine._take_model_step = step_taken
     trace.weights = {name: p.detach().cpu().clone() for name, p in engine.module.named_parameters()}
     return trace
 

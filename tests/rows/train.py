@@ -166,7 +166,7 @@ class _Run:
                 if ran is not None:
                     ran.check(self.lengths)
                 self._look(number)
-        del engine._take_model_step
+        engine._take_model_step = take
         return Trained(losses, gradients, common.whole_tensors(engine.module))
 
     def _look(self, number: int) -> None:

@@ -50,8 +50,10 @@ def stopping(config_path: str | None) -> Iterator[None]:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     import ds_terapipe
+    from ds_terapipe import refusals
     from ds_terapipe.elastic import engine as elastic
     from ds_terapipe.pipeline import engine as pipeline
+    from ds_terapipe.pipeline.controller import Controller
 
     ds_terapipe.register()
     ours: Any = pipeline.TokenPipelineEngine
@@ -60,10 +62,10 @@ def stopping(config_path: str | None) -> Iterator[None]:
         """DeepSpeed's part of the engine's constructor, with what this package does in it."""
 
         def __init__(self, *args: Any, token_pipeline: Any, elastic_pipeline: Any = None, **kwargs: Any) -> None:
-            why = ""
+            why, self._controller = "", Controller()
             try:
                 super(ours, self).__init__(*args, **kwargs)
-                pipeline.check_weight_gradients(token_pipeline, self.torch_autocast_enabled())
+                refusals.check_weight_gradients(token_pipeline, self.torch_autocast_enabled())
             except UNFAKED as problem:
                 why = f"the engine reads values ({problem})"
             self._token_pipeline = token_pipeline

@@ -35,11 +35,11 @@ class CacheSession:
         flags: facts that outputs depend on beside layers and inputs: precision and tensor-parallel rank.
         agree: MIN all-reduce over the stage's tensor-parallel ranks.
         say: prints a line for the user; problems of this process alone are logged.
+        has_failed: whether an error ended a step, after which a job goes on from its last checkpoint.
 
     Attributes:
         run: may be set before anything is kept.
         levels: numbers of layers whose outputs were kept, over the whole job.
-        keep: whether entries stay when the process ends, for a job that goes on.
         done: whether the training has ended; else entries also stay after an error that ends the process.
         failed: whether the last step failed to begin.
         pulled: inputs of the next step's micro-batches, on the host.
@@ -53,9 +53,11 @@ class CacheSession:
         flags: str,
         agree: Callable[[int], int],
         say: Callable[[str], None],
+        has_failed: Callable[[], bool],
     ) -> None:
         self.run, self.levels = run, list[int]()
-        self.keep = self.done = self.failed = False
+        self.done = self.failed = False
+        self._has_failed = has_failed
         self.pulled: Sequence[Any] = ()
         self._settings, self._device, self._agree, self._say = settings, device, agree, say
         self._flags = f"{flags} {settings.dtype}"
@@ -148,7 +150,7 @@ class CacheSession:
             # an exception propagates, or is unhandled, or its handler ends the process
             rises = not isinstance(sys.exc_info()[1], (StopIteration, type(None)))
             ended = not self.done and (self.failed or getattr(sys, "last_value", None) is not None)
-            self._cache.close(self.keep or rises or ended)
+            self._cache.close(self._has_failed() or rises or ended)
 
 
 def _room(path: Path, share: float) -> int:

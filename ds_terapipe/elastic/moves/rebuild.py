@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -23,7 +23,8 @@ from ds_terapipe.elastic.moves.layers import random_states_kept
 from ds_terapipe.elastic.policies.resize import Shape
 from ds_terapipe.pipeline.teardown import remove_hooks
 
-_OUTLIVES = (
+# Attributes that a rebuilt engine keeps; a test lists the others that DeepSpeed's constructor sets.
+CARRIED = (
     "global_steps", "global_samples", "micro_steps", "skipped_steps", "monitor", "timers", "tput_timer", "batch_timer",
     "training_data", "training_dataloader", "data_iterator", "batch_fn", "has_attention_mask", "_global_grad_norm",
     "loaded_checkpoint_mp_world_size", "loaded_checkpoint_dp_world_size", "client_optimizer", "client_lr_scheduler",
@@ -31,23 +32,16 @@ _OUTLIVES = (
 )  # fmt: skip
 
 
-class Kept(NamedTuple):
-    """Objects that a rebuilt engine keeps instead of building them from its configuration."""
-
-    optimizer: Any
-    basic_optimizer: Any
-    lr_scheduler: Any
-
-
-def rebuild_engine(engine: Any, shape: Shape, arguments: Mapping[str, Any]) -> None:
+def rebuild_engine(engine: Any, shape: Shape, arguments: Mapping[str, Any], wrap: Callable[[Any, Any], Any]) -> None:
     """Run the constructor of ``PipelineEngine`` again, on a module of another shape; collective.
 
     Args:
-        engine: uses its ``_kept`` for optimizer and scheduler meanwhile.
+        engine: keeps its optimizer and scheduler.
         shape: the module's.
         arguments: arguments of the first call.
+        wrap: returns the optimizer in DeepSpeed's wrapper; called with it and the wrapper so far.
     """
-    outlives = {name: getattr(engine, name) for name in _OUTLIVES if hasattr(engine, name)}
+    outlives = {name: getattr(engine, name) for name in CARRIED if hasattr(engine, name)}
     batch = {
         "train_batch_size": engine.train_batch_size(),
         "train_micro_batch_size_per_gpu": shape.micro_batch,
@@ -56,19 +50,38 @@ def rebuild_engine(engine: Any, shape: Shape, arguments: Mapping[str, Any]) -> N
     grid = engine.module.mpu()
     remove_hooks(engine)
     p2p._grid = None
-    engine._kept = Kept(engine.optimizer, engine.basic_optimizer, engine.lr_scheduler)
-    try:
-        with quietly(), random_states_kept(engine.device):
-            config = DeepSpeedConfig({**engine._config._param_dict, **batch}, grid)
-            config.pipeline.update(pipe_partitioned=False, grad_partitioned=False)
-            monitored, config.monitor_config = config.monitor_config, get_monitor_config({})  # its writers exist
-            anew = {"optimizer": engine.client_optimizer, "training_data": None, "config_class": config, "mpu": grid}
-            PipelineEngine.__init__(engine, **{**arguments, **anew})
-    finally:
-        engine._kept = None
+    with quietly(), random_states_kept(engine.device), _keeping(engine, wrap):
+        config = DeepSpeedConfig({**engine._config._param_dict, **batch}, grid)
+        config.pipeline.update(pipe_partitioned=False, grad_partitioned=False)
+        monitored, config.monitor_config = config.monitor_config, get_monitor_config({})  # its writers exist
+        again = {"optimizer": engine.client_optimizer, "training_data": None, "config_class": config, "mpu": grid}
+        PipelineEngine.__init__(engine, **{**arguments, **again})
     config.monitor_config = monitored
     for name, value in outlives.items():
         setattr(engine, name, value)
+
+
+@contextmanager
+def _keeping(engine: Any, wrap: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Context manager in which a constructor keeps optimizer, scheduler and weights instead of making them."""
+    before, basic_optimizer, scheduler = engine.optimizer, engine.basic_optimizer, engine.lr_scheduler
+
+    def configure_optimizer(*_: Any) -> None:
+        engine.basic_optimizer = basic_optimizer
+        engine.optimizer = wrap(basic_optimizer, before)
+
+    steps: dict[str, Callable[..., None]] = {
+        "_configure_optimizer": configure_optimizer,
+        "_configure_lr_scheduler": lambda: setattr(engine, "lr_scheduler", scheduler),
+        "_broadcast_model": lambda: None,
+    }
+    for name, step in steps.items():
+        setattr(engine, name, step)
+    try:
+        yield
+    finally:
+        for name in steps:
+            delattr(engine, name)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from deepspeed.runtime.pipe.topology import ProcessTopology
+
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import ELASTIC_STATE
 from ds_terapipe.pipeline.saved_files import SavedFiles
@@ -90,3 +92,10 @@ def check(state: dict[str, Any], now: dict[str, Any]) -> None:
 def same_shape(state: dict[str, Any], now: dict[str, Any], moves: bool) -> bool:
     """Whether an engine can have a checkpoint's shape: with the same processes, if it moves or has that shape."""
     return state["processes"] == now["processes"] and (moves or state["parts"] == now["parts"])
+
+
+def resized(topology: ProcessTopology, stages: int) -> ProcessTopology:
+    """Return a topology with the same axes and processes, but another number of stages."""
+    sizes = {"pipe": stages, "data": topology.get_dim("pipe") * topology.get_dim("data") // stages}
+    names = topology.get_axis_names()
+    return ProcessTopology(axes=names, dims=[sizes.get(name, topology.get_dim(name)) for name in names])

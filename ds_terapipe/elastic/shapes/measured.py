@@ -133,7 +133,7 @@ class ShapeSelector:
         if self._decided is None:
             self._know_memory(predict(now, costs, machine, engine.frozen_layers, slices, parts))
         first = max(frozen, engine.untrained_layers)
-        costs = replace(costs, forward=tuple(engine._without_kept(costs.forward, first)))
+        costs = replace(costs, forward=tuple(engine._controller.caching.forward_seconds(costs.forward, first)))
         present = predict(now, costs, machine, first, slices, parts)
         others = [predict(shape, costs, machine, first, slices) for shape in self._candidates(frozen)]
         others = [
@@ -155,7 +155,7 @@ class ShapeSelector:
         """Return the costs of all entries; None if some rank has not timed its layers."""
         engine = self._engine
         module, here = engine.module, layers_here(engine.module)
-        forward, backward, measured = engine.costs.now(engine, self._consensus, engine._layer_times)
+        forward, backward, measured = engine._controller.mover.costs.now(engine, self._consensus, engine._layer_times)
         if not measured:
             return None
         self._beside_weights = self._optimizer_share()
@@ -244,7 +244,7 @@ class ShapeSelector:
     def _candidates(self, frozen: int) -> list[Shape]:
         """Return the possible shapes; the present one if its layers may be repartitioned."""
         engine, micro_batch = self._engine, self._engine.start_shape.micro_batch
-        tensor, batches = engine.grid.model_parallel_size, [batch for batch, _ in engine.batches]
+        tensor, batches = engine.grid.model_parallel_size, [batch for batch, _ in engine._controller.data.batches]
         possible = shapes(engine.world_size, tensor, engine.train_batch_size(), micro_batch, batches)
         anew = self._settings.partition == "measured" or frozen > 0 or engine.frozen_layers > 0
         return [

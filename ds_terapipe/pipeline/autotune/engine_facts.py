@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import deepspeed
 import torch
 
 from ds_terapipe.config import AUTO, TokenPipelineConfig
-from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.auto import AutoSlices
 from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
@@ -28,14 +27,13 @@ from ds_terapipe.refusals import cuts
 from ds_terapipe.version import __version__
 
 
-def new_slicer(
-    engine: Any, config: TokenPipelineConfig, consensus: Consensus, memory: StepMemory, layers: LayerTimes
-) -> FixedSlices | AutoSlices:
-    """Return the engine's slicer by ``config``; collective.
+def new_slicer(engine: Any, consensus: Consensus, memory: StepMemory, layers: LayerTimes) -> FixedSlices | AutoSlices:
+    """Return the engine's slicer by its settings; collective.
 
     Raises ConfigError on every rank: for a file that cannot be written or does not fit, or a layer whose gradient is no
     sum over slices.
     """
+    config = _settings(engine)
     fixed = config.slices != AUTO or (engine.num_stages == 1 and config.plan_path is None)
     slices = 1 if fixed and config.slices == AUTO else config.slices
     if cuts(slices):
@@ -54,6 +52,25 @@ def new_slicer(
         say,
         lambda: _layer_seconds(engine, consensus, layers),
     )
+
+
+def follow_micro_batch(engine: Any) -> None:
+    """Drop an engine's measurements if its micro-batch size has changed; collective."""
+    before, now = engine._sequences[-1], engine.train_micro_batch_size_per_gpu()
+    if now == before:
+        return
+    if engine.global_rank == 0 and engine._slicer.state():
+        emit(f"plan: a micro-batch has {now} sequences now, not {before}")
+    engine._sequences.append(now)
+    engine._begin_slicing()
+
+
+def _settings(engine: Any) -> TokenPipelineConfig:
+    """Return the settings; a plan and a file of measurements only hold for the placement and micro-batches of the start."""
+    settings: TokenPipelineConfig = engine.token_pipeline
+    if engine._controller.has_moved or len(engine._sequences) > 1:
+        settings = settings.model_copy(update={"plan_path": None, "measurements_path": None})
+    return settings
 
 
 def _by_frequency(engine: Any) -> ConfigError | None:
@@ -75,37 +92,6 @@ def _by_frequency(engine: Any) -> ConfigError | None:
             f"gradient is made slice by slice (a slice does not know how often a token is in the whole sequence), use {use}"
         )
     return None
-
-
-def changed_settings(
-    settings: TokenPipelineConfig, slices: int | Sequence[int] | str, schedule: str | None, consensus: Consensus
-) -> TokenPipelineConfig:
-    """Return the settings with other slices and, unless it is None, another schedule; collective.
-
-    Raises ConfigError on every rank for a bad value, or different values between ranks.
-    """
-    error, changed = None, settings
-    try:
-        values = {
-            **settings.model_dump(),
-            "slices": slices,
-            "schedule": settings.schedule if schedule is None else schedule,
-        }
-        changed = TokenPipelineConfig(**values)
-    except Exception as problem:  # an error must not leave the others waiting
-        error = " ".join(str(problem).split())
-    said = consensus.gather((error, changed.slices, changed.schedule))
-    for message, *_ in said:
-        if message is not None:
-            raise ConfigError(message)
-    for rank, (_, *theirs) in enumerate(said):
-        for name, value, first in zip(("slices", "schedule"), theirs, said[0][1:], strict=True):
-            if value != first:
-                raise ConfigError(
-                    f"token_pipeline.{name}: got {shown(value)} on rank {rank} and {shown(first)} on rank 0, must be the same on "
-                    "all, use engine.set_slices with the same values on every rank"
-                )
-    return changed
 
 
 def _nobody_hears(line: str) -> None:

@@ -10,7 +10,7 @@ import logging
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -129,15 +129,19 @@ class Recorder(Observer):
             self._timings.append(Timing(str(action), str(action.op), self._begun, self._clock.now()))
 
     @contextmanager
-    def collective(self, name: str) -> Iterator[None]:
-        """Context manager that records an operation at the end of a step: a reduction, the optimiser, the loss."""
-        timings = self._timings
-        if timings is None:
+    def collective(self, name: str, waited_for: str = "", counts: bool = True) -> Iterator[None]:
+        """Context manager that records an operation beside a step's actions: a reduction, the optimiser, a reshape.
+
+        Args:
+            name: of the operation.
+            waited_for: what the operation waits for; empty: it bounds its own waits.
+            counts: whether the wait counts as one for other stages.
+        """
+        with self._watchdog.waiting(waited_for, counts=counts) if waited_for else nullcontext():
+            begin = None if self._timings is None else self._clock.now()
             yield
-            return
-        begin = self._clock.now()
-        yield
-        timings.append(Timing(name, name, begin, self._clock.now()))
+            if self._timings is not None:
+                self._timings.append(Timing(name, name, begin, self._clock.now()))
 
     def end(self) -> list[Event]:
         """End the step; return the events of all ranks on rank 0, else an empty list. Collective if recorded."""

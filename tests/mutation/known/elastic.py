@@ -13,10 +13,10 @@ KNOWN = (
           "    found = [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]\n"
           '    return [{**each, "weight_decay": found[0]["weight_decay"]} for each in found]\n',
           f"{_LIVE} -k live_layers"),
-    Known("frozen weights decay", "elastic.engine", "            super()._exec_optimizer_step(lr_kwargs)\n",
-          "            super()._exec_optimizer_step(lr_kwargs)\n"
-          "        group = self.basic_optimizer.param_groups[0]\n"
-          "        for parameter in (p for p in self.module.parameters() if not p.requires_grad):\n"
+    Known("frozen weights decay", "pipeline.training", "        engine._exec_optimizer_step()\n",
+          "        engine._exec_optimizer_step()\n"
+          "        group = engine.basic_optimizer.param_groups[0]\n"
+          "        for parameter in (p for p in engine.module.parameters() if not p.requires_grad):\n"
           '            parameter.data.mul_(1 - group["lr"] * group["weight_decay"])\n',
           f"{_LIVE} -k live_layers"),
     Known("a stale copy is trained", "elastic.moves.groups",

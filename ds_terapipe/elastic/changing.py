@@ -1,0 +1,167 @@
+"""Change of an engine between two steps: layers freeze or train again, and move to other stages and ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+from ds_terapipe.elastic.caching import OutputCaching
+from ds_terapipe.elastic.data import ElasticData
+from ds_terapipe.elastic.freezing import LayerFreezing
+from ds_terapipe.elastic.moves.groups import level_steps
+from ds_terapipe.elastic.moves.masters import is_wrapped, join, unwrap
+from ds_terapipe.elastic.moves.rebuild import rebuild_engine
+from ds_terapipe.elastic.moves.reshape import Reshape
+from ds_terapipe.elastic.moves.shares import Bucket, new_bucket
+from ds_terapipe.elastic.optimizer import layer_dtype, wrapped
+from ds_terapipe.elastic.policies.resize import POLICY, Shape, balanced, shape_of
+from ds_terapipe.elastic.saved.state import resized
+from ds_terapipe.elastic.shapes.costs import Costs
+from ds_terapipe.pipeline.ended import poison_on_error
+from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights, split
+from ds_terapipe.pipeline.teardown import shape_groups
+from ds_terapipe.process_groups import close_groups
+
+
+class Change(NamedTuple):
+    """Frozen entries, stages and partition of an engine from a step on.
+
+    Attributes:
+        frozen: number of frozen entries of the layer list.
+        stages: number of pipeline stages.
+        parts: first entry of each stage, then the number of entries; None: balanced by costs.
+    """
+
+    frozen: int
+    stages: int
+    parts: Sequence[int] | None = None
+
+
+class Changed(NamedTuple):
+    """Seconds of a change on this rank, and the bytes that it freed and sent."""
+
+    seconds: float
+    freed: int
+    sent: int
+
+
+class Mover:
+    """Applies changes to an engine; DeepSpeed's engine is rebuilt around the same objects.
+
+    Args:
+        arguments: arguments of DeepSpeed's constructor.
+        freezing, data, caching: parts that follow a change.
+        moves: whether layers may move between any ranks; else stages are balanced only when their number changes.
+        unfreezes: whether frozen layers may train again.
+
+    Attributes:
+        costs: costs of the layers, by which stages are balanced.
+        on_reshape: called with the engine after each reshape.
+    """
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        freezing: LayerFreezing,
+        data: ElasticData,
+        caching: OutputCaching,
+        *,
+        moves: bool,
+        unfreezes: bool,
+    ) -> None:
+        self._arguments, self._freezing, self._data, self._caching = arguments, freezing, data, caching
+        self._moves, self._unfreezes = moves, unfreezes
+        self.costs = Costs()
+        self.on_reshape: list[Callable[[Any], None]] = []
+
+    def apply(self, engine: Any, change: Change, traced: bool) -> Changed:
+        """Freeze and reshape; collective. ``traced``: whether to record the change beside the next step."""
+        started = time.perf_counter()
+        level_steps(engine.basic_optimizer)
+        new = shape_of(
+            change.stages,
+            engine.world_size,
+            engine.grid.model_parallel_size,
+            engine.train_batch_size(),
+            self._data.start_shape.micro_batch,
+        )
+        parts = change.parts
+        if parts is None and (new != engine.shape or (self._moves and change.stages > 1)):
+            parts = self._balanced(engine, new, change.frozen)
+        reshape = None
+        if parts is not None and (new != engine.shape or list(parts) != list(engine.module.parts)):
+            reshape = self._prepare(engine, new, parts, change.frozen)
+        engine._recorder.begin(engine.global_steps + 1, wanted=traced)
+        with (
+            _bucket(engine) as bucket,
+            poison_on_error(engine._watchdog),
+            engine._recorder.collective("reshape"),
+        ):
+            engine._runtime.close()
+            if bucket is not None:
+                unwrap(engine.optimizer, engine.module)
+            freed = self._freezing.freeze(engine, change.frozen)
+            sent = 0
+            if reshape is not None:
+                self._freezing.move_norms(engine._consensus)
+                sent = self._reshape(engine, new, reshape, bucket)
+            elif bucket is not None:
+                engine.optimizer = wrapped(engine, engine.basic_optimizer, engine.optimizer, bucket)
+            engine._controller.has_moved = True
+            engine._build_runtime()
+        engine._trace.keep(engine._recorder.end())
+        return Changed(time.perf_counter() - started, freed, sent)
+
+    def _balanced(self, engine: Any, shape: Shape, frozen: int) -> Sequence[int]:
+        """Balance the entries of a shape's stages by their costs; collective."""
+        forward, backward, _ = self.costs.now(engine, engine._consensus, engine._layer_times)
+        present = list(map(int, engine.module.parts)) if shape == engine.shape else None
+        first = max(frozen, engine.untrained_layers)
+        parts = balanced(self._caching.forward_seconds(forward, first), backward, first, shape.stages, present)
+        return parts if present is None or not split(engine._shared, parts) else present
+
+    def _prepare(self, engine: Any, shape: Shape, parts: Sequence[int], frozen: int) -> Reshape:
+        """Prepare a reshape, in which every rank may refuse; collective.
+
+        Raises:
+            ConfigError: on every rank; nothing has been changed. Also for stages that would each train a copy of a weight
+                that their layers share now.
+        """
+        engine._shared = shared_weights(engine.module, engine._consensus, also=self._freezing.aside)
+        stays_frozen = 0 if self._unfreezes else frozen
+        trained = [each for each in engine._shared if each.entries[0] >= stays_frozen]
+        refuse_split(trained, parts, POLICY, ', or "off"')
+        reshape = Reshape(
+            engine.module,
+            engine.basic_optimizer,
+            engine._consensus,
+            engine._watchdog,
+            engine.device,
+            layer_dtype(engine),
+        )
+        reshape.prepare(resized(engine.module._topo, shape.stages), parts)
+        return reshape
+
+    def _reshape(self, engine: Any, shape: Shape, reshape: Reshape, bucket: Bucket | None) -> int:
+        """Run a prepared reshape; return the bytes that this rank sent."""
+        old = shape_groups(engine.module)
+        if bucket is not None:
+            join(engine.basic_optimizer, bucket)
+        reshape.run(bucket)
+        close_groups(old)
+        with engine._watchdog.making_groups():
+            rebuild_engine(engine, shape, self._arguments, lambda basic, before: wrapped(engine, basic, before))
+        engine._consensus.set_pipelines(engine.grid.pipe_groups)
+        self._data.follow_shape(engine)
+        for callback in self.on_reshape:
+            callback(engine)
+        return reshape.sent_bytes
+
+
+def _bucket(engine: Any) -> AbstractContextManager[Bucket | None]:
+    """Return the context manager of a bucket for masters and moments; None without DeepSpeed's wrappers."""
+    if not is_wrapped(engine.optimizer):
+        return nullcontext()
+    return new_bucket(engine.device, engine._consensus, engine.module._topo.get_axis_comm_lists("data"))

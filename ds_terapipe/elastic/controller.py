@@ -1,0 +1,270 @@
+"""Controller of an elastic engine: decides before each step which layers are frozen, and where the others are.
+
+On a change, frozen parameters leave the optimiser, and layers move with all their state (``moves/``). Then DeepSpeed's
+engine is rebuilt around the same objects: engine, module, optimizer, scheduler and the user's loader stay alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_terapipe.elastic.caching import OutputCaching
+from ds_terapipe.elastic.changing import Change, Changed, Mover
+from ds_terapipe.elastic.checkpoints import ElasticCheckpointer
+from ds_terapipe.elastic.data import ElasticData
+from ds_terapipe.elastic.freezing import LayerFreezing
+from ds_terapipe.elastic.moves.layers import drop_copies
+from ds_terapipe.elastic.moves.reshape import check_movable
+from ds_terapipe.elastic.optimizer import check_steps, layer_dtype, same_groups
+from ds_terapipe.elastic.policies.freeze import ModelLayers
+from ds_terapipe.elastic.policies.freezer import completed_intervals
+from ds_terapipe.elastic.policies.resize import Shape, check, wanted_stages
+from ds_terapipe.elastic.report import Transition, TransitionReport
+from ds_terapipe.elastic.settings import EPOCH, ElasticPipelineConfig
+from ds_terapipe.elastic.shapes.costs import state_bytes, trained_sizes
+from ds_terapipe.elastic.shapes.history import KEY as HISTORY_KEY
+from ds_terapipe.elastic.shapes.history import History, StepShape, check_history
+from ds_terapipe.elastic.shapes.measured import ShapeSelector
+from ds_terapipe.pipeline.checkpoints import Checkpointer
+from ds_terapipe.pipeline.controller import Controller
+from ds_terapipe.pipeline.operators.random_streams import RandomStreams
+from ds_terapipe.pipeline.stage import Stage
+from ds_terapipe.pipeline.transport.consensus import Consensus, error_of
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.plan.files import check_writable, check_writable_folder
+from ds_terapipe.schedule import Placement
+
+
+class ElasticController(Controller):
+    """Decides on frozen layers and shapes, and owns the parts that follow them.
+
+    Args:
+        settings: the block ``elastic_pipeline``.
+        arguments: arguments of DeepSpeed's constructor, for a rebuild.
+
+    Attributes:
+        settings: without moves if the model or the optimizer does not allow them.
+        data, freezing, caching, mover: the parts.
+        seed: seed of the random streams; None before the first step.
+        untrained: number of entries of the layer list that the user has frozen.
+    """
+
+    def __init__(self, settings: ElasticPipelineConfig, arguments: Mapping[str, Any]) -> None:
+        self.settings, self._arguments = settings, arguments
+        self.data, self.caching = ElasticData(settings.data), OutputCaching(settings.cache)
+        self._started = False  # whether DeepSpeed's constructor has ended
+        self._selector: ShapeSelector | None = None  # times layers and chooses shapes, if layers may move
+        self._history: History | None = None  # on the first rank, if configured
+        self._transitions = TransitionReport()
+        self.seed: int | None = None
+
+    # ------------------------------------------------------------------------------------------------------ construction
+
+    def arrange_groups(self, engine: Any, optimizer: Any, kind: str | None) -> None:
+        """Arrange the parameter groups at the start; if layers may move, all ranks get the same groups."""
+        if not self._started:
+            self.settings = same_groups(engine, optimizer, self.settings)
+            super().arrange_groups(engine, optimizer, kind)
+
+    def check_optimizer(self, engine: Any) -> None:
+        """Refuse an optimizer that layers cannot leave and enter."""
+        check_steps(self.settings.freeze, engine.basic_optimizer)
+
+    def new_checkpointer(self, consensus: Consensus, watchdog: Watchdog) -> Checkpointer:
+        """Return what saves and loads checkpoints of any shape."""
+        return ElasticCheckpointer(self, consensus, watchdog)
+
+    @contextmanager
+    def building(self, engine: Any) -> Iterator[None]:
+        """Context manager around the construction of a runtime."""
+        if self.streams is None:
+            shard = engine.grid.get_slice_parallel_rank() if engine.grid.model_parallel_size > 1 else 0
+            self.streams = RandomStreams(0, engine.device, shard)
+        # ranks reach the launch at different times, and a change together
+        with engine._watchdog.making_groups() if self._started else nullcontext():
+            self._started = True
+            yield
+        if self._selector is not None:
+            self._selector.begin()
+
+    def first_stage(self, engine: Any, placement: Placement) -> Callable[..., Stage]:
+        """Return the factory of the model's first stage: a cached one if it is frozen."""
+        return self.caching.first_stage(engine, placement)
+
+    def start(self, engine: Any) -> None:
+        """Make the parts that need a built engine; collective.
+
+        Raises:
+            ConfigError: on every rank, for settings that this model, optimizer or job cannot follow.
+        """
+        settings = self.settings
+        self.data.start(engine)
+        self._sizes = trained_sizes(engine.module, engine._consensus)
+        layers = ModelLayers(tuple(size > 0 for size in self._sizes))
+        self.untrained = self._sizes.index(next(size for size in self._sizes if size))
+        tensor, batch = engine.grid.model_parallel_size, engine.train_batch_size()
+        check(
+            settings, layers, engine.num_stages, engine.world_size, tensor, batch, engine.micro_batch_size,
+            engine.training_data is not None, self.data.batches,
+        )  # fmt: skip
+        completed = partial(_intervals_before, weakref.proxy(engine), self.data, settings.freeze.interval)
+        self.freezing = LayerFreezing(settings.freeze, layers, engine.device, completed)
+        self._history = _open_history(engine, settings)
+        self.settings = settings = _movable(engine, settings)
+        if settings.moves:
+            self._selector = ShapeSelector(engine, engine._consensus)
+            drop_copies(engine.module)
+        self.mover = Mover(
+            self._arguments, self.freezing, self.data, self.caching, moves=settings.moves,
+            unfreezes=bool(settings.freeze.unfreeze),
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------------------- steps
+
+    def before_step(self, engine: Any) -> None:
+        """Decide on the step that begins, and change the engine; collective."""
+        if self.seed is None:
+            # the first rank's seed, read now: users may seed stages differently, also after building the engine
+            self.reseed(engine._consensus.decide(lambda: _first_seed(engine.module)))
+        self.data.note_epochs(engine)
+        change = self._decide(engine)
+        if change[:2] != (self.freezing.frozen, engine.num_stages) or change.parts not in (
+            None,
+            tuple(engine.module.parts),
+        ):
+            self.change(engine, change, step=engine.global_steps)
+
+    def _decide(self, engine: Any) -> Change:
+        """Return what holds from this step on; collective if a policy needs data of all ranks."""
+        step, start = engine.global_steps, self.data.start_shape.stages
+        frozen = self.freezing.decide(engine, step)
+        present = start if frozen < self.freezing.frozen else engine.num_stages  # unfrozen layers may need more stages
+        stages = wanted_stages(self.settings.resize, step, present, start, self._sizes, frozen)
+        taken = None if self._selector is None else self._selector.decide(frozen)
+        return Change(frozen, stages) if taken is None else Change(frozen, taken.shape.stages, taken.parts)
+
+    def change(self, engine: Any, change: Change, *, step: int | None) -> None:
+        """Apply a change and report it; collective. ``step``: before which this is; None: before a checkpoint is read."""
+        shape, before = engine.shape, state_bytes(engine, engine._consensus)
+        changed = self.mover.apply(engine, change, step is not None and engine._trace.wants(step + 1))
+        self._report(engine, step, shape, before, changed)
+
+    def _report(self, engine: Any, step: int | None, before: Shape, fullest: float, changed: Changed) -> None:
+        consensus = engine._consensus
+        freed, sent = (sum(consensus.collect(float(each))) for each in (changed.freed, changed.sent))
+        transition = Transition(
+            step, self.freezing.frozen, len(self._sizes), before, engine.shape, changed.seconds, freed, sent, fullest,
+            state_bytes(engine, consensus),
+        )  # fmt: skip
+        engine._trace.describe(stages=engine.num_stages, frozen_layers=self.freezing.frozen)
+        if self._selector is not None:
+            self._selector.change_seconds = changed.seconds
+        if self._history is not None:
+            self._history.changed(changed.seconds)
+        if engine.global_rank == 0:
+            self._transitions.tell(transition, engine.monitor, engine.global_samples)
+
+    @contextmanager
+    def around_step(self, engine: Any) -> Iterator[None]:
+        """Context manager around a training step, for the history and the selector."""
+        recorded: AbstractContextManager[None] = nullcontext()
+        if self._history is not None:
+            parts, frozen = tuple(map(int, engine.module.parts)), max(self.freezing.frozen, self.untrained)
+            shape: Shape = engine.shape
+            recorded = self._history.step(engine.global_steps, StepShape(*shape, frozen, parts), engine.module._topo)
+        with recorded, nullcontext() if self._selector is None else self._selector.watching():
+            yield
+
+    def follow_phase(self, engine: Any, batch: int, micro_batch: int) -> None:
+        """Apply a phase of ``MixedBatch``; see ``ElasticPipelineEngine.follow_phase``."""
+        self.data.follow_phase(engine, batch, micro_batch)
+        self.caching.follow_phase(engine)
+        if self._selector is not None and len(self.data.batches) > 1:
+            self._selector.restart()
+
+    # -------------------------------------------------------------------------------------------- around parts of a step
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Context manager around reading a step."""
+        return self.caching.reading()
+
+    def read(self, engine: Any, pull: Callable[[], Any], micro_batches: int) -> list[Any]:
+        """Read micro-batches, in any shape, and note their inputs for the cache."""
+        items = self.data.read(engine, pull, micro_batches, super().read)
+        self.caching.record_inputs(items)
+        return items
+
+    def enter_training(self, engine: Any) -> None:
+        """Put layers into training mode, frozen and cached ones into evaluation mode."""
+        super().enter_training(engine)
+        self.freezing.enter_evaluation(engine.module)
+        self.caching.enter_evaluation(engine)
+
+    @property
+    def times_layers(self) -> bool:
+        """Whether the layers of the running step are timed, for a choice of the next shape."""
+        return self._selector is not None and self._selector.times_layers
+
+    @contextmanager
+    def optimizer_step(self, engine: Any) -> Iterator[None]:
+        """Context manager around the optimizer's step: gradient norms before it, and its time."""
+        with nullcontext() if self._selector is None else self._selector.updating():
+            self.freezing.add_norms(engine)
+            yield
+
+    def reseed(self, seed: int | None) -> None:
+        """Set the seed of the random streams; None: that of the first rank at the next step."""
+        assert self.streams is not None
+        self.seed, self.streams.seed = seed, seed or 0
+
+    # --------------------------------------------------------------------------------------------------------------- end
+
+    def release(self) -> None:
+        """Release this process's resources without collectives; idempotent."""
+        if self._history is not None:
+            self._history.close()
+        self.data.close()
+        self.caching.close(self.ended)
+
+
+def _open_history(engine: Any, settings: ElasticPipelineConfig) -> History | None:
+    """Open the configured history on the first rank, and check the cache's folder on all; collective."""
+    path, cache, consensus = settings.history_path, settings.cache, engine._consensus
+    if path is not None:
+        consensus.decide(lambda: check_writable(HISTORY_KEY, path, "e.g. history.jsonl"))
+        consensus.decide(lambda: check_history(path))
+    if cache.enabled and cache.disk_path is not None:  # each machine checks its own disk
+        key, folder = f"{cache.PATH}.disk_path", cache.disk_path
+        consensus.agree(error_of(lambda: check_writable_folder(key, folder, 'e.g. "cache/"')))
+    return History(path) if path is not None and engine.global_rank == 0 else None
+
+
+def _movable(engine: Any, settings: ElasticPipelineConfig) -> ElasticPipelineConfig:
+    """Return the settings, without moves if layers cannot move to other ranks and need not; collective."""
+    if not settings.moves:
+        return settings
+    dtype, consensus = layer_dtype(engine), engine._consensus
+    error = error_of(lambda: check_movable(engine.module, engine.basic_optimizer, engine.device, dtype))
+    if settings.has_to_move:
+        consensus.agree(error)
+    reasons = [reason for reason in consensus.gather(None if error is None else str(error)) if reason]
+    return settings.staying(reasons[0]) if reasons else settings
+
+
+def _intervals_before(engine: Any, data: ElasticData, interval: Any, step: int) -> int:
+    """Return the number of intervals completed before a step."""
+    epochs = data.epochs_before(step) if interval == EPOCH else None
+    if epochs is not None:
+        return epochs
+    samples = None if engine.training_data is None else len(engine.training_data)
+    return completed_intervals(interval, step, engine.train_batch_size(), samples)
+
+
+def _first_seed(module: Any) -> int:
+    return int(module.base_seed if module.seed_layers else torch.initial_seed())

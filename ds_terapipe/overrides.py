@@ -1,0 +1,25 @@
+"""Methods of one DeepSpeed engine that are replaced on the object: other engines, and its class, stay as they are."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+
+def override(engine: Any, name: str, function: Callable[..., Any]) -> None:
+    """Have ``engine.name(*args)`` call ``function(engine, original, *args)``, where ``original`` is the method so far.
+
+    The engine is held weakly: an attribute that held it would make it garbage that only the cycle collector frees.
+    """
+    before, here = vars(engine).get(name), weakref.ref(engine)
+
+    @functools.wraps(getattr(type(engine), name))
+    def overriding(*args: Any, **kwargs: Any) -> Any:
+        engine = here()
+        original = before or MethodType(getattr(type(engine), name), engine)
+        return function(engine, original, *args, **kwargs)
+
+    setattr(engine, name, overriding)

@@ -1,0 +1,84 @@
+"""Interface between an engine and what changes its model or its placement from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from ds_terapipe.pipeline.checkpoints import Checkpointer
+from ds_terapipe.pipeline.operators.random_streams import RandomStreams
+from ds_terapipe.pipeline.parameter_groups import arrange
+from ds_terapipe.pipeline.stage import Stage
+from ds_terapipe.pipeline.transport.consensus import Consensus
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.process_groups import gathered
+from ds_terapipe.schedule import Placement
+
+
+class Controller:
+    """Base class of an engine's controller; its methods do what an engine does whose model and placement stay.
+
+    The engine calls every method on all ranks, with itself as the first argument.
+
+    Attributes:
+        streams: seeds the layers' random numbers; None: layers use the process's own random state.
+        has_moved: whether layers have been frozen or moved since the start.
+        ended: whether the training has ended, and not just the process.
+    """
+
+    streams: RandomStreams | None = None
+    has_moved = ended = False
+
+    # ------------------------------------------------------------------------------------------------------ construction
+
+    def arrange_groups(self, engine: Any, optimizer: Any, kind: str | None) -> None:
+        """Arrange the parameter groups for DeepSpeed's wrapper ``kind``, None without one; collective."""
+        if kind is not None:
+            gather = partial(gathered, group=engine.module.world_group)
+            arrange(optimizer, kind, engine.module, engine.param_names, engine.client_lr_scheduler, gather)
+
+    def check_optimizer(self, engine: Any) -> None:
+        """Refuse an optimizer; called in DeepSpeed's constructor. Raises ConfigError."""
+
+    def new_checkpointer(self, consensus: Consensus, watchdog: Watchdog) -> Checkpointer:
+        """Return what saves and loads the engine's checkpoints."""
+        return Checkpointer(consensus, watchdog)
+
+    def building(self, engine: Any) -> AbstractContextManager[None]:
+        """Context manager around the construction of a runtime."""
+        return nullcontext()
+
+    def first_stage(self, engine: Any, placement: Placement) -> Callable[..., Stage]:
+        """Return the factory of the model's first stage."""
+        return Stage
+
+    # ------------------------------------------------------------------------------------------------------------- steps
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Context manager around reading a step's micro-batches and agreeing on them."""
+        return nullcontext()
+
+    def read(self, engine: Any, pull: Callable[[], Any], micro_batches: int) -> list[Any]:
+        """Read micro-batches, (inputs, labels) each, if this rank needs them; ``pull`` reads one."""
+        view = engine._runtime.view
+        return [pull() for _ in range(micro_batches)] if view.has_first or view.has_last else []
+
+    def enter_training(self, engine: Any) -> None:
+        """Put layers into training mode."""
+        engine.module.train()
+
+    @property
+    def times_layers(self) -> bool:
+        """Whether the layers of the running step are timed."""
+        return False
+
+    def optimizer_step(self, engine: Any) -> AbstractContextManager[None]:
+        """Context manager around the optimizer's step."""
+        return nullcontext()
+
+    # --------------------------------------------------------------------------------------------------------------- end
+
+    def release(self) -> None:
+        """Release this process's resources without collectives; idempotent."""

@@ -1,0 +1,118 @@
+"""Training step of an engine: the pipeline's schedule, then DeepSpeed's reductions, optimizer and loss."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
+from ds_terapipe.pipeline.batch import StepBatch, own
+from ds_terapipe.pipeline.ended import poison_on_error
+from ds_terapipe.pipeline.gradients import reduce_replicas, reduce_tied
+from ds_terapipe.pipeline.operators.interception import not_deferred_line
+from ds_terapipe.pipeline.recording.report import emit, log_step
+from ds_terapipe.pipeline.step_grid import grid_of_step
+from ds_terapipe.pipeline.step_runner import StepRequest
+from ds_terapipe.pipeline.trained import check_optimizer
+from ds_terapipe.schedule import Grid
+
+
+def train(engine: Any) -> Tensor:
+    """Run one optimiser step of an engine; arguments and result see ``TokenPipelineEngine.train_batch``."""
+    engine._controller.enter_training(engine)
+    started, request = time.perf_counter(), StepRequest(engine.micro_batches)
+    batch = read(engine, request)
+    follow_micro_batch(engine)
+    slicer, recorder = engine._slicer, engine._recorder
+    plan = slicer.plan(batch.lengths, batch.everywhere)
+    batch.cut(plan.slices)
+    inspect(engine, batch, request)
+    counts = batch.slice_counts()
+    grid = grid_of_step(plan.schedule, engine.placement, counts, _deferring(engine) if max(counts) > 1 else ())
+    step = engine.global_steps + 1
+    traced = engine._trace.wants(step)
+    recorder.begin(step, wanted=traced or slicer.wants_events)
+    with poison_on_error(engine._watchdog):
+        with engine._layer_times.step(slicer.wants_layers or engine._controller.times_layers):
+            run(engine, batch, grid, request)
+        _finish(engine)
+    if slicer.wants_seconds:
+        wait_for_device(engine.device)
+    seconds = time.perf_counter() - started
+    events = recorder.end()
+    if traced:
+        engine._trace.add(step, events, recorder.cost_of_one())
+    log_step(engine, engine._report, batch, plan.schedule, seconds)
+    slicer.record_step(events, seconds)
+    mean: Tensor = engine.agg_train_loss
+    return mean
+
+
+def read(engine: Any, request: StepRequest) -> StepBatch:
+    """Read a step's micro-batches on the ranks that need them, and agree that it can start; collective."""
+
+    def pull() -> list[Any]:
+        if torch.is_grad_enabled():
+            check_optimizer(engine)
+        items: list[Any] = engine._controller.read(engine, lambda: own(engine._next_batch()), request.micro_batches)
+        return items
+
+    with engine._controller.reading():
+        batch: StepBatch = engine._steps.read(
+            engine._runtime, engine.token_pipeline, request, engine.global_steps, pull
+        )
+    return batch
+
+
+def inspect(engine: Any, batch: StepBatch, request: StepRequest) -> None:
+    """Inspect the model before the first sliced step, and log weights whose gradients are not deferred; collective."""
+    if engine._steps.inspect(engine._runtime, engine.token_pipeline, request, batch):
+        names = {name for of_rank in engine._consensus.gather(engine.not_deferred) for name in of_rank}
+        if names and engine.global_rank == 0:
+            emit(not_deferred_line(sorted(names)))
+
+
+def run(engine: Any, batch: StepBatch, grid: Grid, request: StepRequest) -> None:
+    """Run the schedule, and hand the losses to DeepSpeed's methods, which read them from the engine."""
+    observers = [*engine.observers, engine._recorder, engine._layer_times]
+    try:
+        losses = engine._steps.run(engine._runtime, request, batch, grid, engine.global_steps, observers)
+    except BaseException:
+        engine._gradients.clear()
+        raise
+    engine.fwd_outputs = [] if losses is None else losses.values
+    engine.total_loss = None if losses is None else losses.total
+    if losses is not None:
+        engine.outputs = losses.outputs
+        if torch.is_grad_enabled():
+            engine.loss = losses.values[-1]
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until the device has done all work; on a CPU it has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _deferring(engine: Any) -> tuple[int, ...]:
+    """Return the stages with separate weight gradients, once per micro-batch; the same on all ranks."""
+    return engine._runtime.deferring(engine._consensus) if engine.makes_weight_gradients_once() else ()
+
+
+def _finish(engine: Any) -> None:
+    """Finish a step after its schedule: reduce gradients, update weights, bring the loss to all stages."""
+    collective = engine._recorder.collective
+    with collective("tied gradients", "the all-reduce of tied gradients"):
+        reduce_tied(engine, engine._exec_reduce_tied_grads)
+    with collective("gradients", "the all-reduce of gradients over data-parallel replicas"):
+        reduce_replicas(engine, engine._exec_reduce_grads)
+    with (
+        collective("optimiser", "the optimiser step of the other ranks", counts=False),
+        engine._controller.optimizer_step(engine),
+    ):
+        engine._exec_optimizer_step()
+    with collective("loss", "the loss from the last stage"), torch.no_grad():
+        engine.agg_train_loss = engine._aggregate_total_loss()
