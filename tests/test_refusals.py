@@ -260,7 +260,8 @@ def test_what_one_rank_finds_is_raised_on_all(ranks):
 def stage(*layers: Any) -> nn.Module:
     """One rank's stage as the checks see it."""
     model = nn.Sequential(*layers)
-    model.forward_funcs, model._local_start, model.get_additional_losses = list(layers), 0, lambda: None
+    model.forward_funcs, model.get_additional_losses = list(layers), lambda: None
+    model._local_start, model._local_stop = 0, len(layers)
     return model
 
 

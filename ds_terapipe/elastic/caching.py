@@ -18,7 +18,7 @@ from ds_terapipe.elastic.cache.stage import CachedStage
 from ds_terapipe.elastic.moves.layers import names_in
 from ds_terapipe.elastic.optimizer import layer_dtype
 from ds_terapipe.elastic.settings import CacheSettings
-from ds_terapipe.pipeline.layer_list import layers_here
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.schedule import Placement
@@ -79,7 +79,7 @@ class OutputCaching:
         stage = engine._runtime.stages.get(0)
         if isinstance(stage, CachedStage):
             prefix = names_in(engine.module, range(len(stage.layers.functions)))
-            for name, layer in layers_here(engine.module).items():
+            for name, layer in ModelChunks(engine.module).layers.items():
                 if name in prefix:
                     layer.eval()
 

@@ -19,6 +19,7 @@ from ds_terapipe.elastic.optimizer import layer_dtype, wrapped
 from ds_terapipe.elastic.policies.resize import POLICY, Shape, balanced, shape_of
 from ds_terapipe.elastic.saved.state import resized
 from ds_terapipe.elastic.shapes.costs import Costs
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.ended import poison_on_error
 from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights, split
 from ds_terapipe.pipeline.teardown import shape_groups
@@ -91,7 +92,7 @@ class Mover:
         if parts is None and (new != engine.shape or (self._moves and change.stages > 1)):
             parts = self._balanced(engine, new, change.frozen)
         reshape = None
-        if parts is not None and (new != engine.shape or list(parts) != list(engine.module.parts)):
+        if parts is not None and (new != engine.shape or tuple(parts) != ModelChunks(engine.module).parts):
             reshape = self._prepare(engine, new, parts, change.frozen)
         engine._recorder.begin(engine.global_steps + 1, wanted=traced)
         with (
@@ -117,7 +118,7 @@ class Mover:
     def _balanced(self, engine: Any, shape: Shape, frozen: int) -> Sequence[int]:
         """Balance the entries of a shape's stages by their costs; collective."""
         forward, backward, _ = self.costs.now(engine, engine._consensus, engine._layer_times)
-        present = list(map(int, engine.module.parts)) if shape == engine.shape else None
+        present = list(ModelChunks(engine.module).parts) if shape == engine.shape else None
         first = max(frozen, engine.untrained_layers)
         parts = balanced(self._caching.forward_seconds(forward, first), backward, first, shape.stages, present)
         return parts if present is None or not split(engine._shared, parts) else present

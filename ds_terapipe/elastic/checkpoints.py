@@ -26,6 +26,7 @@ from ds_terapipe.elastic.saved.universal import (
     untrained,
 )
 from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.ended import poison_on_error
 from ds_terapipe.pipeline.parameter_groups import check_inside
@@ -114,7 +115,7 @@ class ElasticCheckpointer(Checkpointer):
 
     def _take_shape(self, engine: Any, state: Any, by_name: bool) -> None:
         """Freeze as many layers as a checkpoint has, and take its shape unless it is read by name; collective."""
-        frozen, now = state["frozen_layers"], list(map(int, engine.module.parts))
+        frozen, now = state["frozen_layers"], list(ModelChunks(engine.module).parts)
         if by_name and frozen != engine.frozen_layers:
             self._controller.change(engine, Change(frozen, engine.num_stages), step=None)
         elif not by_name and (frozen, state["parts"]) != (engine.frozen_layers, now):
@@ -122,7 +123,7 @@ class ElasticCheckpointer(Checkpointer):
 
     def _check_saved(self, engine: Any, folder: Path, state: Any, wants: Wanted) -> bool:
         """Check a checkpoint before any change; return whether it is read by name into this shape; collective."""
-        topology, parts = engine.module._topo, engine.module.parts
+        topology, parts = engine.module._topo, ModelChunks(engine.module).parts
         if state is None:
             self.check_files(engine, folder, topology, parts, wants)
             return False
@@ -190,12 +191,12 @@ class ElasticCheckpointer(Checkpointer):
 
     def _state_here(self, engine: Any) -> dict[str, Any]:
         """Return the state without gradient norms, which are spread over ranks."""
-        parts = self._controller
+        parts, chunks = self._controller, ModelChunks(engine.module)
         return {
             "frozen_layers": engine.frozen_layers,
             "stages": engine.num_stages,
-            "parts": list(map(int, engine.module.parts)),  # some may be numpy integers
-            "layers": len(engine.module._layer_specs),
+            "parts": list(chunks.parts),
+            "layers": len(chunks.specs),
             "processes": engine.world_size,
             "tensor_parallel_size": engine.grid.model_parallel_size,
             "train_batch_size": parts.data.batches[0][0],

@@ -31,6 +31,7 @@ from ds_terapipe.elastic.shapes.costs import state_bytes, trained_sizes
 from ds_terapipe.elastic.shapes.history import KEY as HISTORY_KEY
 from ds_terapipe.elastic.shapes.history import History, StepShape, check_history
 from ds_terapipe.elastic.shapes.measured import ShapeSelector
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.controller import Controller
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
@@ -136,7 +137,7 @@ class ElasticController(Controller):
         change = self._decide(engine)
         if change[:2] != (self.freezing.frozen, engine.num_stages) or change.parts not in (
             None,
-            tuple(engine.module.parts),
+            ModelChunks(engine.module).parts,
         ):
             self.change(engine, change, step=engine.global_steps)
 
@@ -175,7 +176,7 @@ class ElasticController(Controller):
         """Context manager around a training step, for the history and the selector."""
         recorded: AbstractContextManager[None] = nullcontext()
         if self._history is not None:
-            parts, frozen = tuple(map(int, engine.module.parts)), max(self.freezing.frozen, self.untrained)
+            parts, frozen = ModelChunks(engine.module).parts, max(self.freezing.frozen, self.untrained)
             shape: Shape = engine.shape
             recorded = self._history.step(engine.global_steps, StepShape(*shape, frozen, parts), engine.module._topo)
         with recorded, nullcontext() if self._selector is None else self._selector.watching():

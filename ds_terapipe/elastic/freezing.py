@@ -18,7 +18,7 @@ from ds_terapipe.elastic.policies.freeze import ModelLayers
 from ds_terapipe.elastic.policies.freezer import LOSS_RISE, LR_RESTART, Freezer, Signals
 from ds_terapipe.elastic.policies.gradient_norms import GradientNorms
 from ds_terapipe.elastic.settings import FreezeSettings
-from ds_terapipe.pipeline.layer_list import layers_here
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.parameter_groups import outside
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.transport.consensus import Consensus
@@ -100,7 +100,7 @@ class LayerFreezing:
     def enter_evaluation(self, module: Any) -> None:
         """Put frozen layers into evaluation mode: they have no dropout."""
         prefix = names_in(module, range(self.frozen))
-        for name, layer in layers_here(module).items():
+        for name, layer in ModelChunks(module).layers.items():
             if name in prefix:
                 layer.eval()
 
@@ -140,7 +140,7 @@ class LayerFreezing:
             refill(optimizer, module, {**back, **here}, {}, outside=others)
 
     def _warn_of_tied(self, module: Any, rank: int) -> None:
-        specs = module._layer_specs
+        specs = ModelChunks(module).specs
         tied = {spec.key for spec in specs[: self.frozen] if isinstance(spec, TiedLayerSpec)}
         later = tied & {spec.key for spec in specs[self.frozen :] if isinstance(spec, TiedLayerSpec)}
         if later - self._tied and rank == 0:

@@ -20,6 +20,7 @@ from ds_terapipe.hf.record import names_of, read_record, write_model
 from ds_terapipe.hf.together import together
 from ds_terapipe.hf.weights import INDEX, SINGLE
 from ds_terapipe.manifest import Manifest
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES
 from ds_terapipe.plan.files import check_writable
 from ds_terapipe.tensor_files import read
@@ -258,7 +259,7 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
 def _live_layers(module: Any) -> Iterator[tuple[dict[str, str], Any]]:
     """Yield this stage's layers with their own weights, and the prefixes of the weights' names."""
     names = names_of(module.source)
-    for index, layer in enumerate(module.forward_funcs, start=module._local_start):
+    for index, layer in ModelChunks(module).functions.items():
         if names[index] and hasattr(layer, "state_dict"):
             yield names[index], layer
 

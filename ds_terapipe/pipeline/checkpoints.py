@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from ds_terapipe import manifest
 from ds_terapipe.bf16_parts import load_with_parts
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES, MANIFEST
 from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
 from ds_terapipe.pipeline.loss_state import loss_file
@@ -213,7 +214,7 @@ class Checkpointer:
             wants = wanted(
                 engine, load_optimizer_states and whole, load_lr_scheduler_states and whole, bool(load_module_strict)
             )
-            self.check_files(engine, folder, engine.module._topo, engine.module.parts, wants)
+            self.check_files(engine, folder, engine.module._topo, ModelChunks(engine.module).parts, wants)
         return self.load_checked(
             engine, load, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
             load_module_only, *args, **kwargs,
@@ -249,7 +250,7 @@ class Checkpointer:
             beside: names of further files.
         """
         module = engine.module
-        layers = dict(enumerate(module.forward_funcs, start=module._local_start))
+        layers = ModelChunks(module).functions
 
         def check() -> None:
             files = SavedFiles(folder)

@@ -22,6 +22,7 @@ from torch import Tensor
 from ds_terapipe.clipping import clip_by_true_norm, counting_nothing
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.engine_facts import new_slicer
 from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
 from ds_terapipe.pipeline.controller import Controller
@@ -84,7 +85,7 @@ class TokenPipelineEngine(PipelineEngine):
         weakref.finalize(self, self._watchdog.close)
         self._consensus = Consensus(self._watchdog, pipelines, hash_of(token_pipeline))
         self._shared = shared_weights(self.module, self._consensus)
-        refuse_split(self._shared, self.module.parts, "model")
+        refuse_split(self._shared, ModelChunks(self.module).parts, "model")
         self._trace = new_trace(token_pipeline, self.num_stages, self._consensus)
         weakref.finalize(self, self._trace.close)
         self._memory = new_memory(self.device)
@@ -106,7 +107,7 @@ class TokenPipelineEngine(PipelineEngine):
             self._runtime = PipelineRuntime.build(
                 placement,
                 self.grid.pipe_groups,
-                dict(enumerate(self.module.forward_funcs, start=self.module._local_start)),
+                ModelChunks(self.module).functions,
                 device=self.device,
                 watchdog=self._watchdog,
                 gradients=self._gradients,

@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.refusals import has_own_forward
 
 Layer = Callable[[Any], Any]
@@ -49,7 +50,8 @@ class LayerRange:
         self.modules = [module for layer in functions for module in modules_of(layer)]
         self._entering, self._leaving, self._module = entering, leaving, module
         # number of layers before these in DeepSpeed's count of this process
-        self._before = 0 if module is None else first - module._local_start
+        self._start = 0 if module is None else ModelChunks(module).entries.start
+        self._before = 0 if module is None else first - self._start
         self._runs = 0 if module is None else module.micro_offset
         self._checkpointed: tuple[int, list[bool]] = (0, [])
         self.keeping: Callable[[Sequence[Any]], None] = lambda inputs: None  # called with what a checkpoint keeps
@@ -111,7 +113,7 @@ class LayerRange:
                 if self._module is not None:
                     # DeepSpeed counts from the first layer again in every checkpointed range; its seeds depend on that
                     local = self._before + index
-                    self._module.curr_layer = self._module._local_start + (local % interval if interval else local)
+                    self._module.curr_layer = self._start + (local % interval if interval else local)
                     if self._module.seed_layers:
                         self._seed(self._module.base_seed * offset + self._module.curr_layer)
                 self._entering(self.first + index)  # the hook may seed, too, by more than DeepSpeed knows

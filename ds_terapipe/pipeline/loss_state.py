@@ -14,6 +14,7 @@ from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from torch import nn
 
 from ds_terapipe import tensor_files
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.overrides import override
 
 logger = logging.getLogger(__name__)
@@ -64,4 +65,5 @@ def loss_file(module: Any, folder: str) -> Path | None:
     """Return the file of the loss in the folder of a checkpoint; None for a loss without state."""
     if not isinstance(module.loss_fn, nn.Module) or not module.loss_fn.state_dict():
         return None
-    return Path(module.ckpt_layer_path(folder, len(module._layer_specs) - module._local_start))
+    chunks = ModelChunks(module)
+    return Path(module.ckpt_layer_path(folder, len(chunks.specs) - chunks.entries.start))

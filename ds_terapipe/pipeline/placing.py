@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.refusals import has_own_forward
@@ -71,10 +72,13 @@ def placement_of_parts(gathered: Iterable[Part]) -> Placement:
 
 def part_of(module: Any) -> Part:
     """Return the part of a ``PipelineModule`` that is on this rank."""
-    layers = [_layer(function) for function in module.forward_funcs]
+    chunks = ModelChunks(module)
+    layers = [_layer(function) for function in chunks.functions.values()]
     # weights of the module itself may be used anywhere, weights of its loss only there
     holders = [
-        each for function in (*module.forward_funcs, getattr(module, "loss_fn", None)) for each in modules_of(function)
+        each
+        for function in (*chunks.functions.values(), getattr(module, "loss_fn", None))
+        for each in modules_of(function)
     ]
     inside = {id(parameter) for each in holders for parameter in each.parameters()}
     whole = has_own_forward(module) or any(id(p) not in inside for p in module.parameters() if p.requires_grad)
@@ -82,8 +86,7 @@ def part_of(module: Any) -> Part:
         trains = any(p.requires_grad for p in module.parameters())
         layers = [_Layer(True, trains)] * len(layers)
     tied = tuple((key, any(weight.requires_grad for weight in _weights(one))) for key, one in module.tied_comms.items())
-    first = int(module._local_start)  # DeepSpeed has numpy integers if it searched for layers by type
-    return Part(module.stage_id, first, tuple(layers), whole, tied)
+    return Part(module.stage_id, chunks.entries.start, tuple(layers), whole, tied)
 
 
 def _layer(function: Any) -> _Layer:

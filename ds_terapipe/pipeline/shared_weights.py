@@ -17,7 +17,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
 _SHOWN = 4
@@ -63,7 +63,7 @@ def shared_weights(module: PipelineModule, consensus: Consensus, also: Collectio
     for of_rank in consensus.gather(_users(module, also)):
         for weight, entries in of_rank.items():
             users.setdefault(weight, set()).update(entries)
-    owners = [*(prefix_of(module, entry) for entry in range(len(module._layer_specs))), "loss_fn."]
+    owners = [*ModelChunks(module).prefixes, "loss_fn."]
     weights: dict[tuple[int, ...], list[_Weight]] = {}
     for weight, entries in users.items():
         if len({owners[entry] for entry in entries}) > 1:
@@ -114,10 +114,11 @@ def _stages(shared: Shared, parts: Sequence[int]) -> list[int]:
 
 def _users(module: PipelineModule, also: Collection[str]) -> dict[_Weight, set[int]]:
     """Return entries by weight, for weights that other ranks may see, or that several entries use here."""
-    here, specs, loss = layers_here(module), module._layer_specs, module.loss_fn
+    chunks, loss = ModelChunks(module), module.loss_fn
+    here, specs = chunks.layers, chunks.specs
     holders: list[list[nn.Module]] = [[each] if isinstance(each, nn.Module) else [] for each in (*specs, loss)]
-    for entry in range(module._local_start, module._local_stop):
-        holders[entry] += [here[name] for name in [prefix_of(module, entry)] if name in here]
+    for entry in chunks.entries:
+        holders[entry] += [here[name] for name in [chunks.prefix(entry)] if name in here]
     known = {id(inside) for of_entry in holders[:-1] for holder in of_entry for inside in holder.modules()}
     for entry, function in enumerate((*specs, loss)):
         holders[entry] += [each for each in _captured(function) if id(each) in known]
@@ -134,7 +135,7 @@ def _users(module: PipelineModule, also: Collection[str]) -> dict[_Weight, set[i
 def _named(module: PipelineModule) -> dict[int, _Weight]:
     """Return weights in the layer list before anything is built, also those in the arguments of specs."""
     found: dict[int, _Weight] = {}
-    for entry, spec in enumerate(module._layer_specs):
+    for entry, spec in enumerate(ModelChunks(module).specs):
         given = [*spec.module_args, *spec.module_kwargs.values()] if isinstance(spec, LayerSpec) else [spec]
         for number, part in enumerate(given):
             for name, parameter in _parameters_in(part):
@@ -168,5 +169,5 @@ def _captured(function: Any) -> Iterator[nn.Module]:
 
 
 def _class_of(module: PipelineModule, entry: int) -> str:
-    spec = (*module._layer_specs, module.loss_fn)[entry]
+    spec = (*ModelChunks(module).specs, module.loss_fn)[entry]
     return spec.typename.__name__ if isinstance(spec, LayerSpec) else type(spec).__name__

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_terapipe.config import TOKEN_PIPELINE
 from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.model_chunks import ModelChunks
 
 _UNCOMPILED = (
     "plain Python where sequences are cut (a compiled graph holds the attention of all tokens)",
@@ -70,7 +71,7 @@ def check_model(model: Any, cut: bool = True, beside: str = TOKEN_PIPELINE) -> N
         rule = "PipelineModule's own where sequences are cut (a slice asks which layer it is in)"
         use = '"slices": 1, or layers that do the same'
         raise _refuse(beside, type(model).__name__, "has a forward of its own", rule, use)
-    for index, layer in enumerate(model.forward_funcs, start=model._local_start):
+    for index, layer in ModelChunks(model).functions.items():
         if cut and not hasattr(layer, "named_modules") and _compiled(layer):
             raise _refuse(beside, f"layer {index}", "is compiled", *_UNCOMPILED)
     for where, module in model.named_modules():

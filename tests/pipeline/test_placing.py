@@ -38,7 +38,13 @@ def placed(*places: Any, own: Any = ()) -> Placement:
         functions = [layer(kind) if isinstance(kind, str) else kind for kind in kinds]
         weights = [*own, *(p for f in functions for module in modules_of(f) for p in module.parameters())]
         # numbers are numpy's where DeepSpeed searched for layers by type
-        place = {"stage_id": number, "_local_start": np.int64(start), "forward_funcs": functions, "tied_comms": {}}
+        place = {
+            "stage_id": number,
+            "_local_start": np.int64(start),
+            "_local_stop": start + len(functions),
+            "forward_funcs": functions,
+            "tied_comms": {},
+        }
         modules.append(SimpleNamespace(**place, parameters=partial(list, weights)))
         start += len(kinds)
     found = Threads(len(modules)).run(lambda rank, gather: placement_of(modules[rank], SimpleNamespace(gather=gather)))

@@ -48,7 +48,7 @@ class Holder(nn.Module):
 
     def __init__(self, local_start: int, checkpoint: Any, seeded: bool) -> None:
         super().__init__()
-        self._local_start, self.micro_offset, self.curr_layer = local_start, 0, 0
+        self._local_start, self._local_stop, self.micro_offset, self.curr_layer = local_start, 99, 0, 0
         self.seed_layers, self.base_seed, self.seed_fn = seeded, 5, torch.manual_seed
         self.activation_checkpoint_interval = 2 if checkpoint is not None else 0
         self.activation_checkpoint_func = checkpoint

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ds_terapipe.commands.checking.boundary import Boundary
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.slicing import Span, as_tuple, plan_cuts
 
@@ -55,12 +56,14 @@ def sample_of(engine: Any, length: int | None, before: Boundary | None, mode: An
         inputs: Any = forms.tokens()
         if first:
             inputs = _first_that(
-                forms.inputs(module), lambda inputs: forms.check(module.forward_funcs[0](inputs)), "the first layer"
+                forms.inputs(module),
+                lambda inputs: forms.check(ModelChunks(module).functions[0](inputs)),
+                "the first layer",
             )
         labels: Any = forms.tokens()
         if last and module.loss_fn is not None:
             value = inputs if before is None else before.tensors(Span(0, length, length))
-            for layer in module.forward_funcs:
+            for layer in ModelChunks(module).functions.values():
                 value = layer(value)
             labels = _first_that(forms.labels(value), lambda labels: module.loss_fn(value, labels), "the loss_fn")
     return Sample((inputs, labels), length)
@@ -84,7 +87,7 @@ def _faked(value: Any, mode: Any) -> Any:
 
 def _table_rows(module: Any) -> int | None:
     """Rows of a table of learned positions in the first layer."""
-    for inside in (each for layer in modules_of(module.forward_funcs[0]) for each in layer.named_modules()):
+    for inside in (each for layer in modules_of(ModelChunks(module).functions[0]) for each in layer.named_modules()):
         name, found = inside
         if isinstance(found, nn.Embedding) and "position" in name:
             return found.num_embeddings
@@ -149,7 +152,7 @@ def _megatron_inputs(module: Any) -> tuple[int, ...]:
 
 def _features(module: Any) -> int | None:
     """Features of the first layer's inputs where it begins with a linear layer."""
-    first = module.forward_funcs[0]
+    first = ModelChunks(module).functions[0]
     for layer in (inside for outer in modules_of(first) for inside in outer.modules()):
         if isinstance(layer, nn.Embedding):
             return None

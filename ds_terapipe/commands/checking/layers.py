@@ -14,6 +14,7 @@ from ds_terapipe.commands.checking.inputs import NoSample, sample_of
 from ds_terapipe.commands.checking.rank import Report, Signature, Task
 from ds_terapipe.commands.checking.stage import Counted, StageRun
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.placing import part_of
 from ds_terapipe.refusals import cuts
@@ -55,9 +56,10 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
         computed.add(KEPT)
     if counted is None:
         computed.add(TOKENS)
+    chunks = ModelChunks(module)
     return Report(
         stage=module.stage_id, stages=sizes["pipe"], tensor=sizes["model"], replicas=sizes["data"],
-        parts=tuple(int(part) for part in module.parts), layers=tuple(map(_name, module.forward_funcs)),
+        parts=chunks.parts, layers=tuple(map(_name, chunks.functions.values())),
         parameters=sum(parameter.numel() for parameter in module.parameters()), part=part_of(module),
         **kept._asdict(), computed=frozenset(computed), **_counted(counted), notes=tuple(notes), length=length,
         sequences=built.config.train_micro_batch_size_per_gpu, micro_batches=built.config.gradient_accumulation_steps,
@@ -85,8 +87,9 @@ def _counted(counted: Counted | None) -> dict[str, Any]:
 
 def signatures(module: Any) -> tuple[Signature, ...]:
     """Return what tells the stages apart, by stage: classes and shapes of their layers; built here, without memory."""
-    of_layers = [_signature(spec) for spec in module._layer_specs]
-    stages = [tuple(of_layers[start:stop]) for start, stop in zip(module.parts, module.parts[1:], strict=False)]
+    chunks = ModelChunks(module)
+    of_layers = [_signature(spec) for spec in chunks.specs]
+    stages = [tuple(of_layers[start:stop]) for start, stop in zip(chunks.parts, chunks.parts[1:], strict=False)]
     last = len(stages) - 1
     return tuple((stage in (0, last), layers) for stage, layers in enumerate(stages))
 
@@ -128,7 +131,7 @@ def _of_hugging_face(config: Any) -> dict[str, Any]:
 
 
 def _of_megatron(module: Any) -> dict[str, Any]:
-    specs = module._layer_specs
+    specs = ModelChunks(module).specs
     config, vocab_size = specs[0].module_args[0], specs[0].module_args[1]
     return {
         "name": "GPT",

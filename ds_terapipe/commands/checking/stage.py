@@ -19,6 +19,7 @@ from ds_terapipe.commands.checking.boundary import Alongside, Boundary
 from ds_terapipe.commands.checking.inputs import Sample
 from ds_terapipe.commands.checking.peak import CountedPeak
 from ds_terapipe.commands.checking.world import Alone
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.gradients import DeepSpeedGradients
 from ds_terapipe.pipeline.inspection.first_batch import Inspection
@@ -73,12 +74,12 @@ class StageRun:
         self._number = number = engine.stage_id
         coming = before is not None and any(form.requires_grad for form in before.forms)
         trains = coming or any(parameter.requires_grad for parameter in module.parameters())
-        stages = engine.num_stages
-        placement = Placement.of(range(stages), module.parts, 0 if trains else number + 1)
+        stages, chunks = engine.num_stages, ModelChunks(module)
+        placement = Placement.of(range(stages), chunks.parts, 0 if trains else number + 1)
         self._memory, self._peak = StepMemory(CountedPeak()), CountedPeak()
         self._memory._peak = self._peak
         stage = Stage(
-            number, module.forward_funcs, int(module._local_start), module=module, gradients=DeepSpeedGradients(engine),
+            number, [*chunks.functions.values()], chunks.entries.start, module=module, gradients=DeepSpeedGradients(engine),
             trains=trains, memory=self._memory, autocast=partial(autocast_if_enabled, engine),
         )  # fmt: skip
         self._batch = StepBatch()

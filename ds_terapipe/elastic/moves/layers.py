@@ -16,7 +16,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from torch import Tensor, nn
 
-from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.operators.random_streams import TorchStates
 from ds_terapipe.skip_init import skipping_init
 
@@ -25,7 +25,7 @@ LOSS = "loss_fn."  # prefix of the names of the loss's own tensors, if it is a m
 
 def modules_here(module: PipelineModule) -> dict[str, nn.Module]:
     """Return this rank's layers by prefix; on the last stage with the loss, if that is a module."""
-    here = layers_here(module)
+    here = ModelChunks(module).layers
     if isinstance(module.loss_fn, nn.Module) and not copies(module):
         here[LOSS] = module.loss_fn
     return here
@@ -33,20 +33,16 @@ def modules_here(module: PipelineModule) -> dict[str, nn.Module]:
 
 def copies(module: PipelineModule) -> tuple[str, ...]:
     """Return prefixes of the names of tensors that this rank holds as an unused copy."""
-    return () if module._local_stop == len(module._layer_specs) else (LOSS,)
+    chunks = ModelChunks(module)
+    return () if chunks.entries.stop == len(chunks.specs) else (LOSS,)
 
 
 def leave_loss(module: PipelineModule) -> None:
     """Freeze the copy of the loss on ranks without the model's last stage."""
-    of_layers = {id(parameter) for layer in layers_here(module).values() for parameter in layer.parameters()}
+    of_layers = {id(parameter) for layer in ModelChunks(module).layers.values() for parameter in layer.parameters()}
     for name, parameter in module.named_parameters():
         if name.startswith(copies(module)) and id(parameter) not in of_layers:
             parameter.requires_grad_(False)
-
-
-def builder(module: PipelineModule, prefix: str, start: int, stop: int) -> int | None:
-    """Return the first entry that builds ``prefix`` on a rank with entries ``start`` to ``stop - 1``, or None."""
-    return next((entry for entry in range(start, stop) if prefix_of(module, entry) == prefix), None)
 
 
 def layers_for(
@@ -56,15 +52,15 @@ def layers_for(
 
     The caller overwrites the values of the built ones. The process's random states stay as they are.
     """
-    here, found = modules_here(module), {}
+    chunks, here, found = ModelChunks(module), modules_here(module), {}
     with random_states_kept(device):
         for entry in range(start, stop):
-            prefix, spec = prefix_of(module, entry), module._layer_specs[entry]
+            prefix, spec = chunks.prefix(entry), chunks.specs[entry]
             if prefix in found or not isinstance(spec, (LayerSpec, nn.Module)):
                 continue
-            same = builder(module, prefix, module._local_start, module._local_stop) == entry
+            same = chunks.builder(prefix) == entry
             found[prefix] = here[prefix] if prefix in here and same else build(spec, device, dtype)
-    if isinstance(module.loss_fn, nn.Module) and stop == len(module._layer_specs):
+    if isinstance(module.loss_fn, nn.Module) and stop == len(chunks.specs):
         found[LOSS] = module.loss_fn
     return found
 
@@ -96,8 +92,8 @@ def drop_copies(module: PipelineModule, left: Iterable[nn.Module] = ()) -> None:
     kept.
     """
     kept = {id(tensor) for tensor in _tensors(module)}
-    entries = enumerate(module._layer_specs)
-    away = [spec for entry, spec in entries if not module._local_start <= entry < module._local_stop]
+    chunks = ModelChunks(module)
+    away = [spec for entry, spec in enumerate(chunks.specs) if entry not in chunks.entries]
     for layer in (*(spec for spec in away if isinstance(spec, nn.Module)), *left):
         for tensor in _tensors(layer):
             if id(tensor) not in kept:
@@ -142,7 +138,7 @@ def reassemble(
 
 def _stand_in(module: PipelineModule, entry: int, spec: Any, layers: Mapping[str, nn.Module]) -> Any:
     """Return what ``PipelineModule._build`` gets for an entry: its layer if there is one, else the spec."""
-    layer = layers.get(prefix_of(module, entry))
+    layer = layers.get(ModelChunks(module).prefix(entry))
     if layer is None or not isinstance(spec, LayerSpec):
         return spec
     return _Built(spec, layer) if isinstance(spec, TiedLayerSpec) else layer
@@ -173,4 +169,5 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
 
 def names_in(module: PipelineModule, entries: Iterable[int]) -> tuple[str, ...]:
     """Return the prefixes of the names of these entries' parameters."""
-    return tuple(dict.fromkeys(prefix_of(module, entry) for entry in entries))
+    chunks = ModelChunks(module)
+    return tuple(dict.fromkeys(chunks.prefix(entry) for entry in entries))

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ds_terapipe.elastic.moves.groups import refill
 from ds_terapipe.elastic.moves.layers import (
     LOSS,
-    builder,
     copies,
     drop_copies,
     layers_for,
@@ -43,7 +42,7 @@ from ds_terapipe.elastic.moves.transfer import (
     stage_state,
 )
 from ds_terapipe.errors import bad_value
-from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.parameter_groups import settings_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
@@ -74,11 +73,11 @@ def check_movable(
     if module._topo.get_dim("model") > 1 and axes[-1] != "model":
         got, use = ", ".join(axes), "deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology"
         raise bad_value("elastic_pipeline.resize.policy: topology", got, 'axes of which the last is "model"', use)
-    here = layers_here(module)
+    chunks = ModelChunks(module)
+    here = chunks.layers
     mine = stage_state(here, optimizer)
     for prefix in here:
-        entry = builder(module, prefix, module._local_start, module._local_stop)
-        spec = module._layer_specs[entry]
+        spec = next(chunks.specs[entry] for entry in chunks.entries if chunks.prefix(entry) == prefix)
         if isinstance(spec, LayerSpec):
             with random_states_kept(device):
                 check_structure(prefix, structure_of(spec, here[prefix], dtype), mine)
@@ -110,7 +109,8 @@ class Reshape:
         self._rank = torch.distributed.get_rank()
         self._old = module._topo
         self._here = modules_here(module)
-        self._tied = {prefix_of(module, e) for e, s in enumerate(module._layer_specs) if isinstance(s, TiedLayerSpec)}
+        self._chunks = ModelChunks(module)
+        self._tied = {self._chunks.prefix(e) for e, s in enumerate(self._chunks.specs) if isinstance(s, TiedLayerSpec)}
         self._rooms: dict[str, list[Tensor]] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._layers: dict[str, nn.Module] = {}
@@ -188,8 +188,9 @@ class Reshape:
                 check_structure(prefix, layer, held[_stage_with(prefix, held)])
                 continue
             # entries of a tied layer may build it differently: only builds of the same entry are comparable
-            entry = builder(self._module, prefix, self._parts[stage], self._parts[stage + 1])
-            same = [s for s in held if builder(self._module, prefix, *self._module.parts[s : s + 2]) == entry]
+            entry = self._chunks.builder(prefix, range(self._parts[stage], self._parts[stage + 1]))
+            now = self._chunks.parts
+            same = [s for s in held if self._chunks.builder(prefix, range(*now[s : s + 2])) == entry]
             if same:
                 check_structure(prefix, layer, held[same[0]])
         for each in held.values():

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
 
 from ds_terapipe.clipping import is_counted
-from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
 
@@ -34,7 +34,7 @@ class GradientNorms:
         self, module: PipelineModule, tensor_rank: int, sum_over_parts: Callable[[Tensor], Any] | None = None
     ) -> None:
         """Add the gradients of a step. ``sum_over_parts``: sums a tensor over tensor-parallel ranks, in place."""
-        layers = layers_here(module)
+        layers = ModelChunks(module).layers
         table = torch.zeros(len(layers), 2, dtype=torch.float64, device=self._device)
         for row, layer in enumerate(layers.values()):
             for parameter in layer.parameters():
@@ -44,7 +44,8 @@ class GradientNorms:
         if sum_over_parts is not None:
             sum_over_parts(table)
         roots = (table[:, 0] / table[:, 1].clamp(min=1)).sqrt()
-        first = {prefix_of(module, e): e for e in reversed(range(module._local_start, module._local_stop))}
+        chunks = ModelChunks(module)
+        first = {chunks.prefix(entry): entry for entry in reversed(chunks.entries)}
         for row, prefix in enumerate(layers):
             entry = first[prefix]
             self._totals[entry] = self._totals.get(entry, 0.0) + roots[row]

@@ -7,18 +7,18 @@ from typing import Any
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
 
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
-from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
 
 def trained_sizes(module: PipelineModule, consensus: Consensus) -> list[int]:
     """Return the trained parameters of every entry of the layer list; a tied layer counts with its first entry."""
-    entries = range(len(module._layer_specs))
-    first = {prefix_of(module, entry): entry for entry in reversed(entries)}
-    here = layers_here(module)
+    chunks = ModelChunks(module)
+    prefixes, here = chunks.prefixes, chunks.layers
+    first = {prefix: entry for entry, prefix in reversed([*enumerate(prefixes)])}
     mine = {first[prefix]: sum(p.numel() for p in here[prefix].parameters() if p.requires_grad) for prefix in here}
-    sizes = [0 for _ in entries]
+    sizes = [0 for _ in prefixes]
     for of_rank in consensus.gather(mine):
         for entry, size in of_rank.items():
             sizes[entry] = max(sizes[entry], size)
@@ -36,10 +36,10 @@ class Costs:
 
         They are seconds if all ranks measured them, else proportional to parameters.
         """
-        module = engine.module
-        everybodys = consensus.gather((module._local_start, times.costs(), _by_parameters(module)))
+        chunks = ModelChunks(engine.module)
+        everybodys = consensus.gather((chunks.entries.start, times.costs(), _by_parameters(chunks)))
         measured = all(costs is not None for _, costs, _ in everybodys)
-        forward, backward = ([0.0] * len(module._layer_specs) for _ in range(2))
+        forward, backward = ([0.0] * len(chunks.specs) for _ in range(2))
         for first, costs, sizes in everybodys:
             for entry, (ahead, back) in enumerate(zip(*(costs if measured else sizes), strict=True), start=first):
                 forward[entry], backward[entry] = max(forward[entry], ahead), max(backward[entry], back)
@@ -52,10 +52,10 @@ class Costs:
         return forward, backward, measured
 
 
-def _by_parameters(module: PipelineModule) -> tuple[list[float], list[float]]:
+def _by_parameters(chunks: ModelChunks) -> tuple[list[float], list[float]]:
     """Return costs by parameters, in place of times: a backward pass is twice a forward pass."""
-    here = layers_here(module)
-    layers = [here.get(prefix_of(module, entry)) for entry in range(module._local_start, module._local_stop)]
+    here = chunks.layers
+    layers = [here.get(chunks.prefix(entry)) for entry in chunks.entries]
     sizes = [0.0 if layer is None else float(sum(p.numel() for p in layer.parameters())) for layer in layers]
     return sizes, [2 * size for size in sizes]
 

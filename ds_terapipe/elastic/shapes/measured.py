@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_terapipe.elastic.policies.resize import Shape, shapes
 from ds_terapipe.elastic.shapes.predict import Choice, LayerCosts, Machine, Prediction, choose, predict
 from ds_terapipe.elastic.shapes.shape_text import shape_text
-from ds_terapipe.pipeline.layer_list import layers_here, prefix_of
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.recording.accounting import highest_allocated
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.recording.trace import new_clock
@@ -129,7 +129,7 @@ class ShapeSelector:
             return None
         engine, slices = self._engine, len(self._engine.slices_run[0])
         machine = self._machine = self._machine or self._measure_machine()
-        now, parts = engine.shape, tuple(map(int, engine.module.parts))
+        now, parts = engine.shape, ModelChunks(engine.module).parts
         if self._decided is None:
             self._know_memory(predict(now, costs, machine, engine.frozen_layers, slices, parts))
         first = max(frozen, engine.untrained_layers)
@@ -154,14 +154,13 @@ class ShapeSelector:
     def _costs(self) -> LayerCosts | None:
         """Return the costs of all entries; None if some rank has not timed its layers."""
         engine = self._engine
-        module, here = engine.module, layers_here(engine.module)
+        chunks = ModelChunks(engine.module)
+        here, keys = chunks.layers, chunks.prefixes
         forward, backward, measured = engine._controller.mover.costs.now(engine, self._consensus, engine._layer_times)
         if not measured:
             return None
         self._beside_weights = self._optimizer_share()
-        keys = [prefix_of(module, entry) for entry in range(len(module._layer_specs))]
-        entries = range(module._local_start, module._local_stop)
-        mine = {entry: self._bytes_of(here.get(keys[entry])) for entry in entries}
+        mine = {entry: self._bytes_of(here.get(keys[entry])) for entry in chunks.entries}
         bytes_of, activations = [(0.0, 0.0, 0.0) for _ in keys], [0.0 for _ in keys]
         for of_rank, kept in self._consensus.gather((mine, self._kept())):
             spent = {entry: backward[entry] for entry in of_rank if entry >= engine.frozen_layers and backward[entry]}
@@ -250,7 +249,7 @@ class ShapeSelector:
         return [
             shape
             for shape in possible
-            if shape.stages <= len(engine.module._layer_specs)
+            if shape.stages <= len(ModelChunks(engine.module).specs)
             and (anew if shape == engine.shape else self._settings.resize.policy == "measured")
         ]
 

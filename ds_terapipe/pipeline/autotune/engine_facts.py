@@ -11,6 +11,7 @@ import torch
 
 from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.auto import AutoSlices
 from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
@@ -102,7 +103,7 @@ def _run_info(engine: Any, consensus: Consensus) -> RunInfo:
     device = engine.device
     mine = {
         "stage": engine.stage_id,
-        "layers": [type(layer).__name__ for layer in engine.module.forward_funcs],
+        "layers": [type(layer).__name__ for layer in ModelChunks(engine.module).functions.values()],
         "parameters": sum(p.numel() for p in engine.module.parameters()),
         "not_deferred": engine.not_deferred,
         "trained": sum(p.numel() for p in engine.module.parameters() if p.requires_grad),

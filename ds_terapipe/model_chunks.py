@@ -1,0 +1,84 @@
+"""Layers of a ``PipelineModule`` by their numbers in the model: which are on this rank, and how their weights are named.
+
+An entry of the layer list is a spec, which builds its layer; a tied spec, whose key shares one module among entries; a
+module; or a plain function. Parameters have the names that ``PipelineModule`` gives them, which do not depend on the
+stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from torch import nn
+
+_TIED = "tied_modules"
+
+
+class ModelChunks:
+    """View of a module's layer list; the only reader of the range of entries that DeepSpeed gives a rank.
+
+    Each property reads the live module, which a reshape changes.
+
+    Args:
+        module: a ``PipelineModule``.
+    """
+
+    def __init__(self, module: PipelineModule) -> None:
+        self._module = module
+
+    @property
+    def specs(self) -> Sequence[Any]:
+        """The layer list of the whole model."""
+        specs: Sequence[Any] = self._module._layer_specs
+        return specs
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """First entry of each stage, then the number of entries."""
+        return tuple(map(int, self._module.parts))  # some may be numpy integers
+
+    @property
+    def entries(self) -> range:
+        """Entries on this rank."""
+        return range(int(self._module._local_start), int(self._module._local_stop))
+
+    @property
+    def functions(self) -> dict[int, Any]:
+        """Layers on this rank, modules or functions, by entry."""
+        return dict(zip(self.entries, self._module.forward_funcs, strict=True))
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """Modules on this rank by the prefix of their parameters' names, in the order of the layer list."""
+        found: dict[str, nn.Module] = {}
+        for entry in self.entries:
+            prefix = self.prefix(entry)
+            layer = self._module.get_submodule(prefix[:-1]) if self._has(prefix) else None
+            if layer is not None:
+                found[prefix] = layer
+        return found
+
+    @property
+    def prefixes(self) -> list[str]:
+        """Prefix of each entry's parameter names; entries of one tied layer have the same."""
+        return [self.prefix(entry) for entry in range(len(self.specs))]
+
+    def prefix(self, entry: int) -> str:
+        """Return the prefix of an entry's parameter names: ``3.``, or ``tied_modules.embedding.``."""
+        spec = self.specs[entry]
+        return f"{_TIED}.{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{entry}."
+
+    def builder(self, prefix: str, entries: range | None = None) -> int | None:
+        """Return the first of ``entries``, by default those on this rank, that builds the layer of a prefix; or None."""
+        entries = self.entries if entries is None else entries
+        return next((entry for entry in entries if self.prefix(entry) == prefix), None)
+
+    def _has(self, prefix: str) -> bool:
+        parent: Any = self._module
+        for name in prefix[:-1].split("."):
+            if name not in parent._modules:
+                return False
+            parent = parent._modules[name]
+        return True
