@@ -27,8 +27,7 @@ def grid_of_step(
     actions per place, sends and receives included.
     """
     computed = forward_only(placement, slices) if name == FORWARD_ONLY else order(name, placement, slices)
-    grid = with_messages(computed, placement)
-    if deferring and max(slices) > 1:
-        grid = with_weight_gradients(grid, placement, deferring)
+    apart = deferring if max(slices) > 1 else ()
+    grid = with_weight_gradients(with_messages(computed, placement), placement, apart)
     validate(grid, slices, name, placement)
     return tuple(tuple(row) for row in grid)

@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 
 from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.schedule import (
+    NAMES,
     Action,
     Dependencies,
     Grid,
     Op,
     Placement,
     Simulation,
+    covered_slices,
     dependencies,
     order,
+    schedule_named,
     simulate,
     with_messages,
     with_weight_gradients,
@@ -35,6 +38,18 @@ class SliceSeconds(NamedTuple):
     backward: _Array
     weights: _Array
     messages: _Array
+
+
+class _Graph(NamedTuple):
+    """Dependencies of a grid, and where the time of each node stands.
+
+    ``keys`` [nodes] points into the seconds of forward, backward and messages, then of the parts of micro-batches whose weight
+    gradients one action makes, then 0. ``parts`` [3, parts]: their stage, first slice and stop.
+    """
+
+    dependencies: Dependencies
+    keys: NDArray[np.intp]
+    parts: NDArray[np.intp]
 
 
 class StepTimes:
@@ -63,13 +78,14 @@ class StepTimes:
         self.placement = Placement.plain(stages) if placement is None else placement
         if len(self.placement.stages) != stages:
             raise ValueError(f"placement: got {len(self.placement.stages)} stages, must be the pipeline's {stages}")
-        self._graphs: dict[tuple[str, int], tuple[Dependencies, NDArray[np.intp]]] = {}
+        self._graphs: dict[tuple[str, int], _Graph] = {}
         self._slices: dict[tuple[int, ...], SliceSeconds] = {}
 
     def grid(self, schedule: str, slices: int) -> Grid:
         """Return the actions of a step with so many slices per micro-batch, the same that the engine runs."""
         grid = with_messages(order(schedule, self.placement, [slices] * self.micro_batches), self.placement)
-        return with_weight_gradients(grid, self.placement) if self.weights_once and slices > 1 else grid
+        apart = None if self.weights_once and slices > 1 else ()
+        return with_weight_gradients(grid, self.placement, apart)
 
     def slice_seconds(self, lengths: Sequence[int]) -> SliceSeconds:
         """Return the seconds of each slice on each stage. An uncut backward includes its weight gradients."""
@@ -91,9 +107,10 @@ class StepTimes:
 
     def seconds(self, schedule: str, lengths: Sequence[int]) -> float:
         """Makespan of a step."""
-        graph, keys = self._graph(schedule, len(lengths))
-        own = self.slice_seconds(lengths)
-        values = np.concatenate([part.ravel() for part in own] + [np.zeros(1)])
+        graph, keys, (stages, first, stop) = self._graph(schedule, len(lengths))
+        own, starts = self.slice_seconds(lengths), np.array([0, *accumulate(lengths)])
+        made = own.weights[stages] * (starts[stop] - starts[first]) / starts[-1]
+        values = np.concatenate([own.forward.ravel(), own.backward.ravel(), own.messages.ravel(), made, np.zeros(1)])
         return max(graph.run(values[keys].tolist()))
 
     def nodes(self, schedule: str, slices: int) -> int:
@@ -113,22 +130,26 @@ class StepTimes:
         down = [0.0, *np.cumsum(own.forward[:-1, 0] + hops).tolist()]
         hops[:frozen] = 0.0
         up, once = [0.0, *np.cumsum(backward[:-1, 0] + hops).tolist()], weights.tolist()
-        least = 0.0
+        least, deferred = 0.0, any(schedule_named(name).defers for name in NAMES)
         for place in range(where.places):
             stages = where.stages_on(place)
             last = next((stage for stage in stages if where.goes_backward(stage)), 0)  # of a place to go backward
             made = sum(once[stage] for stage in stages)
-            after = (self.micro_batches - 1) * made + max(made, up[last])
+            if deferred:  # those of any micro-batch may fill the wait
+                after = max(self.micro_batches * made, up[last])
+            else:
+                after = (self.micro_batches - 1) * made + max(made, up[last])
             least = max(least, down[stages[0]] + sum(passes[stage] for stage in stages) + after)
         return least
 
     def simulate(self, schedule: str, lengths: Sequence[int], held: Sequence[float] | None = None) -> Simulation:
         """Run the whole simulation; ``held``: bytes per token of a live unit on each stage."""
-        own = self.slice_seconds(lengths)
+        own, grid = self.slice_seconds(lengths), self.grid(schedule, len(lengths))
+        covered = self._covered(grid, len(lengths))
 
         def compute(action: Action) -> float:
             if action.op is Op.WEIGHT_GRADIENTS:
-                return float(own.weights[action.stage])
+                return float(own.weights[action.stage]) * sum(lengths[i] for i in covered[action]) / sum(lengths)
             table = own.forward if action.op is Op.FORWARD else own.backward
             return float(table[action.stage, action.unit.slice])
 
@@ -141,31 +162,38 @@ class StepTimes:
         def bytes_(action: Action) -> float:
             return lengths[action.unit.slice] * held[action.stage] if held else 0.0
 
-        return simulate(self.grid(schedule, len(lengths)), compute, message, tokens, bytes_, self.placement)
+        return simulate(grid, compute, message, tokens, bytes_, self.placement)
 
-    def _graph(self, schedule: str, slices: int) -> tuple[Dependencies, NDArray[np.intp]]:
-        """The dependencies of a grid, and for each node where its time stands in the concatenated `SliceSeconds`."""
+    def _covered(self, grid: Grid, slices: int) -> dict[Action, range]:
+        counts = [slices] * self.micro_batches
+        return {action: found for row in grid for action, found in covered_slices(row, counts).items()}
+
+    def _graph(self, schedule: str, slices: int) -> _Graph:
+        """Return the dependencies of a grid, and where the time of each node stands."""
         key = schedule, slices
         if key not in self._graphs:
-            graph = dependencies(self.grid(schedule, slices), self.placement)
-            table = self.stages * slices
+            grid = self.grid(schedule, slices)
+            graph, table = dependencies(grid, self.placement), self.stages * slices
             first = {
                 Op.FORWARD: 0,
                 Op.BACKWARD: table,
-                Op.WEIGHT_GRADIENTS: 2 * table,
-                Op.SEND_FORWARD: 2 * table + self.stages,
-                Op.SEND_BACKWARD: 2 * table + self.stages - slices,  # over the boundary before the stage
+                Op.SEND_FORWARD: 2 * table,
+                Op.SEND_BACKWARD: 2 * table - slices,  # over the boundary before the stage
             }
-            nothing = 3 * table + self.stages - slices
-            keys = []
-            for op, stage, unit in graph.actions:
+            covered = self._covered(grid, slices)
+            parts = {(each.stage, found.start, found.stop): 0 for each, found in covered.items()}
+            parts = {part: 3 * table - slices + index for index, part in enumerate(parts)}
+            nothing, keys = 3 * table - slices + len(parts), []
+            for action in graph.actions:
+                op, stage, unit = action
                 if op is Op.WEIGHT_GRADIENTS:
-                    keys.append(first[op] + stage)
+                    keys.append(parts[stage, covered[action].start, covered[action].stop])
                 else:
                     keys.append(first[op] + stage * slices + unit.slice if op in first else nothing)
             # millions of actions, kept for nothing, would keep the garbage collector busy
             slim = graph._replace(actions=[], ends=[])
-            self._graphs[key] = slim, np.array(keys, dtype=np.intp)
+            columns = np.array(list(parts), dtype=np.intp).reshape(-1, 3).T
+            self._graphs[key] = _Graph(slim, np.array(keys, dtype=np.intp), columns)
         return self._graphs[key]
 
 

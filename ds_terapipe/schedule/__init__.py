@@ -9,7 +9,7 @@ actions.
 from __future__ import annotations
 
 from .actions import Action, Grid, Op, Unit
-from .lower import with_messages, with_weight_gradients
+from .lower import covered_slices, with_messages, with_weight_gradients
 from .orders import NAMES, Schedule, forward_only, order, peak_live_units, register, schedule_named
 from .placement import PlacedStage, Placement, as_placement
 from .render import grid_text, timeline_svg, timelines_svg
@@ -40,6 +40,7 @@ __all__ = [
     "Simulation",
     "Unit",
     "as_placement",
+    "covered_slices",
     "dependencies",
     "dry_run",
     "forward_only",

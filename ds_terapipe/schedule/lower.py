@@ -62,7 +62,7 @@ def _around(action: Action, around: Sequence[dict[Op, tuple[Op | None, Op | None
 def with_weight_gradients(
     grid: Grid, placement: Placement | None = None, stages: Collection[int] | None = None, each_slice: bool = False
 ) -> list[list[Action]]:
-    """Insert weight gradients after the backward that they belong to and its send.
+    """Insert weight gradients after the backward that they belong to and its send, or keep those that the order has.
 
     The stage before gets its gradient first, be it on another place or on this one: weight gradients delay no stage
     (the W of zero-bubble schedules, Qi et al., ICLR 2024, arXiv 2401.10241).
@@ -70,12 +70,32 @@ def with_weight_gradients(
     Args:
         grid: computations, with or without messages, one list per place. It is not changed.
         placement: of the stages; None: one on each place.
-        stages: stages with separate weight gradients; None: all that go backward.
-        each_slice: they are made after each slice, else once per micro-batch, after its last backward.
+        stages: stages with separate weight gradients; None: all that go backward. The weight gradients that an order has
+            for others are dropped: these stages make theirs in their backward passes.
+        each_slice: those that are inserted are made after each slice, else once per micro-batch, after its last backward.
     """
     where = placement_of(len(grid), placement)
     apart = frozenset(range(len(where.stages)) if stages is None else stages)
-    return [list(_then_weights(row, apart, each_slice)) for row in grid]
+    ordered = {stage for row in grid for op, stage, _ in row if op is Op.WEIGHT_GRADIENTS}
+    kept = ([each for each in row if each.op is not Op.WEIGHT_GRADIENTS or each.stage in apart] for row in grid)
+    return [list(_then_weights(row, apart - ordered, each_slice)) for row in kept]
+
+
+def covered_slices(row: Sequence[Action], slices: Sequence[int]) -> dict[Action, range]:
+    """Return the slices whose weight gradients each ``W`` of a place makes: its own and later ones that remain.
+
+    Args:
+        row: actions of a place.
+        slices: number of slices of each micro-batch.
+    """
+    found: dict[Action, range] = {}
+    made: dict[tuple[int, int], int] = {}
+    for action in row:
+        if action.op is Op.WEIGHT_GRADIENTS:
+            _, stage, (micro_batch, first) = action
+            found[action] = range(first, made.get((stage, micro_batch), slices[micro_batch]))
+            made[stage, micro_batch] = first
+    return found
 
 
 def _then_weights(row: Sequence[Action], stages: frozenset[int], each_slice: bool) -> Iterator[Action]:

@@ -16,9 +16,13 @@ from ds_terapipe.schedule import (
     Action,
     Op,
     Placement,
+    Schedule,
     ScheduleError,
     Unit,
     as_placement,
+    order,
+    register,
+    schedule_named,
     stream_deadlock,
     validate,
 )
@@ -28,6 +32,20 @@ stages = st.integers(1, 8)
 names = st.sampled_from(NAMES)
 SCHEDULES = " or ".join(f'"{name}"' for name in NAMES)  # as errors list them
 even_slices = st.builds(lambda count, each: [each] * count, st.integers(1, 8), st.integers(1, 8))
+
+
+def _late(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
+    """1F1B, and all weight gradients of a place at its end: of a micro-batch's later slices, then of the others."""
+    grid = order("1f1b", placement, slices)
+    for place, row in enumerate(grid):
+        trained = [stage for stage in placement.stages_on(place) if placement.goes_backward(stage)]
+        units = [Unit(m, first) for m, count in enumerate(slices) for first in sorted({count // 2, 0}, reverse=True)]
+        row += [Action(Op.WEIGHT_GRADIENTS, stage, unit) for stage in trained for unit in units]
+    return grid
+
+
+LATE = register(Schedule("late", _late, schedule_named("1f1b").bound, defers=True))
+names_and_late = st.sampled_from((*NAMES, LATE.name))
 slices = even_slices | st.lists(st.integers(1, 8), min_size=1, max_size=8)
 few_slices = st.lists(st.integers(1, 4), min_size=1, max_size=6)
 

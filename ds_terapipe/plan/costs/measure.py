@@ -178,12 +178,13 @@ def _samples(rows: Iterable[_Row], stage: int, ahead: Mapping[Op, float], weight
 
 def _weights(rows: Iterable[_Row], stage: int) -> float:
     """Seconds of a micro-batch's weight gradients where they are made apart, 0 where they never are."""
-    found = [
-        timed.end - timed.start
-        for row in rows
-        for timed in row.events
-        if timed.action.op is Op.WEIGHT_GRADIENTS and timed.action.stage == stage
-    ]
+    found: list[float] = []
+    for row in rows:
+        of_row: dict[int, float] = defaultdict(float)
+        for timed in row.events:
+            if timed.action.op is Op.WEIGHT_GRADIENTS and timed.action.stage == stage:
+                of_row[timed.action.unit.micro_batch] += timed.end - timed.start
+        found += of_row.values()
     return _typical(found) if found else 0.0
 
 

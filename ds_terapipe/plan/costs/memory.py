@@ -37,10 +37,10 @@ from ds_terapipe.schedule import (
     POSTED_AHEAD,
     SENT_KEPT,
     Action,
-    Grid,
     Op,
     Placement,
     Unit,
+    covered_slices,
     order,
     with_weight_gradients,
 )
@@ -148,9 +148,8 @@ def memory_use(
     """
     where = Placement.plain(len(model.stages)) if placement is None else placement
     check_stages(model, len(where.stages))
-    grid: Grid = order(schedule, where, [len(lengths)] * micro_batches)
-    if weights_once and len(lengths) > 1:
-        grid = with_weight_gradients(grid, where)
+    apart = None if weights_once and len(lengths) > 1 else ()
+    grid = with_weight_gradients(order(schedule, where, [len(lengths)] * micro_batches), where, apart)
     return tuple(_peak(model, where, row, lengths) for row in grid)
 
 
@@ -265,7 +264,9 @@ class _Held:
         self._model, self._own, self._lengths = model, model.stages[stage], lengths
         self._tokens = sum(lengths)
         self._whole = self._tokens if len(lengths) > 1 else 0  # nothing is kept from slice to slice where there is one
-        self._apart = any(op is Op.WEIGHT_GRADIENTS and own == stage for op, own, _ in row)
+        counts = [len(lengths)] * (1 + max(unit.micro_batch for _, _, unit in row))
+        self._covered = {a.unit: found for a, found in covered_slices(row, counts).items() if a.stage == stage}
+        self._apart = bool(self._covered)
         self._live = self._cached = self._returning = self._kept = self._joined = 0
         self._working = self._sums = 0.0
         self._in_hand = 0  # the gradient that a backward starts from is there besides those to come
@@ -321,7 +322,7 @@ class _Held:
             self._in_hand = 0
             self._sums = 0.0 if unit.slice == 0 else self._sums
         else:
-            self._kept -= self._whole
+            self._kept -= sum(self._lengths[covered] for covered in self._covered[unit])
 
     def held(self) -> MemoryUse:
         """Bytes as things are."""
