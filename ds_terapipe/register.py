@@ -245,7 +245,7 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
     check_open(model)
     watchdog = during.enter_context(launching(_timeout_s(config)))
     settings = refusals.on_every_rank(model, lambda: _checked(config, given))
-    watchdog.learn_processes()
+    watchdog.processes.learn()
 
     def engine(*engine_args: Any, **engine_kwargs: Any) -> Any:
         # DeepSpeed adds what deepspeed.tp_model_init asked for to the configuration after the first look at it.

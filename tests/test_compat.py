@@ -30,13 +30,11 @@ def test_missing_names_are_noticed_and_none_is_listed_twice():
     assert len({name.path for name in compat.NAMES}) == len(compat.NAMES)
 
 
+VERSIONS = {"0.19.8+abc123": False, "0.19.12": False, "0.19.7": True, "0.20.0": True}
+
+
 @pytest.mark.parametrize(
-    ("version", "rank", "said"),
-    [
-        *((version, "0", False) for version in ("0.19.8+abc123", "0.19.12")),
-        *((version, "0", True) for version in ("0.19.7", "0.20.0")),
-        ("0.20.0", "1", False),
-    ],
+    ("version", "rank", "said"), [*((v, "0", said) for v, said in VERSIONS.items()), ("0.20.0", "1", False)]
 )
 def test_a_version_that_no_test_ran_on_is_said_once_by_one_rank(monkeypatch, caplog, version, rank, said):
     monkeypatch.setattr("deepspeed.__version__", version)
@@ -96,20 +94,19 @@ using_bf16_optimizer warn_unscaled_loss world_size
 def set_by_constructor(engine_class: type) -> set[str]:
     """Names of attributes that the constructors of DeepSpeed's classes assign, in methods that they call, too."""
     theirs = [each for each in engine_class.__mro__ if each.__module__.startswith("deepspeed")]
-    todo = [each.__init__ for each in theirs if "__init__" in vars(each)]
-    found, seen = set[str](), set()
+    todo, found, seen = [each.__init__ for each in theirs if "__init__" in vars(each)], set[str](), set()
     while todo:
         function = inspect.unwrap(todo.pop())
-        if function in seen:
-            continue
-        seen.add(function)
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
-            if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name) or node.value.id != "self":
-                continue
-            if isinstance(node.ctx, ast.Store):
+        source = "" if function in seen else textwrap.dedent(inspect.getsource(function))
+        for node in (each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Attribute)):
+            method = (
+                inspect.getattr_static(engine_class, node.attr, None) if ast.unparse(node.value) == "self" else None
+            )
+            if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
                 found.add(node.attr)
-            elif inspect.isfunction(method := inspect.getattr_static(engine_class, node.attr, None)):
-                todo += [method] if method.__module__.startswith("deepspeed") else []
+            elif inspect.isfunction(method) and method.__module__.startswith("deepspeed"):
+                todo.append(method)
+        seen.add(function)
     return found
 
 

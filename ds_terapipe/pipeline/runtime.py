@@ -139,16 +139,9 @@ class PipelineRuntime:
     def deferring(self, consensus: Consensus) -> tuple[int, ...]:
         """Return the stages that defer weight gradients on any rank; collective at the first call."""
         if self._deferring is None:
-            mine = [number for number, stage in self.stages.items() if self._defers(stage)]
+            mine = [number for number, stage in self.stages.items() if defers(stage, self.interception)]
             self._deferring = tuple(sorted({number for numbers in consensus.gather(mine) for number in numbers}))
         return self._deferring
-
-    def _defers(self, stage: Stage) -> bool:
-        if self.interception is None or not stage.trains:
-            return False
-        # a bias is deferred only with its weight
-        weights = (p for module in stage.layers.modules for p in module.parameters() if p.dim() == 2)
-        return any(weight.requires_grad and id(weight) in self.interception.deferred for weight in weights)
 
     @property
     def is_inspected(self) -> bool:
@@ -244,9 +237,6 @@ class PipelineRuntime:
         elif number > 0 and self.placement.goes_backward(number - 1):
             self._gradients[number - 1, unit] = gradients
 
-    def _make_weight_gradients(self, number: int, unit: Unit) -> None:
-        self.stages[number].make_weight_gradients(unit)
-
     def _receive_forward(self, number: int, unit: Unit) -> None:
         inputs = self._inputs[number, unit] = self.links.receive_forward(number, unit)
         for each in self._observers:
@@ -291,12 +281,20 @@ class PipelineRuntime:
     _ACTIONS: dict[Op, Callable[[Any, int, Unit], None]] = {
         Op.FORWARD: _forward,
         Op.BACKWARD: _backward,
-        Op.WEIGHT_GRADIENTS: _make_weight_gradients,
+        Op.WEIGHT_GRADIENTS: lambda self, number, unit: self.stages[number].make_weight_gradients(unit),
         Op.SEND_FORWARD: _send_forward,
         Op.RECV_FORWARD: _receive_forward,
         Op.SEND_BACKWARD: _send_backward,
         Op.RECV_BACKWARD: _receive_backward,
     }
+
+
+def defers(stage: Stage, interception: Interception | None) -> bool:
+    """Whether a weight of the stage has its gradient deferred; a bias is deferred only with its weight."""
+    if interception is None or not stage.trains:
+        return False
+    weights = (p for module in stage.layers.modules for p in module.parameters() if p.dim() == 2)
+    return any(weight.requires_grad and id(weight) in interception.deferred for weight in weights)
 
 
 def _handed_over(outputs: Any) -> Any:

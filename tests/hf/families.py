@@ -8,21 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 from ds_terapipe import hf
 from ds_terapipe.hf.record import names_of
@@ -52,24 +39,24 @@ _LONG = {"long_factor": [1.5, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.0, 1.1, 1.
 _WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
 _TIED = {"tie_word_embeddings": True}
 
-FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "llama": (LlamaConfig, _GROUPED | _LLAMA3 | {"attention_bias": True}),
+FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, _GROUPED | _LLAMA3 | {"attention_bias": True}),
     "llama, tied, dynamic": (
-        LlamaConfig, _GROUPED | _rope("dynamic", factor=2.0) | {"max_position_embeddings": ORIGINAL} | _TIED
+        transformers.LlamaConfig, _GROUPED | _rope("dynamic", factor=2.0) | {"max_position_embeddings": ORIGINAL} | _TIED
     ),
-    "mistral": (MistralConfig, _GROUPED | {"sliding_window": WINDOW}),
-    "qwen2": (Qwen2Config, _GROUPED | _rope("yarn", factor=2.0, **_TRAINED_ON)),
-    "qwen3": (Qwen3Config, _GROUPED | {"head_dim": 16} | _WINDOWS | _TIED),
-    "gemma2": (Gemma2Config, _GEMMA | {"query_pre_attn_scalar": 10, "attn_logit_softcapping": 0.3}),
-    "gemma3": (Gemma3TextConfig, _GEMMA),
-    "phi3": (Phi3Config, _GROUPED | _rope("longrope", **_TRAINED_ON, **_LONG) | _TRAINED_ON | {"pad_token_id": 0}),
-    "olmo2": (Olmo2Config, _GROUPED),
-    "gpt2": (GPT2Config, {"n_inner": 48, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
-    "gpt_neox": (GPTNeoXConfig, _rope("default", partial_rotary_factor=0.5)),
+    "mistral": (transformers.MistralConfig, _GROUPED | {"sliding_window": WINDOW}),
+    "qwen2": (transformers.Qwen2Config, _GROUPED | _rope("yarn", factor=2.0, **_TRAINED_ON)),
+    "qwen3": (transformers.Qwen3Config, _GROUPED | {"head_dim": 16} | _WINDOWS | _TIED),
+    "gemma2": (transformers.Gemma2Config, _GEMMA | {"query_pre_attn_scalar": 10, "attn_logit_softcapping": 0.3}),
+    "gemma3": (transformers.Gemma3TextConfig, _GEMMA),
+    "phi3": (transformers.Phi3Config, _GROUPED | _rope("longrope", **_TRAINED_ON, **_LONG) | _TRAINED_ON | {"pad_token_id": 0}),
+    "olmo2": (transformers.Olmo2Config, _GROUPED),
+    "gpt2": (transformers.GPT2Config, {"n_inner": 48, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "gpt_neox": (transformers.GPTNeoXConfig, _rope("default", partial_rotary_factor=0.5)),
 }  # fmt: skip
 
 
-def config_of(family: str, **options: Any) -> PreTrainedConfig:
+def config_of(family: str, **options: Any) -> transformers.PreTrainedConfig:
     """The tiny configuration of a family."""
     kind, own = FAMILIES[family]
     return kind(**_SIZES | own | options)
@@ -79,7 +66,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, seed: int = 7, **o
     """A model whose norms and biases are not all alike, and whose weights are large enough for every layer to matter."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config_of(family, **options))
+        model = transformers.AutoModelForCausalLM.from_config(config_of(family, **options))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05 if parameter.dim() < 2 else 0.02)

@@ -16,7 +16,7 @@ from deepspeed.pipe import LayerSpec
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_terapipe import current_span
-from ds_terapipe.pipeline.transport.watchdog import Position
+from ds_terapipe.pipeline.transport.positions import Position
 from tests.pipeline.models import Block, gpt, mean_loss, micro_batch, tied_gpt
 from tests.pipeline.training import build_engine
 from tests.spawn import Exit, in_background, mark, run_to_exit, torchrun

@@ -15,9 +15,11 @@ import torch
 import torch.distributed
 
 from ds_terapipe.pipeline.rank_view import RankView
-from ds_terapipe.pipeline.transport import board, processes
+from ds_terapipe.pipeline.transport import board, positions, processes
 from ds_terapipe.pipeline.transport import watchdog as watchdog_module
-from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Position, Watchdog, launching
+from ds_terapipe.pipeline.transport.bounded_group import bounded_group
+from ds_terapipe.pipeline.transport.positions import Position
+from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Watchdog, launching
 from ds_terapipe.schedule import Action, Placement, order, with_messages
 
 ACTION = Action.from_text("0F0.0")
@@ -108,7 +110,8 @@ def clock(monkeypatch) -> Clock:
         raise Exited(code)
 
     clock = Clock()
-    monkeypatch.setattr(watchdog_module, "time", clock)
+    for module in (watchdog_module, positions, processes):
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(watchdog_module, "threading", clock)
     monkeypatch.setattr(watchdog_module.os, "_exit", end)
     return clock
@@ -305,7 +308,7 @@ def test_ranks_that_gloo_cannot_connect_are_told_the_setting(store, monkeypatch)
         r"^rank 0 waited .* for all ranks to build their engines: Gloo .* refused: gloo could not .* GLOO_SOCKET_IFNAME"
     )
     with pytest.raises(PipelineStalled, match=says), launching(60.0):
-        watchdog_module.bounded_group(None, 5.0, backend="gloo")
+        bounded_group(None, 5.0, backend="gloo")
 
 
 def test_an_error_of_another_ranks_is_read_by_those_that_wait(store):

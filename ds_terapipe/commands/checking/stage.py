@@ -28,7 +28,7 @@ from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.recording.accounting import StepMemory
-from ds_terapipe.pipeline.runtime import PipelineRuntime, Step
+from ds_terapipe.pipeline.runtime import PipelineRuntime, Step, defers
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.step_grid import grid_of_step
@@ -100,22 +100,23 @@ class StageRun:
         """
         longest = self._sample.length
         counts = [count for count in _CUTS if count <= longest] if cut and longest >= LEAST_TOKENS else [1]
-        peaks, defers = [], False
+        peaks, deferring = [], False
         with _unread(), self._mode, torch.enable_grad():
             if counts != [1]:
                 self._runtime.intercept()
-                defers = self._runtime._defers(self._stage) and self._engine.makes_weight_gradients_once()
+                interception = self._runtime.interception
+                deferring = defers(self._stage, interception) and self._engine.makes_weight_gradients_once()
             try:
                 for count in counts:
                     if count > 1:
                         self._inspect(count)
-                    taken = self._step(count, defers)
+                    taken = self._step(count, deferring)
                     peaks.append((slice_lengths(longest, count), taken))
                 memory = self._memory.end()[self._number]
                 after = self._boundary() if self._number < len(self._runtime.placement.stages) - 1 else None
             finally:
                 self._runtime.leave()
-        return Counted(memory, tuple(peaks), after, defers)
+        return Counted(memory, tuple(peaks), after, deferring)
 
     @property
     def _stage(self) -> Stage:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -143,7 +143,7 @@ class OutputCache:
         gone = {each.folder for each in (self._level, self._earlier) if each is not None}
         self._level, self._earlier = level, earlier
         for folder in gone - {level.folder, earlier.folder if earlier else ""}:
-            self._writers.submit(self._drop, folder)
+            self._writers.submit(_drop, self.tiers, folder)
         self._begin_level()
 
     def forget(self) -> None:
@@ -151,7 +151,7 @@ class OutputCache:
         self.tell()
         for level in (self._level, self._earlier):
             if level is not None:
-                self._writers.submit(self._drop, level.folder)
+                self._writers.submit(_drop, self.tiers, level.folder)
         self._earlier = None
         self._begin_level()
 
@@ -167,6 +167,7 @@ class OutputCache:
 
     def _begin_level(self) -> None:
         self.counts = Counts()
+        self._layers = 0 if self._level is None else self._level.layers
         self._given: list[Any] = []  # inputs of the step's micro-batches
         self._jobs: dict[int, Future[_Asked]] = {}
         self._writing: list[Future[None]] = []
@@ -177,10 +178,6 @@ class OutputCache:
         self._sound = True  # outputs depend on the sample alone; the same on the tensor-parallel ranks
         self._given_up = False  # this rank computes faster than it reads, or cannot write
         self.active = False
-
-    def _drop(self, folder: str) -> None:
-        for tier in self.tiers:
-            tier.drop(folder)
 
     # ------------------------------------------------------------------------------------------------------------- steps
 
@@ -223,7 +220,7 @@ class OutputCache:
         samples = len(asked.samples)
         # all of a stage's ranks read entries of one level, or all of them compute
         if self._agree(int(asked.level is not None and asked.level == self._level)):
-            outputs = self._to_device(asked.outputs)
+            outputs = _to_device(asked.outputs, self._device)
             self._reading.append(asked.seconds)
             if not self._checked and self._sound:
                 return self._check(outputs, inputs, compute)
@@ -233,7 +230,7 @@ class OutputCache:
         earlier = self._earlier
         continues = earlier is not None and asked.level == earlier and compute.can_start_inside
         if self._agree(int(continues)) and earlier is not None:
-            start, given = earlier.layers, self._to_device(asked.outputs)
+            start, given = earlier.layers, _to_device(asked.outputs, self._device)
             self.counts.continued += samples
         else:
             start, given = 0, inputs
@@ -260,28 +257,13 @@ class OutputCache:
     def _read(self, inputs: Any) -> _Asked:
         begin, samples = time.perf_counter(), names(inputs)
         for level in (self._level, self._earlier):
-            entries = None if level is None else self._entries(level.folder, samples)
+            entries = None if level is None else _entries(self.tiers, level.folder, samples)
             found = None if entries is None else decode(entries)
             if found is not None:
                 if self._stream is not None:
                     found = like(found, [tensor.pin_memory() for tensor in as_tuple(found)])
                 return _Asked(samples, level, found, time.perf_counter() - begin)
         return _Asked(samples, None, None, 0.0)
-
-    def _entries(self, folder: str, samples: Sequence[str]) -> list[memoryview] | None:
-        found = []
-        for sample in samples:
-            name = _path(folder, sample)
-            entry = next((data for tier in self.tiers if (data := tier.read(name)) is not None), None)
-            if entry is None:
-                return None  # a micro-batch is computed whole: one sample more costs little
-            found.append(entry)
-        return found
-
-    def _to_device(self, value: Any) -> Any:
-        if self._stream is None:
-            return value
-        return like(value, [tensor.to(self._device, non_blocking=True) for tensor in as_tuple(value)])
 
     # ----------------------------------------------------------------------------------------------------------- writing
 
@@ -336,19 +318,11 @@ class OutputCache:
         others = compute.run(some_rows(inputs, chosen), 0)
         self._dims = sample_dims(outputs, others, rows, len(chosen))
         smaller = self._smaller and start > 0
-        alike = self._dims is not None and self._alike(outputs, others, self._dims, chosen, smaller)
+        alike = self._dims is not None and _alike(outputs, others, self._dims, chosen, smaller)
         if self._agree(int(alike)) == 0:
             self._stop(
                 "outputs that do not follow the samples, or differ from time to time or with the other samples of a batch"
             )
-
-    @staticmethod
-    def _alike(outputs: Any, others: Any, dims: Sequence[int | None], chosen: Sequence[int], smaller: bool) -> bool:
-        for one, other, dim in zip(as_tuple(outputs), as_tuple(others), dims, strict=True):
-            expected = one if dim is None else one.index_select(dim, torch.tensor(chosen, device=one.device))
-            if not _close(expected, other, smaller):
-                return False
-        return True
 
     def _check(self, outputs: Any, inputs: Any, compute: Compute) -> Any:
         """Compute the first micro-batch that is read, too: entries of other weights are refused here."""
@@ -376,11 +350,10 @@ class OutputCache:
     def _stop(self, why: str) -> None:
         self._sound = False
         use = "use layers without dropout or batch statistics"
-        self._warn(f"unsound {self._level}", f"not used for {self._layers} layers: got {why}; {use}")
-
-    @property
-    def _layers(self) -> int:
-        return 0 if self._level is None else self._level.layers
+        self._warn(
+            f"unsound {self._level}",
+            f"not used for {self._layers} layers: got {why}; {use}",
+        )
 
     def _warn(self, about: str, line: str) -> None:
         if about not in self._warned:
@@ -397,6 +370,37 @@ class OutputCache:
             pool.shutdown(wait=True, cancel_futures=True)
         for tier in self.tiers:
             tier.close(keep)
+
+
+def _drop(tiers: Iterable[Tier], folder: str) -> None:
+    for tier in tiers:
+        tier.drop(folder)
+
+
+def _entries(tiers: Sequence[Tier], folder: str, samples: Sequence[str]) -> list[memoryview] | None:
+    """Return the entries of these samples; None if one is missing: a micro-batch is computed whole."""
+    found = []
+    for sample in samples:
+        name = _path(folder, sample)
+        entry = next((data for tier in tiers if (data := tier.read(name)) is not None), None)
+        if entry is None:
+            return None
+        found.append(entry)
+    return found
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return value
+    return like(value, [tensor.to(device, non_blocking=True) for tensor in as_tuple(value)])
+
+
+def _alike(outputs: Any, others: Any, dims: Sequence[int | None], chosen: Sequence[int], smaller: bool) -> bool:
+    for one, other, dim in zip(as_tuple(outputs), as_tuple(others), dims, strict=True):
+        expected = one if dim is None else one.index_select(dim, torch.tensor(chosen, device=one.device))
+        if not _close(expected, other, smaller):
+            return False
+    return True
 
 
 def _path(folder: str, sample: str) -> str:

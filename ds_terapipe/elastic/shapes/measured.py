@@ -143,7 +143,7 @@ class ShapeSelector:
         ]
         change = _CHANGE_STEPS * present.seconds if self.change_seconds is None else self.change_seconds
         limit = None if self._limit is None else self._limit - self._beside
-        found = self._consensus.decide(lambda: choose(present, others, limit, self._steps_left(), change))
+        found = self._consensus.decide(lambda: choose(present, others, limit, _steps_left(engine), change))
         self._decided = frozen
         if engine.global_rank == 0:
             emit(self._line(present, others, found, measured=timed and frozen == engine.frozen_layers))
@@ -159,7 +159,7 @@ class ShapeSelector:
         forward, backward, measured = engine._controller.mover.costs.now(engine, self._consensus, engine._layer_times)
         if not measured:
             return None
-        self._beside_weights = self._optimizer_share()
+        self._beside_weights = max(self._consensus.collect(_optimizer_share(engine.module, engine.basic_optimizer)))
         mine = {entry: self._bytes_of(here.get(keys[entry])) for entry in chunks.entries}
         bytes_of, activations = [(0.0, 0.0, 0.0) for _ in keys], [0.0 for _ in keys]
         for of_rank, kept in self._consensus.gather((mine, self._kept())):
@@ -194,16 +194,6 @@ class ShapeSelector:
         parameters = [] if layer is None else list(layer.parameters())
         gradients = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
         return sum(map(_size, parameters)), gradients * (1 + self._beside_weights), gradients
-
-    def _optimizer_share(self) -> float:
-        """Return bytes of moments and masters per byte of trained weights, on the fullest rank; collective."""
-        engine = self._engine
-        here = set(map(id, engine.module.parameters()))
-        held = [value for state in engine.basic_optimizer.state.values() for value in state.values()]
-        held += [p for group in engine.basic_optimizer.param_groups for p in group["params"] if id(p) not in here]
-        mine = sum(_size(value) for value in held if isinstance(value, Tensor))
-        trained = sum(_size(parameter) for parameter in engine.module.parameters() if parameter.requires_grad)
-        return max(self._consensus.collect(mine / trained if trained else 0.0))
 
     def _kept(self) -> float:
         """Return the bytes that this rank keeps of a micro-batch between its forward and its backward pass."""
@@ -267,14 +257,6 @@ class ShapeSelector:
         device = self._engine.device
         return float(highest_allocated(device)) if device.type == "cuda" else None
 
-    def _steps_left(self) -> float:
-        """Steps left by the scheduler's total, under DeepSpeed's name or else torch's and this package's."""
-        scheduler = self._engine.lr_scheduler
-        total = getattr(scheduler, "total_num_steps", getattr(scheduler, "total_steps", None))
-        if not isinstance(total, (int, float)):  # none, or a user's scheduler means something else by the name
-            return math.inf
-        return max(float(total) - float(self._engine.global_steps), 0.0)
-
     # -------------------------------------------------------------------------------------------------------- what is told
 
     def _line(self, present: Prediction, others: Sequence[Prediction], choice: Choice, measured: bool) -> str:
@@ -302,6 +284,25 @@ class ShapeSelector:
             seconds = min(self._seconds[_FIRST:])
             emit(f"elastic_pipeline: a step takes {seconds:.3f} s, and was predicted to take {self._expected:.3f} s")
         self._expected = None
+
+
+def _steps_left(engine: Any) -> float:
+    """Return the steps left by the scheduler's total, under DeepSpeed's name or else torch's and this package's."""
+    scheduler = engine.lr_scheduler
+    total = getattr(scheduler, "total_num_steps", getattr(scheduler, "total_steps", None))
+    if not isinstance(total, (int, float)):  # none, or a user's scheduler means something else by the name
+        return math.inf
+    return max(float(total) - float(engine.global_steps), 0.0)
+
+
+def _optimizer_share(module: Any, optimizer: Any) -> float:
+    """Return bytes of moments and masters per byte of trained weights, on this rank."""
+    here = set(map(id, module.parameters()))
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    held += [p for group in optimizer.param_groups for p in group["params"] if id(p) not in here]
+    mine = sum(_size(value) for value in held if isinstance(value, Tensor))
+    trained = sum(_size(parameter) for parameter in module.parameters() if parameter.requires_grad)
+    return mine / trained if trained else 0.0
 
 
 def _size(tensor: Tensor) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,9 @@ from ds_terapipe.optim.device_tensors import DeviceTensors, Record
 from ds_terapipe.optim.op import segments
 from ds_terapipe.optim.op.plain import FOUND_INF, SQUARES, Rule, trust_ratio
 from ds_terapipe.optim.op.segments import Part, SegmentArrays, Tables, View, Views
+from ds_terapipe.optim.op.step_tensors import NOTHING, StepTensors, addresses_of
 from ds_terapipe.optim.sharding import Fragment, Groups, Reduction
 from ds_terapipe.optim.step_rules import StepRules
-
-_NOTHING = torch.empty(0)
-_GRADIENT, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
 
 
 class DeviceTable:
@@ -45,7 +42,6 @@ class DeviceTable:
         self.names: list[str] = []
         self.layer_groups: list[tuple[int, bool]] = []
         rows: list[Fragment] = []
-        self._positions = held.positions
         # Only the op on a GPU counts steps and decides by itself; for all others the host does.
         self._is_host_led = op.name != "cuda"
         group_of = np.array(held.groups, dtype=np.int64)
@@ -55,19 +51,9 @@ class DeviceTable:
         self._arrays = SegmentArrays(list(self._parts(held)))
         # The op writes no ratio for layers of which this rank has nothing; statistics have it all the same.
         self._elsewhere = sorted(set(range(len(rows))) - set(self._arrays.layer.tolist()))
-        self._strides = [segments.memory_strides(t, in_rows=i in in_rows) for i, t in enumerate(self.tensors)]
-        self._scattered = [
-            i for i, (t, s) in enumerate(zip(self.tensors, self._strides, strict=True)) if t.stride() != s
-        ]
-        self._types = {segments.PARAMETER_TYPE: _types(self.tensors)}
-        self._sizes = {segments.PARAMETER: _sizes(self.tensors)}
-        four = np.full(len(self.tensors), 4, dtype=np.int64)
-        self._sizes |= {segments.EXP_AVG: four, segments.EXP_AVG_SQ: four}
-        self._moments: list[list[Tensor]] = [[_NOTHING] * len(self.tensors) for _ in range(2)]
+        strides = [segments.memory_strides(t, in_rows=i in in_rows) for i, t in enumerate(self.tensors)]
+        self._of_step = StepTensors(device, self.tensors, held.positions, strides)
         self._known_start: tuple[tuple[float, float], Tensor] | None = None
-        self._no_copies = [_NOTHING] * len(self.tensors)
-        self._write_back: list[tuple[Tensor, Tensor]] = []
-        self.active = np.zeros(len(self.tensors), dtype=bool)
         this = weakref.proxy(self)  # no cycle: tensors that leave the optimiser are freed at once
         self._made_views = Views(lambda: this._views())
         self.tables = Tables(torch.from_numpy(self._arrays.segments), self._rules.values, len(rows), self._made_views)
@@ -118,103 +104,16 @@ class DeviceTable:
         Raises:
             RuntimeError: for sparse gradients, or gradients or copies of another type or shape. Nothing is changed then.
         """
-        self._write_back = []
-        gradients = self._gradients()
-        targets = self._copies(copies)
-        states = [state[tensor] for tensor in self.tensors]
-        parameters = self._parameters()
-        self._adopt_moments(states)
-        self._current = (parameters, gradients, *self._moments, targets)
-        addresses = {column: _addresses(tensors) for column, tensors in enumerate(self._current)}
-        changed = self._arrays.point(addresses, self._sizes, self.active)
-        self._rules.renew(states, self.active)
+        step, states = self._of_step, [state[tensor] for tensor in self.tensors]
+        self._current = step.refresh(states, copies)
+        addresses = {column: addresses_of(tensors) for column, tensors in enumerate(self._current)}
+        changed = self._arrays.point(addresses, step.sizes, step.active)
+        self._rules.renew(states, step.active)
         self.tables.rules = self._rules.values
-        changed |= self._arrays.kinds(self._rules.rows, self._types)
+        changed |= self._arrays.kinds(self._rules.rows, step.types)
         if changed:
             self.tables.version += 1
             self._made_views.forget()
-
-    def _gradients(self) -> list[Tensor]:
-        gradients = list(map(_GRADIENT, self.tensors))
-        self.active = np.array([gradient is not None for gradient in gradients], dtype=bool)
-        if not self.active.all():
-            gradients = [_NOTHING if gradient is None else gradient for gradient in gradients]
-        if set(map(_LAYOUT, gradients)) - {torch.strided}:
-            raise RuntimeError("FusedLamb does not support sparse gradients")
-        strides = list(map(Tensor.stride, gradients))
-        self._note_types(segments.GRADIENT, segments.GRADIENT_TYPE, gradients, "gradient")
-        if strides != self._strides:
-            for i in np.flatnonzero(self.active).tolist():
-                if strides[i] != self._strides[i]:
-                    gradients[i] = self._like(i, gradients[i].dtype).copy_(gradients[i])
-        return gradients
-
-    def _note_types(self, column: int, shift: int, tensors: Sequence[Tensor], what: str) -> None:
-        dtypes = list(map(_DTYPE, tensors))
-        if dtypes == getattr(self, f"_{what}_dtypes", None):
-            return
-        for dtype in set(dtypes):
-            if dtype not in segments.TYPES:
-                raise RuntimeError(f"FusedLamb: got a {what} of {dtype}, must be float32, float16 or bfloat16")
-        setattr(self, f"_{what}_dtypes", dtypes)
-        self._types[shift] = _types(tensors)
-        self._sizes[column] = _sizes(tensors)
-
-    def _copies(self, copies: Sequence[Tensor | None] | None) -> list[Tensor]:
-        if copies is None:
-            self._note_types(segments.COPY, segments.COPY_TYPE, self._no_copies, "copy")
-            return self._no_copies
-        given = [copies[position] for position in self._positions]
-        targets = [_NOTHING if copy is None else copy for copy in given]
-        for i, target in enumerate(targets):
-            if target is _NOTHING:
-                continue
-            if target.shape != self.tensors[i].shape or target.device != self.device:
-                raise RuntimeError(
-                    f"FusedLamb: got a copy of shape {tuple(target.shape)} on {target.device}, must be like its parameter, "
-                    f"{tuple(self.tensors[i].shape)} on {self.device}"
-                )
-        self._note_types(segments.COPY, segments.COPY_TYPE, targets, "copy")
-        for i, target in enumerate(targets):
-            if target is not _NOTHING and target.stride() != self._strides[i]:
-                targets[i] = self._like(i, target.dtype).copy_(target)
-                self._write_back.append((targets[i], target))
-        return targets
-
-    def _parameters(self) -> list[Tensor]:
-        parameters = list(self.tensors)
-        for i in self._scattered:
-            parameters[i] = self._like(i, parameters[i].dtype).copy_(parameters[i])
-            self._write_back.append((parameters[i], self.tensors[i]))
-        return parameters
-
-    def _like(self, index: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(self.tensors[index].shape, self._strides[index], dtype=dtype, device=self.device)
-
-    def _adopt_moments(self, states: Sequence[dict[str, Any]]) -> None:
-        """Make the moments of new tensors, and bring moments that were loaded or replaced into the parameter's order."""
-        for known, name in zip(self._moments, ("exp_avg", "exp_avg_sq"), strict=True):
-            now = [state.get(name) for state in states]
-            if all(map(is_, known, now)):
-                continue
-            for i, (old, new) in enumerate(zip(known, now, strict=True)):
-                if old is new or (new is None and not self.active[i]):
-                    continue
-                fits = new is not None and new.dtype == torch.float32 and new.device == self.device
-                if not fits or new is None or new.shape != self.tensors[i].shape or new.stride() != self._strides[i]:
-                    new = self._moment(i, name, new)
-                    states[i][name] = new
-                known[i] = new
-
-    def _moment(self, index: int, name: str, given: Tensor | None) -> Tensor:
-        made = self._like(index, torch.float32)
-        if given is None:
-            return made.zero_()
-        if given.shape != made.shape:
-            raise RuntimeError(
-                f"FusedLamb: got {name} of shape {tuple(given.shape)}, must be that of its parameter, {tuple(made.shape)}"
-            )
-        return made.copy_(given)
 
     # ------------------------------------------------------------------------------------------------------- the step
 
@@ -299,9 +198,7 @@ class DeviceTable:
 
     def _finish(self, done: bool) -> None:
         """Write temporaries back and, on the host, count the step."""
-        for temporary, tensor in self._write_back:
-            tensor.copy_(temporary)
-        self._write_back = []
+        self._of_step.write_back()
         if done:
             self._rules.count()
 
@@ -353,21 +250,7 @@ class DeviceTable:
                     segments.flat(gradients[tensor], offset, length),
                     segments.flat(exp_avgs[tensor], offset, length),
                     segments.flat(exp_avg_sqs[tensor], offset, length),
-                    None if copies[tensor] is _NOTHING else segments.flat(copies[tensor], offset, length),
+                    None if copies[tensor] is NOTHING else segments.flat(copies[tensor], offset, length),
                 )
             )
         return views
-
-
-def _addresses(tensors: Sequence[Tensor]) -> np.ndarray:
-    if tensors and tensors[0] is tensors[-1] is _NOTHING and all(tensor is _NOTHING for tensor in tensors):
-        return np.zeros(len(tensors), dtype=np.int64)
-    return np.fromiter(map(Tensor.data_ptr, tensors), dtype=np.int64, count=len(tensors))
-
-
-def _types(tensors: Sequence[Tensor]) -> np.ndarray:
-    return np.array([segments.TYPES[tensor.dtype] for tensor in tensors], dtype=np.int64)
-
-
-def _sizes(tensors: Sequence[Tensor]) -> np.ndarray:
-    return np.array([tensor.element_size() for tensor in tensors], dtype=np.int64)

@@ -16,7 +16,8 @@ import torch
 import torch.distributed
 from deepspeed import comm as dist
 
-from ds_terapipe.pipeline.transport.watchdog import Watchdog, bounded_group
+from ds_terapipe.pipeline.transport.bounded_group import bounded_group
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.process_groups import close_groups
 from ds_terapipe.schedule import Channel, Placement
 

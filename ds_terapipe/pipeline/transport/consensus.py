@@ -14,7 +14,8 @@ import torch
 import torch.distributed
 
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.pipeline.transport.watchdog import Watchdog, bounded_group
+from ds_terapipe.pipeline.transport.bounded_group import bounded_group
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Placement
 
 _MOST = 2**62  # lowest value of words that no rank has given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from ds_terapipe.pipeline.transport.board import Board
 from ds_terapipe.pipeline.transport.guard import STOPPED, look
 
+_LOOKS, _BETWEEN_LOOKS_S = 5, 0.1  # time until a process with broken connections is gone
 _GONE = ("Z", "X", "x")  # states in /proc: a zombie has ended
 
 
@@ -50,6 +52,21 @@ class Processes:
             elif state == STOPPED:
                 found[rank] = f"process {pid} is stopped"
         return found
+
+    def look_for_lost(self, learns: bool) -> dict[int, str]:
+        """Return :meth:`lost`; look several times, as connections break before a process ends.
+
+        Args:
+            learns: whether ranks are still starting.
+        """
+        for _ in range(_LOOKS):
+            if learns:
+                self.learn()
+            found = self.lost()
+            if found:
+                return found
+            time.sleep(_BETWEEN_LOOKS_S)
+        return {}
 
     def gone(self) -> set[int]:
         """Return the ranks of this machine whose processes have ended."""

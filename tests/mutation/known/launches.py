@@ -17,7 +17,7 @@ KNOWN = (
           "            pass\n", f"{_REPORT} -k engine_needs_no_names"),
     Known("a lock that is held is stale", "build_locks", "                    if os.readlink(file.path) == real:\n",
           "                    if False:\n", f"{_REPORT} -k lock_is_listed"),
-    Known("a rank that has failed is waited for while engines are built", "pipeline.transport.watchdog",
+    Known("a rank that has failed is waited for while engines are built", "pipeline.transport.positions",
           "any(position.ended or position == had.get(rank)", "any(position == had.get(rank)",
           f"{_WATCHDOG} -k building_engines_ends"),
     Known("a wait for a stale lock is said twice", "build_locks", "        if not is_stale(path):\n",
