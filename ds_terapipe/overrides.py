@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from types import MethodType
@@ -16,10 +17,13 @@ def override(engine: Any, name: str, function: Callable[..., Any]) -> None:
     """
     before, here = vars(engine).get(name), weakref.ref(engine)
 
-    @functools.wraps(getattr(type(engine), name))
     def overriding(*args: Any, **kwargs: Any) -> Any:
         engine = here()
+        if engine is None:
+            raise ReferenceError(f"{name}: got a call after the engine was collected, must have the engine, keep it")
         original = before or MethodType(getattr(type(engine), name), engine)
         return function(engine, original, *args, **kwargs)
 
+    functools.update_wrapper(overriding, getattr(type(engine), name))
+    vars(overriding)["__signature__"] = inspect.signature(getattr(engine, name))  # a bound method's, without ``self``
     setattr(engine, name, overriding)

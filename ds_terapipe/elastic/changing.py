@@ -95,11 +95,7 @@ class Mover:
         if parts is not None and (new != engine.shape or tuple(parts) != ModelChunks(engine.module).parts):
             reshape = self._prepare(engine, new, parts, change.frozen)
         engine._recorder.begin(engine.global_steps + 1, wanted=traced)
-        with (
-            _bucket(engine) as bucket,
-            poison_on_error(engine._watchdog),
-            engine._recorder.collective("reshape"),
-        ):
+        with _bucket(engine) as bucket, poison_on_error(engine._watchdog), engine._recorder.collective("reshape"):
             engine._runtime.close()
             if bucket is not None:
                 unwrap(engine.optimizer, engine.module)

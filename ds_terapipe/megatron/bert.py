@@ -20,13 +20,7 @@ from ds_terapipe.megatron.bert_layers import (
     VocabularyBias,
     tied_vocabulary,
 )
-from ds_terapipe.megatron.common import (
-    PositionEmbedding,
-    check_config,
-    core_config,
-    layout_of,
-    position_table,
-)
+from ds_terapipe.megatron.common import PositionEmbedding, check_config, core_config, layout_of, position_table
 from ds_terapipe.megatron.layers import Rotary
 from ds_terapipe.megatron.loss import PretrainingLoss, classification_loss
 from ds_terapipe.staged_pipeline import StagedPipeline
@@ -131,13 +125,6 @@ def _pretrained(embedding: tuple[Any, ...], body: list[LayerSpec], tied: bool) -
     first = TiedLayerSpec("embedding", BertEmbedding, *embedding, tied_weight_attr=weight)
     # On the last of several stages this is a module of its own: it gets the shared table, no positions and no types.
     shared = TiedLayerSpec(
-        "embedding",
-        BertEmbedding,
-        config,
-        vocab_size,
-        None,
-        seed,
-        tied_weight_attr=weight,
-        forward_fn=tied_vocabulary,
+        "embedding", BertEmbedding, config, vocab_size, None, seed, tied_weight_attr=weight, forward_fn=tied_vocabulary
     )
     return [first, *body, shared, LayerSpec(VocabularyBias, config, vocab_size)]

@@ -9,13 +9,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ds_terapipe.megatron.common import (
-    PositionEmbedding,
-    check_config,
-    core_config,
-    layout_of,
-    position_table,
-)
+from ds_terapipe.megatron.common import PositionEmbedding, check_config, core_config, layout_of, position_table
 from ds_terapipe.megatron.layers import Embedding, FinalNorm, GPTLayer, OutputHead, Rotary, tied_logits
 from ds_terapipe.megatron.loss import TokenLoss
 from ds_terapipe.staged_pipeline import StagedPipeline

@@ -30,13 +30,7 @@ class Patches(nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        image: tuple[int, int],
-        patch: int,
-        channels: int,
-        class_token: bool,
-        seed: int,
+        self, config: TransformerConfig, image: tuple[int, int], patch: int, channels: int, class_token: bool, seed: int
     ) -> None:
         super().__init__()
         length = (image[0] // patch) * (image[1] // patch) + class_token

@@ -305,7 +305,4 @@ def _handed_over(outputs: Any) -> Any:
 def _described(batch: StepBatch, training: bool) -> Described:
     """Return the key of a unit's shapes, which leaves its tokens out, and its tokens."""
     signatures, spans = batch.signatures, batch.spans  # not the batch, since links keep this function
-    return lambda unit: (
-        (signatures[unit.micro_batch], unit.slice > 0, training),
-        spans[unit.micro_batch][unit.slice],
-    )
+    return lambda unit: ((signatures[unit.micro_batch], unit.slice > 0, training), spans[unit.micro_batch][unit.slice])

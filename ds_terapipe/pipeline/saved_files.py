@@ -22,11 +22,7 @@ from ds_terapipe.manifest import Manifest
 KEY = "load_checkpoint"
 _STATES = "mp_rank_*_model_states.pt"
 _OF_STATES = ("module", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
-_MOMENTS = (
-    "exp_avg",
-    "exp_avg_sq",
-    "momentum_buffer",
-)  # each as large as its parameter, in any optimizer
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # each as large as its parameter, in any optimizer
 _FLAT = ("fp32_groups_flat", "fp32_groups")  # of fp16 without ZeRO
 _REWRITING = ("_load_from_state_dict", "load_state_dict")
 

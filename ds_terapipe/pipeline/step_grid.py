@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ds_terapipe.schedule import (
-    Action,
-    Placement,
-    forward_only,
-    order,
-    validate,
-    with_messages,
-    with_weight_gradients,
-)
+from ds_terapipe.schedule import Action, Placement, forward_only, order, validate, with_messages, with_weight_gradients
 
 FORWARD_ONLY = "forward_only"
 

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.schedule import (
-    NAMES,
     Action,
     Dependencies,
     Grid,
@@ -21,7 +20,6 @@ from ds_terapipe.schedule import (
     covered_slices,
     dependencies,
     order,
-    schedule_named,
     simulate,
     with_messages,
     with_weight_gradients,
@@ -125,20 +123,17 @@ class StepTimes:
         backward[:frozen], weights[:frozen] = 0.0, 0.0
         hops[[not where.sends_forward(stage) for stage in range(self.stages - 1)]] = 0.0
         passes = (self.micro_batches * (own.forward.sum(1) + backward.sum(1))).tolist()
-        # the first unit comes down through the stages before; the last one goes up through them, and only the weight
-        # gradients that come after it are made meanwhile
+        # the first unit comes down through the stages before; the last one goes up through them, and an order may have left
+        # any weight gradients for that time
         down = [0.0, *np.cumsum(own.forward[:-1, 0] + hops).tolist()]
         hops[:frozen] = 0.0
         up, once = [0.0, *np.cumsum(backward[:-1, 0] + hops).tolist()], weights.tolist()
-        least, deferred = 0.0, any(schedule_named(name).defers for name in NAMES)
+        least = 0.0
         for place in range(where.places):
             stages = where.stages_on(place)
             last = next((stage for stage in stages if where.goes_backward(stage)), 0)  # of a place to go backward
             made = sum(once[stage] for stage in stages)
-            if deferred:  # those of any micro-batch may fill the wait
-                after = max(self.micro_batches * made, up[last])
-            else:
-                after = (self.micro_batches - 1) * made + max(made, up[last])
+            after = max(self.micro_batches * made, up[last])
             least = max(least, down[stages[0]] + sum(passes[stage] for stage in stages) + after)
         return least
 

@@ -109,10 +109,7 @@ def autocasts_to_fp16(value: Any) -> bool:
 # runtime/tensor_parallel/config.py.
 LAMB_RULES = (
     Rule(
-        "zero_optimization.stage",
-        above(2),
-        f"0, 1 or 2 {_LAMB} (ZeRO-3 does not tell where a layer's parts are)",
-        "1",
+        "zero_optimization.stage", above(2), f"0, 1 or 2 {_LAMB} (ZeRO-3 does not tell where a layer's parts are)", "1"
     ),
     Rule(
         "zero_optimization.offload_optimizer",

@@ -16,17 +16,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
-FLAGS = (
-    "-std=c++17",
-    "-O1",
-    "-g",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-shared",
-)
+FLAGS = ("-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-shared")
 _DRIVER = "libcuda.cpp"
 _NEEDED = ("cuda_runtime_api.h", "crt/host_defines.h")
 

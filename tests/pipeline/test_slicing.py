@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, probe_spans
-from ds_terapipe.pipeline.slicing import (
-    WHOLE,
-    TensorCut,
-    part_of,
-    plan_cuts,
-    slice_lengths,
-    spans,
-)
+from ds_terapipe.pipeline.slicing import WHOLE, TensorCut, part_of, plan_cuts, slice_lengths, spans
 
 B, S, H = 2, 12, 5
 ROW, MASK, LONG, FLOAT, BOOL = TensorCut(row=1), TensorCut(2, 3), torch.int64, torch.float32, torch.bool

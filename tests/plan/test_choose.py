@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +26,6 @@ from ds_terapipe.plan import (
     best_cut,
     can_choose,
     choose,
-    evaluate,
     memory_use,
     plan_of,
     sample_points,
@@ -70,10 +68,7 @@ def test_step_times_are_the_simulators_on_any_placement(placement, schedule, len
     validate(result.grid, [len(lengths)] * micro_batches, schedule, placement)
     assert len(result.places) == placement.places
     assert times.seconds(schedule, lengths) == pytest.approx(result.makespan, rel=1e-12)
-    with mock.patch.object(
-        evaluate, "NAMES", (*NAMES, schedule)
-    ):  # which bound holds depends on the schedules that there are
-        assert times.bound(lengths) <= result.makespan * (1 + 1e-12)
+    assert times.bound(lengths) <= result.makespan * (1 + 1e-12)
     assert all(place.peak_bytes == 2 * place.peak_tokens for place in result.places)
 
 
@@ -81,7 +76,9 @@ def test_step_times_are_the_simulators_on_any_placement(placement, schedule, len
 @pytest.mark.parametrize("schedule", [*NAMES, "late"])
 def test_weight_gradients_are_work_of_every_stage_whether_cut_or_not(schedule, lengths):
     cost = ExampleCost([1.0, 2.0, 1.5], weights=2e-5)
-    result = StepTimes(cost, 3, 5, weights_once=True).simulate(schedule, lengths)
+    times = StepTimes(cost, 3, 5, weights_once=True)
+    result = times.simulate(schedule, lengths)
+    assert times.seconds(schedule, lengths) == pytest.approx(result.makespan, rel=1e-12)
     assert sum(a.op is Op.WEIGHT_GRADIENTS for a in result.grid[1]) == (
         0 if len(lengths) == 1 else 10 if schedule == "late" else 5
     )
@@ -92,10 +89,10 @@ def test_weight_gradients_are_work_of_every_stage_whether_cut_or_not(schedule, l
 
 @pytest.mark.parametrize("schedule", [*NAMES, "late"])
 def test_operands_of_weight_gradients_are_held_until_their_action(schedule):
-    """100 + 60 tokens of 3 micro-batches: all are there where the order makes every weight gradient at the end."""
+    """100 + 60 tokens of 3 micro-batches: the last is there, and of the others what the order makes at the end."""
     model = MemoryModel((StageMemory(weight_gradients=1.0),) * 2)
     uses = memory_use(model, schedule, [100, 60], 3, weights_once=True)
-    assert [use.total for use in uses] == [480.0 if schedule == "late" else 160.0] * 2
+    assert [use.total for use in uses] == [360.0 if schedule == "late" else 160.0] * 2
 
 
 def fits(request, schedule, lengths):
@@ -128,11 +125,7 @@ def test_small_cases_are_the_best_of_all_plans_that_fit(cost, quanta, rest, micr
 
 @pytest.mark.parametrize(
     ("schedule", "micro_batches", "factors"),
-    [
-        ("auto", 4, [1.0, 1.0, 1.0, 2.0]),
-        ("terapipe", 1, [1.0, 1.0, 1.0, 2.0]),
-        ("1f1b", 4, [1.0] * 4),
-    ],
+    [("auto", 4, [1.0, 1.0, 1.0, 2.0]), ("terapipe", 1, [1.0, 1.0, 1.0, 2.0]), ("1f1b", 4, [1.0] * 4)],
 )
 def test_never_slower_than_equal_slices_or_terapipes_optimum(schedule, micro_batches, factors):
     cost, stages = ExampleCost(factors, attention=2e-8, link=1e-7, rough=5e-4), len(factors)
@@ -326,14 +319,7 @@ def test_a_plan_says_where_its_stages_are(tmp_path):
     assert "placement" not in placed(None).to_dict() and "for 3 stages, 2 micro" in "\n".join(placed(None).lines())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"places": [0, 0]},
-        {"boundaries": [0, 2, 2, 8]},
-        {"forward_only": None},
-    ],
-)
+@pytest.mark.parametrize("change", [{"places": [0, 0]}, {"boundaries": [0, 2, 2, 8]}, {"forward_only": None}])
 def test_a_broken_placement_is_one_line(tmp_path, change):
     data = placed().to_dict()
     data["placement"].update(change)

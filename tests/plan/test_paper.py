@@ -11,14 +11,7 @@ import pytest
 from ds_terapipe import cli
 from ds_terapipe.plan.costs.hardware import CLUSTERS
 from ds_terapipe.plan.paper import predicted as paper
-from ds_terapipe.plan.paper.predicted import (
-    CALIBRATING,
-    Options,
-    calibration_set,
-    closed_form,
-    reproduce,
-    simulated,
-)
+from ds_terapipe.plan.paper.predicted import CALIBRATING, Options, calibration_set, closed_form, reproduce, simulated
 from ds_terapipe.plan.paper.published import figures
 
 PUBLISHED = figures()

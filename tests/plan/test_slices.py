@@ -137,14 +137,7 @@ def test_a_partition_prints_what_a_command_line_takes():
     assert gain(costs, [3, 2]) == pytest.approx(1 - 4 / 5) and gain(costs, [4, 1]) == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "stages", "use"),
-    [
-        ("5,2", 2, "4,4"),
-        ("9,-1", None, "4,4"),
-        ("4,4", 3, "3,3,2"),
-    ],
-)
+@pytest.mark.parametrize(("text", "stages", "use"), [("5,2", 2, "4,4"), ("9,-1", None, "4,4"), ("4,4", 3, "3,3,2")])
 def test_other_texts_are_one_line_that_says_what_to_use(text, stages, use):
     with pytest.raises(ConfigError, match=f"--stage-layers: got .*, 8 together, use e.g. {use}$"):
         read_layers(text, 8, stages)

@@ -35,16 +35,21 @@ even_slices = st.builds(lambda count, each: [each] * count, st.integers(1, 8), s
 
 
 def _late(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
-    """1F1B, and all weight gradients of a place at its end: of a micro-batch's later slices, then of the others."""
-    grid = order("1f1b", placement, slices)
-    for place, row in enumerate(grid):
-        trained = [stage for stage in placement.stages_on(place) if placement.goes_backward(stage)]
-        units = [Unit(m, first) for m, count in enumerate(slices) for first in sorted({count // 2, 0}, reverse=True)]
-        row += [Action(Op.WEIGHT_GRADIENTS, stage, unit) for stage in trained for unit in units]
-    return grid
+    """1F1B; weight gradients of later slices behind their micro-batch, and those of the others at the end."""
+    rows: list[list[Action]] = []
+    for row in order("1f1b", placement, slices):
+        rows.append([])
+        ended = [action for action in row if action.op is Op.BACKWARD and action.unit.slice == 0]
+        for action in row:
+            rows[-1].append(action)
+            later = slices[action.unit.micro_batch] // 2
+            if action in ended and later:
+                rows[-1].append(Action(Op.WEIGHT_GRADIENTS, action.stage, Unit(action.unit.micro_batch, later)))
+        rows[-1] += [Action(Op.WEIGHT_GRADIENTS, stage, unit) for _, stage, unit in ended]
+    return rows
 
 
-LATE = register(Schedule("late", _late, schedule_named("1f1b").bound, defers=True))
+LATE = register(Schedule("late", _late, schedule_named("1f1b").bound))
 names_and_late = st.sampled_from((*NAMES, LATE.name))
 slices = even_slices | st.lists(st.integers(1, 8), min_size=1, max_size=8)
 few_slices = st.lists(st.integers(1, 4), min_size=1, max_size=6)

@@ -7,16 +7,7 @@ import re
 import pytest
 from hypothesis import given
 
-from ds_terapipe.schedule import (
-    Action,
-    Op,
-    Panel,
-    Placement,
-    grid_text,
-    order,
-    timelines_svg,
-    with_messages,
-)
+from ds_terapipe.schedule import Action, Op, Panel, Placement, grid_text, order, timelines_svg, with_messages
 from tests.schedule import strategies
 
 SVG = "{http://www.w3.org/2000/svg}"

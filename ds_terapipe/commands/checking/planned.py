@@ -86,8 +86,7 @@ def memory_model(reports: Sequence[Report]) -> MemoryModel:
     known = calibrated(alone, peaks, SCHEDULE, micro_batches, any(report.defers for report in reports))
     beyond = ((stage.working, stage.joined) for stage in known.stages)
     return replace(
-        model,
-        stages=tuple(replace(s, working=w, joined=j) for s, (w, j) in zip(stages, beyond, strict=True)),
+        model, stages=tuple(replace(s, working=w, joined=j) for s, (w, j) in zip(stages, beyond, strict=True))
     )
 
 

@@ -350,10 +350,7 @@ class OutputCache:
     def _stop(self, why: str) -> None:
         self._sound = False
         use = "use layers without dropout or batch statistics"
-        self._warn(
-            f"unsound {self._level}",
-            f"not used for {self._layers} layers: got {why}; {use}",
-        )
+        self._warn(f"unsound {self._level}", f"not used for {self._layers} layers: got {why}; {use}")
 
     def _warn(self, about: str, line: str) -> None:
         if about not in self._warned:

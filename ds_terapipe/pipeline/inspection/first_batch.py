@@ -77,9 +77,7 @@ class Inspection:
                 for number, stage in self.runtime.stages.items()
             }
             self._through_stages(
-                batch,
-                probe_spans(total),
-                lambda stage, inputs, span: _probe(stage, probes[stage.number], inputs, span),
+                batch, probe_spans(total), lambda stage, inputs, span: _probe(stage, probes[stage.number], inputs, span)
             )
             self._together(probes)
             if self.verifies:

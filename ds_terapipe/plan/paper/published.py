@@ -89,10 +89,7 @@ _MAIN = (
 )
 
 # Setting: seconds with that many equal slices.
-_UNIFORM = {
-    8: {4: 1.241, 8: 1.255, 16: 1.241},
-    9: {4: 2.902, 8: 1.892, 16: 1.547, 32: 1.593, 64: 2.227, 128: 3.252},
-}
+_UNIFORM = {8: {4: 1.241, 8: 1.255, 16: 1.241}, 9: {4: 2.902, 8: 1.892, 16: 1.547, 32: 1.593, 64: 2.227, 128: 3.252}}
 
 # Sequence length, batch, seconds without, seconds with, slices with (recalled): in setting 5's layout.
 _LONG = (

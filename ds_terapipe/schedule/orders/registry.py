@@ -15,18 +15,16 @@ class Schedule(NamedTuple):
     Attributes:
         name: in a configuration, in plans, in logs.
         order: the computations of a step, one list per place, from a placement and the number of slices of each micro-batch.
+            Weight gradients are among them, or are put right behind their backward passes where a stage makes them apart.
         bound: from the same, for each place: so many pairs of stage and unit at most have gone forward and not yet backward
             at once, on stages that go backward.
         title: in tables, for a schedule that trains with slices, and that a configuration may name for that; empty for others.
-        defers: whether the order has weight gradients, which it may put anywhere after their backward passes; else those that
-            a stage makes apart are put right after them.
     """
 
     name: str
     order: Callable[[Placement, Sequence[int]], list[list[Action]]]
     bound: Callable[[Placement, Sequence[int]], list[int]]
     title: str = ""
-    defers: bool = False
 
 
 _SCHEDULES: dict[str, Schedule] = {}
