@@ -51,7 +51,6 @@ def _run(engine: Any, request: StepRequest, reduce_output: str | None, bcast_los
     batch = read(engine, request)
     batch.cut(engine._slicer.now(batch.lengths).slices)
     inspect(engine, batch, request)
-    engine.total_additional_losses = None
     grid = grid_of_step(FORWARD_ONLY, engine.placement, batch.slice_counts())
     result = None
     with poison_on_error(engine._watchdog):

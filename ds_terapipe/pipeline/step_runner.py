@@ -25,7 +25,7 @@ from ds_terapipe.schedule import Grid
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What the caller of a step asks for.
+    """Options of a training step or an evaluation.
 
     Attributes:
         micro_batches: number of micro-batches of each replica.

@@ -85,6 +85,7 @@ def run(engine: Any, batch: StepBatch, grid: Grid, request: StepRequest) -> None
         raise
     engine.fwd_outputs = [] if losses is None else losses.values
     engine.total_loss = None if losses is None else losses.total
+    engine.total_additional_losses = None
     if losses is not None:
         engine.outputs = losses.outputs
         if torch.is_grad_enabled():

@@ -113,7 +113,7 @@ def to_carry(engine: Any, state: Mapping[str, Any], said: dict[str, Any] | None)
 
     Args:
         engine: the engine that saves.
-        state: state of `ElasticCheckpoints`.
+        state: state of `ElasticCheckpointer`.
         said: `info`; None: the checkpoint can't be converted.
     """
     if said is None:
@@ -147,7 +147,7 @@ class Universal:
 
     Attributes:
         folder: folder of this checkpoint.
-        state: state of `ElasticCheckpoints`; None: another engine saved it.
+        state: state of `ElasticCheckpointer`; None: another engine saved it.
         untrained: whole tensors and their kinds, by name.
     """
 
