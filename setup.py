@@ -60,6 +60,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["ds_terapipe", "ds_terapipe.*"]),
+    package_data={"ds_terapipe": ["private_names.ini"]},
     ext_modules=[Extension("ds_terapipe.optim._lamb_cpu", [])] if AHEAD else [],
     cmdclass={"build_py": WithSources, "build_ext": AheadOfTime},
     install_requires=["torch>=2.11", "numpy", "deepspeed>=0.19.8,<0.20", "ninja", "pybind11", "tqdm", "zlib-ng"],

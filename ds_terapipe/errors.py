@@ -55,6 +55,13 @@ def bad_value(key: str, got: object, rule: str, use: str) -> ConfigError:
     return ConfigError(f"{key}: got {shown(got)}, must be {rule}, use {use}")
 
 
+def unknown_key(block: str, name: object, known: Iterable[str]) -> ConfigError:
+    """The error for a key that a block does not have."""
+    near = nearest(str(name), known)
+    use = shown(near) if near else "one of them"
+    return ConfigError(f"{block}: unknown key {shown(name)}, must be one of {', '.join(known)}, use {use}")
+
+
 @contextlib.contextmanager
 def named(key: str) -> Iterator[None]:
     """Context manager that prefixes errors of a file with the key that names it; the cause stays."""

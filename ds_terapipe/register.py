@@ -6,7 +6,6 @@ configuration that has one of our keys, or names one of our optimizers or LR sch
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -15,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
+from .errors import ConfigError, nearest
 from .names import KEYS, TYPES
 
 TOKEN_PIPELINE, ELASTIC_PIPELINE = KEYS
@@ -118,23 +118,14 @@ def _by_name(original: Initialize, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _wanted(config: Mapping[str, Any], given: Mapping[str, Any]) -> Wanted:
     for key in config:
-        near = _near_miss(key)
+        near = nearest(key, KEYS, ALIKE) if isinstance(key, str) and key not in KEYS else None
         if near:
-            from .errors import ConfigError
-
             raise ConfigError(f'{key}: unknown key, must be spelt "{near}", use "{near}"')
     return Wanted(
         pipeline=any(_is_on(config, key) for key in KEYS),
         optimizer=_names_ours(config, "optimizer", OPTIMIZERS, _deepspeeds_optimizer, given.get("optimizer")),
         scheduler=_names_ours(config, "scheduler", SCHEDULERS, _deepspeeds_scheduler, given.get("lr_scheduler")),
     )
-
-
-def _near_miss(key: object) -> str | None:
-    if not isinstance(key, str) or key in KEYS:
-        return None
-    near = difflib.get_close_matches(key.lower().replace("-", "_"), KEYS, n=1, cutoff=ALIKE)
-    return near[0] if near else None
 
 
 def _names_ours(
@@ -147,19 +138,10 @@ def _names_ours(
         return False
     if kind in names:
         return True
-    near = _nearly(kind, names)
+    near = nearest(kind, names, TYPES_ALIKE)
     if near is None or argument is not None or deepspeeds(kind):
         return False
-    from .errors import ConfigError
-
     raise ConfigError(f'{block}.type: got "{kind}", must be spelt "{near}", use "{near}"')
-
-
-def _nearly(kind: str, names: tuple[str, ...]) -> str | None:
-    plain = {name.lower(): name for name in names}
-    word = kind.lower().replace("-", "").replace("_", "")
-    near = difflib.get_close_matches(word, plain, n=1, cutoff=TYPES_ALIKE)
-    return plain[near[0]] if near else None
 
 
 def _deepspeeds_optimizer(kind: str) -> bool:
@@ -299,8 +281,6 @@ def _checked(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 
 
 def _cannot_run(key: str, reason: Exception) -> NoReturn:
-    from .errors import ConfigError
-
     if isinstance(reason, ConfigError):
         raise reason
     message = f"{key}: ds_terapipe cannot run here ({type(reason).__name__}: {reason}), remove the key"

@@ -66,9 +66,9 @@ REFUSED: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("weight_gradients", "once", '"micro_batch" or "slice"', {"slices": 8}),
     ("layout", "bs_h", '"auto" or "bsh" or "sbh", use "bsh"', {"slices": 8}),
     ("verify", 1, "got 1, must be true or false", {"slices": 8}),
-    ("pack_weights", 0, "got 0, must be absent (weights are no longer packed), leave it out", {"slices": 8}),
+    ("pack_weights", 0, "got 0, must be absent (weights are no longer packed), use ", {"slices": 8}),
     ("timeout_s", 0, f"got 0, must be {YEAR}", {"slices": 8}),
-    ("timeout_s", 31536001, "at most a year (31536000), use e.g. 600", {"slices": 8}),
+    ("timeout_s", 31536001, "at most 31536000, use e.g. 600", {"slices": 8}),
     ("trace_path", "", 'got "", must be the name of a file, use "trace.json"', {"slices": 8}),
     ("trace_steps", [2, 3], "got [2, 3], must be absent without trace_path", {}),
     ("trace_steps", [0, 4], "counted from 1", {"slices": 8}),
@@ -89,7 +89,7 @@ def test_mistakes_are_one_line_with_key_value_and_rule(key, value, says, beside)
     with pytest.raises(ConfigError) as caught:
         parsed(**block)
     message = str(caught.value)
-    assert says in message and "\n" not in message and re.search(", (use|leave) ", message)
+    assert says in message and "\n" not in message and ", use " in message
     assert message.startswith(f"token_pipeline.{key}: got " if "unknown key" not in message else "token_pipeline")
 
 

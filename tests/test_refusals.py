@@ -26,8 +26,8 @@ from torch import nn
 import ds_terapipe
 from ds_terapipe import refusals
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.refusals.configuration import Rule
 from ds_terapipe.refusals.deepspeed_keys import VALUE_RULES
+from ds_terapipe.rules import Rule
 from tests.json_values import JSON
 from tests.spawn import launched
 

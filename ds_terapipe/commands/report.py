@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import io
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections import Counter
 from typing import Any, NamedTuple
 
 import ds_terapipe.compat as compat
@@ -119,15 +121,10 @@ def _why_off() -> str:
 
 
 def names() -> dict[str, Any]:
-    """Per package, how many of the private names of compat.py exist, and which do not."""
-    found: dict[str, Any] = {}
-    for name, there in compat.report().items():
-        entry = found.setdefault(name.package, {"found": 0, "missing": []})
-        if there:
-            entry["found"] += 1
-        else:
-            entry["missing"].append(name.path)
-    return found
+    """Per installed package, how many of its private names that are used exist, and which do not."""
+    listed = Counter(name.package for name in compat.names())
+    gone = {package: compat.missing(package) for package in listed if importlib.util.find_spec(package) is not None}
+    return {package: {"found": listed[package] - len(gone[package]), "missing": gone[package]} for package in gone}
 
 
 def deepspeed_ops() -> list[OpLine]:

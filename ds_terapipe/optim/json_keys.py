@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from ds_terapipe.errors import ConfigError, bad_value, is_finite, nearest, shown
+from ds_terapipe.errors import ConfigError, bad_value, is_finite, shown, unknown_key
 from ds_terapipe.optim import engine_hooks
 from ds_terapipe.optim.lamb import FusedLamb
-from ds_terapipe.refusals import check_lamb_config
+from ds_terapipe.optim.schedules.lr_schedules import build_scheduler, complete_config
+from ds_terapipe.refusals import LAMB_RULES
+from ds_terapipe.rules import at, check
 
 OPTIMIZER, SCHEDULER = "optimizer", "scheduler"
 CLIPPING = "gradient_clipping"
@@ -79,17 +81,20 @@ def read(config: Mapping[str, Any], arguments: Mapping[str, Any], *, optimizer: 
     """
     made: dict[str, Any] = dict(config)
     make_optimizer = make_scheduler = None
+    for block, argument, is_ours in ((OPTIMIZER, "optimizer", optimizer), (SCHEDULER, "lr_scheduler", scheduler)):
+        if is_ours and arguments.get(argument) is not None:
+            got = f"{shown(config[block]['type'])} beside initialize({argument}=...)"
+            raise ConfigError(f"{block}.type: got {got}, must be one of the two, use the key alone")
     if optimizer:
-        _refuse_argument("optimizer", OPTIMIZER, config, arguments)
-        check_lamb_config(config)
+        check(LAMB_RULES, config)
         params = _optimizer_params(made, scheduled=scheduler)
         make_optimizer = _optimizer_maker(params, arguments.get("model"), arguments.get("mpu"), made)
     if scheduler:
-        _refuse_argument("lr_scheduler", SCHEDULER, config, arguments)
-        if not _block(config, OPTIMIZER).get("type") and arguments.get("optimizer") is None:
+        if not at(config, f"{OPTIMIZER}.type") and arguments.get("optimizer") is None:
             kind = shown(config[SCHEDULER]["type"])
             raise ConfigError(f"{SCHEDULER}.type: got {kind} without an optimizer, must have one, use optimizer.type")
-        make_scheduler = _scheduler_maker(made, _replicas(config, arguments))
+        made.update(complete_config(made, _replicas(config, arguments)))
+        make_scheduler = build_scheduler(made[SCHEDULER]["type"], params_of(made, SCHEDULER), made)
     return JsonKeys(made, make_optimizer, make_scheduler)
 
 
@@ -103,28 +108,13 @@ def _configuration_holder(arguments: dict[str, Any]) -> tuple[Any, str]:
     return args, name
 
 
-def _refuse_argument(argument: str, block: str, config: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    if arguments.get(argument) is not None:
-        kind = shown(config[block]["type"])
-        raise ConfigError(
-            f"{block}.type: got {kind} beside initialize({argument}=...), must be one of the two, use the key alone"
-        )
-
-
-def _block(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    block = config.get(name)
-    return block if isinstance(block, Mapping) else {}
-
-
 def params_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The block ``<name>.params``, empty where it is absent or null.
 
     Raises:
         ConfigError: it is not a block.
     """
-    params = _block(config, name).get("params")
-    if params is None:
-        return {}
+    params = at(config, f"{name}.params") or {}
     if not isinstance(params, Mapping):
         raise bad_value(f"{name}.params", params, "a block of keys", 'e.g. {"lr": 1e-3}')
     return dict(params)
@@ -139,12 +129,7 @@ def _optimizer_params(made: dict[str, Any], *, scheduled: bool) -> dict[str, Any
     known = [name for name in inspect.signature(FusedLamb).parameters if name not in NOT_FROM_JSON]
     for name in params:
         if name not in known:
-            near = nearest(name, known)
-            listed = ", ".join([*known, "max_grad_norm"])
-            raise ConfigError(
-                f"{OPTIMIZER}.params: unknown key {shown(name)}, must be one of {listed}, use "
-                f"{shown(near) if near else 'one of them'}"
-            )
+            raise unknown_key(f"{OPTIMIZER}.params", name, [*known, "max_grad_norm"])
     if "lr" not in params:
         if not scheduled:
             raise ConfigError(f"{OPTIMIZER}.params.lr: missing, must be a finite number, 0 or more, use e.g. 1e-3")
@@ -185,12 +170,3 @@ def _replicas(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> int | 
         return int(grid.get_data_parallel_world_size()) if hasattr(grid, "get_data_parallel_world_size") else None
     divided = arguments.get("mesh_param") or config.get("sequence_parallel_size") or config.get("tensor_parallel")
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() and not divided else None
-
-
-def _scheduler_maker(made: dict[str, Any], replicas: int | None) -> Callable[[Any], Any]:
-    from ds_terapipe.optim.schedules.lr_schedules import build_scheduler, complete_config
-
-    complete = complete_config(made, replicas)
-    made.clear()
-    made.update(complete)
-    return build_scheduler(made[SCHEDULER]["type"], params_of(made, SCHEDULER), made)

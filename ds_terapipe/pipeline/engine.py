@@ -48,7 +48,7 @@ from ds_terapipe.pipeline.training import train
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.stream import Loader, StreamMark
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
-from ds_terapipe.refusals import check_weight_gradients, cuts
+from ds_terapipe.refusals import cuts
 from ds_terapipe.schedule import Placement
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,6 @@ class TokenPipelineEngine(PipelineEngine):
         self._controller: Controller = controller or Controller()
         super().__init__(*args, **kwargs)
         self._token_pipeline = token_pipeline
-        check_weight_gradients(token_pipeline, self.torch_autocast_enabled())
         for hook in (clip_by_true_norm, reduce_large_in_place, keep_loss_state):
             hook(self)
         pipelines = self.grid.pipe_groups

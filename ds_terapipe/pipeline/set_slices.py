@@ -47,22 +47,17 @@ def _changed(
 
     Raises ConfigError on every rank for a bad value, or different values between ranks.
     """
-    error, changed = None, settings
-    try:
-        values = {
-            **settings.model_dump(),
-            "slices": slices,
-            "schedule": settings.schedule if schedule is None else schedule,
-        }
-        changed = TokenPipelineConfig(**values)
-    except Exception as problem:  # an error must not leave the others waiting
-        error = " ".join(str(problem).split())
-    said = consensus.gather((error, changed.slices, changed.schedule))
-    for message, *_ in said:
-        if message is not None:
-            raise ConfigError(message)
-    for rank, (_, *theirs) in enumerate(said):
-        for name, value, first in zip(("slices", "schedule"), theirs, said[0][1:], strict=True):
+    values = {
+        **settings.model_dump(),
+        "slices": slices,
+        "schedule": settings.schedule if schedule is None else schedule,
+    }
+    made: list[TokenPipelineConfig] = []
+    consensus.agree(error_of(lambda: made.append(TokenPipelineConfig(**values))))
+    (changed,) = made
+    said = consensus.gather((changed.slices, changed.schedule))
+    for rank, theirs in enumerate(said):
+        for name, value, first in zip(("slices", "schedule"), theirs, said[0], strict=True):
             if value != first:
                 raise ConfigError(
                     f"token_pipeline.{name}: got {shown(value)} on rank {rank} and {shown(first)} on rank 0, must be the same on "

@@ -6,26 +6,19 @@ finds is exchanged, and all ranks raise.
 
 from __future__ import annotations
 
-from ds_terapipe.refusals.configuration import (
-    check_checkpointing,
-    check_config,
-    check_lamb_config,
-    check_weight_gradients,
-    cuts,
-)
+from ds_terapipe.refusals.configuration import LAMB_RULES, check_checkpointing, check_config, cuts
 from ds_terapipe.refusals.deepspeed_keys import check_keys
 from ds_terapipe.refusals.models import check_model, check_model_class, has_own_forward
 from ds_terapipe.refusals.ranks import advise, on_every_rank, turn_off_partitioning
 
 __all__ = [
+    "LAMB_RULES",
     "advise",
     "check_checkpointing",
     "check_config",
     "check_keys",
-    "check_lamb_config",
     "check_model",
     "check_model_class",
-    "check_weight_gradients",
     "cuts",
     "has_own_forward",
     "on_every_rank",

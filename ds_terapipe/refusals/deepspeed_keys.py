@@ -6,38 +6,35 @@ first step. The first are found by reading the configuration as DeepSpeed does, 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 from deepspeed.utils import logger as deepspeed_logger
-from pydantic import ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
-from ds_terapipe.config import LARGEST_64, is_count
-from ds_terapipe.errors import ConfigError, bad_value, is_finite, shown
-from ds_terapipe.refusals.configuration import Rule, check_rules
+from ds_terapipe.blocks import LARGEST_64, Count, Switch, Whole
+from ds_terapipe.errors import bad_value, shown
+from ds_terapipe.rules import Rule, check
 
-_Refused = Callable[[Any], bool]
+_Word = Annotated[str, Field(strict=True)] | None
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)] | Switch
 
 
-def _but(*kinds: type) -> _Refused:
+def _but(kind: Any) -> Callable[[Any], bool]:
     """Refuse values of other types."""
-    return lambda value: not isinstance(value, kinds)
+    adapter = TypeAdapter(kind)
 
+    def refused(value: Any) -> bool:
+        try:
+            adapter.validate_python(value)
+        except ValidationError:
+            return True
+        return False
 
-def _but_count(least: int, *others: type) -> _Refused:
-    """Refuse all but whole numbers from ``least`` on and values of other types that are given."""
-    return lambda value: not is_count(value, least) and not isinstance(value, others)
-
-
-def _no_number(value: Any) -> bool:
-    return not is_finite(value) and not isinstance(value, bool)
-
-
-def _no_numbers(value: Any) -> bool:
-    return not isinstance(value, (list, tuple)) or any(map(_no_number, value))
+    return refused
 
 
 def _no_interval(value: Any) -> bool:
@@ -52,40 +49,39 @@ def _no_dtype(value: Any) -> bool:
 
 
 _ARGUMENTS = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}
-_NULL = type(None)
 _DTYPES = "fp32, fp16, bf16 or null"
 
 # Spelt as in DeepSpeed 0.19.8: runtime/constants.py, runtime/config.py.
 VALUE_RULES = (
     Rule("optimizer", _but(Mapping), "a block of keys", 'e.g. {"type": "AdamW", "params": {"lr": 1e-3}}'),
-    Rule("optimizer.type", _but(str, _NULL), "the name of an optimizer", 'e.g. "AdamW"'),
-    Rule("optimizer.params", _but(Mapping, _NULL), "a block of keys", 'e.g. {"lr": 1e-3}'),
-    Rule("optimizer.params.lr", _no_number, "a number", "e.g. 1e-3"),
-    Rule(
-        "optimizer.params.eps", lambda value: _no_number(value) and not isinstance(value, list), "a number", "e.g. 1e-8"
-    ),
-    Rule("optimizer.params.weight_decay", _no_number, "a number", "e.g. 0.01"),
-    Rule("optimizer.params.betas", _no_numbers, "a list of numbers", "e.g. [0.9, 0.999]"),
+    Rule("optimizer.type", _but(_Word), "the name of an optimizer", 'e.g. "AdamW"'),
+    Rule("optimizer.params", _but(Mapping | None), "a block of keys", 'e.g. {"lr": 1e-3}'),
+    Rule("optimizer.params.lr", _but(_Number), "a number", "e.g. 1e-3"),
+    Rule("optimizer.params.eps", _but(_Number | list), "a number", "e.g. 1e-8"),
+    Rule("optimizer.params.weight_decay", _but(_Number), "a number", "e.g. 0.01"),
+    Rule("optimizer.params.betas", _but(list[_Number]), "a list of numbers", "e.g. [0.9, 0.999]"),
     Rule("scheduler", _but(Mapping), "a block of keys", 'e.g. {"type": "WarmupLR", "params": {}}'),
-    Rule("scheduler.type", _but(str, _NULL), "the name of an LR scheduler", 'e.g. "WarmupLR"'),
-    Rule("scheduler.params", _but(Mapping, _NULL), "a block of keys", 'e.g. {"warmup_num_steps": 100}'),
-    Rule("scheduler.params.warmup_num_steps", _no_number, "a number of steps", "e.g. 100"),
-    Rule("scheduler.params.total_num_steps", _no_number, "a number of steps", "e.g. 1000"),
-    Rule("train_batch_size", _but_count(1, _NULL), "a positive number of samples", "e.g. 32, or leave it out"),
-    Rule("train_micro_batch_size_per_gpu", _but_count(1, _NULL), "a positive number of samples", "e.g. 1"),
-    Rule("gradient_accumulation_steps", _but_count(1, _NULL), "a positive number of micro-batches", "e.g. 8"),
-    Rule("gradient_clipping", _no_number, "a number, the largest norm of all gradients", "e.g. 1.0, or 0 for none"),
+    Rule("scheduler.type", _but(_Word), "the name of an LR scheduler", 'e.g. "WarmupLR"'),
+    Rule("scheduler.params", _but(Mapping | None), "a block of keys", 'e.g. {"warmup_num_steps": 100}'),
+    Rule("scheduler.params.warmup_num_steps", _but(_Number), "a number of steps", "e.g. 100"),
+    Rule("scheduler.params.total_num_steps", _but(_Number), "a number of steps", "e.g. 1000"),
+    Rule("train_batch_size", _but(Count | None), "a positive number of samples", "e.g. 32, or leave it out"),
+    Rule("train_micro_batch_size_per_gpu", _but(Count | None), "a positive number of samples", "e.g. 1"),
+    Rule("gradient_accumulation_steps", _but(Count | None), "a positive number of micro-batches", "e.g. 8"),
+    Rule("gradient_clipping", _but(_Number), "a number, the largest norm of all gradients", "e.g. 1.0, or 0 for none"),
     Rule("steps_per_print", _no_interval, "a number of steps other than 0, or null", "e.g. 10"),
-    Rule("log_level", _but(str, _NULL), "the name of a level", 'e.g. "info"'),
+    Rule("log_level", _but(_Word), "the name of a level", 'e.g. "info"'),
     Rule("torch_autocast", _but(Mapping), "a block of keys", 'e.g. {"enabled": true, "dtype": "bfloat16"}'),
-    Rule("torch_autocast.enabled", _but(bool), "true or false", "false"),
+    Rule("torch_autocast.enabled", _but(Switch), "true or false", "false"),
     *(
         Rule(f"data_types.{name}", _no_dtype, _DTYPES, "null")
         for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype")
     ),
-    Rule("tensor_parallel.autotp_size", _but_count(0, _NULL), "a number of ranks", "0 for none"),
-    Rule("data_efficiency.data_routing.random_ltd.enabled", _but(bool), "true or false", "false"),
-    Rule("pipeline.activation_checkpoint_interval", _but_count(0, bool), "a number of layers", "e.g. 1, or 0 for none"),
+    Rule("tensor_parallel.autotp_size", _but(Whole | None), "a number of ranks", "0 for none"),
+    Rule("data_efficiency.data_routing.random_ltd.enabled", _but(Switch), "true or false", "false"),
+    Rule(
+        "pipeline.activation_checkpoint_interval", _but(Whole | Switch), "a number of layers", "e.g. 1, or 0 for none"
+    ),
 )
 
 
@@ -103,37 +99,29 @@ def check_keys(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
         ConfigError: naming the key and its value.
     """
     given = tuple(f"{block}." for block, name in _ARGUMENTS.items() if arguments.get(name) is not None)
-    check_rules((rule for rule in VALUE_RULES if not rule.path.startswith(given)), config)
+    check((rule for rule in VALUE_RULES if not rule.path.startswith(given)), config)
     for path, value in _integers(config):
         if abs(value) > LARGEST_64:  # rank 0, which alone prints the configuration, fails at one that no float can hold
             raise bad_value(path, value, f"a number of 64 bits, at most {LARGEST_64}", "a smaller one")
-    model = arguments.get("model")
-    if not isinstance(model, PipelineModule):
+    if isinstance(model := arguments.get("model"), PipelineModule):
+        loud, deepspeed_logger.disabled = deepspeed_logger.disabled, True  # it reads the same configuration afterwards
+        try:
+            _check_reading(config, model)
+        finally:
+            deepspeed_logger.disabled = loud
+
+
+def _check_reading(config: Mapping[str, Any], model: PipelineModule) -> None:
+    """Raise for the key without which DeepSpeed can read the configuration, or has another error."""
+    problem = _problem(config, model)
+    if problem is None:
         return
-    with _silent():
-        problem = _problem(config, model)
-        if problem is None:
-            return
-        without = {key: _problem({name: config[name] for name in config if name != key}, model) for key in config}
-    raise _error(config, problem, without) from problem
-
-
-def _problem(config: Mapping[str, Any], model: Any) -> Exception | None:
-    """The error of reading a configuration as ``deepspeed.initialize`` does."""
-    try:
-        DeepSpeedConfig(_copied(config), model.mpu())
-    except Exception as problem:
-        return problem
-    return None
-
-
-def _error(config: Mapping[str, Any], problem: Exception, without: Mapping[str, Exception | None]) -> ConfigError:
-    """The line for the key without which the configuration can be read, or has another error."""
+    without = {key: _problem({name: config[name] for name in config if name != key}, model) for key in config}
     harmless = [key for key, other in without.items() if other is None]
     changes = [key for key, other in without.items() if str(other) != str(problem)]
     said = " ".join(str(problem).split()).encode(errors="backslashreplace").decode()
     if not changes:
-        return ConfigError(f"ds_config.json: got {shown(config)}, must be what DeepSpeed reads ({said}), use its keys")
+        raise bad_value("ds_config.json", config, f"what DeepSpeed reads ({said})", "its keys") from problem
     key = (harmless or changes)[0]
     path, value = _word(key), config[key]
     if isinstance(problem, ValidationError):
@@ -141,7 +129,16 @@ def _error(config: Mapping[str, Any], problem: Exception, without: Mapping[str, 
         path, value, said = ".".join(map(_word, [key, *first["loc"]])), first["input"], first["msg"]
     reason = f"{type(problem).__name__}: {said}" if isinstance(problem, (AttributeError, TypeError)) else said
     use = "another value, or leave it out" if harmless else "another value"
-    return ConfigError(f"{path}: got {shown(value)}, must be what DeepSpeed reads ({reason[:300]}), use {use}")
+    raise bad_value(path, value, f"what DeepSpeed reads ({reason[:300]})", use) from problem
+
+
+def _problem(config: Mapping[str, Any], model: PipelineModule) -> Exception | None:
+    """The error of reading a configuration as ``deepspeed.initialize`` does."""
+    try:
+        DeepSpeedConfig(copy.deepcopy(dict(config)), model.mpu())
+    except Exception as problem:
+        return problem
+    return None
 
 
 def _integers(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
@@ -159,21 +156,3 @@ def _integers(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
 def _word(name: object) -> str:
     """A key as a part of a path, on one line whatever is in it."""
     return str(name) if str(name).isidentifier() else shown(name)
-
-
-def _copied(value: Any) -> Any:
-    """Copy nested blocks and lists; other values are kept as they are."""
-    if isinstance(value, Mapping):
-        return {name: _copied(each) for name, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Keep DeepSpeed from saying things twice: it reads the same configuration afterwards."""
-    before = deepspeed_logger.disabled
-    deepspeed_logger.disabled = True
-    try:
-        yield
-    finally:
-        deepspeed_logger.disabled = before

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ds_terapipe.config import TOKEN_PIPELINE
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.model_chunks import ModelChunks
-
-_UNCOMPILED = (
-    "plain Python where sequences are cut (a compiled graph holds the attention of all tokens)",
-    'it without torch.compile, or "slices": 1',
-)
 
 
 def check_model_class(model: Any, beside: str = TOKEN_PIPELINE) -> None:
@@ -73,10 +68,12 @@ def check_model(model: Any, cut: bool = True, beside: str = TOKEN_PIPELINE) -> N
         raise _refuse(beside, type(model).__name__, "has a forward of its own", rule, use)
     for index, layer in ModelChunks(model).functions.items():
         if cut and not hasattr(layer, "named_modules") and _compiled(layer):
-            raise _refuse(beside, f"layer {index}", "is compiled", *_UNCOMPILED)
+            raise _refuse(beside, f"layer {index}", *_COMPILED)
     for where, module in model.named_modules():
-        for found in _findings(module, cut):
-            raise _refuse(beside, f"layer {where or type(model).__name__} ({type(module).__name__})", *found)
+        layer, name = _Layer(module), f"layer {where or type(model).__name__} ({type(module).__name__})"
+        for found in (*_CUT_RULES, *_RULES) if cut else _RULES:
+            if found.refused(layer):
+                raise _refuse(beside, name, found.got, found.must, found.use)
     if _additional_losses(model):
         got = "returns losses beside the model's own"
         raise _refuse(beside, "get_additional_losses", got, "None", "a loss_fn that adds them")
@@ -93,57 +90,71 @@ def _refuse(beside: str, where: str, got: str, rule: str, use: str) -> ConfigErr
     return ConfigError(f"{beside}: {where} {got}, must be {rule} beside {beside}, use {use}")
 
 
-def _findings(module: Any, cut: bool) -> Iterator[tuple[str, str, str]]:
-    origins = [f"{base.__module__}.{base.__name__}" for base in type(module).__mro__]
-    names = [base.__name__ for base in type(module).__mro__]
-    config = getattr(module, "config", None)
+class _Layer:
+    """A module as the rules ask about it.
 
-    if cut and ("OptimizedModule" in names or _compiled(module)):
-        yield "is compiled", *_UNCOMPILED
-    if cut and getattr(module, "is_bidirectional", False) is True:  # ours, see ds_terapipe/megatron/attention.py
-        yield "is attention that is not causal", "causal where sequences are cut", '"slices": 1'
-    if (
-        any(origin.startswith(("deepspeed.moe.", "megatron.core.transformer.moe.")) for origin in origins)
-        or "SwitchMLP" in names
-        or _number(module, "num_experts") > 1
-        or getattr(module, "is_moe_model", False) is True
-    ):
-        yield "is a mixture of experts", "dense (experts choose among all tokens, their loss is not a sum)", "an MLP"
-    if (
-        any(origin.startswith(("deepspeed.sequence.", "deepspeed.runtime.sequence_parallel.")) for origin in origins)
-        or getattr(module, "enable_ds_sequence_parallel", False) is True
-        or getattr(module, "ds_sequence_parallel_fpdt", False) is True
-    ):
-        yield "shares a sequence among ranks", "without Ulysses sequence parallelism", "more pipeline stages"
-    marked = [module, config, *module.parameters(recurse=False)]
-    if any(getattr(holder, "sequence_parallel", False) is True for holder in marked):
-        yield "has sequence_parallel=True", "False (it shares a sequence among tensor-parallel ranks)", "False"
-    if _number(config, "context_parallel_size") > 1:
-        yield "has context_parallel_size > 1", "1 (it shares a sequence among ranks)", "more pipeline stages"
-    if any(name.startswith("FlashSelfAttention") for name in names) or getattr(module, "use_flash_attn", False) is True:
-        yield (
-            "calls flash attention by itself",
-            "attention that can be cut",
-            "Megatron-DeepSpeed without --use-flash-attn",
-        )
-    yield from _megatron_deepspeed(module)
+    Args:
+        module: a module of a stage, at any depth.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.config = module, getattr(module, "config", None)
+        self.names = [base.__name__ for base in type(module).__mro__]
+        self._origins = [base.__module__ for base in type(module).__mro__]
+        # Megatron-DeepSpeed's layers read rotary positions and the zero-bubble switch from its global arguments
+        self.arguments = getattr(module, "_args", None) or _megatron_arguments(module)
+
+    def is_from(self, *packages: str) -> bool:
+        """Whether its class or a base is of one of these packages."""
+        return any(f"{origin}.".startswith(f"{package}.") for origin in self._origins for package in packages)
+
+    def has(self, name: str, *holders: Any) -> bool:
+        """Whether an attribute of the module, or of these holders, is True."""
+        return any(getattr(holder, name, False) is True for holder in holders or (self.module,))
 
 
-def _megatron_deepspeed(module: Any) -> Iterator[tuple[str, str, str]]:
-    """Megatron-DeepSpeed's layers read rotary positions and the zero-bubble switch from its global arguments."""
-    arguments = getattr(module, "_args", None) or _megatron_arguments(module)
-    if True in (
-        getattr(module, "use_rotary_position_embeddings", False),
-        getattr(arguments, "use_rotary_position_embeddings", False),
-    ):
-        use = "learned positions, or a model of ds_terapipe.megatron"
-        yield "has rotary positions", "without rotary positions (every slice would count from 0)", use
-    if getattr(arguments, "enable_zbh1_pipeline", False) is True:
-        yield (
-            "keeps weight gradients back for a zero-bubble schedule",
-            "without it (only that schedule ever computes them)",
-            "Megatron-DeepSpeed without --enable-zbh1-pipeline",
-        )
+class _LayerRule(NamedTuple):
+    """Layers that are refused: what one is or has, what it must be, and what to use."""
+
+    refused: Callable[[_Layer], bool]
+    got: str
+    must: str
+    use: str
+
+
+_COMPILED = (
+    "is compiled",
+    "plain Python where sequences are cut (a compiled graph holds the attention of all tokens)",
+    'it without torch.compile, or "slices": 1',
+)
+_CUT_RULES = (
+    _LayerRule(lambda layer: "OptimizedModule" in layer.names or _compiled(layer.module), *_COMPILED),
+    _LayerRule(lambda layer: layer.has("is_bidirectional"),  # ours, see ds_terapipe/megatron/attention.py
+               "is attention that is not causal", "causal where sequences are cut", '"slices": 1'),
+)  # fmt: skip
+_RULES = (
+    _LayerRule(lambda layer: layer.is_from("deepspeed.moe", "megatron.core.transformer.moe") or layer.has("is_moe_model")
+               or "SwitchMLP" in layer.names or _number(layer.module, "num_experts") > 1,
+               "is a mixture of experts", "dense (experts choose among all tokens, their loss is not a sum)", "an MLP"),
+    _LayerRule(lambda layer: layer.is_from("deepspeed.sequence", "deepspeed.runtime.sequence_parallel")
+               or layer.has("enable_ds_sequence_parallel") or layer.has("ds_sequence_parallel_fpdt"),
+               "shares a sequence among ranks", "without Ulysses sequence parallelism", "more pipeline stages"),
+    _LayerRule(lambda layer: layer.has("sequence_parallel", layer.module, layer.config,
+                                       *layer.module.parameters(recurse=False)),
+               "has sequence_parallel=True", "False (it shares a sequence among tensor-parallel ranks)", "False"),
+    _LayerRule(lambda layer: _number(layer.config, "context_parallel_size") > 1,
+               "has context_parallel_size > 1", "1 (it shares a sequence among ranks)", "more pipeline stages"),
+    _LayerRule(lambda layer: layer.has("use_flash_attn") or any(n.startswith("FlashSelfAttention") for n in layer.names),
+               "calls flash attention by itself", "attention that can be cut",
+               "Megatron-DeepSpeed without --use-flash-attn"),
+    _LayerRule(lambda layer: layer.has("use_rotary_position_embeddings", layer.module, layer.arguments),
+               "has rotary positions", "without rotary positions (every slice would count from 0)",
+               "learned positions, or a model of ds_terapipe.megatron"),
+    _LayerRule(lambda layer: layer.has("enable_zbh1_pipeline", layer.arguments),
+               "keeps weight gradients back for a zero-bubble schedule",
+               "without it (only that schedule ever computes them)",
+               "Megatron-DeepSpeed without --enable-zbh1-pipeline"),
+)  # fmt: skip
 
 
 def _megatron_arguments(module: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ds_terapipe.config import AUTO, TOKEN_PIPELINE
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.refusals.configuration import above
+from ds_terapipe.rules import above
 
 logger = logging.getLogger(__name__)
 

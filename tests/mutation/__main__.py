@@ -26,7 +26,7 @@ from tests.mutation.operators import Mutant, mutants_of
 from tests.mutation.runs import ROOT, run_tests
 
 PURE = ("schedule", "plan", "tracing", "elastic.policies", "elastic.shapes", "elastic.sampler", "elastic.settings", "config",
-        "optim.lamb", "optim.schedules", "pipeline.slicing", "clipping")  # fmt: skip
+        "blocks", "rules", "optim.lamb", "optim.schedules", "pipeline.slicing", "clipping")  # fmt: skip
 ENGINE = ("pipeline", "elastic", "hf", "optim", "megatron")
 DRAWN_PURE, DRAWN_ENGINE = 200, 100
 SELECTED, JOBS = "not full", 2

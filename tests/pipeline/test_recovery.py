@@ -126,5 +126,5 @@ def test_after_an_error_in_a_step_an_engine_says_so(ranks):
 def test_no_weight_gradient_waits_beside_autocast(ranks):
     for _, found, *_ in ranks:
         assert found["waiting"] == []
-        text = 'token_pipeline.weight_gradients: got "micro_batch" beside torch_autocast'
+        text = 'token_pipeline.weight_gradients: got "micro_batch", must be "slice" or "auto" beside torch_autocast'
         assert found["refused"].startswith(f"ConfigError: {text}")

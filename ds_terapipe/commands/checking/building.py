@@ -50,7 +50,6 @@ def stopping(config_path: str | None) -> Iterator[None]:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     import ds_terapipe
-    from ds_terapipe import refusals
     from ds_terapipe.elastic import engine as elastic
     from ds_terapipe.pipeline import engine as pipeline
     from ds_terapipe.pipeline.controller import Controller
@@ -65,7 +64,6 @@ def stopping(config_path: str | None) -> Iterator[None]:
             why, self._controller = "", Controller()
             try:
                 super(ours, self).__init__(*args, **kwargs)
-                refusals.check_weight_gradients(token_pipeline, self.torch_autocast_enabled())
             except UNFAKED as problem:
                 why = f"the engine reads values ({problem})"
             self._token_pipeline = token_pipeline

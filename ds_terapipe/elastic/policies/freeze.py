@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ds_terapipe.config import one_of
+from ds_terapipe.blocks import one_of
 from ds_terapipe.errors import ConfigError, shown
 
 READABLE = ("alpha", "frozen_layers", "tolerance", "patience")
