@@ -21,7 +21,7 @@ from .spawn import run_script
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ds_terapipe"
-HOOK = ("__init__.py", "autoload.py", "register.py")
+HOOK = ("__init__.py", "autoload.py", "errors.py", "register.py")
 
 
 @pytest.fixture(scope="module", autouse=True)

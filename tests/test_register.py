@@ -35,7 +35,7 @@ def raised(call, *args, **kwargs):
         return type(error).__name__, str(error)
     return "nothing", ""
 
-HOOK_MODULES = ["ds_terapipe", *(f"ds_terapipe.{name}" for name in ("autoload", "names", "register", "version"))]
+HOOK_MODULES = ["ds_terapipe", *(f"ds_terapipe.{name}" for name in ("autoload", "errors", "names", "register", "version"))]
 NEAR_MISS = "ConfigError", 'token_pipline: unknown key, must be spelt "token_pipeline", use "token_pipeline"'
 """
 ENGINES = (
