@@ -54,7 +54,6 @@ Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 FileName = Annotated[str, Field(strict=True), AfterValidator(_names_a_file)]
 Gigabytes = Annotated[Annotated[Number, Field(le=LARGEST_GB)] | None, Must("a positive number of 1e9 bytes", "e.g. 16")]
 
-
 AnyBlock = TypeVar("AnyBlock", bound="Block")
 
 
