@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from ds_terapipe.elastic.caching import OutputCaching
+from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.elastic.data import ElasticData
 from ds_terapipe.elastic.freezing import LayerFreezing
 from ds_terapipe.elastic.moves.groups import level_steps
@@ -67,7 +67,7 @@ class Mover:
         arguments: Mapping[str, Any],
         freezing: LayerFreezing,
         data: ElasticData,
-        caching: OutputCaching,
+        caching: CacheSession,
         *,
         moves: bool,
         unfreezes: bool,

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from ds_terapipe.elastic.caching import OutputCaching
-from ds_terapipe.elastic.changing import Change, Changed, Mover
+from ds_terapipe.elastic.cache.session import CacheSession
+from ds_terapipe.elastic.cache.stage import CachedStage
+from ds_terapipe.elastic.changing import Change, Mover
 from ds_terapipe.elastic.checkpoints import ElasticCheckpointer
 from ds_terapipe.elastic.data import ElasticData
 from ds_terapipe.elastic.freezing import LayerFreezing
@@ -25,7 +26,7 @@ from ds_terapipe.elastic.optimizer import check_steps, layer_dtype, same_groups
 from ds_terapipe.elastic.policies.freeze import ModelLayers
 from ds_terapipe.elastic.policies.freezer import completed_intervals
 from ds_terapipe.elastic.policies.resize import Shape, check, wanted_stages
-from ds_terapipe.elastic.report import Transition, TransitionReport
+from ds_terapipe.elastic.report import ChangeReport
 from ds_terapipe.elastic.settings import EPOCH, ElasticPipelineConfig
 from ds_terapipe.elastic.shapes.costs import state_bytes, trained_sizes
 from ds_terapipe.elastic.shapes.history import KEY as HISTORY_KEY
@@ -58,11 +59,11 @@ class ElasticController(Controller):
 
     def __init__(self, settings: ElasticPipelineConfig, arguments: Mapping[str, Any]) -> None:
         self.settings, self._arguments = settings, arguments
-        self.data, self.caching = ElasticData(settings.data), OutputCaching(settings.cache)
+        self.data, self.caching = ElasticData(settings.data), CacheSession(settings.cache)
         self._started = False  # whether DeepSpeed's constructor has ended
         self._selector: ShapeSelector | None = None  # times layers and chooses shapes, if layers may move
         self._history: History | None = None  # on the first rank, if configured
-        self._transitions = TransitionReport()
+        self._change_report = ChangeReport()
         self.seed: int | None = None
 
     # ------------------------------------------------------------------------------------------------------ construction
@@ -85,8 +86,7 @@ class ElasticController(Controller):
     def building(self, engine: Any) -> Iterator[None]:
         """Context manager around the construction of a runtime."""
         if self.streams is None:
-            shard = engine.grid.get_slice_parallel_rank() if engine.grid.model_parallel_size > 1 else 0
-            self.streams = RandomStreams(0, engine.device, shard)
+            self.streams = RandomStreams(0, engine.device, engine.grid.get_slice_parallel_rank())
         # ranks reach the launch at different times, and a change together
         with engine._watchdog.making_groups() if self._started else nullcontext():
             self._started = True
@@ -152,24 +152,18 @@ class ElasticController(Controller):
 
     def change(self, engine: Any, change: Change, *, step: int | None) -> None:
         """Apply a change and report it; collective. ``step``: before which this is; None: before a checkpoint is read."""
-        shape, before = engine.shape, state_bytes(engine, engine._consensus)
+        consensus, before, held = engine._consensus, engine.shape, state_bytes(engine, engine._consensus)
         changed = self.mover.apply(engine, change, step is not None and engine._trace.wants(step + 1))
-        self._report(engine, step, shape, before, changed)
-
-    def _report(self, engine: Any, step: int | None, before: Shape, fullest: float, changed: Changed) -> None:
-        consensus = engine._consensus
-        freed, sent = (sum(consensus.collect(float(each))) for each in (changed.freed, changed.sent))
-        transition = Transition(
-            step, self.freezing.frozen, len(self._sizes), before, engine.shape, changed.seconds, freed, sent, fullest,
-            state_bytes(engine, consensus),
-        )  # fmt: skip
+        freed, sent = (int(sum(consensus.collect(float(each)))) for each in (changed.freed, changed.sent))
+        fullest = held, state_bytes(engine, consensus)
         engine._trace.describe(stages=engine.num_stages, frozen_layers=self.freezing.frozen)
         if self._selector is not None:
             self._selector.change_seconds = changed.seconds
         if self._history is not None:
             self._history.changed(changed.seconds)
         if engine.global_rank == 0:
-            self._transitions.tell(transition, engine.monitor, engine.global_samples)
+            changed = changed._replace(freed=freed, sent=sent)
+            self._change_report.tell(engine, step, before, changed, len(self._sizes), fullest)
 
     @contextmanager
     def around_step(self, engine: Any) -> Iterator[None]:
@@ -204,8 +198,9 @@ class ElasticController(Controller):
     def enter_training(self, engine: Any) -> None:
         """Put layers into training mode, frozen and cached ones into evaluation mode."""
         super().enter_training(engine)
-        self.freezing.enter_evaluation(engine.module)
-        self.caching.enter_evaluation(engine)
+        first = engine._runtime.stages.get(0)
+        cached = len(first.layers.functions) if isinstance(first, CachedStage) else 0  # outputs are those of all epochs
+        self.freezing.enter_evaluation(engine.module, max(self.freezing.frozen, cached))
 
     @property
     def times_layers(self) -> bool:

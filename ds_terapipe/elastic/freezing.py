@@ -97,9 +97,9 @@ class LayerFreezing:
 
     # ----------------------------------------------------------------------------------------------------------- changes
 
-    def enter_evaluation(self, module: Any) -> None:
-        """Put frozen layers into evaluation mode: they have no dropout."""
-        prefix = names_in(module, range(self.frozen))
+    def enter_evaluation(self, module: Any, entries: int) -> None:
+        """Put the layers of the first ``entries`` into evaluation mode: they have no dropout."""
+        prefix = names_in(module, range(entries))
         for name, layer in ModelChunks(module).layers.items():
             if name in prefix:
                 layer.eval()

@@ -174,7 +174,7 @@ def test_other_weights_or_numbers_are_another_level(monkeypatch: pytest.MonkeyPa
         seen.append(stage.level())
     assert level_of(stage.layers, "bf16").folder != stage.level().folder
     blocks = [CacheSettings(enabled=True, dtype=dtype) for dtype in ("exact", "bf16")]  # of a run that goes on
-    exact, rounded = (CacheSession(block, "one", CPU, "", int, print, bool)._level([Slow()]) for block in blocks)
+    exact, rounded = (CacheSession(block)._level([Slow()]) for block in blocks)
     assert exact != rounded
 
 

@@ -61,8 +61,8 @@ def steps_of(case: Case) -> list[list[Any]]:
 
 def written(engine: Any) -> None:
     """Wait for the outputs of a step; one as short as these would be over before."""
-    session = engine._controller.caching.session
-    if session is not None and session.cache is not None:
+    session = engine._controller.caching
+    if session.cache is not None:
         for job in session.cache._writing:
             job.result()
 
@@ -102,14 +102,14 @@ def resumed(folder: str) -> Any:
     engine.save_checkpoint(folder)
     losses = [float(engine.train_batch()) for _ in range(3)]
     written(engine)
-    session = engine._controller.caching.session
+    session = engine._controller.caching
     session._has_failed, run = lambda: True, session.run
     torch.distributed.barrier()
     engine.destroy()
     engine = engine_of(RESUMED, training_data=Texts(24), config=config)
     engine.load_checkpoint(folder)
     evaluated, again = (before, engine.evaluate(Texts(5))), [float(engine.train_batch()) for _ in range(3)]
-    counts, same = replace(engine.cache_counts), engine._controller.caching.session.run == run
+    counts, same = replace(engine.cache_counts), engine._controller.caching.run == run
     torch.distributed.barrier()
     engine.destroy()
     return losses, again, evaluated, counts, same, run
@@ -171,7 +171,7 @@ def ends(rank: int, world_size: int, folder: str) -> None:
     for step in steps_of(RESUMED)[:4]:
         engine.train_batch(iter(step))
     written(engine)
-    mark(f"run-{engine._controller.caching.session.run}")
+    mark(f"run-{engine._controller.caching.run}")
     try:
         engine.train_batch(iter([]))
     except StopIteration:

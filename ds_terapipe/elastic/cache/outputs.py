@@ -122,11 +122,11 @@ class OutputCache:
         self._readers = ThreadPoolExecutor(1, "cache-read", take_device, (device,))
         self._writers = ThreadPoolExecutor(1, "cache-write", take_device, (device,))
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._warned: set[str] = set()
+        self._warned_full = False
         self._level: Level | None = None
         self._earlier: Level | None = None
         self.counts = Counts()
-        self._begin_level()
+        self._restart(None, None, kept=())
 
     # ------------------------------------------------------------------------------------------------------------ levels
 
@@ -137,37 +137,32 @@ class OutputCache:
             level: the present layers.
             earlier: a level of fewer layers with entries; None: there is none.
         """
-        if level == self._level:
-            return
-        self.tell()
-        gone = {each.folder for each in (self._level, self._earlier) if each is not None}
-        self._level, self._earlier = level, earlier
-        for folder in gone - {level.folder, earlier.folder if earlier else ""}:
-            self._writers.submit(_drop, self.tiers, folder)
-        self._begin_level()
+        if level != self._level:
+            self._restart(level, earlier, kept=(level, earlier))
 
     def forget(self) -> None:
         """Restart the level, without its entries."""
-        self.tell()
-        for level in (self._level, self._earlier):
-            if level is not None:
-                self._writers.submit(_drop, self.tiers, level.folder)
-        self._earlier = None
-        self._begin_level()
+        self._restart(self._level, None, kept=())
 
     def tell(self) -> None:
         """Log the counts of this level."""
         counts = self.counts
         if self._level is not None and counts != Counts():
             self._say(
-                f"elastic_pipeline.cache: {self._layers} layers: {counts.read} samples read, {counts.continued} computed from "
-                f"fewer layers' outputs, {counts.computed} from the inputs; "
+                f"elastic_pipeline.cache: {self._level.layers} layers: {counts.read} samples read, {counts.continued} computed "
+                f"from fewer layers' outputs, {counts.computed} from the inputs; "
                 f"kept {' and '.join(f'{tier.used_bytes / GIGABYTE:.3f} GB in {tier.root}' for tier in self.tiers)}"
             )
 
-    def _begin_level(self) -> None:
+    def _restart(self, level: Level | None, earlier: Level | None, kept: Sequence[Level | None]) -> None:
+        """Begin a level; entries of the levels so far are dropped, except those of ``kept``."""
+        self.tell()
+        folders = {each.folder for each in kept if each is not None}
+        for each in (self._level, self._earlier):
+            if each is not None and each.folder not in folders:
+                self._writers.submit(_drop, self.tiers, each.folder)
+        self._level, self._earlier = level, earlier
         self.counts = Counts()
-        self._layers = 0 if self._level is None else self._level.layers
         self._given: list[Any] = []  # inputs of the step's micro-batches
         self._jobs: dict[int, Future[_Asked]] = {}
         self._writing: list[Future[None]] = []
@@ -271,9 +266,7 @@ class OutputCache:
         errors = [error for job in self._writing if job.done() and (error := job.exception()) is not None]
         self._writing = [job for job in self._writing if not job.done()]
         if errors:  # the step does not need what could not be written
-            self._given_up = True
-            got = f"{type(errors[0]).__name__} while outputs were written: {errors[0]}"
-            self._warn(f"unwritten {self._level}", f"not used for {self._layers} layers: got {got}")
+            self._give_up(f"{type(errors[0]).__name__} while outputs were written: {errors[0]}")
         level, dims = self._level, self._dims
         if self._given_up or len(self._writing) >= _WAITING or level is None or dims is None:
             return
@@ -302,7 +295,11 @@ class OutputCache:
             parts = encode(outputs, dims, row, self._smaller)
             name = _path(level.folder, sample)
             if not any(tier.write(name, parts) for tier in self.tiers):
-                self._warn("full", "there is no more room: what does not fit is computed in every step")
+                if not self._warned_full:
+                    self._warned_full = True
+                    self._say(
+                        "elastic_pipeline.cache: there is no more room: what does not fit is computed in every step"
+                    )
                 continue
             self.counts.kept += 1
             for tier in self.tiers:
@@ -316,9 +313,11 @@ class OutputCache:
         rows = rows_of(inputs)
         chosen = [0, 0] if rows == 1 else [rows - 1]
         others = compute.run(some_rows(inputs, chosen), 0)
-        self._dims = sample_dims(outputs, others, rows, len(chosen))
-        smaller = self._smaller and start > 0
-        alike = self._dims is not None and _alike(outputs, others, self._dims, chosen, smaller)
+        alike, self._dims = False, sample_dims(outputs, others, rows, len(chosen))
+        if self._dims is not None:
+            at, pairs = torch.tensor(chosen, device=self._device), zip(as_tuple(outputs), self._dims, strict=True)
+            expected = [one if dim is None else one.index_select(dim, at) for one, dim in pairs]
+            alike = _alike(expected, others, self._smaller and start > 0)
         if self._agree(int(alike)) == 0:
             self._stop(
                 "outputs that do not follow the samples, or differ from time to time or with the other samples of a batch"
@@ -328,9 +327,7 @@ class OutputCache:
         """Compute the first micro-batch that is read, too: entries of other weights are refused here."""
         self.counts.computed += rows_of(inputs)
         computed = self._timed(compute, inputs, 0)
-        pairs = zip(as_tuple(outputs), as_tuple(computed), strict=True)
-        alike = all(one.shape == other.shape and _close(one, other, self._smaller) for one, other in pairs)
-        self._checked = self._agree(int(alike)) == 1
+        self._checked = self._agree(int(_alike(outputs, computed, self._smaller))) == 1
         if not self._checked:
             self._stop("entries that are not what the layers put out")
         return computed
@@ -343,19 +340,20 @@ class OutputCache:
         computing = min(self._clock.seconds(end, begin) for begin, end in self._computing)
         self._reading.clear()
         if reading >= computing:
-            self._given_up = True
-            took = f"that reading a micro-batch takes {1e3 * reading:.1f} ms, and computing it {1e3 * computing:.1f} ms"
-            self._warn(f"slow {self._level}", f"not used for {self._layers} layers: got {took}")
+            self._give_up(
+                f"that reading a micro-batch takes {1e3 * reading:.1f} ms, and computing it {1e3 * computing:.1f} ms"
+            )
 
     def _stop(self, why: str) -> None:
         self._sound = False
-        use = "use layers without dropout or batch statistics"
-        self._warn(f"unsound {self._level}", f"not used for {self._layers} layers: got {why}; {use}")
+        self._give_up(f"{why}; use layers without dropout or batch statistics")
 
-    def _warn(self, about: str, line: str) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            self._say(f"elastic_pipeline.cache: {line}")
+    def _give_up(self, why: str) -> None:
+        """Do not use this level on this rank, and say so once."""
+        layers = 0 if self._level is None else self._level.layers
+        if not self._given_up:
+            self._say(f"elastic_pipeline.cache: not used for {layers} layers: got {why}")
+        self._given_up = True
 
     # --------------------------------------------------------------------------------------------------------------- end
 
@@ -392,12 +390,8 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return like(value, [tensor.to(device, non_blocking=True) for tensor in as_tuple(value)])
 
 
-def _alike(outputs: Any, others: Any, dims: Sequence[int | None], chosen: Sequence[int], smaller: bool) -> bool:
-    for one, other, dim in zip(as_tuple(outputs), as_tuple(others), dims, strict=True):
-        expected = one if dim is None else one.index_select(dim, torch.tensor(chosen, device=one.device))
-        if not _close(expected, other, smaller):
-            return False
-    return True
+def _alike(outputs: Any, others: Any, smaller: bool) -> bool:
+    return all(_close(one, other, smaller) for one, other in zip(as_tuple(outputs), as_tuple(others), strict=True))
 
 
 def _path(folder: str, sample: str) -> str:
@@ -405,7 +399,7 @@ def _path(folder: str, sample: str) -> str:
 
 
 def _close(one: Tensor, other: Tensor, smaller: bool) -> bool:
-    if not one.is_floating_point():
+    if one.shape != other.shape or not one.is_floating_point():
         return bool(torch.equal(one, other))
     limit = _CLOSE_16 if smaller else _CLOSE.get(one.dtype, _CLOSE_16)
     scale = float(one.abs().max()) if one.numel() else 0.0

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 
-from ds_terapipe.elastic.cache.outputs import Compute, Level, OutputCache, level_of
+from ds_terapipe.elastic.cache.outputs import Counts, Level, OutputCache, level_of
+from ds_terapipe.elastic.cache.stage import CachedStage
 from ds_terapipe.elastic.cache.store import Tier
+from ds_terapipe.elastic.optimizer import layer_dtype
 from ds_terapipe.elastic.settings import CacheSettings
 from ds_terapipe.pipeline.layer_range import modules_of
+from ds_terapipe.pipeline.recording.report import emit
+from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.plan.costs.memory import GIGABYTE
+from ds_terapipe.schedule import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -30,131 +40,169 @@ class CacheSession:
 
     Args:
         settings: the block ``elastic_pipeline.cache``.
-        run: name of the job, the same on all ranks and after resuming from a checkpoint.
-        device: device of the stage.
-        flags: facts that outputs depend on beside layers and inputs: precision and tensor-parallel rank.
-        agree: MIN all-reduce over the stage's tensor-parallel ranks.
-        say: prints a line for the user; problems of this process alone are logged.
-        has_failed: whether an error ended a step, after which a job goes on from its last checkpoint.
 
     Attributes:
-        run: may be set before anything is kept.
+        run: name of the job, the same on all ranks and after resuming from a checkpoint; None before the first
+            placement that begins with a stage of frozen layers.
         levels: numbers of layers whose outputs were kept, over the whole job.
-        done: whether the training has ended; else entries also stay after an error that ends the process.
-        failed: whether the last step failed to begin.
-        pulled: inputs of the next step's micro-batches, on the host.
+        cache: None before the first step with such a stage.
     """
 
-    def __init__(
-        self,
-        settings: CacheSettings,
-        run: str,
-        device: torch.device,
-        flags: str,
-        agree: Callable[[int], int],
-        say: Callable[[str], None],
-        has_failed: Callable[[], bool],
-    ) -> None:
-        self.run, self.levels = run, list[int]()
-        self.done = self.failed = False
-        self._has_failed = has_failed
-        self.pulled: Sequence[Any] = ()
-        self._settings, self._device, self._agree, self._say = settings, device, agree, say
-        self._flags = f"{flags} {settings.dtype}"
-        self._cache: OutputCache | None = None
-        self._closed = False
-        self._known: tuple[Any, ...] = ()
+    def __init__(self, settings: CacheSettings) -> None:
+        self.run: str | None = None
+        self.levels: list[int] = []
+        self.cache: OutputCache | None = None
+        self._settings = settings
+        self._flags = ""  # facts that outputs depend on beside layers and inputs
+        self._inputs: Sequence[Any] = ()  # of the next step's micro-batches, on the host
+        self._known: tuple[Any, ...] = ()  # versions of the layers' tensors
+        self._length: int | None = None  # sequence length of the present phase
+        self._failed = self._closed = False
 
-    @property
-    def active(self) -> bool:
-        """Whether the running step reads and keeps outputs."""
-        return self._cache is not None and self._cache.active
+    def first_stage(self, engine: Any, placement: Placement) -> Callable[..., Stage]:
+        """Return the factory of the model's first stage: a cached one if it is frozen; collective."""
+        if not self._settings.enabled or placement.forward_only in (0, len(placement.stages)):
+            return Stage
+        if self.run is None:
+            self._arrange(engine)
+        return partial(CachedStage, session=self)
+
+    def _arrange(self, engine: Any) -> None:
+        grid, watchdog = engine.grid, engine._watchdog
+        shard = f"{grid.get_slice_parallel_rank()} of {grid.model_parallel_size}"
+        self._flags = f"{layer_dtype(engine)} {engine.torch_autocast_enabled()} {shard}"
+        self.run = engine._consensus.decide(lambda: secrets.token_hex(8))
+        self._device, self._agree = engine.device, _agreement(engine)
+        self._say = emit if engine.global_rank == 0 else lambda line: None
+        self._has_failed: Callable[[], bool] = lambda: bool(watchdog.ended)  # an error ended a step
+        weakref.finalize(engine, self.close)
+
+    # ------------------------------------------------------------------------------------------------------------- steps
 
     @property
     def wanted(self) -> bool:
-        """Whether frozen layers are expected to cost nothing."""
-        return self._cache is None or self._cache.worth
+        """Whether frozen layers of the first stage are expected to cost nothing."""
+        return self._settings.enabled and (self.cache is None or self.cache.worth)
 
     @property
-    def cache(self) -> OutputCache | None:
-        """The cache; None before the first step with frozen layers."""
-        return self._cache
+    def counts(self) -> Counts:
+        """Counts of samples that this rank has read and computed since the last change of frozen layers."""
+        return Counts() if self.cache is None else self.cache.counts
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context manager around reading a step; entries stay if an error in it ends the process."""
+        self._failed = True
+        yield
+        self._failed = False
+
+    def record_inputs(self, items: Sequence[Any]) -> None:
+        """Note the inputs of the next step's micro-batches."""
+        self._inputs = [item[0] for item in items if isinstance(item, (tuple, list)) and len(item)]
 
     def begin(self, layers: Sequence[Any]) -> None:
         """Begin a step with these layers in the first stage, all frozen; collective over the tensor-parallel ranks."""
-        cache = self._open()
+        if self.cache is None:
+            tiers = [tier for tier in (self._memory(), self._disk()) if tier is not None]
+            self.cache = OutputCache(tiers, self._settings.dtype == "bf16", self._device, self._agree, self._say)
         tensors = [t for f in layers for m in modules_of(f) for t in (*m.parameters(), *m.buffers())]
         known = tuple((id(tensor), tensor._version) for tensor in tensors)
         if known != self._known:  # other layers, or their weights were modified
             self._known = known
-            self._begin_level(cache, layers)
-        cache.see(self.pulled)
-
-    def _begin_level(self, cache: OutputCache, layers: Sequence[Any]) -> None:
-        self.levels = [count for count in self.levels if count < len(layers)]
-        earlier = self._level(layers[: self.levels[-1]]) if self.levels else None
-        self.levels.append(len(layers))
-        cache.begin(self._level(layers), earlier)
-
-    def _level(self, layers: Sequence[Any]) -> Level:
-        return level_of(layers, self._flags)
-
-    def forget(self) -> None:
-        """Drop all entries, since other samples come from now on."""
-        if self._cache is not None:
-            self._cache.forget()
-
-    def outputs(self, number: int, inputs: Any, compute: Compute) -> Any:
-        """Call `OutputCache.outputs` of the current cache."""
-        assert self._cache is not None
-        return self._cache.outputs(number, inputs, compute)
+            self.levels = [count for count in self.levels if count < len(layers)]
+            earlier = self._level(layers[: self.levels[-1]]) if self.levels else None
+            self.levels.append(len(layers))
+            self.cache.begin(self._level(layers), earlier)
+        self.cache.see(self._inputs)
 
     def end(self) -> None:
         """End the step, after an error too."""
-        self.pulled = ()
-        if self._cache is not None:
-            self._cache.end()
+        self._inputs = ()
+        if self.cache is not None:
+            self.cache.end()
 
-    def _open(self) -> OutputCache:
-        if self._cache is None:
-            tiers = [tier for tier in (self._memory(), self._disk()) if tier is not None]
-            self._cache = OutputCache(tiers, self._settings.dtype == "bf16", self._device, self._agree, self._say)
-        return self._cache
+    def follow_phase(self, engine: Any) -> None:
+        """Drop the entries if the phase has another sequence length."""
+        length = engine.lr_scheduler.phase.seq_length
+        if self.cache is not None and length != self._length:
+            self.cache.forget()
+        self._length = length
+
+    def forward_seconds(self, forward: Sequence[float], frozen: int) -> list[float]:
+        """Return the forward seconds of the entries, 0 for the first ``frozen`` ones if their outputs are cached."""
+        wanted = self.wanted
+        return [0.0 if wanted and entry < frozen else seconds for entry, seconds in enumerate(forward)]
+
+    # ----------------------------------------------------------------------------------------------------------- opening
+
+    def _level(self, layers: Sequence[Any]) -> Level:
+        return level_of(layers, f"{self._flags} {self._settings.dtype}")
 
     def _memory(self) -> Tier | None:
         root, given = Path("/dev/shm") / f"{_NAME}-{os.getuid()}", self._settings.memory_gb
         if not root.parent.is_dir():
             logger.warning("elastic_pipeline.cache: this machine has no /dev/shm, outputs are kept in disk_path alone")
             return None
-        return self._tier(root, _room(root, _MEMORY) if given is None else int(given * GIGABYTE), "/dev/shm")
+        return self._tier(root, given, _MEMORY, "/dev/shm")
 
     def _disk(self) -> Tier | None:
         path, given = self._settings.disk_path, self._settings.disk_gb
-        if path is None:
-            return None
         # several machines may share the folder
-        root = Path(path) / f"{_NAME}-{socket.gethostname()}"
-        return self._tier(root, _room(root, _DISK) if given is None else int(given * GIGABYTE), "disk_path")
+        return (
+            None
+            if path is None
+            else self._tier(Path(path) / f"{_NAME}-{socket.gethostname()}", given, _DISK, "disk_path")
+        )
 
-    def _tier(self, root: Path, limit: int, key: str) -> Tier | None:
+    def _tier(self, root: Path, gigabytes: float | None, share: float, key: str) -> Tier | None:
+        """Open a folder; without a limit in ``gigabytes`` it is a share of what is free there."""
         try:
-            return Tier(root, self.run, limit)
+            root.parent.mkdir(parents=True, exist_ok=True)
+            limit = share * shutil.disk_usage(root.parent).free if gigabytes is None else gigabytes * GIGABYTE
+            assert self.run is not None
+            return Tier(root, self.run, int(limit))
         except OSError as error:
             logger.warning("elastic_pipeline.cache: %s can't be used (%s)", key, error)
             return None
 
-    def close(self) -> None:
-        """Close the cache; idempotent."""
-        if self._cache is not None and not self._closed:
+    # --------------------------------------------------------------------------------------------------------------- end
+
+    def close(self, done: bool = False) -> None:
+        """Close the cache; idempotent.
+
+        Entries are deleted, except after an error that ends the process before the training is ``done``.
+        """
+        if self.cache is not None and not self._closed:
             self._closed = True
             # an exception propagates, or is unhandled, or its handler ends the process
             rises = not isinstance(sys.exc_info()[1], (StopIteration, type(None)))
-            ended = not self.done and (self.failed or getattr(sys, "last_value", None) is not None)
-            self._cache.close(self._has_failed() or rises or ended)
+            ended = not done and (self._failed or getattr(sys, "last_value", None) is not None)
+            self.cache.close(self._has_failed() or rises or ended)
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the names under which entries are found again, for a checkpoint."""
+        return None if self.run is None else {"run": self.run, "levels": self.levels}
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Go on with the entries of a checkpoint's run."""
+        if state is not None and self.run is not None and self.cache is None:
+            self.run, self.levels = str(state["run"]), [int(count) for count in state["levels"]]
 
 
-def _room(path: Path, share: float) -> int:
-    """Return a share of the free bytes where a folder is, or will be."""
-    while not path.exists():
-        path = path.parent
-    return int(share * shutil.disk_usage(path).free)
+def _agreement(engine: Any) -> Callable[[int], int]:
+    """Return a MIN all-reduce over a stage's tensor-parallel ranks: all of them run its layers, or none."""
+    if engine.grid.model_parallel_size == 1:
+        return int
+    here = weakref.ref(engine)
+
+    def agree(mine: int) -> int:
+        engine = here()
+        assert engine is not None, "the engine is gone"
+        said = torch.tensor([mine], device=engine.device)
+        # the present group: NCCL has aborted those of former shapes
+        group = engine.grid.slice_proc_group
+        with engine._watchdog.waiting("the tensor-parallel ranks to look into their caches"):
+            torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=group)
+            return int(said)
+
+    return agree

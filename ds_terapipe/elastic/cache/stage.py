@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_terapipe.elastic.cache.outputs import Compute
-from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.slicing import Span, copy_of, part_of
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.refusals import has_own_forward
 from ds_terapipe.schedule import Unit
+
+if TYPE_CHECKING:
+    from ds_terapipe.elastic.cache.session import CacheSession
 
 
 class CachedStage(Stage):
@@ -43,12 +45,13 @@ class CachedStage(Stage):
 
     def forward(self, unit: Unit, inputs: Any) -> Any:
         """Override `Stage.forward`: return cached outputs in place of running the layers."""
-        if not self._session.active or not torch.is_grad_enabled():
+        cache = self._session.cache
+        if cache is None or not cache.active or not torch.is_grad_enabled():
             return super().forward(unit, inputs)
         number, span = unit.micro_batch, self._batch.span(unit)
         if number not in self._whole:
             whole = self._batch.cut_inputs(number, self._span(number))
-            self._whole[number] = self._session.outputs(number, whole, self._compute)
+            self._whole[number] = cache.outputs(number, whole, self._compute)
         outputs = self._whole[number]
         if self._batch.is_last_slice(unit):
             del self._whole[number]
