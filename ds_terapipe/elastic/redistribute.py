@@ -6,8 +6,7 @@ They send the samples to the ranks that need them now. The samples of a step, an
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -47,41 +46,32 @@ class Ranks:
         """Tensor-parallel ranks of a stage."""
         return max(int(self.topology.get_dim("model")), 1)
 
-    def rank(self, stage: int, replica: int, tensor: int) -> int:
-        """Global rank."""
-        where = {"pipe": stage, "data": replica, "model": tensor}
-        return int(self.topology.get_rank(**{axis: where[axis] for axis in self.topology.get_axis_names()}))
-
     def at(self, role: str, replica: int, tensor: int) -> int:
-        """Return the rank that needs a replica's inputs, or its labels."""
-        return self.rank(0 if role == "inputs" else self.stages - 1, replica, tensor)
+        """Return the global rank that needs a replica's inputs, or its labels."""
+        where = {"pipe": 0 if role == "inputs" else self.stages - 1, "data": replica, "model": tensor}
+        return int(self.topology.get_rank(**{axis: where[axis] for axis in self.topology.get_axis_names()}))
 
 
 class Parcel(NamedTuple):
-    """Samples ``first`` to ``stop - 1`` of a reader, for a replica; ``role``: their inputs or their labels."""
+    """Units ``first`` to ``stop - 1`` of a reader, for a replica."""
 
-    role: str
     reader: int
     first: int
     stop: int
     replica: int
 
 
-def parcels(samples: int, readers: int, replicas: int, alike: bool = False) -> list[Parcel]:
-    """Return the parcels that deliver ``samples`` from the readers to the replicas.
+def parcels(units: int, readers: int, replicas: int, alike: bool = False) -> list[Parcel]:
+    """Return the parcels that deliver ``units``, samples or micro-batches, from the readers to the replicas.
 
-    Each reader reads an equal part of the samples. Each replica gets an equal part, or all of them if ``alike``.
+    Each reader reads an equal part of them. Each replica gets an equal part, or all of them if ``alike``.
     """
+    part, share = units // readers, units // replicas
     if alike:
-        whole = [(reader, 0, samples // readers) for reader in range(readers)]
-        return [Parcel(role, *part, replica) for role in _ROLES for replica in range(replicas) for part in whole]
-    cuts = sorted(
-        {samples * n // readers for n in range(readers + 1)} | {samples * n // replicas for n in range(replicas + 1)}
-    )
-    part, share = samples // readers, samples // replicas
+        return [Parcel(reader, 0, part, replica) for replica in range(replicas) for reader in range(readers)]
+    cuts = sorted({*range(0, units + 1, part), *range(0, units + 1, share)})
     return [
-        Parcel(role, first // part, first % part, first % part + stop - first, first // share)
-        for role in _ROLES
+        Parcel(first // part, first % part, first % part + stop - first, first // share)
         for first, stop in pairwise(cuts)
     ]
 
@@ -134,33 +124,39 @@ class BatchRedistributor:
         except Exception as problem:  # an error of the user's data must not leave the others waiting
             error = problem
         self._consensus.agree(error)
-        got: dict[str, list[Any]] = {role: [] for role in _ROLES}
-        for parcel in parcels(samples, start.replicas, now.replicas, alike):
-            for tensor in range(start.tensor):
-                self._hand_over(parcel, tensor, now, mine, got[parcel.role])
-        inputs, labels = (got[role] if whole else list(_regrouped(got[role], now.micro_batch)) for role in _ROLES)
-        count = max(len(inputs), len(labels))
-        return list(zip(inputs or [None] * count, labels or [None] * count, strict=True))
+        # micro-batches are handed over, or single samples where their size has changed
+        units = samples // start.micro_batch if whole else samples
+        columns: list[list[Any]] = []
+        for number, role in enumerate(_ROLES):
+            read, got = [item[number] for item in mine], list[Any]()
+            if not whole:
+                read = [row for value in read for row in _rows(value, start.micro_batch)]
+            for parcel in parcels(units, start.replicas, now.replicas, alike):
+                for tensor in range(start.tensor):
+                    got += self._hand_over(role, parcel, tensor, now, read)
+            columns.append(got if whole else _regrouped(got, now.micro_batch))
+        count = max(map(len, columns))
+        return list(zip(*(column or [None] * count for column in columns), strict=True))
 
-    def _hand_over(self, parcel: Parcel, tensor: int, now: Ranks, mine: Sequence[Any], got: list[Any]) -> None:
-        source = self._start.at(parcel.role, parcel.reader, tensor)
-        target = now.at(parcel.role, parcel.replica, tensor)
+    def _hand_over(self, role: str, parcel: Parcel, tensor: int, now: Ranks, read: Sequence[Any]) -> Sequence[Any]:
+        """Return what this rank gets of a parcel; ``read``: all that it has read of this role."""
+        source = self._start.at(role, parcel.reader, tensor)
+        target = now.at(role, parcel.replica, tensor)
         if self._rank not in (source, target):
-            return
-        pieces: list[Any] = []
-        if self._rank == source:
-            values = [item[_ROLES.index(parcel.role)] for item in mine]
-            pieces = list(_cut(values, self._start.micro_batch, parcel.first, parcel.stop))
+            return ()
+        units = read[parcel.first : parcel.stop]
         if source == target:
-            got += pieces
-        elif self._rank == source:
-            with self._watchdog.waiting(f"rank {target} to take {parcel.role} that were read here"):
-                torch.distributed.send_object_list([_on_host(pieces)], target, group=self._consensus.group)
-        else:
-            box: list[Any] = [None]
-            with self._watchdog.waiting(f"{parcel.role} that rank {source} reads"):
-                torch.distributed.recv_object_list(box, source, group=self._consensus.group)
-            got += box[0]
+            return units
+        group = self._consensus.group
+        if self._rank == source:
+            with self._watchdog.waiting(f"rank {target} to take {role} that were read here"):
+                torch.distributed.send_object_list([[_map(each, _on_host) for each in units]], target, group=group)
+            return ()
+        box: list[Any] = [None]
+        with self._watchdog.waiting(f"{role} that rank {source} reads"):
+            torch.distributed.recv_object_list(box, source, group=group)
+        received: list[Any] = box[0]
+        return received
 
 
 def _check(micro_batches: Sequence[Any], size: int | None) -> None:
@@ -175,35 +171,18 @@ def _check(micro_batches: Sequence[Any], size: int | None) -> None:
                 )
 
 
-def _part(
-    tensor: Tensor, size: int, first: int, stop: int, other: Callable[[Tensor], Any] = lambda tensor: tensor
-) -> Any:
-    """Return rows of a tensor of ``size`` samples; other tensors go through ``other``."""
-    return tensor[first:stop] if has_samples(tensor, size) else other(tensor)
+def _rows(value: Any, size: int) -> list[Any]:
+    """Return the samples of a micro-batch of ``size``, as micro-batches of one."""
+
+    def part(row: int) -> Callable[[Tensor], Any]:
+        return lambda tensor: tensor[row : row + 1] if has_samples(tensor, size) else _OfAll(tensor)
+
+    return [_map(value, part(row)) for row in range(size)]
 
 
-def _cut(values: Sequence[Any], size: int, first: int, stop: int) -> Iterator[Any]:
-    """Yield samples ``first`` to ``stop - 1`` of micro-batches of ``size``; whole micro-batches are not copied."""
-    for number, value in enumerate(values):
-        begin, end = max(first - number * size, 0), min(stop - number * size, size)
-        if begin < end:
-            yield (
-                value
-                if end - begin == size
-                else _map(value, functools.partial(_part, size=size, first=begin, stop=end))
-            )
-
-
-def _regrouped(values: Sequence[Any], size: int) -> Iterator[Any]:
-    """Yield the same samples in micro-batches of ``size``."""
-    rows: list[Any] = []
-    for value in values:
-        count = samples_of(value)
-        rows += [
-            _map(value, functools.partial(_part, size=count, first=n, stop=n + 1, other=_OfAll)) for n in range(count)
-        ]
-    for first in range(0, len(rows), size):
-        yield _joined(rows[first : first + size])
+def _regrouped(rows: Sequence[Any], size: int) -> list[Any]:
+    """Join samples to micro-batches of ``size``."""
+    return [_joined(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
 class _OfAll(NamedTuple):
@@ -244,11 +223,13 @@ def has_samples(tensor: Tensor, samples: int) -> bool:
 def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
+    if isinstance(value, _OfAll):
+        return _OfAll(function(value.tensor))
     if isinstance(value, (tuple, list)):
         return tuple(_map(item, function) for item in value)
     return value
 
 
-def _on_host(pieces: Sequence[Any]) -> list[Any]:
-    """Copy pieces to the host, without the rest of the tensors' storage."""
-    return [_map(piece, lambda tensor: tensor.detach().cpu().clone()) for piece in pieces]
+def _on_host(tensor: Tensor) -> Tensor:
+    """Copy to the host, without the rest of the storage."""
+    return tensor.detach().cpu().clone()

@@ -103,21 +103,22 @@ def test_tensor_parallel_parts_are_joined_by_megatrons_marks(dimension: int, str
 
 @given(readers=RANKS, replicas=RANKS, each=st.integers(1, 4), size=st.integers(1, 3), now=st.integers(1, 3))
 def test_every_replica_gets_its_samples_from_any_readers(readers, replicas, each, size, now):
-    """Inputs and labels, in the order in which the readers' replicas would have trained them, in micro-batches as now."""
+    """In the order in which the readers' replicas would have trained them, in micro-batches as now."""
     samples = readers * replicas * each * size * now
     part, share = samples // readers, samples // replicas
     read = [[torch.arange(r * part + at, r * part + at + size) for at in range(0, part, size)] for r in range(readers)]
-    got: dict[Any, list[Any]] = {(role, replica): [] for role in ("inputs", "labels") for replica in range(replicas)}
-    for role, reader, first, stop, replica in parcels(samples, readers, replicas):
+    got: dict[int, list[Any]] = {replica: [] for replica in range(replicas)}
+    rows = [[row for each in of for row in redistribute._rows(each, size)] for of in read]
+    for reader, first, stop, replica in parcels(samples, readers, replicas):
         assert 0 <= first < stop <= part
-        got[role, replica] += redistribute._cut(read[reader], size, first, stop)
-    for (_, replica), pieces in got.items():
-        micro_batches = list(redistribute._regrouped(pieces, now))
+        got[replica] += rows[reader][first:stop]
+    for replica, pieces in got.items():
+        micro_batches = redistribute._regrouped(pieces, now)
         assert {len(each) for each in micro_batches} == {now}
         assert torch.cat(micro_batches).tolist() == list(range(replica * share, (replica + 1) * share))
     alike = parcels(readers * each, readers, replicas, alike=True)  # an evaluation's: all get everything
-    for role, replica in got:
-        mine = [(p.reader, p.first, p.stop) for p in alike if (p.role, p.replica) == (role, replica)]
+    for replica in got:
+        mine = [(p.reader, p.first, p.stop) for p in alike if p.replica == replica]
         assert mine == [(reader, 0, each) for reader in range(readers)]
 
 
@@ -125,9 +126,7 @@ def test_what_belongs_to_all_samples_is_handed_on_whole() -> None:
     """Masks of one row, numbers and tuples beside what has a row for each sample."""
     mask = torch.ones(5, 5)
     value = (torch.arange(4), (mask, "text"), torch.zeros(4, 2))
-    (cut,) = redistribute._cut([value], 4, 1, 3)
-    assert cut[0].tolist() == [1, 2] and cut[1][0] is mask and cut[1][1] == "text" and cut[2].shape == (2, 2)
-    first, second = redistribute._regrouped([value], 2)
+    first, second = redistribute._regrouped(redistribute._rows(value, 4), 2)
     assert first[0].tolist() == [0, 1] and second[0].tolist() == [2, 3] and second[1][0] is mask
 
 
