@@ -113,10 +113,12 @@ class Mover:
 
     def _balanced(self, engine: Any, shape: Shape, frozen: int) -> Sequence[int]:
         """Balance the entries of a shape's stages by their costs; collective."""
-        forward, backward, _ = self.costs.now(engine, engine._consensus, engine._layer_times)
+        costs, _ = self.costs.now(engine)
         present = list(ModelChunks(engine.module).parts) if shape == engine.shape else None
         first = max(frozen, engine.untrained_layers)
-        parts = balanced(self._caching.forward_seconds(forward, first), backward, first, shape.stages, present)
+        parts = balanced(
+            self._caching.forward_seconds(costs.forward, first), costs.backward, first, shape.stages, present
+        )
         return parts if present is None or not split(engine._shared, parts) else present
 
     def _prepare(self, engine: Any, shape: Shape, parts: Sequence[int], frozen: int) -> Reshape:

@@ -2,62 +2,106 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 from deepspeed.runtime.pipe.module import PipelineModule
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from ds_terapipe.elastic.shapes.predict import LayerCosts
 from ds_terapipe.model_chunks import ModelChunks
-from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
 from ds_terapipe.pipeline.transport.consensus import Consensus
+from ds_terapipe.plan.costs.memory import StageMemory
+
+_Table = NDArray[np.float64]
+# Rows of a table of costs by entry; from the third on an entry has none while it is frozen.
+_FORWARD, _WEIGHTS, _BACKWARD, _GRADIENTS, _ACTIVATIONS = range(5)
 
 
 def trained_sizes(module: PipelineModule, consensus: Consensus) -> list[int]:
     """Return the trained parameters of every entry of the layer list; a tied layer counts with its first entry."""
     chunks = ModelChunks(module)
     prefixes, here = chunks.prefixes, chunks.layers
-    first = {prefix: entry for entry, prefix in reversed([*enumerate(prefixes)])}
-    mine = {first[prefix]: sum(p.numel() for p in here[prefix].parameters() if p.requires_grad) for prefix in here}
-    sizes = [0 for _ in prefixes]
-    for of_rank in consensus.gather(mine):
-        for entry, size in of_rank.items():
-            sizes[entry] = max(sizes[entry], size)
-    return sizes
+    mine = {prefix: sum(p.numel() for p in here[prefix].parameters() if p.requires_grad) for prefix in here}
+    of_ranks = consensus.gather(mine)
+    sizes = {prefix: max(of_rank.get(prefix, 0) for of_rank in of_ranks) for prefix in prefixes}
+    return [sizes.pop(prefix, 0) for prefix in prefixes]
+
+
+class _OfRank(NamedTuple):
+    """Costs of a rank's entries: ``table`` [5, entries], its times 0 unless ``timed``; ``share``: see `_optimizer_share`."""
+
+    first: int
+    timed: bool
+    share: float
+    table: _Table
 
 
 class Costs:
-    """Costs of the entries of the layer list; frozen entries keep the backward time measured while they trained."""
+    """Costs of the entries of the layer list; those of frozen entries that only training has are the last measured ones.
+
+    Attributes:
+        memory: bytes per token of this rank's stages in a timed step, if they were measured.
+    """
 
     def __init__(self) -> None:
-        self._backward: dict[int, float] = {}  # seconds, as measured last
+        self.memory: Mapping[int, StageMemory] = {}
+        self._trained: dict[int, _Table] = {}  # columns of entries while they were trained
 
-    def now(self, engine: Any, consensus: Consensus, times: LayerTimes) -> tuple[list[float], list[float], bool]:
-        """Return forward and backward costs of every entry, and whether they are seconds; collective.
+    def now(self, engine: Any) -> tuple[LayerCosts, bool]:
+        """Return the costs, and whether times are seconds on all ranks; else they are proportional to parameters."""
+        chunks, frozen = ModelChunks(engine.module), engine.frozen_layers
+        of_ranks: list[_OfRank] = engine._consensus.gather(self._of_this_rank(engine, chunks))
+        measured, table = all(each.timed for each in of_ranks), np.zeros((5, len(chunks.specs)))
+        for each in of_ranks:
+            columns = table[:, each.first : each.first + each.table.shape[1]]
+            np.maximum(columns, each.table, out=columns)
+        if not measured:  # a backward pass is twice a forward pass
+            table[_FORWARD], table[_BACKWARD] = table[_WEIGHTS], 2 * table[_WEIGHTS]
+        else:
+            for entry in range(len(chunks.specs)):
+                if entry >= frozen:
+                    self._trained[entry] = table[_BACKWARD:, entry].copy()
+                elif entry in self._trained:
+                    table[_BACKWARD:, entry] = self._trained[entry]
+                else:  # frozen since the engine was built
+                    table[_BACKWARD, entry] = 2 * table[_FORWARD, entry]
+        state = table[_GRADIENTS] * (1 + max(each.share for each in of_ranks))
+        forward, weights, backward, gradients, activations = (tuple(row.tolist()) for row in table)
+        same = tuple(chunks.prefixes.index(prefix) for prefix in chunks.prefixes)
+        costs = LayerCosts(
+            engine.micro_batch_size, forward, backward, weights, tuple(state.tolist()), gradients, activations, same
+        )
+        return costs, measured
 
-        They are seconds if all ranks measured them, else proportional to parameters.
-        """
-        chunks = ModelChunks(engine.module)
-        everybodys = consensus.gather((chunks.entries.start, times.costs(), _by_parameters(chunks)))
-        measured = all(costs is not None for _, costs, _ in everybodys)
-        forward, backward = ([0.0] * len(chunks.specs) for _ in range(2))
-        for first, costs, sizes in everybodys:
-            for entry, (ahead, back) in enumerate(zip(*(costs if measured else sizes), strict=True), start=first):
-                forward[entry], backward[entry] = max(forward[entry], ahead), max(backward[entry], back)
-        if measured:
-            for entry in range(len(backward)):
-                if entry >= engine.frozen_layers:
-                    self._backward[entry] = backward[entry]
-                else:
-                    backward[entry] = self._backward.get(entry, 2 * forward[entry])  # frozen since the engine was built
-        return forward, backward, measured
+    def _of_this_rank(self, engine: Any, chunks: ModelChunks) -> _OfRank:
+        entries, here, times = chunks.entries, chunks.layers, engine._layer_times.costs()
+        table = np.zeros((5, len(entries)))
+        if times is not None:
+            table[_FORWARD], table[_BACKWARD] = times
+        for column, entry in enumerate(entries):
+            parameters = [*here[chunks.prefix(entry)].parameters()] if chunks.prefix(entry) in here else []
+            table[_WEIGHTS, column] = nbytes(parameters)
+            table[_GRADIENTS, column] = nbytes(p for p in parameters if p.requires_grad)
+        # what a micro-batch keeps between its passes, by the times of the backward passes
+        kept = sum(stage.activations + stage.keys_values for stage in self.memory.values())
+        spent = table[_BACKWARD] * (np.array(entries) >= engine.frozen_layers)
+        if kept and spent.sum() > 0:
+            table[_ACTIVATIONS] = sum(engine.slices_run[0]) * kept * spent / spent.sum()
+        return _OfRank(entries.start, times is not None, _optimizer_share(engine.module, engine.basic_optimizer), table)
 
 
-def _by_parameters(chunks: ModelChunks) -> tuple[list[float], list[float]]:
-    """Return costs by parameters, in place of times: a backward pass is twice a forward pass."""
-    here = chunks.layers
-    layers = [here.get(chunks.prefix(entry)) for entry in chunks.entries]
-    sizes = [0.0 if layer is None else float(sum(p.numel() for p in layer.parameters())) for layer in layers]
-    return sizes, [2 * size for size in sizes]
+def _optimizer_share(module: nn.Module, optimizer: Any) -> float:
+    """Return bytes of moments and masters per byte of trained weights, on this rank."""
+    if optimizer is None:
+        return 0.0
+    here = set(map(id, module.parameters()))
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    held += [p for group in optimizer.param_groups for p in group["params"] if id(p) not in here]
+    trained = nbytes(parameter for parameter in module.parameters() if parameter.requires_grad)
+    return nbytes(value for value in held if isinstance(value, Tensor)) / trained if trained else 0.0
 
 
 def state_bytes(engine: Any, consensus: Consensus) -> float:
@@ -66,5 +110,9 @@ def state_bytes(engine: Any, consensus: Consensus) -> float:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     states = [] if engine.basic_optimizer is None else list(engine.basic_optimizer.state.values())
     moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    mine = sum(float(tensor.numel() * tensor.element_size()) for tensor in (*parameters, *trained, *moments))
-    return max(consensus.collect(mine))
+    return max(consensus.collect(nbytes((*parameters, *trained, *moments))))
+
+
+def nbytes(tensors: Iterable[Tensor]) -> float:
+    """Return the bytes of tensors."""
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))

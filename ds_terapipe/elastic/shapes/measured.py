@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
 
 from ds_terapipe.elastic.policies.resize import Shape, shapes
-from ds_terapipe.elastic.shapes.predict import Choice, LayerCosts, Machine, Prediction, choose, predict
+from ds_terapipe.elastic.shapes.costs import nbytes
+from ds_terapipe.elastic.shapes.predict import Choice, Machine, Prediction, choose, predict
 from ds_terapipe.elastic.shapes.shape_text import shape_text
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.recording.accounting import highest_allocated
@@ -26,7 +26,7 @@ from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.recording.trace import new_clock
 from ds_terapipe.pipeline.shared_weights import split
 from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.plan.costs.memory import GIGABYTE, StageMemory
+from ds_terapipe.plan.costs.memory import GIGABYTE
 
 _FIRST, _LAST = 1, 2  # first and last step of a shape, counted from 0, whose layers are timed
 _SMALL, _LARGE, _REPEATS = 1 << 14, 1 << 21, 3  # elements and repetitions of the timed all-reduces
@@ -54,9 +54,6 @@ class ShapeSelector:
         self._decided: int | None = None  # number of frozen entries at the last decision
         self._expected: float | None = None  # predicted seconds of a step in this shape
         self.change_seconds: float | None = None
-        self._trained: dict[int, tuple[float, float, float, float]] = {}  # bytes of entries while they were trained
-        self._memory: dict[int, StageMemory] = {}
-        self._beside_weights = 0.0  # bytes of optimiser state for each byte of trained weights
         self._update: tuple[Any, Any] | None = None
         self._said = False
         self.begin()
@@ -99,7 +96,7 @@ class ShapeSelector:
             torch.cuda.synchronize(engine.device)
         self._seconds.append(time.perf_counter() - started)
         if weighs:
-            self._memory = engine._memory.end()
+            engine._controller.mover.costs.memory = engine._memory.end()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -123,8 +120,8 @@ class ShapeSelector:
             self._compare()
         if self._decided == frozen or not (timed or frozen != self._engine.frozen_layers):
             return None
-        costs = self._costs()
-        if costs is None:
+        costs, measured = self._engine._controller.mover.costs.now(self._engine)
+        if not measured:
             self._say_untimed()
             return None
         engine, slices = self._engine, len(self._engine.slices_run[0])
@@ -151,57 +148,8 @@ class ShapeSelector:
         taken: Prediction | None = found.taken
         return taken
 
-    def _costs(self) -> LayerCosts | None:
-        """Return the costs of all entries; None if some rank has not timed its layers."""
-        engine = self._engine
-        chunks = ModelChunks(engine.module)
-        here, keys = chunks.layers, chunks.prefixes
-        forward, backward, measured = engine._controller.mover.costs.now(engine, self._consensus, engine._layer_times)
-        if not measured:
-            return None
-        self._beside_weights = max(self._consensus.collect(_optimizer_share(engine.module, engine.basic_optimizer)))
-        mine = {entry: self._bytes_of(here.get(keys[entry])) for entry in chunks.entries}
-        bytes_of, activations = [(0.0, 0.0, 0.0) for _ in keys], [0.0 for _ in keys]
-        for of_rank, kept in self._consensus.gather((mine, self._kept())):
-            spent = {entry: backward[entry] for entry in of_rank if entry >= engine.frozen_layers and backward[entry]}
-            for entry, about in of_rank.items():
-                bytes_of[entry] = max(bytes_of[entry], about)
-            for entry, seconds in spent.items():
-                activations[entry] = max(activations[entry], kept * seconds / sum(spent.values()))
-        # unfrozen entries cost as before
-        trained = self._trained
-        for entry, (about, kept) in enumerate(zip(bytes_of, activations, strict=True)):
-            if entry < engine.frozen_layers:
-                _, *rest = trained.get(entry, (0.0, 0.0, 0.0, 0.0))
-                bytes_of[entry], activations[entry] = (about[0], rest[0], rest[1]), rest[2]
-            else:
-                trained[entry] = (*about, kept)
-        weights, state, gradients = zip(*bytes_of, strict=True)
-        same = tuple(keys.index(key) for key in keys)
-        return LayerCosts(
-            engine.micro_batch_size,
-            tuple(forward),
-            tuple(backward),
-            weights,
-            state,
-            gradients,
-            tuple(activations),
-            same,
-        )
-
-    def _bytes_of(self, layer: Any) -> tuple[float, float, float]:
-        """Return bytes of weights; of gradients and optimiser state of trained ones; of gradients."""
-        parameters = [] if layer is None else list(layer.parameters())
-        gradients = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
-        return sum(map(_size, parameters)), gradients * (1 + self._beside_weights), gradients
-
-    def _kept(self) -> float:
-        """Return the bytes that this rank keeps of a micro-batch between its forward and its backward pass."""
-        stages = self._memory.values()
-        return float(sum(self._engine.slices_run[0]) * sum(stage.activations + stage.keys_values for stage in stages))
-
     def _measure_machine(self) -> Machine:
-        trained = sum(_size(p) for p in self._engine.module.parameters() if p.requires_grad)
+        trained = nbytes(p for p in self._engine.module.parameters() if p.requires_grad)
         seconds = 0.0
         if self._update:
             begin, end = self._update
@@ -293,17 +241,3 @@ def _steps_left(engine: Any) -> float:
     if not isinstance(total, (int, float)):  # none, or a user's scheduler means something else by the name
         return math.inf
     return max(float(total) - float(engine.global_steps), 0.0)
-
-
-def _optimizer_share(module: Any, optimizer: Any) -> float:
-    """Return bytes of moments and masters per byte of trained weights, on this rank."""
-    here = set(map(id, module.parameters()))
-    held = [value for state in optimizer.state.values() for value in state.values()]
-    held += [p for group in optimizer.param_groups for p in group["params"] if id(p) not in here]
-    mine = sum(_size(value) for value in held if isinstance(value, Tensor))
-    trained = sum(_size(parameter) for parameter in module.parameters() if parameter.requires_grad)
-    return mine / trained if trained else 0.0
-
-
-def _size(tensor: Tensor) -> float:
-    return float(tensor.numel() * tensor.element_size())
