@@ -33,18 +33,17 @@ from ds_terapipe.elastic.moves.shares import Bucket
 from ds_terapipe.elastic.moves.transfer import (
     StageState,
     TensorInfo,
-    TensorTransfer,
     authority,
     check_same,
     check_structure,
-    plan,
     sent_of,
     stage_state,
 )
 from ds_terapipe.errors import bad_value
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.parameter_groups import settings_of
-from ds_terapipe.pipeline.transport.consensus import Consensus
+from ds_terapipe.pipeline.transport.boundary import raw
+from ds_terapipe.pipeline.transport.consensus import Consensus, error_of
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 
 
@@ -106,11 +105,13 @@ class Reshape:
         self._dtype = dtype
         self._module, self._optimizer = module, optimizer
         self._consensus, self._watchdog, self._device = consensus, watchdog, device
+        self._wait = watchdog.wait_on_host
         self._rank = torch.distributed.get_rank()
         self._old = module._topo
         self._here = modules_here(module)
         self._chunks = ModelChunks(module)
         self._tied = {self._chunks.prefix(e) for e, s in enumerate(self._chunks.specs) if isinstance(s, TiedLayerSpec)}
+        self._live: dict[str, Tensor] = {}
         self._rooms: dict[str, list[Tensor]] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._layers: dict[str, nn.Module] = {}
@@ -123,28 +124,20 @@ class Reshape:
             ConfigError: on every rank, if something would be lost; nothing has been changed.
         """
         self._topology, self._parts = topology, parts
-        error: Exception | None = None
-        held = self._held(self._gather())
-        stage = topology.get_coord(self._rank).pipe
-        try:
-            self._layers = layers_for(self._module, parts[stage], parts[stage + 1], self._device, self._dtype)
-            self._check(self._layers, held, stage)
-        except Exception as problem:  # an error of a user's layer must not leave the others waiting
-            error = problem
-        self._consensus.agree(error)
+        held = _held(self._gather())
+        # an error of a user's layer must not leave the others waiting
+        self._consensus.agree(error_of(lambda: self._build(held, topology.get_coord(self._rank).pipe)))
 
     def run(self, bucket: Bucket | None = None) -> None:
         """Change to the shape of :meth:`prepare`; collective. ``bucket``: carries what is in host memory."""
         said, layers, stage = self._gather(), self._layers, self._old.get_coord(self._rank).pipe
-        held = self._held(said)
+        held = _held(said)
+        self._live = {prefix + name: t for prefix, layer in self._here.items() for name, t in _tensors(layer)}
         owner = {name: authority(name, held) for prefix in layers for name in self._names(prefix, layers[prefix], held)}
         lacking = [name for name, of in owner.items() if of != stage]
-        moves = plan(self._consensus.gather(lacking), self._holders(owner, held))
         for name in lacking:
             self._make_room(name, held[owner[name]].tensors[name])
-        transfer = TensorTransfer(self._rank, self._tensors, self._watchdog.wait_on_host, self._device, bucket)
-        transfer.carry(moves)
-        self.sent_bytes = transfer.sent_bytes
+        self._carry(held, lacking, bucket)
         for prefix, layer in layers.items():
             if layer is not self._here.get(prefix):
                 _set_up(prefix, layer, held)
@@ -162,10 +155,6 @@ class Reshape:
         wanted = {name: number for name, number in groups.items() if number is not None and not name.startswith(away)}
         refill(self._optimizer, self._module, wanted, self._states, _settings(said))
 
-    @staticmethod
-    def _held(said: Sequence[RankReport]) -> dict[int, StageState]:
-        return {one.stage: one.state for one in said}
-
     def _gather(self) -> list[RankReport]:
         """Gather the layers and settings of the stages with this rank's tensor-parallel index; collective."""
         coordinates, mine = self._old.get_coord(self._rank), None
@@ -180,17 +169,19 @@ class Reshape:
             (one for one in everybodys if one is not None and one.tensor == tensor), key=lambda one: one.stage
         )
 
-    def _check(self, layers: Mapping[str, nn.Module], held: Mapping[int, StageState], stage: int) -> None:
+    def _build(self, held: Mapping[int, StageState], stage: int) -> None:
+        """Build the layers of a stage, and check that the live ones lose nothing."""
+        start, stop = self._parts[stage : stage + 2]
+        self._layers = layers = layers_for(self._module, start, stop, self._device, self._dtype)
+        now = self._chunks.parts
         for prefix, layer in layers.items():
             if layer is self._here.get(prefix):
                 continue
-            if prefix == LOSS:
-                check_structure(prefix, layer, held[_stage_with(prefix, held)])
-                continue
-            # entries of a tied layer may build it differently: only builds of the same entry are comparable
-            entry = self._chunks.builder(prefix, range(self._parts[stage], self._parts[stage + 1]))
-            now = self._chunks.parts
-            same = [s for s in held if self._chunks.builder(prefix, range(*now[s : s + 2])) == entry]
+            same = [_stage_with(prefix, held)]
+            if prefix != LOSS:
+                # entries of a tied layer may build it differently: only builds of the same entry are comparable
+                entry = self._chunks.builder(prefix, range(start, stop))
+                same = [s for s in held if self._chunks.builder(prefix, range(*now[s : s + 2])) == entry]
             if same:
                 check_structure(prefix, layer, held[same[0]])
         for each in held.values():
@@ -198,7 +189,7 @@ class Reshape:
 
     def _names(self, prefix: str, layer: nn.Module, held: Mapping[int, StageState]) -> list[str]:
         """Return the names of a layer's tensors; for a newly built layer those of the live one."""
-        names = [prefix + name for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
+        names = [prefix + name for name, _ in _tensors(layer)]
         if layer is self._here.get(prefix):
             return names
         known = {name for each in held.values() for name in each.tensors}
@@ -206,30 +197,43 @@ class Reshape:
             return [name for name in names if name in known]
         return [name for name in held[_stage_with(prefix, held)].tensors if name.startswith(prefix)]
 
-    def _holders(self, owner: Mapping[str, int], held: Mapping[int, StageState]) -> Any:
-        topology = self._old
+    def _carry(self, held: Mapping[int, StageState], lacking: Sequence[str], bucket: Bucket | None) -> None:
+        """Do all ranks' transfers in one order: each waits for its first unfinished one, so they cannot deadlock."""
+        asked: dict[str, int] = {}
+        for target, names in enumerate(self._consensus.gather(lacking)):
+            for name in names:
+                asked[name] = asked.get(name, -1) + 1
+                source = self._holder(authority(name, held), target, asked[name])
+                if self._rank == source:
+                    live = self._live[name]
+                    values = [live, *sent_of(self._optimizer.state.get(live, {})).values()]
+                    for part, message, group in self._messages(values, bucket):
+                        if message is not part:
+                            message.copy_(part)
+                        self._wait(torch.distributed.isend(message, target, group), f"rank {target} to take {name}")
+                        self.sent_bytes += message.nbytes
+                elif self._rank == target:
+                    for part, message, group in self._messages(self._rooms[name], bucket):
+                        self._wait(torch.distributed.irecv(message, source, group), f"{name} from rank {source}")
+                        if message is not part:
+                            part.copy_(message)
 
-        def holders(name: str, target: int) -> list[int]:
-            stage = owner[name] if name in owner else authority(name, held)
-            where = topology.get_coord(target)._asdict()
-            where["pipe"] = stage
-            replicas = range(max(topology.get_dim("data"), 1))
-            return [topology.get_rank(**({**where, "data": r} if "data" in where else where)) for r in replicas]
+    def _holder(self, stage: int, target: int, turn: int) -> int:
+        """Return the rank of a stage that sends to a target; replicas take turns."""
+        replicas = max(self._old.get_dim("data"), 1)
+        where = {**self._old.get_coord(target)._asdict(), "pipe": stage}
+        if "data" in where:
+            where["data"] = turn % replicas
+        return int(self._old.get_rank(**where))
 
-        return holders
-
-    def _tensors(self, name: str, sending: bool) -> Iterator[Tensor]:
-        """Yield the values and moments of a name: the live ones, or the buffers that receive them."""
-        if not sending:
-            yield from self._rooms[name]
-            return
-        tensor = self._live(name)
-        yield tensor
-        yield from sent_of(self._optimizer.state.get(tensor, {})).values()
-
-    def _live(self, name: str) -> Any:
-        prefix = next(prefix for prefix in self._here if name.startswith(prefix))
-        return _tensor_of(self._here[prefix], name.removeprefix(prefix))
+    def _messages(self, tensors: Sequence[Tensor], bucket: Bucket | None) -> Iterator[tuple[Tensor, Tensor, Any]]:
+        """Yield parts of tensors, with the memory of their messages and the group."""
+        for tensor in tensors:
+            flat = raw(tensor)
+            if flat.device == self._device or bucket is None:
+                yield flat, flat, None
+            else:
+                yield from bucket.messages(flat.view(-1))
 
     def _make_room(self, name: str, info: TensorInfo) -> None:
         moments = {}
@@ -251,7 +255,7 @@ class Reshape:
         elif layer is self._here.get(prefix):
             return
         else:
-            live = self._live(name)
+            live = self._live[name]
             values = live.data
             state = self._optimizer.state.get(live)
             if state:
@@ -266,6 +270,15 @@ class Reshape:
         parameter.data = values
         parameter.requires_grad_(info.requires_grad)
         vars(parameter).update(info.attributes)
+
+
+def _held(said: Sequence[RankReport]) -> dict[int, StageState]:
+    return {one.stage: one.state for one in said}
+
+
+def _tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from layer.named_parameters()
+    yield from layer.named_buffers()
 
 
 def _stage_with(prefix: str, held: Mapping[int, StageState]) -> int:
@@ -285,12 +298,3 @@ def _set_up(prefix: str, layer: nn.Module, held: Mapping[int, StageState]) -> No
         for key, value in about.get(prefix + name, {}).get("settings", {}).items():
             if key not in vars(module) or vars(module)[key] != value:
                 setattr(module, key, value)
-
-
-def _tensor_of(layer: nn.Module, path: str) -> Tensor:
-    owner, _, leaf = path.rpartition(".")
-    holder = layer.get_submodule(owner)
-    found: Tensor | None = holder._parameters.get(leaf)
-    found = holder._buffers.get(leaf) if found is None else found
-    assert found is not None, path
-    return found

@@ -7,7 +7,7 @@ group, and attributes set on a parameter or a module after it was built. A rank 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,10 +16,8 @@ import torch.distributed
 from torch import Tensor, nn
 
 from ds_terapipe.elastic.moves.groups import numbers
-from ds_terapipe.elastic.moves.shares import Bucket
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.step_rules import DeviceSteps
-from ds_terapipe.pipeline.transport.boundary import raw
 
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -71,14 +69,6 @@ class StageState:
     tensors: Mapping[str, TensorInfo]
     modules: Mapping[str, Mapping[str, Any]]
     same: Sequence[Sequence[str]] = ()
-
-
-class Move(NamedTuple):
-    """Transfer of a name's tensors from one rank to another."""
-
-    name: str
-    source: int
-    target: int
 
 
 def stage_state(
@@ -169,22 +159,6 @@ def authority(name: str, states: Mapping[int, StageState]) -> int:
     return next((stage for stage in having if states[stage].tensors[name].used), having[0])
 
 
-def plan(wanted: Sequence[Sequence[str]], holders: Callable[[str, int], Sequence[int]]) -> list[Move]:
-    """Return all transfers, in one order for all ranks.
-
-    Args:
-        wanted: the names that each rank lacks, by global rank.
-        holders: the ranks that have a name for the given target; receivers take turns.
-    """
-    moves, asked = [], {}  # type: ignore[var-annotated]
-    for target, names in enumerate(wanted):
-        for name in names:
-            sources = holders(name, target)
-            turn = asked[name] = asked.get(name, -1) + 1
-            moves.append(Move(name, sources[turn % len(sources)], target))
-    return moves
-
-
 def check_structure(prefix: str, built: nn.Module, source: StageState) -> None:
     """Refuse changes to a live layer that a rebuild on another rank would lose.
 
@@ -230,51 +204,3 @@ def _lost(what: str, how: str) -> ConfigError:
         f"elastic_pipeline.resize.policy: got {what}, {how} on a live layer, which the layer's spec does not build on another "
         f'rank, must be part of the LayerSpec, use a LayerSpec or module that has it from the start, or "off"'
     )
-
-
-class TensorTransfer:
-    """Sends and receives the tensors of names on this rank.
-
-    Args:
-        rank: this one.
-        tensors: live or receiving tensors of a name, in an order that both ends know.
-        wait: waits for a message; the second argument completes "waited for".
-        device: the one of the job's messages.
-        bucket: carries tensors that are not there; None: there are none.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        tensors: Callable[[str, bool], Iterator[Tensor]],
-        wait: Callable[[Any, str], None],
-        device: torch.device,
-        bucket: Bucket | None = None,
-    ) -> None:
-        self._rank, self._tensors, self._wait = rank, tensors, wait
-        self._device, self._bucket = device, bucket
-        self.sent_bytes = 0
-
-    def carry(self, moves: Sequence[Move]) -> None:
-        """Run all moves in their order: every rank waits for its first unfinished one, so ranks cannot deadlock."""
-        for name, source, target in moves:
-            if self._rank == source:
-                for values, message, group in self._messages(name, True):
-                    if message is not values:
-                        message.copy_(values)
-                    self._wait(torch.distributed.isend(message, target, group), f"rank {target} to take {name}")
-                    self.sent_bytes += message.nbytes
-            elif self._rank == target:
-                for values, message, group in self._messages(name, False):
-                    self._wait(torch.distributed.irecv(message, source, group), f"{name} from rank {source}")
-                    if message is not values:
-                        values.copy_(message)
-
-    def _messages(self, name: str, sending: bool) -> Iterator[tuple[Tensor, Tensor, Any]]:
-        """Yield parts of a name's tensors, with the memory of their messages and the group."""
-        for tensor in self._tensors(name, sending):
-            flat = raw(tensor)
-            if flat.device == self._device or self._bucket is None:
-                yield flat, flat, None
-            else:
-                yield from self._bucket.messages(flat.view(-1))
