@@ -135,7 +135,10 @@ class ElasticCheckpointer(Checkpointer):
             self.check_files(engine, folder, resized(topology, state["stages"]), state["parts"], wants)
             return False
         trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
-        beside = [part["file"] for part in read_by(state.get("optimizer") or [], tensor_rank(engine), trained)]
+        beside = [
+            part["file"]
+            for part in read_by(state.get("optimizer") or [], engine.grid.get_slice_parallel_rank(), trained)
+        ]
         wants, beside = wants._replace(states=False, parts=None), beside if wants.states else []
         self.check_files(engine, folder, topology, parts, wants, beside)
         return True
@@ -162,7 +165,7 @@ class ElasticCheckpointer(Checkpointer):
         if not engine.zero_optimization():  # BF16_Optimizer could, but DeepSpeed asks for ZeRO
             engine._load_zero_checkpoint(load_dir, universal.folder.name)
             engine.optimizer.update_lp_params()
-        universal.fill(engine.module, tensor_rank(engine), engine.grid.model_parallel_size)
+        universal.fill(engine.module, engine.grid.get_slice_parallel_rank(), engine.grid.model_parallel_size)
         self._load_state(engine, state)
         return path, _users(client_state)
 
@@ -233,18 +236,17 @@ def load_zero_checkpoint(engine: Any, load: Callable[..., Any], load_dir: Any, t
     return True
 
 
-def tensor_rank(engine: Any) -> int:
-    """Return the tensor-parallel rank, 0 without tensor parallelism."""
-    return int(engine.grid.get_slice_parallel_rank()) if engine.grid.model_parallel_size > 1 else 0
-
-
 def _saved(engine: Any, folder: Path, state: Any) -> SavedStates:
     """Read the optimizer's new state before anything is changed; collective."""
     module, optimizer, consensus = engine.module, engine.basic_optimizer, engine._consensus
     if not is_wrapped(engine.optimizer):
         check_inside(optimizer, module, engine.param_names, consensus.gather, "to read a checkpoint of another shape")
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    parts, groups, rank = state.get("optimizer") or [], len(optimizer.param_groups), tensor_rank(engine)
+    parts, groups, rank = (
+        state.get("optimizer") or [],
+        len(optimizer.param_groups),
+        engine.grid.get_slice_parallel_rank(),
+    )
     number_of: dict[str, int] = {}
     for numbers in consensus.gather(numbers_of(engine)):
         number_of |= numbers

@@ -24,7 +24,6 @@ from ds_terapipe.elastic.moves.layers import drop_copies
 from ds_terapipe.elastic.moves.reshape import check_movable
 from ds_terapipe.elastic.optimizer import check_steps, layer_dtype, same_groups
 from ds_terapipe.elastic.policies.freeze import ModelLayers
-from ds_terapipe.elastic.policies.freezer import completed_intervals
 from ds_terapipe.elastic.policies.resize import Shape, check, wanted_stages
 from ds_terapipe.elastic.report import ChangeReport
 from ds_terapipe.elastic.settings import EPOCH, ElasticPipelineConfig
@@ -255,11 +254,7 @@ def _movable(engine: Any, settings: ElasticPipelineConfig) -> ElasticPipelineCon
 
 def _intervals_before(engine: Any, data: ElasticData, interval: Any, step: int) -> int:
     """Return the number of intervals completed before a step."""
-    epochs = data.epochs_before(step) if interval == EPOCH else None
-    if epochs is not None:
-        return epochs
-    samples = None if engine.training_data is None else len(engine.training_data)
-    return completed_intervals(interval, step, engine.train_batch_size(), samples)
+    return data.epochs_before(engine, step) if interval == EPOCH else step // interval
 
 
 def _first_seed(module: Any) -> int:

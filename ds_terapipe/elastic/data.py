@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -39,7 +39,7 @@ class ElasticData:
         self._redistributor: BatchRedistributor | None = None  # from the start of the engine on
         self._reads_here = False  # every rank that needs data has its own iterator
         self._alike = False  # every replica evaluates the same
-        self._epochs_at: dict[int, int] = {}  # epochs completed before each of the last two steps, if the batch changes
+        self._epochs_at: dict[int, int] = {}  # epochs completed before each of the last two steps
 
     def build_loader(self, engine: Any, dataset: Any) -> None:
         """Make the engine's loader, which goes on in another shape where it was."""
@@ -65,7 +65,6 @@ class ElasticData:
             )
         self.start_shape: Shape = engine.shape
         self.batches: tuple[tuple[int, int], ...] = ((engine.train_batch_size(), engine.micro_batch_size),)
-        self._has_phases = isinstance(scheduler, MixedBatch)
         if isinstance(scheduler, MixedBatch):
             sizes = micro_batch_sizes(scheduler.phases, engine.micro_batch_size)
             self.batches = tuple((p.batch_size, size) for p, size in zip(scheduler.phases, sizes, strict=True))
@@ -117,7 +116,9 @@ class ElasticData:
         self._reads_here = True
         try:
             for (_, weight), alike in groupby(parts, key=lambda part: (len(part.indices), part.weight)):
-                for some in _batched(alike, engine.micro_batches):
+                same = list(alike)
+                for first in range(0, len(same), engine.micro_batches):
+                    some = same[first : first + engine.micro_batches]
                     batches = (collate([dataset[index] for index in part.indices]) for part in some)
                     total += float(engine.eval_batch(batches, num_micro_batches=len(some))) * weight * len(some)
         finally:
@@ -150,14 +151,15 @@ class ElasticData:
 
     def note_epochs(self, engine: Any) -> None:
         """Note the completed epochs before a step; they do not follow from the step number if batches differ."""
-        if self.loader is not None and self._has_phases:
+        if self.loader is not None:
             last = dict(list(self._epochs_at.items())[-1:])
             completed = self.loader.sampler.order.epochs_before(engine.global_samples)
             self._epochs_at = {**last, engine.global_steps: completed}
 
-    def epochs_before(self, step: int) -> int | None:
-        """Return the noted epochs before a step; None if it was not noted."""
-        return self._epochs_at.get(step)
+    def epochs_before(self, engine: Any, step: int) -> int:
+        """Return the completed epochs before a step: the noted ones, or those of steps of the present batch."""
+        of_batches: int = step * engine.train_batch_size() // len(engine.training_data)
+        return self._epochs_at.get(step, of_batches)
 
     def state(self) -> dict[str, Any] | None:
         """Return the begin of the epoch and the completed epochs, for a checkpoint."""
@@ -181,10 +183,3 @@ class ElasticData:
 
 def _ranks(engine: Any) -> Ranks:
     return Ranks(engine.module._topo, engine.micro_batch_size)
-
-
-def _batched(parts: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Split an iterable into lists of ``size``: ``itertools.batched``, which Python 3.11 does not have."""
-    parts = iter(parts)
-    while some := list(islice(parts, size)):
-        yield some

@@ -84,11 +84,10 @@ class LayerFreezing:
         """Add the norms of this step's gradients; collective over the tensor-parallel ranks."""
         if self.norms is None:
             return
-        tensor, add = 0, None
+        add = None
         if engine.grid.model_parallel_size > 1:
-            tensor, group = engine.grid.get_slice_parallel_rank(), engine.grid.slice_proc_group
-            add = partial(torch.distributed.all_reduce, group=group)
-        self.norms.add(engine.module, tensor, add)
+            add = partial(torch.distributed.all_reduce, group=engine.grid.slice_proc_group)
+        self.norms.add(engine.module, engine.grid.get_slice_parallel_rank(), add)
 
     def move_norms(self, consensus: Consensus) -> None:
         """Give all ranks the norms so far: a layer's new owner needs them; collective."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.errors import bad_value
 
 
 class SampleOrder:
@@ -123,25 +123,13 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
         If ``samples`` changes, a new epoch begins.
         """
-        before, self.batch = self.batch, self.batch if batch is None else batch
-        try:
-            self._check(micro_batch, replicas, replica, consumed)
-        except ConfigError:
-            self.batch = before
-            raise
+        batch = self.batch if batch is None else batch
+        _check(batch, micro_batch, replicas, replica, consumed)
         if samples not in (None, self.order.samples):
             self.order = self.order.resized(int(samples or 0), consumed)
+        self.batch = batch
         self.micro_batch, self.replicas, self.replica, self.consumed = micro_batch, replicas, replica, consumed
         self._shape = object()
-
-    def _check(self, micro_batch: int, replicas: int, replica: int, consumed: int) -> None:
-        if replicas < 1 or micro_batch < 1 or self.batch % (replicas * micro_batch):
-            rule = f"a multiple of {replicas} replicas x micro-batch {micro_batch}"
-            raise bad_value("train_batch_size", self.batch, rule, "another micro_batch or replicas")
-        if not 0 <= replica < replicas:
-            raise bad_value("replica", replica, f"from 0 to {replicas - 1}", "the rank among the replicas")
-        if consumed < 0:
-            raise bad_value("consumed", consumed, "0 or more", "engine.global_samples")
 
     def __iter__(self) -> Iterator[list[int]]:
         shape, step = self._shape, self.consumed
@@ -157,6 +145,16 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Return the micro-batches of an epoch, rounded up; iteration does not end there."""
         return -(-self.order.samples // (self.micro_batch * self.replicas))
+
+
+def _check(batch: int, micro_batch: int, replicas: int, replica: int, consumed: int) -> None:
+    if replicas < 1 or micro_batch < 1 or batch % (replicas * micro_batch):
+        rule = f"a multiple of {replicas} replicas x micro-batch {micro_batch}"
+        raise bad_value("train_batch_size", batch, rule, "another micro_batch or replicas")
+    if not 0 <= replica < replicas:
+        raise bad_value("replica", replica, f"from 0 to {replicas - 1}", "the rank among the replicas")
+    if consumed < 0:
+        raise bad_value("consumed", consumed, "0 or more", "engine.global_samples")
 
 
 class ElasticLoader:

@@ -9,44 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ds_terapipe.blocks import one_of
 from ds_terapipe.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from ds_terapipe.elastic.settings import FreezeSettings
 
 READABLE = ("alpha", "frozen_layers", "tolerance", "patience")
 BY_POLICY = "policy"  # of ``freeze.unfreeze``: the policy may answer with fewer entries than before
 
 # Rounding must not freeze a layer more: 10 (1 - (1 - 0.3)) is 3.0000000000000004.
 _ROUNDING = 1e-9
-
-
-class PolicySettings(Protocol):
-    """The settings of ``elastic_pipeline.freeze`` that policies read."""
-
-    @property
-    def policy(self) -> str:
-        """Name of the policy."""
-
-    @property
-    def alpha(self) -> float:
-        """Share of the layers that still train, by which an interval may freeze more."""
-
-    @property
-    def tolerance(self) -> float:
-        """Relative change of a gradient's norm from interval to interval below which it is a plateau."""
-
-    @property
-    def patience(self) -> int:
-        """Intervals that a plateau lasts before it counts."""
-
-    @property
-    def frozen_layers(self) -> tuple[tuple[int, int], ...] | None:
-        """Pairs (step, entries): numbers of frozen entries from these steps on."""
-
-    @property
-    def unfreeze(self) -> tuple[str, ...]:
-        """Events that unfreeze layers."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +100,7 @@ class FreezePolicy:
         if "decides_at_intervals" not in vars(cls):
             cls.decides_at_intervals = cls.at_interval is not FreezePolicy.at_interval
 
-    def __init__(self, settings: PolicySettings, model: ModelLayers) -> None:
+    def __init__(self, settings: FreezeSettings, model: ModelLayers) -> None:
         self.settings = settings
         self.model = model
 
@@ -237,7 +212,7 @@ class PlateauPolicy(FreezePolicy):
     reads = ("alpha", "tolerance", "patience")
     needs_gradients = True
 
-    def __init__(self, settings: PolicySettings, model: ModelLayers) -> None:
+    def __init__(self, settings: FreezeSettings, model: ModelLayers) -> None:
         super().__init__(settings, model)
         self.rejoined(0)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ds_terapipe.elastic.policies.freeze import BY_POLICY, ModelLayers, PolicySettings, policy_class
+from ds_terapipe.elastic.policies.freeze import BY_POLICY, ModelLayers, policy_class
 from ds_terapipe.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from ds_terapipe.elastic.settings import FreezeSettings
 
 LR_RESTART, LOSS_RISE = "lr_restart", "loss_rise"
 REASONS = (LR_RESTART, LOSS_RISE, BY_POLICY)
@@ -54,14 +57,14 @@ class Freezer:
     Args:
         settings: the block ``elastic_pipeline.freeze``.
         model: the entries of the layer list.
-        completed: returns the intervals completed before a step, see `completed_intervals`.
+        completed: returns the intervals completed before the step with a 0-based ``global_steps``.
 
     Attributes:
         frozen: number of frozen entries by the last decision.
         reason: reason in `REASONS` for which the last decision unfroze layers; None: it did not.
     """
 
-    def __init__(self, settings: PolicySettings, model: ModelLayers, completed: Callable[[int], int]) -> None:
+    def __init__(self, settings: FreezeSettings, model: ModelLayers, completed: Callable[[int], int]) -> None:
         self.frozen = 0
         self.reason: str | None = None
         self._settings = settings
@@ -173,21 +176,3 @@ class Freezer:
             self._policy.load(state["own"])
         elif self._step is not None and self._counts:
             self._since = self._completed(self._step)
-
-
-def completed_intervals(interval: int | str, step: int, batch: int, samples: int | None) -> int:
-    """Return the number of intervals completed before the step with this 0-based ``global_steps``.
-
-    Args:
-        interval: ``freeze.interval``, steps or ``"epoch"``.
-        batch: samples of a step, over all replicas.
-        samples: of ``training_data``; None without it, where intervals have to be steps.
-
-    Raises:
-        ValueError: an epoch of no ``training_data``.
-    """
-    if not isinstance(interval, str):
-        return step // interval
-    if not samples:
-        raise ValueError("freeze.interval: got an epoch, must be a number of steps where there is no training_data")
-    return step * batch // samples

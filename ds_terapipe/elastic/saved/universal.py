@@ -124,9 +124,13 @@ def to_carry(engine: Any, state: Mapping[str, Any], said: dict[str, Any] | None)
         for name, tensor in untrained(engine.module).items()
         if engine.save_non_zero_checkpoint  # one replica writes them
     }
-    tensor = engine.grid.get_slice_parallel_rank() if sharded else 0
     parts = {name: (part.value, part.kind) for name, part in rest.items()}  # plain types for other readers
-    carried = {"state": dict(state), "tensor": tensor, "untrained": parts, "groups": numbers_of(engine)}
+    carried = {
+        "state": dict(state),
+        "tensor": engine.grid.get_slice_parallel_rank(),
+        "untrained": parts,
+        "groups": numbers_of(engine),
+    }
     return {UNIVERSAL_CHECKPOINT_INFO: said, CARRIED: carried}
 
 
