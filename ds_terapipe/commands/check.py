@@ -73,12 +73,14 @@ def check(options: argparse.Namespace) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # DeepSpeed comes with them, which takes seconds
     from ds_terapipe.commands.checking.planned import outcome_of
-    from ds_terapipe.commands.checking.ranks import Launch, check_launch
+    from ds_terapipe.commands.checking.rank import Task
+    from ds_terapipe.commands.checking.ranks import check_launch
     from ds_terapipe.commands.checking.table import as_json, table
 
     cluster = load_cluster(options.cluster or _CLUSTER)
     script = tuple(options.script) if options.script else _of_sizes(options)
-    launch = Launch(
+    task = Task(
+        0,
         options.world,
         min(options.world, cluster.devices_per_node),
         _with_config(script, options.ds_config),
@@ -86,7 +88,7 @@ def check(options: argparse.Namespace) -> None:
         options.seq_length or _seq_length(script),
     )
     with progress("checking"):
-        reports = check_launch(launch)
+        reports = check_launch(task)
         outcome = outcome_of(reports, cluster)
     show(options, "\n".join(table(reports, outcome)), as_json(reports, outcome))
     if options.cluster is None or not outcome.uses:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -12,14 +11,12 @@ from ds_terapipe.commands.checking.bytes import allocate_state, kept_by
 from ds_terapipe.commands.checking.computed import computed_kept
 from ds_terapipe.commands.checking.inputs import NoSample, sample_of
 from ds_terapipe.commands.checking.rank import Report, Signature, Task
-from ds_terapipe.commands.checking.stage import Counted, StageRun
+from ds_terapipe.commands.checking.stage import StageRun
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.placing import part_of
 from ds_terapipe.refusals import cuts
-
-KEPT, TOKENS = "kept", "tokens"  # groups of columns that are counted, or computed
 
 
 def report_of(built: Built, task: Task, mode: Any) -> Report:
@@ -29,7 +26,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
         ConfigError: the model cannot be cut, as the launch's first step would say.
     """
     engine, module = built.engine, built.module
-    notes, computed = [built.why] if built.why else [], set()
+    notes = [built.why] if built.why else []
     topology = module._topo
     sizes = {axis: max(1, topology.get_dim(axis)) for axis in ("pipe", "data", "model")}
     kept, counted, length = None, None, task.length
@@ -51,17 +48,13 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
             if isinstance(problem, ConfigError) and not _read_values(problem):
                 raise
             notes.append(f"activations: {type(problem).__name__}: {' '.join(str(problem).split())[:200]}")
-    if kept is None:
-        kept = computed_kept(module, built.config, sizes["data"])
-        computed.add(KEPT)
-    if counted is None:
-        computed.add(TOKENS)
     chunks = ModelChunks(module)
     return Report(
         stage=module.stage_id, stages=sizes["pipe"], tensor=sizes["model"], replicas=sizes["data"],
         parts=chunks.parts, layers=tuple(map(_name, chunks.functions.values())),
         parameters=sum(parameter.numel() for parameter in module.parameters()), part=part_of(module),
-        **kept._asdict(), computed=frozenset(computed), **_counted(counted), notes=tuple(notes), length=length,
+        kept=kept or computed_kept(module, built.config, sizes["data"]), by_rule=kept is None, counted=counted,
+        notes=tuple(notes), length=length,
         sequences=built.config.train_micro_batch_size_per_gpu, micro_batches=built.config.gradient_accumulation_steps,
         settings=built.settings.model_dump(), cut=built.cut,
         weights_once=engine is not None and engine.makes_weight_gradients_once(), sizes=model_sizes(module),
@@ -79,10 +72,6 @@ def _rank(topology: Any, **place: int) -> int:
     """Return the rank with these coordinates, and 0 on the other axes."""
     names = topology.get_axis_names()
     return int(topology.get_rank(**{name: place.get(name, 0) for name in names}))
-
-
-def _counted(counted: Counted | None) -> dict[str, Any]:
-    return Counted(None, (), None, False)._asdict() if counted is None else counted._asdict()  # type: ignore[arg-type]
 
 
 def signatures(module: Any) -> tuple[Signature, ...]:
@@ -135,7 +124,7 @@ def _of_megatron(module: Any) -> dict[str, Any]:
     config, vocab_size = specs[0].module_args[0], specs[0].module_args[1]
     return {
         "name": "GPT",
-        "num_layers": sum(_layers_of(module)),
+        "num_layers": sum(module.layers_per_stage),
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "num_query_groups": config.num_query_groups or 0,
@@ -144,7 +133,3 @@ def _of_megatron(module: Any) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "swiglu": bool(config.gated_linear_unit),
     }
-
-
-def _layers_of(module: Any) -> Iterator[int]:
-    yield from module.layers_per_stage

@@ -55,35 +55,48 @@ def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
     settings = TokenPipelineConfig(**first.settings)
     if first.length is None:
         return Outcome((), "", (), None, ("plan: the sequence length is not known, use --seq-length",))
-    model = memory_model(reports)
-    slices = settings.slices
+    model, slices = memory_model(reports), settings.slices
+    schedule, plan = SCHEDULE if settings.schedule == AUTO else settings.schedule, None
     if slices == AUTO and first.stages == 1 and settings.plan_path is None:
         slices = 1
+    lengths = slice_lengths(first.length, 1 if isinstance(slices, str) else slices)
     if not isinstance(slices, str):
-        lengths = slice_lengths(first.length, slices)
-        schedule = SCHEDULE if settings.schedule == AUTO else settings.schedule
-        what = (
-            f"plan: given: {schedule}, {compact(lengths)} tokens" if first.cut else "plan: no token_pipeline, one slice"
+        given = f"given: {schedule}, {compact(lengths)} tokens" if first.cut else "no token_pipeline, one slice"
+        lines = [f"plan: {given}"]
+    elif settings.plan_path is not None:
+        plan = _of_file(settings.plan_path, settings, first, where)
+        lines = [f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from {settings.plan_path}"]
+    elif first.sizes is None:
+        lines = ["plan: chosen in the launch by its measurements; memory is that of its uncut steps, which take most"]
+    else:
+        plan = _chosen(reports, settings, model, cluster)
+        costs = (
+            f"costs: {first.sizes['name']} on {cluster.name}, estimated from datasheets; the launch measures its own"
         )
-        return Outcome(lengths, schedule, _uses(model, schedule, lengths, first, where), None, (what,))
-    return _automatic(reports, settings, model, where, cluster)
+        lines = [costs, *plan.lines()]
+    if plan is not None:
+        lengths, schedule = plan.slices, plan.schedule
+    # where a place has a frozen and a trained stage it counts as one that goes backward, which is more
+    placement = where if len(where.stages) == first.stages else None
+    uses = memory_use(model, schedule, lengths, first.micro_batches, first.weights_once, placement)
+    return Outcome(lengths, schedule, uses, plan, tuple(lines))
 
 
 def memory_model(reports: Sequence[Report]) -> MemoryModel:
     """Return the memory of all stages, as a live engine knows it after its trials; by rule where it was not counted."""
-    stages = tuple(
-        replace(report.memory or _by_rule(reports, n), fixed=_fixed(report)) for n, report in enumerate(reports)
-    )
+    counted = [report.counted for report in reports]
+    memories = [each.memory if each is not None else _by_rule(reports, n) for n, each in enumerate(counted)]
+    stages = tuple(replace(each, fixed=float(sum(r.kept))) for each, r in zip(memories, reports, strict=True))
     model = MemoryModel(stages)
-    steps = [dict(report.peaks) for report in reports]
-    shared = [lengths for lengths, _ in reports[0].peaks if all(lengths in step for step in steps)]
+    steps = [{} if each is None else dict(each.peaks) for each in counted]
+    shared = [lengths for lengths in steps[0] if all(lengths in step for step in steps)]
     if not shared:
         return model
     # a stage that is counted alone has no message of a neighbour's, and none posted ahead
     alone = replace(model, posted_ahead=0, sent_kept=0, stages=tuple(replace(stage, fixed=0.0) for stage in stages))
     peaks = [Peaks(lengths, tuple(step[lengths] for step in steps)) for lengths in shared]
     micro_batches = counted_micro_batches(reports[0].micro_batches)
-    known = calibrated(alone, peaks, SCHEDULE, micro_batches, any(report.defers for report in reports))
+    known = calibrated(alone, peaks, SCHEDULE, micro_batches, any(each is not None and each.defers for each in counted))
     beyond = ((stage.working, stage.joined) for stage in known.stages)
     return replace(
         model, stages=tuple(replace(s, working=w, joined=j) for s, (w, j) in zip(stages, beyond, strict=True))
@@ -100,46 +113,15 @@ def _by_rule(reports: Sequence[Report], stage: int) -> StageMemory:
     return analytic_memory(Model(**sizes), layers, report.tensor, report.sequences).stages[stage]
 
 
-def _fixed(report: Report) -> float:
-    return float(report.weights + report.gradients + report.optimizer)
-
-
-def _uses(
-    model: MemoryModel, schedule: str, lengths: tuple[int, ...], first: Report, where: Placement
-) -> tuple[MemoryUse, ...]:
-    """Return the peaks; where a place has a frozen and a trained stage it counts as one that goes backward, which is more."""
-    placement = where if len(where.stages) == first.stages else None
-    return memory_use(model, schedule, lengths, first.micro_batches, first.weights_once, placement)
-
-
-def _automatic(
-    reports: Sequence[Report], settings: TokenPipelineConfig, model: MemoryModel, where: Placement, cluster: Cluster
-) -> Outcome:
-    """Slices are chosen in the launch: by the plan of a file, or here by a datasheet, or shown for an uncut step."""
-    first = reports[0]
-    assert first.length is not None
-    if settings.plan_path is not None:
-        run = RunInfo(
-            first.stages, first.sequences, first.micro_batches, first.weights_once, False, placement=unlike_plain(where)
-        )
-        with named("token_pipeline.plan_path"):
-            plan = Plan.load(settings.plan_path)
-        check_plan(plan, run, settings.schedule, settings.memory_gb, settings.plan_path)
-        text = f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from {settings.plan_path}"
-        return Outcome(
-            plan.slices, plan.schedule, _uses(model, plan.schedule, plan.slices, first, where), plan, (text,)
-        )
-    if first.sizes is None:
-        schedule = SCHEDULE if settings.schedule == AUTO else settings.schedule
-        lengths = slice_lengths(first.length, 1)
-        text = "plan: chosen in the launch by its measurements; memory is that of its uncut steps, which take most"
-        return Outcome(lengths, schedule, _uses(model, schedule, lengths, first, where), None, (text,))
-    plan = _chosen(reports, settings, model, cluster)
-    lines = (
-        f"costs: {first.sizes['name']} on {cluster.name}, estimated from datasheets; the launch measures its own",
-        *plan.lines(),
+def _of_file(path: str, settings: TokenPipelineConfig, first: Report, where: Placement) -> Plan:
+    """Return the plan of a file, which must be for this launch."""
+    run = RunInfo(
+        first.stages, first.sequences, first.micro_batches, first.weights_once, False, placement=unlike_plain(where)
     )
-    return Outcome(plan.slices, plan.schedule, _uses(model, plan.schedule, plan.slices, first, where), plan, lines)
+    with named("token_pipeline.plan_path"):
+        plan = Plan.load(path)
+    check_plan(plan, run, settings.schedule, settings.memory_gb, path)
+    return plan
 
 
 def _chosen(reports: Sequence[Report], settings: TokenPipelineConfig, model: MemoryModel, cluster: Cluster) -> Plan:

@@ -8,11 +8,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_terapipe.commands.checking.boundary import Boundary
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.plan.costs.memory import StageMemory
+
+if TYPE_CHECKING:  # they import torch
+    from ds_terapipe.commands.checking.bytes import Kept
+    from ds_terapipe.commands.checking.stage import Counted
 
 Signature = tuple[Any, ...]
 
@@ -50,9 +53,9 @@ class Report:
         layers: class names of this stage's layers, in order.
         parameters: of this rank.
         part: the rank's part of the placement.
-        weights, gradients, optimizer: bytes.
-        computed: columns of the table that were computed, not counted.
-        memory, peaks, after, defers: see `stage.Counted`; None where it could not be counted.
+        kept: bytes between steps.
+        by_rule: whether ``kept`` was computed, not counted.
+        counted: memory of tokens; None where it could not be counted.
         notes: why not.
         length, sequences, micro_batches: tokens of a sequence, sequences of a micro-batch, micro-batches of a step.
         settings, cut: the block ``token_pipeline``, whether there is one.
@@ -72,14 +75,9 @@ class Report:
     layers: tuple[str, ...]
     parameters: int
     part: Any
-    weights: int
-    gradients: int
-    optimizer: int
-    computed: frozenset[str]
-    memory: StageMemory | None
-    peaks: tuple[tuple[tuple[int, ...], float], ...]
-    after: Boundary | None
-    defers: bool
+    kept: Kept
+    by_rule: bool
+    counted: Counted | None
     notes: tuple[str, ...]
     length: int | None
     sequences: int
@@ -91,6 +89,11 @@ class Report:
     ranks: tuple[int, ...]
     last_shard: int
     signatures: tuple[Signature, ...] = ()
+
+    @property
+    def after(self) -> Boundary | None:
+        """Boundary to the next stage."""
+        return None if self.counted is None else self.counted.after
 
 
 class ScriptEnded(Exception):

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,8 @@ _IF_NAMED = {"megatron": "ds_terapipe.megatron", "hf": "ds_terapipe.hf", "transf
 _LAST_LINES = 12  # of what a script has written
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The launch to check; see `rank.Task`."""
-
-    world: int
-    per_node: int
-    script: tuple[str, ...]
-    config: str | None
-    length: int | None
-
-
-def check_launch(launch: Launch) -> list[Report]:
-    """Return the report of every stage, from its fullest distinct rank.
+def check_launch(task: Task) -> list[Report]:
+    """Return the report of every stage, from its fullest distinct rank; ``task``: the launch's first rank.
 
     Replicas are alike, and so are stages of the same layers behind the same boundary: one of them is built. Of
     tensor-parallel ranks the first is built, of the first stage also the last one.
@@ -42,24 +31,19 @@ def check_launch(launch: Launch) -> list[Report]:
     Raises:
         CommandError: the launch's error, or the script's.
     """
-    processes = _Processes(launch)
-    first = processes.check(
-        Task(0, launch.world, launch.per_node, launch.script, launch.config, launch.length, signs=True)
-    )
-    reports, length = [first], launch.length or first.length
-    known: dict[tuple[Signature, Boundary | None], Report] = {}
+    context = _forkserver(task.script[0])
+    first = _checked(context, replace(task, signs=True))
+    task = replace(task, length=task.length or first.length)
+    reports, known = [first], dict[tuple[Signature, Boundary | None], Report]()
     for stage in range(1, first.stages):
         before = reports[-1].after
         key = first.signatures[stage], before
         if key not in known:
-            task = Task(first.ranks[stage], launch.world, launch.per_node, launch.script, launch.config, length, before)
-            known[key] = processes.check(task)
+            known[key] = _checked(context, replace(task, rank=first.ranks[stage], before=before))
         reports.append(_as_stage(known[key], stage, first))
     if first.tensor > 1:
-        other = processes.check(
-            Task(first.last_shard, launch.world, launch.per_node, launch.script, launch.config, length)
-        )
-        reports[0] = max(reports[0], other, key=lambda report: report.weights + report.optimizer)
+        other = _checked(context, replace(task, rank=first.last_shard))
+        reports[0] = max(reports[0], other, key=lambda report: report.kept.weights + report.kept.optimizer)
     return reports
 
 
@@ -68,39 +52,40 @@ def _as_stage(report: Report, stage: int, first: Report) -> Report:
     return replace(report, stage=stage, part=part)
 
 
-class _Processes:
-    """A clean process that has imported what all ranks need, and forks one for each."""
+def _forkserver(script: str) -> Any:
+    """Return the context of a clean process that has imported what all ranks need, and forks one for each."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    try:
+        text = Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError as problem:
+        raise CommandError(
+            f"{script}: cannot be read ({problem.strerror or problem}), must be the script of the launch"
+        ) from problem
+    context.set_forkserver_preload(
+        [*_PRELOADED, *sorted({module for word, module in _IF_NAMED.items() if word in text})]
+    )
+    return context
 
-    def __init__(self, launch: Launch) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self._context = multiprocessing.get_context("forkserver")
+
+def _checked(context: Any, task: Task) -> Report:
+    """Return a rank's report. Raises CommandError with the error of the launch."""
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile("r", suffix=".log", encoding="utf-8", errors="replace") as log:
+        process = context.Process(target=_in_process, args=(task, sender, log.name), daemon=True)
+        process.start()
+        sender.close()
         try:
-            text = Path(launch.script[0]).read_text(encoding="utf-8", errors="replace")
-        except OSError as problem:
-            raise CommandError(
-                f"{launch.script[0]}: cannot be read ({problem.strerror or problem}), must be the script of the launch"
-            ) from problem
-        named = {module for word, module in _IF_NAMED.items() if word in text}
-        self._context.set_forkserver_preload([*_PRELOADED, *sorted(named)])
-
-    def check(self, task: Task) -> Report:
-        """Return a rank's report. Raises CommandError with the error of the launch."""
-        receiver, sender = self._context.Pipe(duplex=False)
-        with tempfile.NamedTemporaryFile("r", suffix=".log", encoding="utf-8", errors="replace") as log:
-            process = self._context.Process(target=_in_process, args=(task, sender, log.name), daemon=True)
-            process.start()
-            sender.close()
-            try:
-                kind, result = receiver.recv()
-            except EOFError:
-                process.join()
-                kind, result = "died", _how(process.exitcode)
+            kind, result = receiver.recv()
+        except EOFError:
             process.join()
-            said = log.read()
-        if kind == "report":
-            report: Report = result
-            return report
-        raise CommandError(f"rank {task.rank} of {task.world}: {result or _last_lines(said)}")
+            kind, result = "died", _how(process.exitcode)
+        process.join()
+        said = log.read()
+    if kind == "report":
+        report: Report = result
+        return report
+    raise CommandError(f"rank {task.rank} of {task.world}: {result or _last_lines(said)}")
 
 
 def _in_process(task: Task, sender: Connection, log: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from ds_terapipe.commands.checking.layers import KEPT, TOKENS
 from ds_terapipe.commands.checking.planned import Outcome
 from ds_terapipe.commands.checking.rank import Report
 from ds_terapipe.plan.costs.memory import MemoryUse, gigabytes
@@ -31,7 +30,7 @@ def table(reports: Sequence[Report], outcome: Outcome) -> list[str]:
     lines.append(
         "GB (1e9 bytes) of a rank; activations: of live units, keys and values, and what weight gradients wait for"
     )
-    if any(report.computed for report in reports):
+    if any(report.by_rule or report.counted is None for report in reports):
         lines.append(f"{COMPUTED}: computed, for fake tensors cannot run it")
     notes = Counter((note, report.stage) for report in reports for note in report.notes)
     for note in dict.fromkeys(note for note, _ in notes):
@@ -49,13 +48,11 @@ def as_json(reports: Sequence[Report], outcome: Outcome) -> dict[str, Any]:
                 "stage": report.stage,
                 "layers": list(report.layers),
                 "parameters": report.parameters,
-                "weights": report.weights,
-                "gradients": report.gradients,
-                "optimizer": report.optimizer,
+                **report.kept._asdict(),
                 "activations": None if use is None else _activations(use),
                 "buffers": None if use is None else use.messages + use.working,
                 "peak": None if use is None else use.total,
-                "computed": sorted(report.computed),
+                "computed": ["kept"] * report.by_rule + ["tokens"] * (report.counted is None),
                 "notes": list(report.notes),
             }
         )
@@ -72,17 +69,12 @@ def _padded(reports: Sequence[Report], outcome: Outcome) -> Sequence[MemoryUse |
 
 
 def _cells(report: Report, use: MemoryUse | None) -> tuple[str, ...]:
-    kept = COMPUTED if KEPT in report.computed else ""
-    tokens = COMPUTED if TOKENS in report.computed else ""
-    unknown = use is None or (TOKENS in report.computed and report.sizes is None)
-    figures = (
-        (kept, report.weights),
-        (kept, report.gradients),
-        (kept, report.optimizer),
-        (tokens, None if unknown or use is None else _activations(use)),
-        (tokens, None if unknown or use is None else use.messages + use.working),
-        (kept or tokens, None if unknown or use is None else use.total),
-    )
+    kept, tokens = COMPUTED * report.by_rule, COMPUTED * (report.counted is None)
+    figures: list[tuple[str, float | None]] = [(kept, each) for each in report.kept]
+    if use is None or (report.counted is None and report.sizes is None):
+        figures += [(tokens, None)] * 3
+    else:
+        figures += [(tokens, _activations(use)), (tokens, use.messages + use.working), (kept or tokens, use.total)]
     return (
         _names(report.layers),
         f"{report.parameters:,}",
