@@ -50,22 +50,24 @@ def sample_of(engine: Any, length: int | None, before: Boundary | None, mode: An
     length = length or _table_rows(module)
     if length is None:
         raise NoSample("the sequence length is not known, use --seq-length")
-    last = engine.stage_id == engine.num_stages - 1
+    batch, layers = engine.train_micro_batch_size_per_gpu(), ModelChunks(module).functions
     with mode, torch.no_grad():
-        forms = _Forms(engine.train_micro_batch_size_per_gpu(), length)
-        inputs: Any = forms.tokens()
+        inputs: Any = _tokens(batch, length)
+        labels: Any = _tokens(batch, length)
         if first:
-            inputs = _first_that(
-                forms.inputs(module),
-                lambda inputs: forms.check(ModelChunks(module).functions[0](inputs)),
-                "the first layer",
-            )
-        labels: Any = forms.tokens()
-        if last and module.loss_fn is not None:
+
+            def runs(inputs: Any) -> None:
+                shape = tuple(as_tuple(layers[0](inputs))[0].shape)
+                if shape[:2] not in ((batch, length), (length, batch)):  # two tensors were taken from one
+                    raise ValueError(f"outputs of shape {list(shape)} for [{batch}, {length}] tokens")
+
+            inputs = _first_that(_inputs(module, batch, length), runs, "the first layer")
+        if engine.stage_id == engine.num_stages - 1 and module.loss_fn is not None:
             value = inputs if before is None else before.tensors(Span(0, length, length))
-            for layer in ModelChunks(module).functions.values():
+            for layer in layers.values():
                 value = layer(value)
-            labels = _first_that(forms.labels(value), lambda labels: module.loss_fn(value, labels), "the loss_fn")
+            forms = _labels(batch, length, value)
+            labels = _first_that(forms, lambda labels: module.loss_fn(value, labels), "the loss_fn")
     return Sample((inputs, labels), length)
 
 
@@ -87,10 +89,10 @@ def _faked(value: Any, mode: Any) -> Any:
 
 def _table_rows(module: Any) -> int | None:
     """Rows of a table of learned positions in the first layer."""
-    for inside in (each for layer in modules_of(ModelChunks(module).functions[0]) for each in layer.named_modules()):
-        name, found = inside
-        if isinstance(found, nn.Embedding) and "position" in name:
-            return found.num_embeddings
+    for layer in modules_of(ModelChunks(module).functions[0]):
+        for name, found in layer.named_modules():
+            if isinstance(found, nn.Embedding) and "position" in name:
+                return found.num_embeddings
     return None
 
 
@@ -107,47 +109,31 @@ def _first_that(forms: Iterator[Any], runs: Callable[[Any], Any], what: str) -> 
     raise NoSample(f"{what} takes no tokens [batch, sequence] and nothing else that is known ({said})")
 
 
-class _Forms:
-    """Forms of inputs and labels, the likelier ones first."""
-
-    def __init__(self, batch: int, length: int) -> None:
-        self._batch, self._length = batch, length
-
-    def tokens(self) -> Tensor:
-        """Ids [b, s]."""
-        return torch.zeros(self._batch, self._length, dtype=torch.int64)
-
-    def check(self, outputs: Any) -> None:
-        """Raise ValueError for a layer's outputs that do not begin with [b, s] or [s, b]: two tensors were taken from one."""
-        shape = tuple(as_tuple(outputs)[0].shape)
-        if shape[:2] not in ((self._batch, self._length), (self._length, self._batch)):
-            raise ValueError(f"outputs of shape {list(shape)} for [{self._batch}, {self._length}] tokens")
-
-    def inputs(self, module: Any) -> Iterator[Any]:
-        """Yield inputs of the first stage."""
-        for count in _megatron_inputs(module):
-            yield tuple(self.tokens() for _ in range(count))
-        features = _features(module)
-        if features is not None:
-            yield torch.zeros(self._batch, self._length, features)
-        yield self.tokens()
-        yield self.tokens(), self.tokens()
-        yield self.tokens(), self.tokens(), self.tokens()
-
-    def labels(self, outputs: Any) -> Iterator[Any]:
-        """Yield labels beside the outputs of the last stage."""
-        mask = torch.ones(self._batch, self._length)
-        yield self.tokens()
-        yield self.tokens(), mask
-        yield self.tokens(), mask, torch.zeros(self._batch, dtype=torch.int64)
-        yield torch.zeros(self._batch, dtype=torch.int64)
-        yield torch.zeros_like(as_tuple(outputs)[0])
+def _tokens(batch: int, length: int) -> Tensor:
+    """Return ids [b, s]."""
+    return torch.zeros(batch, length, dtype=torch.int64)
 
 
-def _megatron_inputs(module: Any) -> tuple[int, ...]:
-    """Number of tensors [b, s] that the models of `ds_terapipe.megatron` take; empty for others."""
-    counts = {"GPTPipeline": (2,), "BertPipeline": (3,)}
-    return counts.get(type(module).__name__, ())
+def _inputs(module: Any, batch: int, length: int) -> Iterator[Any]:
+    """Yield forms of the first stage's inputs, the likelier ones first."""
+    of_megatron, features = {"GPTPipeline": 2, "BertPipeline": 3}.get(type(module).__name__), _features(module)
+    if of_megatron is not None:
+        yield tuple(_tokens(batch, length) for _ in range(of_megatron))
+    if features is not None:
+        yield torch.zeros(batch, length, features)
+    yield _tokens(batch, length)
+    for count in (2, 3):
+        yield tuple(_tokens(batch, length) for _ in range(count))
+
+
+def _labels(batch: int, length: int, outputs: Any) -> Iterator[Any]:
+    """Yield forms of labels beside the outputs of the last stage."""
+    mask, classes = torch.ones(batch, length), torch.zeros(batch, dtype=torch.int64)
+    yield _tokens(batch, length)
+    yield _tokens(batch, length), mask
+    yield _tokens(batch, length), mask, classes
+    yield classes
+    yield torch.zeros_like(as_tuple(outputs)[0])
 
 
 def _features(module: Any) -> int | None:

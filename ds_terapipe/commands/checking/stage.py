@@ -76,8 +76,8 @@ class StageRun:
         trains = coming or any(parameter.requires_grad for parameter in module.parameters())
         stages, chunks = engine.num_stages, ModelChunks(module)
         placement = Placement.of(range(stages), chunks.parts, 0 if trains else number + 1)
-        self._memory, self._peak = StepMemory(CountedPeak()), CountedPeak()
-        self._memory._peak = self._peak
+        self._peak = CountedPeak()
+        self._memory = StepMemory(self._peak)
         stage = Stage(
             number, [*chunks.functions.values()], chunks.entries.start, module=module, gradients=DeepSpeedGradients(engine),
             trains=trains, memory=self._memory, autocast=partial(autocast_if_enabled, engine),

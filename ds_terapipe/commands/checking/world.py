@@ -20,20 +20,6 @@ from torch import distributed as dist
 _PORT = "29500"  # nobody listens, and nobody connects
 
 
-def environment(rank: int, world: int, per_node: int) -> dict[str, str]:
-    """Variables that a launcher sets for a rank."""
-    local = str(rank % per_node)
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": local,
-        "LOCAL_SIZE": str(min(world, per_node)),
-        "LOCAL_WORLD_SIZE": str(min(world, per_node)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": _PORT,
-    }
-
-
 @contextmanager
 def job(rank: int, world: int, per_node: int) -> Iterator[None]:
     """Context manager in which this process is one rank of a job; the process ends with it."""
@@ -51,8 +37,17 @@ def job(rank: int, world: int, per_node: int) -> Iterator[None]:
     def group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         return new_group(ranks, backend="fake")
 
+    launched = {  # what a launcher sets for a rank
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank % per_node,
+        "LOCAL_SIZE": min(world, per_node),
+        "LOCAL_WORLD_SIZE": min(world, per_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": _PORT,
+    }
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, environment(rank, world, per_node)))
+        stack.enter_context(mock.patch.dict(os.environ, {name: str(value) for name, value in launched.items()}))
         replaced = (
             (import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None),
             (watchdog, "launching", _nobody_watches),
