@@ -15,8 +15,8 @@ from ds_terapipe.elastic.moves.masters import is_wrapped, join, unwrap
 from ds_terapipe.elastic.moves.rebuild import rebuild_engine
 from ds_terapipe.elastic.moves.reshape import Reshape
 from ds_terapipe.elastic.moves.shares import Bucket, new_bucket
-from ds_terapipe.elastic.optimizer import layer_dtype, wrapped
-from ds_terapipe.elastic.policies.resize import POLICY, Shape, balanced, shape_of
+from ds_terapipe.elastic.optimizer import wrapped
+from ds_terapipe.elastic.policies.resize import POLICY, Shape, balanced
 from ds_terapipe.elastic.saved.state import resized
 from ds_terapipe.elastic.shapes.costs import Costs
 from ds_terapipe.model_chunks import ModelChunks
@@ -54,8 +54,6 @@ class Mover:
     Args:
         arguments: arguments of DeepSpeed's constructor.
         freezing, data, caching: parts that follow a change.
-        moves: whether layers may move between any ranks; else stages are balanced only when their number changes.
-        unfreezes: whether frozen layers may train again.
 
     Attributes:
         costs: costs of the layers, by which stages are balanced.
@@ -63,17 +61,9 @@ class Mover:
     """
 
     def __init__(
-        self,
-        arguments: Mapping[str, Any],
-        freezing: LayerFreezing,
-        data: ElasticData,
-        caching: CacheSession,
-        *,
-        moves: bool,
-        unfreezes: bool,
+        self, arguments: Mapping[str, Any], freezing: LayerFreezing, data: ElasticData, caching: CacheSession
     ) -> None:
         self._arguments, self._freezing, self._data, self._caching = arguments, freezing, data, caching
-        self._moves, self._unfreezes = moves, unfreezes
         self.costs = Costs()
         self.on_reshape: list[Callable[[Any], None]] = []
 
@@ -81,15 +71,9 @@ class Mover:
         """Freeze and reshape; collective. ``traced``: whether to record the change beside the next step."""
         started = time.perf_counter()
         level_steps(engine.basic_optimizer)
-        new = shape_of(
-            change.stages,
-            engine.world_size,
-            engine.grid.model_parallel_size,
-            engine.train_batch_size(),
-            self._data.start_shape.micro_batch,
-        )
+        new = self._data.shape_with(engine, change.stages)
         parts = change.parts
-        if parts is None and (new != engine.shape or (self._moves and change.stages > 1)):
+        if parts is None and (new != engine.shape or (engine.elastic_pipeline.moves and change.stages > 1)):
             parts = self._balanced(engine, new, change.frozen)
         reshape = None
         if parts is not None and (new != engine.shape or tuple(parts) != ModelChunks(engine.module).parts):
@@ -129,17 +113,10 @@ class Mover:
                 that their layers share now.
         """
         engine._shared = shared_weights(engine.module, engine._consensus, also=self._freezing.aside)
-        stays_frozen = 0 if self._unfreezes else frozen
+        stays_frozen = 0 if engine.elastic_pipeline.freeze.unfreeze else frozen
         trained = [each for each in engine._shared if each.entries[0] >= stays_frozen]
         refuse_split(trained, parts, POLICY, ', or "off"')
-        reshape = Reshape(
-            engine.module,
-            engine.basic_optimizer,
-            engine._consensus,
-            engine._watchdog,
-            engine.device,
-            layer_dtype(engine),
-        )
+        reshape = Reshape(engine)
         reshape.prepare(resized(engine.module._topo, shape.stages), parts)
         return reshape
 

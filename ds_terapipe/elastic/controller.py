@@ -22,7 +22,7 @@ from ds_terapipe.elastic.data import ElasticData
 from ds_terapipe.elastic.freezing import LayerFreezing
 from ds_terapipe.elastic.moves.layers import drop_copies
 from ds_terapipe.elastic.moves.reshape import check_movable
-from ds_terapipe.elastic.optimizer import check_steps, layer_dtype, same_groups
+from ds_terapipe.elastic.optimizer import check_steps, same_groups
 from ds_terapipe.elastic.policies.freeze import ModelLayers
 from ds_terapipe.elastic.policies.resize import Shape, check, wanted_stages
 from ds_terapipe.elastic.report import ChangeReport
@@ -120,10 +120,7 @@ class ElasticController(Controller):
         if settings.moves:
             self._selector = ShapeSelector(engine, engine._consensus)
             drop_copies(engine.module)
-        self.mover = Mover(
-            self._arguments, self.freezing, self.data, self.caching, moves=settings.moves,
-            unfreezes=bool(settings.freeze.unfreeze),
-        )  # fmt: skip
+        self.mover = Mover(self._arguments, self.freezing, self.data, self.caching)
 
     # ------------------------------------------------------------------------------------------------------------- steps
 
@@ -244,8 +241,7 @@ def _movable(engine: Any, settings: ElasticPipelineConfig) -> ElasticPipelineCon
     """Return the settings, without moves if layers cannot move to other ranks and need not; collective."""
     if not settings.moves:
         return settings
-    dtype, consensus = layer_dtype(engine), engine._consensus
-    error = error_of(lambda: check_movable(engine.module, engine.basic_optimizer, engine.device, dtype))
+    consensus, error = engine._consensus, error_of(lambda: check_movable(engine))
     if settings.has_to_move:
         consensus.agree(error)
     reasons = [reason for reason in consensus.gather(None if error is None else str(error)) if reason]

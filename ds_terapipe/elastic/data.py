@@ -135,6 +135,12 @@ class ElasticData:
                 engine.global_samples, engine.train_batch_size(),
             )  # fmt: skip
 
+    def shape_with(self, engine: Any, stages: int, batch: int | None = None) -> Shape:
+        """Return the shape with so many stages; ``batch``: by default the present one."""
+        batch = engine.train_batch_size() if batch is None else batch
+        processes, tensor = engine.world_size, engine.grid.model_parallel_size
+        return shape_of(stages, processes, tensor, batch, self.start_shape.micro_batch)
+
     def follow_phase(self, engine: Any, batch: int, micro_batch: int) -> None:
         """Set the batch from the next step on; see ``ElasticPipelineEngine.follow_phase``."""
         assert self._redistributor is not None
@@ -142,8 +148,7 @@ class ElasticData:
         self.start_shape = start._replace(
             micro_batch=micro_batch, micro_batches=batch // (start.replicas * micro_batch)
         )
-        tensor = engine.grid.model_parallel_size
-        set_batch(engine, batch, shape_of(engine.num_stages, engine.world_size, tensor, batch, micro_batch).micro_batch)
+        set_batch(engine, batch, self.shape_with(engine, engine.num_stages, batch).micro_batch)
         self._redistributor.follow(micro_batch)
         self.follow_shape(engine)
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
-from ds_terapipe.clipping import counting_nothing
 from ds_terapipe.elastic.moves.groups import in_order
 from ds_terapipe.elastic.moves.masters import fill, taking_no_step
 from ds_terapipe.elastic.moves.rebuild import quietly
@@ -71,11 +66,9 @@ def wrapped(engine: Any, basic_optimizer: Any, before: Any, bucket: Bucket | Non
     if kind not in _WRAPPED:
         return basic_optimizer
     method, arguments = _WRAPPED[kind]
-    with quietly(), _nothing_to_collect(), taking_no_step(basic_optimizer):
+    with quietly(), taking_no_step(basic_optimizer):
         wrapper = getattr(engine, method)(basic_optimizer, *arguments)
     fill(wrapper, before, bucket)
-    if isinstance(wrapper, BF16_Optimizer):
-        counting_nothing(wrapper)
     if isinstance(basic_optimizer, FusedLamb) and hasattr(wrapper, "check_grad_overflow"):
         wrapper.check_grad_overflow = True
     return wrapper
@@ -86,24 +79,3 @@ def layer_dtype(engine: Any) -> torch.dtype | None:
     if engine.fp16_enabled():
         return torch.float16
     return torch.bfloat16 if engine.bfloat16_enabled() else None
-
-
-# From 3.12 on the interpreter itself reports some hundred frozen objects; where a user calls gc.freeze there are more than
-# 100,000 beside torch.
-OWN_FROZEN = 10_000
-
-
-@contextmanager
-def _nothing_to_collect() -> Iterator[None]:
-    """Freeze the garbage collector's objects for BF16_Optimizer, which collects several times for its memory reports.
-
-    Each collection would take about a second.
-    """
-    freezes = gc.get_freeze_count() < OWN_FROZEN  # else the user has called gc.freeze
-    if freezes:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if freezes:
-            gc.unfreeze()

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.monitor.config import get_monitor_config
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -86,11 +87,13 @@ def _keeping(engine: Any, wrap: Callable[[Any, Any], Any]) -> Iterator[None]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Context manager that silences DeepSpeed while it builds an engine or a grid."""
-    level = deepspeed_logger.level
+    """Context manager that silences DeepSpeed while it builds an engine, an optimizer or a grid."""
+    level, report = deepspeed_logger.level, bf16_optimizer.see_memory_usage
     deepspeed_logger.setLevel(max(level, logging.WARNING))
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None  # it collects garbage, for about a second each time
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         deepspeed_logger.setLevel(level)
+        bf16_optimizer.see_memory_usage = report

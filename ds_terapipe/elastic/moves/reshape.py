@@ -39,6 +39,7 @@ from ds_terapipe.elastic.moves.transfer import (
     sent_of,
     stage_state,
 )
+from ds_terapipe.elastic.optimizer import layer_dtype
 from ds_terapipe.errors import bad_value
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.parameter_groups import settings_of
@@ -57,14 +58,13 @@ class RankReport:
     settings: Sequence[tuple[dict[str, Any], bool]]  # of each parameter group, and whether it has parameters here
 
 
-def check_movable(
-    module: PipelineModule, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype | None = None
-) -> None:
+def check_movable(engine: Any) -> None:
     """Refuse live layers that another rank could not build, and a topology in which ranks would change their shards.
 
     Raises:
         ConfigError: naming the axes, or parts that a spec does not build; or the optimiser is missing.
     """
+    module, optimizer = engine.module, engine.basic_optimizer
     if optimizer is None:
         rule = "one beside elastic_pipeline.resize.policy or partition"
         raise bad_value("optimizer", None, rule, "an optimizer, or a configuration without them")
@@ -78,38 +78,26 @@ def check_movable(
     for prefix in here:
         spec = next(chunks.specs[entry] for entry in chunks.entries if chunks.prefix(entry) == prefix)
         if isinstance(spec, LayerSpec):
-            with random_states_kept(device):
-                check_structure(prefix, structure_of(spec, here[prefix], dtype), mine)
+            with random_states_kept(engine.device):
+                check_structure(prefix, structure_of(spec, here[prefix], layer_dtype(engine)), mine)
 
 
 class Reshape:
     """Moves the layers and optimiser state of a live module to the ranks of another shape.
 
     Args:
-        module: the user's module; it keeps its identity, as does
-        optimizer: the torch optimiser, with its parameter groups.
-        consensus, watchdog: agreement and waits of the job.
-        device: where the layers are.
-        dtype: type of the layers in the engine; None: as built.
+        engine: the engine, whose module and torch optimiser keep their identity.
     """
 
-    def __init__(
-        self,
-        module: PipelineModule,
-        optimizer: torch.optim.Optimizer,
-        consensus: Consensus,
-        watchdog: Watchdog,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._dtype = dtype
-        self._module, self._optimizer = module, optimizer
-        self._consensus, self._watchdog, self._device = consensus, watchdog, device
-        self._wait = watchdog.wait_on_host
-        self._rank = torch.distributed.get_rank()
-        self._old = module._topo
-        self._here = modules_here(module)
-        self._chunks = ModelChunks(module)
+    def __init__(self, engine: Any) -> None:
+        self._module: PipelineModule = engine.module
+        self._optimizer: torch.optim.Optimizer = engine.basic_optimizer
+        self._consensus: Consensus = engine._consensus
+        self._watchdog: Watchdog = engine._watchdog
+        self._device, self._dtype = engine.device, layer_dtype(engine)
+        self._wait = self._watchdog.wait_on_host
+        self._rank, self._old = engine.global_rank, self._module._topo
+        self._here, self._chunks = modules_here(self._module), ModelChunks(self._module)
         self._tied = {self._chunks.prefix(e) for e, s in enumerate(self._chunks.specs) if isinstance(s, TiedLayerSpec)}
         self._live: dict[str, Tensor] = {}
         self._rooms: dict[str, list[Tensor]] = {}
@@ -161,13 +149,10 @@ class Reshape:
         tensor = getattr(coordinates, "model", 0)
         if getattr(coordinates, "data", 0) == 0:
             settings = [(settings_of(group), bool(group["params"])) for group in self._optimizer.param_groups]
-            mine = RankReport(
-                coordinates.pipe, tensor, stage_state(self._here, self._optimizer, sorted(self._tied)), settings
-            )
-        everybodys = self._consensus.gather(mine)
-        return sorted(
-            (one for one in everybodys if one is not None and one.tensor == tensor), key=lambda one: one.stage
-        )
+            state = stage_state(self._here, self._optimizer, sorted(self._tied))
+            mine = RankReport(coordinates.pipe, tensor, state, settings)
+        said = [one for one in self._consensus.gather(mine) if one is not None and one.tensor == tensor]
+        return sorted(said, key=lambda one: one.stage)
 
     def _build(self, held: Mapping[int, StageState], stage: int) -> None:
         """Build the layers of a stage, and check that the live ones lose nothing."""
