@@ -86,7 +86,7 @@ class Mover:
             freed = self._freezing.freeze(engine, change.frozen)
             sent = 0
             if reshape is not None:
-                self._freezing.move_norms(engine._consensus)
+                self._freezing.norms.share(engine._consensus)
                 sent = self._reshape(engine, new, reshape, bucket)
             elif bucket is not None:
                 engine.optimizer = wrapped(engine, engine.basic_optimizer, engine.optimizer, bucket)

@@ -189,8 +189,7 @@ class ElasticCheckpointer(Checkpointer):
 
     def _state(self, engine: Any) -> dict[str, Any]:
         """Return the state for a checkpoint; collective."""
-        norms = self._controller.freezing.norms
-        return {**self._state_here(engine), "norms": None if norms is None else norms.state(self._consensus)}
+        return {**self._state_here(engine), "norms": self._controller.freezing.norms.state(self._consensus)}
 
     def _state_here(self, engine: Any) -> dict[str, Any]:
         """Return the state without gradient norms, which are spread over ranks."""

@@ -207,7 +207,7 @@ class ElasticController(Controller):
     def optimizer_step(self, engine: Any) -> Iterator[None]:
         """Context manager around the optimizer's step: gradient norms before it, and its time."""
         with nullcontext() if self._selector is None else self._selector.updating():
-            self.freezing.add_norms(engine)
+            self.freezing.norms.add(engine)
             yield
 
     def reseed(self, seed: int | None) -> None:

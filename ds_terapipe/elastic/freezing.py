@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from ds_terapipe.elastic.settings import FreezeSettings
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.parameter_groups import outside
 from ds_terapipe.pipeline.recording.report import emit
-from ds_terapipe.pipeline.transport.consensus import Consensus
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +37,7 @@ class LayerFreezing:
         frozen: number of entries frozen by the policy.
         aside: parameter groups of all frozen parameters, by name, over all ranks, if layers may train again.
         freezer: calls the policy.
-        norms: gradient norms since the policy last read them; None if it needs none.
+        norms: gradient norms since the policy last read them.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class LayerFreezing:
     ) -> None:
         self._settings, self.frozen = settings, 0
         self.freezer = Freezer(settings, layers, completed)
-        self.norms = GradientNorms(len(layers.trainable), device) if self.freezer.needs_gradients else None
+        self.norms = GradientNorms(len(layers.trainable), device, self.freezer.needs_gradients)
         self.aside: dict[str, int] = {}
         self._tied: frozenset[str] = frozenset()  # keys of frozen tied layers that are also used after the prefix
         self._losses: tuple[Tensor | float, int] = (0.0, 0)  # sum and count since the policy last read them
@@ -61,14 +59,10 @@ class LayerFreezing:
             # groups of some stages may have other rates
             lr = max(consensus.collect(_highest_lr(engine.basic_optimizer))) if LR_RESTART in asked else 0.0
             signals = Signals(lr, self._take_losses)
-        frozen = self.freezer.decide(step, partial(self.take_norms, consensus), signals)
+        frozen = self.freezer.decide(step, partial(self.norms.take, consensus), signals)
         if self.freezer.reason is not None and frozen < self.frozen and engine.global_rank == 0:
             emit(f"elastic_pipeline.freeze: step {step}: layers train again ({self.freezer.reason})")
         return frozen
-
-    def take_norms(self, consensus: Consensus) -> Sequence[float] | None:
-        """Return the gradient norms of all entries, and begin again; None if the policy needs none; collective."""
-        return None if self.norms is None else self.norms.take(consensus)
 
     def record_loss(self, loss: Tensor) -> None:
         """Add the loss of a step, without waiting for the device."""
@@ -79,20 +73,6 @@ class LayerFreezing:
     def _take_losses(self) -> float | None:
         (total, count), self._losses = self._losses, (0.0, 0)
         return float(total) / count if count else None
-
-    def add_norms(self, engine: Any) -> None:
-        """Add the norms of this step's gradients; collective over the tensor-parallel ranks."""
-        if self.norms is None:
-            return
-        add = None
-        if engine.grid.model_parallel_size > 1:
-            add = partial(torch.distributed.all_reduce, group=engine.grid.slice_proc_group)
-        self.norms.add(engine.module, engine.grid.get_slice_parallel_rank(), add)
-
-    def move_norms(self, consensus: Consensus) -> None:
-        """Give all ranks the norms so far: a layer's new owner needs them; collective."""
-        if self.norms is not None:
-            self.norms.load(self.norms.state(consensus))
 
     # ----------------------------------------------------------------------------------------------------------- changes
 
@@ -157,8 +137,7 @@ class LayerFreezing:
         """Restore losses and norms of a checkpoint."""
         total, count = state.get("losses", (0.0, 0))
         self._losses = total, count
-        if self.norms is not None:
-            self.norms.load(state["norms"])
+        self.norms.load(state["norms"])
 
 
 def _highest_lr(optimizer: Any) -> float:

@@ -94,19 +94,19 @@ def engine(policy: Policy, folder: str) -> Any:
 
 def run(engine: Any, steps: int) -> list[tuple[Any, ...]]:
     """Frozen entries, stages and loss of each step, and the norms that the policy was given before it."""
-    freezing = engine._controller.freezing
-    found, given, norms = [], [], freezing.take_norms
+    norms = engine._controller.freezing.norms
+    found, given, take = [], [], norms.take
 
     def noted(consensus: Any) -> Any:
-        given.append(norms(consensus))
+        given.append(take(consensus))
         return given[-1]
 
-    freezing.take_norms = noted
+    norms.take = noted
     for _ in range(steps):
         loss = float(engine.train_batch())
         found.append((engine.frozen_layers, engine.num_stages, loss, tuple(given)))
         given.clear()
-    del freezing.take_norms
+    del norms.take
     return found
 
 

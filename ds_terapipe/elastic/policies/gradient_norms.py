@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.module import PipelineModule
-from torch import Tensor
+import torch.distributed
 
 from ds_terapipe.clipping import is_counted
 from ds_terapipe.model_chunks import ModelChunks
@@ -23,28 +22,29 @@ class GradientNorms:
     Args:
         entries: number of entries of the layer list.
         device: device of the gradients.
+        wanted: whether the policy needs norms; else all methods do nothing.
     """
 
-    def __init__(self, entries: int, device: torch.device) -> None:
-        self._entries, self._device = entries, device
+    def __init__(self, entries: int, device: torch.device, wanted: bool) -> None:
+        self._entries, self._device, self._wanted = entries, device, wanted
         self._totals: dict[int, Any] = {}
         self._steps: dict[int, int] = {}
 
-    def add(
-        self, module: PipelineModule, tensor_rank: int, sum_over_parts: Callable[[Tensor], Any] | None = None
-    ) -> None:
-        """Add the gradients of a step. ``sum_over_parts``: sums a tensor over tensor-parallel ranks, in place."""
-        layers = ModelChunks(module).layers
+    def add(self, engine: Any) -> None:
+        """Add the gradients of a step; collective over the tensor-parallel ranks."""
+        if not self._wanted:
+            return
+        chunks, grid = ModelChunks(engine.module), engine.grid
+        layers, tensor_rank = chunks.layers, grid.get_slice_parallel_rank()
         table = torch.zeros(len(layers), 2, dtype=torch.float64, device=self._device)
         for row, layer in enumerate(layers.values()):
             for parameter in layer.parameters():
                 if parameter.grad is not None and parameter.requires_grad and is_counted(parameter, tensor_rank):
                     table[row, 0] += torch.linalg.vector_norm(parameter.grad.detach()).double() ** 2
                     table[row, 1] += parameter.numel()
-        if sum_over_parts is not None:
-            sum_over_parts(table)
+        if grid.model_parallel_size > 1:
+            torch.distributed.all_reduce(table, group=grid.slice_proc_group)
         roots = (table[:, 0] / table[:, 1].clamp(min=1)).sqrt()
-        chunks = ModelChunks(module)
         first = {chunks.prefix(entry): entry for entry in reversed(chunks.entries)}
         for row, prefix in enumerate(layers):
             entry = first[prefix]
@@ -53,12 +53,18 @@ class GradientNorms:
 
     def take(self, consensus: Consensus) -> Sequence[float]:
         """Return the averages since the last call, nan for entries without a gradient; collective."""
-        means = {entry: total / steps for entry, steps, total in self.state(consensus) if total}
+        means = {entry: total / steps for entry, steps, total in self.state(consensus) or () if total}
         self._totals, self._steps = {}, {}
         return [means.get(entry, math.nan) for entry in range(self._entries)]
 
-    def state(self, consensus: Consensus) -> list[tuple[int, int, float]]:
-        """Return (entry, steps, sum over the steps) for a checkpoint; collective."""
+    def share(self, consensus: Consensus) -> None:
+        """Give all ranks the sums so far: a layer's new owner needs them; collective."""
+        self.load(self.state(consensus))
+
+    def state(self, consensus: Consensus) -> list[tuple[int, int, float]] | None:
+        """Return (entry, steps, sum over the steps) for a checkpoint, None if the policy needs no norms; collective."""
+        if not self._wanted:
+            return None
         mine = {entry: (self._steps[entry], float(total)) for entry, total in self._totals.items()}
         most: dict[int, tuple[int, float]] = {}  # for a layer that has moved, the rank with the most steps counts
         for of_rank in consensus.gather(mine):
