@@ -14,7 +14,7 @@ from ds_terapipe.elastic.moves.groups import level_steps
 from ds_terapipe.elastic.moves.masters import is_wrapped, unwrap
 from ds_terapipe.elastic.optimizer import wrapped
 from ds_terapipe.elastic.saved.restore import SavedStates, about, numbers_of, put, read_by
-from ds_terapipe.elastic.saved.state import check, read_checked, resized, same_shape, write
+from ds_terapipe.elastic.saved.state import check, read_checked, resized
 from ds_terapipe.elastic.saved.universal import (
     CARRIED,
     KEY,
@@ -27,12 +27,14 @@ from ds_terapipe.elastic.saved.universal import (
 )
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.names import ELASTIC_STATE
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.ended import poison_on_error
 from ds_terapipe.pipeline.parameter_groups import check_inside
 from ds_terapipe.pipeline.saved_files import Wanted, wanted
 from ds_terapipe.pipeline.transport.consensus import Consensus, error_of
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.plan.files import write_json
 
 if TYPE_CHECKING:
     from ds_terapipe.elastic.controller import ElasticController
@@ -55,7 +57,7 @@ class ElasticCheckpointer(Checkpointer):
         level_steps(engine.basic_optimizer)  # a later load may read them by name
         parts = self._consensus.gather(about(engine))
         state = {**self._state(engine), "optimizer": parts}
-        self._consensus.decide(lambda: write(folder, state))
+        self._consensus.decide(lambda: write_json(folder / ELASTIC_STATE, state))
 
     def client_state(self, engine: Any) -> dict[str, Any]:
         """Return facts that `ds_to_universal` needs, for the files that it copies; collective."""
@@ -129,8 +131,9 @@ class ElasticCheckpointer(Checkpointer):
             return False
         now = self._state(engine)
         self._consensus.agree(error_of(lambda: check(state, now)))
-        if same_shape(state, now, engine.elastic_pipeline.moves):
-            if (state["frozen_layers"], state["parts"]) != (engine.frozen_layers, now["parts"]):
+        same_parts = state["parts"] == now["parts"]
+        if state["processes"] == now["processes"] and (same_parts or engine.elastic_pipeline.moves):
+            if not same_parts or state["frozen_layers"] != now["frozen_layers"]:
                 wants = wants._replace(optimizer=None)  # the engine is reshaped first
             self.check_files(engine, folder, resized(topology, state["stages"]), state["parts"], wants)
             return False
@@ -158,12 +161,14 @@ class ElasticCheckpointer(Checkpointer):
         if state is not None:
             self._take_shape(engine, state, by_name=True)
         self._consensus.agree(error_of(lambda: universal.check(numbers_of(engine), untrained(engine.module))))
-        path, client_state = self.load_checked(
-            engine, load, load_dir, tag, load_optimizer_states=engine.zero_optimization(),
-            load_lr_scheduler_states=lr_scheduler,
-        )  # fmt: skip
-        if not engine.zero_optimization():  # BF16_Optimizer could, but DeepSpeed asks for ZeRO
-            engine._load_zero_checkpoint(load_dir, universal.folder.name)
+        zero = engine.zero_optimization()
+        with groups_filled(engine, universal.folder):
+            path, client_state = self.load_checked(
+                engine, load, load_dir, tag, load_optimizer_states=zero, load_lr_scheduler_states=lr_scheduler
+            )
+            if not zero:  # BF16_Optimizer could, but DeepSpeed asks for ZeRO
+                engine._load_zero_checkpoint(load_dir, universal.folder.name)
+        if not zero:
             engine.optimizer.update_lp_params()
         universal.fill(engine.module, engine.grid.get_slice_parallel_rank(), engine.grid.model_parallel_size)
         self._load_state(engine, state)
@@ -222,17 +227,6 @@ class ElasticCheckpointer(Checkpointer):
         elif engine.global_steps:
             parts.data.note_epochs(engine)
             parts.freezing.freezer.begin(engine.global_steps)
-
-
-def load_zero_checkpoint(engine: Any, load: Callable[..., Any], load_dir: Any, tag: Any, *args: Any, **kw: Any) -> Any:
-    """Load ZeRO's part; ``load``, DeepSpeed's method, fails if a rank has nothing of a group of a universal checkpoint."""
-    if not engine.load_universal_checkpoint():
-        return load(load_dir, tag, *args, **kw)
-    folder = Path(load_dir) / str(tag)
-    # as DeepSpeed's method does for one, without shapes that are never read
-    with groups_filled(engine.optimizer, folder):
-        engine.optimizer.load_state_dict(None, load_optimizer_states=True, checkpoint_folder=str(folder))
-    return True
 
 
 def _saved(engine: Any, folder: Path, state: Any) -> SavedStates:

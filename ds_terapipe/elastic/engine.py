@@ -9,7 +9,6 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_terapipe.elastic.checkpoints import load_zero_checkpoint
 from ds_terapipe.elastic.controller import ElasticController
 from ds_terapipe.elastic.moves.layers import leave_loss
 from ds_terapipe.elastic.policies.resize import Shape
@@ -133,6 +132,3 @@ class ElasticPipelineEngine(TokenPipelineEngine):
             ConfigError: it is empty.
         """
         return self._controller.data.evaluate(self, dataset)
-
-    def _load_zero_checkpoint(self, load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
-        return load_zero_checkpoint(self, super()._load_zero_checkpoint, load_dir, tag, *args, **kwargs)

@@ -20,6 +20,7 @@ from ds_terapipe.elastic.policies.freeze import FreezePolicy
 from ds_terapipe.elastic.saved import state
 from ds_terapipe.elastic.settings import CacheSettings, DataSettings, FreezeSettings, ResizeSettings, parse
 from ds_terapipe.names import ELASTIC_STATE
+from ds_terapipe.plan.files import write_json
 from tests.elastic.samples import registered
 from tests.elastic.training import Case, data_of, engine_of
 from tests.json_values import JSON
@@ -167,7 +168,7 @@ def test_a_checkpoint_of_another_training_is_refused(saved: dict[str, Any], text
 def test_what_is_saved_is_read_again_and_nothing_else(tmp_path: Any) -> None:
     folder = tmp_path / "one"
     assert state.read(folder) is None
-    state.write(folder, NOW)
+    write_json(folder / ELASTIC_STATE, NOW)
     assert state.read(folder) == NOW
     for content in ("{", "{}", json.dumps({**NOW, "parts": [0, 6]})):
         (folder / ELASTIC_STATE).write_text(content)

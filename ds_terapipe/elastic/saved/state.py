@@ -18,15 +18,6 @@ _KEYS = (
 )  # fmt: skip
 
 
-def write(folder: Path, state: dict[str, Any]) -> None:
-    """Write the state into the folder of a checkpoint, atomically."""
-    path = folder / ELASTIC_STATE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".tmp")
-    new.write_text(json.dumps(state, indent=1), encoding="utf-8")
-    new.replace(path)
-
-
 def read_checked(folder: Path) -> dict[str, Any] | None:
     """Read a checkpoint's file after checking its bytes; None if there is none.
 
@@ -87,11 +78,6 @@ def check(state: dict[str, Any], now: dict[str, Any]) -> None:
             f"load_checkpoint: got a checkpoint with {state['frozen_layers']} frozen layers, must be at least the "
             f"{now['frozen_layers']} that are frozen now, use a new engine"
         )
-
-
-def same_shape(state: dict[str, Any], now: dict[str, Any], moves: bool) -> bool:
-    """Whether an engine can have a checkpoint's shape: with the same processes, if it moves or has that shape."""
-    return state["processes"] == now["processes"] and (moves or state["parts"] == now["parts"])
 
 
 def resized(topology: ProcessTopology, stages: int) -> ProcessTopology:

@@ -235,21 +235,22 @@ class _Nothing:
 
 
 @contextmanager
-def groups_filled(wrapper: Any, folder: Path) -> Iterator[None]:
-    """Context manager that fills empty groups while DeepSpeed reads a universal checkpoint into a wrapper."""
+def groups_filled(engine: Any, folder: Path) -> Iterator[None]:
+    """Context manager that fills empty groups of an engine's wrapper while DeepSpeed reads a universal checkpoint."""
+    wrapper = engine.optimizer
     name = "bf16_groups" if hasattr(wrapper, "bf16_groups") else "bit16_groups"
     groups, names = getattr(wrapper, name), wrapper.param_names
-    filled = []
+    filled, known = [], dict(names)
     for group in groups:
-        mine = [p for p in group if p._hp_mapping is not None and names[p] != UNUSED]
-        filled.append(group if mine else [_Nothing(folder, [names[p] for p in group])])
+        if not any(p._hp_mapping is not None and names[p] != UNUSED for p in group):
+            group = [_Nothing(folder, [names[p] for p in group])]
+            known[group[0]] = UNUSED
+        filled.append(group)
     setattr(wrapper, name, filled)
-    wrapper.param_names = {
-        **names,
-        **{each: UNUSED for group in filled for each in group if isinstance(each, _Nothing)},
-    }
+    wrapper.param_names, engine._get_zero_param_shapes = known, dict  # shapes are never read
     try:
         yield
     finally:
         setattr(wrapper, name, groups)
         wrapper.param_names = names
+        del engine._get_zero_param_shapes
