@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -111,15 +110,15 @@ class ElasticData:
         if not len(dataset):
             raise bad_value("evaluate", 0, "a dataset of one sample or more", "another dataset")
         replica, total = engine.grid.get_data_parallel_rank(), 0.0
-        parts = evaluation_micro_batches(len(dataset), engine.micro_batch_size, engine.dp_world_size, replica)
-        collate = engine.collate_fn or default_collate
+        collate, count = engine.collate_fn or default_collate, engine.micro_batches
         self._reads_here = True
         try:
-            for (_, weight), alike in groupby(parts, key=lambda part: (len(part.indices), part.weight)):
-                same = list(alike)
-                for first in range(0, len(same), engine.micro_batches):
-                    some = same[first : first + engine.micro_batches]
-                    batches = (collate([dataset[index] for index in part.indices]) for part in some)
+            for weight, parts in evaluation_micro_batches(
+                len(dataset), engine.micro_batch_size, engine.dp_world_size, replica
+            ):
+                for first in range(0, len(parts), count):
+                    some = parts[first : first + count]
+                    batches = (collate([dataset[index] for index in part]) for part in some)
                     total += float(engine.eval_batch(batches, num_micro_batches=len(some))) * weight * len(some)
         finally:
             self._reads_here = False

@@ -8,7 +8,7 @@ stopped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -224,42 +224,30 @@ class ElasticLoader:
         self._iterator = None  # a DataLoader's iterator ends its workers when it is no longer referenced
 
 
-class EvaluationPart(NamedTuple):
-    """A micro-batch of an evaluation.
-
-    Attributes:
-        indices: indices of this replica's samples.
-        weight: number of samples that the average of the replicas' means represents.
-    """
-
-    indices: list[int]
-    weight: int
-
-
-def evaluation_micro_batches(samples: int, micro_batch: int, replicas: int, replica: int) -> list[EvaluationPart]:
-    """Return micro-batches with which the replicas together evaluate every sample of a dataset once.
+def evaluation_micro_batches(
+    samples: int, micro_batch: int, replicas: int, replica: int
+) -> list[tuple[int, list[range]]]:
+    """Return the micro-batches with which the replicas together evaluate every sample of a dataset once.
 
     All replicas have the same number of micro-batches, and the same weights. Full rounds are divided among the
     replicas; all replicas evaluate the rest, less than one micro-batch for each. The mean over the dataset is the
-    weighted mean of micro-batches: weight x average over the replicas, summed, divided by the sum of weights, the
-    number of samples.
+    weighted mean of micro-batches: weight x average over the replicas, summed, divided by the number of samples.
 
     Args:
         samples: in the dataset.
-        micro_batch: samples in a micro-batch; the last may be smaller.
-        replicas: pipelines that evaluate.
+        micro_batch: samples in a micro-batch.
+        replicas: pipelines that evaluate together.
         replica: number of this one, from 0.
+
+    Returns:
+        Weights, each with micro-batches of one size: the indices of their samples.
     """
     together = micro_batch * replicas
-    shared_from = samples // together * together
-    parts = []
-    for first in range(0, shared_from, together):
-        own = first + replica * micro_batch
-        parts.append(EvaluationPart(list(range(own, own + micro_batch)), together))
-    for first in range(shared_from, samples, micro_batch):
-        indices = list(range(first, min(first + micro_batch, samples)))
-        parts.append(EvaluationPart(indices, len(indices)))
-    return parts
+    shared, whole = samples // together * together, samples // micro_batch * micro_batch
+    mine = [range(at, at + micro_batch) for at in range(replica * micro_batch, shared, together)]
+    rest = [range(at, at + micro_batch) for at in range(shared, whole, micro_batch)]
+    last = [range(whole, samples)] if whole < samples else []
+    return [(together, mine), (micro_batch, rest), (samples - whole, last)]
 
 
 def _mixed(*numbers: int) -> int:

@@ -71,9 +71,16 @@ class History:
             ran_on: shape of the step.
             topology: DeepSpeed's topology, with the stage of each rank.
         """
-        event = START if self._ran_on is None or step != self._steps else CHANGE
-        if event == START or ran_on != self._ran_on:
-            self._begin(event, step, ran_on, topology)
+        resumes = self._ran_on is None or step != self._steps
+        if self._ran_on is None:
+            self._mend()
+            atexit.register(self.close)  # for scripts that do not destroy their engine
+        if resumes or ran_on != self._ran_on:
+            line = {"event": START if resumes else CHANGE, "step": step, "time": time.time(), "seconds": self._seconds}
+            ranks = [[at.pipe, at.data] for at in map(topology.get_coord, range(topology.world_size()))]
+            self._write({**line, **ran_on._asdict(), "ranks": ranks})
+            self._ran_on, self._seconds = ran_on, 0.0
+        self._steps = step
         yield
         self._steps = step + 1
 
@@ -83,16 +90,6 @@ class History:
             self._write({"event": END, "step": self._steps, "time": time.time()})
             self._ran_on = None
         atexit.unregister(self.close)
-
-    def _begin(self, event: str, step: int, ran_on: StepShape, topology: Any) -> None:
-        if self._ran_on is None:
-            self._mend()
-            atexit.register(self.close)  # for scripts that do not destroy their engine
-        coordinates = map(topology.get_coord, range(topology.world_size()))
-        ranks = [[coordinate.pipe, coordinate.data] for coordinate in coordinates]
-        line = {"event": event, "step": step, "time": time.time(), "seconds": self._seconds, **ran_on._asdict()}
-        self._write({**line, "ranks": ranks})
-        self._ran_on, self._steps, self._seconds = ran_on, step, 0.0
 
     def _mend(self) -> None:
         """Remove an unfinished last line of a killed run."""
@@ -139,8 +136,9 @@ class Period:
 
     def as_json(self) -> dict[str, Any]:
         """Return all fields except the start time."""
-        fields = {name: value for name, value in asdict(self).items() if name not in ("ran_on", "begun")}
-        return {**fields, **self.ran_on._asdict()}
+        fields = {**asdict(self), **self.ran_on._asdict()}
+        del fields["ran_on"], fields["begun"]
+        return fields
 
 
 def check_history(path: str) -> None:
@@ -218,16 +216,18 @@ def _fields(line: str, where: str) -> Fields:
 
 
 def _period(fields: Fields, event: str, step: int, at: float) -> Period:
-    stages, replicas, *micro = (fields.count(name) for name in ("stages", "replicas", "micro_batch", "micro_batches"))
+    stages, replicas, *_ = numbers = [_whole(fields, name) for name in StepShape._fields[:-1]]
     parts, ranks = fields.value("parts"), fields.value("ranks")
     if not _numbers(parts) or len(parts) != stages + 1 or any(a >= b for a, b in pairwise(parts)):
         raise fields.fail("parts", f"where {stages} stages begin and the last one ends", _USE)
-    good = isinstance(ranks, list) and ranks and all(_numbers(rank) and len(rank) == 2 for rank in ranks)
-    if not good or any(stage >= stages or replica >= replicas for stage, replica in ranks):
+    if not isinstance(ranks, list) or not all(_numbers(rank) and len(rank) == 2 for rank in ranks):
         raise fields.fail("ranks", "[stage, replica] of each process", _USE)
-    ran_on = StepShape(stages, replicas, micro[0], micro[1], _whole(fields, "frozen_layers"), tuple(parts))
+    if not ranks or any(stage >= stages or replica >= replicas for stage, replica in ranks):
+        raise fields.fail("ranks", f"of {stages} stages and {replicas} replicas", _USE)
     whose = tuple((int(stage), int(replica)) for stage, replica in ranks)
-    return Period(step, None, ran_on, whose, event == START, fields.number("seconds"), at)
+    return Period(
+        step, None, StepShape._make([*numbers, tuple(parts)]), whose, event == START, fields.number("seconds"), at
+    )
 
 
 def _whole(fields: Fields, name: str) -> int:
