@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import default_collate
 
 from ds_terapipe.elastic.policies.resize import Shape, shape_of
-from ds_terapipe.elastic.redistribute import BatchRedistributor, Ranks
+from ds_terapipe.elastic.redistribute import Ranks, redistributed
 from ds_terapipe.elastic.sampler import ElasticBatchSampler, ElasticLoader, evaluation_micro_batches
 from ds_terapipe.elastic.settings import DataSettings
 from ds_terapipe.errors import bad_value
@@ -35,7 +36,6 @@ class ElasticData:
     def __init__(self, settings: DataSettings) -> None:
         self._settings = settings
         self.loader: ElasticLoader | None = None
-        self._redistributor: BatchRedistributor | None = None  # from the start of the engine on
         self._reads_here = False  # every rank that needs data has its own iterator
         self._alike = False  # every replica evaluates the same
         self._epochs_at: dict[int, int] = {}  # epochs completed before each of the last two steps
@@ -53,7 +53,7 @@ class ElasticData:
 
     def start(self, engine: Any) -> None:
         """Record the shape of the launch, and the batches of the scheduler's phases; collective."""
-        self._redistributor = BatchRedistributor(_ranks(engine), engine._consensus, engine._watchdog)
+        self._start = Ranks.of(engine)
         given, scheduler = self._settings, engine.lr_scheduler
         if engine.training_data is None and given.model_fields_set and engine.global_rank == 0:
             names = ", ".join(sorted(given.model_fields_set))
@@ -75,15 +75,14 @@ class ElasticData:
     ) -> list[Any]:
         """Read micro-batches: from this rank's own iterator with ``by_rank``, or from those of the starting shape."""
         here = self._reads_here or (self.loader is not None and engine.data_iterator is self.loader)
-        if here or self._redistributor is None or engine.shape == self.start_shape:
+        if here or engine.shape == self.start_shape:
             return by_rank(engine, pull, micro_batches)
-        return self._redistributor.read(micro_batches, _ranks(engine), pull, alike=self._alike)
+        return redistributed(engine, self._start, micro_batches, pull, self._alike)
 
     @property
     def reads(self) -> bool:
         """Whether this rank reads data: every rank with its own loader, else the readers of the starting shape."""
-        assert self._redistributor is not None
-        return self.loader is not None or self._redistributor.reads
+        return self.loader is not None or self._start.read_here
 
     @contextmanager
     def evaluating(self, engine: Any, micro_batches: int | None) -> Iterator[int | None]:
@@ -92,14 +91,13 @@ class ElasticData:
         The ranks of the starting shape read the same number of micro-batches as there. If these cannot be divided
         equally, every replica evaluates all of them.
         """
-        assert self._redistributor is not None
         start = self.start_shape
         if not self._reads_here and engine.shape != start:
             read = start.micro_batches if micro_batches is None else micro_batches
-            micro_batches = self._redistributor.share(read, _ranks(engine))
-            self._alike = micro_batches is None
-            if micro_batches is None:
-                micro_batches = read * start.replicas
+            of_now = engine.micro_batch_size * engine.dp_world_size
+            micro_batches, rest = divmod(read * start.micro_batch * start.replicas, of_now)
+            if rest:
+                self._alike, micro_batches = True, read * start.replicas
         try:
             yield micro_batches
         finally:
@@ -142,13 +140,12 @@ class ElasticData:
 
     def follow_phase(self, engine: Any, batch: int, micro_batch: int) -> None:
         """Set the batch from the next step on; see ``ElasticPipelineEngine.follow_phase``."""
-        assert self._redistributor is not None
         start = self.start_shape
         self.start_shape = start._replace(
             micro_batch=micro_batch, micro_batches=batch // (start.replicas * micro_batch)
         )
         set_batch(engine, batch, self.shape_with(engine, engine.num_stages, batch).micro_batch)
-        self._redistributor.follow(micro_batch)
+        self._start = replace(self._start, micro_batch=micro_batch)
         self.follow_shape(engine)
 
     # ------------------------------------------------------------------------------------------------------------ epochs
@@ -183,7 +180,3 @@ class ElasticData:
         """End the loader's workers."""
         if self.loader is not None:
             self.loader.close()
-
-
-def _ranks(engine: Any) -> Ranks:
-    return Ranks(engine.module._topo, engine.micro_batch_size)

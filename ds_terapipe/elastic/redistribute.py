@@ -7,7 +7,7 @@ They send the samples to the ranks that need them now. The samples of a step, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,8 +18,6 @@ from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.batch import check_item
-from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.pipeline.transport.watchdog import Watchdog
 
 _ROLES = ("inputs", "labels")
 
@@ -30,6 +28,16 @@ class Ranks:
 
     topology: ProcessTopology
     micro_batch: int
+
+    @classmethod
+    def of(cls, engine: Any) -> Ranks:
+        """Return the ranks of an engine's present shape."""
+        return cls(engine.module._topo, engine.micro_batch_size)
+
+    @property
+    def read_here(self) -> bool:
+        """Whether this process has an iterator in this shape."""
+        return self.topology.get_coord(torch.distributed.get_rank()).pipe in (0, self.stages - 1)
 
     @property
     def stages(self) -> int:
@@ -76,87 +84,60 @@ def parcels(units: int, readers: int, replicas: int, alike: bool = False) -> lis
     ]
 
 
-class BatchRedistributor:
-    """Reads on the ranks that have an iterator, and sends the samples to the ranks that need them.
+def redistributed(
+    engine: Any, start: Ranks, micro_batches: int, next_batch: Callable[[], Any], alike: bool = False
+) -> list[Any]:
+    """Return this rank's micro-batches of a step as (inputs, labels), None for unneeded ones; collective.
 
     Args:
+        engine: in its present shape.
         start: the shape that the user's iterators were made for.
-        consensus: agrees that all have read before any rank sends.
-        watchdog: times and bounds the waits.
+        micro_batches: of each replica now.
+        next_batch: reads one of the start's micro-batches.
+        alike: every replica gets all that is read, in the start's micro-batches.
     """
+    now, error, mine = Ranks.of(engine), None, []
+    samples = micro_batches * (start.micro_batch if alike else now.micro_batch * now.replicas)
+    whole = alike or now.micro_batch == start.micro_batch
+    try:
+        if start.read_here:
+            mine = [next_batch() for _ in range(samples // (start.replicas * start.micro_batch))]
+            _check(mine, None if whole else start.micro_batch)
+    except Exception as problem:  # an error of the user's data must not leave the others waiting
+        error = problem
+    engine._consensus.agree(error)
+    # micro-batches are handed over, or single samples where their size has changed
+    units = samples // start.micro_batch if whole else samples
+    columns: list[list[Any]] = []
+    for number, role in enumerate(_ROLES):
+        read, got = [item[number] for item in mine], list[Any]()
+        if not whole:
+            read = [row for value in read for row in _rows(value, start.micro_batch)]
+        for reader, first, stop, replica in parcels(units, start.replicas, now.replicas, alike):
+            for tensor in range(start.tensor):
+                source, target = start.at(role, reader, tensor), now.at(role, replica, tensor)
+                got += _handed_over(engine, role, source, target, read[first:stop])
+        columns.append(got if whole else _regrouped(got, now.micro_batch))
+    count = max(map(len, columns))
+    return list(zip(*(column or [None] * count for column in columns), strict=True))
 
-    def __init__(self, start: Ranks, consensus: Consensus, watchdog: Watchdog) -> None:
-        self._start, self._consensus, self._watchdog = start, consensus, watchdog
-        self._rank = torch.distributed.get_rank()
 
-    @property
-    def reads(self) -> bool:
-        """Whether this rank had an iterator at the start."""
-        where = self._start.topology.get_coord(self._rank).pipe
-        return where in (0, self._start.stages - 1)
-
-    def follow(self, micro_batch: int) -> None:
-        """Set the micro-batch size of the user's iterators."""
-        self._start = replace(self._start, micro_batch=micro_batch)
-
-    def share(self, read: int, now: Ranks) -> int | None:
-        """Return the micro-batches of each replica if each reader reads ``read``; None if they don't divide equally."""
-        samples = read * self._start.micro_batch * self._start.replicas
-        each, rest = divmod(samples, now.replicas * now.micro_batch)
-        return None if rest else each
-
-    def read(self, micro_batches: int, now: Ranks, next_batch: Callable[[], Any], alike: bool = False) -> list[Any]:
-        """Return this rank's micro-batches of a step as (inputs, labels), None for unneeded ones; collective.
-
-        Args:
-            micro_batches: of each replica now.
-            now: the present shape.
-            next_batch: reads one of the start's micro-batches.
-            alike: every replica gets all that is read, in the start's micro-batches.
-        """
-        start, error, mine = self._start, None, []
-        samples = micro_batches * (start.micro_batch if alike else now.micro_batch * now.replicas)
-        whole = alike or now.micro_batch == start.micro_batch
-        try:
-            if self.reads:
-                mine = [next_batch() for _ in range(samples // (start.replicas * start.micro_batch))]
-                _check(mine, None if whole else start.micro_batch)
-        except Exception as problem:  # an error of the user's data must not leave the others waiting
-            error = problem
-        self._consensus.agree(error)
-        # micro-batches are handed over, or single samples where their size has changed
-        units = samples // start.micro_batch if whole else samples
-        columns: list[list[Any]] = []
-        for number, role in enumerate(_ROLES):
-            read, got = [item[number] for item in mine], list[Any]()
-            if not whole:
-                read = [row for value in read for row in _rows(value, start.micro_batch)]
-            for parcel in parcels(units, start.replicas, now.replicas, alike):
-                for tensor in range(start.tensor):
-                    got += self._hand_over(role, parcel, tensor, now, read)
-            columns.append(got if whole else _regrouped(got, now.micro_batch))
-        count = max(map(len, columns))
-        return list(zip(*(column or [None] * count for column in columns), strict=True))
-
-    def _hand_over(self, role: str, parcel: Parcel, tensor: int, now: Ranks, read: Sequence[Any]) -> Sequence[Any]:
-        """Return what this rank gets of a parcel; ``read``: all that it has read of this role."""
-        source = self._start.at(role, parcel.reader, tensor)
-        target = now.at(role, parcel.replica, tensor)
-        if self._rank not in (source, target):
-            return ()
-        units = read[parcel.first : parcel.stop]
-        if source == target:
-            return units
-        group = self._consensus.group
-        if self._rank == source:
-            with self._watchdog.waiting(f"rank {target} to take {role} that were read here"):
-                torch.distributed.send_object_list([[_map(each, _on_host) for each in units]], target, group=group)
-            return ()
-        box: list[Any] = [None]
-        with self._watchdog.waiting(f"{role} that rank {source} reads"):
-            torch.distributed.recv_object_list(box, source, group=group)
-        received: list[Any] = box[0]
-        return received
+def _handed_over(engine: Any, role: str, source: int, target: int, units: Sequence[Any]) -> Sequence[Any]:
+    """Return what this rank gets of the units of a source for a target."""
+    if engine.global_rank not in (source, target):
+        return ()
+    if source == target:
+        return units
+    group = engine._consensus.group
+    if engine.global_rank == source:
+        with engine._watchdog.waiting(f"rank {target} to take {role} that were read here"):
+            torch.distributed.send_object_list([[_map(each, _on_host) for each in units]], target, group=group)
+        return ()
+    box: list[Any] = [None]
+    with engine._watchdog.waiting(f"{role} that rank {source} reads"):
+        torch.distributed.recv_object_list(box, source, group=group)
+    received: list[Any] = box[0]
+    return received
 
 
 def _check(micro_batches: Sequence[Any], size: int | None) -> None:
