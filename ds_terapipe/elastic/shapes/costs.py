@@ -40,7 +40,7 @@ class _OfRank(NamedTuple):
 
 
 class Costs:
-    """Costs of the entries of the layer list; those of frozen entries that only training has are the last measured ones.
+    """Costs of the entries of the layer list; a frozen entry keeps those that were measured while it trained.
 
     Attributes:
         memory: bytes per token of this rank's stages in a timed step, if they were measured.
