@@ -117,11 +117,8 @@ class ElasticCheckpointer(Checkpointer):
 
     def _take_shape(self, engine: Any, state: Any, by_name: bool) -> None:
         """Freeze as many layers as a checkpoint has, and take its shape unless it is read by name; collective."""
-        frozen, now = state["frozen_layers"], list(ModelChunks(engine.module).parts)
-        if by_name and frozen != engine.frozen_layers:
-            self._controller.change(engine, Change(frozen, engine.num_stages), step=None)
-        elif not by_name and (frozen, state["parts"]) != (engine.frozen_layers, now):
-            self._controller.change(engine, Change(frozen, state["stages"], state["parts"]), step=None)
+        stages, parts = (engine.num_stages, None) if by_name else (state["stages"], state["parts"])
+        self._controller.follow(engine, Change(state["frozen_layers"], stages, parts), step=None)
 
     def _check_saved(self, engine: Any, folder: Path, state: Any, wants: Wanted) -> bool:
         """Check a checkpoint before any change; return whether it is read by name into this shape; collective."""
@@ -216,14 +213,12 @@ class ElasticCheckpointer(Checkpointer):
     def _load_state(self, engine: Any, state: Any) -> None:
         """Restore a checkpoint's decisions, norms, seed and order of samples; None: the order of samples alone."""
         parts = self._controller
+        parts.data.follow_shape(engine)
         if state is not None:
             parts.caching.load(state.get("cache"))
             parts.reseed(state["seed"])
-            parts.freezing.load(state)
-        parts.data.follow_shape(engine)
-        if state is not None:
             parts.data.load(state.get("data"))
-            parts.freezing.freezer.load(state["policy"])
+            parts.freezing.load(state)  # which may count epochs
         elif engine.global_steps:
             parts.data.note_epochs(engine)
             parts.freezing.freezer.begin(engine.global_steps)

@@ -130,12 +130,7 @@ class ElasticController(Controller):
             # the first rank's seed, read now: users may seed stages differently, also after building the engine
             self.reseed(engine._consensus.decide(lambda: _first_seed(engine.module)))
         self.data.note_epochs(engine)
-        change = self._decide(engine)
-        if change[:2] != (self.freezing.frozen, engine.num_stages) or change.parts not in (
-            None,
-            ModelChunks(engine.module).parts,
-        ):
-            self.change(engine, change, step=engine.global_steps)
+        self.follow(engine, self._decide(engine), step=engine.global_steps)
 
     def _decide(self, engine: Any) -> Change:
         """Return what holds from this step on; collective if a policy needs data of all ranks."""
@@ -145,6 +140,13 @@ class ElasticController(Controller):
         stages = wanted_stages(self.settings.resize, step, present, start, self._sizes, frozen)
         taken = None if self._selector is None else self._selector.decide(frozen)
         return Change(frozen, stages) if taken is None else Change(frozen, taken.shape.stages, taken.parts)
+
+    def follow(self, engine: Any, change: Change, *, step: int | None) -> None:
+        """Call :meth:`change` if something differs from the present state; collective."""
+        parts, now = change.parts, ModelChunks(engine.module).parts
+        same_parts = parts is None or tuple(parts) == now
+        if change[:2] != (self.freezing.frozen, engine.num_stages) or not same_parts:
+            self.change(engine, change, step=step)
 
     def change(self, engine: Any, change: Change, *, step: int | None) -> None:
         """Apply a change and report it; collective. ``step``: before which this is; None: before a checkpoint is read."""

@@ -134,9 +134,10 @@ class LayerFreezing:
         return {"policy": self.freezer.state(), "losses": [float(self._losses[0]), self._losses[1]]}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore losses and norms of a checkpoint."""
+        """Restore the decisions, losses and norms of a checkpoint."""
         total, count = state.get("losses", (0.0, 0))
         self._losses = total, count
+        self.freezer.load(state["policy"])
         self.norms.load(state["norms"])
 
 
