@@ -103,8 +103,9 @@ class CacheSession:
     def begin(self, layers: Sequence[Any]) -> None:
         """Begin a step with these layers in the first stage, all frozen; collective over the tensor-parallel ranks."""
         if self.cache is None:
-            tiers = [tier for tier in (self._memory(), self._disk()) if tier is not None]
-            self.cache = OutputCache(tiers, self._settings.dtype == "bf16", self._device, self._agree, self._say)
+            self.cache = OutputCache(
+                self._tiers(), self._settings.dtype == "bf16", self._device, self._agree, self._say
+            )
         tensors = [t for f in layers for m in modules_of(f) for t in (*m.parameters(), *m.buffers())]
         known = tuple((id(tensor), tensor._version) for tensor in tensors)
         if known != self._known:  # other layers, or their weights were modified
@@ -138,32 +139,20 @@ class CacheSession:
     def _level(self, layers: Sequence[Any]) -> Level:
         return level_of(layers, f"{self._flags} {self._settings.dtype}")
 
-    def _memory(self) -> Tier | None:
-        root, given = Path("/dev/shm") / f"{_NAME}-{os.getuid()}", self._settings.memory_gb
-        if not root.parent.is_dir():
-            logger.warning("elastic_pipeline.cache: this machine has no /dev/shm, outputs are kept in disk_path alone")
-            return None
-        return self._tier(root, given, _MEMORY, "/dev/shm")
-
-    def _disk(self) -> Tier | None:
-        path, given = self._settings.disk_path, self._settings.disk_gb
-        # several machines may share the folder
-        return (
-            None
-            if path is None
-            else self._tier(Path(path) / f"{_NAME}-{socket.gethostname()}", given, _DISK, "disk_path")
-        )
-
-    def _tier(self, root: Path, gigabytes: float | None, share: float, key: str) -> Tier | None:
-        """Open a folder; without a limit in ``gigabytes`` it is a share of what is free there."""
-        try:
-            root.parent.mkdir(parents=True, exist_ok=True)
-            limit = share * shutil.disk_usage(root.parent).free if gigabytes is None else gigabytes * GIGABYTE
-            assert self.run is not None
-            return Tier(root, self.run, int(limit))
-        except OSError as error:
-            logger.warning("elastic_pipeline.cache: %s can't be used (%s)", key, error)
-            return None
+    def _tiers(self) -> list[Tier]:
+        """Open the folders; without a limit a tier takes a share of what is free there."""
+        settings, found = self._settings, []
+        places = [("/dev/shm", f"{_NAME}-{os.getuid()}", settings.memory_gb, _MEMORY)]
+        if settings.disk_path is not None:  # several machines may share the folder
+            places.append((settings.disk_path, f"{_NAME}-{socket.gethostname()}", settings.disk_gb, _DISK))
+        for folder, name, gigabytes, share in places:
+            try:
+                free = shutil.disk_usage(folder).free  # an error where there is no such folder
+                limit = share * free if gigabytes is None else gigabytes * GIGABYTE
+                found.append(Tier(Path(folder, name), str(self.run), int(limit)))
+            except OSError as error:
+                logger.warning("elastic_pipeline.cache: %s can't be used (%s)", folder, error)
+        return found
 
     # --------------------------------------------------------------------------------------------------------------- end
 
