@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
 
@@ -38,6 +38,8 @@ from ds_terapipe.plan.files import write_json
 
 if TYPE_CHECKING:
     from ds_terapipe.elastic.controller import ElasticController
+
+_Made = TypeVar("_Made")
 
 
 class ElasticCheckpointer(Checkpointer):
@@ -135,12 +137,9 @@ class ElasticCheckpointer(Checkpointer):
             self.check_files(engine, folder, resized(topology, state["stages"]), state["parts"], wants)
             return False
         trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
-        beside = [
-            part["file"]
-            for part in read_by(state.get("optimizer") or [], engine.grid.get_slice_parallel_rank(), trained)
-        ]
-        wants, beside = wants._replace(states=False, parts=None), beside if wants.states else []
-        self.check_files(engine, folder, topology, parts, wants, beside)
+        read = read_by(state.get("optimizer") or [], engine.grid.get_slice_parallel_rank(), trained)
+        beside = [part["file"] for part in read] if wants.states else []
+        self.check_files(engine, folder, topology, parts, wants._replace(states=False, parts=None), beside)
         return True
 
     def _load_universal(
@@ -151,9 +150,7 @@ class ElasticCheckpointer(Checkpointer):
         Raises:
             ConfigError: on every rank; only the frozen layers may have been changed.
         """
-        found: list[Universal] = []
-        self._consensus.agree(error_of(lambda: self._read_universal(engine, found, load_dir, tag, optimizer)))
-        (universal,) = found
+        universal = _on_all(self._consensus, lambda: self._read_universal(engine, load_dir, tag, optimizer))
         state = universal.state
         if state is not None:
             self._take_shape(engine, state, by_name=True)
@@ -171,7 +168,7 @@ class ElasticCheckpointer(Checkpointer):
         self._load_state(engine, state)
         return path, _users(client_state)
 
-    def _read_universal(self, engine: Any, found: list[Universal], load_dir: Any, tag: Any, whole: bool) -> None:
+    def _read_universal(self, engine: Any, load_dir: Any, tag: Any, whole: bool) -> Universal:
         if not is_wrapped(engine.optimizer) or engine.fp16_enabled():
             raise bad_value(
                 KEY, True, "false without bf16 or ZeRO-1, and with fp16", '"zero_optimization": {"stage": 1}'
@@ -187,7 +184,7 @@ class ElasticCheckpointer(Checkpointer):
         if universal.state is not None:
             now = self._state_here(engine)
             check(universal.state, {**now, "tensor_parallel_size": universal.state["tensor_parallel_size"]})
-        found.append(universal)
+        return universal
 
     def _state(self, engine: Any) -> dict[str, Any]:
         """Return the state for a checkpoint; collective."""
@@ -224,23 +221,25 @@ class ElasticCheckpointer(Checkpointer):
             parts.freezing.freezer.begin(engine.global_steps)
 
 
+def _on_all(consensus: Consensus, make: Callable[[], _Made]) -> _Made:
+    """Return what ``make`` returns; an error of any rank is raised on every rank; collective."""
+    made: list[_Made] = []
+    consensus.agree(error_of(lambda: made.append(make())))
+    return made[0]
+
+
 def _saved(engine: Any, folder: Path, state: Any) -> SavedStates:
     """Read the optimizer's new state before anything is changed; collective."""
     module, optimizer, consensus = engine.module, engine.basic_optimizer, engine._consensus
     if not is_wrapped(engine.optimizer):
         check_inside(optimizer, module, engine.param_names, consensus.gather, "to read a checkpoint of another shape")
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    parts, groups, rank = (
-        state.get("optimizer") or [],
-        len(optimizer.param_groups),
-        engine.grid.get_slice_parallel_rank(),
-    )
+    parts, groups = state.get("optimizer") or [], len(optimizer.param_groups)
+    rank = engine.grid.get_slice_parallel_rank()
     number_of: dict[str, int] = {}
     for numbers in consensus.gather(numbers_of(engine)):
         number_of |= numbers
-    found: list[SavedStates] = []
-    consensus.agree(error_of(lambda: found.append(SavedStates(folder, parts, rank, groups, number_of, trained))))
-    return found[0]
+    return _on_all(consensus, lambda: SavedStates(folder, parts, rank, groups, number_of, trained))
 
 
 def _put(engine: Any, saved: SavedStates) -> None:

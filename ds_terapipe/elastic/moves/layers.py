@@ -5,6 +5,7 @@ A ``loss_fn`` that is a module is an additional layer after the last entry.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -141,18 +142,11 @@ def _stand_in(module: PipelineModule, entry: int, spec: Any, layers: Mapping[str
     layer = layers.get(ModelChunks(module).prefix(entry))
     if layer is None or not isinstance(spec, LayerSpec):
         return spec
-    return _Built(spec, layer) if isinstance(spec, TiedLayerSpec) else layer
-
-
-class _Built(TiedLayerSpec):
-    """A tied spec whose module exists already."""
-
-    def __init__(self, spec: TiedLayerSpec, layer: nn.Module) -> None:
-        self.__dict__.update(vars(spec))
-        self._layer = layer
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self._layer
+    if not isinstance(spec, TiedLayerSpec):
+        return layer
+    built = copy.copy(spec)
+    built.build = lambda log=False: layer
+    return built
 
 
 @contextmanager

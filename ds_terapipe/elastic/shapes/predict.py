@@ -38,10 +38,6 @@ class LayerCosts:
     activations: tuple[float, ...]
     same: tuple[int, ...]
 
-    def parameters(self, first: int, stop: int) -> set[int]:
-        """Return the entries whose parameters a stage has, each once."""
-        return set(self.same[first:stop])
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -99,7 +95,7 @@ def predict(
     stages = [sum(seconds[a:b]) for a, b in pairwise(parts)]
     cut = slices if shape.stages > 1 else 1
     pipeline = (sum(stages) + (shape.micro_batches * cut - 1) * max(stages)) / cut
-    gradients = max(sum(costs.trained[e] * trains[e] for e in costs.parameters(a, b)) for a, b in pairwise(parts))
+    gradients = max(sum(costs.trained[e] * trains[e] for e in set(costs.same[a:b])) for a, b in pairwise(parts))
     reduction = 0.0
     if shape.replicas > 1 and gradients:
         sent = 2 * (shape.replicas - 1) / shape.replicas * gradients
@@ -108,7 +104,7 @@ def predict(
     for stage, (a, b) in enumerate(pairwise(parts)):
         live = min(shape.micro_batches, shape.stages - stage) * larger
         held.append(
-            sum(costs.weights[e] + trains[e] * costs.state[e] for e in costs.parameters(a, b))
+            sum(costs.weights[e] + trains[e] * costs.state[e] for e in set(costs.same[a:b]))
             + live * sum(costs.activations[e] for e in range(a, b) if trains[e])
         )
     return Prediction(shape, parts, pipeline + reduction + machine.update_seconds * gradients, max(held))
