@@ -7,6 +7,7 @@ import difflib
 import json
 import math
 import numbers
+import re
 from collections.abc import Iterable, Iterator
 
 LARGEST_COUNT = 2**53
@@ -60,6 +61,13 @@ def unknown_key(block: str, name: object, known: Iterable[str]) -> ConfigError:
     near = nearest(str(name), known)
     use = shown(near) if near else "one of them"
     return ConfigError(f"{block}: unknown key {shown(name)}, must be one of {', '.join(known)}, use {use}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error of gloo or NCCL, without its source location."""
+    line = next(iter(str(error).splitlines()), "")
+    line = re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo's messages begin with a source location
+    return line.split(". This is typically caused by")[0][:300]
 
 
 @contextlib.contextmanager

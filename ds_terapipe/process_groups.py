@@ -1,4 +1,4 @@
-"""Process groups: a value of every rank, and the end of groups.
+"""End of process groups.
 
 The object that made a group destroys it, on all of its ranks together.
 """
@@ -11,13 +11,6 @@ from typing import Any
 
 import torch.distributed
 from torch.distributed import ProcessGroup
-
-
-def gathered(value: Any, group: Any) -> list[Any]:
-    """Any value of every rank of a group of all; collective. Over NCCL a process has set its device before."""
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value, group=group)
-    return values
 
 
 def close_groups(groups: Iterable[Any], *holders: Any) -> None:

@@ -226,7 +226,7 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
     refusals.check_model_class(model, beside)
     check_open(model)
     watchdog = during.enter_context(launching(_timeout_s(config)))
-    settings = refusals.on_every_rank(model, lambda: _checked(config, given))
+    settings = watchdog.job.together(lambda: _checked(config, given))
     watchdog.processes.learn()
 
     def engine(*engine_args: Any, **engine_kwargs: Any) -> Any:

@@ -27,10 +27,10 @@ class Buffer(NamedTuple):
 
 def release() -> None:
     """Take the names of this job's buffers away, if it has some; collective, after ``deepspeed.init_distributed``."""
-    import torch.distributed
+    from ds_terapipe.job import Job
 
     if _mapped("self"):
-        torch.distributed.barrier()  # all ranks are past the op's own start, in which they map each other's
+        Job.current().agree(None)  # all ranks are past the op's own start, in which they map each other's
         _unlink()
 
 

@@ -208,23 +208,8 @@ MODELS = {
 }
 
 
-def found_by_one(rank: int, world_size: int) -> tuple[str, int]:
-    """Results of all ranks of an error of the last one, and of none."""
-
-    def check():
-        if rank == world_size - 1:
-            raise ConfigError("key: got \ud800, must be this")  # which utf-8 cannot encode
-
-    model, told = pipeline(), "nothing"
-    try:
-        refusals.on_every_rank(model, check)
-    except ConfigError as error:
-        told = str(error)
-    return told, refusals.on_every_rank(model, lambda: rank)
-
-
 def everything(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"by one": found_by_one(rank, world_size)}
+    found: dict[str, Any] = {}
     model = pipeline()
     found.update({f"config {number}": refused(model, row[0]) for number, row in enumerate(CONFIGS)})
     found.update({f"layer {name}": refused(pipeline(make), {}) for name, (make, _) in LAYERS.items()})
@@ -250,11 +235,6 @@ def test_the_same_line_is_raised_on_every_rank(ranks, name, begins, has):
     if not name.startswith("config"):
         assert "must be" in message and ", use " in message
         assert "elastic:" not in name or "token_pipeline" not in message
-
-
-def test_what_one_rank_finds_is_raised_on_all(ranks):
-    told = [found["by one"] for found in ranks]
-    assert told == [("key: got \\ud800, must be this", 0), ("key: got \ud800, must be this", 1)]
 
 
 def stage(*layers: Any) -> nn.Module:

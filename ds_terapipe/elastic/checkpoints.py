@@ -26,14 +26,14 @@ from ds_terapipe.elastic.saved.universal import (
     untrained,
 )
 from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.ended import poison_on_error
 from ds_terapipe.pipeline.parameter_groups import check_inside
 from ds_terapipe.pipeline.saved_files import Wanted, wanted
-from ds_terapipe.pipeline.transport.consensus import Consensus, error_of
-from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.plan.files import write_json
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ class ElasticCheckpointer(Checkpointer):
 
     Args:
         controller: owns the state, and applies a checkpoint's changes.
-        consensus, watchdog: see :class:`Checkpointer`.
+        consensus: see :class:`Checkpointer`.
     """
 
-    def __init__(self, controller: ElasticController, consensus: Consensus, watchdog: Watchdog) -> None:
-        super().__init__(consensus, watchdog)
+    def __init__(self, controller: ElasticController, consensus: Consensus) -> None:
+        super().__init__(consensus)
         self._controller = weakref.proxy(controller)
 
     def write_beside(self, engine: Any, folder: Path) -> None:

@@ -31,13 +31,13 @@ from ds_terapipe.elastic.shapes.costs import state_bytes, trained_sizes
 from ds_terapipe.elastic.shapes.history import KEY as HISTORY_KEY
 from ds_terapipe.elastic.shapes.history import History, StepShape, check_history
 from ds_terapipe.elastic.shapes.measured import ShapeSelector
+from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.controller import Controller
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.stage import Stage
-from ds_terapipe.pipeline.transport.consensus import Consensus, error_of
-from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.plan.files import check_writable, check_writable_folder
 from ds_terapipe.schedule import Placement
 
@@ -77,9 +77,9 @@ class ElasticController(Controller):
         """Refuse an optimizer that layers cannot leave and enter."""
         check_steps(self.settings.freeze, engine.basic_optimizer)
 
-    def new_checkpointer(self, consensus: Consensus, watchdog: Watchdog) -> Checkpointer:
+    def new_checkpointer(self, consensus: Consensus) -> Checkpointer:
         """Return what saves and loads checkpoints of any shape."""
-        return ElasticCheckpointer(self, consensus, watchdog)
+        return ElasticCheckpointer(self, consensus)
 
     @contextmanager
     def building(self, engine: Any) -> Iterator[None]:

@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_terapipe.elastic.controller import ElasticController
 from ds_terapipe.elastic.moves.layers import leave_loss
 from ds_terapipe.elastic.policies.resize import Shape
 from ds_terapipe.elastic.settings import ElasticPipelineConfig, check_alike
+from ds_terapipe.job import Job
 from ds_terapipe.pipeline.ended import refuse_ended
 from ds_terapipe.pipeline.engine import TokenPipelineEngine
-from ds_terapipe.process_groups import gathered
 
 
 class ElasticPipelineEngine(TokenPipelineEngine):
@@ -34,10 +33,7 @@ class ElasticPipelineEngine(TokenPipelineEngine):
 
     def __init__(self, *args: Any, elastic_pipeline: ElasticPipelineConfig, **kwargs: Any) -> None:
         arguments = {k: value for k, value in kwargs.items() if k not in ("token_pipeline", "model_parameters")}
-        # NCCL gathers objects on the current device: the node's first on all ranks until DeepSpeed sets it
-        get_accelerator().set_device(kwargs["model"].local_rank)
-        # before all that depends on it
-        check_alike(gathered(elastic_pipeline.model_dump(), kwargs["model"].world_group))
+        check_alike(Job.current().gather(elastic_pipeline.model_dump()))  # before all that depends on it
         leave_loss(kwargs["model"])
         super().__init__(*args, controller=ElasticController(elastic_pipeline, arguments), **kwargs)
         self._controller.start(self)

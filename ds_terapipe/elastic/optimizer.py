@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from ds_terapipe.elastic.moves.rebuild import quietly
 from ds_terapipe.elastic.moves.shares import Bucket
 from ds_terapipe.elastic.settings import ElasticPipelineConfig, FreezeSettings
 from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.job import Job
 from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.pipeline.parameter_groups import check_inside, make_alike
-from ds_terapipe.process_groups import gathered
 
 # DeepSpeed's own methods and their arguments after the optimiser, by what its check says
 _WRAPPED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -45,7 +44,7 @@ def same_groups(engine: Any, optimizer: Any, settings: ElasticPipelineConfig) ->
     Raises:
         ConfigError: on every rank.
     """
-    gather = partial(gathered, group=engine.module.world_group)
+    gather = Job.current().gather
     # also if nothing moves: a checkpoint may be loaded by name
     in_order(optimizer, engine.module, engine.param_names)
     try:

@@ -34,10 +34,9 @@ class Ranks:
         """Return the ranks of an engine's present shape."""
         return cls(engine.module._topo, engine.micro_batch_size)
 
-    @property
-    def read_here(self) -> bool:
-        """Whether this process has an iterator in this shape."""
-        return self.topology.get_coord(torch.distributed.get_rank()).pipe in (0, self.stages - 1)
+    def read_on(self, rank: int) -> bool:
+        """Whether a rank has an iterator in this shape."""
+        return self.topology.get_coord(rank).pipe in (0, self.stages - 1)
 
     @property
     def stages(self) -> int:
@@ -100,7 +99,7 @@ def redistributed(
     samples = micro_batches * (start.micro_batch if alike else now.micro_batch * now.replicas)
     whole = alike or now.micro_batch == start.micro_batch
     try:
-        if start.read_here:
+        if start.read_on(engine.global_rank):
             mine = [next_batch() for _ in range(samples // (start.replicas * start.micro_batch))]
             _check(mine, None if whole else start.micro_batch)
     except Exception as problem:  # an error of the user's data must not leave the others waiting

@@ -22,6 +22,7 @@ from ds_terapipe.hf.loss import CausalLMLoss
 from ds_terapipe.hf.record import write_record
 from ds_terapipe.hf.source import Source, source_of
 from ds_terapipe.hf.together import together
+from ds_terapipe.job import Job
 from ds_terapipe.staged_pipeline import StagedPipeline, stage_boundaries
 
 CAUSAL_LM = "causal_lm"
@@ -98,7 +99,7 @@ def pipeline(
     specs = _specs(source)
     norm = source.parts.norm is not None
     bounds = stage_boundaries(source.config.num_hidden_layers, topology.get_dim("pipe"), counts, (1, 1 + norm))
-    stage = topology.get_coord(torch.distributed.get_rank()).pipe
+    stage = topology.get_coord(Job.current().rank).pipe
 
     def check() -> None:
         check_chain(source, lambda tiny: [_built(spec) for spec in _specs(tiny)])
@@ -156,7 +157,7 @@ def balanced(source: Source, stages: int) -> list[int]:
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
-    world = torch.distributed.get_world_size()
+    world = len(Job.current().ranks)
     if topology is not None:
         if topology.world_size() != world or ("model" in topology.get_axis_names() and topology.get_dim("model") > 1):
             raise ConfigError(

@@ -19,6 +19,7 @@ from ds_terapipe.hf.masters import Masters
 from ds_terapipe.hf.record import names_of, read_record, write_model
 from ds_terapipe.hf.together import together
 from ds_terapipe.hf.weights import INDEX, SINGLE
+from ds_terapipe.job import Job
 from ds_terapipe.manifest import Manifest
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES
@@ -219,7 +220,7 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
     Raises:
         ConfigError: on every process, where one can't write or has adapters.
     """
-    module, rank = engine.module, torch.distributed.get_rank()
+    module, job = engine.module, Job.current()
 
     def begin() -> Folder:
         names = (_renamed(own, names) for names, layer in _live_layers(module) for own in layer.state_dict())
@@ -227,7 +228,7 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
         return Folder(Path(out))
 
     folder = together(begin)
-    together(lambda: folder.begin() if rank == 0 else None)
+    together(lambda: folder.begin() if job.is_first else None)
     writes, stage = engine.grid.data_parallel_id == 0, engine.grid.get_stage_id()
     layers = _live(module, dtype)
 
@@ -242,13 +243,11 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
                 pass
         return found
 
-    mine = together(write)
-    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everywhere, mine)
+    everywhere = job.gather(together(write))
     files = sorted((file for of_rank in everywhere for file in of_rank), key=lambda file: file.name)
 
     def finish() -> None:
-        if rank == 0:
+        if job.is_first:
             write_model(module.source.config, module.source.model, folder.unfinished)
             folder.finish(files)
 

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
-
-import torch.distributed
+from typing import TypeVar
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.job import Job
+from ds_terapipe.pipeline.transport import watchdog
 
 _Made = TypeVar("_Made")
+_SILENT_S = 600.0  # after which a process that says nothing is given up
 
 
 def together(make: Callable[[], _Made], one_first: bool = False) -> _Made:
-    """Return the result of ``make``, or raise the first process's error on every process; collective.
+    """Return the result of ``make``, or raise any process's error on every process; collective.
 
     ``one_first``: on each node one process before the others, which find what it has fetched.
     """
     made: list[_Made] = []
-    turns = ("0", None) if one_first else (None,)
-    for turn in turns:
-        error: str | None = None
+
+    def one_line() -> None:
         try:
-            if not made and turn in (None, os.environ.get("LOCAL_RANK", "0")):
-                made = [make()]
-        except ConfigError as problem:
-            error = str(problem)
+            made.append(make())
+        except ConfigError:
+            raise
         except Exception as problem:
             what = f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
-            error = f"hf: got {what}, must be a model that can be read and written"
-        errors: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(errors, error)
-        said = next((one for one in errors if one is not None), None)
-        if said is not None:
-            raise ConfigError(said)
+            raise ConfigError(f"hf: got {what}, must be a model that can be read and written") from problem
+
+    job, first = Job.current(), os.environ.get("LOCAL_RANK", "0") == "0"
+    with watchdog.launching(_SILENT_S, "all ranks to read or write the model"):
+        if one_first:
+            job.together(lambda: one_line() if first else None)
+        job.together(lambda: None if made else one_line())
     return made[0]

@@ -8,6 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed as dist
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.job import Job
 from ds_terapipe.process_groups import close_groups
 
 # Megatron names the fastest axis first. This is DeepSpeed's (pipe, data, model), whose last axis is the fastest.
@@ -32,7 +33,7 @@ def initialize_parallel(*, tensor: int = 1, pipeline: int = 1) -> PipeModelDataP
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call deepspeed.init_distributed() first")
-    world = dist.get_world_size()
+    world = len(Job.current().ranks)
     if tensor < 1 or pipeline < 1 or world % (tensor * pipeline):
         raise ConfigError(
             f"tensor x pipeline parallel size: got {tensor} x {pipeline} for {world} processes, must divide their number, "

@@ -22,6 +22,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_mode
 from ds_terapipe.bf16_parts import load_with_parts
 from ds_terapipe.clipping import clip_by_true_norm, counting_nothing
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.job import Job
 from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.overrides import override
 
@@ -72,7 +73,7 @@ def set_groups(optimizer: FusedLamb, model: Any, mpu: Any, config: Mapping[str, 
     if grid is not None and bwc_tensor_model_parallel_world_size(grid) > 1:
         tensor_group = bwc_tensor_model_parallel_group(grid)
     if is_sharded(config, pipeline):
-        norm_group = dist.get_world_group()
+        norm_group = Job.current().group
     else:
         norm_group = None if grid is None else grid.get_model_parallel_group()
     tied = dict(model.get_tied_weights_and_groups()) if pipeline else {}

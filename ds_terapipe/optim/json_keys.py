@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ds_terapipe.errors import ConfigError, bad_value, is_finite, shown, unknown_key
+from ds_terapipe.job import Job
 from ds_terapipe.optim import engine_hooks
 from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.optim.schedules.lr_schedules import build_scheduler, complete_config
@@ -169,4 +170,4 @@ def _replicas(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> int | 
     if grid is not None:
         return int(grid.get_data_parallel_world_size()) if hasattr(grid, "get_data_parallel_world_size") else None
     divided = arguments.get("mesh_param") or config.get("sequence_parallel_size") or config.get("tensor_parallel")
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() and not divided else None
+    return len(Job.current().ranks) if torch.distributed.is_initialized() and not divided else None

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.job import Job
 
 Group = Any  # torch.distributed.ProcessGroup, which builds of PyTorch without distributed lack
 
@@ -123,7 +124,7 @@ def tensor_parallel_group(groups: Groups, parameters: Sequence[Tensor]) -> Group
         group = state.get_tensor_model_parallel_group()
     if group is not None:
         return group if size(group) > 1 else None
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    several = len(Job.current().ranks) > 1
     marked = next((p for p in parameters if is_tensor_parallel(p)), None) if several else None
     if marked is not None:
         raise ConfigError(

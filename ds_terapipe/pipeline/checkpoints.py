@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import torch.distributed
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_terapipe import manifest
 from ds_terapipe.bf16_parts import load_with_parts
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES, MANIFEST
 from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
 from ds_terapipe.pipeline.loss_state import loss_file
 from ds_terapipe.pipeline.saved_files import KEY, SavedFiles, Share, Wanted, wanted
-from ds_terapipe.pipeline.transport.consensus import Consensus, error_of
-from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.pipeline.transport.consensus import Consensus
 
 LATEST = "latest"
 PLAN_STATE = "ds_terapipe_plan"
@@ -135,11 +134,10 @@ class Checkpointer:
 
     Args:
         consensus: consensus of the job; every method is collective.
-        watchdog: bounds the waits.
     """
 
-    def __init__(self, consensus: Consensus, watchdog: Watchdog) -> None:
-        self._consensus, self._watchdog = consensus, watchdog
+    def __init__(self, consensus: Consensus) -> None:
+        self._consensus, self._watchdog = consensus, consensus.watchdog
 
     def save(
         self,
@@ -261,7 +259,7 @@ class Checkpointer:
 
         error = error_of(check)
         with self._watchdog.waiting("all ranks to look at their files", **_LONG):
-            torch.distributed.barrier()
+            self._consensus.job.gather(None)
         self._consensus.agree(error)
 
     def recover(self, engine: Any, folder: Any, tag: Any = None) -> Path | None:

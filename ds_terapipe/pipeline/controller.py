@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
+from ds_terapipe.job import Job
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.parameter_groups import arrange
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.pipeline.transport.watchdog import Watchdog
-from ds_terapipe.process_groups import gathered
 from ds_terapipe.schedule import Placement
 
 
@@ -36,15 +34,15 @@ class Controller:
     def arrange_groups(self, engine: Any, optimizer: Any, kind: str | None) -> None:
         """Arrange the parameter groups for DeepSpeed's wrapper ``kind``, None without one; collective."""
         if kind is not None:
-            gather = partial(gathered, group=engine.module.world_group)
+            gather = Job.current().gather
             arrange(optimizer, kind, engine.module, engine.param_names, engine.client_lr_scheduler, gather)
 
     def check_optimizer(self, engine: Any) -> None:
         """Refuse an optimizer; called in DeepSpeed's constructor. Raises ConfigError."""
 
-    def new_checkpointer(self, consensus: Consensus, watchdog: Watchdog) -> Checkpointer:
+    def new_checkpointer(self, consensus: Consensus) -> Checkpointer:
         """Return what saves and loads the engine's checkpoints."""
-        return Checkpointer(consensus, watchdog)
+        return Checkpointer(consensus)
 
     def building(self, engine: Any) -> AbstractContextManager[None]:
         """Context manager around the construction of a runtime."""

@@ -25,6 +25,7 @@ from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.engine_facts import new_slicer
 from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
+from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.controller import Controller
 from ds_terapipe.pipeline.ended import DESTROYED, refuse_ended
 from ds_terapipe.pipeline.evaluation import evaluate
@@ -83,16 +84,17 @@ class TokenPipelineEngine(PipelineEngine):
         self._watchdog = Watchdog(view, token_pipeline.timeout_s, new_mark, self.device)
         weakref.finalize(self, self._watchdog.close)
         self._consensus = Consensus(self._watchdog, pipelines, hash_of(token_pipeline))
+        self._clock = Clock(self.device)
         self._shared = shared_weights(self.module, self._consensus)
         refuse_split(self._shared, ModelChunks(self.module).parts, "model")
         self._trace = new_trace(token_pipeline, self.num_stages, self._consensus)
         weakref.finalize(self, self._trace.close)
         self._memory = new_memory(self.device)
         self._steps = StepRunner(self.module, self._consensus, self._watchdog, Loader(self.device), self.device)
-        self._checkpointer = self._controller.new_checkpointer(self._consensus, self._watchdog)
+        self._checkpointer = self._controller.new_checkpointer(self._consensus)
         self.observers: list[Observer] = []
         self._sequences = [self.train_micro_batch_size_per_gpu()]  # of a micro-batch, since the start
-        self._recorder = Recorder(self.stage_id, self._watchdog, self._consensus.group, self.device)
+        self._recorder = Recorder(self.stage_id, self._consensus, self._clock)
         self._build_runtime()
 
     def _build_runtime(self) -> None:

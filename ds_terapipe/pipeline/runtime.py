@@ -115,9 +115,9 @@ class PipelineRuntime:
             autocast: context of the layers' mixed precision.
             streams: seeds the layers' random numbers in training steps; None: the process's own state.
             first_stage: factory of the model's first stage.
-            host_group: gloo group of all ranks; None: the job's.
+            host_group: group of all ranks for messages in host memory; None: the job's.
         """
-        view, memory = RankView.of(placement, torch.distributed.get_rank(), pipelines), memory or StepMemory()
+        view, memory = RankView.of(placement, watchdog.job.rank, pipelines), memory or StepMemory()
         stages = {}
         for number in view.stages:
             _, first, stop = placement.stages[number]
@@ -126,7 +126,7 @@ class PipelineRuntime:
                 trains=placement.goes_backward(number), memory=memory, autocast=autocast, streams=streams,
             )  # fmt: skip
         channels = Channels(placement, pipelines, watchdog, device)
-        links = Links(view, channels, device, watchdog, host_group)
+        links = Links(view, channels, device, watchdog, watchdog.job.host_group if host_group is None else host_group)
         return cls(view, stages, links, watchdog, channels, memory, autocast, streams)
 
     def intercept(self) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ds_terapipe.config import TOKEN_PIPELINE, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.pipeline.transport.consensus import Consensus, error_of
+from ds_terapipe.job import error_of
+from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.refusals import check_config, check_model, cuts
 
 
@@ -56,7 +57,7 @@ def _changed(
     consensus.agree(error_of(lambda: made.append(TokenPipelineConfig(**values))))
     (changed,) = made
     said = consensus.gather((changed.slices, changed.schedule))
-    for rank, theirs in enumerate(said):
+    for rank, theirs in zip(consensus.job.ranks, said, strict=True):
         for name, value, first in zip(("slices", "schedule"), theirs, said[0], strict=True):
             if value != first:
                 raise ConfigError(

@@ -36,7 +36,7 @@ def close_engine(engine: Any) -> None:
     """Close the process groups of a ``TokenPipelineEngine``, its runtime and its module; collective."""
     with engine._watchdog.waiting("all ranks to close their process groups"):
         engine._runtime.close()
-        close_groups([engine._consensus.group], engine._consensus, engine._recorder)
+        close_groups([engine._consensus.group], engine._consensus)
         close_module(engine.module, engine, engine.optimizer)
 
 

@@ -40,7 +40,7 @@ def train(engine: Any) -> Tensor:
             run(engine, batch, grid, request)
         _finish(engine)
     if slicer.wants_seconds:
-        wait_for_device(engine.device)
+        engine._clock.wait()
     seconds = time.perf_counter() - started
     events = recorder.end()
     if traced:
@@ -90,12 +90,6 @@ def run(engine: Any, batch: StepBatch, grid: Grid, request: StepRequest) -> None
         engine.outputs = losses.outputs
         if torch.is_grad_enabled():
             engine.loss = losses.values[-1]
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Wait until the device has done all work; on a CPU it has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _deferring(engine: Any) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Refusals by name, before an engine exists: settings that token slices, FusedLamb or DeepSpeed cannot use.
 
 Every finding names the key or the layer, the reason and the way out. A layer lives on one stage only, so what one rank
-finds is exchanged, and all ranks raise.
+finds is raised by all (`Job.together`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from ds_terapipe.refusals.configuration import LAMB_RULES, check_checkpointing, check_config, cuts
 from ds_terapipe.refusals.deepspeed_keys import check_keys
 from ds_terapipe.refusals.models import check_model, check_model_class, has_own_forward
-from ds_terapipe.refusals.ranks import advise, on_every_rank, turn_off_partitioning
+from ds_terapipe.refusals.ranks import advise, turn_off_partitioning
 
 __all__ = [
     "LAMB_RULES",
@@ -21,6 +21,5 @@ __all__ = [
     "check_model_class",
     "cuts",
     "has_own_forward",
-    "on_every_rank",
     "turn_off_partitioning",
 ]

@@ -1,20 +1,17 @@
-"""Errors of one rank, raised on all ranks; advice on legal but wasteful settings, logged on the first."""
+"""Advice on legal but wasteful settings, logged on the first rank."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from ds_terapipe.config import AUTO, TOKEN_PIPELINE
-from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.errors import shown
+from ds_terapipe.job import Job
 from ds_terapipe.rules import above
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
-
-MESSAGE_BYTES = 1024
 
 
 def advise(config: Mapping[str, Any], model: Any, cut: bool = True) -> None:
@@ -25,7 +22,7 @@ def advise(config: Mapping[str, Any], model: Any, cut: bool = True) -> None:
         model: a ``PipelineModule``.
         cut: whether there is a block ``token_pipeline``.
     """
-    if not _first_rank():
+    if not Job.current().is_first:
         return
     if cut and model.num_pipeline_stages() == 1:
         logger.warning("%s: the model has one pipeline stage, slices gain nothing; use num_stages >= 2", TOKEN_PIPELINE)
@@ -63,56 +60,10 @@ def turn_off_partitioning(pipeline: dict[str, Any], model: Any, beside: str = TO
         beside: the block that the user has written, for the warning.
     """
     names = [name for name in ("pipe_partitioned", "grad_partitioned") if pipeline.get(name)]
-    if names and model.mpu().model_parallel_size > 1 and _first_rank():
+    if names and model.mpu().model_parallel_size > 1 and Job.current().is_first:
         logger.warning(
             "%s ignored beside %s: a slice travels whole to every tensor-parallel rank; set to false to silence this",
             " and ".join(f"pipeline.{name}" for name in names),
             beside,
         )
     pipeline.update(pipe_partitioned=False, grad_partitioned=False)
-
-
-def on_every_rank(model: Any, check: Callable[[], Result]) -> Result:
-    """Run a check and raise any rank's finding on all ranks, so that none waits for a failed one.
-
-    Args:
-        model: a ``PipelineModule``; the ranks are those of its ``world_group``.
-        check: run once on this rank.
-
-    Returns:
-        The result of ``check``.
-
-    Raises:
-        ConfigError: another rank's finding, in its words; this rank's own error is raised as it is.
-    """
-    failure: Exception | None = None
-    try:
-        result = check()
-    except Exception as error:
-        failure = error
-    messages = _exchange(model, "" if failure is None else " ".join(str(failure).split()) or type(failure).__name__)
-    if failure is not None:
-        raise failure
-    for message in messages:
-        if message:
-            raise ConfigError(message)
-    return result
-
-
-def _exchange(model: Any, message: str) -> list[str]:
-    """Every rank's message, cut to ``MESSAGE_BYTES``, by one all-gather."""
-    import torch
-    from deepspeed.accelerator import get_accelerator
-
-    device = get_accelerator().device_name(model.local_rank)
-    encoded = message.encode("utf-8", errors="backslashreplace")[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
-    mine = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
-    received = [torch.empty_like(mine) for _ in range(model.world_size)]
-    torch.distributed.all_gather(received, mine, group=model.world_group)
-    return [bytes(each.tolist()).rstrip(b"\0").decode("utf-8", errors="ignore") for each in received]
-
-
-def _first_rank() -> bool:
-    import torch
-
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_terapipe.elastic.policies.resize import POLICY
-from ds_terapipe.pipeline.transport.consensus import error_of
+from ds_terapipe.job import error_of
 from tests.elastic.training import MODELS, Case, data_of, engine_of, grouped_adamw, reference
 from tests.pipeline.models import VOCABULARY, Plain, gpt, mean_loss
 from tests.pipeline.test_shared_weights import SHARED, sharing

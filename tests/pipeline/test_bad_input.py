@@ -152,7 +152,7 @@ def test_bad_data_is_one_line_on_every_rank(data):
     for name, stages in (("first", (0,)), ("last", (1,)), ("every", (0, 1))):
         sick = [rank for rank, found in enumerate(data) if found["stage"] in stages]
         for rank, found in enumerate(data):
-            others = ("RuntimeError", f"rank {sick[0]} failed: OSError: no such shard")
+            others = ("RankFailed", f"rank {sick[0]} failed: OSError: no such shard")
             assert found[f"broken {name}"] == (("OSError", "no such\nshard") if rank in sick else others)
             assert found[f"exhausted {name}"][0] == "StopIteration"
     for found in data:

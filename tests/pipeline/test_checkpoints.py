@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_terapipe.job import Job
 from ds_terapipe.names import MANIFEST
 from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
 from tests.pipeline.models import gpt, masked_loss, mean_loss, steps_of, tied_gpt
@@ -26,16 +27,8 @@ class Killed(BaseException):
     """No error: only the test sees it."""
 
 
-class Alone:
-    """The consensus of a job of one process."""
-
-    def agree(self, error: BaseException | None) -> None:
-        if error is not None:
-            raise error
-
-
 def whole(folder: Path, tag: str) -> WholeFolder:
-    return WholeFolder(folder, tag, True, Alone())  # type: ignore[arg-type]
+    return WholeFolder(folder, tag, True, Job([0]))  # type: ignore[arg-type]
 
 
 def save(folder: Path, tag: str, content: str) -> None:

@@ -35,7 +35,7 @@ COLLECTIVES = {
 }
 # Where DeepSpeed or we are when it happens to a rank while engines are built.
 BUILDING = {
-    "the first look at the model": ("ds_terapipe.refusals", "on_every_rank"),
+    "the first look at the model": ("ds_terapipe.job:Job", "together"),
     "DeepSpeed's constructor": ("deepspeed.runtime.engine:DeepSpeedEngine", "_configure_distributed_model"),
     "groups": ("ds_terapipe.pipeline.engine", "Consensus"),
 }
@@ -102,7 +102,7 @@ def happen(what: str) -> None:
     """Have it happen when the watching threads of all ranks have written down that they are in step ``STEP``."""
     # as in the steps of a model worth slicing, which take longer than a moment
     store, deadline = _get_default_store(), time.monotonic() + ENDS_WITHIN_S
-    keys = [f"ds_terapipe/position/0/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
+    keys = [f"ds_terapipe/position/1/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
     while not all(store.check([key]) and Position.from_text(store.get(key).decode()).step == STEP for key in keys):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -93,7 +93,7 @@ class Line:
         placement, ranks = Placement.plain(stages), tuple(range(stages))
         view = RankView(placement, rank, ranks)
         self.watchdog = Watchdog(view, timeout_s=60.0)
-        self.links = Links(view, Channels(placement, [ranks], self.watchdog, CPU), CPU, self.watchdog)
+        self.links = Links(view, Channels(placement, [ranks], self.watchdog, CPU), CPU, self.watchdog, None)
         self.rank, self.last, self.announced, self.sent = rank, stages - 1, 0, 0
         announce, isend = Announcements.send, links_module.dist.isend
 

@@ -60,7 +60,7 @@ class Slow(Block):
 def lines_of(kinds: list[type], checkpoint: int = 0, **keys: str) -> list[str]:
     """Log lines about the stages in a run of these layers, three on each of two, until it is planned."""
     said: list[str] = []
-    engine_facts.emit, layer_times.new_clock = said.append, lambda device: RAN
+    engine_facts.emit, layer_times.Clock = said.append, lambda device: RAN
     engine = build_engine(
         [LayerSpec(kind) for kind in kinds], masked_loss, token_pipeline={"slices": "auto", **keys},
         module={"activation_checkpoint_interval": checkpoint}, config={"pipeline": {"use_reentrant": False}},

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed
 
+from ds_terapipe.job import Job
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.transport import board, positions, processes
 from ds_terapipe.pipeline.transport import watchdog as watchdog_module
-from ds_terapipe.pipeline.transport.bounded_group import bounded_group
 from ds_terapipe.pipeline.transport.positions import Position
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Watchdog, launching
 from ds_terapipe.schedule import Action, Placement, order, with_messages
@@ -26,7 +26,7 @@ ACTION = Action.from_text("0F0.0")
 
 GRID = with_messages(order("1f1b", 2, [3]))
 VIEW = RankView(Placement.plain(2), 0, (0, 1))
-KEY, LAUNCH_KEY = "ds_terapipe/position/0/{}", "ds_terapipe/position/launch/{}"
+KEY = "ds_terapipe/position/0/{}"
 GRADIENTS = "gradients of 0.2 from rank 1"
 
 
@@ -121,10 +121,9 @@ def clock(monkeypatch) -> Clock:
 def store(clock, monkeypatch) -> Store:
     """The store of a job of three: the two stages of a pipeline, and a rank of another pipeline. This is rank 0."""
     store = Store()
-    monkeypatch.setattr(watchdog_module, "_get_default_store", lambda: store)
-    monkeypatch.setattr(watchdog_module, "_engines", itertools.count())
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    job = SimpleNamespace(rank=0, ranks=(0, 1, 2), store=store)
+    monkeypatch.setattr(Job, "current", lambda: job)
+    monkeypatch.setattr(watchdog_module, "_watchdogs", itertools.count())
     monkeypatch.setattr(board, "_READ_WITHIN_S", 0.5)
     return store
 
@@ -228,7 +227,7 @@ def test_a_lost_store_costs_neither_time_nor_a_second_try(watchdog, store, clock
 def test_building_engines_takes_as_long_as_ranks_do_something(store, clock):
     def course() -> Iterator[None]:
         for beat in range(200):
-            store.say(LAUNCH_KEY.format(1), written=beat)  # rank 2 has not come yet
+            store.say(KEY.format(1), written=beat)  # rank 2 has not come yet
             yield
 
     with launching(1.0):
@@ -247,7 +246,7 @@ def test_building_engines_ends_with_a_rank(store, clock, caplog, what, said):
 
     def course() -> Iterator[None]:
         for beat in range(1000):
-            store.say(LAUNCH_KEY.format(1), **known, written=beat if what == "failed" else 0)
+            store.say(KEY.format(1), **known, written=beat if what == "failed" else 0)
             yield
 
     with pytest.raises(Exited, match="70"), launching(2.0 if what != "gone" else 600.0) as watchdog:
@@ -265,7 +264,7 @@ def test_a_wait_that_fails_while_the_thread_gives_up_leaves_the_end_to_it(store,
 
     def course() -> Iterator[None]:
         for _ in range(1000):
-            store.say(LAUNCH_KEY.format(1))
+            store.say(KEY.format(1))
             yield
 
     with pytest.raises(PipelineStalled), launching(2.0) as watchdog:
@@ -300,7 +299,7 @@ def test_an_action_that_stands_still_ends_when_another_rank_has_ended(watchdog, 
 
 
 def test_ranks_that_gloo_cannot_connect_are_told_the_setting(store, monkeypatch):
-    def refused(ranks, backend):
+    def refused(ranks, **options):
         raise RuntimeError("Gloo connectFullMesh failed with connection refused\nmore")
 
     monkeypatch.setattr(torch.distributed, "new_group", refused)
@@ -308,13 +307,13 @@ def test_ranks_that_gloo_cannot_connect_are_told_the_setting(store, monkeypatch)
         r"^rank 0 waited .* for all ranks to build their engines: Gloo .* refused: gloo could not .* GLOO_SOCKET_IFNAME"
     )
     with pytest.raises(PipelineStalled, match=says), launching(60.0):
-        bounded_group(None, 5.0, backend="gloo")
+        Job([0, 1]).new_group(timeout_s=5.0, backend="gloo")
 
 
 def test_an_error_of_another_ranks_is_read_by_those_that_wait(store):
     with pytest.raises(KeyError), launching(60.0):
         raise KeyError("x")
-    assert "failed: KeyError: 'x'" in store.get(LAUNCH_KEY.format(0)).decode()
+    assert "failed: KeyError: 'x'" in store.get(KEY.format(0)).decode()
     text = r"rank 0 waited .* for all ranks to build their engines: Connection closed"
     with pytest.raises(PipelineStalled, match=text), launching(60.0):
         raise CLOSED

@@ -18,7 +18,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from ds_terapipe.commands.checking.boundary import Alongside, Boundary
 from ds_terapipe.commands.checking.inputs import Sample
 from ds_terapipe.commands.checking.peak import CountedPeak
-from ds_terapipe.commands.checking.world import Alone
+from ds_terapipe.job import Job
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.gradients import DeepSpeedGradients
@@ -142,7 +142,7 @@ class StageRun:
             return
         check_loss(self._module.loss_fn)
         batch = self._batch = self._read(count)
-        probe = Inspection(self._runtime, Alone(), self._settings, False)  # type: ignore[arg-type]
+        probe = Inspection(self._runtime, Job([0]), self._settings, False)  # type: ignore[arg-type]
         with mock.patch.object(self._links, "_span", _probed(batch)):
             probe.run(batch)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ds_terapipe.elastic.cache.samples import decode, encode, names, rows_of, sample_dims, some_rows
 from ds_terapipe.elastic.cache.store import Tier
+from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.layer_range import Layer, modules_of
-from ds_terapipe.pipeline.recording.trace import new_clock
 from ds_terapipe.pipeline.slicing import as_tuple, like
 from ds_terapipe.pipeline.transport.stream import take_device
 from ds_terapipe.plan.costs.memory import GIGABYTE
@@ -118,7 +118,7 @@ class OutputCache:
     ) -> None:
         self.tiers, self._smaller, self._device = list(tiers), smaller, device
         self._agree, self._say = agree, say
-        self._clock = new_clock(device)
+        self._clock = Clock(device)
         self._readers = ThreadPoolExecutor(1, "cache-read", take_device, (device,))
         self._writers = ThreadPoolExecutor(1, "cache-write", take_device, (device,))
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None

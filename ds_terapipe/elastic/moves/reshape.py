@@ -41,10 +41,11 @@ from ds_terapipe.elastic.moves.transfer import (
 )
 from ds_terapipe.elastic.optimizer import layer_dtype
 from ds_terapipe.errors import bad_value
+from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.parameter_groups import settings_of
 from ds_terapipe.pipeline.transport.boundary import raw
-from ds_terapipe.pipeline.transport.consensus import Consensus, error_of
+from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 
 
@@ -195,11 +196,11 @@ class Reshape:
                     for part, message, group in self._messages(values, bucket):
                         if message is not part:
                             message.copy_(part)
-                        self._wait(torch.distributed.isend(message, target, group), f"rank {target} to take {name}")
+                        self._wait(torch.distributed.isend(message, target, group=group), f"rank {target} to take {name}")
                         self.sent_bytes += message.nbytes
                 elif self._rank == target:
                     for part, message, group in self._messages(self._rooms[name], bucket):
-                        self._wait(torch.distributed.irecv(message, source, group), f"{name} from rank {source}")
+                        self._wait(torch.distributed.irecv(message, source, group=group), f"{name} from rank {source}")
                         if message is not part:
                             part.copy_(message)
 
@@ -216,7 +217,7 @@ class Reshape:
         for tensor in tensors:
             flat = raw(tensor)
             if flat.device == self._device or bucket is None:
-                yield flat, flat, None
+                yield flat, flat, self._consensus.job.group
             else:
                 yield from bucket.messages(flat.view(-1))
 

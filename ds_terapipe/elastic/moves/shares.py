@@ -46,14 +46,12 @@ class Bucket:
     """Memory in which replicas sum their shares.
 
     Args:
-        memory: bytes of the bucket, on the device of the job's messages; or on the host, with
-        groups: gloo groups of the replicas, by their ranks, and
-        everyone: gloo group of all ranks.
+        memory: bytes of the bucket, on the device of the job's messages or on the host.
+        everyone: group of all ranks for such messages.
+        groups: on the host gloo groups of the replicas, by their ranks.
     """
 
-    def __init__(
-        self, memory: Tensor, groups: Mapping[tuple[int, ...], Any] | None = None, everyone: Any = None
-    ) -> None:
+    def __init__(self, memory: Tensor, everyone: Any, groups: Mapping[tuple[int, ...], Any] | None = None) -> None:
         self._memory, self._groups, self._everyone = memory, groups, everyone
 
     def chunks(self, share: Share) -> Iterator[tuple[int, Tensor]]:
@@ -87,7 +85,7 @@ class Bucket:
             return
         room = self._memory.view(flat.dtype)
         for part in flat.split(room.numel()):
-            yield part, room[: part.numel()], None
+            yield part, room[: part.numel()], self._everyone
 
 
 def copy_common(target: Tensor, at: int, source: Tensor, start: int) -> None:
@@ -109,17 +107,17 @@ def new_bucket(device: torch.device, consensus: Consensus, replicas: Sequence[Se
     memory = _room(device)
     lacking = [rank for rank, has in enumerate(consensus.collect(float(memory is not None))) if not has]
     if not lacking and memory is not None:
-        yield Bucket(memory)
+        yield Bucket(memory, consensus.job.group)
         return
     del memory
-    if torch.distributed.get_rank() == 0:
+    if consensus.job.is_first:
         emit(
             f"elastic_pipeline: rank {lacking[0]} has no {BUCKET_BYTES / 1e6:.0f} MB left on its device: masters and moments "
             "go through host memory, which takes longer"
         )
     groups = {tuple(ranks): consensus.new_group(ranks) for ranks in replicas if len(ranks) > 1}
     try:
-        yield Bucket(torch.empty(BUCKET_BYTES, dtype=torch.uint8), groups, consensus.group)
+        yield Bucket(torch.empty(BUCKET_BYTES, dtype=torch.uint8), consensus.group, groups)
     finally:
         close_groups(groups.values())
 

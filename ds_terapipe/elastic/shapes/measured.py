@@ -21,9 +21,9 @@ from ds_terapipe.elastic.shapes.costs import nbytes
 from ds_terapipe.elastic.shapes.predict import Choice, Machine, Prediction, choose, predict
 from ds_terapipe.elastic.shapes.shape_text import shape_text
 from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.recording.accounting import highest_allocated
 from ds_terapipe.pipeline.recording.report import emit
-from ds_terapipe.pipeline.recording.trace import new_clock
 from ds_terapipe.pipeline.shared_weights import split
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.plan.costs.memory import GIGABYTE
@@ -47,7 +47,7 @@ class ShapeSelector:
     def __init__(self, engine: Any, consensus: Consensus) -> None:
         self._engine, self._consensus = engine, consensus
         self._settings = engine.elastic_pipeline
-        self._clock = new_clock(engine.device)
+        self._clock: Clock = engine._clock
         self._machine: Machine | None = None
         self._limit: float | None = None  # memory limit of a rank in bytes
         self._beside = 0.0  # bytes of a rank beyond the prediction
@@ -92,8 +92,8 @@ class ShapeSelector:
             engine._memory.begin(engine.module.parameters())
         started = time.perf_counter()
         yield
-        if len(self._seconds) <= _LAST and engine.device.type == "cuda":  # one stage alone does not wait
-            torch.cuda.synchronize(engine.device)
+        if len(self._seconds) <= _LAST:  # one stage alone does not wait
+            self._clock.wait()
         self._seconds.append(time.perf_counter() - started)
         if weighs:
             engine._controller.mover.costs.memory = engine._memory.end()
@@ -160,7 +160,8 @@ class ShapeSelector:
 
     def _reduction(self) -> tuple[float, float]:
         """Return seconds per byte that a rank sends in an all-reduce, and seconds of a small all-reduce."""
-        ranks, device = torch.distributed.get_world_size(), self._engine.device
+        job, device = self._consensus.job, self._engine.device
+        ranks = len(job.ranks)
         if ranks == 1:
             return 0.0, 0.0
         seconds = []
@@ -170,9 +171,8 @@ class ShapeSelector:
                 self._consensus.gather(None)  # all ranks begin together
                 started = time.perf_counter()
                 with self._engine._watchdog.waiting("all ranks to add up what is timed", counts=False):
-                    torch.distributed.all_reduce(tensor)
-                    if device.type != "cpu":
-                        torch.get_device_module(device).synchronize(device)
+                    torch.distributed.all_reduce(tensor, group=job.group)
+                    self._clock.wait()
                 taken.append(time.perf_counter() - started)
             seconds.append(max(self._consensus.collect(min(taken))))
         sent = 2 * (ranks - 1) / ranks * 4 * (_LARGE - _SMALL)

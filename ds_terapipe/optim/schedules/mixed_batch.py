@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch.distributed
-
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.job import Job
 from ds_terapipe.optim.schedules.lr_rules import Schedule
 from ds_terapipe.optim.schedules.phases import Phase, check_division, micro_batch_sizes, parse_phases, position
 from ds_terapipe.optim.schedules.training_loader import TrainingLoader, is_deepspeed_loader, reads_ahead
@@ -128,12 +127,12 @@ class MixedBatch(Schedule):
         self._engine = engine
         if hasattr(engine, "follow_phase") and engine.training_dataloader is not None:
             self._datasets.append(engine.training_dataloader.dataset)  # its loader follows the engine
-            _on_all_ranks(self._check_data)
+            Job.current().together(self._check_data)
         elif _reads_data(engine) and engine.training_dataloader is not None:
             self._loaders.append(TrainingLoader(engine.training_dataloader))
-            _on_all_ranks(self._check_data)
+            Job.current().together(self._check_data)
         else:
-            _on_all_ranks(lambda: None)
+            Job.current().together(lambda: None)
         self._enter(self.phase_index)
         method = "train_batch" if _is_pipeline(engine) else "step"
         setattr(engine, method, self._switching(getattr(engine, method)))
@@ -177,11 +176,11 @@ class MixedBatch(Schedule):
         @functools.wraps(method)
         def switching(*args: Any, **kwargs: Any) -> Any:
             if not self._checked_data:
-                _on_all_ranks(self._check_data)
+                Job.current().together(self._check_data)
                 self._checked_data = True
             if self._iterator_before is not None:
                 given = args[0] if args else kwargs.get("data_iter")
-                _on_all_ranks(lambda: self._check_iterator(given))
+                Job.current().together(lambda: self._check_iterator(given))
                 self._iterator_before = None
             result = method(*args, **kwargs)
             if self.phase_index != self._in_force:
@@ -206,13 +205,13 @@ class MixedBatch(Schedule):
             for loader in self._loaders:
                 loader.recut(micro)
 
-        _on_all_ranks(switch_data)
+        Job.current().together(switch_data)
         if follow is not None:
             follow(phase.batch_size, micro)
         if hasattr(engine, "reset_activation_shape"):
             engine.reset_activation_shape()
         self._in_force = index
-        if before is not None and before != phase and _first_rank():
+        if before is not None and before != phase and Job.current().is_first:
             logger.info(
                 "MixedBatch: phase %d of %d from step %d on: batch %d in micro-batches of %d, %d tokens, lr up to %g",
                 index + 1, len(self.phases), self.steps_taken, phase.batch_size, micro, phase.seq_length, phase.ramp.peak,
@@ -282,27 +281,3 @@ def _reads_data(engine: Any) -> bool:
     if hasattr(engine, "reads_data"):
         return bool(engine.reads_data)
     return not _is_pipeline(engine) or engine.is_first_stage() or engine.is_last_stage()
-
-
-def _first_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-
-
-def _on_all_ranks(action: Callable[[], None]) -> None:
-    """Run a function on this rank, and raise any rank's error on all ranks, so that none waits for a failed one."""
-    error: Exception | None = None
-    try:
-        action()
-    except Exception as raised:
-        error = raised
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        told: list[Any] = [None] * torch.distributed.get_world_size()
-        message = None if error is None else " ".join(str(error).split()) or type(error).__name__
-        torch.distributed.all_gather_object(told, message)
-    else:
-        told = []
-    if error is not None:
-        raise error
-    for rank, message in enumerate(told):
-        if message is not None:
-            raise ConfigError(f"rank {rank}: {message}")

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.observe import Observer
-from ds_terapipe.pipeline.recording.trace import new_clock
 from ds_terapipe.schedule import Action, Op
 
 _STEPS = 2  # number of steps that count
@@ -52,7 +52,7 @@ class LayerTimes(Observer):
     """
 
     def __init__(self, layers: Sequence[LayerRange], device: torch.device) -> None:
-        self._stages, self._clock = list(layers), new_clock(device)
+        self._stages, self._clock = list(layers), Clock(device)
         self._starts = [0, *accumulate(len(each.functions) for each in layers)]
         self._steps: deque[list[_Timed]] = deque(maxlen=_STEPS)
         self._actions: list[_Timed] | None = None  # actions of the timed step

@@ -24,11 +24,11 @@ def log_step(engine: Any, report: StepReport, batch: StepBatch, schedule: str, s
     every = engine.steps_per_print()
     printing = every is not None and engine.global_steps % every == 0
     waited: float | None = engine._watchdog.waited_s
-    clock = engine._runtime.links.clock
+    waits = engine._runtime.links.waits
     # with streams no message blocks the host, and reading the stream's waiting time synchronizes
-    if clock is not None:
+    if waits is not None:
         began = time.perf_counter()
-        waited = clock.take_s() if printing else None
+        waited = waits.take_s() if printing else None
         seconds += time.perf_counter() - began  # the host runs ahead of the device
     report.add(sum(batch.lengths) * engine.micro_batch_size * engine.dp_world_size, seconds, waited)
     if printing:

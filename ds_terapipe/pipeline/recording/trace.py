@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed
 
 from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.plan.files import check_writable
 from ds_terapipe.schedule import Action
 from ds_terapipe.tracing.chrome import MEASURED, Event, write
@@ -39,61 +38,18 @@ class Timing(NamedTuple):
     end: Any
 
 
-class HostClock:
-    """Clock whose marks are ``time.perf_counter()``."""
-
-    def now(self) -> float:
-        """Return a mark."""
-        return time.perf_counter()
-
-    def start(self) -> float:
-        """Return the origin of a step's times, at the present time of the host's clock."""
-        return time.perf_counter()
-
-    def seconds(self, mark: float, start: float) -> float:
-        """Return the seconds from ``start`` to ``mark``."""
-        return mark - start
-
-
-class StreamMarks:
-    """Clock whose marks are events on the current CUDA stream: on a GPU the host only enqueues an action."""
-
-    def now(self) -> torch.cuda.Event:
-        """Return a mark."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self) -> torch.cuda.Event:
-        """Implement :meth:`HostClock.start`; the stream is empty then, so the event is now."""
-        torch.cuda.synchronize()
-        return self.now()
-
-    def seconds(self, mark: torch.cuda.Event, start: torch.cuda.Event) -> float:
-        """Return the seconds from ``start`` to ``mark``, after the stream has reached it."""
-        mark.synchronize()
-        return float(start.elapsed_time(mark)) / 1000.0
-
-
-def new_clock(device: torch.device) -> HostClock | StreamMarks:
-    """Return the clock for a device."""
-    return StreamMarks() if device.type == "cuda" else HostClock()
-
-
 class Recorder(Observer):
     """Records whole steps of this rank, on request, and gathers those of all ranks on rank 0.
 
     Args:
         stage: this rank's stage; a reshape changes the attribute of this name.
-        watchdog: bounds the waits.
-        group: a gloo group of all ranks.
-        device: device of the stage.
+        consensus: consensus of the job.
+        clock: of the stage's device.
     """
 
-    def __init__(self, stage: int, watchdog: Watchdog, group: Any, device: torch.device) -> None:
-        self.stage, self._watchdog, self._group = stage, watchdog, group
-        self._clock = new_clock(device)
-        self._rank = torch.distributed.get_rank()
+    def __init__(self, stage: int, consensus: Consensus, clock: Clock) -> None:
+        self.stage, self._consensus, self._clock = stage, consensus, clock
+        self._watchdog = consensus.watchdog
         self._timings: list[Timing] | None = None  # of the step that is being recorded
         self._step, self._zero = 0, 0.0
         self._origin: float | None = None
@@ -106,9 +62,9 @@ class Recorder(Observer):
         if not wanted:
             return
         with self._watchdog.waiting("all ranks to start a recorded step", counts=False):
-            torch.distributed.barrier(group=self._group)
-        self._start = self._clock.start()
-        at = time.perf_counter()
+            torch.distributed.barrier(group=self._consensus.group)
+        self._clock.wait()
+        self._start, at = self._clock.now(), time.perf_counter()
         if self._origin is None:
             self._origin = self._zero_of_all(at)
         self._zero = at - self._origin
@@ -148,14 +104,13 @@ class Recorder(Observer):
         timings, self._timings = self._timings, None
         if timings is None:
             return []
+        rank = self._consensus.job.rank
         mine = [
-            Event(MEASURED, self._rank, self.stage, self._step, t.name, t.kind, self._at(t.begin), self._at(t.end))
+            Event(MEASURED, rank, self.stage, self._step, t.name, t.kind, self._at(t.begin), self._at(t.end))
             for t in timings
         ]
-        gathered: list[Any] | None = [None] * torch.distributed.get_world_size() if self._rank == 0 else None
-        with self._watchdog.waiting("the recorded steps of all ranks", counts=False):
-            torch.distributed.gather_object(mine, gathered, group=self._group)
-        return [Event(*event) for events in gathered or () for event in events]
+        everyones = self._consensus.gather(mine, "the recorded steps of all ranks", counts=False)
+        return [event for events in everyones for event in events] if self._consensus.job.is_first else []
 
     def cost_of_one(self) -> float:
         """Measure the seconds of recording one event."""
@@ -176,8 +131,7 @@ class Recorder(Observer):
         Processes of one host share a clock. Processes of several hosts do not: their times count from the moment they
         left the barrier.
         """
-        said: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(said, (platform.node(), at), group=self._group)
+        said = self._consensus.gather((platform.node(), at), "the clocks of all ranks", counts=False)
         one_host = len({host for host, _ in said}) == 1
         return float(said[0][1]) if one_host else at
 

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed
 from deepspeed import comm as dist
 
-from ds_terapipe.pipeline.transport.bounded_group import bounded_group
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.process_groups import close_groups
 from ds_terapipe.schedule import Channel, Placement
@@ -48,17 +46,17 @@ class Channels:
     def __init__(
         self, placement: Placement, pipelines: Sequence[Sequence[int]], watchdog: Watchdog, device: torch.device
     ) -> None:
-        rank = torch.distributed.get_rank()
+        job = watchdog.job
         self._groups: dict[Channel, Any] = {}
         mine: list[tuple[Channel, int, int]] = []
         for ranks in pipelines:
             for channel in channels_of(placement):
                 sender, receiver = (ranks[placement.place_of(stage)] for stage in ends_of(channel))
                 # a group's ranks are in the order of the boundary in both directions
-                group = bounded_group(
+                group = job.new_group(
                     [sender, receiver] if channel.forward else [receiver, sender], watchdog.group_timeout_s
                 )
-                if rank in (sender, receiver):
+                if job.rank in (sender, receiver):
                     self._groups[channel] = group
                     mine.append((channel, sender, receiver))
         # one order for all ranks, so no deadlock; even boundaries first, so half of them run at once
@@ -66,7 +64,7 @@ class Channels:
             self._touch(channel, sender, receiver, watchdog, device)
 
     def _touch(self, channel: Channel, sender: int, receiver: int, watchdog: Watchdog, device: torch.device) -> None:
-        sends, group = torch.distributed.get_rank() == sender, self._groups[channel]
+        sends, group = watchdog.job.rank == sender, self._groups[channel]
         peer = receiver if sends else sender
         work = (dist.isend if sends else dist.irecv)(torch.zeros(1, device=device), peer, group=group)
         boundary = f"stages {channel.boundary} and {channel.boundary + 1}"

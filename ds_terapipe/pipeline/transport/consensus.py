@@ -8,13 +8,14 @@ All runs over a gloo group of its own (host memory, own timeout), whatever the b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed
 
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.pipeline.transport.bounded_group import bounded_group
+from ds_terapipe.job import error_of
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Placement
 
@@ -33,29 +34,29 @@ class Header(NamedTuple):
 
 
 class Consensus:
-    """Agreement between all ranks of the job.
+    """Agreement of a job whose waits are bounded and explained.
 
     Args:
-        watchdog: bounds the waits.
-        pipelines: global ranks of every pipeline of the job, by place.
+        watchdog: bounds the waits; its job are the ranks that agree.
+        pipelines: global ranks of every pipeline of the job, by place; none before there is an engine.
         config_hash: hash of everything that must be the same on all ranks.
 
-    ``group`` is a gloo group of all ranks, whose operations end in time.
+    ``group`` is a gloo group of all ranks, whose operations end in time. Values are in the order of the job's ranks.
     """
 
-    def __init__(self, watchdog: Watchdog, pipelines: Sequence[Sequence[int]], config_hash: int) -> None:
-        self._watchdog, self.config_hash = watchdog, config_hash
-        self.group = bounded_group(None, watchdog.timeout_s, backend="gloo")
+    def __init__(self, watchdog: Watchdog, pipelines: Sequence[Sequence[int]] = (), config_hash: int = 0) -> None:
+        self.watchdog, self.job, self.config_hash = watchdog, watchdog.job, config_hash
+        self.group = self.new_group()
         self.set_pipelines(pipelines)
 
-    def new_group(self, ranks: Sequence[int]) -> Any:
-        """Make a gloo group of some ranks, whose operations end in time; collective over all."""
-        return bounded_group(ranks, self._watchdog.timeout_s, backend="gloo")
+    def new_group(self, ranks: Sequence[int] | None = None) -> Any:
+        """Make a gloo group of some ranks, whose operations end in time; None: of all; collective over all."""
+        return self.job.new_group(ranks, self.watchdog.timeout_s, backend="gloo")
 
     def set_pipelines(self, pipelines: Sequence[Sequence[int]]) -> None:
         """Replace the job's pipelines, see the class."""
         self._pipelines = [list(ranks) for ranks in pipelines]
-        self._mine = next(ranks for ranks in self._pipelines if torch.distributed.get_rank() in ranks)
+        self._mine = next((ranks for ranks in self._pipelines if self.job.rank in ranks), [])
 
     def announce(
         self,
@@ -82,7 +83,7 @@ class Consensus:
             lengths of inputs and labels, or where only some replicas have a weight.
         """
         header = header or Header((0,) * micro_batches, (0,) * micro_batches)
-        is_first = torch.distributed.get_rank() == self._mine[placement.first_place]
+        is_first = self.job.rank == self._mine[placement.first_place]
         uniform = len(set(zip(header.lengths, header.signatures, strict=True))) <= 1
         # other stages than the first give only lengths, if they know them
         lengths = set(header.lengths) - {0}
@@ -95,7 +96,7 @@ class Consensus:
             "all ranks to start the step",
         )
         if highs[0]:
-            self._raise_everywhere(error)
+            self._agree(error)
         if lows[1:3] != highs[1:3]:
             self._raise_different(micro_batches)
         if highs[6] and lows[6] != highs[6]:
@@ -108,7 +109,10 @@ class Consensus:
         rows = self._gather(
             [*header.lengths, *header.signatures], torch.int64, "all ranks to announce their sequence lengths"
         )
-        headers = [Header(tuple(row[:micro_batches]), tuple(row[micro_batches:])) for row in rows]
+        headers = {
+            rank: Header(tuple(row[:micro_batches]), tuple(row[micro_batches:]))
+            for rank, row in zip(self.job.ranks, rows, strict=True)
+        }
         for ranks in self._pipelines:  # every rank checks every pipeline: all raise, or none
             _check_labels(headers[ranks[placement.first_place]], headers[ranks[placement.last_place]])
         firsts = [ranks[placement.first_place] for ranks in self._pipelines]
@@ -120,36 +124,30 @@ class Consensus:
         failed = int(error is not None)
         _, (any_failed,) = self._extremes([(failed, failed)], "all ranks to look at the model")
         if any_failed:
-            self._raise_everywhere(error)
+            self._agree(error)
 
     def decide(self, decision: Callable[[], Any]) -> Any:
-        """Return rank 0's decision on every rank, or raise its error there; collective."""
-        error, said = None, [None]
-        if torch.distributed.get_rank() == 0:
-            try:
-                said = [decision()]
-            except Exception as problem:
-                error = problem
-        self.agree(error)
-        with self._watchdog.waiting("rank 0 to decide"):
-            torch.distributed.broadcast_object_list(said, 0, group=self.group)
+        """Return the first rank's decision on every rank, or raise its error there; collective."""
+        made: list[Any] = []
+        self.agree(error_of(lambda: made.append(decision())) if self.job.is_first else None)
+        said = made or [None]
+        with self.watchdog.waiting("the first rank to decide"):
+            torch.distributed.broadcast_object_list(said, self.job.ranks[0], group=self.group)
         return said[0]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Gather any value of every rank, by global rank; collective."""
-        values: list[Any] = [None] * torch.distributed.get_world_size()
-        with self._watchdog.waiting("the figures of all ranks"):
-            torch.distributed.all_gather_object(values, value, group=self.group)
-        return values
+    def gather(self, value: Any, what: str = "the figures of all ranks", counts: bool = True) -> list[Any]:
+        """Gather any value of every rank; collective. ``what``, ``counts``: see :meth:`Watchdog.waiting`."""
+        with self.watchdog.waiting(what, counts=counts):
+            return self.job.gather(value, self.group)
 
     def collect(self, value: float) -> list[float]:
-        """Gather a number of every rank, by global rank; collective."""
+        """Gather a number of every rank; collective."""
         return [row[0] for row in self._gather([value], torch.float64, "the figures of all ranks")]
 
     def _raise_different(self, micro_batches: int) -> NoReturn:
         """Raise for ranks with different settings, or numbers of micro-batches; collective."""
         rows = self._gather([self.config_hash, micro_batches], torch.int64, "all ranks to say how they are configured")
-        rank, row = next((rank, row) for rank, row in enumerate(rows) if row != rows[0])
+        rank, row = next((rank, row) for rank, row in zip(self.job.ranks, rows, strict=True) if row != rows[0])
         if row[0] != rows[0][0]:
             raise ConfigError(
                 f"token_pipeline: got other settings on rank {rank} than on rank 0, must be the same on all, use one file"
@@ -162,23 +160,19 @@ class Consensus:
     def _extremes(self, words: Sequence[tuple[int, int]], what: str) -> tuple[list[int], list[int]]:
         """Return the lowest and the highest of all ranks' words, given as (lowest, highest); collective."""
         both = torch.tensor([*(-low for low, _ in words), *(high for _, high in words)], dtype=torch.int64)
-        with self._watchdog.waiting(what):
+        with self.watchdog.waiting(what):
             torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=self.group)
         return (-both[: len(words)]).tolist(), both[len(words) :].tolist()
 
     def _gather(self, words: Sequence[Any], dtype: torch.dtype, what: str) -> list[list[Any]]:
         mine = torch.tensor(words, dtype=dtype)
-        table = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
-        with self._watchdog.waiting(what):
+        table = [torch.empty_like(mine) for _ in self.job.ranks]
+        with self.watchdog.waiting(what):
             torch.distributed.all_gather(table, mine, group=self.group)
         return [row.tolist() for row in table]
 
-    def _raise_everywhere(self, error: BaseException | None) -> NoReturn:
-        messages: list[tuple[str, str] | None] = [None] * torch.distributed.get_world_size()
-        mine = None if error is None else (type(error).__name__, str(error))
-        with self._watchdog.waiting("the errors of the other ranks"):
-            torch.distributed.all_gather_object(messages, mine, group=self.group)
-        raise _restore(messages) if error is None else error
+    def _agree(self, error: BaseException | None) -> None:
+        self.job.agree(error, partial(self.gather, what="the errors of the other ranks"))
 
 
 def _check_labels(inputs: Header, labels: Header) -> None:
@@ -188,20 +182,3 @@ def _check_labels(inputs: Header, labels: Header) -> None:
             f"token_pipeline.cut: got labels of {got} tokens for inputs of {wanted}, must be the same, use e.g. "
             '"cut": {"labels": [1]} if another dimension is the sequence'
         )
-
-
-def _restore(messages: Sequence[tuple[str, str] | None]) -> Exception:
-    rank, (kind, text) = next((rank, message) for rank, message in enumerate(messages) if message is not None)
-    text = " ".join(text.split())
-    if kind == "StopIteration":
-        return StopIteration(text)
-    return ConfigError(text) if kind == "ConfigError" else RuntimeError(f"rank {rank} failed: {kind}: {text}")
-
-
-def error_of(action: Callable[[], Any]) -> Exception | None:
-    """Return the exception that ``action`` raises, for :meth:`Consensus.agree`; None if it succeeds."""
-    try:
-        action()
-    except Exception as error:  # any error of a user's layer or file
-        return error
-    return None

@@ -21,11 +21,11 @@ import torch.distributed
 from deepspeed import comm as dist
 from torch import Tensor
 
+from ds_terapipe.pipeline.clock import Clock, Waits
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, new_announcement, new_message, packed
 from ds_terapipe.pipeline.transport.channels import Channels, channels_of, ends_of
-from ds_terapipe.pipeline.transport.stream import StreamClock
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Action, Channel, Op, Unit
 
@@ -87,11 +87,9 @@ class Sender:
 class Receiver:
     """Receives from one neighbour in one direction; a few are posted ahead, in the order of the schedule."""
 
-    def __init__(
-        self, peer: int, group: Any, device: torch.device, watchdog: Watchdog, clock: StreamClock | None
-    ) -> None:
+    def __init__(self, peer: int, group: Any, device: torch.device, watchdog: Watchdog, waits: Waits | None) -> None:
         self._peer, self._group, self._device = peer, group, device
-        self._watchdog, self._clock = watchdog, clock
+        self._watchdog, self._waits = watchdog, waits
         self._expected: deque[Unit] = deque()
         self._posted: deque[tuple[Unit, BoundarySpec, list[Tensor], Any]] = deque()
         self._spec_of: Callable[[Unit], BoundarySpec | None] = lambda unit: None
@@ -108,7 +106,7 @@ class Receiver:
         assert self._posted and self._posted[0][0] == unit, f"{unit} is taken, {list(self._posted)[:1]} comes next"
         _, spec, tensors, work = self._posted.popleft()
         if work is not None:
-            with nullcontext() if self._clock is None else self._clock.measure():
+            with nullcontext() if self._waits is None else self._waits.measure():
                 self._watchdog.wait(work, f"{what} from rank {self._peer}")
         self._post_ahead()
         return spec, tensors
@@ -140,12 +138,12 @@ class Announcements:
     def send(self, spec: BoundarySpec) -> None:
         """Announce a spec to the next stage."""
         words = spec.encode()
-        self._pending.append((torch.distributed.isend(words, self._peer, self._group, self._tag), words))
+        self._pending.append((torch.distributed.isend(words, self._peer, group=self._group, tag=self._tag), words))
 
     def receive(self, what: str) -> BoundarySpec:
         """Receive the previous stage's announcement."""
         words = new_announcement()
-        work = torch.distributed.irecv(words, self._peer, self._group, self._tag)
+        work = torch.distributed.irecv(words, self._peer, group=self._group, tag=self._tag)
         self._watchdog.wait_on_host(work, f"the shapes of {what} from rank {self._peer}")
         return BoundarySpec.decode(words)
 
@@ -164,13 +162,13 @@ class Links:
         channels: process groups of the messages.
         device: device of the messages.
         watchdog: times and bounds the waits.
-        host_group: gloo group of all ranks, for announcements; None: the job's.
+        host_group: gloo group of all ranks, for announcements.
     """
 
     def __init__(
-        self, view: RankView, channels: Channels, device: torch.device, watchdog: Watchdog, host_group: Any = None
+        self, view: RankView, channels: Channels, device: torch.device, watchdog: Watchdog, host_group: Any
     ) -> None:
-        self.clock = StreamClock() if device.type == "cuda" else None
+        self.waits = Waits(Clock(device)) if device.type == "cuda" else None
         self._placement = view.placement
         self._in: dict[Channel, Receiver] = {}
         self._out: dict[Channel, Sender] = {}
@@ -182,7 +180,7 @@ class Links:
             if sender in view.stages:
                 self._out[channel] = Sender(peer, channels[channel], watchdog)
             elif receiver in view.stages:
-                self._in[channel] = Receiver(peer, channels[channel], device, watchdog, self.clock)
+                self._in[channel] = Receiver(peer, channels[channel], device, watchdog, self.waits)
             else:
                 continue
             self._known[channel.boundary] = {}
@@ -202,8 +200,8 @@ class Links:
             cuts: of each boundary, how its tensors follow the tokens; both ends know it or neither does.
         """
         self._described, self._cuts = described, cuts
-        if self.clock is not None:
-            self.clock.begin()
+        if self.waits is not None:
+            self.waits.begin()
         for known in self._known.values():  # both ends learn in the same order, so they forget the same
             for key in list(known)[:-_KNOWN]:
                 del known[key]

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-import torch.distributed
-
+from ds_terapipe.job import Job
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.transport.board import Board
 from ds_terapipe.schedule import Action, grid_text
@@ -42,12 +41,12 @@ class Positions:
 
     Args:
         board: board of the job.
-        rank: this process's.
-        table: name of the table: one for each engine.
+        job: ranks of the table, and this process's.
+        table: name of the table: one for each watchdog.
     """
 
-    def __init__(self, board: Board, rank: int, table: object = 0) -> None:
-        self.rank, self.world_size = rank, torch.distributed.get_world_size()
+    def __init__(self, board: Board, job: Job, table: int) -> None:
+        self.rank, self.ranks = job.rank, job.ranks
         self._board, self._table = board, f"ds_terapipe/position/{table}"
         self._seen: tuple[float, dict[int, Position] | None] | None = None  # by `someone_is_silent`
 
@@ -57,7 +56,7 @@ class Positions:
 
     def of_others(self) -> dict[int, Position] | None:
         """Return the positions that other ranks have published; None if the store does not answer."""
-        ranks = [rank for rank in range(self.world_size) if rank != self.rank]
+        ranks = [rank for rank in self.ranks if rank != self.rank]
         texts = self._board.read([self._key(rank) for rank in ranks])
         if texts is None:
             return None
@@ -139,7 +138,7 @@ def _outside(
     here: Collection[int] = (positions.rank,) if view is None else view.ranks
     odd = [rank for rank in known if rank not in here and (rank in silent or known[rank].ended)]
     if view is None:
-        odd += [rank for rank in range(positions.world_size) if rank not in here and rank not in known]
+        odd += [rank for rank in positions.ranks if rank not in here and rank not in known]
     return [_describe(rank, known.get(rank), rank in silent) for rank in odd[:_LISTED_OUTSIDE]]
 
 

@@ -1,9 +1,8 @@
-"""Streams of a device: progress marks, waiting time, and a separate stream for copies from the host."""
+"""Streams of a device: progress marks, and a separate stream for copies from the host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -79,28 +78,3 @@ def _flat(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _flat(item)
-
-
-class StreamClock:
-    """Time that a CUDA stream waits for messages in a step; waits block the stream, not the host."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def begin(self) -> None:
-        """Begin a step: reset the time."""
-        self._pairs.clear()
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Context manager that brackets one wait by events on the current stream."""
-        pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        pair[0].record()
-        yield
-        pair[1].record()
-        self._pairs.append(pair)
-
-    def take_s(self) -> float:
-        """Return the seconds since the step began. Synchronizes."""
-        torch.cuda.synchronize()
-        return float(sum(start.elapsed_time(stop) for start, stop in self._pairs)) / 1000.0

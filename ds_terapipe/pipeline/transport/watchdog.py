@@ -16,7 +16,6 @@ import atexit
 import itertools
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -28,8 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
-from torch.distributed.distributed_c10d import _get_default_store
 
+from ds_terapipe.errors import first_line
+from ds_terapipe.job import Job, RankFailed
 from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.transport import guard
@@ -80,7 +80,7 @@ class _Passed(NamedTuple):
     grid: Sequence[Sequence[Action]]
 
 
-_engines = itertools.count()  # number of engines in this process; all ranks make theirs in one order
+_watchdogs = itertools.count()  # number of watchdogs in this process; all ranks make theirs in one order
 
 
 class Watchdog(Observer):
@@ -91,6 +91,7 @@ class Watchdog(Observer):
         timeout_s: longest wait, in seconds.
         new_mark: puts a mark on the device's current stream; None: the host waits for messages.
         device: device of the marks.
+        job: job of the ranks; None: of all processes of the launch.
 
     Attributes:
         ended: why this rank's steps have failed; empty while they have not.
@@ -104,22 +105,22 @@ class Watchdog(Observer):
         timeout_s: float,
         new_mark: Callable[[], Mark] | None = None,
         device: torch.device = _HOST,
+        job: Job | None = None,
     ) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s, self.job = timeout_s, job or Job.current()
         self._new_mark, self._device = new_mark, device
         self._marks: deque[_Passed] = deque()  # marks that the stream has not reached, as far as is known
         self._marks_lock, self._progress = threading.Lock(), 0.0
         self.waited_s = 0.0
         self._view = view
-        self._rank = torch.distributed.get_rank() if view is None else view.ranks[view.place]
         self._grid: Sequence[Sequence[Action]] = ()
         self._step, self._index = 0, 0
         self._stands = (0, 0), time.monotonic()  # step and action of the host, and since when
         self._waiting: Waiting | None = None
         self.ended = ""
-        self._board = Board(_get_default_store())
-        self._positions = Positions(self._board, self._rank, "launch" if view is None else next(_engines))
-        self.processes = Processes(self._board, self._rank)
+        self._board = Board(self.job.store)
+        self._positions = Positions(self._board, self.job, next(_watchdogs))
+        self.processes = Processes(self._board, self.job.rank)
         self.processes.learn()
         self._gone_since: float | None = None
         self._closed, self._giving_up = threading.Event(), threading.Event()
@@ -156,7 +157,7 @@ class Watchdog(Observer):
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, PipelineStalled) or not _is_communication(error):
+            if isinstance(error, (PipelineStalled, RankFailed)) or not _is_communication(error):
                 raise
             if self._giving_up.is_set():  # Python's exit beside the thread that ends the process may abort
                 self._thread.join()
@@ -290,7 +291,7 @@ class Watchdog(Observer):
         gone = self.processes.gone()
         if gone and self._gone_since is None:
             lost = [f"rank {rank} ({why})" for rank, why in self.processes.lost().items() if rank in gone]
-            logger.error("rank %d: lost %s", self._rank, ", ".join(lost))
+            logger.error("rank %d: lost %s", self.job.rank, ", ".join(lost))
             self._gone_since = now
         return self._gone_since is not None and now - self._gone_since > _GRACE_S
 
@@ -308,7 +309,7 @@ class Watchdog(Observer):
         view = self._view
         me, where = ("", "") if view is None else (f" ({view.name})", f" in step {step}")
         first = (
-            f"rank {self._rank}{me} waited {seconds:.1f} s for {waiting.what}{where}: {reason} "
+            f"rank {self.job.rank}{me} waited {seconds:.1f} s for {waiting.what}{where}: {reason} "
             f"(token_pipeline.timeout_s is {self.timeout_s:g})"
         )
         if self.ended:
@@ -325,22 +326,15 @@ class Watchdog(Observer):
         return "\n".join([*lines, *whereabouts(self._positions, view, step, action, grid)])
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error of gloo or NCCL, without its source location."""
-    line = next(iter(str(error).splitlines()), "")
-    line = re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo's messages begin with a source location
-    return line.split(". This is typically caused by")[0][:300]
-
-
 @contextmanager
-def launching(timeout_s: float) -> Iterator[Watchdog]:
+def launching(timeout_s: float, what: str = "all ranks to build their engines") -> Iterator[Watchdog]:
     """Context manager around the building of engines, without a time limit: a rank that dies or fails ends the others.
 
-    They name it; PyTorch's own waits do not, and last half an hour while groups are made.
+    They name it; PyTorch's own waits do not, and last half an hour while groups are made. ``what`` completes "waited for".
     """
     watchdog = Watchdog(None, timeout_s)
     try:
-        with watchdog.waiting("all ranks to build their engines", bounded=False, in_store=True):
+        with watchdog.waiting(what, bounded=False, in_store=True):
             yield watchdog
     except BaseException as error:
         watchdog.failed(error)
