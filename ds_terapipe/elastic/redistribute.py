@@ -24,19 +24,21 @@ _ROLES = ("inputs", "labels")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks of a shape, with ``micro_batch`` samples in a replica's micro-batch."""
+    """Ranks of a shape, with ``micro_batch`` samples in a replica's micro-batch; ``rank``: this process."""
 
     topology: ProcessTopology
     micro_batch: int
+    rank: int
 
     @classmethod
     def of(cls, engine: Any) -> Ranks:
         """Return the ranks of an engine's present shape."""
-        return cls(engine.module._topo, engine.micro_batch_size)
+        return cls(engine.module._topo, engine.micro_batch_size, engine.global_rank)
 
-    def read_on(self, rank: int) -> bool:
-        """Whether a rank has an iterator in this shape."""
-        return self.topology.get_coord(rank).pipe in (0, self.stages - 1)
+    @property
+    def read_here(self) -> bool:
+        """Whether this process has an iterator in this shape."""
+        return self.topology.get_coord(self.rank).pipe in (0, self.stages - 1)
 
     @property
     def stages(self) -> int:
@@ -99,7 +101,7 @@ def redistributed(
     samples = micro_batches * (start.micro_batch if alike else now.micro_batch * now.replicas)
     whole = alike or now.micro_batch == start.micro_batch
     try:
-        if start.read_on(engine.global_rank):
+        if start.read_here:
             mine = [next_batch() for _ in range(samples // (start.replicas * start.micro_batch))]
             _check(mine, None if whole else start.micro_batch)
     except Exception as problem:  # an error of the user's data must not leave the others waiting

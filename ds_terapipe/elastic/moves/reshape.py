@@ -196,7 +196,9 @@ class Reshape:
                     for part, message, group in self._messages(values, bucket):
                         if message is not part:
                             message.copy_(part)
-                        self._wait(torch.distributed.isend(message, target, group=group), f"rank {target} to take {name}")
+                        self._wait(
+                            torch.distributed.isend(message, target, group=group), f"rank {target} to take {name}"
+                        )
                         self.sent_bytes += message.nbytes
                 elif self._rank == target:
                     for part, message, group in self._messages(self._rooms[name], bucket):
