@@ -69,7 +69,7 @@ def train(
     engine = engine_of(
         replace(CASE, precision=precision),
         training_data=Texts(SAMPLES),
-        token_pipeline={"slices": CASE.slices, "timeout_s": 60.0},
+        token_pipeline={"slices": CASE.slices, "timeout_s": ENDS_WITHIN_S},
         module={"seed_layers": False},
         config={"elastic_pipeline": CASE.elastic(cache={"enabled": cached})},
     )

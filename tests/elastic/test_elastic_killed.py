@@ -50,7 +50,7 @@ CHANGE = Case("texts", "adamw", 2, ((1, 2),), ((1, 1),), slices=1, steps=2)
 
 def dies_at_a_group(rank: int, world_size: int) -> None:
     """Change to one stage, where rank 1 dies before it makes a group."""
-    engine, data = engine_of(CHANGE, token_pipeline={"slices": 1, "timeout_s": 3.0}), data_of(CHANGE)
+    engine, data = engine_of(CHANGE, token_pipeline={"slices": 1, "timeout_s": 10.0}), data_of(CHANGE)
     engine.train_batch(iter(data[0]))
     if rank == 1:
         torch.distributed.new_group = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)

@@ -108,8 +108,9 @@ MODELS: dict[str, list[Any]] = {
     "boundary written to": layers(Embedding, Block, Block, lambda hidden: hidden.mul_(2), Block, Head),
     "loss that writes": gpt(),
 }
+UNEVEN = [11, 4, 9]
 # weight gradients, layers in a checkpoint, whether it is a reentrant one, slices
-CHECKPOINTED = [("micro_batch", 1, False, [7, 2, 9, 6]), ("auto", 2, True, [7, 2, 9, 6]), ("auto", 3, False, 4)]
+CHECKPOINTED = [("micro_batch", 1, False, [7, 2, 15]), ("auto", 2, True, [7, 2, 15]), ("auto", 3, False, 2)]
 
 
 def differences(
@@ -224,9 +225,9 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, model in MODELS.items():
         loss = writing_loss if name == "loss that writes" else masked_loss
-        found[name] = differences(model, {"slices": 5}, loss, then=[(5, "terapipe"), (1, "1f1b")])
+        found[name] = differences(model, {"slices": UNEVEN}, loss, then=[(UNEVEN, "terapipe"), (1, "1f1b")])
         if name in ("integers", "two with gradients", "complex with gradient"):
-            keys = {"slices": 5, "schedule": "terapipe", "weight_gradients": "slice"}
+            keys = {"slices": UNEVEN, "schedule": "terapipe", "weight_gradients": "slice"}
             found[name] = max(found[name], differences(model, keys))
     for case in CHECKPOINTED:  # DeepSpeed counts layers from 0 in every range that it checkpoints
         weight_gradients, interval, reentrant, slices = case

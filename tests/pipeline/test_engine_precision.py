@@ -17,7 +17,7 @@ from tests.pipeline.training import Trace, allow_fp16, build_engine, errors, tra
 from tests.schedule.strategies import interleaved_grid, validated
 from tests.spawn import launched, run_ranks
 
-STEPS, MICRO_BATCHES, SLICES, CLIP = 2, 3, 8, 0.5
+STEPS, MICRO_BATCHES, SLICES, CLIP = 2, 2, 8, 0.5
 LOSS_ROUNDING = 2.0**-11  # of a mean of losses made from bf16 logits
 ZERO1 = {"zero_optimization": {"stage": 1}}
 LATE = {"bf16": {"enabled": True, "immediate_grad_update": False}}
@@ -38,10 +38,12 @@ WAYS: dict[str, tuple[str, str] | None] = {
     "random by slice": ("random", "slice"),
 }
 RUNS = [
-    *((name, way) for name in CONFIGS if name != FP32 for way in ("unsliced", "sliced")),
+    *((name, "unsliced") for name in CONFIGS if name != FP32),
+    *((name, "sliced") for name in CONFIGS if name != FP32 and "gathered" not in name),
     ("bf16 zero1", "by slice"),
     # optimisers that gather gradients themselves
-    *((name, way) for name in CONFIGS if "gathered" in name or name == FP32 for way in ("random", "random by slice")),
+    *((name, way) for name in CONFIGS if "gathered" in name for way in ("random", "random by slice")),
+    (FP32, "random by slice"),
 ]
 
 
@@ -100,7 +102,7 @@ def test_slices_in_any_order_are_as_exact_as_the_whole(ranks: list[dict[Any, Any
 
 # ------------------------------------------------------------------------------------------------- fp16, with loss scaling
 
-OVERFLOWS = {"enabled": True, "loss_scale": 0, "initial_scale_power": 22, "hysteresis": 1}
+OVERFLOWS = {"enabled": True, "loss_scale": 0, "initial_scale_power": 18, "hysteresis": 1}
 
 
 def scaled(stages: int, zero: int) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def scaled(stages: int, zero: int) -> dict[str, Any]:
     config = {"fp16": OVERFLOWS, "zero_optimization": {"stage": zero}}
     options: Any = {"stages": stages, "clip": CLIP, "config": config}
     engine = build_engine(tied_gpt(), masked_loss, token_pipeline={"slices": 5}, **options)
-    steps = steps_of(14, 2)
+    steps = steps_of(8, 2)
     got, skipped, device = train(engine, steps), engine.skipped_steps, str(engine.device)
     engine.destroy()
     sgd = partial(torch.optim.SGD, lr=0.2)
@@ -130,7 +132,7 @@ def check_fp16(results: list[list[dict[str, Any]]]) -> None:
         found = results[rank][zero]
         losses, norms, weights = found["off"]
         assert losses <= 2e-3 and norms <= 5e-3 and weights <= 1e-2, (zero, rank, found)
-        assert 1 < found["skipped"] == results[0][zero]["skipped"] < 12, (zero, found)
+        assert 1 < found["skipped"] == results[0][zero]["skipped"] < 6, (zero, found)
 
 
 fp16_ranks = launched(fp16_worker, 2, timeout=180)

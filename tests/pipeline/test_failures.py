@@ -24,7 +24,7 @@ from tests.spawn import Exit, in_background, mark, run_to_exit, torchrun
 SLICES, MICRO_BATCHES, STEP = 4, 2, 2
 GRACE_S = 5.0  # see watchdog.py
 REPORT_S = 40.0  # what a report and Python's exit take, about 10 of which are waits of the report's own, on busy cores
-ENDS_WITHIN_S = 150  # more than any case may take
+ENDS_WITHIN_S = 200  # more than any case may take, on cores however busy
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 COLLECTIVES = {
     "header": ("_consensus.announce", "all ranks to start the step"),
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
     @property
     def timeout_s(self) -> float:
-        return 8.0 if self.what == "stop" else 60.0
+        return 15.0 if self.what == "stop" else 10 * ENDS_WITHIN_S
 
     @property
     def survivors(self) -> list[int]:
@@ -191,7 +191,7 @@ def report(end: Exit) -> str:
 def check(case: Case, ends: list[Exit]) -> None:
     """Every survivor ends in time, says for what it waited and how long, and shows where everybody is."""
     accident, victim = ends[case.victim].mark("accident"), case.victim
-    limit = case.timeout_s + (0 if case.what == "kill" else GRACE_S + REPORT_S)
+    limit = min(case.timeout_s + GRACE_S + REPORT_S, ENDS_WITHIN_S)
     replicas = case.world_size // case.stages  # DeepSpeed numbers the replicas of a stage one after the other
     reports = {rank: report(ends[rank]) for rank in case.survivors}
     for rank, text in reports.items():
@@ -239,7 +239,11 @@ def test_a_bug_in_a_layer_is_the_failing_ranks_own_error(exits: dict[str, list[E
     assert survivor.at - failing.mark("accident") < CASES["bug"].timeout_s
 
 
-def test_under_torchrun_a_survivor_says_it() -> None:
-    said = r"rank 0 \(stage 0\) waited [\d.]+ s for gradients of 0\.\d from rank 1 in step 2: "
-    end = torchrun(train, 2, *Case("kill", 1, 2, 2), until=said)
-    assert end.code == 1 and re.search(said, end.output), end.output
+SAID = r"rank 0 \(stage 0\) waited [\d.]+ s for gradients of 0\.\d from rank 1 in step 2: "
+under_torchrun = in_background(
+    f"{__name__}:torchrun", 2, lambda: torchrun(train, 2, *Case("kill", 1, 2, 2), until=SAID)
+)
+
+
+def test_under_torchrun_a_survivor_says_it(under_torchrun: Exit) -> None:
+    assert under_torchrun.code == 1 and re.search(SAID, under_torchrun.output), under_torchrun.output
