@@ -14,7 +14,7 @@ UNEVEN = "uneven"
 PERIOD = 2  # steps after which the samples come again
 FREEZES, RESIZES = ((1, 1), (3, 3)), (3, 5)  # (step, entries), and steps
 SHORT, LONG = 3, 7  # steps of a training
-SEED = 10  # of twelve, the one whose rows have the fewest ranks times steps
+SEED = 20  # of thirty, the one whose rows take the least work
 
 
 class Layout(NamedTuple):
@@ -122,7 +122,7 @@ class Row(NamedTuple):
 FACTORS: dict[str, Sequence[Any]] = {
     "model": ("gpt", "tied", "writing", "megatron", "modern"),
     "layout": tuple(Layout(*each) for each in ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 1))),
-    "slices": (1, 2, UNEVEN, 8),
+    "slices": (1, 2, UNEVEN, 4),
     "schedule": NAMES,
     "weight_gradients": ("auto", "slice", "micro_batch"),
     "micro_batches": (2, 4),
@@ -163,7 +163,7 @@ RULES = (
     # all-reduces of four ranks on two cores take most of a row
     Rule(
         ("layout", "slices", "micro_batches"),
-        lambda layout, slices, micro_batches: layout.tensor == 1 or slices != 8 or micro_batches == 2,
+        lambda layout, slices, micro_batches: layout.tensor == 1 or slices in (1, 2) or micro_batches == 2,
     ),
     Rule(("slices", "weight_gradients"), lambda slices, weight_gradients: slices != 1 or weight_gradients == "auto"),
     Rule(("slices", "schedule"), lambda slices, schedule: slices != 1 or schedule == "1f1b"),
