@@ -13,7 +13,7 @@ from tests.elastic.samples import Texts, in_order, micro_batch_of
 from tests.elastic.training import Case, engine_of, weights
 from tests.spawn import launched
 
-SAMPLES, SAVED, STEPS = 20, 6, 10
+SAMPLES, SAVED, STEPS = 20, 6, 8
 FREEZE = ((2, 1), (4, 3))
 CASES = {
     "shrunk": Case("texts", "adamw", 2, FREEZE, ((4, 1),), scheduler="lambda"),

@@ -28,7 +28,7 @@ import ds_terapipe
 from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
 from tests.megatron.test_data import write as write_sentences
-from tests.spawn import free_port, in_background, launched
+from tests.spawn import free_port, in_background, launched, values_of
 
 ROOT = Path(__file__).parents[2]
 RUN = shlex.split("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --log-interval 1 --seed 5 --split 80,20,0")
@@ -307,6 +307,10 @@ runpy.run_path({train!r}, run_name="__main__")
 """
 
 
+def prepare_text(rank: int, world: int, text: str, prefix: str) -> int:
+    return cli.main(["prepare-data", "--input", text, "--output-prefix", prefix])
+
+
 def launch() -> subprocess.CompletedProcess[str]:
     """train.py by DeepSpeed's launcher with two tensor-parallel ranks, without DeepSpeed's op that takes minutes to compile."""
     port = free_port()
@@ -318,8 +322,7 @@ def launch() -> subprocess.CompletedProcess[str]:
         text.write_text("alpha beta gamma delta " * 2000)
         Path(folder, "config.json").write_text(json.dumps({"steps_per_print": 10**9, **SETTINGS, **SLICED}))
         script.write_text(WITHOUT_OP.format(train=str(ROOT / "train.py")))
-        prepare = ["-m", "ds_terapipe.cli", "prepare-data", "--input", str(text), "--output-prefix", f"{folder}/corpus"]
-        subprocess.run([sys.executable, *prepare], check=True, **settings)
+        values_of(prepare_text, 1, str(text), f"{folder}/corpus")
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
         options = [*RUN, *GPT, *shlex.split(f"--train-iters 2 --split 1,0,0 {parallel} --deepspeed_config config.json")]
         return subprocess.run([*command, str(script), *options], cwd=folder, **settings)

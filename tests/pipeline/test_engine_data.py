@@ -136,12 +136,12 @@ def numbers_of_micro_batches() -> float:
     return differences(losses, steps)
 
 
-def lines(every: int, micro_batches: int) -> list[str]:
-    """Our log lines of four steps."""
+def lines(every: int, steps: int, micro_batches: int) -> list[str]:
+    """Our log lines."""
     config, out = {"steps_per_print": every}, io.StringIO()
     engine = build_engine(gpt(), masked_loss, token_pipeline={"slices": 4}, micro_batches=micro_batches, config=config)
     with redirect_stdout(out):
-        train(engine, steps_of(4, micro_batches))
+        train(engine, steps_of(steps, micro_batches))
     engine.destroy()
     return [line for line in out.getvalue().splitlines() if "tokens/s" in line]
 
@@ -153,7 +153,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "shapes": changing_shapes(),
         "numbers": numbers_of_micro_batches(),
         "new lengths": new_lengths(),
-        "lines": [lines(2, 2), lines(4, 16)],
+        "lines": [lines(2, 4, 2), lines(1, 1, 16)],
     }
 
 

@@ -1,108 +1,21 @@
-"""Every wrapper that DeepSpeed has for 16 bits is as exact in slices, in any order, as unsliced; fp16 clips by the true norm."""
+"""Beside fp16 steps that overflow are skipped, and clipping is by the true norm; other precisions are rows of tests/rows."""
 
 from __future__ import annotations
 
 import itertools
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_terapipe.pipeline import training
-from ds_terapipe.schedule import Grid, Placement
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
-from tests.pipeline.training import Trace, allow_fp16, build_engine, errors, train, train_plain, worst
-from tests.schedule.strategies import interleaved_grid, validated
+from tests.pipeline.training import allow_fp16, build_engine, train, train_plain, worst
 from tests.spawn import launched, run_ranks
 
-STEPS, MICRO_BATCHES, SLICES, CLIP = 2, 2, 8, 0.5
-LOSS_ROUNDING = 2.0**-11  # of a mean of losses made from bf16 logits
-ZERO1 = {"zero_optimization": {"stage": 1}}
-LATE = {"bf16": {"enabled": True, "immediate_grad_update": False}}
-FP32 = "zero1"
-CONFIGS: dict[str, dict[str, Any]] = {  # in bf16 the optimiser classes that DeepSpeed 0.19.8 chooses among
-    FP32: ZERO1,
-    "bf16": {"bf16": {"enabled": True}},
-    "bf16 zero1": {"bf16": {"enabled": True}, **ZERO1},
-    "bf16, gathered after backward": LATE,
-    "bf16 zero1, fp32 sum, gathered after backward": {**LATE, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}},
-}
-# how an engine runs: its order, and when it makes weight gradients; by slice each is still rounded once
-WAYS: dict[str, tuple[str, str] | None] = {
-    "unsliced": None,  # DeepSpeed's own engine
-    "sliced": ("1f1b", "auto"),
-    "by slice": ("1f1b", "slice"),
-    "random": ("random", "micro_batch"),
-    "random by slice": ("random", "slice"),
-}
-RUNS = [
-    *((name, "unsliced") for name in CONFIGS if name != FP32),
-    *((name, "sliced") for name in CONFIGS if name != FP32 and "gathered" not in name),
-    ("bf16 zero1", "by slice"),
-    # optimisers that gather gradients themselves
-    *((name, way) for name in CONFIGS if "gathered" in name for way in ("random", "random by slice")),
-    (FP32, "random by slice"),
-]
-
-
-def data() -> list[Any]:
-    return steps_of(STEPS, MICRO_BATCHES, length=48)
-
-
-@cache
-def exact(fp32: bool) -> Trace:
-    """One process: fp64 from weights that bf16 can hold, or fp32."""
-    wide, start = (torch.float32, torch.float32) if fp32 else (torch.float64, torch.bfloat16)
-    sgd = partial(torch.optim.SGD, lr=0.2)
-    return train_plain(tied_gpt(), masked_loss, data(), sgd, dtype=wide, start=start)
-
-
-def interleaved(name: str, placement: Placement, slices: tuple[int, ...], deferring: tuple[int, ...] = ()) -> Grid:
-    """A random order, with micro-batches that come back together."""
-    return validated(interleaved_grid(0, placement.places, slices, weights=bool(deferring))).grid
-
-
-def trained(name: str, way: str) -> dict[str, float]:
-    """Errors on two stages."""
-    known, keys = training.grid_of_step, None
-    if WAYS[way] is not None:
-        order, weights = WAYS[way]
-        keys = {"slices": SLICES, "weight_gradients": weights, "verify": False}
-        training.grid_of_step = interleaved if order == "random" else known
-    options: Any = {"micro_batches": MICRO_BATCHES, "config": CONFIGS[name]}
-    engine = build_engine(tied_gpt(), masked_loss, token_pipeline=keys, **options)
-    found = errors(train(engine, data()), exact(name == FP32))
-    engine.destroy()
-    training.grid_of_step = known
-    return found
-
-
-def worker(rank: int, world_size: int) -> dict[Any, dict[str, float]]:
-    return {run: trained(*run) for run in RUNS}
-
-
-ranks = launched(worker, 2, timeout=240)
-
-
-@pytest.mark.parametrize(("name", "way"), [run for run in RUNS if run[1] != "unsliced"])
-def test_slices_in_any_order_are_as_exact_as_the_whole(ranks: list[dict[Any, Any]], name: str, way: str) -> None:
-    for found in ranks:
-        got = found[name, way]
-        if name == FP32:
-            assert max(got[what] for what in ("gradients", "weights", "loss")) <= 1e-5, got
-            continue
-        own = found[name, "unsliced"]
-        assert got["gradients"] <= 1.2 * own["gradients"], (got, own)
-        assert got["loss"] <= max(1.2 * own["loss"], LOSS_ROUNDING), (got, own)
-        assert got["weights together"] <= 1.2 * own["weights together"], (got, own)
-        assert got["weights"] <= 1.5 * own["weights"], (got, own)
-
-
-# ------------------------------------------------------------------------------------------------- fp16, with loss scaling
-
-OVERFLOWS = {"enabled": True, "loss_scale": 0, "initial_scale_power": 18, "hysteresis": 1}
+CLIP = 0.5
+OVERFLOWS = {"enabled": True, "loss_scale": 0, "initial_scale_power": 22, "hysteresis": 1}
 
 
 def scaled(stages: int, zero: int) -> dict[str, Any]:

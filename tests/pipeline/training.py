@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,35 +198,3 @@ def difference(got: Tensor, expected: Tensor) -> float:
 def worst(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest relative difference of the tensors in ``got``, each of which must be in ``expected``."""
     return max((difference(tensor, expected[name]) for name, tensor in got.items()), default=0.0)
-
-
-def errors(got: Trace, reference: Trace) -> dict[str, float]:
-    """Of all gradients of all steps together, of the worst weight, of all weights together, and of the mean loss of a step,
-    against the reference.
-
-    In 16 bits the worst of a few small tensors is a matter of luck, and of the processor; what all of them are off together is
-    not.
-    """
-    off = sum(abs(a - b) / b for a, b in zip(got.losses, reference.losses, strict=True)) / len(got.losses)
-    norms = max(abs(a - b) / b for a, b in zip(got.norms, reference.norms, strict=True))
-    return {
-        "loss": off,
-        "gradients": together(zip(got.gradients, reference.gradients, strict=True)),
-        "norms": norms,
-        "weights": worst(got.weights, reference.weights),
-        "weights together": together([(got.weights, reference.weights)]),
-    }
-
-
-def together(pairs: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> float:
-    """||got - expected|| / ||expected|| of all tensors of all ``got``, each of which must be in its ``expected``, as of one."""
-    squares = [
-        (
-            (tensor.double().view(-1) - expected[name].double().view(-1)).square().sum(),
-            expected[name].double().square().sum(),
-        )
-        for got, expected in pairs
-        for name, tensor in got.items()
-    ]
-    assert squares
-    return float(sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5

@@ -14,7 +14,7 @@ UNEVEN = "uneven"
 PERIOD = 2  # steps after which the samples come again
 FREEZES, RESIZES = ((1, 1), (3, 3)), (3, 5)  # (step, entries), and steps
 SHORT, LONG = 3, 7  # steps of a training
-SEED = 20  # of thirty, the one whose rows take the least work
+SEED = 18  # of thirty, the one whose rows take the least work
 
 
 class Layout(NamedTuple):
@@ -126,7 +126,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "schedule": NAMES,
     "weight_gradients": ("auto", "slice", "micro_batch"),
     "micro_batches": (2, 4),
-    "precision": ("fp32", "fp64", "ZeRO-1", "bf16", "bf16 ZeRO-1", "fp16"),
+    "precision": ("fp32", "fp64", "ZeRO-1", "bf16", "bf16 late", "bf16 ZeRO-1", "fp16"),
     "optimizer": ("sgd", "adamw", "instance", "lamb"),
     "loss": ("own", "masked", "per token", "focused"),
     "recompute": (0, 1, 2),
@@ -152,6 +152,11 @@ RULES = (
     Rule(("precision", "freeze"), lambda precision, freeze: precision != "fp64" or freeze != "schedule"),
     Rule(("precision", "cache"), lambda precision, cache: precision != "fp64" or not cache),
     Rule(("precision", "resume"), lambda precision, resume: resume != "elsewhere" or precision not in ("fp64", "fp16")),
+    # what DeepSpeed does at the end of a step knows nothing of shapes: few rows are enough
+    *(
+        Rule(("precision", name), lambda precision, value, usual=usual: precision != "bf16 late" or value == usual)
+        for name, usual in (("layout", Layout(2, 1, 1)), ("freeze", "none"), ("resize", "off"), ("resume", "no"))
+    ),
     # in which every replica has a micro-batch
     Rule(
         ("layout", "micro_batches", "resize", "resume"),

@@ -27,6 +27,7 @@ SCALE = 128.0  # of an fp16 loss
 PRECISIONS: dict[str, dict[str, Any]] = {
     **training.PRECISIONS,
     "fp64": {},
+    "bf16 late": {"bf16": {"enabled": True, "immediate_grad_update": False}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}},
 }
 UNEVEN = {24: (7, 2, 9, 1, 5), common.SEQ: (5, 1, 4, 2, 4)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import count, islice
 from typing import NamedTuple
 
 import pytest
@@ -84,16 +83,6 @@ class RandomGrid(NamedTuple):
     slices: list[int]
     placement: Placement | None = None
 
-    @property
-    def interleaved(self) -> bool:
-        """Whether, on some place, two micro-batches are on their way back at the same time."""
-        return any(_interleaved([a.unit for a in row if a.op is Op.BACKWARD]) for row in self.grid)
-
-
-def _interleaved(backward: list[Unit]) -> bool:
-    came = [unit.micro_batch for unit in backward]
-    return any(came[i] != came[i - 1] and came[i] in came[: i - 1] for i in range(1, len(came)))
-
 
 def random_grids(most_stages: int = 4, weights: bool | None = None) -> st.SearchStrategy[RandomGrid]:
     """Messages and weight gradients included, anywhere where the rules let them be."""
@@ -123,12 +112,6 @@ def validated(made: RandomGrid) -> RandomGrid:
     with pytest.raises(ScheduleError, match=f"(?m)deadlock: .* {refused}") if refused else nullcontext():
         validate(made.grid, made.slices, None, made.placement)
     return made
-
-
-def interleaved_grid(number: int, stages: int, slices: Sequence[int], weights: bool) -> RandomGrid:
-    """The ``number``-th of those random grids in which micro-batches come back together."""
-    found = (made for seed in count() if (made := random_grid(seed, stages, slices, weights)).interleaved)
-    return next(islice(found, number, None))
 
 
 class _Run:
