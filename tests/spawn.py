@@ -372,6 +372,8 @@ def _serve(name: str) -> Path | None:
         for module in _SERVERS[name]:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what is imported stays: the end of each process would go through it, for two seconds
     children: dict[int, Path] = {}
     for job in _jobs(children):
         path = Path(job["folder"], str(job["rank"]))
