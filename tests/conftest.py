@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -48,6 +49,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the launches that the selected tests will ask for."""
     if session.config.option.collectonly:
         return
+    gc.collect()
+    gc.freeze()  # what is imported stays: no collection has to go through it again
     found: dict[int, Launch] = {}
     for item in session.items:
         fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The results that docs quote, what benchmarks conclude from what runs bring, and the rounds and probes of all."""
+"""The results that docs quote, and what benchmarks conclude from what runs bring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.benchmarks import large_batch, measure
 from tests.benchmarks.elastic_finetune import Run, check
-from tests.benchmarks.measure import Lines, Probe, Settings, WrongResult, run_rounds
+from tests.benchmarks.measure import Lines, WrongResult
 
 ROOT, RESULTS = Path(__file__).parents[2], Path(__file__).parent / "results"
 
@@ -48,44 +48,6 @@ def test_a_run_that_is_not_what_its_column_is_about_is_found() -> None:
     for wrong in ({"frozen": [0, 2, 2]}, {"stages": [2, 2, 2]}, {"samples": [8, 16, 16]}, {"read": [0, 0, 0]}):
         with pytest.raises(WrongResult, match=f": {next(iter(wrong))}: got"):
             check(run, {**found, **wrong}, 8, 8)
-
-
-# ------------------------------------------------------------------------------------------------------ rounds and probes
-
-QUIET, NOISY, SLOW = (1.0, 1.1), (1.0, 1.3), (1.2, 1.3)
-
-
-def rounds_of(
-    monkeypatch: pytest.MonkeyPatch, settings: Settings, probes: list[Probe], *seconds: float
-) -> measure.Result:
-    """Rounds of two columns, in which these probes are found and these seconds are measured, one behind the other."""
-    found, times = iter(probes), iter(seconds)
-    monkeypatch.setattr(measure, "probe", lambda settings: next(found))
-    result = run_rounds({"slow": times.__next__, "peer": times.__next__}, settings)
-    assert not [*found, *times]
-    return result
-
-
-def test_minima_are_of_clean_rounds_and_fewer_than_three_are_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round is dropped where two take over 1.15 times what one takes; every other one is in the reverse order."""
-    probes = [QUIET, QUIET, QUIET, NOISY, QUIET, SLOW, QUIET, QUIET]
-    result = rounds_of(monkeypatch, Settings(2, 9, patience=0), probes, 5.0, 10.0, 1.0, 1.0, 2.0, 2.0, 12.0, 4.0)
-    assert [one.clean for one in result.rounds] == [True, False, False, True]
-    assert result.seconds == {"slow": 4.0, "peer": 10.0}
-    head, _, line, peer = result.table("title", "peer")
-    assert head == "title: INCONCLUSIVE, fewer than 3 clean: 2 clean rounds of 4, two at once 1.10x slower than one"
-    assert line.split() == ["slow", "4", "0.40", "2.50"] and peer.split() == ["peer", "10", "1.00", "1.00"]
-
-
-def test_a_round_begins_when_the_machine_is_quiet_or_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a clean one the attempts end it, and all count."""
-    probes = [NOISY, NOISY, QUIET, QUIET, NOISY, NOISY, NOISY, QUIET]
-    result = rounds_of(monkeypatch, Settings(2, 2, patience=2), probes, *[2.0] * 4)
-    assert [one.clean for one in result.rounds] == [True, False]
-    assert rounds_of(monkeypatch, Settings(1, 1, patience=0), [NOISY] * 2, 1.0, 3.0).seconds == {
-        "slow": 1.0,
-        "peer": 3.0,
-    }
 
 
 def test_columns_that_train_differently_are_refused() -> None:

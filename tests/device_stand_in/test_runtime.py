@@ -47,6 +47,7 @@ def _one_queue(case: str) -> Any:
     return _ran("numbers", "races", "queue", STAND_IN_RACES="1", CUDA_DEVICE_MAX_CONNECTIONS="1")[case]
 
 
+@pytest.mark.full
 def test_the_sources_compile_without_a_warning(tmp_path):
     _headers()
     assert {"-Wall", "-Wextra", "-Werror"} <= set(build_module.FLAGS)
