@@ -36,7 +36,7 @@ def footprint() -> Footprint:
     )
 
 
-def settled(before: Footprint, within_s: float = 10.0) -> Footprint:
+def settled(before: Footprint, within_s: float = 60.0) -> Footprint:
     """The footprint once it has no more threads and files than ``before``, or after ``within_s`` seconds.
 
     The job's store closes a connection when its thread comes to run after the other end has closed it.

@@ -181,7 +181,7 @@ def tensors() -> dict[int, weakref.ref[Tensor]]:
     return {id(thing): weakref.ref(thing) for thing in gc.get_objects() if issubclass(type(thing), Tensor)}
 
 
-def kept(made: Sequence[weakref.ref[Tensor]], within_s: float = 10.0) -> list[torch.Size]:
+def kept(made: Sequence[weakref.ref[Tensor]], within_s: float = 60.0) -> list[torch.Size]:
     """Shapes of those larger than a loss that are there after ``within_s`` seconds.
 
     A thread of gloo's lets go of a collective's tensor only after it has woken those that wait for the collective, and it needs

@@ -40,10 +40,10 @@ from ds_terapipe.schedule.hardware_queue import queue_deadlock
 from ds_terapipe.schedule.streams import group_per_direction
 from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.training import build_engine
-from tests.spawn import Exit, mark, run_to_exit
+from tests.spawn import Exit, in_background, mark, run_to_exit
 
 STAGES, MICRO_BATCHES, SLICES, STEPS = 3, 2, 4, 2
-TIMEOUT_S, NEVER_S = 4.0, 600.0
+TIMEOUT_S, NEVER_S = 8.0, 600.0
 EXIT_CODE = 70  # see watchdog.py
 GRID = with_weight_gradients(with_messages(order("1f1b", STAGES, [SLICES] * MICRO_BATCHES)))
 
@@ -215,11 +215,13 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def exits() -> dict[str, list[Exit]]:
+def all_exits() -> dict[str, list[Exit]]:
     with ThreadPoolExecutor(3) as pool:
         runs = {name: pool.submit(run_to_exit, train, STAGES, *run, timeout=150.0) for name, run in RUNS.items()}
         return {name: run.result() for name, run in runs.items()}
+
+
+exits = in_background(f"{__name__}:exits", STAGES, all_exits)
 
 
 @pytest.mark.parametrize("run", ["a group per channel", "one queue"])

@@ -53,7 +53,7 @@ def me(other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, request:
 
 
 def until(found: Callable[[], Any], wanted: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while found() != wanted:
         assert time.monotonic() < deadline, found()
         time.sleep(0.01)

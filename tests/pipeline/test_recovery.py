@@ -41,7 +41,7 @@ def data(length: int = LENGTH) -> Any:
     return iter([micro_batch(m, length=length, masked=False) for m in range(MICRO_BATCHES)])
 
 
-def engine_of(layers: Any, slices: int = SLICES, timeout_s: float = 20, **options: Any) -> Any:
+def engine_of(layers: Any, slices: int = SLICES, timeout_s: float = 60, **options: Any) -> Any:
     return build_engine(layers, mean_loss, token_pipeline={"slices": slices, "timeout_s": timeout_s}, **options)
 
 
@@ -71,7 +71,7 @@ def come_back(rank: int) -> dict[str, list[str]]:
 
 def break_down(rank: int) -> dict[str, list[str]]:
     """An error in the middle of a step, on the last stage; the other one waits in vain. A call after that is told."""
-    engine = engine_of(FAULTY, timeout_s=3)
+    engine = engine_of(FAULTY, timeout_s=10)
     found = {"good": [said(lambda: engine.train_batch(data()))]}
     if rank == 1:
         Faulty.at = LENGTH // SLICES
