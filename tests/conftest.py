@@ -39,10 +39,18 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes."""
+    """Mark the tests that start processes, and put those that wait for launches behind all others, which run meanwhile."""
     for item in items:
         if starts_processes(item):
             item.add_marker("processes")
+    items.sort(key=lambda item: bool(_launches_of(item)))
+
+
+def _launches_of(item: pytest.Item) -> list[Launch]:
+    fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+    launches = [getattr(definitions[-1].func, "launch", None) for definitions in fixtures]
+    launches += item.callspec.params.values() if hasattr(item, "callspec") else []
+    return [launch for launch in launches if isinstance(launch, Launch)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -51,12 +59,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     gc.collect()
     gc.freeze()  # what is imported stays: no collection has to go through it again
-    found: dict[int, Launch] = {}
-    for item in session.items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-        launches = [getattr(definitions[-1].func, "launch", None) for definitions in fixtures]
-        launches += item.callspec.params.values() if hasattr(item, "callspec") else []
-        found.update((id(launch), launch) for launch in launches if isinstance(launch, Launch))
+    found = {id(launch): launch for item in session.items for launch in _launches_of(item)}
     POOL.submit(list(found.values()))
 
 
