@@ -21,6 +21,7 @@ LOSS_ROUNDING = 2.0**-11  # of a mean of losses made from bf16 logits
 BF16 = {"bf16": {"enabled": True}}
 CONFIGS = {"bf16": BF16, "bf16 zero1": {**BF16, "zero_optimization": {"stage": 1}}}
 WAYS = {"unsliced": None, "sliced": "auto", "by slice": "slice"}  # weight gradients; None: DeepSpeed's own engine
+RUNS = {"bf16": ("unsliced", "sliced"), "bf16 zero1": tuple(WAYS)}
 
 
 def trained(name: str, way: str) -> dict[str, float]:
@@ -47,7 +48,7 @@ def together(pairs: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> fl
 
 
 def worker(rank: int, world_size: int) -> dict[str, dict[str, dict[str, float]]]:
-    return {name: {way: trained(name, way) for way in WAYS} for name in CONFIGS}
+    return {name: {way: trained(name, way) for way in ways} for name, ways in RUNS.items()}
 
 
 ranks = launched(worker, 2, timeout=240)
