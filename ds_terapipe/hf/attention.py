@@ -74,7 +74,7 @@ def attention(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     context = SliceContext.current
-    if context is None or context.span is None or context.span.is_whole:
+    if context is None or context.is_uncut:
         dropout = dropout if context is None or context.dropout else 0.0
         out = _whole(query, key, value, attention_mask, kernels.Call(dropout, scaling, softcap), causal, sliding_window)
         return out.transpose(1, 2).contiguous(), None

@@ -8,15 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.loss import IGNORED
 from ds_terapipe.hf.positions import travelling
+from ds_terapipe.pipeline.documents import COUNTED_PADDING
 
 logger = logging.getLogger(__name__)
 
 _KNOWN = ("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids")
+# what DataCollatorWithFlattening may add to position_ids, and says the same
+_FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 def batch(features: Mapping[str, Tensor]) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
@@ -26,15 +30,17 @@ def batch(features: Mapping[str, Tensor]) -> tuple[Tensor | tuple[Tensor, Tensor
         features: ``input_ids`` and ``labels`` [b, S] (those of the tokens themselves, -100 where none counts), and perhaps
             ``attention_mask`` [b, S] (1, or 0: padding) and ``position_ids`` [b | 1, S]. Positions that restart, with no
             attention mask, are packed documents, which do not see each other; beside a mask they are one, as for transformers.
+            ``cu_seq_lens_q`` and the like, of transformers' ``DataCollatorWithFlattening``, say the same as its positions.
 
     Returns:
         (input_ids, labels), or ((input_ids, places), labels) where causal attention over positions 0, 1, 2, ... is not all:
-        padding that comes first, or has labels that count, positions of one's own, packed documents.
+        padding, positions of one's own, packed documents.
 
     Raises:
         ConfigError: no labels, shapes that don't fit, or what is not followed.
     """
-    unknown = [name for name in features if name not in _KNOWN]
+    known = (*_KNOWN, *(_FLATTENED if features.get("position_ids") is not None else ()))
+    unknown = [name for name in features if name not in known]
     if unknown:
         raise ConfigError(
             f"hf.batch: got {unknown[0]}, must be among {', '.join(_KNOWN)}, leave it out where the model does not need it"
@@ -53,10 +59,10 @@ def batch(features: Mapping[str, Tensor]) -> tuple[Tensor | tuple[Tensor, Tensor
             )
     if mask is not None:
         _check_mask(mask, positions)
-    if not _travels(labels, mask, positions):
+    if (mask is None or bool(mask.all())) and (positions is None or torch.equal(positions, _plain(positions))):
         return tokens, labels
     positions = _plain(tokens) if positions is None else positions.expand(tokens.shape).long()
-    documents = _documents(positions) if mask is None else (mask != 0).long()
+    documents = _documents(positions) if mask is None else _padded(mask != 0, labels)
     return (tokens, travelling(positions, documents)), labels
 
 
@@ -92,15 +98,10 @@ def _say_that_documents_are_one() -> None:
     )
 
 
-def _travels(labels: Tensor, mask: Tensor | None, positions: Tensor | None) -> bool:
-    if positions is not None and not torch.equal(positions, _plain(positions)):
-        return True
-    if mask is None or bool(mask.all()):
-        return False
-    real = mask != 0
-    behind = bool((real[:, :-1] >= real[:, 1:]).all())
-    # padding behind all tokens is seen by none of them; of its own outputs nothing is asked where its labels don't count
-    return not behind or bool((labels[:, 1:].where(~real[:, :-1], IGNORED) != IGNORED).any())
+def _padded(real: Tensor, labels: Tensor) -> Tensor:
+    """Number tokens as one document, and padding by whether the label that it predicts counts."""
+    counts = F.pad(labels[:, 1:] != IGNORED, (0, 1)) & real.cummax(1).values.bool()  # before all tokens it sees nothing
+    return real.long().masked_fill(~real & counts, COUNTED_PADDING)
 
 
 def _plain(like: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.check import check_chain
 from ds_terapipe.hf.layers import Decoder, Embed, Head, Norm, tied_head
 from ds_terapipe.hf.loss import CausalLMLoss
+from ds_terapipe.hf.positions import documents_of
 from ds_terapipe.hf.record import write_record
 from ds_terapipe.hf.source import Source, source_of
 from ds_terapipe.hf.together import together
@@ -37,6 +38,7 @@ class DecoderPipeline(StagedPipeline):
     """
 
     layer_class = Decoder
+    documents_of = staticmethod(documents_of)
 
     def __init__(
         self, source: Source, layers_per_stage: Sequence[int], topology: ProcessTopology, **arguments: Any

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.positions import TokenPositions
 from ds_terapipe.hf.source import Source
+from ds_terapipe.pipeline.operators.context import current_span
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
 from ds_terapipe.pipeline.operators.interception import defers
 
@@ -24,7 +25,8 @@ def _parted(inputs: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _joined(hidden: Tensor, given: Tensor | None) -> Hidden:
-    return hidden if given is None else (hidden, given)
+    """Return the inputs of the next layer; in our engine all stages have the documents."""
+    return hidden if given is None or current_span() is not None else (hidden, given)
 
 
 class Embed(nn.Module):

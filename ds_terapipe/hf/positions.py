@@ -1,8 +1,8 @@
 """Positions of a batch's tokens, and the documents that they belong to.
 
-Between stages there is no mask. What plain causal attention over positions 0, 1, 2, ... does not say travels as whole numbers
-[b, 1, 2 S], whole with every slice: the position of every token of the micro-batch, and the number of its document (0: padding).
-Rotary frequencies that depend on the longest sequence (longrope, dynamic) see all of them that way.
+Inputs of the pipeline have them as whole numbers [b, 1, 2 S]: the position of each token, and the number of its document. In our
+engine the step's header brings them to all stages, as `Documents`, and attention goes by these. In DeepSpeed's own engine
+the numbers go from stage to stage beside the hidden states, and attention has a mask.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_terapipe.pipeline.documents import PADDING, Documents
 from ds_terapipe.pipeline.operators.context import SliceContext, current_span
 from ds_terapipe.pipeline.slicing import Span
 
 _KEPT = 8  # lengths of which cosines and sines are kept
-PADDING = 0
 
 
 def travelling(positions: Tensor, documents: Tensor) -> Tensor:
@@ -27,31 +27,44 @@ def travelling(positions: Tensor, documents: Tensor) -> Tensor:
     return torch.cat([positions, documents], dim=1)[:, None]
 
 
+def documents_of(inputs: Any) -> Documents | None:
+    """Return the documents in the inputs of a pipeline, as `ds_terapipe.hf.batch` makes them."""
+    if isinstance(inputs, Tensor):
+        return None
+    positions, numbers = inputs[1][:, 0].chunk(2, dim=1)
+    return Documents.of(numbers, positions)
+
+
 class TokenPositions:
     """Positions and documents of the tokens of a slice, or of a whole sequence.
 
     Args:
-        given: as :func:`travelling` makes it; None: positions 0, 1, 2, ..., one document.
+        given: as :func:`travelling` makes it; None: those of the running micro-batch's `Documents`, or positions 0, 1, 2, ...
+            of one document.
         tokens: [b, s, ...] of the slice.
 
     Attributes:
         span: of the slice.
         positions: of all tokens of the micro-batch, [b | 1, S].
-        documents: their numbers likewise, 0: padding; None: all are of one.
-        rotary: cosines and sines of these positions, as :class:`Rotary` keeps them; in our engines for all slices of the
-            micro-batch, each of which has a tensor of its own to say where it is.
+        documents: their numbers likewise; None: all are of one, or attention goes by `Documents`.
+        rotary: cosines and sines of these positions, as :class:`Rotary` keeps them; None: those of 0, 1, 2, ...
     """
 
     def __init__(self, given: Tensor | None, tokens: Tensor) -> None:
         self.span = _span(tokens)
         self.documents: Tensor | None = None
-        if given is None:
-            self.positions = torch.arange(self.span.total, device=tokens.device)[None]
-        else:
-            self.positions, self.documents = given[:, 0].chunk(2, dim=1)
+        self.rotary: dict[Any, tuple[Tensor, Tensor]] | None = None
         self._mask: Tensor | None = None
         context = SliceContext.current
-        self.rotary: dict[Any, tuple[Tensor, Tensor]] = {} if context is None else context.notes.setdefault(Rotary, {})
+        packed = None if context is None else context.documents
+        if packed is not None and context is not None:
+            self.positions, self.rotary = packed.positions(tokens.device), context.notes.setdefault(Rotary, {})
+        elif given is not None:
+            (self.positions, numbers), self.rotary = given[:, 0].chunk(2, dim=1), {}
+            only_behind = bool((numbers.diff(dim=1) <= 0).all()) and set(numbers.unique().tolist()) <= {PADDING, 1}
+            self.documents = None if only_behind else numbers  # padding behind all tokens is seen by none of them
+        else:
+            self.positions = torch.arange(self.span.total, device=tokens.device)[None]
 
     @classmethod
     def of(cls, given: Tensor | None, tokens: Tensor) -> TokenPositions:
@@ -71,12 +84,10 @@ class TokenPositions:
 
     @property
     def mask(self) -> Tensor | None:
-        """Return the keys that a token may see besides causality, bool [b, 1, s, stop]; None: all."""
+        """Return the keys that a token may see besides causality, bool [b, 1, S, S]; None: all, or by `Documents`."""
         if self.documents is not None and self._mask is None:
-            keys, start = self.documents[:, None, : self.span.stop], self.span.start
-            rows = self.documents[:, start : self.span.stop, None]
-            visible = (keys != PADDING) & ((keys == rows) | (rows == PADDING))
-            self._mask = visible[:, None]
+            keys, rows = self.documents[:, None], self.documents[:, :, None]
+            self._mask = ((keys > 0) & ((keys == rows) | (rows <= 0)))[:, None]
         return self._mask
 
 
@@ -101,7 +112,7 @@ class Rotary:
     def __call__(self, hidden: Tensor, places: TokenPositions, layer_type: str | None) -> tuple[Tensor, Tensor]:
         """(cosines, sines) of a slice's tokens, [b | 1, s, d] each, of the type of ``hidden`` [b, s, hidden]."""
         key = (layer_type if self._by_type else None, hidden.dtype, hidden.device)
-        if places.documents is None:
+        if places.rotary is None:
             cos, sin = self._known(self._plain, (places.span.total, *key), lambda: self._whole(hidden, places, *key))
         else:
             cos, sin = self._known(places.rotary, key, lambda: self._whole(hidden, places, *key))

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, part_of, plan_cuts, slice_lengths, spans
 from ds_terapipe.pipeline.transport.consensus import Header
 from ds_terapipe.schedule import Unit
@@ -34,6 +35,7 @@ class StepBatch:
     labels: list[Any] = field(default_factory=list)
     label_cuts: list[tuple[TensorCut, ...]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    documents: dict[int, Documents] = field(default_factory=dict)  # of the micro-batches that have several, or padding
     everywhere: tuple[int, ...] = ()
     signatures: list[int] = field(default_factory=list)
     spans: list[tuple[Span, ...]] = field(default_factory=list)
@@ -41,9 +43,9 @@ class StepBatch:
     _loaded: tuple[int, Any] | None = None  # a micro-batch and its inputs, until its last slice
 
     def adopt(self, header: Header) -> None:
-        """Take over lengths and signatures from the first stage's header."""
+        """Take over lengths, signatures and documents from the first stage's header."""
         self.lengths, self.signatures = list(header.lengths), list(header.signatures)
-        self.everywhere = header.everywhere
+        self.everywhere, self.documents = header.everywhere, dict(header.documents)
 
     def cut(self, slices: int | Sequence[int]) -> None:
         """Cut every micro-batch into so many slices, or slices of these lengths."""
@@ -88,11 +90,13 @@ def read_step(
     inputs: bool,
     labels: bool,
     cut_labels: bool,
+    documents_of: Callable[[Any], Documents | None] | None = None,
 ) -> StepBatch:
     """Check and cut the items of the data iterator: one (inputs, labels) per micro-batch, each a tensor or several.
 
     ``load``: see `StepBatch`. ``inputs``, ``labels``: whether this stage needs them; ``cut_labels``: whether its loss
-    runs per slice. Raises ConfigError for tensors that cannot be cut.
+    runs per slice; ``documents_of``: finds the documents in a micro-batch's inputs. Raises ConfigError for tensors that
+    cannot be cut.
     """
     batch, cut, slices = StepBatch(load=load), config.cut or {}, config.slices
     for item in pulled:
@@ -104,6 +108,9 @@ def read_step(
             batch.input_cuts.append(cuts)
             batch.lengths.append(total)
             batch.signatures.append(_signature(as_tuple(value), cuts))
+            documents = None if documents_of is None else documents_of(value)
+            if documents is not None:
+                batch.documents[len(batch.lengths) - 1] = documents
             if not isinstance(slices, str):
                 slice_lengths(total, slices)  # wrong lengths raise before any rank has started
         if labels:

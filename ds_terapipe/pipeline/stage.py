@@ -109,6 +109,7 @@ class Stage:
         """Begin a step. ``losses``: only on the last stage; ``weights_apart``: weight gradients are separate
         actions."""
         self._batch, self.losses = batch, losses
+        self.context.documents_of = batch.documents
         self.context.weight_gradients = self.weight_gradients if weights_apart else None
 
     def forward(self, unit: Unit, inputs: Any) -> Any:

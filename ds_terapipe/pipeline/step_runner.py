@@ -87,7 +87,9 @@ class StepRunner:
             weight = self._weight(batch) if runtime.view.has_last and request.compute_loss else None
         except Exception as problem:  # any error of the user's data is raised on every rank
             error = problem
-        header = Header(tuple(batch.lengths), tuple(batch.signatures)) if batch.lengths else None
+        header = None
+        if batch.lengths:
+            header = Header(tuple(batch.lengths), tuple(batch.signatures), documents=batch.documents)
         weighs = None if weight is None else weight.numel() > 0
         micro_batches, placement = request.micro_batches, runtime.view.placement
         batch.adopt(self._consensus.announce(placement, header, micro_batches, error, weighs))
@@ -103,8 +105,9 @@ class StepRunner:
             return StepBatch()
         cut_labels = request.compute_loss and runs_per_slice(self._module.loss_fn)
         return read_step(
-            items, settings, self._load, inputs=view.has_first, labels=view.has_last, cut_labels=cut_labels
-        )
+            items, settings, self._load, inputs=view.has_first, labels=view.has_last, cut_labels=cut_labels,
+            documents_of=getattr(self._module, "documents_of", None),
+        )  # fmt: skip
 
     def _weight(self, batch: StepBatch) -> Tensor | None:
         """Return the loss's weight for the step, empty if it has none; None for a loss without weights."""

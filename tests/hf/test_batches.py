@@ -13,16 +13,16 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
 
-from transformers import LlamaConfig
+from transformers import DataCollatorWithFlattening, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
 from ds_terapipe import hf
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.batches import _say_that_documents_are_one
 from ds_terapipe.hf.decoder_pipeline import balanced
-from ds_terapipe.hf.positions import TokenPositions
+from ds_terapipe.hf.positions import documents_of
 from ds_terapipe.hf.source import source_of
-from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.slicing import spans
 from tests.hf import families
 
@@ -64,14 +64,19 @@ def visible(made: dict[str, Tensor]) -> Tensor:
     return causal.expand(len(tokens), -1, -1) if mask is None else mask[:, 0].expand(len(tokens), -1, -1)
 
 
-def places_of(given: Tensor, tokens: Tensor, span: Any) -> Any:
-    """Positions of tokens as a layer sees them in a slice."""
-    context = SliceContext()
-    SliceContext.current, context.span = context, span
-    try:
-        return TokenPositions(given, tokens[:, span.start : span.stop])
-    finally:
-        SliceContext.current = None
+def seen_by(documents: Documents, cut: Any) -> Tensor:
+    """Keys that the tokens of slices read, [b, S, S]."""
+    seen = torch.zeros(len(documents.runs), documents.total, documents.total, dtype=torch.bool)
+    for span in cut:
+        layout = documents.layout(span)
+        for row in layout.rows:
+            here = seen[row.rows, span.start : span.stop, layout.first : span.stop]
+            if row.mask is not None:
+                here[:] = row.mask[0]
+                continue
+            for start, stop, first, padding in row.segments():
+                here[:, start:stop, first : row.before + stop] = not padding
+    return seen.tril()
 
 
 @settings(deadline=None, max_examples=150)
@@ -80,22 +85,18 @@ def test_tokens_see_what_transformers_lets_them_see(made: dict[str, Tensor]) -> 
     inputs, labels = hf.batch(made)
     tokens, expected = made["input_ids"], visible(made)
     length, plain = tokens.shape[1], torch.arange(tokens.shape[1]).expand_as(tokens)
-    positions = made.get("position_ids", plain).expand_as(tokens)
     assert labels is made["labels"]
-    if isinstance(inputs, Tensor):  # nothing travels: what is seen otherwise asks for nothing
-        rows = (expected != torch.ones(length, length, dtype=torch.bool).tril()).any(-1)
-        counts = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) != -100
-        assert not (rows & counts).any(), "a token whose label counts sees something else"
-        real = made.get("attention_mask", torch.ones_like(tokens)) != 0
-        assert torch.equal(positions, plain) and torch.equal(expected.sum(-1)[real], plain[real] + 1)
-        return
-    assert inputs[0] is tokens and inputs[1].shape == (len(tokens), 1, 2 * length)
-    seen, at = torch.zeros(len(tokens), length, length, dtype=torch.bool), []
-    for span in spans((1, length - 1)):
-        places, causal = places_of(inputs[1], tokens, span), torch.ones(span.length, span.stop, dtype=torch.bool)
-        seen[:, span.start : span.stop, : span.stop] = places.mask[:, 0] & causal.tril(span.start)
-        at.append(places.here)
-    assert torch.equal(seen, expected) and torch.equal(torch.cat(at, 1), positions)
+    counts = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) != -100
+    documents, real = documents_of(inputs), made.get("attention_mask", torch.ones_like(tokens)) != 0
+    assert isinstance(inputs, Tensor) or (inputs[0] is tokens and inputs[1].shape == (len(tokens), 1, 2 * length))
+    positions, seen = plain, torch.ones_like(expected).tril()
+    if documents is not None:
+        again = Documents.unpack(documents.pack())
+        positions, seen = again.positions(tokens.device), seen_by(again, spans((1, length - 1)))
+        assert not counts[:, again.used :].any() and not real[:, again.used :].any()
+    asked = real | counts  # of other tokens nothing is asked
+    assert torch.equal(seen[asked], expected[asked])
+    assert torch.equal(positions, made.get("position_ids", plain).expand_as(tokens))
 
 
 ONES = torch.ones(2, 4, dtype=torch.long)
@@ -136,6 +137,11 @@ def test_documents_beside_a_mask_of_ones_are_one_and_that_is_said_once(caplog: p
     assert len(caplog.records) == 1 and "all tokens of a row are one document, as for transformers" in caplog.text
     inputs, _ = hf.batch({**GOOD, "token_type_ids": torch.zeros(2, 4), "attention_mask": ONES})
     assert inputs is GOOD["input_ids"], "types of zeros are left out"
+    flattened = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    inputs, labels = hf.batch(flattened([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]))
+    assert documents_of(inputs).runs[0].tolist() == [[0, 3], [0, 0], [1, 2]] and labels.tolist() == [
+        [-100, 6, 7, -100, 9]
+    ]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

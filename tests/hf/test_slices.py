@@ -20,6 +20,7 @@ from ds_terapipe import hf
 from ds_terapipe.hf import attention
 from ds_terapipe.hf.decoder_pipeline import _built, _specs
 from ds_terapipe.hf.loss import CausalLMLoss
+from ds_terapipe.hf.positions import documents_of
 from ds_terapipe.hf.source import Source
 from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.operators.context import SliceContext
@@ -52,11 +53,13 @@ def in_slices(model: Any, features: dict[str, torch.Tensor], lengths: tuple[int,
     model.set_attn_implementation(attention.NAME)
     layers = [_built(spec) for spec in _specs(Source(model, given=True))]
     (inputs, labels), cuts = hf.batch(features), spans(lengths)
-    tokens, *travelling = inputs if isinstance(inputs, tuple) else (inputs,)
+    tokens, *numbers = inputs if isinstance(inputs, tuple) else (inputs,)
     context, loss = SliceContext(), MicroBatchLoss(CausalLMLoss(), labels, (TensorCut(1),), (TensorCut(1),), cuts)
+    documents = documents_of(inputs)
+    context.documents_of = {} if documents is None else {0: documents}
     for index, span in enumerate(cuts):
         part = tokens[:, span.start : span.stop]
-        value: Any = (part, *(each.clone() for each in travelling)) if travelling else part
+        value: Any = (part, *numbers) if numbers else part
         with context.forward(Unit(0, index), span):
             for number, layer in enumerate(layers):
                 context.enter_layer(number)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.documents import COUNTED_PADDING, PADDING, Documents
 from ds_terapipe.pipeline.operators import kernels
 from ds_terapipe.pipeline.operators.attention import slice_attention
 from ds_terapipe.pipeline.operators.buffers import AttentionState
@@ -56,9 +57,10 @@ def backward(context, span, out, grad):
         out.backward(grad[..., span.start : span.stop, :])
 
 
-def sliced(q, k, v, grad, lengths, mask=None, scale=None, dropout_p=0.0, **options):
+def sliced(q, k, v, grad, lengths, mask=None, scale=None, dropout_p=0.0, documents=None, **options):
     """Forward slice by slice, backward in reverse order; returns output, dq, dk, dv as whole sequences."""
     context, cut = SliceContext(), spans(tuple(lengths))
+    context.documents_of = {} if documents is None else {0: documents}
     masks = [mask(span) if callable(mask) else mask for span in cut]
     done = [forward(context, s, (q, k, v), m, dropout_p, scale, **options) for s, m in zip(cut, masks, strict=True)]
     for span, (out, _) in zip(reversed(cut), reversed(done), strict=True):
@@ -115,6 +117,37 @@ def test_any_shape_slicing_window_and_soft_cap_equal_the_whole_sequence(case, wi
     visible = (causal(total) if mask is None else mask).triu(-total if window is None else 1 - window)
     got = sliced(*given, lengths, mask=mask, scale=scale, is_causal=True, window=window, softcap=softcap)
     assert_same(got, whole(*given, scale=scale, visible=visible, softcap=softcap))
+
+
+@st.composite
+def packings(draw):
+    """Shapes, slicings, and numbers of each token's document: documents, padding between and inside them."""
+    (given, lengths, scale), total = draw(cases()), None
+    total, rows = sum(lengths), given[0].shape[0] if given[0].dim() == 4 else 1
+    marks = st.sampled_from([PADDING, COUNTED_PADDING, 1, 2, 2, 3])
+    kinds = [st.just([1] * total), st.lists(st.integers(1, 4), min_size=total, max_size=total).map(sorted)]
+    kinds += [st.lists(marks, min_size=total, max_size=total), kinds[1].map(lambda n: [0 if x == 4 else x for x in n])]
+    numbers = torch.tensor([draw(draw(st.sampled_from(kinds))) for _ in range(rows)])
+    return given, lengths, scale, numbers[:1].expand(rows, -1) if draw(st.booleans()) else numbers
+
+
+@settings(max_examples=150)
+@given(packings(), st.integers(1, 12) | st.none(), st.sampled_from([None, 0.7]))
+def test_tokens_of_packed_documents_see_their_own_document_alone(case, window, softcap):
+    (q, k, v, grad), lengths, scale, numbers = case
+    asked = (numbers != PADDING)[:, None, :, None].reshape(numbers.shape[0], 1, -1, 1)
+    asked = asked if q.dim() == 4 else asked[0]
+    of_keys, of_rows = numbers[:, None, None], numbers[:, None, :, None]
+    visible = causal(q.shape[-2]).triu(-q.shape[-2] if window is None else 1 - window)
+    visible = visible & (of_keys > 0) & ((of_keys == of_rows) | (of_rows <= 0))
+    expected = whole(
+        q, k, v, grad * asked, scale=scale, visible=visible if q.dim() == 4 else visible[0], softcap=softcap
+    )
+    documents = Documents.of(numbers)
+    documents = documents and Documents.unpack(documents.pack())
+    got = sliced(q, k, v, grad * asked, lengths, scale=scale, is_causal=True, window=window, softcap=softcap,
+                 documents=documents)  # fmt: skip
+    assert_same((got[0] * asked, *got[1:]), (expected[0] * asked, *expected[1:]))
 
 
 def test_a_slice_whose_backward_is_over_awaits_no_recomputation():

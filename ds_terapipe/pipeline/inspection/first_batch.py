@@ -65,6 +65,8 @@ class Inspection:
         total = batch.lengths[0]
         self.consensus.agree(self._detached(batch))
         parts = {stage.context: stage.root for stage in self.runtime.stages.values()}
+        for context in parts:
+            context.documents_of = batch.documents
         with undisturbed(parts), self.runtime.autocast():
             short = None
             if total < LEAST_TOKENS:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from ds_terapipe.pipeline.operators import kernels
 from ds_terapipe.pipeline.operators.buffers import AttentionState
 from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext, refuse_model
+from ds_terapipe.pipeline.operators.document_attention import DocumentAttention
 from ds_terapipe.pipeline.slicing import Span
 from ds_terapipe.skip_init import is_skipping_init
 
@@ -40,7 +41,7 @@ class SliceAttention(torch.autograd.Function):
     ) -> Tensor:
         state.write(k, v, span)
         keys, values = state.k[:, :, first : span.stop], state.v[:, :, first : span.stop]
-        ctx.kernel = kernels.choose(q, keys, values, mask, call)
+        ctx.kernel = DocumentAttention if call.documents is not None else kernels.choose(q, keys, values, mask, call)
         out: Tensor
         out, saved, ctx.kept = ctx.kernel.forward(q, keys, values, mask, call)
         ctx.save_for_backward(mask, *saved)
@@ -114,6 +115,8 @@ def slice_attention(
 ) -> Tensor:
     """Compute attention of the context's present slice over all keys so far; causal without a mask.
 
+    A token sees only keys of its own document, where the micro-batch has `Documents`.
+
     ``is_causal``: causal in addition to the mask (torch since 2.13; before, the two exclude each other). ``window``: a
     token sees so many keys, its own and those right before it; no other key is read. ``softcap``: see
     :class:`kernels.Call`.
@@ -127,7 +130,14 @@ def slice_attention(
         raise PlacementError(f"attention over tensors of {q.dim()} dimensions ({context.describe()}): must be 3 or 4")
     batched = q.dim() == 4
     q, k, v = (t if batched else t.unsqueeze(0) for t in (q, k, v))
-    first = 0 if window is None else max(0, span.start - window + 1)
+    layout = None if context.documents is None else context.documents.layout(span)
+    if layout is not None and mask is not None:
+        raise refuse_model(f"an attention mask beside packed documents ({context.describe()})", "leave one of them out")
+    first = 0 if layout is None else layout.first
+    if layout is not None and layout.is_one_document:
+        layout = None
+    if layout is None and window is not None:
+        first = max(first, span.start - window + 1)
     columns = span.stop - first
     window = window if window is not None and columns > window else None  # else it hides nothing
     if mask is not None:
@@ -136,6 +146,6 @@ def slice_attention(
         if is_causal or window is not None:
             mask = mask + kernels.causal_mask(span.length, columns, 1, q.dtype, q.device, window)
     state = context.place(k.detach(), v.detach())
-    call = kernels.Call(dropout_p if context.dropout else 0.0, scale, softcap, window if mask is None else None)
+    call = kernels.Call(dropout_p if context.dropout else 0.0, scale, softcap, window if mask is None else None, layout)
     out: Tensor = cast(Any, SliceAttention).apply(q, k, v, mask, state, span, first, call)
     return out if batched else out.squeeze(0)

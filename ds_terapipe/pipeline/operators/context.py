@@ -10,13 +10,14 @@ whether it made the same keys again is checked before the optimiser steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.operators.buffers import AttentionState
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
@@ -67,6 +68,7 @@ class SliceContext:
         self.weight_gradients: WeightGradients | None = None  # set if they are made once per micro-batch
         self.streams: RandomStreams | None = None  # seeds random numbers, layer by layer
         self.micro_batch = -1
+        self.documents_of: Mapping[int, Documents | None] = {}  # documents of the step's micro-batches
         self.layer_text: Callable[[int], str] = "layer {}".format  # name of a layer in errors
         self._recomputing = False
         self.layer: int | None = None
@@ -215,6 +217,16 @@ class SliceContext:
     def buffers(self, micro_batch: int) -> list[torch.Tensor]:
         """Return keys and values of all attention calls of a micro-batch."""
         return [buffer for state in self._states[micro_batch].values() for buffer in (state.k, state.v)]
+
+    @property
+    def documents(self) -> Documents | None:
+        """Documents packed into the running micro-batch; None: every row is one document."""
+        return self.documents_of.get(self.micro_batch)
+
+    @property
+    def is_uncut(self) -> bool:
+        """Whether attention is that of a whole sequence of one document, which is computed as without a context."""
+        return self.span is None or (self.span.is_whole and self.documents is None)
 
     @property
     def notes(self) -> dict[Any, Any]:

@@ -46,7 +46,7 @@ def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, 
     original: Any = type(module).forward
     context = SliceContext.current
     span = context.span if context is not None else None
-    if context is None or span is None or span.is_whole:
+    if context is None or span is None or context.is_uncut:
         return original(module, query, key, value, *args, **kwargs)
     given = _signature(original).bind(module, query, key, value, *args, **kwargs).arguments
     _refuse_variants(context, module, given)

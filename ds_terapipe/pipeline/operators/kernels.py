@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
+from ds_terapipe.pipeline.documents import Layout
+
 _ATEN = torch.ops.aten
 _LOWER_RIGHT = 2  # custom_mask_type of the efficient kernel: torch.nn.attention.bias.CausalVariant.LOWER_RIGHT
 _BIAS_ALIGNMENT = 16  # elements; the efficient kernel loads its bias in aligned vectors
@@ -37,12 +39,14 @@ class Call(NamedTuple):
         scale: factor of the scores; None: 1 / sqrt(d).
         softcap: scores become ``softcap * tanh(score / softcap)`` before any mask (Gemma 2); None: unchanged.
         window: without a mask a row sees so many columns, its own and those right before it; None: all before it.
+        documents: documents of the rows, none of which sees another; only for `DocumentAttention`.
     """
 
     dropout_p: float
     scale: float | None
     softcap: float | None = None
     window: int | None = None
+    documents: Layout | None = None
 
 
 class Gradients(NamedTuple):
@@ -228,7 +232,7 @@ class CudaFlash(Formula):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, lse, seed, offset, _ = _ATEN._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], call.dropout_p, True, False,
-            scale=call.scale, window_size_left=CudaFlash._left(call),
+            scale=call.scale, window_size_left=CudaFlash.left(call),
         )  # fmt: skip
         return out.transpose(1, 2), (q, out, lse, seed, offset), None
 
@@ -241,12 +245,12 @@ class CudaFlash(Formula):
         grad, k, v = (t.transpose(1, 2) for t in (grad, k, v))
         gradients = _ATEN._flash_attention_backward(
             grad, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], call.dropout_p, True, seed, offset,
-            scale=call.scale, window_size_left=CudaFlash._left(call),
+            scale=call.scale, window_size_left=CudaFlash.left(call),
         )  # fmt: skip
         return Gradients(*(t.transpose(1, 2) for t in gradients))
 
     @staticmethod
-    def _left(call: Call) -> int | None:
+    def left(call: Call) -> int | None:
         """Return the number of columns before its own that a row sees."""
         return None if call.window is None else call.window - 1
 

@@ -73,7 +73,7 @@ def _mixes_tokens(
     uncut tensor.
     """
     span = context.span
-    if span is None or span.is_whole:
+    if span is None or context.is_uncut:
         return False
     refuse_compiled(context, query)
     over_itself = query.shape[-2] == span.length and key.shape[-2] == span.length
