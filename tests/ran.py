@@ -29,7 +29,7 @@ class Ran:
 
     def note(self, context: SliceContext) -> None:
         """A call of attention that is cut."""
-        if not context._recomputing:
+        if not context._recomputing and not context.span.is_whole:
             self.cut[context.layer, context.micro_batch, context.span.start, context.span.stop] += 1
 
     def check(self, lengths: Sequence[Sequence[int]], layers: int | None = None, training: bool = True) -> None:

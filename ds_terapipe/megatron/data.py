@@ -52,6 +52,7 @@ def gpt_datasets(
     seed: int = 1234,
     cache_path: str | None = None,
     needed: Callable[[], bool] = lambda: True,
+    **at_document_ends: bool,
 ) -> list[Any]:
     """megatron-core's GPT datasets for training, validation and test. Every process calls it.
 
@@ -64,6 +65,7 @@ def gpt_datasets(
         seed: of the order of samples.
         cache_path: where the index of samples is kept, default ``cache`` beside the data.
         needed: whether this process reads data; the others get None.
+        at_document_ends: ``reset_position_ids``, ``eod_mask_loss`` of megatron-core's ``GPTDatasetConfig``, default False.
 
     Returns:
         Three datasets, None where no samples are wanted or this process needs none.
@@ -80,10 +82,9 @@ def gpt_datasets(
         split=split,
         tokenizer=Vocabulary(vocab_size),
         path_to_cache=cache_path or cache_path_of(blend[0]),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
+        reset_attention_mask=False,  # the model finds documents by their last tokens, and needs no mask
         create_attention_mask=False,
+        **{"reset_position_ids": False, "eod_mask_loss": False, **at_document_ends},
     )
     return build(GPTDataset, config, samples, needed, _has_tokens)
 

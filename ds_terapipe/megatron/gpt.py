@@ -8,10 +8,13 @@ from typing import Any
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
 
 from ds_terapipe.megatron.common import PositionEmbedding, check_config, core_config, layout_of, position_table
 from ds_terapipe.megatron.layers import Embedding, FinalNorm, GPTLayer, OutputHead, Rotary, tied_logits
 from ds_terapipe.megatron.loss import TokenLoss
+from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.staged_pipeline import StagedPipeline
 
 
@@ -23,6 +26,14 @@ class GPTPipeline(StagedPipeline):
     """
 
     layer_class = GPTLayer
+    document_end: int | None = None
+
+    def documents_of(self, inputs: tuple[Tensor, Tensor]) -> Documents | None:
+        """Return the documents of a micro-batch, each of which ends with the token ``document_end``."""
+        if self.document_end is None:
+            return None
+        ended = (inputs[0][:, :-1] == self.document_end).cumsum(1)
+        return Documents.of(F.pad(ended, (1, 0)) + 1)
 
 
 def gpt_pipeline(
@@ -40,6 +51,7 @@ def gpt_pipeline(
     layers_per_stage: Sequence[int] | None = None,
     seed: int = 1234,
     loss_fn: Callable[..., Any] | None = None,
+    document_end: int | None = None,
     **pipeline: Any,
 ) -> GPTPipeline:
     """Build a GPT as a pipeline. Every process calls it, after ``deepspeed.init_distributed``.
@@ -61,6 +73,8 @@ def gpt_pipeline(
         layers_per_stage: Transformer layers of each stage, default even, earlier stages first.
         seed: of the initial weights.
         loss_fn: default :class:`TokenLoss`.
+        document_end: token that ends a document; documents of a sample do not see each other, as with Megatron's
+            ``--reset-attention-mask``. Needs an engine with ``token_pipeline``. None: a sample is one document.
         pipeline: further arguments of ``PipelineModule``, such as ``activation_checkpoint_interval``.
 
     Raises:
@@ -71,16 +85,26 @@ def gpt_pipeline(
     positions = position_table(position_embedding, max_position_embeddings, seq_length)
     rotary = Rotary(rotary_percent, rotary_base) if positions is None else None
     specs = _layer_specs(
-        core_config(config), vocab_size=vocab_size, positions=positions, rotary=rotary, tied=tied, seed=seed
-    )
-    return GPTPipeline(specs, layers_per_stage, topology, loss_fn=loss_fn or TokenLoss(), **pipeline)
+        core_config(config), vocab_size=vocab_size, positions=positions, rotary=rotary, tied=tied, seed=seed,
+        several=document_end is not None,
+    )  # fmt: skip
+    made = GPTPipeline(specs, layers_per_stage, topology, loss_fn=loss_fn or TokenLoss(), **pipeline)
+    made.document_end = document_end
+    return made
 
 
 def _layer_specs(
-    config: TransformerConfig, *, vocab_size: int, positions: int | None, rotary: Rotary | None, tied: bool, seed: int
+    config: TransformerConfig,
+    *,
+    vocab_size: int,
+    positions: int | None,
+    rotary: Rotary | None,
+    tied: bool,
+    seed: int,
+    several: bool,
 ) -> list[LayerSpec]:
     last = config.num_layers + 1
-    layers = [LayerSpec(GPTLayer, config, number, rotary, seed + number) for number in range(1, last)]
+    layers = [LayerSpec(GPTLayer, config, number, rotary, seed + number, several) for number in range(1, last)]
     norm = LayerSpec(FinalNorm, config)
     if not tied:
         first = LayerSpec(Embedding, config, vocab_size, positions, seed)

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron.attention import CausalAttention, norm_class, rotary_embedding
 from ds_terapipe.megatron.parallel import process_groups
 from ds_terapipe.pipeline.operators.context import current_span
@@ -125,13 +126,24 @@ class CoreLayer(TransformerLayer):
 
 
 class GPTLayer(CoreLayer):
-    """A causal Transformer layer, with attention that can be run slice by slice."""
+    """A causal Transformer layer, with attention that can be run slice by slice.
 
-    def __init__(self, config: TransformerConfig, number: int, rotary: Rotary | None, seed: int) -> None:
+    ``several``: a sequence may have several documents, which only our engine keeps apart.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, number: int, rotary: Rotary | None, seed: int, several: bool = False
+    ) -> None:
         super().__init__(config, layer_spec(config), number, rotary, seed)
+        self._several = several
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[s, b, hidden] to the same; ``s`` tokens of a slice or of a whole sequence."""
+        if self._several and current_span() is None:
+            raise ConfigError(
+                "--reset-attention-mask: got a model without token_pipeline, must have that key, which keeps documents apart, "
+                'use "token_pipeline": {"slices": 1} in ds_config.json'
+            )
         return self.run(hidden)
 
 

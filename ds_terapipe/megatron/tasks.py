@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.megatron.bert import bert_pipeline
 from ds_terapipe.megatron.bert_data import BertBatches, WordPieces, bert_datasets
-from ds_terapipe.megatron.data import BatchIterator, SampleIterator, gpt_datasets, parts_of
+from ds_terapipe.megatron.data import BatchIterator, SampleIterator, Vocabulary, gpt_datasets, parts_of
 from ds_terapipe.megatron.gpt import gpt_pipeline
 from ds_terapipe.megatron.images import ImageBatches, ImageFolder, image_datasets
 from ds_terapipe.megatron.vit import vit_pipeline
@@ -67,6 +67,9 @@ def add_text_arguments(group: argparse._ArgumentGroup) -> None:
     add("--make-vocab-size-divisible-by", type=positive, default=128, help="times the tensor parallel size")
     add("--untie-embeddings-and-output-weights", action="store_true")
     add("--data-path", nargs="+", help="prefix of .bin and .idx, or weight prefix weight prefix ...")
+    add("--reset-position-ids", action="store_true", help="GPT: positions begin at 0 in each document of a sample")
+    add("--reset-attention-mask", action="store_true", help="GPT: documents of a sample do not see each other")
+    add("--eod-mask-loss", action="store_true", help="GPT: no loss of the token after a document's end")
     add("--data-cache-path", help="where the order of samples is kept, default: beside the data")
     add(
         "--vocab-file",
@@ -205,7 +208,8 @@ class GPTTask(Task):
         self.seq_length = args.seq_length
 
     def model(self) -> nn.Module:
-        return gpt_pipeline(self._config(), **self._text(self.args.vocab_size))
+        end = Vocabulary(self.args.vocab_size).eod if self.args.reset_attention_mask else None
+        return gpt_pipeline(self._config(), document_end=end, **self._text(self.args.vocab_size))
 
     def datasets(self, steps: Mapping[int, int], validation: int, needed: Callable[[], bool]) -> tuple[Any, Any]:
         self._check_lengths(steps)
@@ -215,6 +219,8 @@ class GPTTask(Task):
             seq_length=self.seq_length,
             samples=[sum(steps.values()), validation, 0],
             needed=needed,
+            reset_position_ids=self.args.reset_position_ids,
+            eod_mask_loss=self.args.eod_mask_loss,
             **self._text_data(),
         )
         return train, valid

@@ -226,7 +226,9 @@ class SliceContext:
     @property
     def is_uncut(self) -> bool:
         """Whether attention is that of a whole sequence of one document, which is computed as without a context."""
-        return self.span is None or (self.span.is_whole and self.documents is None)
+        if self.span is None or not self.span.is_whole:
+            return self.span is None
+        return self.documents is None or self.documents.layout(self.span).is_one_document
 
     @property
     def notes(self) -> dict[Any, Any]:

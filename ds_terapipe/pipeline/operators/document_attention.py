@@ -35,7 +35,9 @@ class DocumentAttention(Formula):
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
         """Implement :meth:`Formula.forward`; the output of padding is 0, or finite."""
         assert call.documents is not None
-        out, saved, kept = q.new_zeros(*q.shape[:3], v.shape[3]), [], []
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        saved: list[Tensor] = []
+        kept: list[tuple[Part, int, Any]] = []
         for row in call.documents.rows:
             for part in _parts(row, q, k, v, call._replace(documents=None)):
                 of_part, tensors, other = part.kernel.forward(*_cut(part, q, k, v), part.mask, part.call)
@@ -75,13 +77,12 @@ def _parts(row: RowLayout, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Itera
         whole = call._replace(window=None)
         yield Part(kernels.choose(*inside, mask, whole), row.rows, slice(length), slice(columns), mask, whole)
         return
-    segments = row.segments()
-    if len(segments) > 1 and kernels.choose(*inside, None, call) is CudaFlash:
+    if len(row) > 1 and kernels.choose(*inside, None, call) is CudaFlash:
         alone = call._replace(documents=Layout(row.first, (row,)))
         for index in range(row.rows.start, row.rows.stop):
             yield Part(CudaVarlen, slice(index, index + 1), slice(length), slice(row.first, columns), None, alone)
         return
-    for start, stop, first, is_padding in segments:
+    for start, stop, first, is_padding in row.segments():
         if is_padding:
             continue
         if call.window is not None:

@@ -139,9 +139,8 @@ class Consensus:
             if torch.distributed.get_rank() == first:
                 message[: len(packed)] = packed
                 others = (rank for rank in self._mine if rank != first)
-                sent = [torch.distributed.isend(message, rank, group=self.group) for rank in others]
-                for each in sent:
-                    each.wait()
+                for rank in others:
+                    torch.distributed.send(message, rank, group=self.group)
             else:
                 torch.distributed.recv(message, first, group=self.group)
         return _unpacked(message)
