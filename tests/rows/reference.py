@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from tests.megatron import common
 from tests.pipeline.models import Plain
 from tests.rows.row import OURS, Row
-from tests.rows.train import LOSSES, PLAIN, SCALE, SPECS, Trained, data_of, falling, megatron_model
+from tests.rows.train import LOSSES, PLAIN, SCALE, SPECS, Trained, data_of, document_numbers, falling, megatron_model
 
 CLASSES = {
     **dict.fromkeys(("bf16", "bf16 late", "bf16 ZeRO-1"), torch.bfloat16),
@@ -58,6 +62,7 @@ def _train(row: Row, dtype: torch.dtype, start: torch.dtype) -> Trained:
                 tree_map(lambda t: t.to(here), step),
                 {n: m for n, m in masters.items() if not n.startswith(frozen)},
                 scale,
+                row.packed,
             )
         )
         if number == 0:
@@ -74,11 +79,28 @@ def _train(row: Row, dtype: torch.dtype, start: torch.dtype) -> Trained:
     return Trained(losses, {name: g.cpu().double().numpy() for name, g in first.items()}, weights)
 
 
-def _step(model: Any, loss_fn: Any, step: list[Any], trained: dict[str, nn.Parameter], scale: float) -> float:
+@contextmanager
+def documents_apart(tokens: Tensor) -> Iterator[None]:
+    """Context manager in which causal attention has a mask of tokens by tokens that hides other documents."""
+    attention, numbers = F.scaled_dot_product_attention, document_numbers(tokens)
+    visible = (numbers[:, None, :, None] == numbers[:, None, None]).tril()
+
+    def masked(*args: Any, is_causal: bool, **kwargs: Any) -> Tensor:
+        assert is_causal
+        return attention(*args, attn_mask=visible, **kwargs)
+
+    with mock.patch.object(F, "scaled_dot_product_attention", masked):
+        yield
+
+
+def _step(
+    model: Any, loss_fn: Any, step: list[Any], trained: dict[str, nn.Parameter], scale: float, packed: bool
+) -> float:
     """Add the gradients of a step's micro-batches to those of the masters; its loss."""
     total = 0.0
     for inputs, labels in step:
-        loss = loss_fn(model(copy.deepcopy(inputs)), labels) / len(step)  # its layers may write into them
+        with documents_apart(inputs[0]) if packed else nullcontext():
+            loss = loss_fn(model(copy.deepcopy(inputs)), labels) / len(step)  # its layers may write into them
         (loss * scale).backward()
         total += loss.item()
         for name, parameter in model.named_parameters():

@@ -57,6 +57,7 @@ class Row(NamedTuple):
         freeze: "none", "by hand" (the first two entries, by ``requires_grad``), "schedule" (`FREEZES`).
         resize: "off", "once" (to `Layout.other`), "and back".
         cache: whether the outputs of frozen layers are kept.
+        packed: whether a sequence has several documents.
         resume: "no", or from a checkpoint in the middle, "here" or "elsewhere" (in `Layout.other`).
     """
 
@@ -74,6 +75,7 @@ class Row(NamedTuple):
     freeze: str = "none"
     resize: str = "off"
     cache: bool = False
+    packed: bool = False
     resume: str = "no"
 
     @property
@@ -134,6 +136,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "freeze": ("none", "by hand", "schedule"),
     "resize": ("off", "once", "and back"),
     "cache": (False, True),
+    "packed": (False, True),
     "resume": ("no", "here", "elsewhere"),
 }
 OURS = ("gpt", "tied", "writing")

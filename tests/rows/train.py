@@ -13,6 +13,7 @@ from torch import distributed, nn
 
 from ds_terapipe.elastic.cache import outputs as outputs_of_cache
 from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.pipeline.documents import Documents
 from tests.elastic import training
 from tests.megatron import common
 from tests.pipeline.models import MaskedTokenLoss, focused_loss, gpt, masked_loss, micro_batch, tied_gpt, writing_gpt
@@ -24,6 +25,7 @@ SEQUENCES = 2  # of a micro-batch
 LOSSES: dict[str, Any] = {"masked": masked_loss, "per token": MaskedTokenLoss(), "focused": focused_loss}
 SPECS: dict[str, Callable[[], list[Any]]] = {"gpt": gpt, "tied": tied_gpt, "writing": writing_gpt}
 SCALE = 128.0  # of an fp16 loss
+END = 0  # token that ends a document, where a sequence has several
 PRECISIONS: dict[str, dict[str, Any]] = {
     **training.PRECISIONS,
     "fp64": {},
@@ -74,7 +76,24 @@ def data_of(row: Row) -> list[list[Any]]:
     else:
         endless = common.batches(seed=3)
         first = [[next(endless) for _ in range(row.micro_batches)] for _ in range(PERIOD)]
+    if row.packed:
+        first = [[(_with_ends(inputs), labels) for inputs, labels in step] for step in first]
     return [first[step % PERIOD] for step in range(row.steps)]
+
+
+def _with_ends(inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let every eighth token end a document."""
+    return inputs[0].where(inputs[0] % 8 > 0, END), inputs[1]
+
+
+def documents_of(inputs: tuple[torch.Tensor, torch.Tensor]) -> Documents | None:
+    """Return the documents of a micro-batch."""
+    return Documents.of(document_numbers(inputs[0]))
+
+
+def document_numbers(tokens: torch.Tensor) -> torch.Tensor:
+    """Number the document of each token, [b, s] from 1 on."""
+    return torch.nn.functional.pad((tokens[:, :-1] == END).cumsum(1), (1, 0)) + 1
 
 
 def slices_of(row: Row) -> Any:
@@ -240,12 +259,13 @@ def _module_of(row: Row, start: Layout, dtype: torch.dtype) -> Any:
         from ds_terapipe.megatron import destroy_parallel
 
         destroy_parallel()  # of another layout, before
-        return common.build(megatron_model(row, dtype), tensor=start.tensor, stages=start.stages)
+        end = END if row.packed else None
+        return common.build(megatron_model(row, dtype), tensor=start.tensor, stages=start.stages, document_end=end)
     from deepspeed.pipe import PipelineModule
 
     from tests.pipeline.models import SEED
 
-    return PipelineModule(
+    module = PipelineModule(
         SPECS[row.model](),
         num_stages=start.stages,
         loss_fn=LOSSES[row.loss],
@@ -255,6 +275,9 @@ def _module_of(row: Row, start: Layout, dtype: torch.dtype) -> Any:
         dynamic_shape=True,
         activation_checkpoint_interval=row.recompute,
     )
+    if row.packed:
+        module.documents_of = documents_of
+    return module
 
 
 def _gradients(row: Row, engine: Any) -> dict[str, Any]:
