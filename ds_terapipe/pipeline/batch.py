@@ -47,9 +47,12 @@ class StepBatch:
         self.lengths, self.signatures = list(header.lengths), list(header.signatures)
         self.everywhere, self.documents = header.everywhere, dict(header.documents)
 
-    def cut(self, slices: int | Sequence[int]) -> None:
-        """Cut every micro-batch into so many slices, or slices of these lengths."""
+    def cut(self, slices: int | Sequence[int], *, skips_padding: bool = False) -> None:
+        """Cut every micro-batch into so many slices, or slices of these lengths; perhaps without those of padding only."""
         self.spans = [spans(slice_lengths(length, slices)) for length in self.lengths]
+        for number, documents in self.documents.items() if skips_padding else ():
+            first, *others = self.spans[number]
+            self.spans[number] = (first, *(span for span in others if span.start < documents.used))
 
     def slice_counts(self) -> tuple[int, ...]:
         """Number of slices of each micro-batch."""

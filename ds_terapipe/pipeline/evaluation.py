@@ -11,7 +11,7 @@ from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.ended import poison_on_error
 from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
 from ds_terapipe.pipeline.step_runner import StepRequest
-from ds_terapipe.pipeline.training import inspect, read, run
+from ds_terapipe.pipeline.training import cut, inspect, read, run
 
 
 def evaluate(
@@ -49,7 +49,7 @@ def evaluate(
 
 def _run(engine: Any, request: StepRequest, reduce_output: str | None, bcast_loss: bool) -> Any:
     batch = read(engine, request)
-    batch.cut(engine._slicer.now(batch.lengths).slices)
+    cut(engine, batch, engine._slicer.now(batch.lengths).slices, request)
     inspect(engine, batch, request)
     grid = grid_of_step(FORWARD_ONLY, engine.placement, batch.slice_counts())
     result = None

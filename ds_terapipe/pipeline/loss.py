@@ -58,7 +58,7 @@ class MicroBatchLoss:
     ) -> None:
         self._loss_fn, self._labels, self._label_cuts = loss_fn, labels, label_cuts
         self._output_cuts, self._spans = output_cuts, spans
-        self._per_slice = len(spans) > 1 and runs_per_slice(loss_fn)
+        self._per_slice = not spans[0].is_whole and runs_per_slice(loss_fn)
         per_slice: Any = loss_fn if self._per_slice else None
         if hasattr(per_slice, "aligned"):
             self._labels = per_slice.aligned(labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
 from ds_terapipe.pipeline.batch import StepBatch, own
 from ds_terapipe.pipeline.ended import poison_on_error
 from ds_terapipe.pipeline.gradients import reduce_replicas, reduce_tied
+from ds_terapipe.pipeline.loss import runs_per_slice
 from ds_terapipe.pipeline.operators.interception import not_deferred_line
 from ds_terapipe.pipeline.recording.report import emit, log_step
 from ds_terapipe.pipeline.step_grid import grid_of_step
@@ -28,7 +30,7 @@ def train(engine: Any) -> Tensor:
     follow_micro_batch(engine)
     slicer, recorder = engine._slicer, engine._recorder
     plan = slicer.plan(batch.lengths, batch.everywhere)
-    batch.cut(plan.slices)
+    cut(engine, batch, plan.slices, request)
     inspect(engine, batch, request)
     counts = batch.slice_counts()
     grid = grid_of_step(plan.schedule, engine.placement, counts, _deferring(engine) if max(counts) > 1 else ())
@@ -65,6 +67,12 @@ def read(engine: Any, request: StepRequest) -> StepBatch:
             engine._runtime, engine.token_pipeline, request, engine.global_steps, pull
         )
     return batch
+
+
+def cut(engine: Any, batch: StepBatch, slices: int | Sequence[int], request: StepRequest) -> None:
+    """Cut the micro-batches of a step; slices that are padding only are left out where no output of them is asked for."""
+    asked = request.keep_outputs or not request.compute_loss
+    batch.cut(slices, skips_padding=not asked and runs_per_slice(engine.module.loss_fn))
 
 
 def inspect(engine: Any, batch: StepBatch, request: StepRequest) -> None:

@@ -70,7 +70,7 @@ class Stage:
         self.layers, self.starts = layers, []
         self.compute = Compute(self.run, True)
 
-    def run(self, inputs: Any, start: int) -> Any:
+    def run(self, inputs: Any, start: int, rows: Any = None) -> Any:
         self.starts.append((start, len(inputs)))
         with torch.no_grad():
             for layer in self.layers[start:]:

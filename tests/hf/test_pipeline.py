@@ -124,6 +124,22 @@ def padded() -> tuple[int, list[str]]:
     return len(made), reads
 
 
+def short() -> tuple[float, list[Any], float]:
+    """Difference from one process where all rows end in padding, the slices that ran, and the logits' from padding on."""
+    model, (step, *_) = model_of("qwen2"), batches_of("plain", "plain")
+    for features in step:
+        features["attention_mask"] = torch.ones_like(features["input_ids"])
+        features["attention_mask"][:, 11:] = 0
+        features["labels"][:, 11:] = -100
+    expected = train_alone(copy.deepcopy(model), [step])
+    engine = build_engine([], None, made=hf.pipeline(model, num_stages=2), token_pipeline={"slices": 4}, optimizer=SGD)
+    loss = float(engine.train_batch(iter([hf.batch(features) for features in step])))
+    ran = engine.slices_run
+    _, logits = engine.eval_batch(iter([hf.batch(features) for features in step]), return_logits=True)
+    engine.destroy()
+    return abs(loss / expected.losses[0] - 1), ran, 0 if logits is None else logits.shape[1]
+
+
 def without_an_optimizer(rank: int) -> str:
     """Return the error where the second stage has no optimizer."""
     made = hf.pipeline(model_of("llama"), num_stages=2)
@@ -226,7 +242,7 @@ def frozen_and_moved(family: str, kind: str, given: str, folder: Path) -> dict[s
 
 def work(rank: int, world: int, folder: str) -> tuple[Any, ...]:
     elastic = {family: frozen_and_moved(family, *case, Path(folder, family)) for family, case in ELASTIC.items()}
-    rest = padded(), without_an_optimizer(rank), every_family(), layers_by_hand(), elastic
+    rest = padded(), without_an_optimizer(rank), every_family(), layers_by_hand(), elastic, short()
     return without_the_key(), means_over_a_step(), *rest
 
 
@@ -261,14 +277,19 @@ def test_layers_that_are_written_by_hand_train_in_slices_as_they_do_whole(ranks:
     assert all(found[5] <= TOLERANCE for found in ranks)
 
 
+def test_slices_of_padding_alone_are_not_run_where_no_output_is_asked_for(ranks: list[Any]) -> None:
+    for *_, (off, ran, logits) in ranks:
+        assert off <= TOLERANCE and ran == ((6, 6), (6, 6)) and logits in (0, 24)
+
+
 @pytest.mark.parametrize("family", ELASTIC)
 def test_a_decoder_freezes_and_moves_as_in_one_process(ranks: list[Any], family: str) -> None:
-    for *_, found in ranks:
+    for *_, found, _ in ranks:
         assert found[family]["off"] <= 1e-5 and found[family]["stages"] == [2, 2, 1, 1, 2, 2], found[family]
-    assert not set.intersection(*(found[family]["missing"] for *_, found in ranks))
+    assert not set.intersection(*(found[family]["missing"] for *_, found, _ in ranks))
 
 
 def test_of_a_model_that_was_given_nothing_is_kept_that_has_moved_away(ranks: list[Any]) -> None:
-    for *_, found in ranks:
+    for *_, found, _ in ranks:
         count, bytes_each = found["gpt2"]["away"]
         assert count > 0 and bytes_each < 0.1, "bytes for each of its numbers"

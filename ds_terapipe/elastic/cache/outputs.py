@@ -41,9 +41,12 @@ class Level(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Forward of a stage on whole micro-batches: ``run(inputs, start)`` runs its layers from ``start`` on."""
+    """Forward of a stage on a whole micro-batch: ``run(inputs, start)`` runs its layers from ``start`` on.
 
-    run: Callable[[Any, int], Any]
+    A third argument of ``run`` says which rows of the micro-batch the inputs are.
+    """
+
+    run: Callable[..., Any]
     can_start_inside: bool
 
 
@@ -312,7 +315,7 @@ class OutputCache:
         """Find the sample dimension of each output, and check that outputs depend on their own inputs alone."""
         rows = rows_of(inputs)
         chosen = [0, 0] if rows == 1 else [rows - 1]
-        others = compute.run(some_rows(inputs, chosen), 0)
+        others = compute.run(some_rows(inputs, chosen), 0, chosen)
         alike, self._dims = False, sample_dims(outputs, others, rows, len(chosen))
         if self._dims is not None:
             at, pairs = torch.tensor(chosen, device=self._device), zip(as_tuple(outputs), self._dims, strict=True)

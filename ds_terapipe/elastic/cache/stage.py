@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_terapipe.elastic.cache.outputs import Compute
 from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.slicing import Span, copy_of, part_of
 from ds_terapipe.pipeline.stage import Stage
@@ -34,7 +37,7 @@ class CachedStage(Stage):
         self._session = session
         self._whole: dict[int, Any] = {}  # outputs of micro-batches with slices still to come
         self.layers.timed = not session.wanted  # its outputs are read, at no cost
-        self._compute = Compute(self._run_whole, not has_own_forward(self.root))
+        self._can_start_inside = not has_own_forward(self.root)
         self._functions = self.layers.functions  # a step that times layers wraps them
 
     def begin(self, batch: StepBatch, losses: StepLosses | None, weights_apart: bool) -> None:
@@ -51,7 +54,8 @@ class CachedStage(Stage):
         number, span = unit.micro_batch, self._batch.span(unit)
         if number not in self._whole:
             whole = self._batch.cut_inputs(number, self._span(number))
-            self._whole[number] = cache.outputs(number, whole, self._compute)
+            compute = Compute(functools.partial(self._run_whole, number), self._can_start_inside)
+            self._whole[number] = cache.outputs(number, whole, compute)
         outputs = self._whole[number]
         if self._batch.is_last_slice(unit):
             del self._whole[number]
@@ -60,11 +64,17 @@ class CachedStage(Stage):
         assert self.dims is not None
         return part_of(outputs, self.dims.outputs, span)
 
-    def _run_whole(self, inputs: Any, start: int) -> Any:
-        unit = Unit(0, 0)
-        with torch.no_grad(), self.context.forward(unit, self._span(0)), self._autocast():
+    def _run_whole(self, micro_batch: int, inputs: Any, start: int, rows: Sequence[int] | None = None) -> Any:
+        """Run the layers from ``start`` on inputs of a micro-batch, or of these rows of it."""
+        documents = self._batch.documents.get(micro_batch)
+        if documents is not None and rows is not None:
+            documents = Documents([documents.runs[row] for row in rows], documents.total)
+        self.context.documents_of = {} if documents is None else {micro_batch: documents}
+        unit = Unit(micro_batch, 0)
+        with torch.no_grad(), self.context.forward(unit, self._span(micro_batch)), self._autocast():
             outputs = self.layers(copy_of(inputs), start)  # which may run again from the same
-        self.context.release(unit.micro_batch)
+        self.context.release(micro_batch)
+        self.context.documents_of = self._batch.documents
         return outputs
 
     def _span(self, micro_batch: int) -> Span:

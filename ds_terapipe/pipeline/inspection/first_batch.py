@@ -38,7 +38,7 @@ def verified(spans: Sequence[Span]) -> tuple[Span, ...]:
     A layer that mixes tokens, or makes positions, also does so there, and whole layers of long sequences may not fit
     into memory.
     """
-    total = spans[-1].total
+    total = spans[-1].stop
     if total <= LONGEST:
         return tuple(spans)
     inner = {min(max(round(span.stop * LONGEST / total), 1), LONGEST - 1) for span in spans[:-1]}
@@ -91,7 +91,9 @@ class Inspection:
         If the whole sequence does not fit into memory, the result of the beginning counts.
         """
         found: list[str] = []
-        for spans in dict.fromkeys((verified(batch.spans[0]), batch.spans[0])):
+        end = batch.spans[0][-1].stop  # padding behind it is not run
+        cut = tuple(Span(span.start, span.stop, end) for span in batch.spans[0])
+        for spans in dict.fromkeys((verified(cut), cut)):
             whole = (Span(0, spans[-1].stop, spans[-1].stop),)
             try:
                 self._through_stages(batch, whole, partial(self._verify, batch, spans))

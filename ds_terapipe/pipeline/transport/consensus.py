@@ -136,7 +136,7 @@ class Consensus:
             return {}
         message = torch.zeros(words, dtype=torch.int32)
         with self._watchdog.waiting("the documents of the first stage"):
-            if torch.distributed.get_rank() == first:
+            if self.job.rank == first:
                 message[: len(packed)] = packed
                 others = (rank for rank in self._mine if rank != first)
                 for rank in others:

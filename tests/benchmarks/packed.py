@@ -1,0 +1,119 @@
+"""Packed documents by their boundaries against a mask of tokens by tokens, in four slices on two stages.
+
+``python -m tests.benchmarks.packed`` trains the same documents both ways and prints both times, and the largest tensor of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.benchmarks import measure, models
+from tests.benchmarks.token_pipeline import LEARNING_RATE, token_slices
+
+DOCUMENTS, QUICK = (2600, 1100, 396), (70, 40, 18)
+WAYS = ("a mask of tokens by tokens", "documents")
+SHAPE = models.Shape(sequence=sum(DOCUMENTS))
+
+
+class Masked(models.Block):
+    """A block whose attention has a mask, which goes on to the next block: (hidden, mask [1, 1, s, S])."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, mask = inputs
+        attention, F.scaled_dot_product_attention = F.scaled_dot_product_attention, partial(_masked, mask)
+        try:
+            return super().forward(hidden), mask
+        finally:
+            F.scaled_dot_product_attention = attention
+
+
+_attention = F.scaled_dot_product_attention
+
+
+def _masked(mask: Tensor, *tensors: Tensor, is_causal: bool) -> Tensor:
+    return _attention(*tensors, attn_mask=mask)
+
+
+class MaskedEmbedding(models.Embedding):
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return super().forward(inputs[:2]), inputs[2]
+
+
+class MaskedHead(models.Head):
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        return super().forward(inputs[0])
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest number of elements of any result."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = (t.untyped_storage().nbytes() // t.element_size() for t in tree_leaves(out) if isinstance(t, Tensor))
+        Largest.elements = max(Largest.elements, *sizes, 0)
+        return out
+
+
+def prepare(way: str, documents: tuple[int, ...], shape: models.Shape) -> Callable[[], float | None]:
+    """Steps of one way."""
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    import ds_terapipe
+    from ds_terapipe.pipeline.documents import Documents
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    numbers = torch.repeat_interleave(torch.arange(1, len(documents) + 1), torch.tensor(documents))[None]
+    (tokens, positions), labels = models.Workload(shape, 1).micro_batches()[0]
+    masked = way == WAYS[0]
+    kinds = [MaskedEmbedding, *[Masked] * shape.layers, MaskedHead] if masked else models.kinds(shape)
+    layers = [LayerSpec(kind, shape, index) for index, kind in enumerate(kinds)]
+    module = PipelineModule(layers, num_stages=2, loss_fn=models.TokenLoss(), partition_method="uniform")
+    if not masked:
+        module.documents_of = lambda inputs: Documents.of(numbers)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+    config = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9, **token_slices(4)}
+    engine = ds_terapipe.initialize(model=module, optimizer=optimizer, config=config)[0]
+    mask = (numbers[:, None, :, None] == numbers[:, None, None]).tril()
+    inputs = (tokens, positions, mask) if masked else (tokens, positions)
+    return lambda: float(engine.train_batch(iter([(inputs, labels)])))
+
+
+def run(settings: measure.Settings, documents: tuple[int, ...], shape: models.Shape, steps: int) -> Any:
+    """Both ways in one run, and the largest tensors."""
+    columns = [measure.Column(way, partial(prepare, way, documents, shape)) for way in WAYS]
+    result = measure.side_by_side(columns, settings, steps)
+    largest = []
+    for column in columns:
+        step, Largest.elements = column.prepare(), 0
+        with Largest():
+            step()
+        largest.append(Largest.elements)
+    return result, largest
+
+
+def main() -> None:
+    options = measure.parser("packed", __doc__, rounds=4).parse_args()
+    documents = QUICK if options.quick else DOCUMENTS
+    shape = models.QUICK if options.quick else SHAPE
+    result, largest = measure.on_ranks(run, measure.settings_of(options), documents, shape, 1 if options.quick else 2)
+    table = result.table(f"documents of {documents} tokens", WAYS[0])
+    lines = [
+        *table,
+        f"largest tensors: {largest[0]:,} and {largest[1]:,} elements of {sum(documents) ** 2:,} in [S, S]",
+    ]
+    measure.Report(options).add("packed", result, lines)
+
+
+if __name__ == "__main__":
+    main()
