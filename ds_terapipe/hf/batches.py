@@ -100,8 +100,9 @@ def _say_that_documents_are_one() -> None:
 
 def _padded(real: Tensor, labels: Tensor) -> Tensor:
     """Number tokens as one document, and padding by whether the label that it predicts counts."""
-    counts = F.pad(labels[:, 1:] != IGNORED, (0, 1)) & real.cummax(1).values.bool()  # before all tokens it sees nothing
-    return real.long().masked_fill(~real & counts, COUNTED_PADDING)
+    counts, behind = F.pad(labels[:, 1:] != IGNORED, (0, 1)), real.cummax(1).values
+    in_front = ~behind & real.any(1, keepdim=True)  # there it sees nothing, and is run in any case
+    return real.long().masked_fill(~real & counts & ~in_front, COUNTED_PADDING)
 
 
 def _plain(like: Tensor) -> Tensor:

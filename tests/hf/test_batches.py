@@ -25,6 +25,7 @@ from ds_terapipe.hf.source import source_of
 from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.slicing import spans
 from tests.hf import families
+from tests.pipeline.attention_layers import seen_by
 
 
 @st.composite
@@ -62,21 +63,6 @@ def visible(made: dict[str, Tensor]) -> Tensor:
     mask = create_causal_mask(config, torch.zeros(*tokens.shape, 4), past_key_values=None, **given)
     causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
     return causal.expand(len(tokens), -1, -1) if mask is None else mask[:, 0].expand(len(tokens), -1, -1)
-
-
-def seen_by(documents: Documents, cut: Any) -> Tensor:
-    """Keys that the tokens of slices read, [b, S, S]."""
-    seen = torch.zeros(len(documents.runs), documents.total, documents.total, dtype=torch.bool)
-    for span in cut:
-        layout = documents.layout(span)
-        for row in layout.rows:
-            here = seen[row.rows, span.start : span.stop, layout.first : span.stop]
-            if row.mask is not None:
-                here[:] = row.mask[0]
-                continue
-            for start, stop, first, padding in row.segments():
-                here[:, start:stop, first : row.before + stop] = not padding
-    return seen.tril()
 
 
 @settings(deadline=None, max_examples=150)

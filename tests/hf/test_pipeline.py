@@ -127,10 +127,10 @@ def padded() -> tuple[int, list[str]]:
 def short() -> tuple[float, list[Any], float]:
     """Difference from one process where all rows end in padding, the slices that ran, and the logits' from padding on."""
     model, (step, *_) = model_of("qwen2"), batches_of("plain", "plain")
-    for features in step:
-        features["attention_mask"] = torch.ones_like(features["input_ids"])
-        features["attention_mask"][:, 11:] = 0
-        features["labels"][:, 11:] = -100
+    for each in step:
+        each["attention_mask"] = torch.ones_like(each["input_ids"])
+        each["attention_mask"][:, 11:] = 0
+        each["labels"][:, 11:] = -100
     expected = train_alone(copy.deepcopy(model), [step])
     engine = build_engine([], None, made=hf.pipeline(model, num_stages=2), token_pipeline={"slices": 4}, optimizer=SGD)
     loss = float(engine.train_batch(iter([hf.batch(features) for features in step])))

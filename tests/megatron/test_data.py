@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +13,19 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_terapipe import cli
 from ds_terapipe.commands import prepare_data
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.megatron import bert_data
+from ds_terapipe.megatron import GPTPipeline, bert_data
 from ds_terapipe.megatron.bert_data import BertBatches, WordPieces, bert_datasets
 from ds_terapipe.megatron.data import BatchIterator, Vocabulary, blend_of, gpt_datasets, parts_of
 from ds_terapipe.megatron.images import ImageBatches, ImageFolder, Images, image_datasets
+from ds_terapipe.megatron.layers import GPTLayer
+from ds_terapipe.pipeline.slicing import Span
+from tests.pipeline.attention_layers import seen_by
 
 SEQ = 48
 SENTENCES, FOX = "the {} fox\njumps over\n\n  the lazy dog \nand sleeps {}\n", "{}: the quick brown fox\n" * 4
@@ -124,6 +129,24 @@ def test_datasets_are_text_shifted_by_one_and_name_what_they_have_not(tmp_path: 
     with pytest.raises(ConfigError, match=r"--vocab-size: got 100, must be above every token of the data, \d{3} among"):
         for _ in range(50):
             next(BatchIterator(train, 1))
+
+
+def test_documents_of_a_sample_are_those_of_megatron_core(tmp_path: Path) -> None:
+    prefix, given = write(tmp_path, text=FOX), {"vocab_size": 257, "seq_length": 4 * SEQ, "samples": [9, 0, 0]}
+    end = Vocabulary(257).eod
+    train, *_ = gpt_datasets([prefix], **given, reset_position_ids=True, eod_mask_loss=True)
+    (text, positions), (_, mask) = next(BatchIterator(train, 3))
+    documents = GPTPipeline.documents_of(SimpleNamespace(document_end=end), (text, positions))
+    seen = seen_by(documents, [Span(0, 4 * SEQ, 4 * SEQ)])
+    for row, tokens in enumerate(text):
+        hidden, loss_mask, expected = _get_ltor_masks_and_position_ids(tokens, end, True, True, True, True)
+        assert torch.equal(seen[row], ~hidden[0]) and torch.equal(mask[row], loss_mask)
+        assert torch.equal(positions[row], expected)
+    assert (positions[:, 1:] == 0).any() and (mask == 0).any()
+    with pytest.raises(
+        ConfigError, match="--reset-attention-mask: got a model without token_pipeline, must have that key"
+    ):
+        GPTLayer.forward(SimpleNamespace(_several=True), text)
 
 
 def test_new_data_at_an_old_prefix_gets_a_new_index(tmp_path: Path) -> None:

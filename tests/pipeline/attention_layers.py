@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from ds_terapipe.pipeline.documents import Documents
 from tests.pipeline.models import HEADS, HIDDEN
 
 SIZE = HIDDEN // HEADS
@@ -211,3 +212,18 @@ WAYS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "two checkpoints in DeepSpeed's": (way(partial(twice, INNER)), deepspeeds(1, False)),
     "two checkpoints in DeepSpeed's, reentrant": (way(partial(twice, INNER)), deepspeeds(2, True)),
 }
+
+
+def seen_by(documents: Documents, cut: Any) -> Tensor:
+    """Keys that the tokens of slices read, [b, S, S]."""
+    seen = torch.zeros(len(documents.runs), documents.total, documents.total, dtype=torch.bool)
+    for span in cut:
+        layout = documents.layout(span)
+        for row in layout.rows:
+            here = seen[row.rows, span.start : span.stop, layout.first : span.stop]
+            if row.mask is not None:
+                here[:] = row.mask[0]
+                continue
+            for start, stop, first, padding in row.segments():
+                here[:, start:stop, first : row.before + stop] = not padding
+    return seen.tril()
