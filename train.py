@@ -23,6 +23,7 @@ from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.manifest import Manifest
 from ds_terapipe.megatron import tasks
 from ds_terapipe.megatron.data import SampleIterator
+from ds_terapipe.megatron.layers import NO_DOCUMENTS
 from ds_terapipe.names import ELASTIC_STATE
 from ds_terapipe.pipeline.checkpoints import tag_of
 from ds_terapipe.pipeline.engine import TokenPipelineEngine
@@ -136,6 +137,8 @@ class Trainer:
         self.args, self.task = args, args.task
         model = self.task.model()
         self.engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=parameter_groups(model))
+        if args.reset_attention_mask and not isinstance(self.engine, TokenPipelineEngine):
+            raise ConfigError(NO_DOCUMENTS)
         self.share = Share.of(self.engine)
         self.first = torch.distributed.get_rank() == 0
         # Dropout: another stream for each stage and replica, the same for the parts of a layer.

@@ -24,6 +24,12 @@ from ds_terapipe.pipeline.operators.deferred import deferred_linear
 from ds_terapipe.pipeline.operators.interception import defers
 
 
+NO_DOCUMENTS = (
+    "--reset-attention-mask: got a model without token_pipeline, must have that key, which keeps documents apart, use "
+    '"token_pipeline": {"slices": 1} in ds_config.json'
+)
+
+
 class Rotary(NamedTuple):
     """Rotary positions: the part of the head dimension that is rotated, and the base of the frequencies."""
 
@@ -140,10 +146,7 @@ class GPTLayer(CoreLayer):
     def forward(self, hidden: Tensor) -> Tensor:
         """[s, b, hidden] to the same; ``s`` tokens of a slice or of a whole sequence."""
         if self._several and current_span() is None:
-            raise ConfigError(
-                "--reset-attention-mask: got a model without token_pipeline, must have that key, which keeps documents apart, "
-                'use "token_pipeline": {"slices": 1} in ds_config.json'
-            )
+            raise ConfigError(NO_DOCUMENTS)
         return self.run(hidden)
 
 
