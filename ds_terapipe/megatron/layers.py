@@ -23,7 +23,6 @@ from ds_terapipe.pipeline.operators.context import current_span
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
 from ds_terapipe.pipeline.operators.interception import defers
 
-
 NO_DOCUMENTS = (
     "--reset-attention-mask: got a model without token_pipeline, must have that key, which keeps documents apart, use "
     '"token_pipeline": {"slices": 1} in ds_config.json'

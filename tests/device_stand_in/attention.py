@@ -44,24 +44,45 @@ def compute(name: str, arguments: dict[str, Any], outputs: Any, host: Callable[[
         outputs: what the operator returned.
         host: gives the host's view of a tensor.
     """
+    given, written = ({key: host(value) for key, value in arguments.items()}, [host(output) for output in outputs])
+    if given.get("cum_seq_q") is None:
+        _compute(name, given, written)
+        return
+    ends = given["cum_seq_q"].tolist(), given["cum_seq_k"].tolist()
+    for q0, q1, k0, k1 in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
+        q1, k1 = min(q1, q0 + given["max_q"]), min(k1, k0 + given["max_k"])  # a kernel has no threads for more
+        queries, keys = (
+            (lambda t, a=q0, b=q1: t[None, a:b]),
+            (lambda t, a=k0, b=k1: t[None, a:b]),
+        )  # [1, length, heads, d]
+        of_keys = {part: keys(given[part]) for part in ("key", "value")}
+        of_queries = {part: queries(given[part]) for part in ("query", "grad_out", "out") if part in given}
+        if "backward" in name:
+            parts = [queries(written[0]), *map(keys, written[1:3])]
+        else:
+            parts = [queries(written[0]), written[1][None, ..., q0:q1]]
+        _compute(name, {**given, **of_keys, **of_queries}, parts)
+
+
+def _compute(name: str, arguments: dict[str, Any], outputs: Any) -> None:
     heads_first = name.startswith("_scaled")
 
     def turned(tensor: Tensor) -> Tensor:  # to heads first, and back
         return tensor if heads_first else tensor.transpose(1, 2)
 
-    call = _call(name, {key: host(value) for key, value in arguments.items()}, turned)
+    call = _call(name, arguments, turned)
     if "backward" in name:
         gradient = arguments["grad_out_"] if "grad_out_" in arguments else arguments["grad_out"]
-        results = _backward(call, turned(host(gradient)).float())
+        results = _backward(call, turned(gradient).float())
         pairs = list(zip(outputs[:3], map(turned, results), strict=False))
     else:
         output, log_sum = _forward(call)
         pairs = [(outputs[0], turned(output))]
         if outputs[1].numel():
-            host(outputs[1])[..., : log_sum.shape[-1]].copy_(log_sum)
+            outputs[1][..., : log_sum.shape[-1]].copy_(log_sum)
     for written, result in pairs:
         if written is not None and written.numel():
-            host(written).copy_(result)
+            written.copy_(result)
 
 
 def _call(name: str, given: dict[str, Any], turned: Callable[[Tensor], Tensor]) -> _Call:

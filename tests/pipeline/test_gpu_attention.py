@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.operators.attention import slice_attention
 from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.operators.document_attention import CudaVarlen
 from ds_terapipe.pipeline.operators.interception import Overrides
 from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
@@ -35,6 +37,26 @@ def check(dtype, mask=None, scale=None, **shape):
 def test_causal_slices(dtype, kv_heads, d):
     check(dtype, kv_heads=kv_heads, d=d)
     check(dtype, kv_heads=kv_heads, d=d, scale=0.07)
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.bfloat16, None), (torch.bfloat16, 30), (torch.float32, None)])
+def test_causal_slices_of_packed_documents(dtype, window, monkeypatch):
+    """Documents that end in slices and with them, one for both rows and two; a kernel of variable lengths for 16 bits."""
+    calls, run = [], CudaVarlen.forward
+    monkeypatch.setattr(CudaVarlen, "forward", lambda *args: calls.append(args[-1]) or run(*args))
+    numbers = torch.repeat_interleave(torch.tensor([1, 2, 3, 0, 4]), torch.tensor([40, 30, 9, 5, TOTAL - 84]))
+    for rows in (numbers.expand(2, -1), torch.stack([numbers, torch.ones_like(numbers)])):
+        visible = (rows[:, None, None] == rows[:, None, :, None]) & (rows[:, None, None] > 0)
+        visible = visible & causal(TOTAL).triu(-TOTAL if window is None else 1 - window)
+        q, k, v, grad = tensors(total=TOTAL, dtype=dtype, kv_heads=2, d=64)
+        grad = grad * (rows > 0)[:, None, :, None]
+        with torch.device("cuda"):
+            given = (t.cuda() for t in (q, k, v, grad))
+            got = sliced(*given, LENGTHS, window=window, is_causal=True, documents=Documents.of(rows))
+        got = [got[0].cpu() * (rows > 0)[:, None, :, None], *(t.cpu() for t in got[1:])]
+        for name, a, b in zip(("out", "dq", "dk", "dv"), got, whole(q, k, v, grad, visible=visible), strict=True):
+            assert relative(a, b) <= TOLERANCE[dtype], (name, relative(a, b))
+    assert bool(calls) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
