@@ -135,7 +135,7 @@ class Consensus:
         if words == 0:
             return {}
         message = torch.zeros(words, dtype=torch.int32)
-        with self._watchdog.waiting("the documents of the first stage"):
+        with self.watchdog.waiting("the documents of the first stage"):
             if self.job.rank == first:
                 message[: len(packed)] = packed
                 others = (rank for rank in self._mine if rank != first)
