@@ -66,7 +66,7 @@ setup(
     install_requires=["torch>=2.11", "numpy", "deepspeed>=0.19.8,<0.20", "ninja", "pybind11", "tqdm", "zlib-ng"],
     extras_require={
         "megatron": ["megatron-core>=0.16,<0.20"],
-        "hf": ["transformers>=5.0,<6", "safetensors"],
+        "hf": ["transformers>=5.0,<6", "safetensors", "peft>=0.18,<1"],
         "dev": ["accelerate", "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "tensorboard"],
     },
     entry_points={

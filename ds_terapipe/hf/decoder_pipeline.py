@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from ds_terapipe.hf.source import Source, source_of
 from ds_terapipe.hf.together import together
 from ds_terapipe.job import Job
 from ds_terapipe.staged_pipeline import StagedPipeline, stage_boundaries
+
+logger = logging.getLogger(__name__)
 
 CAUSAL_LM = "causal_lm"
 
@@ -65,13 +68,15 @@ def pipeline(
     dtype: torch.dtype | None = None,
     seed: int = 1234,
     revision: str | None = None,
+    lora: Any = None,
+    adapter: str | Path | None = None,
     **arguments: Any,
 ) -> DecoderPipeline:
     """Build a pipeline of a Hugging Face decoder's own layers. Every process calls it.
 
     Args:
-        model: a causal language model, whose modules and weights are used as they are; its configuration, for new weights; or a
-            folder or name on the Hub, of which each stage reads the weights of its own layers.
+        model: a causal language model, whose modules and weights are used as they are, or peft's around one; its configuration,
+            for new weights; or a folder or name on the Hub, of which each stage reads the weights of its own layers.
         num_stages: pipeline stages; or
         topology: the layout.
         layers_per_stage: decoder layers of each stage; default: as even as can be, the head counted as what it costs.
@@ -81,6 +86,8 @@ def pipeline(
         dtype: of the weights; default: a given model's own, else fp32.
         seed: of new weights, which are the same for any number of stages.
         revision: on the Hub.
+        lora: ``peft.LoraConfig`` of a new adapter; its base is frozen.
+        adapter: folder or name on the Hub of an adapter to go on with.
         arguments: further ones of ``PipelineModule``.
 
     Raises:
@@ -96,7 +103,8 @@ def pipeline(
     if not callable(loss) and loss != CAUSAL_LM:
         raise ConfigError(f'loss: got "{loss}", must be "{CAUSAL_LM}" or a function, use "{CAUSAL_LM}"')
     topology = _topology(num_stages, topology)
-    source = together(lambda: source_of(model, dtype, seed, revision), one_first=isinstance(model, (str, Path)))
+    named = isinstance(model, (str, Path)) or adapter is not None
+    source = together(lambda: source_of(model, dtype, seed, revision, lora, adapter), one_first=named)
     counts = list(layers_per_stage or balanced(source, topology.get_dim("pipe")))
     specs = _specs(source)
     norm = source.parts.norm is not None
@@ -113,9 +121,31 @@ def pipeline(
     )  # DeepSpeed's own engine then takes batches of other lengths, as ours does
     if activation_checkpointing:
         arguments.setdefault("activation_checkpoint_interval", 1)
-    return DecoderPipeline(
+    made = DecoderPipeline(
         source, counts, topology, loss_fn=loss if callable(loss) else CausalLMLoss(mean_over), **arguments
     )
+    if source.adapter is not None:
+        _say_what_trains(made)
+    return made
+
+
+def _say_what_trains(made: DecoderPipeline) -> None:
+    """Log, once, how much trains, and the stages where nothing does; collective."""
+    here = [(p.requires_grad, p.numel()) for p in made.parameters()]
+    mine = made.stage_id, sum(count for trains, count in here if trains), sum(count for _, count in here)
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, mine)
+    stages = sorted(set(everywhere))
+    trained, held = (sum(stage[index] for stage in stages) for index in (1, 2))
+    idle = [str(number) for number, count, _ in stages if not count]
+    if made.global_rank == 0:
+        logger.info("hf.pipeline: %d of %d parameters are trained", trained, held)
+    if made.global_rank == 0 and idle:
+        logger.warning(
+            "hf.pipeline: nothing is trained on stage %s: without token_pipeline, DeepSpeed's engine needs an optimizer object "
+            "that has all parameters, and no bf16, fp16 or ZeRO",
+            ", ".join(idle),
+        )
 
 
 def _specs(source: Source) -> list[LayerSpec]:

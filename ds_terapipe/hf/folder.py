@@ -1,20 +1,24 @@
-"""A pipeline's weights as a folder that ``from_pretrained`` reads: of a checkpoint, or of an engine that is there."""
+"""A pipeline's weights as a folder that ``from_pretrained`` reads: of a checkpoint, or of an engine that is there.
+
+Of a model with an adapter that peft knows only the adapter is written, as a folder for ``PeftModel.from_pretrained``.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.hf.adapters import VALUES
 from ds_terapipe.hf.masters import Masters
 from ds_terapipe.hf.record import names_of, read_record, write_model
 from ds_terapipe.hf.together import together
@@ -75,8 +79,24 @@ class Folder:
         save_file({key: value.contiguous() for key, value in tensors.items()}, self.unfinished / name, {"format": "pt"})
         return Written(name, list(tensors), [value.dtype for value in tensors.values() if value.is_floating_point()])
 
-    def finish(self, files: Sequence[Written]) -> None:
-        """Rename the files in order, write the index, and rename the folder.
+    def finish(self, files: Sequence[Written], adapter: Mapping[str, str]) -> None:
+        """Make the folder's files of the written ones, in their order, and rename the folder.
+
+        ``adapter``: names of its tensors, by those that peft has for them; empty for a model.
+
+        Raises:
+            ConfigError: a tensor of the adapter is in no file.
+        """
+        if adapter:
+            self._join(files, adapter)
+        else:
+            self._index(files)
+        if self.path.exists():
+            self.path.rmdir()
+        self.unfinished.rename(self.path)
+
+    def _index(self, files: Sequence[Written]) -> None:
+        """Rename the files and write their index.
 
         The configuration gets the widest type that weights have: ``from_pretrained`` loads all in the one that stands there.
         """
@@ -94,9 +114,21 @@ class Folder:
         widest = functools.reduce(torch.promote_types, dtypes)
         config = json.loads(file_of_config.read_text()) | {"dtype": str(widest).removeprefix("torch.")}
         file_of_config.write_text(json.dumps(config, indent=2) + "\n")
-        if self.path.exists():
-            self.path.rmdir()
-        self.unfinished.rename(self.path)
+
+    def _join(self, files: Sequence[Written], adapter: Mapping[str, str]) -> None:
+        """Make one file of an adapter's parts, which peft has no index for."""
+        parts: Tensors = {}
+        for file in files:
+            parts |= load_file(self.unfinished / file.name)
+        for name in adapter.values():
+            if name not in parts:
+                raise ConfigError(
+                    f"export: got no {name} in the part of any stage, must be all {len(adapter)} tensors of the adapter, use a "
+                    "checkpoint with all layers, or engine.save_checkpoint"
+                )
+        self.write(VALUES, {own: parts[name].clone() for own, name in adapter.items()})
+        for file in files:
+            (self.unfinished / file.name).unlink()
 
 
 def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = None, largest: int = LARGEST) -> Path:
@@ -104,7 +136,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = 
 
     Args:
         checkpoint: folder of one step, of any stages, replicas and ZeRO-1, written by our engine or DeepSpeed's own.
-        out: folder to be made.
+        out: folder to be made; of a model with an adapter it has the adapter alone, for peft.
         dtype: of the weights; default: fp32 where the checkpoint has masters, else as they are.
         largest: bytes of a shard.
 
@@ -112,28 +144,29 @@ def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = 
         ``out``.
 
     Raises:
-        ConfigError: the checkpoint is of another model, lacks a layer or a part of a file, has adapters or a file that is not
-            as it was saved; or there is something at ``out``.
+        ConfigError: the checkpoint is of another model, lacks a layer or a part of a file, has adapters that it was not
+            built with or a file that is not as it was saved; or there is something at ``out``.
     """
     checkpoint, folder = Path(checkpoint), Folder(Path(out))
     check_saved(checkpoint)
     record = read_record(checkpoint)
     for entry in range(len(record["entries"])):
         names = (_renamed(own, record["entries"][entry]) for own in _layer(checkpoint, record, entry))
-        _check_names("export", names, "the checkpoint itself, with load_checkpoint")
+        _check_names("export", names, record["adapter"], "the checkpoint itself, with load_checkpoint")
     masters = Masters(checkpoint)
     folder.begin()
     for file in (checkpoint / HF_FOLDER).iterdir():
         if file.name != HF_NAMES:
             shutil.copyfile(file, folder.unfinished / file.name)
     layers = (_of_layer(checkpoint, record, masters, entry, dtype) for entry in range(len(record["entries"])))
-    folder.finish([folder.write(f"{number}", tensors) for number, tensors in enumerate(_shards(layers, largest))])
+    files = [folder.write(f"{number}", tensors) for number, tensors in enumerate(_shards(layers, largest))]
+    folder.finish(files, record["adapter"])
     return folder.path
 
 
-def _check_names(key: str, names: Iterable[str], use: str) -> None:
-    """Raise ConfigError, in the name of ``key``, for a weight that belongs to an adapter or to a layer beneath one."""
-    for name in names:
+def _check_names(key: str, names: Iterable[str], adapter: Mapping[str, str], use: str) -> None:
+    """Raise ConfigError, in the name of ``key``, for a weight of an adapter, or of a layer beneath one, that is not known."""
+    for name in () if adapter else names:
         if any(mark in name for mark in _ADAPTERS):
             raise ConfigError(
                 f"{key}: got {name}, which is an adapter's, must be weights of the model alone, use {use}"
@@ -173,8 +206,11 @@ def _of_layer(
 ) -> Tensors:
     names = record["entries"][entry]
     prefix = "tied_modules.embed." if entry == 0 and record["tied"] else f"{entry}."
+    wanted = set(record["adapter"].values())
     found = {}
     for own, weight in _layer(checkpoint, record, entry).items():
+        if wanted and _renamed(own, names) not in wanted:
+            continue
         master = masters.find(prefix + own, weight)
         value = weight if master is None else master
         found[_renamed(own, names)] = (
@@ -209,6 +245,8 @@ def _shards(layers: Iterator[Tensors], largest: int) -> Iterator[Tensors]:
 def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = None, largest: int = LARGEST) -> Path:
     """Write the weights that an engine trains as a folder for ``AutoModelForCausalLM.from_pretrained``; every process calls it.
 
+    Of a model with an adapter it has the adapter alone, for ``PeftModel.from_pretrained``.
+
     Args:
         engine: of DeepSpeed or ours, with a :class:`DecoderPipeline`.
         out: folder to be made, which all processes see.
@@ -218,19 +256,20 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
         ``out``.
 
     Raises:
-        ConfigError: on every process, where one can't write or has adapters.
+        ConfigError: on every process, where one can't write, or has adapters that the model was not built with.
     """
     module, job = engine.module, Job.current()
+    adapter = {} if module.source.adapter is None else module.source.adapter.names
 
     def begin() -> Folder:
         names = (_renamed(own, names) for names, layer in _live_layers(module) for own in layer.state_dict())
-        _check_names("hf.save_pretrained", names, "engine.save_checkpoint, which keeps them")
+        _check_names("hf.save_pretrained", names, adapter, "engine.save_checkpoint, which keeps them")
         return Folder(Path(out))
 
     folder = together(begin)
     together(lambda: folder.begin() if job.is_first else None)
     writes, stage = engine.grid.data_parallel_id == 0, engine.grid.get_stage_id()
-    layers = _live(module, dtype)
+    layers = _live(module, dtype, set(adapter.values()))
 
     def write() -> list[Written]:
         found = []
@@ -248,8 +287,8 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
 
     def finish() -> None:
         if job.is_first:
-            write_model(module.source.config, module.source.model, folder.unfinished)
-            folder.finish(files)
+            write_model(module.source, folder.unfinished)
+            folder.finish(files, adapter)
 
     together(finish)
     return folder.path
@@ -263,11 +302,13 @@ def _live_layers(module: Any) -> Iterator[tuple[dict[str, str], Any]]:
             yield names[index], layer
 
 
-def _live(module: Any, dtype: torch.dtype | None) -> Iterator[Tensors]:
-    """Yield the tensors of this stage's layers, in order; a tied head has no weights of its own."""
+def _live(module: Any, dtype: torch.dtype | None, wanted: Collection[str]) -> Iterator[Tensors]:
+    """Yield the tensors of this stage's layers, in order, all or ``wanted`` ones; a tied head has no weights of its own."""
     for names, layer in _live_layers(module):
         parameters, found = dict(layer.named_parameters()), {}
         for own, value in layer.state_dict().items():
+            if wanted and _renamed(own, names) not in wanted:
+                continue
             master = safe_get_full_fp32_param(parameters[own]) if own in parameters else None
             value = (value if master is None else master.view(value.shape)).detach().cpu()
             found[_renamed(own, names)] = value.to(dtype) if dtype is not None and value.is_floating_point() else value

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.positions import TokenPositions
 from ds_terapipe.hf.source import Source
-from ds_terapipe.pipeline.operators.context import current_span
+from ds_terapipe.pipeline.operators.context import SliceContext, current_span
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
 from ds_terapipe.pipeline.operators.interception import defers
 
@@ -55,6 +55,10 @@ class Embed(nn.Module):
             hidden = hidden + self.positions(places.here)
         if self.dropout is not None:
             hidden = self.dropout(hidden)
+        if SliceContext.current is None and torch.is_grad_enabled() and not hidden.requires_grad:
+            # DeepSpeed's own engine runs a stage backward whether or not something trains before it, and its checkpoints
+            # train nothing of a layer whose input has no gradient
+            hidden.requires_grad_()
         return _joined(hidden, given)
 
 

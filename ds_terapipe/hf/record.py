@@ -14,6 +14,7 @@ from ds_terapipe.names import HF_FOLDER, HF_NAMES
 _VERSION = 1
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a tokenizer consists of
 _LARGEST = 64 * 2**20
+_OF_A_MODEL = ("config.json", "generation_config.json")  # which is beside the adapter
 
 
 def names_of(source: Source) -> list[dict[str, str]]:
@@ -30,26 +31,32 @@ def names_of(source: Source) -> list[dict[str, str]]:
 def write_record(source: Source, checkpoint: Path) -> None:
     """Write the record into a folder ``hf`` of a checkpoint."""
     folder = checkpoint / HF_FOLDER
-    write_model(source.config, source.model, folder)
+    write_model(source, folder)
     record = {
         "version": _VERSION,
         "architecture": type(source.model).__name__,
         "tied": source.parts.tied,
         "entries": names_of(source),
+        "adapter": None if source.adapter is None else source.adapter.names,
     }
     (folder / HF_NAMES).write_text(json.dumps(record, indent=1))
 
 
-def write_model(config: Any, model: Any, folder: Path) -> None:
-    """Configuration, generation settings, and the tokenizer's files where the model is from a folder."""
+def write_model(source: Source, folder: Path) -> None:
+    """Write configuration and generation settings, or those of the adapter; and the tokenizer's files of the model's folder."""
+    config, generation = source.config, getattr(source.model, "generation_config", None)
     folder.mkdir(parents=True, exist_ok=True)
     origin = Path(str(getattr(config, "_name_or_path", "") or "."))
     if str(origin) != "." and origin.is_dir():
         for file in (file for pattern in _COMPANIONS for file in origin.glob(pattern)):
             if not file.name.endswith(".index.json") and file.stat().st_size <= _LARGEST:
                 shutil.copyfile(file, folder / file.name)
+    if source.adapter is not None:
+        for name in _OF_A_MODEL:
+            (folder / name).unlink(missing_ok=True)
+        source.adapter.write_config(folder)
+        return
     config.save_pretrained(folder)
-    generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
 
@@ -69,6 +76,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         record.update(entries=[dict(entry) for entry in record["entries"]], tied=bool(record["tied"]))
+        record["adapter"] = dict(record.get("adapter") or {})  # older records have none
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"export: got {file} ({type(error).__name__}), must be as it was saved, use another checkpoint"

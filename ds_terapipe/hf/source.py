@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf import attention
-from ds_terapipe.hf.parts import Parts, parts_of, refusal
+from ds_terapipe.hf.adapters import CONFIG, Adapter, adapter_in, adapter_of
+from ds_terapipe.hf.parts import parts_of, refusal
 from ds_terapipe.hf.positions import Rotary
 from ds_terapipe.hf.weights import Weights, folder_of, has_weights
 from ds_terapipe.skip_init import is_skipping_init
@@ -29,9 +30,11 @@ class Source:
         weights: values of the modules; None: new ones, drawn from ``seed`` and the module's name.
         dtype: of the parameters; None: the model's.
         seed: see ``weights``.
+        adapter: to be put into the model, or that it has.
 
     Attributes:
         parts: of the model.
+        adapter: its adapter, if it has one.
         rotary: of all layers; None: there is none.
         softcap: of the logits.
     """
@@ -44,10 +47,14 @@ class Source:
         weights: Weights | None = None,
         dtype: torch.dtype | None = None,
         seed: int = 0,
+        adapter: Adapter | None = None,
     ) -> None:
         self.model, self._given, self._weights, self._dtype, self._seed = model, given, weights, dtype, seed
         self.config: PreTrainedConfig = model.config
-        self.parts: Parts = parts_of(model)
+        self._plain = self.parts = parts_of(model)
+        self.adapter = adapter
+        if adapter is not None:
+            self.parts = adapter.put_into(model, self._plain, seed, given)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.rotary = None if self.parts.rotary is None else Rotary(self.take(self.parts.rotary))
 
@@ -73,10 +80,11 @@ class Source:
             return module
         module = copy.deepcopy(module, {id(self.config): self.config}).to_empty(device="cpu")
         if is_skipping_init():
-            return module if self._dtype is None else module.to(self._dtype)
-        loaded = {name: self._weights.read(f"{part}.{name}") for name in module.state_dict()} if self._weights else {}
-        for name, tensor in _tensors(module):
-            vars(tensor)["_is_hf_initialized"] = name in loaded  # transformers draws no values for these
+            return self._typed(module)
+        stored = {name: self._stored(f"{part}.{name}") for name in module.state_dict()}
+        loaded = {name: self._weights.read(at) for name, at in stored.items() if at} if self._weights else {}
+        for name, tensor in _tensors(module):  # transformers draws no values for these
+            vars(tensor)["_is_hf_initialized"] = name in loaded or stored.get(name, name) is None
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(zlib.crc32(f"{self._seed} {part}".encode()))
             for inside in module.modules():
@@ -84,9 +92,26 @@ class Source:
             for name, tensor in _tensors(module):
                 if name in loaded:
                     tensor.copy_(loaded[name])
+        module = self._typed(module)
+        if self.adapter is not None:
+            self.adapter.begin(module, part, self._seed)
+        return module
+
+    def _typed(self, module: nn.Module) -> nn.Module:
+        """Return a module in the type of the parameters; adapters are not in 16 bits."""
         if self._dtype is not None:
             module = module.to(self._dtype)
+        if self.adapter is not None:
+            self.adapter.widen(module)
         return module
+
+    def _stored(self, name: str) -> str | None:
+        """Return the name that a tensor has in the model's folder; None: it is an adapter's alone."""
+        own = name if self.adapter is None else self.adapter.base_name(name)
+        head = f"{self._plain.head}."
+        if own is not None and self._plain.tied and own.startswith(head):
+            return f"{self._plain.tokens}.{own.removeprefix(head)}"
+        return own
 
     def check(self, parts: list[str]) -> None:
         """See that the weights of these modules are there.
@@ -97,40 +122,57 @@ class Source:
         if self._weights is not None:
             for part in parts:
                 module = self.model.get_submodule(part)
-                self._weights.check((f"{part}.{name}", tensor) for name, tensor in module.state_dict().items())
+                stored = ((self._stored(f"{part}.{name}"), tensor) for name, tensor in module.state_dict().items())
+                self._weights.check((name, tensor) for name, tensor in stored if name is not None)
 
 
-def source_of(what: Any, dtype: torch.dtype | None, seed: int, revision: str | None = None) -> Source:
+def source_of(
+    what: Any,
+    dtype: torch.dtype | None,
+    seed: int,
+    revision: str | None = None,
+    lora: Any = None,
+    adapter: str | Path | None = None,
+) -> Source:
     """Return the source of a model, a configuration, or the name of a folder or of a model on the Hub.
 
+    ``lora``, ``adapter``: as for :func:`ds_terapipe.hf.pipeline`.
+
     Raises:
-        ConfigError: it is nothing of that, no decoder, or its attention can't be served.
+        ConfigError: it is nothing of that, no decoder, or its attention can't be served; or the adapter is not for it.
     """
     attention.register()
+    base = str(what) if isinstance(what, (str, Path)) else getattr(what, "name_or_path", None)
+    wanted = adapter_of(lora, adapter, base)
+    if hasattr(what, "get_base_model"):
+        what = what.get_base_model()
     if isinstance(what, PreTrainedModel):
         check_attention(what.config)
+        _check_weights(what.config)
         if not what._can_set_attn_implementation():
             raise _without_interface(what.config)
+        there = adapter_in(what)
+        if there is not None and wanted is not None:
+            raise ConfigError(
+                "lora: got a model that has an adapter, must be without, use model.unload() or leave lora out"
+            )
         what.set_attn_implementation(attention.NAME)
-        return Source(what if dtype is None else what.to(dtype), given=True)
+        return Source(what if dtype is None else what.to(dtype), given=True, seed=seed, adapter=there or wanted)
     folder: Path | None = None
     if isinstance(what, (str, Path)):
         folder = folder_of(str(what), revision)
         what = _config_of(folder)
-    if hasattr(what, "get_base_model"):
-        raise ConfigError(
-            f"hf.pipeline: got {type(what).__name__}, must be the model that its adapters are in, use model.get_base_model()"
-        )
     if not isinstance(what, PreTrainedConfig):
         raise ConfigError(
             f"hf.pipeline: got {type(what).__name__}, must be a model, its configuration, its folder or its name on the Hub, use "
             "e.g. AutoConfig.from_pretrained(...)"
         )
     check_attention(what)
+    _check_weights(what)
     model = on_meta(what)
     absent = folder is not None and is_skipping_init() and not has_weights(folder)
     weights = None if folder is None or absent else Weights(folder, model.base_model_prefix)
-    return Source(model, given=False, weights=weights, dtype=dtype or torch.float32, seed=seed)
+    return Source(model, given=False, weights=weights, dtype=dtype or torch.float32, seed=seed, adapter=wanted)
 
 
 def on_meta(config: PreTrainedConfig) -> Any:
@@ -170,7 +212,22 @@ def check_attention(config: Any) -> None:
         )
 
 
+def _check_weights(config: Any) -> None:
+    """Raise ConfigError for a quantized model."""
+    quantized = getattr(config, "quantization_config", None)
+    if quantized:
+        settings = quantized if isinstance(quantized, dict) else vars(quantized)
+        raise ConfigError(
+            f"hf.pipeline: got {config.model_type} quantized by {settings.get('quant_method', type(quantized).__name__)}, must "
+            "have weights of 16 or 32 bits (QLoRA is not followed), use the model before its quantization"
+        )
+
+
 def _config_of(folder: Path) -> Any:
+    if (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"hf.pipeline: got {folder}, which has an adapter, must be a model, use pipeline(MODEL, adapter=...) with that folder"
+        )
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as problem:

@@ -15,7 +15,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WANTED = ("*.safetensors", INDEX, "*.json", "*.txt", "*.model", "*.jinja")
 
 
-def folder_of(name: str, revision: str | None) -> Path:
+def folder_of(name: str, revision: str | None, key: str = "hf.pipeline") -> Path:
     """The folder itself, or of a model on the Hub its copy here, which is fetched where it is missing.
 
     Raises:
@@ -29,8 +29,8 @@ def folder_of(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED)))
     except Exception as problem:
         raise ConfigError(
-            f'hf.pipeline: got "{name}", must be a folder that is there or a model on the Hub, use e.g. "Qwen/Qwen3-0.6B" '
-            f"({_line(problem)})"
+            f'{key}: got "{name}", must be a folder that is there or a model on the Hub, use e.g. "Qwen/Qwen3-0.6B" '
+            f"({line_of(problem)})"
         ) from problem
 
 
@@ -57,7 +57,7 @@ class Weights:
             try:
                 self._files: dict[str, str] = dict(json.loads((folder / INDEX).read_text())["weight_map"])
             except (ValueError, KeyError, OSError) as problem:
-                raise self._bad(INDEX, problem) from problem
+                raise _bad(folder / INDEX, problem) from problem
         elif (folder / SINGLE).is_file():
             self._files = {}
             self._files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
@@ -99,18 +99,29 @@ class Weights:
 
     def _open(self, file: str) -> Any:
         if file not in self._opened:
-            from safetensors import safe_open
-
-            try:
-                self._opened[file] = safe_open(self.folder / file, framework="pt")
-            except Exception as problem:
-                raise self._bad(file, problem) from problem
+            self._opened[file] = open_file(self.folder / file)
         return self._opened[file]
 
-    def _bad(self, file: str, problem: BaseException) -> ConfigError:
-        what = "missing" if not (self.folder / file).exists() else f"damaged ({_line(problem)})"
-        return ConfigError(f"hf.pipeline: got {self.folder / file} that is {what}, must be whole, use a new copy of it")
+
+def open_file(file: Path) -> Any:
+    """Open a file of safetensors.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
+    from safetensors import safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except Exception as problem:
+        raise _bad(file, problem) from problem
 
 
-def _line(problem: BaseException) -> str:
+def line_of(problem: BaseException) -> str:
+    """An error on one line."""
     return f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
+
+
+def _bad(file: Path, problem: BaseException) -> ConfigError:
+    what = "missing" if not file.exists() else f"damaged ({line_of(problem)})"
+    return ConfigError(f"hf.pipeline: got {file} that is {what}, must be whole, use a new copy of it")

@@ -199,7 +199,6 @@ DAMAGED = {
     "pickle": "without model.safetensors",
 }
 LLAMA = LlamaConfig(**SMALL)
-PEFT = type("PeftModel", (), {"get_base_model": None})()
 # what hf.pipeline is given (a function of the rank, or a value), its options, and what is said
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (transformers.T5Config(), {}, "hf.pipeline: got t5, an encoder with a decoder"),
@@ -210,9 +209,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (LlamaConfig(**SMALL | {"num_hidden_layers": 1}), {}, "layers per stage: got"),
     (LLAMA, {"num_stages": 3}, "num_stages: got 3 for 2 processes"),
     (LLAMA, {"mean_over": "batch"}, 'mean_over: got "batch"'),
-    (
-        PEFT, {}, "hf.pipeline: got PeftModel, must be the model that its adapters are in, use model.get_base_model()"
-    ),
     ("/no/such/folder", {}, 'hf.pipeline: got "/no/such/folder"'),
     *((name, {}, said) for name, said in DAMAGED.items()),
     (lambda rank: "llama" if rank == 0 else "nowhere/llama", {}, "nowhere"),
