@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ class Adapter:
 
         if not self._there:
             try:
-                inject_adapter_in_model(self.config, model, self._name, low_cpu_mem_usage=not given)
+                with nullcontext() if given else torch.device("meta"):
+                    inject_adapter_in_model(self.config, model, self._name)
             except ValueError as problem:
                 raise self._unfit(model, f'"{line_of(problem)}" from peft') from problem
             cast_adapter_dtype(model, self._name)
