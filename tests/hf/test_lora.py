@@ -75,7 +75,7 @@ def work(rank: int, world: int, folder: Path) -> dict[str, Any]:
         found[name] = begin, renamed(trace, made)
         if block:
             engine.destroy()
-    found["dropout"] = [losses(folder, stages, lora_dropout=0.3)[0] for stages in (4, 2)]
+    found["dropout"] = [losses(folder, stages, lora_dropout=0.5)[0] for stages in (4, 2)]
     found["elastic"] = losses(folder, 2, ELASTIC)
     return found
 
@@ -87,7 +87,7 @@ def losses(folder: Path, stages: int, elastic: Any = None, **options: Any) -> An
     cut = {"slices": 3}
     engine = build_engine((), None, token_pipeline=cut, micro_batches=stages, optimizer=SGD, config=keys, made=made)
     found = []
-    for step in [mine(engine, each) for each in steps(6 if elastic else 2)]:  # of the shape at the start
+    for step in [mine(engine, each) for each in steps(6)]:  # of the shape at the start
         found.append((float(engine.train_batch(iter([hf.batch(one) for one in step]))), engine.num_stages))
     result = *zip(*found, strict=True), engine.cache_counts.read, weights(engine.module, trained=False)
     engine.destroy()
@@ -139,9 +139,12 @@ def test_an_adapter_trains_as_in_one_process_and_peft_loads_it(launch: Any, name
 
 
 def test_dropout_does_not_depend_on_the_stages(launch: Any) -> None:
-    plain = alone("llama", {})[2].losses
+    plain = alone("llama", {}, 6)[2].losses
     for four, two in (rank["dropout"] for rank in launch[1]):
-        assert four == pytest.approx(two, rel=2e-6) and abs(four[1] / plain[1] - 1) > 1e-5, "nothing is dropped"
+        assert (
+            four == pytest.approx(two, rel=2e-6)
+            and max(abs(a / b - 1) for a, b in zip(four, plain, strict=True)) > 1e-5
+        ), "nothing is dropped"
 
 
 def test_frozen_adapters_leave_the_backward_pass_move_and_are_cached(launch: Any) -> None:
