@@ -138,25 +138,18 @@ def test_an_adapter_trains_as_in_one_process_and_peft_loads_it(launch: Any, name
     assert difference(loaded, model_of(family).eval()(tokens).logits) > 1e-4, "it has learned nothing"
 
 
-def test_dropout_does_not_depend_on_the_stages(launch: Any) -> None:
-    plain = alone("llama", {}, 6)[2].losses
-    for four, two in (rank["dropout"] for rank in launch[1]):
-        assert (
-            four == pytest.approx(two, rel=2e-6)
-            and max(abs(a / b - 1) for a, b in zip(four, plain, strict=True)) > 1e-5
-        ), "nothing is dropped"
-
-
-def test_frozen_adapters_leave_the_backward_pass_move_and_are_cached(launch: Any) -> None:
+def test_adapters_freeze_move_and_are_cached_and_their_dropout_does_not_depend_on_the_stages(launch: Any) -> None:
     def freeze(model: Any, step: int) -> None:
         last = max((entries for begin, entries in FREEZE if begin <= step), default=0) - 1
         for name, p in model.named_parameters():
             p.requires_grad_("lora" in name and int(name.split(".")[2]) >= last)
 
     expected = alone("llama", {}, 6, freeze)[2]
-    for found, shapes, _, after in (rank["elastic"] for rank in launch[1]):
+    for (found, shapes, _, after), (four, two) in ((rank["elastic"], rank["dropout"]) for rank in launch[1]):
         assert found == pytest.approx(expected.losses, rel=1e-5) and shapes == (2, 2, 1, 1, 2, 2)
         assert worst(after, expected.weights) <= 1e-5
+        assert four == pytest.approx(two, rel=2e-6)
+        assert max(abs(a / b - 1) for a, b in zip(four, found, strict=True)) > 1e-5, "nothing is dropped"
     assert sum(rank["elastic"][2] for rank in launch[1]) > 0, "the cache is not read"
 
 
@@ -164,9 +157,7 @@ def test_a_part_that_is_missing_and_an_adapter_of_another_model_are_said(launch:
     checkpoint, adapter = tmp_path / "checkpoint", tmp_path / "adapter"
     shutil.copytree(launch[0] / "checkpoints" / "four stages" / "step", checkpoint)
     layer = checkpoint / "layer_02-model_states.pt"
-    tensors = torch.load(layer)
-    lost = next(own for own in tensors if "q_proj.lora_B" in own)
-    torch.save({own: value for own, value in tensors.items() if own != lost}, layer)
+    torch.save({own: value for own, value in torch.load(layer).items() if "q_proj.lora_B" not in own}, layer)
     (checkpoint / MANIFEST).unlink()
     with pytest.raises(ConfigError, match=r"export: got no model.layers.1.*.q_proj.lora_B.default.weight in the part"):
         hf.export(checkpoint, tmp_path / "out")
@@ -176,9 +167,8 @@ def test_a_part_that_is_missing_and_an_adapter_of_another_model_are_said(launch:
     for own, value in load_file(adapter / VALUES).items():
         at = own.removeprefix("base_model.model.").replace(".weight", ".default.weight")
         assert torch.equal(again[at], value), own
-    model = model_of("llama")
+    model, there = model_of("llama"), source_of(model_of("llama"), None, 0, lora=lora()).model
     quantized = config_of("llama", quantization_config={"quant_method": "bitsandbytes"})
-    there = source_of(model_of("llama"), None, 0, lora=lora()).model
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (model_of("llama", num_hidden_layers=3), {"adapter": adapter}, rf"got {adapter}/{VALUES} with base_model.*layers.3"),
         (model_of("llama", num_hidden_layers=5), {"adapter": adapter}, rf"got {adapter}/{VALUES} without base_model"),
