@@ -143,7 +143,7 @@ def source_of(
     """
     attention.register()
     base = str(what) if isinstance(what, (str, Path)) else getattr(what, "name_or_path", None)
-    wanted = adapter_of(lora, adapter, base)
+    wanted, there = adapter_of(lora, adapter, base), adapter_in(what)
     if hasattr(what, "get_base_model"):
         what = what.get_base_model()
     if isinstance(what, PreTrainedModel):
@@ -151,7 +151,6 @@ def source_of(
         _check_weights(what.config)
         if not what._can_set_attn_implementation():
             raise _without_interface(what.config)
-        there = adapter_in(what)
         if there is not None and wanted is not None:
             raise ConfigError(
                 "lora: got a model that has an adapter, must be without, use model.unload() or leave lora out"
