@@ -133,9 +133,7 @@ def _say_what_trains(made: DecoderPipeline) -> None:
     """Log, once, how much trains, and the stages where nothing does; collective."""
     here = [(p.requires_grad, p.numel()) for p in made.parameters()]
     mine = made.stage_id, sum(count for trains, count in here if trains), sum(count for _, count in here)
-    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everywhere, mine)
-    stages = sorted(set(everywhere))
+    stages = sorted(set(Job.current().gather(mine)))
     trained, held = (sum(stage[index] for stage in stages) for index in (1, 2))
     idle = [str(number) for number, count, _ in stages if not count]
     if made.global_rank == 0:
