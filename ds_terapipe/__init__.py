@@ -15,6 +15,7 @@ from .version import __version__ as __version__
 
 _PUBLIC = {
     "ConfigError": "errors",
+    "Documents": "pipeline.documents",
     "FusedLamb": "optim.lamb",
     "Span": "pipeline.slicing",
     "TokenPipelineConfig": "config",
@@ -25,6 +26,7 @@ _PUBLIC = {
 }
 __all__ = [
     "ConfigError",
+    "Documents",
     "FusedLamb",
     "Span",
     "TokenPipelineConfig",
