@@ -224,6 +224,9 @@ def seen_by(documents: Documents, cut: Any) -> Tensor:
             if row.mask is not None:
                 here[:] = row.mask[0]
                 continue
-            for start, stop, first, padding in row.segments():
+            ends, keys = (each.tolist() for each in row.cumulative(torch.device("cpu")))
+            for number, (start, stop, first, padding) in enumerate(row.segments()):
                 here[:, start:stop, first : row.before + stop] = not padding
+                assert ends[number : number + 2] == [start, stop] and row.first + keys[number] == first
+                assert row.first + keys[number + 1] == row.before + stop
     return seen.tril()

@@ -2,6 +2,8 @@
 
 from . import Known
 
+_PACKED = "tests/pipeline/test_attention.py -k packed"
+
 KNOWN = (
     Known("a slice is one token longer", "pipeline.slicing", "        return self.stop - self.start\n",
           "        return self.stop - self.start + 1\n", "tests/pipeline/test_slicing.py"),
@@ -13,4 +15,19 @@ KNOWN = (
     Known("a layer behind a boundary gets a leaf", "pipeline.slicing",
           "[alias(t) if t.requires_grad else t.detach() for t in as_tuple(value)]", "list(as_tuple(value))",
           "tests/pipeline/test_engine_layers.py"),
+    Known("a document sees those before it", "pipeline.documents", "np.where(padding, inside, starts)",
+          "np.where(padding, inside, 0)", _PACKED),
+    Known("a document begins again in every slice", "pipeline.documents", "np.where(padding, inside, starts)", "inside",
+          _PACKED),
+    Known("keys of variable lengths begin with the layout's first one", "pipeline.documents",
+          "self._segments[:, 1] + self.before - self.first]", "self._segments[:, 1] + self.before]",
+          "tests/megatron/test_data.py -k documents"),
+    Known("documents stay on the first stage", "pipeline.transport.consensus", "        return _unpacked(message)\n",
+          "        return _unpacked(message) if self.job.rank == first else {}\n", "tests/hf/test_pipeline.py -k families"),
+    Known("slices of padding are run", "pipeline.batch", "if span.start < documents.used", "if True",
+          "tests/hf/test_pipeline.py -k padding"),
+    Known("cached stages compute with the documents of the first micro-batch", "elastic.cache.stage",
+          "self._batch.documents.get(micro_batch)", "self._batch.documents.get(0)", "tests/rows -k packed"),
+    Known("a document ends before its last token", "megatron.gpt", "F.pad(ended, (1, 0))", "F.pad(ended, (0, 1))",
+          "tests/megatron/test_data.py -k documents"),
 )  # fmt: skip
