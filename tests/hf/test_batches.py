@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -65,8 +65,12 @@ def visible(made: dict[str, Tensor]) -> Tensor:
     return causal.expand(len(tokens), -1, -1) if mask is None else mask[:, 0].expand(len(tokens), -1, -1)
 
 
+PADDED = {"input_ids": torch.ones(1, 2).long(), "labels": torch.ones(1, 2).long(), "attention_mask": torch.zeros(1, 2)}
+
+
 @settings(deadline=None, max_examples=150)
 @given(batches())
+@example(PADDED)  # its labels count
 def test_tokens_see_what_transformers_lets_them_see(made: dict[str, Tensor]) -> None:
     inputs, labels = hf.batch(made)
     tokens, expected = made["input_ids"], visible(made)
