@@ -17,6 +17,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 from torch.nn import Parameter
 
+from ds_terapipe.deepspeed_state import flat_gradients, groups_of
 from ds_terapipe.overrides import override
 
 
@@ -58,7 +59,7 @@ def counting_nothing(optimizer: Any) -> None:
     def get_grads_for_norm(for_clipping: bool = False) -> Any:
         found = every_gradient(for_clipping)
         if not for_clipping and not found[0]:
-            found[0].append(torch.zeros(1, device=optimizer.fp32_groups_gradients_flat[0].device))
+            found[0].append(torch.zeros(1, device=flat_gradients(optimizer)[0].device))
         return found
 
     optimizer.get_grads_for_norm = get_grads_for_norm
@@ -69,7 +70,7 @@ def taking_part(optimizer: FP16_UnfusedOptimizer) -> None:
 
     All of the group may be other stages'.
     """
-    for parameters in optimizer.fp16_groups:
+    for parameters in groups_of(optimizer):
         if parameters and all(parameter.grad is None for parameter in parameters):
             parameters[0].grad = torch.zeros_like(parameters[0])
 

@@ -27,6 +27,15 @@ def test_name_exists_and_its_file_uses_it(name):
     assert compat.exists(name.path), f"{name.path} is gone; used by {name.file}"
 
 
+FLAT = r"\b(fp32_groups(_\w+)?|(bf|bit|fp)16_groups|single_partition_of\w+|_hp_mapping|[hl]p_fragment\w*|_?param_slice_\w+)\b"
+
+
+def test_flat_buffers_of_deepspeed_are_read_in_one_place():
+    package = Path(compat.__file__).parent
+    found = {path.stem for path in package.rglob("*.py") if re.search(FLAT, path.read_text(encoding="utf-8"))}
+    assert found == {"deepspeed_state", "compat"}
+
+
 def test_missing_names_are_noticed_and_none_is_listed_twice():
     engine = "deepspeed.runtime.pipe.engine:PipelineEngine"
     for path in ("deepspeed:no_such_name", "deepspeed.no_such_module:name", f"{engine}.no_such_method",

@@ -8,13 +8,14 @@ in the order of the parameters; a master is known there by its 16-bit value, whi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_terapipe.deepspeed_state import saved_masters, saved_partitions
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.tensor_files import read
 
@@ -41,18 +42,17 @@ class Masters:
                     replica, stage = map(int, found.groups())
                     self._add_parts(read("export", file)["optimizer_state_dict"], stage, replica)
                 elif _STAGE.match(file.name):
-                    self._flat += _groups(read("export", file).get("optimizer"))
+                    self._flat += saved_masters(read("export", file).get("optimizer"))
             except (KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(
                     f"export: got {file} ({type(error).__name__}), must be DeepSpeed's, use another checkpoint"
                 ) from error
 
     def _add_parts(self, state: Mapping[str, Any], stage: int, replica: int) -> None:
-        groups = zip(state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True)
-        for flat, where in groups:
-            for name, at in where.items():
+        for flat, places in saved_partitions(state):
+            for name, elements in places.items():
                 of_stage = self._parts.setdefault(name, {}).setdefault(stage, [])
-                of_stage.append((replica, flat.view(-1)[at.start : at.start + at.numel]))
+                of_stage.append((replica, flat.view(-1)[elements]))
 
     def find(self, name: str, weight: Tensor) -> Tensor | None:
         """Return the master of a parameter, by its name in the ``PipelineModule``; None if there is none."""
@@ -74,11 +74,3 @@ class Masters:
                 if not copies:
                     break
         return found
-
-
-def _groups(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the flat masters of the fp16 optimizers, fused and not."""
-    if isinstance(optimizer, Mapping):
-        yield from optimizer.get("fp32_groups_flat", ())
-        for group in optimizer.get("fp32_groups", ()):
-            yield torch.cat([tensor.flatten() for tensor in group])

@@ -14,6 +14,7 @@ from ds_terapipe.optim import modes, state_dicts, telemetry
 from ds_terapipe.optim.device_tensors import DeviceTensors, Record, by_device, fingerprint
 from ds_terapipe.optim.op import backends, segments
 from ds_terapipe.optim.op.device_table import DeviceTable
+from ds_terapipe.optim.op.step_tensors import TYPES
 from ds_terapipe.optim.sharding import Group, Groups, all_reduce
 
 
@@ -161,7 +162,7 @@ class FusedLamb(torch.optim.Optimizer):
             modes.resolve(group)
             for parameter in group["params"]:
                 segments.rows_pattern(parameter, group["split_qkv"])
-                if parameter.layout != torch.strided or parameter.dtype not in segments.TYPES:
+                if parameter.layout != torch.strided or parameter.dtype not in TYPES:
                     got = f"{parameter.layout} parameter of {parameter.dtype}"
                     raise bad_value("optimizer.type", got, "dense float32, float16 or bfloat16", "model.float()")
         except ConfigError:
@@ -362,7 +363,7 @@ class FusedLamb(torch.optim.Optimizer):
 
     def _nothing_here(self) -> dict[torch.device, DeviceTensors]:
         """Return empty CPU tensors for a rank without any, if it must join other ranks' collectives; else nothing."""
-        return {} if self._groups.norm is None else {torch.device("cpu"): DeviceTensors([], [], [], [], [], [])}
+        return {} if self._groups.norm is None else {torch.device("cpu"): DeviceTensors()}
 
     # ------------------------------------------------------------------------------------------------------ what happened
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,23 +19,28 @@ from ds_terapipe.errors import bad_value, is_finite
 # Flags of a rule; csrc/lamb/segment.h has the same numbers.
 ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_INSIDE_SQRT = 1, 2, 4, 8
 
-# Columns of a rule, in the order of csrc/lamb/segment.h.
-RULE_COLUMNS = (
-    "lr",
-    "beta1",
-    "beta2",
-    "beta3",
-    "eps",
-    "weight_decay",
-    "step",
-    "min_coeff",
-    "max_coeff",
-    "min_weight_norm",
-    "max_weight_norm",
-    "flags",
-)
-STEP = RULE_COLUMNS.index("step")
-LR = RULE_COLUMNS.index("lr")
+
+class Rule(NamedTuple):
+    """Settings of a segment and the number of its step: columns of ``Rule`` in csrc/lamb/segment.h."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    beta3: float
+    eps: float
+    weight_decay: float
+    step: float
+    min_coeff: float
+    max_coeff: float
+    min_weight_norm: float
+    max_weight_norm: float
+    flags: float
+
+    def has(self, flag: int) -> bool:
+        return bool(int(self.flags) & flag)
+
+
+STEP, LR = Rule._fields.index("step"), Rule._fields.index("lr")
 
 
 @dataclass(frozen=True)
@@ -142,25 +147,16 @@ def is_excluded(group: Mapping[str, Any], dimensions: int) -> bool:
     return group["exclude"] == "bias_norm" and dimensions <= 1
 
 
-def rule(group: Mapping[str, Any], excluded: bool, lr: float) -> list[float]:
-    """The group's settings as a row of the rules, with step 0. Float64, columns as in ``RULE_COLUMNS``."""
+def rule(group: Mapping[str, Any], excluded: bool, lr: float = 0.0, step: float = 0.0) -> Rule:
+    """The group's settings as a row of the rules."""
     mode = MODES[group["mode"]]
-    beta1, beta2 = group["betas"]
+    (beta1, beta2), (low, high) = group["betas"], group["weight_norm_clip"]
     decay = 0.0 if excluded else float(group["weight_decay"])
     adapts = not excluded and (mode.adapts_without_decay or decay != 0)
     flags = ADAPT * adapts + EPS_INSIDE_SQRT * group["eps_inside_sqrt"]
     if group["bias_correction"]:
         flags += mode.correction
-    return [
-        lr,
-        beta1,
-        beta2,
-        1.0 - beta1 if group["grad_averaging"] else 1.0,
-        float(group["eps"]),
-        decay,
-        0.0,
-        group["min_coeff"],
-        group["max_coeff"],
-        *group["weight_norm_clip"],
-        float(flags),
-    ]
+    return Rule(
+        lr, beta1, beta2, 1.0 - beta1 if group["grad_averaging"] else 1.0, float(group["eps"]), decay, step,
+        group["min_coeff"], group["max_coeff"], low, high, float(flags),
+    )  # fmt: skip

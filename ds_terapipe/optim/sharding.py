@@ -1,9 +1,4 @@
-"""Parts of a layer on several processes, and the process groups that sum its norms.
-
-The tensors that an optimizer is given by DeepSpeed are not always the model's parameters: ZeRO-1/2 and BF16_Optimizer give
-one flat fp32 partition per parameter group (DeepSpeed 0.19.8, ``utils/mixed_precision_linkage.py``), FP16_UnfusedOptimizer
-gives fp32 clones. Here the original parameters are found again.
-"""
+"""Process groups over which layers are divided, and the sums of their norms."""
 
 from __future__ import annotations
 
@@ -18,28 +13,9 @@ from torch import distributed as dist
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import Job
+from ds_terapipe.optim.device_tensors import Layer
 
 Group = Any  # torch.distributed.ProcessGroup, which builds of PyTorch without distributed lack
-
-
-class Fragment(NamedTuple):
-    """A run of elements of an original parameter, and where it is held.
-
-    Attributes:
-        parameter: the original.
-        tensor: index of the tensor that holds the run, in its parameter group; None if this rank has no part of it.
-        offset: first element within that tensor.
-        start: first element within the original.
-        length: elements.
-        data_group: the processes that hold the other runs of this parameter, None if there are none.
-    """
-
-    parameter: Tensor
-    tensor: int | None
-    offset: int
-    start: int
-    length: int
-    data_group: Group | None
 
 
 @dataclass
@@ -50,57 +26,6 @@ class Groups:
     norm: Group | None = None
     tied: dict[int, Group] = field(default_factory=dict)
     """id of an original parameter -> the processes that hold a copy of it on other pipeline stages"""
-
-
-def fragments(originals: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Fragment]:
-    """Find the original parameters in a parameter group's tensors.
-
-    Args:
-        originals: the parameters that the optimizer was constructed with.
-        tensors: present tensors of the group.
-
-    Returns:
-        One place per original, in the same order on every process that shares them.
-
-    Raises:
-        ConfigError: if the boundaries of the layers within the tensors cannot be known.
-    """
-    known = {id(original) for original in originals}
-    if all(id(tensor) in known for tensor in tensors):
-        return [Fragment(tensor, i, 0, 0, tensor.numel(), None) for i, tensor in enumerate(tensors)]
-    # DeepSpeed's wrappers leave out frozen and empty parameters.
-    trained = [original for original in originals if original.requires_grad and original.numel()]
-    if trained and all(hasattr(original, "_hp_mapping") for original in trained):
-        return [_fragment(original, tensors) for original in trained]
-    for candidates in (originals, trained):
-        if [original.shape for original in candidates] == [tensor.shape for tensor in tensors]:
-            return [Fragment(original, i, 0, 0, original.numel(), None) for i, original in enumerate(candidates)]
-    raise _unknown_boundaries(originals, tensors)
-
-
-def _fragment(original: Any, tensors: Sequence[Tensor]) -> Fragment:
-    """The part of ``original`` that this rank's flat partition holds."""
-    mapping = original._hp_mapping
-    if mapping is None:
-        return Fragment(original, None, 0, 0, 0, original._dp_group)
-    address, fragment = mapping.hp_fragment_address, mapping.hp_fragment
-    for i, tensor in enumerate(tensors):
-        first = tensor.data_ptr() + address.start * tensor.element_size()
-        inside = address.start + address.numel <= tensor.numel()
-        if fragment.data_ptr() == first and inside and tensor.is_contiguous():
-            start = mapping.lp_fragment_address.start
-            return Fragment(original, i, address.start, start, address.numel, original._dp_group)
-    raise _unknown_boundaries([original], tensors)
-
-
-def _unknown_boundaries(originals: Sequence[Tensor], tensors: Sequence[Tensor]) -> ConfigError:
-    given = ", ".join(str(tuple(tensor.shape)) for tensor in originals[:3])
-    now = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
-    return ConfigError(
-        f"optimizer.type: got FusedLamb with a parameter group of {len(tensors)} tensors ({now}, ...) in place of the "
-        f"{len(originals)} parameters it was made with ({given}, ...), must be those, their copies in the same order, or flat "
-        "partitions that DeepSpeed has linked to them (ZeRO stage 1 or 2, bf16), use one of these or another optimizer"
-    )
 
 
 def is_tensor_parallel(parameter: Tensor) -> bool:
@@ -152,7 +77,7 @@ class Reduction:
     """Reduction of partial norms to those of whole layers, and of the sums by which all ranks decide.
 
     Args:
-        layers: for each row of the norms, the place of its parameter.
+        layers: for each row of the norms, the parameter and the processes that hold its other runs.
         groups: the process groups.
         device: where the norms are.
 
@@ -160,8 +85,8 @@ class Reduction:
         ConfigError: if a layer is shared with processes that are not known.
     """
 
-    def __init__(self, layers: Sequence[Fragment], groups: Groups, device: torch.device) -> None:
-        parameters = [place.parameter for place in layers]
+    def __init__(self, layers: Sequence[Layer], groups: Groups, device: torch.device) -> None:
+        parameters = [layer.parameter for layer in layers]
         self.tensor_group = tensor_parallel_group(groups, parameters)
         self._norm_group = groups.norm
         self._first = self.tensor_group is None or dist.get_rank(self.tensor_group) == 0
@@ -171,11 +96,11 @@ class Reduction:
             *self._over_tied(parameters, groups.tied, device),
         ]
 
-    def _over_data(self, layers: Sequence[Fragment], device: torch.device) -> Iterator[Sum]:
-        found = {id(place.data_group): place.data_group for place in layers if size(place.data_group) > 1}
+    def _over_data(self, layers: Sequence[Layer], device: torch.device) -> Iterator[Sum]:
+        found = {id(layer.data_group): layer.data_group for layer in layers if size(layer.data_group) > 1}
         self._data_groups = list(found.values())
         for key, group in found.items():
-            rows = [row for row, place in enumerate(layers) if id(place.data_group) == key]
+            rows = [row for row, layer in enumerate(layers) if id(layer.data_group) == key]
             yield Sum(group, _rows(rows, len(layers), device), None)
 
     def _over_tensor_parallel(self, parameters: Sequence[Tensor], device: torch.device) -> Iterator[Sum]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from ds_terapipe.optim.device_tensors import Record
 from ds_terapipe.optim.op import segments
 
 _COUNT_BITS = 40
+# The row of a step without any gradient, which the op accepts.
+_UNUSED = modes.Rule(**{name: float(name == "step") for name in modes.Rule._fields})
 
 
 class DeviceSteps:
@@ -45,59 +48,54 @@ class StepRules:
 
     def __init__(self, records: Sequence[Record], group_of: np.ndarray, device: torch.device, op: Any | None) -> None:
         self._records, self._group_of, self._device, self._op = records, group_of, device, op
-        self._cohorts: list[int] = []
+        self._cohorts: list[int] = []  # the first tensor of each
         self._known: tuple[list[Any], bytes] | None = None
-        self._sent: list[list[float]] | None = None
-        self.values = torch.zeros(1, len(modes.RULE_COLUMNS), dtype=torch.float64, device=device if op else "cpu")
+        self._sent: list[modes.Rule] | None = None
+        self.values = torch.zeros(1, len(modes.Rule._fields), dtype=torch.float64, device=device if op else "cpu")
         self.rows = np.zeros((len(group_of), 2), dtype=np.int64)
         self.has_started = False
         """Whether an active tensor is known to have made a step before."""
 
     def renew(self, states: Sequence[dict[str, Any]], active: np.ndarray) -> None:
         """Set ``values``, float64 [R, 12], and ``rows``, int64 [T, 2], from the tensors' states and their groups' settings."""
-        self._states, self._active = states, np.flatnonzero(active).tolist()
-        for i in self._active:
+        self._states, self._active = states, np.flatnonzero(active)
+        for i in self._active.tolist():
             states[i].setdefault("step", 0)
+        steps = [state.get("step", 0) for state in states]
         if self._op is None:
-            self._renew_on_host(active)
+            self._renew_on_host(steps)
         else:
-            self._renew_on_device(active)
+            self._renew_on_device(steps)
 
-    def _renew_on_host(self, active: np.ndarray) -> None:
-        self._counts = np.array([int(state.get("step", 0)) for state in self._states], dtype=np.int64)
-        rules = self._number(self._group_of << _COUNT_BITS | self._counts, active)
-        for cohort, member in enumerate(self._cohorts):
-            for row in (2 * cohort, 2 * cohort + 1):
-                rules[row][modes.STEP] = float(self._counts[member] + 1)
-        self.has_started = bool((self._counts[active] > 0).any())
-        self.values = torch.tensor(rules, dtype=torch.float64)
+    def _renew_on_host(self, steps: list[Any]) -> None:
+        self._counts = np.array(list(map(int, steps)), dtype=np.int64)
+        self._number(self._counts)
+        self.values = torch.tensor(self._settings(self._counts[self._cohorts] + 1), dtype=torch.float64)
+        self.has_started = bool((self._counts[self._active] > 0).any())
 
-    def _renew_on_device(self, active: np.ndarray) -> None:
+    def _renew_on_device(self, steps: list[Any]) -> None:
         """Renew the rules, but leave the step numbers on the device, where the op counts them."""
-        steps = [state.get("step", 0) for state in self._states]
-        if not self._is_known(steps, active):
-            self._begin_cohorts(steps, active)
-        rules = self._settings()
+        active = self._active.tobytes()
+        if self._known is None or self._known[1] != active or not all(map(is_, steps, self._known[0])):
+            self._begin_cohorts(steps)
+            self._known = steps, active
+        rules = self._settings([0] * len(self._cohorts))
         if rules != self._sent:
             assert self._op is not None
             self._op.write_rules(self.values, torch.tensor(rules, dtype=torch.float64))
             self._sent = rules
         for cohort, member in enumerate(self._cohorts):
-            lr = self._records[self._group_of[member]].group["lr"]
-            if _is_on(self._device, lr):
+            lr = self._group(member)["lr"]
+            if self._is_there(lr):
                 self.values[2 * cohort : 2 * cohort + 2, modes.LR] = lr.reshape(())
 
-    def _is_known(self, steps: list[Any], active: np.ndarray) -> bool:
-        if self._known is None or self._known[1] != active.tobytes():
-            return False
-        return all(one is other for one, other in zip(steps, self._known[0], strict=True))
-
-    def _begin_cohorts(self, steps: list[Any], active: np.ndarray) -> None:
+    def _begin_cohorts(self, steps: list[Any]) -> None:
         """New rows, at the steps that the tensors have come to; rows that others still look at stay as they are."""
         numbers: dict[Any, int] = {}
         keys = [numbers.setdefault(id(s) if isinstance(s, DeviceSteps) else int(s), len(numbers)) for s in steps]
-        rules = self._number(self._group_of << _COUNT_BITS | np.array(keys, dtype=np.int64), active)
-        self.values = torch.zeros(len(rules), len(modes.RULE_COLUMNS), dtype=torch.float64, device=self._device)
+        self._number(np.array(keys, dtype=np.int64))
+        rows = max(1, 2 * len(self._cohorts))
+        self.values = torch.zeros(rows, len(modes.Rule._fields), dtype=torch.float64, device=self._device)
         self._sent = None
         for cohort, member in enumerate(self._cohorts):
             step = steps[member]
@@ -105,35 +103,40 @@ class StepRules:
             self.has_started |= not isinstance(step, DeviceSteps) and int(step) > 0
             self.values[2 * cohort : 2 * cohort + 2, modes.STEP] = following
         made = [DeviceSteps(self.values[2 * cohort, modes.STEP]) for cohort in range(len(self._cohorts))]
-        for i in self._active:
+        for i in self._active.tolist():
             self._states[i]["step"] = steps[i] = made[self.rows[i, 0] // 2]
-        self._known = steps, active.tobytes()
 
-    def _number(self, keys: np.ndarray, active: np.ndarray) -> list[list[float]]:
-        """Put active tensors of the same key into one cohort. Returns the settings of the rows, with step 0."""
-        members = np.flatnonzero(active)
-        _, first, cohort = np.unique(keys[members], return_index=True, return_inverse=True)
+    def _number(self, keys: np.ndarray) -> None:
+        """Put active tensors of the same group and key into one cohort."""
+        members = self._active
+        both = self._group_of[members] << _COUNT_BITS | keys[members]
+        _, first, cohort = np.unique(both, return_index=True, return_inverse=True)
         self._cohorts = members[first].tolist()
         assert 2 * len(self._cohorts) <= segments.MAX_RULES
         self.rows = np.zeros((len(keys), 2), dtype=np.int64)
         self.rows[members] = 2 * cohort[:, None] + np.arange(2)
-        return self._settings()
 
-    def _settings(self) -> list[list[float]]:
+    def _settings(self, steps: Iterable[float]) -> list[modes.Rule]:
+        """Return the rows of the cohorts, at these steps."""
         rules = []
-        for member in self._cohorts:
-            group = self._records[self._group_of[member]].group
+        for member, step in zip(self._cohorts, steps, strict=True):
+            group = self._group(member)
             # A learning rate on the device is copied there; reading it here would make the host wait.
-            lr = 0.0 if _is_on(self._device, group["lr"]) and self._op is not None else float(group["lr"])
-            rules += [modes.rule(group, excluded, lr) for excluded in (False, True)]
-        if not rules:  # no gradient at all: an unused row that the op accepts
-            rules.append([float(column == modes.STEP) for column in range(len(modes.RULE_COLUMNS))])
-        return rules
+            lr = 0.0 if self._is_there(group["lr"]) else float(group["lr"])
+            rules += [modes.rule(group, excluded, lr, float(step)) for excluded in (False, True)]
+        return rules or [_UNUSED]
+
+    def _group(self, member: int) -> dict[str, Any]:
+        record: Record = self._records[self._group_of[member]]
+        return record.group
+
+    def _is_there(self, lr: Any) -> bool:
+        return self._op is not None and isinstance(lr, Tensor) and lr.device == self._device
 
     def count(self) -> None:
         """Count a step of the active tensors, if the numbers are in host memory."""
         if self._op is None:
-            for i in self._active:
+            for i in self._active.tolist():
                 self._states[i]["step"] = int(self._counts[i]) + 1
 
     def steps_made(self) -> Tensor:
@@ -141,7 +144,3 @@ class StepRules:
         if self._op is None:
             return torch.tensor(float(self._counts[self._active].max(initial=0)), dtype=torch.float64)
         return (self.values[:, modes.STEP].max() - 1).clamp(min=0)
-
-
-def _is_on(device: torch.device, lr: Any) -> bool:
-    return isinstance(lr, Tensor) and lr.device == device

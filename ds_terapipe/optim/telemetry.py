@@ -5,23 +5,20 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_terapipe.names import UNUSED
-from ds_terapipe.optim.modes import ADAPT, RULE_COLUMNS
+from ds_terapipe.optim.modes import ADAPT, Rule
 from ds_terapipe.optim.op.plain import FOUND_INF
 
 logger = logging.getLogger(__name__)
 
 Event = tuple[str, float, int]
 Monitor = Callable[[list[Event]], None]
-
-_FLAGS, _LOW, _HIGH, _NORM_LOW, _NORM_HIGH = (
-    RULE_COLUMNS.index(name) for name in ("flags", "min_coeff", "max_coeff", "min_weight_norm", "max_weight_norm")
-)
 
 
 class LayerStatistics(NamedTuple):
@@ -82,7 +79,7 @@ class Delayed:
 
 
 def layer_statistics(
-    names: Sequence[str], norms: Tensor, ratios: Tensor, rules: Sequence[Sequence[float]]
+    names: Sequence[str], norms: Tensor, ratios: Tensor, rules: Sequence[Rule]
 ) -> list[LayerStatistics]:
     """Statistics of the layers of a table.
 
@@ -100,12 +97,11 @@ def layer_statistics(
     ]
 
 
-def _clamped(weight: float, update: float, rule: Sequence[float]) -> bool:
-    if not int(rule[_FLAGS]) & ADAPT or weight == 0 or update == 0:
+def _clamped(weight: float, update: float, rule: Rule) -> bool:
+    if not rule.has(ADAPT) or weight == 0 or update == 0:
         return False
-    if not rule[_NORM_LOW] <= weight <= rule[_NORM_HIGH]:
-        return True
-    return not rule[_LOW] <= weight / update <= rule[_HIGH]
+    free = rule.min_weight_norm <= weight <= rule.max_weight_norm
+    return not (free and rule.min_coeff <= weight / update <= rule.max_coeff)
 
 
 def summary(statistics: Sequence[LayerStatistics], squares: float, scale: float, step: int) -> list[Event]:
@@ -135,35 +131,49 @@ def summary(statistics: Sequence[LayerStatistics], squares: float, scale: float,
     return [(f"Train/Lamb/{name}", value, step) for name, value in values.items()]
 
 
+class Arrivals:
+    """Values on their way to host memory, and what is called with them there, in order."""
+
+    def __init__(self) -> None:
+        self._underway: list[tuple[list[Delayed], Callable[[list[Tensor]], None]]] = []
+
+    def add(self, values: Sequence[Tensor], call: Callable[[list[Tensor]], None]) -> None:
+        """Send values of the current streams."""
+        self._underway.append(([Delayed(each) for each in values], call))
+
+    def poll(self, wait: bool = False) -> None:
+        """Call what is due for the values that have arrived, or with ``wait`` for all."""
+        while self._underway and (wait or all(values.is_here() for values in self._underway[0][0])):
+            values, call = self._underway.pop(0)
+            call([each.wait() for each in values])
+
+
 class SkippedSteps:
     """Counts the steps that were skipped, and warns of each; for tables on a GPU some steps later."""
 
     def __init__(self) -> None:
         self._count = 0
-        self._underway: list[tuple[Delayed, Any]] = []
+        self._arrivals = Arrivals()
 
     def note(self, table: Any) -> None:
         """Count a step whose control values report a nan or inf gradient. Call it before a priming step is marked."""
         if not _capturing([table]):
-            self._underway.append((Delayed(table.control), table))
-            self.poll()
+            self._arrivals.add([table.control], partial(self._count_skipped, table))
+            self._arrivals.poll()
 
-    def poll(self, wait: bool = False) -> None:
-        """Look at the values that have arrived, or with ``wait`` at all."""
-        while self._underway and (wait or self._underway[0][0].is_here()):
-            values, table = self._underway.pop(0)
-            control = values.wait()
-            table.learn(control)
-            if control[FOUND_INF] != 0:
-                self._count += 1
-                logger.warning(
-                    "FusedLamb skipped a step: a gradient was nan or inf; nothing was changed (%d skipped so far)",
-                    self._count,
-                )
+    def _count_skipped(self, table: Any, values: list[Tensor]) -> None:
+        (control,) = values
+        table.learn(control)
+        if control[FOUND_INF] != 0:
+            self._count += 1
+            logger.warning(
+                "FusedLamb skipped a step: a gradient was nan or inf; nothing was changed (%d skipped so far)",
+                self._count,
+            )
 
     def total(self) -> int:
         """Number of all skipped steps so far; waits for the devices."""
-        self.poll(wait=True)
+        self._arrivals.poll(wait=True)
         return self._count
 
 
@@ -172,37 +182,29 @@ class Reports:
 
     def __init__(self) -> None:
         self.monitor: Monitor | None = None
-        self._seen: dict[int, list[Any]] = {}
+        self._seen: dict[int, Sequence[Any]] = {}
         self._rounds = 0
-        self._underway: list[list[Delayed]] = []
-        self._tables: list[list[Any]] = []
+        self._arrivals = Arrivals()
 
     def note(self, records: Sequence[Any], tables: Sequence[Any], all_records: int, interval: int) -> None:
         """A step was made on these groups. A wrapper may step one group at a time: a step is over when all had their turn."""
         if self.monitor is None or not interval:
             return
-        self.deliver()
-        for record in records:
-            self._seen[id(record)] = list(tables)
-        if len(self._seen) < all_records:
-            return
-        used = list({id(table): table for group in self._seen.values() for table in group}.values())
-        self._seen = {}
-        self._rounds += 1
-        if self._rounds % interval == 0 and not _capturing(used):
-            self._underway.append([Delayed(table.report()) for table in used])
-            self._tables.append(used)
-        self.deliver()
+        self._seen.update((id(record), tables) for record in records)
+        if len(self._seen) >= all_records:
+            used = list({id(table): table for each in self._seen.values() for table in each}.values())
+            self._seen = {}
+            self._rounds += 1
+            if self._rounds % interval == 0 and not _capturing(used):
+                self._arrivals.add([table.report() for table in used], partial(self._tell, used))
+        self._arrivals.poll()
 
-    def deliver(self, wait: bool = False) -> None:
-        """Pass the values that have arrived to the monitor, or with ``wait`` all values."""
-        while self._underway and (wait or all(values.is_here() for values in self._underway[0])):
-            values, tables = self._underway.pop(0), self._tables.pop(0)
-            reports = [table.read(value.wait()) for table, value in zip(tables, values, strict=True)]
-            layers = [layer for report in reports for layer in report.layers]
-            squares = -1.0 if any(r.squares < 0 for r in reports) else max(r.squares for r in reports)
-            if self.monitor is not None:
-                self.monitor(summary(layers, squares, reports[0].scale, max(r.step for r in reports)))
+    def _tell(self, tables: Sequence[Any], values: list[Tensor]) -> None:
+        reports = [table.read(value) for table, value in zip(tables, values, strict=True)]
+        layers = [layer for report in reports for layer in report.layers]
+        squares = -1.0 if any(r.squares < 0 for r in reports) else max(r.squares for r in reports)
+        if self.monitor is not None:
+            self.monitor(summary(layers, squares, reports[0].scale, max(r.step for r in reports)))
 
 
 def _capturing(tables: Sequence[Any]) -> bool:

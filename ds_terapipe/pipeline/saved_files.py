@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepspeed.checkpoint.constants import PARAM_SLICE_MAPPINGS
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
 from ds_terapipe import tensor_files
+from ds_terapipe.deepspeed_state import elements, elements_by_name, sizes_of
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.manifest import Manifest
 
@@ -23,7 +23,6 @@ KEY = "load_checkpoint"
 _STATES = "mp_rank_*_model_states.pt"
 _OF_STATES = ("module", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # each as large as its parameter, in any optimizer
-_FLAT = ("fp32_groups_flat", "fp32_groups")  # of fp16 without ZeRO
 _REWRITING = ("_load_from_state_dict", "load_state_dict")
 
 
@@ -145,7 +144,8 @@ class SavedFiles:
         for path in map(self._folder.joinpath, parts):
             saved = _read(path, ["optimizer_state_dict"])["optimizer_state_dict"]
             if wants.optimizer is not None:
-                _check_same(path, "parts of parameters", _of_parts(saved), _of_parts(_live(wants.optimizer)))
+                live = elements_by_name(sizes_of(wants.optimizer))
+                _check_same(path, "parts of parameters", elements_by_name(saved), live)
 
     def _names(self, pattern: str) -> list[str]:
         """Return the names of a pattern, of existing and of saved files."""
@@ -218,9 +218,9 @@ class SavedFiles:
                     "types that it was saved with"
                 )
             if wants.optimizer is not None:
-                saved, live = states["optimizer"], wants.optimizer
-                _check_same(path, "parameter groups", _of_groups(saved), _of_groups(_live(live)))
-                _check_moments(path, saved, live)
+                saved = states["optimizer"]
+                _check_same(path, "parameter groups", elements(saved), elements(sizes_of(wants.optimizer)))
+                _check_moments(path, saved, wants.optimizer)
 
 
 def _read(path: Path, keys: Iterable[str]) -> Mapping[str, Any]:
@@ -267,29 +267,6 @@ def _rewriting(layer: nn.Module) -> set[str]:
         ]
         found += module._load_state_dict_pre_hooks.values()
     return {getattr(one, "__module__", "").partition(".")[0] for one in found}
-
-
-def _live(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's present sizes, under the keys of its saved state."""
-    flat = {key: getattr(optimizer, key) for key in _FLAT if hasattr(optimizer, key)}
-    of_parts = {PARAM_SLICE_MAPPINGS: getattr(optimizer, "_param_slice_mappings", None)}
-    return of_parts | (flat or {"param_groups": optimizer.param_groups})
-
-
-def _of_parts(saved: Mapping[str, Any]) -> list[dict[str, int]] | None:
-    """Return the elements of each parameter in this rank's part, by parameter group."""
-    mappings = saved.get(PARAM_SLICE_MAPPINGS)
-    return None if mappings is None else [{name: at.numel for name, at in group.items()} for group in mappings]
-
-
-def _of_groups(saved: Mapping[str, Any]) -> list[int] | None:
-    """Return the number of parameters of each group, or of elements if a wrapper joins them."""
-    if "param_groups" in saved:
-        return [len(group["params"]) for group in saved["param_groups"]]
-    for key in _FLAT:
-        if key in saved:
-            return [sum(t.numel() for t in (group if isinstance(group, list) else [group])) for group in saved[key]]
-    return None
 
 
 def _check_same(path: Path, what: str, saved: Any, live: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_terapipe.deepspeed_state import flat_gradients
 from ds_terapipe.pipeline.storages import storage_bytes
 
 _DEPTH = 6  # of containers within an optimiser's attributes
@@ -35,8 +36,8 @@ def kept_by(engine: Any) -> Kept:
     weights = storage_bytes([*module.parameters(), *module.buffers()])
     inside = list(_tensors_in(engine.optimizer))
     known = storage_bytes(inside)
-    flat = getattr(engine.optimizer, "fp32_groups_gradients_flat", None)
-    if flat is not None:  # BF16_Optimizer: sums in fp32, the 16-bit gradients of a pass are dropped
+    flat = flat_gradients(engine.optimizer)
+    if flat:  # BF16_Optimizer: sums in fp32, the 16-bit gradients of a pass are dropped
         gradients = storage_bytes(flat)
         count = sum(gradients.values())
     else:

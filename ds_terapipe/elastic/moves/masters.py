@@ -1,27 +1,24 @@
 """Removal and renewal of DeepSpeed's wrappers that keep fp32 masters.
 
-They give a torch optimiser fp32 tensors in place of the model's parameters (DeepSpeed 0.19.8). ``BF16_Optimizer`` and
-ZeRO-1 have one flat tensor for each parameter group, divided among the replicas. ``FP16_Optimizer`` has a whole one,
-and ``FP16_UnfusedOptimizer`` one for each parameter. Between :func:`unwrap` and :func:`fill` the optimiser has the
-model's parameters instead, each with this replica's `Share` of its master and moments as state. Where layers move,
-:func:`join` makes them whole, in host memory. So code that moves parameters by name works for fp32 and for these.
+They give a torch optimiser fp32 tensors in place of the model's parameters, flat ones or partitions of these
+(``deepspeed_state.py``). Between :func:`unwrap` and :func:`fill` the optimiser has the model's parameters instead, each
+with this replica's `Share` of its master and moments as state. Where layers move, :func:`join` makes them whole, in host
+memory. So code that moves parameters by name works for fp32 and for these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
 from ds_terapipe.clipping import counting_nothing
+from ds_terapipe.deepspeed_state import Fragment, fragments, unlink
 from ds_terapipe.elastic.moves.shares import Bucket, Share, copy_common
 from ds_terapipe.elastic.moves.transfer import described
 from ds_terapipe.pipeline.parameter_groups import tell
@@ -32,60 +29,9 @@ _STEP = "step"
 _SCALING = ("loss_scaler", "loss_scale_config", "custom_loss_scaler", "external_loss_scale", "overflow")
 
 
-class Fragment(NamedTuple):
-    """Location of a parameter's master.
-
-    Attributes:
-        parameter: the model's parameter.
-        master: the optimiser's fp32 tensor, for this parameter or for several.
-        at: first element in ``master``.
-        start: first element of the parameter.
-        length: number of elements here; the others are on other ranks.
-        group: group of these ranks; None: all elements are here.
-    """
-
-    parameter: nn.Parameter
-    master: Tensor
-    at: int
-    start: int
-    length: int
-    group: Any
-
-
 def is_wrapped(optimizer: Any) -> bool:
     """Whether the optimizer is one of these wrappers."""
     return isinstance(optimizer, DeepSpeedOptimizer)
-
-
-def fragments(wrapper: Any) -> list[list[Fragment]]:
-    """Return the locations of the parameters' masters, by parameter group."""
-    if isinstance(wrapper, FP16_UnfusedOptimizer):
-        groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
-        return [[_whole_at(p, master, 0) for p, master in zip(*group, strict=True)] for group in groups]
-    if isinstance(wrapper, FP16_Optimizer):
-        return [_one_after_another(*group) for group in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True)]
-    if isinstance(wrapper, BF16_Optimizer):
-        parts = zip(wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, strict=True)
-    else:
-        parts = zip(wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups, strict=True)
-    return [[_linked(parameter, flat) for parameter in parameters] for parameters, flat in parts]
-
-
-def _whole_at(parameter: nn.Parameter, master: Tensor, at: int) -> Fragment:
-    return Fragment(parameter, master, at, 0, parameter.numel(), None)
-
-
-def _one_after_another(parameters: list[nn.Parameter], flat: Tensor) -> list[Fragment]:
-    ends = accumulate(parameter.numel() for parameter in parameters)
-    return [_whole_at(p, flat, end - p.numel()) for p, end in zip(parameters, ends, strict=True)]
-
-
-def _linked(parameter: Any, flat: Tensor) -> Fragment:
-    """Return the place of a replica's part as DeepSpeed's links give it."""
-    if parameter._hp_mapping is None:
-        return Fragment(parameter, flat, 0, 0, 0, parameter._dp_group)
-    mine, its = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
-    return Fragment(parameter, flat, its.start, mine.start, mine.numel, parameter._dp_group)
 
 
 def unwrap(wrapper: Any, module: nn.Module) -> None:
@@ -119,8 +65,7 @@ def _empty(wrapper: Any, parameters: Sequence[nn.Parameter]) -> None:
         if isinstance(value, (Tensor, list, tuple, dict)) and name not in _SCALING:
             delattr(wrapper, name)
     for parameter in parameters:
-        for name in [name for name in vars(parameter) if name in _LINKS]:
-            delattr(parameter, name)
+        unlink(parameter)
     devices = [(parameter, parameter.device) for parameter in parameters]
     for parameter in parameters:
         parameter.data = _on_host(parameter.data)
@@ -146,8 +91,7 @@ def _state_of(place: Fragment, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _share(place: Fragment, flat: Tensor) -> Share:
-    mine = flat.detach().view(-1)[place.at : place.at + place.length]
-    return Share(_on_host(mine), place.start, place.parameter.shape, place.group)
+    return Share(_on_host(place.of(flat)), place.start, place.parameter.shape, place.group)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -207,7 +151,7 @@ def _take_over(place: Fragment, state: dict[str, Any], of_master: dict[str, Any]
             continue
         if key != MASTER and key not in of_master:
             of_master[key] = torch.zeros_like(place.master)
-        into = (place.master if key == MASTER else of_master[key]).data.view(-1)[place.at : place.at + place.length]
+        into = place.of(place.master if key == MASTER else of_master[key])
         if isinstance(value, Share):
             assert bucket is not None
             for start, chunk in bucket.chunks(value):
@@ -218,9 +162,3 @@ def _take_over(place: Fragment, state: dict[str, Any], of_master: dict[str, Any]
 
 def _is_like(key: str, value: Any, tensor: Tensor) -> bool:
     return key != _STEP and isinstance(value, Tensor) and value.shape == tensor.shape
-
-
-_LINKS = (
-    "_hp_mapping", "_dp_group", "_index_in_param_group", "_hp_grad", "get_full_hp_param", "get_full_hp_grad",
-    "set_full_hp_param", "set_full_hp_grad", "load_hp_checkpoint_state", "_zero_optimizer",
-)  # fmt: skip

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_terapipe import tensor_files
+from ds_terapipe.deepspeed_state import groups_of, saved_partitions
 from ds_terapipe.elastic.moves.groups import numbers
-from ds_terapipe.elastic.moves.masters import MASTER, fragments, is_wrapped
+from ds_terapipe.elastic.moves.masters import MASTER, is_wrapped
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.pipeline.parameter_groups import settings_of, tell
 
@@ -35,7 +36,7 @@ def about(engine: Any) -> dict[str, Any] | None:
         return None
     groups = [g["params"] for g in engine.basic_optimizer.param_groups]
     if kind != _PLAIN:
-        groups = [[place.parameter for place in members] for members in fragments(engine.optimizer)]
+        groups = groups_of(engine.optimizer)
     path = engine._get_zero_ckpt_name("", "") if kind == _FLAT else engine._get_ckpt_name("", "")
     return {
         "kind": kind,
@@ -52,8 +53,7 @@ def numbers_of(engine: Any) -> dict[str, int]:
     name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     number_of = numbers(engine.basic_optimizer)
     if is_wrapped(engine.optimizer):
-        members = enumerate(fragments(engine.optimizer))
-        number_of = {id(place.parameter): number for number, group in members for place in group}
+        number_of = {id(p): number for number, group in enumerate(groups_of(engine.optimizer)) for p in group}
     return {name_of[key]: number for key, number in number_of.items() if key in name_of}
 
 
@@ -134,20 +134,20 @@ class SavedStates:
 
     def _read_flat(self, folder: Path, part: Mapping[str, Any]) -> list[dict[str, Any]]:
         saved = tensor_files.read("load_checkpoint", folder / part["file"], mapped=False)["optimizer_state_dict"]
-        base, flats = saved["base_optimizer_state"], saved["single_partition_of_fp32_groups"]
-        for group, flat, of_names in zip(base["param_groups"], flats, saved["param_slice_mappings"], strict=True):
+        base = saved["base_optimizer_state"]
+        for group, (flat, of_names) in zip(base["param_groups"], saved_partitions(saved), strict=True):
             (number,) = group["params"]
             state = base["state"].get(number, {})
             pieces = {key: value for key, value in state.items() if _is_part(key, value)}
             plain = {key: value for key, value in state.items() if key not in pieces}
-            for name, place in of_names.items():
+            for name, elements in of_names.items():
                 # a tied weight is in the files of several stages, the same in each
                 if name not in self._wanted or self._stage_of.setdefault(name, part["stage"]) != part["stage"]:
                     continue
                 mine = self.states.setdefault(name, {})
                 mine.update({key: value for key, value in plain.items() if key not in mine})
                 for key, value in {**pieces, MASTER: flat}.items():
-                    mine.setdefault(key, []).append(value.detach()[place.start : place.start + place.numel].clone())
+                    mine.setdefault(key, []).append(value.detach()[elements].clone())
         return [settings_of(group) for group in base["param_groups"]]
 
 

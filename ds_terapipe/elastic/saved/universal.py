@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,10 +23,10 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_INFO,
 )
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from ds_terapipe import tensor_files
+from ds_terapipe import deepspeed_state, tensor_files
+from ds_terapipe.deepspeed_state import Absent
 from ds_terapipe.elastic.moves.layers import copies
 from ds_terapipe.elastic.saved.restore import numbers_of
 from ds_terapipe.errors import ConfigError
@@ -209,48 +210,20 @@ class Universal:
                     tensor.copy_(part_of(whole, kind, rank, ranks))
 
 
-class _Nothing:
-    """Stand-in for the parameters of a group without elements here: DeepSpeed 0.19.8 asks at least one for its step."""
-
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        self._hp_mapping = self
-        self.optim_fragment: dict[str, Any] = {}
-        self._step = None
-        known = [folder / "zero" / name for name in names if name != UNUSED]
-        self._keys = sorted(path.stem for path in known[0].glob("exp_avg*.pt")) if known else []
-        if known and (known[0] / "step.pt").is_file():
-            self._step = tensor_files.read(KEY, known[0] / "step.pt", mapped=False)
-
-    def load_hp_checkpoint_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step
-
-    def get_optim_state_keys(self) -> list[str]:
-        return self._keys
-
-    def get_hp_fragment_address(self) -> fragment_address:
-        return fragment_address(start=0, numel=0)
-
-    def get_hp_fragment(self, optim_state_key: str) -> Tensor:
-        return torch.empty(0)
-
-
 @contextmanager
 def groups_filled(engine: Any, folder: Path) -> Iterator[None]:
     """Context manager that fills empty groups of an engine's wrapper while DeepSpeed reads a universal checkpoint."""
-    wrapper = engine.optimizer
-    name = "bf16_groups" if hasattr(wrapper, "bf16_groups") else "bit16_groups"
-    groups, names = getattr(wrapper, name), wrapper.param_names
-    filled, known = [], dict(names)
-    for group in groups:
-        if not any(p._hp_mapping is not None and names[p] != UNUSED for p in group):
-            group = [_Nothing(folder, [names[p] for p in group])]
-            known[group[0]] = UNUSED
-        filled.append(group)
-    setattr(wrapper, name, filled)
-    wrapper.param_names, engine._get_zero_param_shapes = known, dict  # shapes are never read
+    engine._get_zero_param_shapes = dict  # shapes are never read
     try:
-        yield
+        with deepspeed_state.groups_filled(engine.optimizer, partial(_absent, folder)):
+            yield
     finally:
-        setattr(wrapper, name, groups)
-        wrapper.param_names = names
         del engine._get_zero_param_shapes
+
+
+def _absent(folder: Path, names: Sequence[str]) -> Absent:
+    """Return a stand-in for parameters of these names, with the moments and the step of the first in the folder."""
+    known = [folder / "zero" / name for name in names if name != UNUSED]
+    keys = sorted(path.stem for path in known[0].glob("exp_avg*.pt")) if known else []
+    counts = bool(known) and (known[0] / "step.pt").is_file()
+    return Absent(keys, tensor_files.read(KEY, known[0] / "step.pt", mapped=False) if counts else None)

@@ -29,6 +29,8 @@ class Backend(Protocol):
     """The two phases of a step and the read of the gradients before them; the formula is that of csrc/lamb/segment.h."""
 
     name: str
+    takes_views: bool
+    """Whether it works on ``tables.views`` and not on the addresses."""
 
     def square_sum(self, tables: Tables, control: Tensor) -> None:
         """Add the squares of the counted gradients, unscaled, to ``control[2]``; set ``control[3]`` to 1 if any is nan or inf."""
@@ -53,6 +55,7 @@ class CpuOp:
     """
 
     name = "cpu"
+    takes_views = False
 
     def __init__(self) -> None:
         from ds_terapipe.optim.op.builder import CpuLambBuilder

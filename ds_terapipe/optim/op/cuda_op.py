@@ -16,17 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_terapipe.optim.op.segments import (
-    COPY_TYPE,
-    GRADIENT,
-    GRADIENT_TYPE,
-    KIND,
-    LAYER,
-    LENGTH,
-    PARAMETER,
-    PARAMETER_TYPE,
-    Tables,
-)
+from ds_terapipe.optim.op.segments import GRADIENT, KIND, LAYER, LENGTH, PARAMETER, TYPE_SHIFTS, Tables
 
 RULE_COLUMNS = 12
 SQUARE_SUM, MOMENTS, APPLY = range(3)
@@ -51,6 +41,7 @@ class CudaOp:
     """
 
     name = "cuda"
+    takes_views = False
 
     def __init__(self, library: ModuleType | None = None) -> None:
         if library is None:
@@ -287,7 +278,7 @@ def check_segments(tables: Tables) -> None:
     table, rules = tables.segments.numpy(), tables.rules.shape[0]
     kind, length, layer = table[:, KIND], table[:, LENGTH], table[:, LAYER]
     addresses = table[:, PARAMETER : GRADIENT + 3]
-    types = [kind >> shift & 0xF for shift in (PARAMETER_TYPE, GRADIENT_TYPE, COPY_TYPE)]
+    types = [kind >> shift & 0xF for shift in TYPE_SHIFTS if shift]
     for wrong, what in (
         (length < 0, "a negative length"),
         ((layer < 0) | (layer >= tables.layers), f"a layer that is not one of {tables.layers}"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,10 @@ from torch import Tensor
 
 from ds_terapipe.optim import modes, telemetry
 from ds_terapipe.optim.device_tensors import DeviceTensors, Record
-from ds_terapipe.optim.op import segments
-from ds_terapipe.optim.op.plain import FOUND_INF, SQUARES, Rule, trust_ratio
-from ds_terapipe.optim.op.segments import Part, SegmentArrays, Tables, View, Views
-from ds_terapipe.optim.op.step_tensors import NOTHING, StepTensors, addresses_of
-from ds_terapipe.optim.sharding import Fragment, Groups, Reduction
+from ds_terapipe.optim.op.plain import FOUND_INF, SQUARES, trust_ratio
+from ds_terapipe.optim.op.segments import SegmentArrays, Tables
+from ds_terapipe.optim.op.step_tensors import StepTensors
+from ds_terapipe.optim.sharding import Groups, Reduction
 from ds_terapipe.optim.step_rules import StepRules
 
 
@@ -31,68 +29,27 @@ class DeviceTable:
         op: the back end.
 
     Raises:
-        ConfigError: if a layer's other parts are in unknown places, or ``lamb_rows`` does not fit.
+        ConfigError: if a layer's other parts are in unknown places.
     """
 
     def __init__(
         self, device: torch.device, held: DeviceTensors, records: Sequence[Record], groups: Groups, op: Any
     ) -> None:
-        self.device, self.op, self.records = device, op, records
-        self.tensors = held.tensors
-        self.names: list[str] = []
-        self.layer_groups: list[tuple[int, bool]] = []
-        rows: list[Fragment] = []
+        self.device, self.op, self._tensors, self._layers = device, op, held.tensors, held.layers
         # Only the op on a GPU counts steps and decides by itself; for all others the host does.
         self._is_host_led = op.name != "cuda"
         group_of = np.array(held.groups, dtype=np.int64)
         self._rules = StepRules(records, group_of, device, None if self._is_host_led else op)
-        in_rows = self._lay_out(held, rows)
-        self.reduction = Reduction(rows, groups, device)
-        self._arrays = SegmentArrays(list(self._parts(held)))
-        # The op writes no ratio for layers of which this rank has nothing; statistics have it all the same.
-        self._elsewhere = sorted(set(range(len(rows))) - set(self._arrays.layer.tolist()))
-        strides = [segments.memory_strides(t, in_rows=i in in_rows) for i, t in enumerate(self.tensors)]
-        self._of_step = StepTensors(device, self.tensors, held.positions, strides)
+        self.reduction = Reduction(held.layers, groups, device)
+        counted = [self.reduction.is_counted(layer.parameter) for layer in held.layers]
+        self._arrays = SegmentArrays(held.parts, counted)
+        self._of_step = StepTensors(device, held.tensors, held.positions, held.in_rows)
         self._known_start: tuple[tuple[float, float], Tensor] | None = None
-        this = weakref.proxy(self)  # no cycle: tensors that leave the optimiser are freed at once
-        self._made_views = Views(lambda: this._views())
-        self.tables = Tables(torch.from_numpy(self._arrays.segments), self._rules.values, len(rows), self._made_views)
-        self.norms, self._sums = (torch.zeros(len(rows), 2, dtype=torch.float64, device=device) for _ in range(2))
-        self.ratios = torch.ones(len(rows), dtype=torch.float64, device=device)
+        count = len(held.layers)
+        self.tables = Tables(torch.from_numpy(self._arrays.segments), self._rules.values, count)
+        self.norms, self._sums = (torch.zeros(count, 2, dtype=torch.float64, device=device) for _ in range(2))
+        self.ratios = torch.ones(count, dtype=torch.float64, device=device)
         self.control = torch.zeros(4, dtype=torch.float64, device=device)
-
-    # ------------------------------------------------------------------------------------------------------ built once
-
-    def _lay_out(self, held: DeviceTensors, rows: list[Fragment]) -> set[int]:
-        """Number the layers. Returns the tensors that are cut by rows."""
-        in_rows = set()
-        for place, group, name in zip(held.places, held.place_groups, held.names, strict=True):
-            settings = self.records[group].group
-            pattern = segments.rows_pattern(place.parameter, settings["split_qkv"])
-            excluded = modes.is_excluded(settings, place.parameter.dim())
-            for sub_layer in range(len(pattern or (0,))):
-                rows.append(place)
-                self.names.append(name if pattern is None else f"{name}[{sub_layer}]")
-                self.layer_groups.append((group, excluded))
-            if pattern and place.tensor is not None:
-                in_rows.add(place.tensor)
-        return in_rows
-
-    def _parts(self, held: DeviceTensors) -> Iterator[Part]:
-        layer = 0
-        for place, group in zip(held.places, held.place_groups, strict=True):
-            settings = self.records[group].group
-            pattern = segments.rows_pattern(place.parameter, settings["split_qkv"])
-            excluded = modes.is_excluded(settings, place.parameter.dim())
-            counted = self.reduction.is_counted(place.parameter)
-            if place.tensor is not None:
-                for sub_layer, offset, length in segments.runs(
-                    place.parameter.shape, pattern, place.start, place.length
-                ):
-                    yield Part(place.tensor, place.offset + offset, length, layer + sub_layer, excluded, counted)
-            layer += len(pattern or (0,))
-
-    # -------------------------------------------------------------------------------------------------- at every step
 
     def refresh(self, state: Mapping[Tensor, dict[str, Any]], copies: Sequence[Tensor | None] | None) -> None:
         """Renew addresses, steps and settings from the tensors, their gradients and their state.
@@ -104,16 +61,13 @@ class DeviceTable:
         Raises:
             RuntimeError: for sparse gradients, or gradients or copies of another type or shape. Nothing is changed then.
         """
-        step, states = self._of_step, [state[tensor] for tensor in self.tensors]
-        self._current = step.refresh(states, copies)
-        addresses = {column: addresses_of(tensors) for column, tensors in enumerate(self._current)}
-        changed = self._arrays.point(addresses, step.sizes, step.active)
+        step, states = self._of_step, [state[tensor] for tensor in self._tensors]
+        step.refresh(states, copies)
         self._rules.renew(states, step.active)
         self.tables.rules = self._rules.values
-        changed |= self._arrays.kinds(self._rules.rows, step.types)
-        if changed:
-            self.tables.version += 1
-            self._made_views.forget()
+        self._arrays.renew(step, self._rules.rows)
+        if self.op.takes_views:
+            self.tables.views = self._arrays.views(step)
 
     # ------------------------------------------------------------------------------------------------------- the step
 
@@ -173,7 +127,10 @@ class DeviceTable:
         elif not self.reduction.is_local:
             # a rank whose device decides is in every step's sum, and back ends may differ: an op that could not be compiled there
             self.reduction.sum_norms(torch.zeros_like(self.norms))
-        self._finish(done)
+        self._of_step.release()
+        self.tables.views = []
+        if done:
+            self._rules.count()
 
     def _has_started(self) -> bool:
         return self._rules.has_started if self._started is None else bool(self._started > 0)
@@ -196,12 +153,6 @@ class DeviceTable:
         self.reduction.sum_norms(self._sums)
         self.norms.copy_(torch.where(self.control[FOUND_INF] != 0, self.norms, self._sums))
 
-    def _finish(self, done: bool) -> None:
-        """Write temporaries back and, on the host, count the step."""
-        self._of_step.write_back()
-        if done:
-            self._rules.count()
-
     def learn(self, control: Tensor) -> None:
         """Take notice of the control values of an earlier step, which have come from the device since."""
         if control[FOUND_INF] == 0 and control[SQUARES] != 0:
@@ -220,37 +171,15 @@ class DeviceTable:
     def read(self, values: Tensor) -> telemetry.Report:
         """Convert the values of :meth:`report`, in host memory, into a report."""
         layers = self.tables.layers
-        rules = [modes.rule(self.records[group].group, excluded, 0.0) for group, excluded in self.layer_groups]
+        rules = [modes.rule(layer.settings, layer.excluded) for layer in self._layers]
         norms, ratios = values[: 2 * layers].reshape(-1, 2), values[2 * layers : 3 * layers]
-        for layer in self._elsewhere:
-            ratios[layer] = trust_ratio(Rule(*rules[layer]), *norms[layer].tolist())
-        statistics = telemetry.layer_statistics(self.names, norms, ratios, rules)
+        # The op writes no ratio for layers of which this rank has nothing; statistics have it all the same.
+        for layer in set(range(layers)) - set(self._arrays.layer.tolist()):
+            ratios[layer] = trust_ratio(rules[layer], *norms[layer].tolist())
+        statistics = telemetry.layer_statistics([layer.name for layer in self._layers], norms, ratios, rules)
         squares, scale, step = values[3 * layers :].tolist()
         return telemetry.Report(statistics, squares, scale, int(step))
 
     def statistics(self) -> list[telemetry.LayerStatistics]:
         """Return the statistics of the last step; waits for the device."""
         return self.read(self.report().cpu()).layers
-
-    # ---------------------------------------------------------------------------------------------------------- views
-
-    def _views(self) -> list[View]:
-        parameters, gradients, exp_avgs, exp_avg_sqs, copies = self._current
-        views = []
-        for tensor, offset, length in zip(
-            self._arrays.tensor.tolist(),
-            self._arrays.offset.tolist(),
-            self._arrays.segments[:, segments.LENGTH].tolist(),
-            strict=True,
-        ):
-            offset = offset if length else 0
-            views.append(
-                View(
-                    segments.flat(parameters[tensor], offset, length),
-                    segments.flat(gradients[tensor], offset, length),
-                    segments.flat(exp_avgs[tensor], offset, length),
-                    segments.flat(exp_avg_sqs[tensor], offset, length),
-                    None if copies[tensor] is NOTHING else segments.flat(copies[tensor], offset, length),
-                )
-            )
-        return views

@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_terapipe.optim.modes import ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_INSIDE_SQRT, RULE_COLUMNS
+from ds_terapipe.optim.modes import ADAPT, CORRECT_MOMENTS, CORRECT_STEP, EPS_INSIDE_SQRT, Rule
 from ds_terapipe.optim.op.segments import COUNTED, KIND, LAYER, LENGTH, Tables, View
 
 SCALE, MAX_NORM, SQUARES, FOUND_INF = range(4)
 FLOAT32 = torch.finfo(torch.float32)
 
 
-class Rule(NamedTuple):
-    """One row of the rules; see ``Rule`` in csrc/lamb/segment.h."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    beta3: float
-    eps: float
-    weight_decay: float
-    step: float
-    min_coeff: float
-    max_coeff: float
-    min_weight_norm: float
-    max_weight_norm: float
-    flags: float
-
-    def has(self, flag: int) -> bool:
-        return bool(int(self.flags) & flag)
-
-
-assert Rule._fields == RULE_COLUMNS
-
-
 class Plain:
     """The functions of a back end in PyTorch; see ds_terapipe/optim/op/backends.py for their arguments."""
 
     name = "plain"
+    takes_views = True
 
     def square_sum(self, tables: Tables, control: Tensor) -> None:
         """Add the squares of the counted gradients to ``control[2]``; set ``control[3]`` to 1 if any is nan or inf."""

@@ -6,20 +6,21 @@ of its queries, keys or values. The columns are those of csrc/lamb/segment.h.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.modes import key
+from ds_terapipe.optim.op.step_tensors import NOTHING, StepTensors
 
-TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 PARAMETER, GRADIENT, EXP_AVG, EXP_AVG_SQ, COPY, LENGTH, LAYER, KIND = range(8)
-PARAMETER_TYPE, GRADIENT_TYPE, COPY_TYPE, COUNTED = 16, 20, 24, 28
+TYPE_SHIFTS = (16, 20, 0, 0, 24)  # bits of the types in KIND, by column; moments are fp32, whose type is 0
+COUNTED = 28
+BYTES = np.array([4, 2, 2])  # of an element, by type
 MAX_RULES = 0xFFFF + 1
 
 
@@ -33,29 +34,6 @@ class View(NamedTuple):
     copy: Tensor | None
 
 
-class Views(Sequence[View]):
-    """Views of all segments, made on demand: only the back end in PyTorch uses them."""
-
-    def __init__(self, make: Callable[[], list[View]]) -> None:
-        self._make = make
-        self._made: list[View] | None = None
-
-    def forget(self) -> None:
-        """The tensors have moved."""
-        self._made = None
-
-    def _all(self) -> list[View]:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._all()[index]
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-
 @dataclass
 class Tables:
     """Input of a back end.
@@ -64,15 +42,13 @@ class Tables:
         segments: int64 [S, 8] in host memory, columns of ``Segment`` in csrc/lamb/segment.h, sorted by layer.
         rules: float64 [R, 12], columns of ``Rule``; on the device of the tensors.
         layers: number of layers L, also those that have no segment here.
-        views: the segments' elements as tensors, in the same order.
-        version: changes whenever ``segments`` does.
+        views: the segments' elements as tensors, in the same order, for a back end that takes them.
     """
 
     segments: Tensor
     rules: Tensor
     layers: int
     views: Sequence[View] = field(default_factory=list)
-    version: int = 0
 
 
 class Part(NamedTuple):
@@ -84,7 +60,6 @@ class Part(NamedTuple):
         length: elements.
         layer: row of the norms.
         rule: which of the groups' settings apply.
-        counted: whether this rank adds its gradient to the global norm.
     """
 
     tensor: int
@@ -92,7 +67,6 @@ class Part(NamedTuple):
     length: int
     layer: int
     rule: int
-    counted: bool
 
 
 def rows_pattern(parameter: Tensor, split_qkv: bool) -> tuple[int, ...] | None:
@@ -137,85 +111,50 @@ def runs(
         position = end
 
 
-def memory_strides(tensor: Tensor, in_rows: bool) -> tuple[int, ...]:
-    """Strides of the tensors that go with a parameter: its own if it fills its memory, else those of a contiguous one.
-
-    ``in_rows`` asks for the contiguous order, where dimension 0 is cut into sub-layers.
-    """
-    if in_rows or not fills_memory(tensor):
-        return contiguous_strides(tensor.shape)
-    return tensor.stride()
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, as PyTorch has them: a dimension of no elements counts as one."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def fills_memory(tensor: Tensor) -> bool:
-    """Whether the elements lie next to each other in some order of the dimensions, without gap or overlap."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected and tensor.numel():
-            return False
-        expected *= size
-    return True
-
-
-def flat(tensor: Tensor, offset: int, length: int) -> Tensor:
-    """``length`` elements from ``offset`` on in memory order, sharing memory."""
-    return tensor.as_strided((length,), (1,), tensor.storage_offset() + offset)
-
-
 class SegmentArrays:
-    """The parts of a table as arrays, from which the segments' addresses are made at every step.
+    """The parts of a table as arrays, from which its segments are made at every step.
 
     Args:
         parts: in any order; sorted by layer here, parts of a layer in the order given.
+        counted: for each layer, whether this rank adds its gradient to the global norm.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], counted: Sequence[bool]) -> None:
         rows = sorted(parts, key=lambda part: part.layer)
         columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(Part._fields))
-        self.tensor, self.offset, self.length, self.layer, self.rule, self.counted = columns.T.copy()
+        self.tensor, self.offset, self.length, self.layer, self.rule = columns.T.copy()
+        self._counted = np.array(counted, dtype=np.int64)[self.layer] << COUNTED
         self.segments = np.zeros((len(columns), 8), dtype=np.int64)
         self.segments[:, LAYER] = self.layer
 
-    def point(self, addresses: dict[int, np.ndarray], sizes: dict[int, np.ndarray], active: np.ndarray) -> bool:
-        """Write addresses and lengths.
+    def renew(self, tensors: StepTensors, rows: np.ndarray) -> None:
+        """Write the segments of a step; those of tensors without a gradient get length 0.
 
         Args:
-            addresses: column -> address of every tensor's first element, int64 [T], 0 for none.
-            sizes: column -> bytes per element, int64 [T].
-            active: bool [T]; the segments of the others get length 0.
-
-        Returns:
-            Whether anything changed.
+            tensors: the step's.
+            rows: row of the rules, int64 [tensors, 2]: for those with decay and trust ratio, and without.
         """
-        before = self.segments.copy()
-        for column, address in addresses.items():
-            first = address[self.tensor]
-            self.segments[:, column] = np.where(first, first + self.offset * sizes[column][self.tensor], 0)
-        self.segments[:, LENGTH] = np.where(active[self.tensor], self.length, 0)
-        return not np.array_equal(before, self.segments)
-
-    def kinds(self, rows: np.ndarray, types: dict[int, np.ndarray]) -> bool:
-        """Write which rule and which types.
-
-        Args:
-            rows: row of the rules, int64 [T, rules of the groups].
-            types: bit position -> number of the type, int64 [T].
-
-        Returns:
-            Whether anything changed.
-        """
-        kind = rows[self.tensor, self.rule] | self.counted << COUNTED
-        for shift, number in types.items():
-            kind |= number[self.tensor] << shift
-        changed = not np.array_equal(kind, self.segments[:, KIND])
+        kind = rows[self.tensor, self.rule] | self._counted
+        for column, each in enumerate(tensors.columns):
+            first, types = _addresses(each)[self.tensor], tensors.types[column][self.tensor]
+            self.segments[:, column] = np.where(first, first + self.offset * BYTES[types], 0)
+            kind |= types << TYPE_SHIFTS[column]
+        self.segments[:, LENGTH] = np.where(tensors.active[self.tensor], self.length, 0)
         self.segments[:, KIND] = kind
-        return changed
+
+    def views(self, tensors: StepTensors) -> list[View]:
+        """Return the elements of the segments."""
+        rows = zip(self.tensor.tolist(), self.offset.tolist(), self.segments[:, LENGTH].tolist(), strict=True)
+        return [View(*(_flat(column[i], start, length) for column in tensors.columns)) for i, start, length in rows]
+
+
+def _flat(tensor: Tensor, start: int, length: int) -> Any:
+    """Return ``length`` elements from ``start`` on in memory order, sharing memory; None of :data:`NOTHING`."""
+    return None if tensor is NOTHING else tensor.as_strided((length,), (1,), tensor.storage_offset() + start)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> np.ndarray:
+    """Return the addresses of tensors, 0 for :data:`NOTHING`, int64 [tensors]."""
+    if tensors and tensors[0] is tensors[-1] is NOTHING and all(tensor is NOTHING for tensor in tensors):
+        return np.zeros(len(tensors), dtype=np.int64)
+    return np.fromiter(map(Tensor.data_ptr, tensors), dtype=np.int64, count=len(tensors))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_terapipe.optim.op import segments
-
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 NOTHING = torch.empty(0)  # in place of a tensor that is not there
-_GRADIENT, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
+_PARAMETER, _GRADIENT, *_MOMENTS, _COPY = range(5)
+_grad, _dtype, _layout = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
 
 
 class StepTensors:
@@ -23,35 +23,29 @@ class StepTensors:
         device: where they are.
         tensors: the parameters.
         positions: of these in the whole call.
-        strides: memory order in which the op reads each.
+        in_rows: those that are cut along dimension 0.
 
     Attributes:
-        active: which have a gradient, bool [tensors].
-        moments: first and second ones, by tensor.
-        types, sizes: codes of data types, and bytes of an element, by column of the segments' table.
+        columns: parameters, gradients, first and second moments, copies; each by tensor, :data:`NOTHING` for none.
+        types: of the columns, codes by tensor, int64 [tensors].
+        active: which tensors have a gradient, bool [tensors].
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        tensors: Sequence[Tensor],
-        positions: Sequence[int],
-        strides: Sequence[tuple[int, ...]],
+        self, device: torch.device, tensors: Sequence[Tensor], positions: Sequence[int], in_rows: Collection[int]
     ) -> None:
-        self._device, self._tensors, self._positions, self._strides = device, tensors, positions, list(strides)
-        self._scattered = [i for i, (t, s) in enumerate(zip(tensors, strides, strict=True)) if t.stride() != s]
-        self.types = {segments.PARAMETER_TYPE: _types(tensors)}
-        four = np.full(len(tensors), 4, dtype=np.int64)
-        self.sizes = {segments.PARAMETER: _sizes(tensors), segments.EXP_AVG: four, segments.EXP_AVG_SQ: four}
-        self.moments: list[list[Tensor]] = [[NOTHING] * len(tensors) for _ in range(2)]
+        self._device, self._tensors, self._positions = device, list(tensors), positions
+        self._strides = [_memory_order(tensor, i in in_rows) for i, tensor in enumerate(tensors)]
+        self._scattered = [i for i, tensor in enumerate(tensors) if tensor.stride() != self._strides[i]]
+        self._nothing = [NOTHING] * len(tensors)
+        self.columns: list[list[Tensor]] = [self._nothing.copy() for _ in range(5)]
+        self.types = [np.zeros(len(tensors), dtype=np.int64) for _ in range(5)]
+        self._dtypes: list[list[torch.dtype]] = [[] for _ in range(5)]
         self.active = np.zeros(len(tensors), dtype=bool)
-        self._no_copies = [NOTHING] * len(tensors)
         self._write_back: list[tuple[Tensor, Tensor]] = []
 
-    def refresh(
-        self, states: Sequence[dict[str, Any]], copies: Sequence[Tensor | None] | None
-    ) -> tuple[list[Tensor], ...]:
-        """Return parameters, gradients, both moments and copies of the step that begins.
+    def refresh(self, states: Sequence[dict[str, Any]], copies: Sequence[Tensor | None] | None) -> None:
+        """Set the columns for the step that begins.
 
         Args:
             states: the optimizer's state of each; moments are made for tensors that have a gradient for the first time.
@@ -61,111 +55,90 @@ class StepTensors:
             RuntimeError: for sparse gradients, or gradients or copies of another type or shape. Nothing is changed then.
         """
         self._write_back = []
-        gradients = self._gradients()
-        targets = self._copies(copies)
-        parameters = self._parameters()
-        self._adopt_moments(states)
-        return parameters, gradients, *self.moments, targets
-
-    def write_back(self) -> None:
-        """Write the temporaries of a step back to the tensors that they stand for."""
-        for temporary, tensor in self._write_back:
-            tensor.copy_(temporary)
-        self._write_back = []
-
-    def _gradients(self) -> list[Tensor]:
-        gradients = list(map(_GRADIENT, self._tensors))
-        self.active = np.array([gradient is not None for gradient in gradients], dtype=bool)
-        if not self.active.all():
-            gradients = [NOTHING if gradient is None else gradient for gradient in gradients]
-        if set(map(_LAYOUT, gradients)) - {torch.strided}:
+        gradients = [NOTHING if gradient is None else gradient for gradient in map(_grad, self._tensors)]
+        self.active = np.array([gradient is not NOTHING for gradient in gradients], dtype=bool)
+        if set(map(_layout, gradients)) - {torch.strided}:
             raise RuntimeError("FusedLamb does not support sparse gradients")
+        self._set(_GRADIENT, "gradient", gradients)
+        self._set(_COPY, "copy", self._nothing if copies is None else self._targets(copies))
+        self._set(_PARAMETER, "parameter", self._tensors)
         strides = list(map(Tensor.stride, gradients))
-        self._note_types(segments.GRADIENT, segments.GRADIENT_TYPE, gradients, "gradient")
         if strides != self._strides:
             for i in np.flatnonzero(self.active).tolist():
                 if strides[i] != self._strides[i]:
-                    gradients[i] = self._like(i, gradients[i].dtype).copy_(gradients[i])
-        return gradients
+                    self._replace(_GRADIENT, i)
+        for i in self._scattered:
+            self._replace(_PARAMETER, i, written=True)
+        for i, target in enumerate(self.columns[_COPY]):
+            if target is not NOTHING and target.stride() != self._strides[i]:
+                self._replace(_COPY, i, written=True)
+        self._adopt_moments(states)
 
-    def _note_types(self, column: int, shift: int, tensors: Sequence[Tensor], what: str) -> None:
-        dtypes = list(map(_DTYPE, tensors))
-        if dtypes == getattr(self, f"_{what}_dtypes", None):
-            return
-        for dtype in set(dtypes):
-            if dtype not in segments.TYPES:
+    def release(self) -> None:
+        """Write the temporaries of a step back to the tensors that they stand for, and keep no gradient."""
+        for temporary, tensor in self._write_back:
+            tensor.copy_(temporary)
+        self._write_back = []
+        for column in (_PARAMETER, _GRADIENT, _COPY):
+            self.columns[column] = self._nothing
+
+    def _set(self, column: int, what: str, tensors: list[Tensor]) -> None:
+        dtypes = list(map(_dtype, tensors))
+        if dtypes != self._dtypes[column]:
+            for dtype in set(dtypes) - TYPES.keys():
                 raise RuntimeError(f"FusedLamb: got a {what} of {dtype}, must be float32, float16 or bfloat16")
-        setattr(self, f"_{what}_dtypes", dtypes)
-        self.types[shift] = _types(tensors)
-        self.sizes[column] = _sizes(tensors)
+            self._dtypes[column] = dtypes
+            self.types[column] = np.array([TYPES[dtype] for dtype in dtypes], dtype=np.int64)
+        self.columns[column] = tensors.copy()
 
-    def _copies(self, copies: Sequence[Tensor | None] | None) -> list[Tensor]:
-        if copies is None:
-            self._note_types(segments.COPY, segments.COPY_TYPE, self._no_copies, "copy")
-            return self._no_copies
+    def _targets(self, copies: Sequence[Tensor | None]) -> list[Tensor]:
         given = [copies[position] for position in self._positions]
-        targets = [NOTHING if copy is None else copy for copy in given]
-        for i, target in enumerate(targets):
-            if target is NOTHING:
-                continue
-            if target.shape != self._tensors[i].shape or target.device != self._device:
+        for tensor, target in zip(self._tensors, given, strict=True):
+            if target is not None and (target.shape != tensor.shape or target.device != self._device):
                 raise RuntimeError(
                     f"FusedLamb: got a copy of shape {tuple(target.shape)} on {target.device}, must be like its parameter, "
-                    f"{tuple(self._tensors[i].shape)} on {self._device}"
+                    f"{tuple(tensor.shape)} on {self._device}"
                 )
-        self._note_types(segments.COPY, segments.COPY_TYPE, targets, "copy")
-        for i, target in enumerate(targets):
-            if target is not NOTHING and target.stride() != self._strides[i]:
-                targets[i] = self._like(i, target.dtype).copy_(target)
-                self._write_back.append((targets[i], target))
-        return targets
+        return [NOTHING if target is None else target for target in given]
 
-    def _parameters(self) -> list[Tensor]:
-        parameters = list(self._tensors)
-        for i in self._scattered:
-            parameters[i] = self._like(i, parameters[i].dtype).copy_(parameters[i])
-            self._write_back.append((parameters[i], self._tensors[i]))
-        return parameters
+    def _replace(self, column: int, index: int, written: bool = False) -> None:
+        """Put a temporary in the parameter's memory order in the place of a tensor."""
+        tensor = self.columns[column][index]
+        temporary = self._like(index, tensor.dtype).copy_(tensor)
+        self.columns[column][index] = temporary
+        if written:
+            self._write_back.append((temporary, tensor))
 
     def _like(self, index: int, dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(self._tensors[index].shape, self._strides[index], dtype=dtype, device=self._device)
 
     def _adopt_moments(self, states: Sequence[dict[str, Any]]) -> None:
         """Make the moments of new tensors, and bring moments that were loaded or replaced into the parameter's order."""
-        for known, name in zip(self.moments, ("exp_avg", "exp_avg_sq"), strict=True):
-            now = [state.get(name) for state in states]
+        for column, name in zip(_MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True):
+            known, now = self.columns[column], [state.get(name) for state in states]
             if all(map(is_, known, now)):
                 continue
             for i, (old, new) in enumerate(zip(known, now, strict=True)):
                 if old is new or (new is None and not self.active[i]):
                     continue
-                fits = new is not None and new.dtype == torch.float32 and new.device == self._device
-                if not fits or new is None or new.shape != self._tensors[i].shape or new.stride() != self._strides[i]:
-                    new = self._moment(i, name, new)
-                    states[i][name] = new
-                known[i] = new
-
-    def _moment(self, index: int, name: str, given: Tensor | None) -> Tensor:
-        made = self._like(index, torch.float32)
-        if given is None:
-            return made.zero_()
-        if given.shape != made.shape:
-            raise RuntimeError(
-                f"FusedLamb: got {name} of shape {tuple(given.shape)}, must be that of its parameter, {tuple(made.shape)}"
-            )
-        return made.copy_(given)
+                shape = self._tensors[i].shape
+                if new is not None and new.shape != shape:
+                    raise RuntimeError(
+                        f"FusedLamb: got {name} of shape {tuple(new.shape)}, must be that of its parameter, {tuple(shape)}"
+                    )
+                if new is None:
+                    states[i][name] = self._like(i, torch.float32).zero_()
+                elif (new.dtype, new.device, new.stride()) != (torch.float32, self._device, self._strides[i]):
+                    states[i][name] = self._like(i, torch.float32).copy_(new)
+                known[i] = states[i][name]
 
 
-def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
-    """Return the addresses of tensors, 0 for :data:`NOTHING`, int64 [tensors]."""
-    if tensors and tensors[0] is tensors[-1] is NOTHING and all(tensor is NOTHING for tensor in tensors):
-        return np.zeros(len(tensors), dtype=np.int64)
-    return np.fromiter(map(Tensor.data_ptr, tensors), dtype=np.int64, count=len(tensors))
+def _memory_order(tensor: Tensor, in_rows: bool) -> tuple[int, ...]:
+    """Return strides of the tensors that go with a parameter: its own if it fills its memory, else of a contiguous one.
 
-
-def _types(tensors: Sequence[Tensor]) -> np.ndarray:
-    return np.array([segments.TYPES[tensor.dtype] for tensor in tensors], dtype=np.int64)
-
-
-def _sizes(tensors: Sequence[Tensor]) -> np.ndarray:
-    return np.array([tensor.element_size() for tensor in tensors], dtype=np.int64)
+    ``in_rows`` asks for the contiguous order, where dimension 0 is cut into sub-layers.
+    """
+    dense = torch.empty_like(tensor, device="meta").stride()  # equal if the elements have neither gap nor overlap
+    if dense == tensor.stride() and not in_rows:
+        return dense
+    return torch.empty(tensor.shape, device="meta").stride()

@@ -1,0 +1,254 @@
+"""DeepSpeed's flat buffers and partitions: which elements of which parameter are where. No other module reads them.
+
+A wrapper gives its optimizer fp32 masters in place of the model's parameters (DeepSpeed 0.19.8). ``BF16_Optimizer`` and ZeRO-1/2
+have one flat tensor for each parameter group, divided among the replicas. ``FP16_Optimizer`` has a whole one, and
+``FP16_UnfusedOptimizer`` one for each parameter. Files have the first two's partitions with the place of every name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_terapipe.names import UNUSED
+
+_SLICES = "param_slice_mappings"
+_PARTITIONS = "single_partition_of_fp32_groups"  # of ZeRO, and in files of BF16_Optimizer too
+_WHOLE = ("fp32_groups_flat", "fp32_groups")  # of fp16 without ZeRO
+# Attributes by which a parameter refers to its master.
+_LINKS = (
+    "_hp_mapping", "_dp_group", "_index_in_param_group", "_hp_grad", "get_full_hp_param", "get_full_hp_grad",
+    "set_full_hp_param", "set_full_hp_grad", "load_hp_checkpoint_state", "_zero_optimizer",
+)  # fmt: skip
+
+
+class Fragment(NamedTuple):
+    """Run of a parameter's elements, and its place in an fp32 tensor.
+
+    Attributes:
+        parameter: the model's parameter.
+        master: the optimizer's tensor, for this parameter or for several.
+        offset: first element in ``master``.
+        start: first element of the parameter.
+        length: number of elements here; the others are on other ranks.
+        group: process group of these ranks; None: all elements are here.
+    """
+
+    parameter: Any
+    master: Tensor
+    offset: int
+    start: int
+    length: int
+    group: Any
+
+    def of(self, like_master: Tensor) -> Tensor:
+        """Return the run's view of the master, or of a tensor like it."""
+        return like_master.detach().view(-1)[self.offset : self.offset + self.length]
+
+
+# ------------------------------------------------------------------------------------------------------ a live optimizer
+
+
+def _clones(parameters: Sequence[Any], masters: Sequence[Tensor]) -> list[Fragment]:
+    pairs = zip(parameters, masters, strict=True)
+    return [Fragment(parameter, master, 0, 0, parameter.numel(), None) for parameter, master in pairs]
+
+
+def _one_after_another(parameters: Sequence[Any], flat: Tensor) -> list[Fragment]:
+    ends = accumulate(parameter.numel() for parameter in parameters)
+    return [Fragment(p, flat, end - p.numel(), 0, p.numel(), None) for p, end in zip(parameters, ends, strict=True)]
+
+
+def _all_linked(parameters: Sequence[Any], flat: Tensor) -> list[Fragment]:
+    return [_linked(parameter, flat) for parameter in parameters]
+
+
+# A wrapper's lists by parameter group: masters, which tell the wrapper, their parameters, and how the former have the latter.
+_WRAPPERS: tuple[tuple[str, str, Callable[..., list[Fragment]]], ...] = (
+    ("fp32_groups", "fp16_groups", _clones),  # FP16_UnfusedOptimizer
+    ("fp32_groups_flat", "fp16_groups", _one_after_another),  # FP16_Optimizer
+    ("fp32_groups_flat_partition", "bf16_groups", _all_linked),  # BF16_Optimizer
+    (_PARTITIONS, "bit16_groups", _all_linked),  # ZeRO
+)
+
+
+def _lists(wrapper: Any) -> tuple[str, str, Callable[..., list[Fragment]]]:
+    return next(lists for lists in _WRAPPERS if hasattr(wrapper, lists[0]))
+
+
+def groups_of(wrapper: Any) -> list[list[Any]]:
+    """Return the model's parameters in a wrapper, by parameter group."""
+    groups: list[list[Any]] = getattr(wrapper, _lists(wrapper)[1])
+    return groups
+
+
+def fragments(wrapper: Any) -> list[list[Fragment]]:
+    """Return where the masters of a wrapper's parameters are, by parameter group."""
+    masters, parameters, places = _lists(wrapper)
+    groups = zip(getattr(wrapper, parameters), getattr(wrapper, masters), strict=True)
+    return [places(*group) for group in groups]
+
+
+def fragments_in(masters: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Fragment] | None:
+    """Return where parameters are in one group's tensors, by the tensors alone; None if that cannot be known.
+
+    Args:
+        masters: present tensors of the group: the parameters, clones of them in the same order, or partitions.
+        parameters: the model's parameters of the group.
+
+    Returns:
+        One fragment for each parameter, in an order that is the same on all ranks that share them.
+    """
+    known = {id(parameter) for parameter in parameters}
+    if all(id(master) in known for master in masters):
+        return _clones(masters, masters)
+    # DeepSpeed's wrappers leave out frozen and empty parameters.
+    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
+    if trained and all(hasattr(parameter, "_hp_mapping") for parameter in trained):
+        homes = [next((m for m in masters if _is_linked(parameter, m)), None) for parameter in trained]
+        if any(home is None for home in homes):
+            return None
+        return [_linked(p, home) for p, home in zip(trained, homes, strict=True) if home is not None]
+    for candidates in (parameters, trained):
+        if [candidate.shape for candidate in candidates] == [master.shape for master in masters]:
+            return _clones(candidates, masters)
+    return None
+
+
+def _linked(parameter: Any, flat: Tensor) -> Fragment:
+    """Return the place of a replica's part as DeepSpeed's links give it."""
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return Fragment(parameter, flat, 0, 0, 0, parameter._dp_group)
+    at = mapping.hp_fragment_address
+    return Fragment(parameter, flat, at.start, mapping.lp_fragment_address.start, at.numel, parameter._dp_group)
+
+
+def _is_linked(parameter: Any, flat: Tensor) -> bool:
+    """Whether a tensor has what is here of a parameter; any one has nothing of it."""
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return True
+    at, first = mapping.hp_fragment_address, mapping.hp_fragment.data_ptr()
+    inside = at.start + at.numel <= flat.numel() and flat.is_contiguous()
+    return bool(inside and first == flat.data_ptr() + at.start * flat.element_size())
+
+
+def link(parameter: Any) -> tuple[int, int] | None:
+    """Return the first element in a flat partition, and the number, of a parameter that DeepSpeed has linked to one."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    return None if mapping is None else (mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
+
+
+def unlink(parameter: Any) -> None:
+    """Remove a parameter's references to its master."""
+    for name in [name for name in vars(parameter) if name in _LINKS]:
+        delattr(parameter, name)
+
+
+def flat_gradients(optimizer: Any) -> list[Tensor]:
+    """Return the fp32 sums of gradients of a ``BF16_Optimizer``, one for each parameter group; none of another optimizer."""
+    flat: list[Tensor] = getattr(optimizer, "fp32_groups_gradients_flat", [])
+    return flat
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def saved_partitions(state: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, slice]]]:
+    """Return the masters in a file of partitions, by parameter group, and the elements of each name.
+
+    Raises:
+        KeyError, TypeError, AttributeError, ValueError: the file is not DeepSpeed's.
+    """
+    groups = zip(state[_PARTITIONS], state[_SLICES], strict=True)
+    return [
+        (flat, {name: slice(at.start, at.start + at.numel) for name, at in places.items()}) for flat, places in groups
+    ]
+
+
+def saved_masters(state: Any) -> Iterator[Tensor]:
+    """Yield the flat masters of a state of the fp16 optimizers, fused and not, one for each parameter group."""
+    for key in _WHOLE if isinstance(state, Mapping) else ():
+        for group in state.get(key, ()):
+            yield torch.cat([tensor.flatten() for tensor in group]) if isinstance(group, list) else group
+
+
+def sizes_of(optimizer: Any) -> dict[str, Any]:
+    """Return what :func:`elements` and :func:`elements_by_name` read of an optimizer, under the keys of its saved state."""
+    flat = {key: getattr(optimizer, key) for key in _WHOLE if hasattr(optimizer, key)}
+    return {_SLICES: getattr(optimizer, "_param_slice_mappings", None)} | (
+        flat or {"param_groups": optimizer.param_groups}
+    )
+
+
+def elements_by_name(state: Mapping[str, Any]) -> list[dict[str, int]] | None:
+    """Return the number of elements of each parameter in a rank's partitions, by parameter group; None without any."""
+    mappings = state.get(_SLICES)
+    return None if mappings is None else [{name: at.numel for name, at in group.items()} for group in mappings]
+
+
+def elements(state: Mapping[str, Any]) -> list[int] | None:
+    """Return the number of parameters of each group, or of elements if a wrapper joins them."""
+    if "param_groups" in state:
+        return [len(group["params"]) for group in state["param_groups"]]
+    for key in _WHOLE:
+        if key in state:
+            return [sum(t.numel() for t in (group if isinstance(group, list) else [group])) for group in state[key]]
+    return None
+
+
+class Absent:
+    """Stand-in for the parameters of a group without elements here, as DeepSpeed reads a universal checkpoint into them.
+
+    Args:
+        keys: names of the moments.
+        step: number of steps, as it was saved.
+    """
+
+    def __init__(self, keys: list[str], step: Any) -> None:
+        self._hp_mapping = self
+        self.optim_fragment: dict[str, Any] = {}
+        self._keys, self._step = keys, step
+
+    def load_hp_checkpoint_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step
+
+    def get_optim_state_keys(self) -> list[str]:
+        return self._keys
+
+    def get_hp_fragment_address(self) -> Any:
+        from deepspeed.utils.tensor_fragment import fragment_address  # here: FusedLamb goes without DeepSpeed
+
+        return fragment_address(start=0, numel=0)
+
+    def get_hp_fragment(self, optim_state_key: str) -> Tensor:
+        return torch.empty(0)
+
+
+@contextmanager
+def groups_filled(wrapper: Any, stand_in: Callable[[list[str]], Absent]) -> Iterator[None]:
+    """Context manager that fills groups without elements here: DeepSpeed 0.19.8 asks at least one parameter for its step.
+
+    Args:
+        wrapper: a ``BF16_Optimizer``, or ZeRO's.
+        stand_in: makes one, from the names of a group.
+    """
+    attribute, groups, names = _lists(wrapper)[1], groups_of(wrapper), wrapper.param_names
+    filled: list[list[Any]] = []
+    for group in groups:
+        here = any(p._hp_mapping is not None and names[p] != UNUSED for p in group)
+        filled.append(group if here else [stand_in([names[p] for p in group])])
+    added = {each: UNUSED for group in filled for each in group if isinstance(each, Absent)}
+    setattr(wrapper, attribute, filled)
+    wrapper.param_names = {**names, **added}
+    try:
+        yield
+    finally:
+        setattr(wrapper, attribute, groups)
+        wrapper.param_names = names
