@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ds_terapipe.errors import bad_value
-
-if TYPE_CHECKING:
-    from ds_terapipe.optim.op.segments import Tables
+from ds_terapipe.optim.op.cuda_op import CudaOp
+from ds_terapipe.optim.op.plain import Plain
+from ds_terapipe.optim.op.segments import Tables
 
 logger = logging.getLogger(__name__)
 
@@ -70,26 +70,27 @@ class CpuOp:
 
     def square_sum(self, tables: Tables, control: Tensor) -> None:
         """See :class:`Backend`. A wrong table is a ValueError, here and below, and then nothing has changed."""
-        self._op.square_sum(*_addresses(tables, control), torch.get_num_threads())
+        self._op.square_sum(*_arguments(tables, control))
 
     def moments(self, tables: Tables, norms: Tensor, control: Tensor) -> None:
         """See :class:`Backend`."""
-        _check("norms", norms, 2 * tables.layers)
-        self._op.moments(*_addresses(tables, control), norms.data_ptr(), torch.get_num_threads())
+        self._op.moments(*_arguments(tables, control, norms))
 
     def apply(self, tables: Tables, norms: Tensor, control: Tensor, ratios: Tensor) -> None:
         """See :class:`Backend`."""
-        _check("norms", norms, 2 * tables.layers)
-        _check("ratios", ratios, tables.layers)
-        arguments = _addresses(tables, control)
-        self._op.apply(*arguments, norms.data_ptr(), ratios.data_ptr(), torch.get_num_threads())
+        self._op.apply(*_arguments(tables, control, norms, ratios))
 
     def step(self, tables: Tables, norms: Tensor, control: Tensor, ratios: Tensor) -> None:
         """See :class:`Backend`. One parallel region; phase 2 of a layer follows its phase 1 while the cache has it."""
-        _check("norms", norms, 2 * tables.layers)
-        _check("ratios", ratios, tables.layers)
-        arguments = _addresses(tables, control)
-        self._op.step(self._workspace, *arguments, norms.data_ptr(), ratios.data_ptr(), torch.get_num_threads())
+        self._op.step(self._workspace, *_arguments(tables, control, norms, ratios))
+
+
+def _arguments(tables: Tables, control: Tensor, *results: Tensor) -> list[int]:
+    """Return the arguments of a function of the op: addresses, numbers of rows, and threads."""
+    tables.check(torch.device("cpu"), control, *results)
+    segments, rules = ((array.data_ptr(), array.shape[0]) for array in (tables.segments, tables.rules))
+    arrays = [array.data_ptr() for array in (control, *results)]
+    return [*segments, *rules, tables.layers, *arrays, torch.get_num_threads()]
 
 
 def pick(device: torch.device, backend: str = "auto") -> Backend:
@@ -106,51 +107,20 @@ def pick(device: torch.device, backend: str = "auto") -> Backend:
     if backend not in NAMES:
         raise bad_value(KEY, backend, "one of " + ", ".join(NAMES), "auto")
     if backend == "plain" or (backend == "auto" and device.type not in ("cpu", "cuda")):
-        return _plain()
+        return Plain()
     if backend not in ("auto", device.type):
         raise bad_value(KEY, backend, f"auto, plain or {device.type} for parameters on {device}", "auto")
     try:
-        return _op(device.type)
+        return CpuOp() if device.type == "cpu" else CudaOp()
     except (RuntimeError, ImportError, OSError) as error:
         if backend != "auto":
             reason = " ".join(str(error).split())
             raise bad_value(KEY, backend, f"auto or plain where the op cannot be loaded ({reason})", "auto") from error
         _warn(device.type, str(error))
-        return _plain()
-
-
-def _op(kind: str) -> Backend:
-    if kind == "cpu":
-        return CpuOp()
-    from ds_terapipe.optim.op.cuda_op import CudaOp
-
-    return CudaOp()
-
-
-def _plain() -> Backend:
-    from ds_terapipe.optim.op.plain import Plain
-
-    return Plain()
+        return Plain()
 
 
 @functools.cache
 def _warn(kind: str, reason: str) -> None:
     """Once for a reason, however many optimizers there are."""
     logger.warning("FusedLamb runs in plain PyTorch, several times slower than its %s op: %s", kind, reason)
-
-
-def _addresses(tables: Tables, control: Tensor) -> tuple[int, int, int, int, int, int]:
-    """The arguments that every function of the op begins with: segments, rules and how many of each, layers, control."""
-    segments, rules = tables.segments, tables.rules
-    _check("segments", segments, 8 * segments.shape[0], torch.int64)
-    _check("rules", rules, 12 * rules.shape[0])
-    _check("control", control, 4)
-    sizes = segments.shape[0], rules.shape[0]
-    return segments.data_ptr(), sizes[0], rules.data_ptr(), sizes[1], tables.layers, control.data_ptr()
-
-
-def _check(name: str, array: Tensor, elements: int, dtype: torch.dtype = torch.float64) -> None:
-    """The op sees an address only: whether enough of the right kind lies behind it is known here."""
-    if array.dtype != dtype or array.device.type != "cpu" or array.numel() != elements or not array.is_contiguous():
-        got = f"{array.dtype} {tuple(array.shape)} on {array.device}"
-        raise ValueError(f"{name}: got {got}, must be contiguous {dtype} with {elements} elements on the CPU")

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.optim.modes import key
+from ds_terapipe.optim.modes import Rule, key
 from ds_terapipe.optim.op.step_tensors import NOTHING, StepTensors
 
 PARAMETER, GRADIENT, EXP_AVG, EXP_AVG_SQ, COPY, LENGTH, LAYER, KIND = range(8)
@@ -49,6 +50,31 @@ class Tables:
     rules: Tensor
     layers: int
     views: Sequence[View] = field(default_factory=list)
+
+    def check(
+        self, device: torch.device, control: Tensor, norms: Tensor | None = None, ratios: Tensor | None = None
+    ) -> None:
+        """Refuse arrays that a compiled op cannot take: it sees addresses only.
+
+        Raises:
+            ValueError: naming the array.
+        """
+        check_array("segments", self.segments, 8 * len(self.segments), torch.device("cpu"), torch.int64)
+        check_array("rules", self.rules, len(Rule._fields) * len(self.rules), device)
+        check_array("control", control, 4, device)
+        if norms is not None:
+            check_array("norms", norms, 2 * self.layers, device)
+        if ratios is not None:
+            check_array("ratios", ratios, self.layers, device)
+
+
+def check_array(
+    name: str, array: Tensor, elements: int, device: torch.device, dtype: torch.dtype = torch.float64
+) -> None:
+    """Refuse an array of another type, size or device. Raises ValueError."""
+    if array.dtype != dtype or array.device != device or array.numel() != elements or not array.is_contiguous():
+        got = f"{array.dtype} {tuple(array.shape)} on {array.device}"
+        raise ValueError(f"{name}: got {got}, must be contiguous {dtype} with {elements} elements on {device}")
 
 
 class Part(NamedTuple):
