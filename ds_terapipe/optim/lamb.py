@@ -117,20 +117,11 @@ class FusedLamb(torch.optim.Optimizer):
         self._groups = Groups(tensor_parallel=tensor_parallel_group)
         self._reset()
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "mode": mode,
-            "exclude": exclude,
-            "min_coeff": min_coeff,
-            "max_coeff": max_coeff,
-            "weight_norm_clip": weight_norm_clip,
-            "bias_correction": bias_correction,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "grad_averaging": grad_averaging,
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "mode": mode, "exclude": exclude,
+            "min_coeff": min_coeff, "max_coeff": max_coeff, "weight_norm_clip": weight_norm_clip,
+            "bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt, "grad_averaging": grad_averaging,
             "split_qkv": split_qkv,
-        }
+        }  # fmt: skip
         modes.resolve(dict(defaults))
         super().__init__(params, defaults)
 

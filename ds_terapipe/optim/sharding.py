@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,6 +31,11 @@ class Groups:
 def is_tensor_parallel(parameter: Tensor) -> bool:
     """Whether other tensor-parallel ranks hold other parts of the parameter, by Megatron's mark."""
     return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
+
+
+def is_copy(parameter: Tensor) -> bool:
+    """Whether the parameter is another pipeline stage's, by DeepSpeed's mark."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def size(group: Group | None) -> int:
@@ -64,13 +69,13 @@ class Sum(NamedTuple):
 
     Attributes:
         group: the processes.
-        rows: the layers whose norms it sums, int64; None for all.
-        mine: bool per row, whether this rank's values count; None for all.
+        rows: the layers whose norms it sums, int64.
+        mine: for each of these, whether this rank's values count, bool [rows, 1].
     """
 
     group: Group
-    rows: Tensor | None
-    mine: Tensor | None
+    rows: Tensor
+    mine: Tensor
 
 
 class Reduction:
@@ -90,42 +95,17 @@ class Reduction:
         self.tensor_group = tensor_parallel_group(groups, parameters)
         self._norm_group = groups.norm
         self._first = self.tensor_group is None or dist.get_rank(self.tensor_group) == 0
-        self._sums = [
-            *self._over_data(layers, device),
-            *self._over_tensor_parallel(parameters, device),
-            *self._over_tied(parameters, groups.tied, device),
-        ]
-
-    def _over_data(self, layers: Sequence[Layer], device: torch.device) -> Iterator[Sum]:
-        found = {id(layer.data_group): layer.data_group for layer in layers if size(layer.data_group) > 1}
-        self._data_groups = list(found.values())
-        for key, group in found.items():
-            rows = [row for row, layer in enumerate(layers) if id(layer.data_group) == key]
-            yield Sum(group, _rows(rows, len(layers), device), None)
-
-    def _over_tensor_parallel(self, parameters: Sequence[Tensor], device: torch.device) -> Iterator[Sum]:
+        data = _by_group([layer.data_group for layer in layers])
+        self._data_groups = [group for group, _ in data]
+        everywhere = [True] * len(layers)
         # A replicated layer's norms come from the first rank too: ranks that round differently would drift apart.
-        if self.tensor_group is not None:
-            mine = [self._first or is_tensor_parallel(parameter) for parameter in parameters]
-            yield Sum(self.tensor_group, None, None if all(mine) else torch.tensor(mine, device=device))
-
-    def _over_tied(
-        self, parameters: Sequence[Tensor], tied: Mapping[int, Group], device: torch.device
-    ) -> Iterator[Sum]:
-        by_group: dict[int, list[int]] = {}
-        for row, parameter in enumerate(parameters):
-            group = tied.get(id(parameter))
-            if group is None and getattr(parameter, "ds_pipe_replicated", False):
-                raise ConfigError(
-                    f"optimizer.type: got FusedLamb and a tied weight of shape {tuple(parameter.shape)} that belongs to another "
-                    "pipeline stage, must be told that stage, use FusedLamb.set_groups(tied={parameter: group})"
-                )
-            if size(group) > 1:
-                by_group.setdefault(id(group), []).append(row)
-        for rows in by_group.values():
-            owned = [not getattr(parameters[row], "ds_pipe_replicated", False) for row in rows]
-            mine = None if all(owned) else torch.tensor(owned, device=device)
-            yield Sum(tied[id(parameters[rows[0]])], _rows(rows, len(parameters), device), mine)
+        here = [self._first or is_tensor_parallel(parameter) for parameter in parameters]
+        owned = [not is_copy(parameter) for parameter in parameters]
+        self._sums = [
+            *(_sum(group, rows, everywhere, device) for group, rows in data),
+            *(_sum(group, rows, here, device) for group, rows in _by_group([self.tensor_group] * len(layers))),
+            *(_sum(group, rows, owned, device) for group, rows in _by_group(_tied_groups(parameters, groups.tied))),
+        ]
 
     @property
     def is_local(self) -> bool:
@@ -134,21 +114,14 @@ class Reduction:
 
     def is_counted(self, parameter: Tensor) -> bool:
         """Whether this rank adds the parameter's gradient to the global norm."""
-        if getattr(parameter, "ds_pipe_replicated", False):
-            return False
-        return self._first or is_tensor_parallel(parameter)
+        return not is_copy(parameter) and (self._first or is_tensor_parallel(parameter))
 
     def sum_norms(self, norms: Tensor) -> None:
         """Put the sums of squares of whole layers, float64 [L, 2], in the place of those of this rank's parts. Collective."""
         for group, rows, mine in self._sums:
-            part = norms if rows is None else norms[rows]
-            if mine is not None:
-                part = torch.where(mine[:, None], part, 0.0)
+            part = torch.where(mine, norms[rows], 0.0)
             all_reduce(part, group)
-            if rows is not None:
-                norms[rows] = part
-            elif part is not norms:
-                norms.copy_(part)
+            norms[rows] = part
 
     def control_groups(self, clips: bool) -> list[Group]:
         """The groups over which, one after another, each gradient is counted once.
@@ -166,8 +139,29 @@ class Reduction:
         return [*self._data_groups, *([self.tensor_group] if self.tensor_group is not None else [])]
 
 
-def _rows(rows: list[int], layers: int, device: torch.device) -> Tensor | None:
-    return None if len(rows) == layers else torch.tensor(rows, device=device)
+def _by_group(groups: Sequence[Group | None]) -> list[tuple[Group, list[int]]]:
+    """Return the groups of several processes, and the rows of each."""
+    found: dict[int, tuple[Group, list[int]]] = {}
+    for row, group in enumerate(groups):
+        if size(group) > 1:
+            found.setdefault(id(group), (group, []))[1].append(row)
+    return list(found.values())
+
+
+def _sum(group: Group, rows: list[int], mine: Sequence[bool], device: torch.device) -> Sum:
+    counted = torch.tensor([[mine[row]] for row in rows], device=device)
+    return Sum(group, torch.tensor(rows, device=device), counted)
+
+
+def _tied_groups(parameters: Sequence[Tensor], tied: Mapping[int, Group]) -> list[Group | None]:
+    """Return the processes that hold each parameter on other pipeline stages. Raises ConfigError if they are not known."""
+    for parameter in parameters:
+        if is_copy(parameter) and tied.get(id(parameter)) is None:
+            raise ConfigError(
+                f"optimizer.type: got FusedLamb and a tied weight of shape {tuple(parameter.shape)} that belongs to another "
+                "pipeline stage, must be told that stage, use FusedLamb.set_groups(tied={parameter: group})"
+            )
+    return [tied.get(id(parameter)) for parameter in parameters]
 
 
 def all_reduce(values: Tensor, group: Group) -> None:

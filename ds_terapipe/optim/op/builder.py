@@ -23,27 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class _LambBuilder(OpBuilder):
-    """Base of both builders. Subclasses set ``NAME``, ``MODULE`` and ``SOURCES``."""
+    """Base of both builders. Subclasses set ``NAME`` and ``MODULE``, and have a recipe."""
 
     BUILD_VAR = "DS_BUILD_FUSED_LAMB_TERAPIPE"
     NAME = ""
     MODULE = ""
-    SOURCES: tuple[str, ...] = ()
-    HEADERS: tuple[str, ...] = ()
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name=name or self.NAME)
-
-    def absolute_name(self) -> str:
-        """Return the import name of a module that was built ahead."""
-        return f"ds_terapipe.optim.{self.MODULE}"
-
-    def sources(self) -> list[str]:
-        """Absolute paths."""
-        return [str(jit.source_folder() / name) for name in self.SOURCES]
-
-    def include_paths(self) -> list[str]:
-        return [str(jit.source_folder())]
 
     def recipe(self) -> jit.Recipe:
         """Return the recipe by which jit.py compiles the module.
@@ -51,16 +38,18 @@ class _LambBuilder(OpBuilder):
         Raises:
             jit.BuildError: if the sources are not there.
         """
-        folder = jit.source_folder()
-        return jit.Recipe(
-            module=self.MODULE,
-            sources=tuple(self.sources()),
-            headers=tuple(str(folder / name) for name in self.HEADERS),
-            include_paths=tuple(self.include_paths()),
-            cxx_args=tuple(self.cxx_args()),
-            nvcc_args=tuple(self.nvcc_args()),
-            ldflags=tuple(self.extra_ldflags()),
-        )
+        raise NotImplementedError
+
+    def absolute_name(self) -> str:
+        """Return the import name of a module that was built ahead."""
+        return f"ds_terapipe.optim.{self.MODULE}"
+
+    def sources(self) -> list[str]:
+        """Absolute paths."""
+        return list(self.recipe().sources)
+
+    def cxx_args(self) -> list[str]:
+        return list(self.recipe().cxx_args)
 
     def built_ahead(self) -> bool:
         """Whether the installed package has the module."""
@@ -106,12 +95,11 @@ class _LambBuilder(OpBuilder):
             return None
         try:
             module = importlib.import_module(self.absolute_name())
+            current = jit.source_digest(self.recipe())
         except ImportError as error:
             logger.warning("%s: built ahead, but cannot be imported (%s); compiling it", self.name, error)
             return None
-        try:
-            current = jit.source_digest(self.recipe())
-        except (jit.BuildError, OSError):
+        except (jit.BuildError, OSError):  # without sources
             return module
         if getattr(module, "digest", current) == current:
             return module
@@ -124,14 +112,9 @@ class CpuLambBuilder(_LambBuilder):
 
     NAME = "fused_lamb_terapipe_cpu"
     MODULE = "_lamb_cpu"
-    SOURCES = jit.CPU_SOURCES
-    HEADERS = jit.CPU_HEADERS
 
-    def cxx_args(self) -> list[str]:
-        return list(jit.CPU_ARGS)
-
-    def extra_ldflags(self) -> list[str]:
-        return ["-fopenmp"]
+    def recipe(self) -> jit.Recipe:
+        return jit.cpu_recipe()
 
     def status(self) -> tuple[bool, str]:
         """Whether the op can be used, and the instruction set that it picks or the reason. Compiles it if that is still to do."""
@@ -146,18 +129,9 @@ class CudaLambBuilder(_LambBuilder):
 
     NAME = "fused_lamb_terapipe_cuda"
     MODULE = "_lamb_cuda"
-    SOURCES = ("bindings_cuda.cpp", "lamb_cuda.cu")
-    HEADERS = ("segment.h", "rules.h", "lamb_cuda.h", "lamb_cuda_elements.cuh")
 
-    def cxx_args(self) -> list[str]:
-        return ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0"]
-
-    def nvcc_args(self) -> list[str]:
-        """Return flags for the architectures of TORCH_CUDA_ARCH_LIST, e.g. "8.0;9.0+PTX", else of the devices here.
-
-        Without either, 8.0 and 9.0.
-        """
-        return ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", *self._architectures()]
+    def recipe(self) -> jit.Recipe:
+        return jit.recipe(self.MODULE, ("bindings_cuda.cpp", "lamb_cuda.cu"), (), _architectures())
 
     def why_not(self) -> str | None:
         if not torch.cuda.is_available():
@@ -172,16 +146,20 @@ class CudaLambBuilder(_LambBuilder):
         here = self.built_ahead() or jit.module_path(self.recipe()).is_file()
         return True, "" if here else "is compiled at first use"
 
-    @staticmethod
-    def _architectures() -> list[str]:
-        if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.device_count():
-            return [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ("80", "90")]
-        from torch.utils.cpp_extension import _get_cuda_arch_flags
 
-        try:
-            return list(_get_cuda_arch_flags())
-        except ValueError as error:  # a list of what PyTorch does not know
-            raise RuntimeError(f"TORCH_CUDA_ARCH_LIST: {error}") from error
+def _architectures() -> list[str]:
+    """Return flags for the architectures of TORCH_CUDA_ARCH_LIST, e.g. "8.0;9.0+PTX", else of the devices here.
+
+    Without either, 8.0 and 9.0.
+    """
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.device_count():
+        return [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ("80", "90")]
+    from torch.utils.cpp_extension import _get_cuda_arch_flags
+
+    try:
+        return list(_get_cuda_arch_flags())
+    except ValueError as error:  # a list of what PyTorch does not know
+        raise RuntimeError(f"TORCH_CUDA_ARCH_LIST: {error}") from error
 
 
 def builders() -> list[_LambBuilder]:

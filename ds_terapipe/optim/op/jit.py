@@ -1,4 +1,4 @@
-"""Compiles an extension module with ninja, once for a user and a version of its sources.
+"""Compiles an extension module, once for a user and a version of its sources.
 
 Standard library only: setup.py uses it too. A module lies in a folder named by a digest of its sources, flags, compiler
 and Python, so that two versions never meet. The first process compiles under a lock that the kernel releases when its
@@ -20,15 +20,16 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 600.0
-HEAD_START_S = 2.0
 _POLL_S = 0.05
 
 
@@ -42,9 +43,7 @@ class Recipe:
 
     Attributes:
         module: its name, which its init function carries.
-        sources: absolute paths; those that end in .cu are compiled by nvcc.
-        headers: absolute paths of included files.
-        include_paths: absolute paths.
+        sources: absolute paths, all in one folder with their headers; those that end in .cu are compiled by nvcc.
         cxx_args: flags for the C++ compiler.
         nvcc_args: flags for nvcc.
         ldflags: flags of the link.
@@ -52,8 +51,6 @@ class Recipe:
 
     module: str
     sources: tuple[str, ...]
-    headers: tuple[str, ...]
-    include_paths: tuple[str, ...]
     cxx_args: tuple[str, ...]
     nvcc_args: tuple[str, ...] = ()
     ldflags: tuple[str, ...] = ()
@@ -76,43 +73,31 @@ def source_folder() -> Path:
     raise BuildError(f"the sources of the op are not in {package / 'csrc' / 'lamb'}")
 
 
-CPU_SOURCES = (
-    "bindings.cpp",
-    "lamb_cpu.cpp",
-    "lamb_cpu_check.cpp",
-    "lamb_cpu_scalar.cpp",
-    "lamb_cpu_avx2.cpp",
-    "lamb_cpu_avx512.cpp",
-)
-CPU_HEADERS = ("segment.h", "rules.h", "lamb_cpu.h", "lamb_cpu_kernels.h", "lamb_cpu_target.h")
-# No -march and no fast maths; contraction is off because results must not depend on what a compiler likes to fuse.
-CPU_ARGS = (
-    "-O3",
-    "-std=c++17",
-    "-fPIC",
-    "-fopenmp",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fvisibility=hidden",
-    "-g0",
-)
-
-
-def cpu_recipe() -> Recipe:
-    """Return the recipe of the CPU op, for compilation at first use and ahead.
+def recipe(
+    module: str,
+    sources: Sequence[str],
+    cxx_args: Sequence[str],
+    nvcc_args: Sequence[str] = (),
+    ldflags: Sequence[str] = (),
+) -> Recipe:
+    """Return the recipe of an op, with the flags that all have.
 
     Raises:
         BuildError: if the sources are not there.
     """
-    folder = source_folder()
-    return Recipe(
-        module="_lamb_cpu",
-        sources=tuple(str(folder / name) for name in CPU_SOURCES),
-        headers=tuple(str(folder / name) for name in CPU_HEADERS),
-        include_paths=(str(folder),),
-        cxx_args=CPU_ARGS,
-        ldflags=("-fopenmp",),
-    )
+    paths = tuple(str(source_folder() / name) for name in sources)
+    common = ("-O3", "-std=c++17")
+    flags = (*common, "-fPIC", "-fvisibility=hidden", "-g0", *cxx_args)
+    return Recipe(module, paths, flags, (*common, "-Xcompiler=-fPIC,-fvisibility=hidden", *nvcc_args), tuple(ldflags))
+
+
+def cpu_recipe() -> Recipe:
+    """Return the recipe of the CPU op, for compilation at first use and ahead."""
+    kernels = ("lamb_cpu_scalar.cpp", "lamb_cpu_avx2.cpp", "lamb_cpu_avx512.cpp")
+    # No -march and no fast maths; contraction is off because results must not depend on what a compiler likes to fuse.
+    flags = ("-fopenmp", "-ffp-contract=off", "-fno-math-errno")
+    sources = ("bindings.cpp", "lamb_cpu.cpp", "lamb_cpu_check.cpp", *kernels)
+    return recipe("_lamb_cpu", sources, flags, ldflags=("-fopenmp",))
 
 
 def compiler() -> str | None:
@@ -127,16 +112,6 @@ def nvcc() -> str | None:
     return (home and shutil.which("nvcc", path=str(Path(home) / "bin"))) or shutil.which("nvcc")
 
 
-def ninja() -> str | None:
-    """The program ninja: on PATH, else beside the interpreter, else in the package of that name."""
-    found = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
-    if found:
-        return found
-    if importlib.util.find_spec("ninja") is None:
-        return None
-    return shutil.which("ninja", path=getattr(importlib.import_module("ninja"), "BIN_DIR", None) or os.devnull)
-
-
 def pybind11_include() -> str | None:
     """The folder of pybind11's headers, None if it is not installed."""
     if importlib.util.find_spec("pybind11") is None:
@@ -144,18 +119,16 @@ def pybind11_include() -> str | None:
     return str(importlib.import_module("pybind11").get_include())
 
 
-def why_not(recipe: Recipe | None = None) -> str | None:
+def why_not(recipe: Recipe) -> str | None:
     """Return in one line the first requirement for compiling that is missing; None if nothing is."""
     if compiler() is None:
         return "no C++ compiler (CXX, c++, g++, clang++)"
-    if ninja() is None:
-        return "ninja is not installed (pip install ninja)"
     if pybind11_include() is None:
         return "pybind11 is not installed (pip install pybind11)"
     headers = sysconfig.get_path("include")
     if not Path(headers, "Python.h").is_file():
         return f"Python's headers are not in {headers} (install python3-dev)"
-    if recipe is not None and recipe.uses_nvcc and nvcc() is None:
+    if recipe.uses_nvcc and nvcc() is None:
         return "nvcc is not on PATH and not in CUDA_HOME"
     return None
 
@@ -172,9 +145,9 @@ def digest(recipe: Recipe) -> str:
 
 def source_digest(recipe: Recipe) -> str:
     """Twelve hex digits of the sources and headers alone: the module carries them, to be told from another version's."""
-    key = hashlib.sha256()
-    for path in sorted({*recipe.sources, *recipe.headers}, key=os.path.basename):
-        key.update(Path(path).name.encode() + b"\0" + Path(path).read_bytes())
+    key, sources = hashlib.sha256(), [Path(source) for source in recipe.sources]
+    for path in sorted({*sources, *(path for source in sources for path in source.parent.glob("*.*h"))}):
+        key.update(path.name.encode() + b"\0" + path.read_bytes())
     return key.hexdigest()[:12]
 
 
@@ -209,9 +182,7 @@ def obtain(recipe: Recipe, lock_timeout_s: float = LOCK_TIMEOUT_S) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BuildError(f"cannot write to {path.parent} ({error.strerror}), set TORCH_EXTENSIONS_DIR") from error
-    lock = path.parent / "lock"
-    _let_first_rank_begin(path, lock)
-    with _locked(lock, path.is_file, lock_timeout_s):
+    with _locked(path.parent / "lock", path.is_file, lock_timeout_s):
         if not path.is_file():
             start = time.monotonic()
             compile_to(recipe, path)
@@ -229,12 +200,32 @@ def compile_to(recipe: Recipe, path: Path) -> None:
         raise BuildError(reason)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build_") as folder:
-        Path(folder, "build.ninja").write_text(_ninja_file(recipe), encoding="utf-8")
-        done = subprocess.run([str(ninja()), "-C", folder], capture_output=True, text=True, check=False)
-        if done.returncode:
-            tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
-            raise BuildError(f"compiling {recipe.module} failed:\n{tail}")
-        os.replace(Path(folder, "module.so"), path)
+        objects = [str(Path(folder, f"{number}.o")) for number in range(len(recipe.sources))]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(partial(_compile, recipe), recipe.sources, objects))
+        module = str(Path(folder, "module.so"))
+        _run(
+            recipe, str(nvcc() if recipe.uses_nvcc else compiler()), "-shared", *objects, *recipe.ldflags, "-o", module
+        )
+        os.replace(module, path)
+
+
+def _compile(recipe: Recipe, source: str, target: str) -> None:
+    if source.endswith(".cu"):
+        _run(recipe, str(nvcc()), *recipe.nvcc_args, "-c", source, "-o", target)
+        return
+    includes = [
+        part for path in (pybind11_include(), sysconfig.get_path("include")) for part in ("-isystem", str(path))
+    ]
+    define = f"-DLAMB_DIGEST={source_digest(recipe)}"
+    _run(recipe, str(compiler()), *recipe.cxx_args, *includes, define, "-c", source, "-o", target)
+
+
+def _run(recipe: Recipe, *command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
+        raise BuildError(f"compiling {recipe.module} failed:\n{tail}")
 
 
 def import_from(name: str, path: Path) -> ModuleType:
@@ -245,41 +236,6 @@ def import_from(name: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _ninja_file(recipe: Recipe) -> str:
-    pybind11, python = str(pybind11_include()), sysconfig.get_path("include")
-    includes = [f"-I{path}" for path in recipe.include_paths] + [f"-isystem {path}" for path in (pybind11, python)]
-    define = f"-DLAMB_DIGEST={source_digest(recipe)}"
-    linker = f"{nvcc()} -shared" if recipe.uses_nvcc else f"{compiler()} -shared"
-    lines = [
-        f"cxx = {compiler()}",
-        f"nvcc = {nvcc() or 'nvcc'}",
-        f"cxx_args = {' '.join([*recipe.cxx_args, *includes, define])}",
-        f"nvcc_args = {' '.join([*recipe.nvcc_args, *includes])}",
-        "rule cxx\n  command = $cxx $cxx_args -c $in -o $out",
-        "rule nvcc\n  command = $nvcc $nvcc_args -c $in -o $out",
-        f"rule link\n  command = {linker} $in {' '.join(recipe.ldflags)} -o $out",
-    ]
-    objects = []
-    for source in recipe.sources:
-        objects.append(f"{Path(source).stem}{'_cu' if source.endswith('.cu') else ''}.o")
-        lines.append(f"build {objects[-1]}: {'nvcc' if source.endswith('.cu') else 'cxx'} {_escaped(source)}")
-    lines.append(f"build module.so: link {' '.join(objects)}")
-    return "\n".join(lines) + "\n"
-
-
-def _escaped(path: str) -> str:
-    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-
-def _let_first_rank_begin(path: Path, lock: Path) -> None:
-    """Give local rank 0 a head start on the lock; limited, since it may never need this module."""
-    if os.environ.get("LOCAL_RANK", "0") in ("", "0"):
-        return
-    end = time.monotonic() + HEAD_START_S
-    while time.monotonic() < end and not path.is_file() and not lock.exists():
-        time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager

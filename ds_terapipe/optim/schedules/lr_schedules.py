@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_terapipe.errors import bad_value
+from ds_terapipe.names import TYPES
 from ds_terapipe.optim.schedules.lr_rules import Ramp, Schedule, linear_epoch_ratio, square_root_lr, whole_steps
-from ds_terapipe.optim.schedules.phases import check_config, parse_phases, with_first_batch
-from ds_terapipe.optim.schedules.values import PATH, count, decay_settings, known_keys, number, one_warmup
+from ds_terapipe.optim.schedules.phases import check_config, parse_phases
+from ds_terapipe.optim.schedules.values import PATH, count, decay_settings, known_keys, number, warmup_setting
 
-NAMES = ("LambWarmup", "MixedBatch")
+NAMES = TYPES["scheduler"]
 
 
 class LambWarmup(Schedule):
@@ -58,19 +59,13 @@ class LambWarmup(Schedule):
             ConfigError: naming the first key that is wrong.
         """
         block = known_keys(PATH, params, cls.KEYS, cls.REQUIRED)
-        given = one_warmup(PATH, block)
         steps = count(f"{PATH}.total_steps", block["total_steps"])
-        values: dict[str, Any] = {
-            "reference_lr": number(f"{PATH}.reference_lr", block["reference_lr"], above=0.0),
-            "reference_batch_size": count(f"{PATH}.reference_batch_size", block["reference_batch_size"]),
-            "total_steps": steps,
-        }
-        if given == "warmup_ratio":
-            values[given] = number(f"{PATH}.{given}", block[given], most=1.0)
-        else:
-            values[given] = count(f"{PATH}.{given}", block[given], least=0)
+        lr = number(f"{PATH}.reference_lr", block["reference_lr"], above=0.0)
+        batch = count(f"{PATH}.reference_batch_size", block["reference_batch_size"])
+        warmup = warmup_setting(PATH, block)
         # The peak depends on the batch: that the end is not above it is looked at with the batch.
-        return {**values, **decay_settings(PATH, block, math.inf)}
+        decay = decay_settings(PATH, block, math.inf)
+        return {"reference_lr": lr, "reference_batch_size": batch, "total_steps": steps, **warmup, **decay}
 
     @staticmethod
     def ramp_at(params: Mapping[str, Any], batch: int) -> Ramp:
@@ -154,7 +149,8 @@ def complete_config(config: Mapping[str, Any], replicas: int | None = None) -> d
         return dict(config)
     phases = parse_phases(block.get("params"))
     check_config(phases, config, replicas)
-    return with_first_batch(phases, config)
+    batch, micro = phases[0].batch_size, phases[0].micro_batch_size
+    return {**config, "train_batch_size": batch, **({"train_micro_batch_size_per_gpu": micro} if micro else {})}
 
 
 def build_scheduler(name: str, params: Mapping[str, Any], config: Mapping[str, Any]) -> Callable[[Any], Schedule]:

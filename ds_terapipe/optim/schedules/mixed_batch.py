@@ -125,14 +125,11 @@ class MixedBatch(Schedule):
         check_division(self.phases, micro, engine.dp_world_size)
         self._micro_batch_sizes = micro_batch_sizes(self.phases, micro)
         self._engine = engine
-        if hasattr(engine, "follow_phase") and engine.training_dataloader is not None:
+        if engine.training_dataloader is not None and hasattr(engine, "follow_phase"):
             self._datasets.append(engine.training_dataloader.dataset)  # its loader follows the engine
-            Job.current().together(self._check_data)
-        elif _reads_data(engine) and engine.training_dataloader is not None:
+        elif engine.training_dataloader is not None and _reads_data(engine):
             self._loaders.append(TrainingLoader(engine.training_dataloader))
-            Job.current().together(self._check_data)
-        else:
-            Job.current().together(lambda: None)
+        Job.current().together(self._require_all)
         self._enter(self.phase_index)
         method = "train_batch" if _is_pipeline(engine) else "step"
         setattr(engine, method, self._switching(getattr(engine, method)))
@@ -150,17 +147,17 @@ class MixedBatch(Schedule):
         Raises:
             ConfigError: it has no ``set_seq_length`` though the sequence length changes.
         """
-        if is_deepspeed_loader(dataset):
-            loader = TrainingLoader(dataset)
-            self._require(loader.dataset)
-            self._loaders.append(loader)
-            if self._engine is not None:
-                self._set_length(loader.dataset)
-                loader.recut(self._micro_batch_sizes[self.phase_index])
-        else:
-            self._require(dataset)
+        loader = TrainingLoader(dataset) if is_deepspeed_loader(dataset) else None
+        if loader is not None:
+            dataset = loader.dataset
+        self._require(dataset)
+        self._set_length(dataset)
+        if loader is None:
             self._datasets.append(dataset)
-            self._set_length(dataset)
+            return
+        self._loaders.append(loader)
+        if self._engine is not None:
+            loader.recut(self._micro_batch_sizes[self.phase_index])
 
     def seek(self, samples: int) -> None:
         """Go on behind ``samples`` samples of ``training_data``, over all replicas and epochs: ``engine.global_samples``.
@@ -200,7 +197,7 @@ class MixedBatch(Schedule):
             set_batch(engine, phase.batch_size, micro)
 
         def switch_data() -> None:
-            for dataset in [*self._datasets, *(loader.dataset for loader in self._loaders)]:
+            for dataset in self._data():
                 self._set_length(dataset)
             for loader in self._loaders:
                 loader.recut(micro)
@@ -232,12 +229,18 @@ class MixedBatch(Schedule):
                 "set_seq_length(n) where the length changes, use a data set that has one or phases of one length"
             )
 
+    def _data(self) -> list[Any]:
+        return [*self._datasets, *(loader.dataset for loader in self._loaders)]
+
+    def _require_all(self) -> None:
+        for dataset in self._data():
+            self._require(dataset)
+
     def _check_data(self) -> None:
         if not self._length_changes() or not _reads_data(self._engine):
             return
-        for dataset in [*self._datasets, *(loader.dataset for loader in self._loaders)]:
-            self._require(dataset)
-        if not self._loaders and not self._datasets:
+        self._require_all()
+        if not self._data():
             lengths = [phase.seq_length for phase in self.phases]
             raise ConfigError(
                 f"{PATH}.phases: got seq_length {lengths} and no data set to set it on, must have one before the first "

@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_terapipe.errors import ConfigError, bad_value, shown
 from ds_terapipe.optim.schedules.lr_rules import Ramp, whole_steps
-from ds_terapipe.optim.schedules.values import PATH, count, decay_settings, known_keys, number, one_warmup
+from ds_terapipe.optim.schedules.values import PATH, count, decay_settings, known_keys, number, warmup_setting
 
 REQUIRED = ("steps", "batch_size", "seq_length", "lr")
 KEYS = (*REQUIRED, "warmup_ratio", "warmup_steps", "end_lr", "power", "decay_from", "micro_batch_size")
@@ -63,12 +63,10 @@ def _phase(path: str, entry: object) -> Phase:
     block = known_keys(path, entry, KEYS, REQUIRED)
     steps = count(f"{path}.steps", block["steps"])
     peak = number(f"{path}.lr", block["lr"], above=0.0)
-    if one_warmup(path, block) == "warmup_ratio":
-        warmup = whole_steps(number(f"{path}.warmup_ratio", block["warmup_ratio"], most=1.0), steps)
-    else:
-        warmup = count(f"{path}.warmup_steps", block["warmup_steps"], least=0)
-        if warmup > steps:
-            raise bad_value(f"{path}.warmup_steps", warmup, f"at most the phase's steps ({steps})", str(steps // 10))
+    given = warmup_setting(path, block)
+    warmup = whole_steps(given["warmup_ratio"], steps) if "warmup_ratio" in given else given["warmup_steps"]
+    if warmup > steps:
+        raise bad_value(f"{path}.warmup_steps", warmup, f"at most the phase's steps ({steps})", str(steps // 10))
     micro = block.get("micro_batch_size")
     return Phase(
         count(f"{path}.batch_size", block["batch_size"]),
@@ -123,13 +121,11 @@ def check_config(phases: Sequence[Phase], config: Mapping[str, Any], replicas: i
         ConfigError: naming the key.
     """
     first = phases[0]
-    batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
-    if batch is not None and batch != first.batch_size:
-        rule = f"{phase_path(0)}.batch_size ({first.batch_size}) or absent beside MixedBatch"
-        raise bad_value("train_batch_size", batch, rule, str(first.batch_size))
-    if micro is not None and first.micro_batch_size is not None and micro != first.micro_batch_size:
-        rule = f"{phase_path(0)}.micro_batch_size ({first.micro_batch_size}) or absent beside MixedBatch"
-        raise bad_value("train_micro_batch_size_per_gpu", micro, rule, str(first.micro_batch_size))
+    for name, ours in (("train_batch_size", "batch_size"), ("train_micro_batch_size_per_gpu", "micro_batch_size")):
+        got, wanted = config.get(name), getattr(first, ours)
+        if None not in (got, wanted) and got != wanted:
+            rule = f"{phase_path(0)}.{ours} ({wanted}) or absent beside MixedBatch"
+            raise bad_value(name, got, rule, str(wanted))
     for name in ("elasticity", "curriculum_learning", "data_efficiency"):
         block = config.get(name)
         if isinstance(block, Mapping) and block.get("enabled") is True:
@@ -171,12 +167,3 @@ def _check_slices(phases: Sequence[Phase], block: object) -> None:
             )
         if whole and slices > length:  # type: ignore[operator]
             raise bad_value("token_pipeline.slices", slices, f"at most {key} ({length})", f"e.g. {min(8, length)}")
-
-
-def with_first_batch(phases: Sequence[Phase], config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the configuration with the first phase's batch size, and its micro-batch size where it has one."""
-    first = phases[0]
-    completed = {**config, "train_batch_size": first.batch_size}
-    if first.micro_batch_size is not None:
-        completed["train_micro_batch_size_per_gpu"] = first.micro_batch_size
-    return completed

@@ -79,12 +79,18 @@ def decay_settings(path: str, params: Mapping[str, Any], peak: float) -> dict[st
     }
 
 
-def one_warmup(path: str, params: Mapping[str, Any]) -> str:
-    """Return the one key of ``warmup_ratio`` and ``warmup_steps`` in a block. Raises ConfigError for none or both."""
+def warmup_setting(path: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The one key of ``warmup_ratio`` and ``warmup_steps`` in a block, with its value checked.
+
+    Raises:
+        ConfigError: for none or both, or a wrong value.
+    """
     given = [key for key in ("warmup_ratio", "warmup_steps") if key in params]
     if len(given) != 1:
         got = " and ".join(given) or "neither"
         raise ConfigError(
             f"{path}: got {got}, must have one of warmup_ratio and warmup_steps, use e.g. warmup_ratio 0.1 or warmup_steps 0"
         )
-    return given[0]
+    (key,) = given
+    path = f"{path}.{key}"
+    return {key: number(path, params[key], most=1.0) if key == "warmup_ratio" else count(path, params[key], least=0)}
