@@ -63,7 +63,7 @@ setup(
     package_data={"ds_terapipe": ["private_names.ini"]},
     ext_modules=[Extension("ds_terapipe.optim._lamb_cpu", [])] if AHEAD else [],
     cmdclass={"build_py": WithSources, "build_ext": AheadOfTime},
-    install_requires=["torch>=2.11", "numpy", "deepspeed>=0.19.8,<0.20", "pybind11", "tqdm", "zlib-ng"],
+    install_requires=["torch>=2.11", "numpy", "deepspeed>=0.19.8,<0.20", "ninja", "pybind11", "tqdm", "zlib-ng"],
     extras_require={
         "megatron": ["megatron-core>=0.16,<0.20"],
         "hf": ["transformers>=5.0,<6", "safetensors", "peft>=0.18,<1"],

@@ -36,7 +36,7 @@ def test_version_and_requirements():
     assert version("ds_terapipe") == ds_terapipe.__version__ == "0.1.0"
     required = set(requires("ds_terapipe"))
     plain = {re.split(r"[<>=;\s]", entry)[0] for entry in required if "extra" not in entry}
-    assert plain == {"torch", "numpy", "deepspeed", "pybind11", "tqdm", "zlib-ng"}
+    assert plain == {"torch", "numpy", "deepspeed", "ninja", "pybind11", "tqdm", "zlib-ng"}
     assert any(entry.startswith("deepspeed<0.20,>=0.19.8") for entry in required)
     assert any(entry.startswith("megatron-core<0.20,>=0.16") and "megatron" in entry for entry in required)
     assert any(entry.startswith("transformers<6,>=5.0") and "hf" in entry for entry in required)

@@ -99,19 +99,16 @@ class FusedLamb(torch.optim.Optimizer):
         check_gradients: bool = True,
         backend: str = "auto",
     ) -> None:
-        if not isinstance(monitor_interval, int) or isinstance(monitor_interval, bool) or monitor_interval < 0:
-            raise bad_value(
-                modes.key("monitor_interval"), monitor_interval, "a number of steps, 0 or more", "0 for never"
-            )
-        if not isinstance(check_gradients, bool):
-            raise bad_value(modes.key("check_gradients"), check_gradients, "true or false", "true or false")
+        if type(monitor_interval) is not int or monitor_interval < 0:
+            rule = "a number of steps, 0 or more"
+            raise bad_value(modes.key("monitor_interval"), monitor_interval, rule, "0 for never")
         if backend not in backends.NAMES:
             raise bad_value(modes.key("backend"), backend, f"one of {', '.join(backends.NAMES)}", '"auto"')
         if max_grad_norm is not None:
             max_grad_norm = modes.number("max_grad_norm", max_grad_norm, "1.0, or null for no clipping", positive=True)
         self.max_grad_norm: float = max_grad_norm or 0.0
         self.monitor_interval = monitor_interval
-        self.check_gradients = check_gradients
+        self.check_gradients = modes.flag("check_gradients", check_gradients)
         self.backend = backend
         self._records: list[Record] = []
         self._groups = Groups(tensor_parallel=tensor_parallel_group)
@@ -141,12 +138,8 @@ class FusedLamb(torch.optim.Optimizer):
             ConfigError: for a bad setting, or a parameter that is not fp32, fp16 or bf16.
         """
         if "max_grad_norm" in param_group:
-            raise bad_value(
-                modes.key("max_grad_norm"),
-                param_group["max_grad_norm"],
-                "one value for all parameter groups",
-                "the argument",
-            )
+            rule = "one value for all parameter groups"
+            raise bad_value(modes.key("max_grad_norm"), param_group["max_grad_norm"], rule, "the argument")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -203,14 +196,10 @@ class FusedLamb(torch.optim.Optimizer):
         known = {
             id(p): name for record in self._records for p, name in zip(record.originals, record.names, strict=True)
         }
-        self._records = [
-            Record(
-                group,
-                list(group["params"]),
-                [known.get(id(p), f"group{number}.{i}") for i, p in enumerate(group["params"])],
-            )
-            for number, group in enumerate(self.param_groups)
-        ]
+        self._records = []
+        for number, group in enumerate(self.param_groups):
+            names = [known.get(id(p), f"group{number}.{i}") for i, p in enumerate(group["params"])]
+            self._records.append(Record(group, list(group["params"]), names))
         self._tables.clear()
         self._changed = True  # those with ``lamb_rows`` may have left
 
@@ -332,29 +321,18 @@ class FusedLamb(torch.optim.Optimizer):
         return tables
 
     def _built(self, records: list[Record]) -> list[DeviceTable]:
-        wanted = [record for record in self._records if record.group["split_qkv"]]
-        if (
-            wanted
-            and not self._changed
-            and not any(hasattr(p, "lamb_rows") for record in wanted for p in record.originals)
-        ):
-            raise bad_value(
-                modes.key("split_qkv"),
-                True,
-                "false where no parameter has lamb_rows",
-                "parameter.lamb_rows = (rows, ...)",
-            )
-        return [
-            # of nothing, which may lie elsewhere than what others have, no op of a device is asked
-            DeviceTable(
-                device, held, records, self._groups, backends.pick(device, self.backend if held.tensors else "plain")
-            )
-            for device, held in (by_device(records) or self._nothing_here()).items()
-        ]
-
-    def _nothing_here(self) -> dict[torch.device, DeviceTensors]:
-        """Return empty CPU tensors for a rank without any, if it must join other ranks' collectives; else nothing."""
-        return {} if self._groups.norm is None else {torch.device("cpu"): DeviceTensors()}
+        split = [p for record in self._records if record.group["split_qkv"] for p in record.originals]
+        if split and not self._changed and not any(hasattr(parameter, "lamb_rows") for parameter in split):
+            rule = "false where no parameter has lamb_rows"
+            raise bad_value(modes.key("split_qkv"), True, rule, "parameter.lamb_rows = (rows, ...)")
+        held = by_device(records)
+        if not held and self._groups.norm is not None:
+            # a rank without any tensor joins other ranks' collectives; their device, and its op, may be another one
+            held = {torch.device("cpu"): DeviceTensors()}
+        ops = {
+            device: backends.pick(device, self.backend if mine.tensors else "plain") for device, mine in held.items()
+        }
+        return [DeviceTable(device, mine, records, self._groups, ops[device]) for device, mine in held.items()]
 
     # ------------------------------------------------------------------------------------------------------ what happened
 

@@ -86,8 +86,7 @@ def resolve(group: dict[str, Any]) -> None:
     if group["exclude"] not in EXCLUDES:
         raise bad_value(key("exclude"), group["exclude"], 'null or "bias_norm"', "null to adapt every tensor")
     for name in ("bias_correction", "eps_inside_sqrt", "grad_averaging", "split_qkv"):
-        if not isinstance(group[name], bool):
-            raise bad_value(key(name), group[name], "true or false", "true or false")
+        flag(name, group[name])
     if not isinstance(group["lr"], Tensor):
         number("lr", group["lr"], "1e-3")
     elif group["lr"].numel() != 1:
@@ -97,6 +96,13 @@ def resolve(group: dict[str, Any]) -> None:
     group["betas"] = _betas(group["betas"])
     group["min_coeff"], group["max_coeff"] = _coefficients(group, MODES[mode])
     group["weight_norm_clip"] = _weight_norm_clip(group["weight_norm_clip"])
+
+
+def flag(name: str, value: Any) -> bool:
+    """``value``, if it is true or false."""
+    if not isinstance(value, bool):
+        raise bad_value(key(name), value, "true or false", "true or false")
+    return value
 
 
 def number(name: str, value: Any, example: str, positive: bool = False) -> float:

@@ -33,26 +33,20 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def exported(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A ``state_dict`` of PyTorch's form with the steps as int, where each of the others looks for them. May wait for a GPU."""
-    read: dict[int, int] = {}
-    state = {}
-    for index, values in state_dict["state"].items():
-        values = dict(values)
-        if "step" in values:
-            values["step"] = _number(values["step"], read)
-        if values:  # a parameter that was never stepped, a frozen one, has none
-            state[index] = values
+    counts = {id(values["step"]): values["step"] for values in state_dict["state"].values() if "step" in values}
+    numbers = {
+        key: int(step) for key, step in counts.items()
+    }  # parameters share counts on a device, which are read once
+    state = {
+        index: {key: numbers[id(value)] if key == "step" else value for key, value in values.items()}
+        for index, values in state_dict["state"].items()
+        if values  # a parameter that was never stepped, a frozen one, has none
+    }
     groups = []
     for group in state_dict["param_groups"]:
         steps = [state[index]["step"] for index in group["params"] if "step" in state.get(index, {})]
         groups.append({**_OTHERS, **_UNCLIPPED, **group, "step": max(steps, default=0)})
     return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _number(step: Any, read: dict[int, int]) -> int:
-    """``step`` as int; a count on the device that several parameters share is read once."""
-    if id(step) not in read:
-        read[id(step)] = int(step)
-    return read[id(step)]
 
 
 def imported(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -85,8 +85,6 @@ class _LambBuilder(OpBuilder):
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
         """Compile the module unless the cache has it, and import it."""
-        if not self.is_compatible(verbose=False):
-            raise jit.BuildError(f"{self.name}: {self.error_log}")
         return jit.import_from(self.absolute_name(), jit.obtain(self.recipe()))
 
     def _ahead(self) -> ModuleType | None:

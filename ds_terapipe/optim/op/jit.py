@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -114,9 +114,10 @@ def nvcc() -> str | None:
 
 def pybind11_include() -> str | None:
     """The folder of pybind11's headers, None if it is not installed."""
-    if importlib.util.find_spec("pybind11") is None:
+    try:
+        return str(importlib.import_module("pybind11").get_include())
+    except ImportError:
         return None
-    return str(importlib.import_module("pybind11").get_include())
 
 
 def why_not(recipe: Recipe) -> str | None:
@@ -176,13 +177,11 @@ def obtain(recipe: Recipe, lock_timeout_s: float = LOCK_TIMEOUT_S) -> Path:
     path = module_path(recipe)
     if path.is_file():
         return path
-    if reason := why_not(recipe):
-        raise BuildError(reason)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BuildError(f"cannot write to {path.parent} ({error.strerror}), set TORCH_EXTENSIONS_DIR") from error
-    with _locked(path.parent / "lock", path.is_file, lock_timeout_s):
+    with _locked(path.parent / "lock", lock_timeout_s):
         if not path.is_file():
             start = time.monotonic()
             compile_to(recipe, path)
@@ -198,7 +197,6 @@ def compile_to(recipe: Recipe, path: Path) -> None:
     """
     if reason := why_not(recipe):
         raise BuildError(reason)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build_") as folder:
         objects = [str(Path(folder, f"{number}.o")) for number in range(len(recipe.sources))]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -239,8 +237,7 @@ def import_from(name: str, path: Path) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _locked(lock: Path, done: Callable[[], bool], timeout_s: float) -> Iterator[None]:
-    """Hold the lock, or find that the protected file exists."""
+def _locked(lock: Path, timeout_s: float) -> Iterator[None]:
     with open(lock, "a+", encoding="utf-8") as file:
         end = time.monotonic() + timeout_s
         while True:
@@ -248,8 +245,6 @@ def _locked(lock: Path, done: Callable[[], bool], timeout_s: float) -> Iterator[
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as error:
-                if done():
-                    break
                 if time.monotonic() > end:
                     raise BuildError(
                         f"another process has been compiling for {timeout_s:.0f} s and holds {lock}"

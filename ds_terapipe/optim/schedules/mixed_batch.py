@@ -6,7 +6,6 @@ ends the phase before: DeepSpeed still needs the old batch size to count samples
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from ds_terapipe.optim.schedules.lr_rules import Schedule
 from ds_terapipe.optim.schedules.phases import Phase, check_division, micro_batch_sizes, parse_phases, position
 from ds_terapipe.optim.schedules.training_loader import TrainingLoader, is_deepspeed_loader, reads_ahead
 from ds_terapipe.optim.schedules.values import PATH
+from ds_terapipe.overrides import override
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +131,7 @@ class MixedBatch(Schedule):
             self._loaders.append(TrainingLoader(engine.training_dataloader))
         Job.current().together(self._require_all)
         self._enter(self.phase_index)
-        method = "train_batch" if _is_pipeline(engine) else "step"
-        setattr(engine, method, self._switching(getattr(engine, method)))
+        override(engine, "train_batch" if _is_pipeline(engine) else "step", self._switching)
 
     def register_dataset(self, dataset: Any) -> None:
         """Have ``dataset.set_seq_length(n)`` called now and at every change of phase.
@@ -167,24 +166,19 @@ class MixedBatch(Schedule):
         for loader in self._loaders:
             loader.seek(samples // _replicas(self._engine))
 
-    def _switching(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``engine.train_batch`` or ``engine.step`` with the end of a phase behind it."""
-
-        @functools.wraps(method)
-        def switching(*args: Any, **kwargs: Any) -> Any:
-            if not self._checked_data:
-                Job.current().together(self._check_data)
-                self._checked_data = True
-            if self._iterator_before is not None:
-                given = args[0] if args else kwargs.get("data_iter")
-                Job.current().together(lambda: self._check_iterator(given))
-                self._iterator_before = None
-            result = method(*args, **kwargs)
-            if self.phase_index != self._in_force:
-                self._enter(self.phase_index)
-            return result
-
-        return switching
+    def _switching(self, engine: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the engine's ``train_batch`` or ``step``, and after it the end of a phase."""
+        if not self._checked_data:
+            Job.current().together(self._check_data)
+            self._checked_data = True
+        if self._iterator_before is not None:
+            given = args[0] if args else kwargs.get("data_iter")
+            Job.current().together(lambda: self._check_iterator(given))
+            self._iterator_before = None
+        result = method(*args, **kwargs)
+        if self.phase_index != self._in_force:
+            self._enter(self.phase_index)
+        return result
 
     def _enter(self, index: int) -> None:
         """Put a phase in force, whatever was before: everything here may be done twice."""
