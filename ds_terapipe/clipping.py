@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from ds_terapipe.deepspeed_state import flat_gradients, groups_of
 from ds_terapipe.overrides import override
+from ds_terapipe.parameter_marks import is_counted
 
 
 def clip_by_true_norm(engine: Any) -> None:
@@ -73,15 +74,6 @@ def taking_part(optimizer: FP16_UnfusedOptimizer) -> None:
     for parameters in groups_of(optimizer):
         if parameters and all(parameter.grad is None for parameter in parameters):
             parameters[0].grad = torch.zeros_like(parameters[0])
-
-
-def is_counted(parameter: Tensor, tensor_rank: int) -> bool:
-    """True on exactly one rank for each parameter that several ranks hold: tied ones on their first stage, replicated ones
-    on the first tensor-parallel rank."""
-    if getattr(parameter, "ds_pipe_replicated", False):
-        return False
-    sharded = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
-    return tensor_rank == 0 or bool(sharded)
 
 
 def global_gradient_norm(parameters: Iterable[Parameter], mpu: Any, device: torch.device) -> Tensor:

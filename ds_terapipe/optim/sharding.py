@@ -14,6 +14,7 @@ from torch import distributed as dist
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import Job
 from ds_terapipe.optim.device_tensors import Layer
+from ds_terapipe.parameter_marks import is_copy, is_counted, is_tensor_parallel
 
 Group = Any  # torch.distributed.ProcessGroup, which builds of PyTorch without distributed lack
 
@@ -26,16 +27,6 @@ class Groups:
     norm: Group | None = None
     tied: dict[int, Group] = field(default_factory=dict)
     """id of an original parameter -> the processes that hold a copy of it on other pipeline stages"""
-
-
-def is_tensor_parallel(parameter: Tensor) -> bool:
-    """Whether other tensor-parallel ranks hold other parts of the parameter, by Megatron's mark."""
-    return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
-
-
-def is_copy(parameter: Tensor) -> bool:
-    """Whether the parameter is another pipeline stage's, by DeepSpeed's mark."""
-    return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def size(group: Group | None) -> int:
@@ -86,6 +77,10 @@ class Reduction:
         groups: the process groups.
         device: where the norms are.
 
+    Attributes:
+        counted: for each layer, whether this rank adds its gradient to the global norm.
+        tensor_group: the tensor-parallel ranks; None if there is but one.
+
     Raises:
         ConfigError: if a layer is shared with processes that are not known.
     """
@@ -94,12 +89,13 @@ class Reduction:
         parameters = [layer.parameter for layer in layers]
         self.tensor_group = tensor_parallel_group(groups, parameters)
         self._norm_group = groups.norm
-        self._first = self.tensor_group is None or dist.get_rank(self.tensor_group) == 0
+        tensor_rank = 0 if self.tensor_group is None else dist.get_rank(self.tensor_group)
+        self.counted = [is_counted(parameter, tensor_rank) for parameter in parameters]
         data = _by_group([layer.data_group for layer in layers])
         self._data_groups = [group for group, _ in data]
         everywhere = [True] * len(layers)
         # A replicated layer's norms come from the first rank too: ranks that round differently would drift apart.
-        here = [self._first or is_tensor_parallel(parameter) for parameter in parameters]
+        here = [tensor_rank == 0 or is_tensor_parallel(parameter) for parameter in parameters]
         owned = [not is_copy(parameter) for parameter in parameters]
         self._sums = [
             *(_sum(group, rows, everywhere, device) for group, rows in data),
@@ -111,10 +107,6 @@ class Reduction:
     def is_local(self) -> bool:
         """Whether every layer is whole here."""
         return not self._sums
-
-    def is_counted(self, parameter: Tensor) -> bool:
-        """Whether this rank adds the parameter's gradient to the global norm."""
-        return not is_copy(parameter) and (self._first or is_tensor_parallel(parameter))
 
     def sum_norms(self, norms: Tensor) -> None:
         """Put the sums of squares of whole layers, float64 [L, 2], in the place of those of this rank's parts. Collective."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ds_terapipe.clipping import is_counted
 from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.parameter_marks import is_counted
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
 

@@ -31,6 +31,7 @@ from ds_terapipe.elastic.moves.layers import copies
 from ds_terapipe.elastic.saved.restore import numbers_of
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import UNUSED
+from ds_terapipe.parameter_marks import is_tensor_parallel
 from ds_terapipe.pipeline.checkpoints import tag_of
 
 CARRIED = "ds_terapipe_elastic"
@@ -59,7 +60,7 @@ def kind_of(tensor: Tensor, sharded: bool) -> str | None:
         tensor: a parameter or buffer.
         sharded: whether there are several tensor-parallel ranks.
     """
-    if not sharded or not (getattr(tensor, "tensor_model_parallel", False) or getattr(tensor, "model_parallel", False)):
+    if not (sharded and is_tensor_parallel(tensor)):
         return cast(str, _REPLICATED)
     dimension, stride = getattr(tensor, "partition_dim", None), getattr(tensor, "partition_stride", 1)
     kinds: dict[tuple[Any, Any], str | None] = {(0, 1): None, (1, 1): _ROW, (0, 2): _HALVES}

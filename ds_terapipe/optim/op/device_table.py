@@ -41,8 +41,7 @@ class DeviceTable:
         group_of = np.array(held.groups, dtype=np.int64)
         self._rules = StepRules(records, group_of, device, None if self._is_host_led else op)
         self.reduction = Reduction(held.layers, groups, device)
-        counted = [self.reduction.is_counted(layer.parameter) for layer in held.layers]
-        self._arrays = SegmentArrays(held.parts, counted)
+        self._arrays = SegmentArrays(held.parts, self.reduction.counted)
         self._of_step = StepTensors(device, held.tensors, held.positions, held.in_rows)
         self._known_start: tuple[tuple[float, float], Tensor] | None = None
         count = len(held.layers)

@@ -1,0 +1,21 @@
+"""Marks of DeepSpeed and Megatron on parameters that several ranks hold, whole or in parts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def is_tensor_parallel(parameter: Tensor) -> bool:
+    """Whether other tensor-parallel ranks hold other parts of the parameter, by Megatron's mark."""
+    return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
+
+
+def is_copy(parameter: Tensor) -> bool:
+    """Whether the parameter is tied to one of another pipeline stage, which counts, by DeepSpeed's mark."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
+
+
+def is_counted(parameter: Tensor, tensor_rank: int) -> bool:
+    """True on exactly one rank for each parameter that several ranks hold: tied ones on their first stage, replicated ones
+    on the first tensor-parallel rank."""
+    return not is_copy(parameter) and (tensor_rank == 0 or is_tensor_parallel(parameter))
