@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ds_terapipe.optim.op.segments import Tables, View
+from ds_terapipe.optim.op.step_tensors import TYPES
 
 from .oracle import Rule, gradient_factor
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-NUMBERS = {FP32: 0, FP16: 1, BF16: 2}
 # Half the spacing of numbers, relative to them and below the smallest normal one: what storing the right result may cost.
 ROUNDING = {FP32: (2.0**-24, 0.0), FP16: (2.0**-11, 2.0**-25), BF16: (2.0**-8, 0.0)}
 GUARD, SENTINEL = 32, 7.5
@@ -86,7 +86,7 @@ class Case:
 
     @staticmethod
     def _kind(run: Run) -> tuple[int, int, int]:
-        parameter, gradient, copy = (NUMBERS[dtype or FP32] for dtype in run.types)
+        parameter, gradient, copy = (TYPES[dtype or FP32] for dtype in run.types)
         return run.length, run.layer, run.rule | parameter << 16 | gradient << 20 | copy << 24 | run.counted << 28
 
     def guards_hold(self) -> bool:
