@@ -30,7 +30,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("DS_TERAPIPE_LAMB_ISA", raising=False)
     made = CpuOp()
     if name is not None:
-        if SETS.index(name) > SETS.index(made.instruction_set):
+        if SETS.index(name) > SETS.index(made._op.instruction_set()):
             pytest.skip(f"this processor has no {name}")
         monkeypatch.setenv("DS_TERAPIPE_LAMB_ISA", name)
     return made
@@ -46,7 +46,7 @@ def test_results_are_the_same_bits_however_they_are_computed(op: CpuOp, monkeypa
     runs = [Run(n, i, shifts=(i % 3,) * 5) for i, n in enumerate([1, 0, 257, 65537, 300_001, 2_800_000])]
     runs += [Run(70_001, 6, types=(BF16, FP16, FP32)), Run(150_001, 6, types=(FP32, BF16, BF16))]
     runs += [Run(40 + i, 7 + i) for i in range(100)]
-    best = op.instruction_set
+    best = op._op.instruction_set()
     ways = [(name, 1, run) for name in SETS[: SETS.index(best) + 1]]
     ways += [(best, 2, run), (best, 3, run), (best, 1, run_in_phases), (best, 2, run_in_phases)]
     found = []
@@ -85,6 +85,6 @@ def test_no_access_outside_and_nothing_undefined(tmp_path: Path) -> None:
     # Threads that OpenMP keeps to the end are no leak; LeakSanitizer cannot run under a debugger or in some containers.
     # Its copies of stack frames are not aligned for AVX-512.
     options = "detect_leaks=0:detect_stack_use_after_return=0"
-    for isa in SETS[: SETS.index(CpuOp().instruction_set) + 1]:
+    for isa in SETS[: SETS.index(CpuOp()._op.instruction_set()) + 1]:
         done = execute(program, DS_TERAPIPE_LAMB_ISA=isa, OMP_NUM_THREADS="3", ASAN_OPTIONS=options)
         assert done.returncode == 0 and done.stdout.split() == [isa], done.stderr[-3000:]

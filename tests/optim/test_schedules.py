@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.optim.schedules.lr_rules import Ramp, linear_epoch_ratio, square_root_lr, whole_steps
+from ds_terapipe.optim.schedules.lr_rules import Ramp
 from ds_terapipe.optim.schedules.lr_schedules import LambWarmup, build_scheduler, complete_config, validate
 from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
 from ds_terapipe.optim.schedules.training_loader import TrainingLoader
@@ -49,9 +49,9 @@ def close(value: Any, rel: float = 1e-12) -> Any:
 @pytest.mark.parametrize(("batch", "lr", "share", "steps"), BERT)
 def test_bert_table_from_either_end_and_from_json(batch: int, lr: float, share: Fraction, steps: int) -> None:
     for reference, reference_lr, reference_share, _ in (BERT[0], BERT[-1]):
-        assert square_root_lr(reference_lr, reference, batch) == close(lr)
-        ratio = linear_epoch_ratio(float(reference_share), reference, batch)
-        assert ratio == close(float(share)) and whole_steps(ratio, steps) == 3125  # the same in every column
+        params = {"reference_lr": reference_lr, "reference_batch_size": reference, "total_steps": steps}
+        ramp = LambWarmup.ramp_at(LambWarmup.checked({**params, "warmup_ratio": float(reference_share)}), batch)
+        assert ramp.peak == close(lr) and ramp.warmup_steps == round(share * steps) == 3125  # the same in every column
     params = {"reference_lr": 6.25e-4, "reference_batch_size": 512, "total_steps": steps, "warmup_ratio": 1 / 320}
     optimizer = sgd()
     schedule = build_scheduler("LambWarmup", params, {"train_batch_size": batch})(optimizer)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ds_terapipe.errors import bad_value
+from ds_terapipe.optim.modes import key
 from ds_terapipe.optim.op.cuda_op import CudaOp
 from ds_terapipe.optim.op.plain import Plain
 from ds_terapipe.optim.op.segments import Tables
 
 logger = logging.getLogger(__name__)
 
-KEY = "optimizer.params.backend"
 NAMES = ("auto", "cpu", "cuda", "plain")
 
 
@@ -63,11 +63,6 @@ class CpuOp:
         self._op = CpuLambBuilder().load()
         self._workspace = self._op.Workspace()
 
-    @property
-    def instruction_set(self) -> str:
-        """avx512, avx2 or scalar."""
-        return str(self._op.instruction_set())
-
     def square_sum(self, tables: Tables, control: Tensor) -> None:
         """See :class:`Backend`. A wrong table is a ValueError, here and below, and then nothing has changed."""
         self._op.square_sum(*_arguments(tables, control))
@@ -107,13 +102,15 @@ def pick(device: torch.device, backend: str = "auto") -> Backend:
     if backend == "plain" or (backend == "auto" and device.type not in ("cpu", "cuda")):
         return Plain()
     if backend not in ("auto", device.type):
-        raise bad_value(KEY, backend, f"auto, plain or {device.type} for parameters on {device}", "auto")
+        raise bad_value(key("backend"), backend, f"auto, plain or {device.type} for parameters on {device}", "auto")
     try:
         return CpuOp() if device.type == "cpu" else CudaOp()
     except (RuntimeError, ImportError, OSError) as error:
         if backend != "auto":
             reason = " ".join(str(error).split())
-            raise bad_value(KEY, backend, f"auto or plain where the op cannot be loaded ({reason})", "auto") from error
+            raise bad_value(
+                key("backend"), backend, f"auto or plain where the op cannot be loaded ({reason})", "auto"
+            ) from error
         _warn(device.type, str(error))
         return Plain()
 

@@ -17,16 +17,6 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-def square_root_lr(reference_lr: float, reference_batch: int, batch: int) -> float:
-    """Peak LR at ``batch`` samples a step when ``reference_lr`` is right at ``reference_batch``: sqrt(batch / reference)."""
-    return reference_lr * math.sqrt(batch / reference_batch)
-
-
-def linear_epoch_ratio(reference_ratio: float, reference_batch: int, batch: int) -> float:
-    """Share of the training that is warm-up at ``batch``: it grows like the batch, so the number of steps stays."""
-    return reference_ratio * batch / reference_batch
-
-
 def whole_steps(ratio: float, steps: int) -> int:
     """Steps of warm-up that a share of ``steps`` is, rounded to the nearest (halves up)."""
     return math.floor(ratio * steps + 0.5)

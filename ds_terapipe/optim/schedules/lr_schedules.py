@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_terapipe.errors import bad_value
 from ds_terapipe.names import TYPES
-from ds_terapipe.optim.schedules.lr_rules import Ramp, Schedule, linear_epoch_ratio, square_root_lr, whole_steps
+from ds_terapipe.optim.schedules.lr_rules import Ramp, Schedule, whole_steps
 from ds_terapipe.optim.schedules.phases import check_config, parse_phases
 from ds_terapipe.optim.schedules.values import PATH, count, decay_settings, known_keys, number, warmup_setting
 
@@ -75,12 +75,12 @@ class LambWarmup(Schedule):
             ConfigError: the warm-up is longer than the training, or the end is above the peak.
         """
         steps, reference = params["total_steps"], params["reference_batch_size"]
-        peak = square_root_lr(params["reference_lr"], reference, batch)
+        peak = params["reference_lr"] * math.sqrt(batch / reference)
         if "warmup_steps" in params:
             warmup, key = params["warmup_steps"], "warmup_steps"
         else:
-            ratio, key = linear_epoch_ratio(params["warmup_ratio"], reference, batch), "warmup_ratio"
-            warmup = whole_steps(ratio, steps)
+            # the share grows with the batch, so that the number of steps stays
+            warmup, key = whole_steps(params["warmup_ratio"] * batch / reference, steps), "warmup_ratio"
         if warmup > steps:
             raise bad_value(
                 f"{PATH}.{key}", params[key],

@@ -20,6 +20,9 @@ class TrainingLoader:
 
     Args:
         loader: the loader of ``engine.deepspeed_io``, or a ``RepeatingLoader`` around it.
+
+    Attributes:
+        delivered: samples of this epoch that this replica has got.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -27,7 +30,7 @@ class TrainingLoader:
         self._create = self._loader._create_dataloader
         self._started = self._loader.data is not None
         self._order: list[Any] | None = None
-        self._delivered = self._first = 0
+        self.delivered = self._first = 0
         self._samples = len(self.dataset)
         self._loader._create_dataloader = self._begin_epoch  # DeepSpeed's __iter__ calls it
 
@@ -36,11 +39,6 @@ class TrainingLoader:
         """The data set that the loader reads."""
         return self._loader.dataset
 
-    @property
-    def delivered(self) -> int:
-        """Samples of this epoch that this replica has got."""
-        return self._delivered
-
     def recut(self, micro_batch_size: int) -> None:
         """From the next batch on, ``micro_batch_size`` samples each, as the data set makes them now."""
         loader = self._loader
@@ -48,7 +46,7 @@ class TrainingLoader:
             micro_batch_size * loader.device_count
         )  # more than 1 in DeepSpeed's single-process mode only
         if len(self.dataset) != self._samples:
-            self._samples, self._delivered, self._order = len(self.dataset), 0, None
+            self._samples, self.delivered, self._order = len(self.dataset), 0, None
             loader.data_sampler = _resized(loader.data_sampler, self.dataset)
         full, rest = divmod(len(loader.data_sampler), loader.batch_size)
         loader.len = full if loader.dataloader_drop_last else full + (rest > 0)
@@ -59,20 +57,20 @@ class TrainingLoader:
         """Go on after ``delivered`` samples of this replica, or start there when iterating begins; epochs are left out."""
         delivered %= max(1, len(self._loader.data_sampler))
         if self._started:
-            self._delivered = delivered
+            self.delivered = delivered
             self._read_on()
         else:
             self._first = delivered
 
     def _begin_epoch(self) -> Any:
-        self._started, self._delivered, self._first, self._order = True, self._first, 0, None
+        self._started, self.delivered, self._first, self._order = True, self._first, 0, None
         return self._read_on()
 
     def _read_on(self) -> Any:
         loader, sampler = self._loader, self._loader.data_sampler
         if self._order is None:
             self._order = list(sampler)
-        rest = self._order[self._delivered :]
+        rest = self._order[self.delivered :]
         loader.data = None  # ends the worker processes of the loader before it
         loader.data_sampler = rest
         try:
@@ -85,7 +83,7 @@ class TrainingLoader:
     def _counted(self, batches: Iterator[Any], size: int) -> Iterator[Any]:
         end = len(self._order or ())
         for batch in batches:
-            self._delivered = min(self._delivered + size, end)
+            self.delivered = min(self.delivered + size, end)
             yield batch
 
 

@@ -21,7 +21,7 @@ KNOWN = (
           "tests/optim/test_schedules.py -k registered"),
     Known("at a switch the samples of the epoch come again from the first on", "optim.schedules.training_loader",
           "        if self._started:\n            self._read_on()\n\n    def seek",
-          "        if self._started:\n            self._delivered = 0\n            self._read_on()\n\n    def seek",
+          "        if self._started:\n            self.delivered = 0\n            self._read_on()\n\n    def seek",
           "tests/optim/test_schedules.py -k read_ahead"),
     Known("a run that goes on from a checkpoint has the LR of a first step", "optim.schedules.lr_rules",
           '        self.steps_taken = int(state["steps_taken"])', "        self.steps_taken = 0",
