@@ -11,21 +11,12 @@ import pytest
 
 import ds_terapipe.config  # noqa: F401  DeepSpeed's own messages at its import are not the commands'
 from ds_terapipe import cli
-from ds_terapipe.plan import (
-    LayerSeconds,
-    MeasuredCost,
-    MemoryModel,
-    Plan,
-    Sample,
-    StageCost,
-    StageMemory,
-    sample_points,
-)
+from ds_terapipe.plan import LayerSeconds, MeasuredCost, MemoryModel, Plan, Sample, StageCost, StageMemory
 from ds_terapipe.plan.costs.analytic_memory import analytic_memory, fixed_bytes
 from ds_terapipe.plan.costs.hardware import Model
 from ds_terapipe.schedule import NAMES, Op
 from ds_terapipe.tracing.chrome import read
-from tests.plan.costs import ExampleCost
+from tests.plan.costs import ExampleCost, sample_points
 
 MODEL = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 50304}
 SMALL = ["--granularity", "64", "--seq-length", "512"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from ds_terapipe.commands.planning.frozen import add_frozen, plan_frozen
 from ds_terapipe.commands.planning.inputs import Inputs, add_inputs, choose_plan, read_inputs
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.plan.choose import advise_micro_batch
+from ds_terapipe.plan.choose import choose
 from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.result import Plan, compact, seconds_text
@@ -134,11 +135,11 @@ def _batch_advice(inputs: Inputs, found: Plan) -> tuple[list[str], list[dict[str
         return [], []
     others = [size for size in sizes if size != inputs.sequences]
     kept = sorted(others, key=lambda size: (abs(size.bit_length() - inputs.sequences.bit_length()), size))[:_SIZES]
-    request = replace(inputs.request, memory=inputs.source.memory(1))
-    try:
-        plans = advise_micro_batch({size: inputs.source.cost(size) for size in kept}, request, total)
-    except ConfigError:  # no other size fits
-        plans = []
+    plans = []
+    for size in sorted(kept):
+        request = replace(inputs.request, micro_batches=total // size, memory=inputs.source.memory(size))
+        with contextlib.suppress(ConfigError):  # it does not fit
+            plans.append(choose(inputs.source.cost(size), request))
     plans = sorted([*plans, found], key=lambda each: each.step_s)
     lines = [f"micro-batches for {total} sequences in a step, fastest first:"]
     for each in plans:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from ds_terapipe.commands.output import add_json, show
 from ds_terapipe.commands.progress import progress
@@ -47,13 +46,8 @@ def reproduce_paper(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: a granularity that is no positive number. CommandError: the file of ``--json`` cannot be written.
     """
-    from ds_terapipe.plan.paper.predicted import Options, reproduce
+    from ds_terapipe.plan.paper.predicted import reproduce
 
-    told = _say if sys.stderr.isatty() else None
     with progress("simulating the paper's settings"):
-        result = reproduce(Options(calibrated=not options.uncalibrated, granularity=options.granularity, progress=told))
+        result = reproduce(calibrated=not options.uncalibrated, granularity=options.granularity)
     show(options, result.table(), result.as_json())
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)

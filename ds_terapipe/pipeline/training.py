@@ -36,12 +36,12 @@ def train(engine: Any) -> Tensor:
     grid = grid_of_step(plan.schedule, engine.placement, counts, _deferring(engine) if max(counts) > 1 else ())
     step = engine.global_steps + 1
     traced = engine._trace.wants(step)
-    recorder.begin(step, wanted=traced or slicer.wants_events)
+    recorder.begin(step, wanted=traced or plan.recorded)
     with poison_on_error(engine._watchdog):
-        with engine._layer_times.step(slicer.wants_layers or engine._controller.times_layers):
+        with engine._layer_times.step(plan.times_layers or engine._controller.times_layers):
             run(engine, batch, grid, request)
         _finish(engine)
-    if slicer.wants_seconds:
+    if plan.timed:
         engine._clock.wait()
     seconds = time.perf_counter() - started
     events = recorder.end()

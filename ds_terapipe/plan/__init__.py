@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from ds_terapipe.plan.choose import Request, advise_micro_batch, can_choose, choose, plan_of
-from ds_terapipe.plan.costs.cost import Cost, MeasuredCost, Sample, StageCost, sample_points
+from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
+from ds_terapipe.plan.costs.cost import Cost, MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.costs.memory import MemoryModel, MemoryUse, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
@@ -32,7 +32,6 @@ __all__ = [
     "StageCost",
     "StageMemory",
     "StepTimes",
-    "advise_micro_batch",
     "best_cut",
     "can_choose",
     "choose",
@@ -41,6 +40,5 @@ __all__ = [
     "memory_use",
     "partition",
     "plan_of",
-    "sample_points",
     "slice_times",
 ]

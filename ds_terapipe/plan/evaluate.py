@@ -1,8 +1,8 @@
-"""Time of a step with given slices: the simulator, with parts shared by all plans computed once."""
+"""Time of a step with given slices, by simulation of the actions that the engine executes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.schedule import (
     Action,
-    Dependencies,
     Grid,
     Op,
     Placement,
@@ -24,6 +23,7 @@ from ds_terapipe.schedule import (
     with_messages,
     with_weight_gradients,
 )
+from ds_terapipe.schedule.replay import durations_of
 
 _Array = NDArray[np.float64]
 
@@ -36,18 +36,6 @@ class SliceSeconds(NamedTuple):
     backward: _Array
     weights: _Array
     messages: _Array
-
-
-class _Graph(NamedTuple):
-    """Dependencies of a grid, and where the time of each node stands.
-
-    ``keys`` [nodes] points into the seconds of forward, backward and messages, then of the parts of micro-batches whose weight
-    gradients one action makes, then 0. ``parts`` [3, parts]: their stage, first slice and stop.
-    """
-
-    dependencies: Dependencies
-    keys: NDArray[np.intp]
-    parts: NDArray[np.intp]
 
 
 class StepTimes:
@@ -76,7 +64,6 @@ class StepTimes:
         self.placement = Placement.plain(stages) if placement is None else placement
         if len(self.placement.stages) != stages:
             raise ValueError(f"placement: got {len(self.placement.stages)} stages, must be the pipeline's {stages}")
-        self._graphs: dict[tuple[str, int], _Graph] = {}
         self._slices: dict[tuple[int, ...], SliceSeconds] = {}
 
     def grid(self, schedule: str, slices: int) -> Grid:
@@ -105,15 +92,9 @@ class StepTimes:
 
     def seconds(self, schedule: str, lengths: Sequence[int]) -> float:
         """Makespan of a step."""
-        graph, keys, (stages, first, stop) = self._graph(schedule, len(lengths))
-        own, starts = self.slice_seconds(lengths), np.array([0, *accumulate(lengths)])
-        made = own.weights[stages] * (starts[stop] - starts[first]) / starts[-1]
-        values = np.concatenate([own.forward.ravel(), own.backward.ravel(), own.messages.ravel(), made, np.zeros(1)])
-        return max(graph.run(values[keys].tolist()))
-
-    def nodes(self, schedule: str, slices: int) -> int:
-        """Return the work of one call of `seconds`, in nodes of its graph."""
-        return len(self._graph(schedule, slices)[0].after)
+        grid = self.grid(schedule, len(lengths))
+        graph = dependencies(grid, self.placement)
+        return max(graph.run(durations_of(graph, *self._durations(grid, lengths))))
 
     def bound(self, lengths: Sequence[int]) -> float:
         """No schedule takes less: a place must wait for the first slice, do its work, and have the last one done before it."""
@@ -137,60 +118,28 @@ class StepTimes:
             least = max(least, down[stages[0]] + sum(passes[stage] for stage in stages) + after)
         return least
 
-    def simulate(self, schedule: str, lengths: Sequence[int], held: Sequence[float] | None = None) -> Simulation:
-        """Run the whole simulation; ``held``: bytes per token of a live unit on each stage."""
-        own, grid = self.slice_seconds(lengths), self.grid(schedule, len(lengths))
-        covered = self._covered(grid, len(lengths))
+    def simulate(self, schedule: str, lengths: Sequence[int]) -> Simulation:
+        """Run the whole simulation: intervals, bubble and live tokens of each place."""
+        grid = self.grid(schedule, len(lengths))
+        compute, message = self._durations(grid, lengths)
+        return simulate(grid, compute, message, lambda action: lengths[action.unit.slice], placement=self.placement)
+
+    def _durations(
+        self, grid: Grid, lengths: Sequence[int]
+    ) -> tuple[Callable[[Action], float], Callable[[Action], float]]:
+        """Return the seconds of computations and of messages, by action."""
+        forward, backward, weights, messages = (each.tolist() for each in self.slice_seconds(lengths))
+        counts, total = [len(lengths)] * self.micro_batches, sum(lengths)
+        covered = {action: found for row in grid for action, found in covered_slices(row, counts).items()}
 
         def compute(action: Action) -> float:
-            if action.op is Op.WEIGHT_GRADIENTS:
-                return float(own.weights[action.stage]) * sum(lengths[i] for i in covered[action]) / sum(lengths)
-            table = own.forward if action.op is Op.FORWARD else own.backward
-            return float(table[action.stage, action.unit.slice])
+            op, stage, unit = action
+            if op is Op.WEIGHT_GRADIENTS:
+                return float(weights[stage] * sum(lengths[i] for i in covered[action]) / total)
+            return float((forward if op is Op.FORWARD else backward)[stage][unit.slice])
 
         def message(action: Action) -> float:
-            return float(own.messages[_boundary(action), action.unit.slice])
+            boundary = action.stage if action.op is Op.SEND_FORWARD else action.stage - 1
+            return float(messages[boundary][action.unit.slice])
 
-        def tokens(action: Action) -> int:
-            return lengths[action.unit.slice]
-
-        def bytes_(action: Action) -> float:
-            return lengths[action.unit.slice] * held[action.stage] if held else 0.0
-
-        return simulate(grid, compute, message, tokens, bytes_, self.placement)
-
-    def _covered(self, grid: Grid, slices: int) -> dict[Action, range]:
-        counts = [slices] * self.micro_batches
-        return {action: found for row in grid for action, found in covered_slices(row, counts).items()}
-
-    def _graph(self, schedule: str, slices: int) -> _Graph:
-        """Return the dependencies of a grid, and where the time of each node stands."""
-        key = schedule, slices
-        if key not in self._graphs:
-            grid = self.grid(schedule, slices)
-            graph, table = dependencies(grid, self.placement), self.stages * slices
-            first = {
-                Op.FORWARD: 0,
-                Op.BACKWARD: table,
-                Op.SEND_FORWARD: 2 * table,
-                Op.SEND_BACKWARD: 2 * table - slices,  # over the boundary before the stage
-            }
-            covered = self._covered(grid, slices)
-            parts = {(each.stage, found.start, found.stop): 0 for each, found in covered.items()}
-            parts = {part: 3 * table - slices + index for index, part in enumerate(parts)}
-            nothing, keys = 3 * table - slices + len(parts), []
-            for action in graph.actions:
-                op, stage, unit = action
-                if op is Op.WEIGHT_GRADIENTS:
-                    keys.append(parts[stage, covered[action].start, covered[action].stop])
-                else:
-                    keys.append(first[op] + stage * slices + unit.slice if op in first else nothing)
-            # millions of actions, kept for nothing, would keep the garbage collector busy
-            slim = graph._replace(actions=[], ends=[])
-            columns = np.array(list(parts), dtype=np.intp).reshape(-1, 3).T
-            self._graphs[key] = _Graph(slim, np.array(keys, dtype=np.intp), columns)
-        return self._graphs[key]
-
-
-def _boundary(send: Action) -> int:
-    return send.stage if send.op is Op.SEND_FORWARD else send.stage - 1
+        return compute, message

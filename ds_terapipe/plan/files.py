@@ -6,11 +6,11 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_terapipe.errors import ConfigError, bad_value, is_finite, shown
+from ds_terapipe.errors import ConfigError, bad_value, is_finite, nearest, shown
 
 
 class Fields:
@@ -47,6 +47,12 @@ class Fields:
             raise self.fail(name, "a number that is not negative", use)
         return float(value)
 
+    def positive(self, name: str) -> float:
+        """A number above 0."""
+        if not is_number(self._data.get(name)) or not self._data[name]:
+            raise self.fail(name, "a positive number", "e.g. 8")
+        return self._data[name]  # type: ignore[no-any-return]
+
     def count(self, name: str, use: str = "e.g. 1", default: int | None = None) -> int:
         """A whole number of at least 1."""
         value = self._data.get(name, default)
@@ -54,12 +60,26 @@ class Fields:
             raise self.fail(name, "a positive integer", use)
         return int(value)
 
-    def flag(self, name: str) -> bool:
+    def flag(self, name: str, default: bool | None = None) -> bool:
         """True or false."""
-        value = self._data.get(name)
+        value = self._data.get(name, default)
         if not isinstance(value, bool):
             raise self.fail(name, "true or false", "false")
         return value
+
+    def text(self, name: str, default: str) -> str:
+        """A text."""
+        value = self._data.get(name, default)
+        if not isinstance(value, str):
+            raise self.fail(name, "text", "any name")
+        return value
+
+    def only(self, known: Collection[str]) -> None:
+        """Refuse a field of any other name."""
+        for name in self._data:
+            if name not in known:
+                use = nearest(name, known) or f"one of {', '.join(sorted(known))}"
+                raise self.fail(name, "a known field", use)
 
     def one_of(self, name: str, names: tuple[str, ...]) -> str:
         """One of the names."""
@@ -96,9 +116,9 @@ class Fields:
             raise self.fail(name, f"a list of at least {least} objects", "a file that was written by ds_terapipe")
         return [Fields(each, f"{self.path(name)}[{index}]") for index, each in enumerate(value)]
 
-    def block(self, name: str) -> dict[str, Any]:
+    def block(self, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return an object unchecked."""
-        value = self._data.get(name)
+        value = self._data.get(name, default)
         if not isinstance(value, dict):
             raise self.fail(name, "an object", "{}")
         return value

@@ -13,9 +13,9 @@ slices should cost the same, so `even_cuts` has the most even cut for each numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from ds_terapipe.schedule import Placement, as_placement
 
 Times = NDArray[np.float64]
 """[quanta, quanta]: seconds of the slice that starts at quantum j and has k + 1 quanta; infinite if not allowed."""
-_Found = TypeVar("_Found")
 
 
 class Cuts(NamedTuple):
@@ -119,17 +118,14 @@ def slice_times(cost: Cost, stages: int | Placement, cuts: Cuts) -> Times:
     times = np.full((n, n), np.inf)
     if len(length) == 0:
         return times
-    slowest = np.zeros(len(length))
-    seen: set[bytes] = set()
+    where, seen = as_placement(stages), dict[bytes, NDArray[np.float64]]()
     probe = np.unique(np.linspace(0, len(length) - 1, 4 * n).astype(int))
-    where = as_placement(stages)
     for place in range(where.places):
         # places that agree on every probed slice are equal: most pipelines have three kinds of stages
         marks = _both(cost, where, place, length[probe], context[probe]).tobytes()
         if marks not in seen:
-            seen.add(marks)
-            slowest = np.maximum(slowest, _both(cost, where, place, length, context))
-    times[start, count - 1] = slowest
+            seen[marks] = _both(cost, where, place, length, context)
+    times[start, count - 1] = np.max([*seen.values()], axis=0)
     return times
 
 
@@ -149,12 +145,30 @@ def best_cut(times: Times, weight: float) -> Cut:
         times: see `slice_times`.
         weight: (stages - 1) / micro-batches. K stages that run B micro-batches take B sum t + (K - 1) max t.
     """
-    found = _walk(lambda bound: _least_sum(times, bound), lambda cut: (cut.total, cut.slowest), weight)
-    if found is None:
+
+    def score(cut: Cut) -> float:
+        return cut.total + weight * cut.slowest
+
+    best = current = _least_sum(times, math.inf)
+    if best is None:
         raise ConfigError(
             "slices: got no cut whose slices are neither too short nor too long, must be one, use a smaller granularity"
         )
-    return found
+    # a good cut early makes the walk short; what these probes miss, the walk finds
+    bound = best.slowest
+    for _ in range(16):
+        bound *= 0.75
+        found = _least_sum(times, bound)
+        if found is None:
+            break
+        best = min(best, found, key=score)
+    while current is not None and weight > 0:
+        best = min(best, current, key=score)
+        # sums only grow from here on: what is still to win sets how low the slowest must be
+        to_win = math.nextafter((score(best) - current.total) / weight, math.inf)
+        bound = min(math.nextafter(current.slowest, 0.0), to_win)
+        current = _least_sum(times, bound) if bound > 0 else None
+    return best
 
 
 def even_cuts(times: Times, most: int) -> dict[int, tuple[int, ...]]:
@@ -183,42 +197,6 @@ def even_cuts(times: Times, most: int) -> dict[int, tuple[int, ...]]:
                 ends.append(int(before[ends[-1]]))
             out[slices] = tuple(b - a for a, b in pairwise(reversed(ends)))
     return out
-
-
-def _walk(
-    solve: Callable[[float], _Found | None], measure: Callable[[_Found], tuple[float, float]], weight: float
-) -> _Found | None:
-    """The least ``sum + weight * slowest`` over all bounds on the slowest slice.
-
-    ``solve`` has the least sum under a bound, None where there is nothing; ``measure`` gives sum and slowest.
-    """
-    first = solve(math.inf)
-    if first is None:
-        return None
-    best, least = first, _score(measure(first), weight)
-    # a good solution early makes the walk short; what these probes miss, the walk finds
-    bound = measure(first)[1]
-    for _ in range(16):
-        bound *= 0.75
-        found = solve(bound)
-        if found is None:
-            break
-        if _score(measure(found), weight) < least:
-            best, least = found, _score(measure(found), weight)
-    current: _Found | None = first
-    while current is not None:
-        total, slowest = measure(current)
-        if _score((total, slowest), weight) < least:
-            best, least = current, _score((total, slowest), weight)
-        bound = math.nextafter(slowest, 0.0)
-        if weight > 0:  # sums only grow from here on: what is still to win sets how low the slowest must be
-            bound = min(bound, math.nextafter((least - total) / weight, math.inf))
-        current = solve(bound) if bound > 0 and weight > 0 else None
-    return best
-
-
-def _score(measured: tuple[float, float], weight: float) -> float:
-    return measured[0] + weight * measured[1]
 
 
 def _least_sum(times: Times, bound: float) -> Cut | None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ds_terapipe.pipeline.autotune.phases import TRIALS
-from ds_terapipe.pipeline.autotune.slice_plan import FixedSlices
+from ds_terapipe.pipeline.autotune.slice_plan import FixedSlices, SlicePlan
+from ds_terapipe.pipeline.autotune.trials import TRIALS
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.plan.evaluate import StepTimes
@@ -42,7 +42,9 @@ class Recorded(FixedSlices):
     """A given slice plan of a step that is recorded."""
 
     events: Sequence[Any] = ()
-    wants_events = True
+
+    def plan(self, lengths: Sequence[int], everywhere: Sequence[int]) -> SlicePlan:
+        return super().plan(lengths, everywhere)._replace(recorded=True)
 
     def record_step(self, events: Sequence[Any], seconds: float) -> None:
         self.events = events

@@ -10,9 +10,8 @@ import torch
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.schedules.mixed_batch import set_batch
-from ds_terapipe.pipeline.autotune.comparison import comparison_steps
-from ds_terapipe.pipeline.autotune.phases import ROUNDS, Compared
 from ds_terapipe.pipeline.autotune.planner import RIVALS
+from ds_terapipe.pipeline.autotune.trials import ROUNDS, comparison_steps
 from ds_terapipe.pipeline.checkpoints import PLAN_STATE
 from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.plan.choose import Request, plan_of
@@ -54,7 +53,7 @@ def same_numbers(path: str) -> dict[str, Any]:
     def look() -> None:
         counts = [len(lengths) for lengths in engine.slices_run]
         live = engine.peak_live_units <= max(peak_live_units("terapipe", 2, counts))
-        compared = sum(isinstance(phase, Compared) for phase in engine._slicer._phases.values())
+        compared = sum(turn.plan is not None and turn.slices.timed for turn in engine._slicer._turns.values())
         after.append((len(plans(engine)), compared, engine.slices_run[0], live))
 
     with mock.patch.object(Clock, "wait", lambda clock: waited.append(engine.global_steps)):

@@ -12,11 +12,9 @@ import pytest
 from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.auto import AutoSlices
-from ds_terapipe.pipeline.autotune.comparison import Comparison, comparison_steps
-from ds_terapipe.pipeline.autotune.phases import ROUNDS, TRIALS
 from ds_terapipe.pipeline.autotune.planner import RIVALS
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
-from ds_terapipe.pipeline.autotune.slice_plan import SlicePlan
+from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, StepTime, comparison_steps, planned_steps
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
@@ -66,7 +64,7 @@ class Run:
             cut = list(cut) if len(set(lengths)) == 1 else len(cut)
         slices = slice_lengths(max(lengths), cut)
         makespan, events = simulated(len(lengths), plan.schedule, slices)
-        self.auto.record_step(events if self.auto.wants_events else [], slow(slices) * makespan)
+        self.auto.record_step(events if plan.recorded else [], slow(slices) * makespan)
         return slices
 
     def steps(self, count: int, lengths: Any, slow: Any = lambda slices: 1.0) -> list[tuple[int, ...]]:
@@ -182,27 +180,28 @@ def test_replicas_with_other_lengths_measure_and_plan_together():
 
 
 WINNERS = [
-    # the plan's first step does not count, nor does one lucky step of the rival
-    ([9.0, 1.0, 1.0, 1.0], [1.1, 0.5, 1.1], "plan"),
-    ([9.0, 0.9, 1.1, 1.1], [1.0, 1.0, 1.0], "plan"),  # slower in most turns, but not at its best
-    ([9.0, 1.0, 1.0, 1.0], [0.9, 0.9, 0.9, 1.1], "rival"),
-    ([9.0, 1.0, 1.0, 1.0], [0.995], "plan"),
-    ([2.0, 1.0], [], "plan"),
+    # the first step of the plan, 1f1b, does not count, nor does one lucky step of the rival
+    ([9.0, 1.0, 1.0, 1.0], [1.1, 0.5, 1.1], "1f1b"),
+    ([9.0, 0.9, 1.1, 1.1], [1.0, 1.0, 1.0], "1f1b"),  # slower in most turns, but not at its best
+    ([9.0, 1.0, 1.0, 1.0], [0.9, 0.9, 0.9, 1.1], "terapipe"),
+    ([9.0, 1.0, 1.0, 1.0], [0.995], "1f1b"),
+    ([2.0, 1.0], [], "1f1b"),
 ]
 
 
 @pytest.mark.parametrize(("plan_s", "rival_s", "winner"), WINNERS)
 def test_a_rival_wins_by_the_median_turn_and_by_the_fastest_step(plan_s, rival_s, winner):
     """Steps take these seconds, the last for all further ones."""
-    left = {"plan": list(plan_s), "rival": list(rival_s)}
-    comparison = Comparison(SlicePlan((8,), "plan"), [SlicePlan((4, 4), "rival")] if rival_s else [])
-    ended = False
-    while not ended:
-        own = left[comparison.plan.schedule]
-        ended = comparison.record_step(own.pop(0) if len(own) > 1 else own[0])
-    assert comparison.winner(1.01).schedule == winner
-    fastest = [min(plan_s[1:]), *([min(rival_s)] if rival_s else [])]
-    assert [comparison.fastest(plan) for plan in comparison.plans] == fastest
+    left = {"1f1b": list(plan_s), "terapipe": list(rival_s)}
+    plan = Plan("1f1b", (8,), 8, STAGES, 1, 1, False, step_s=1.0)
+    rivals = [dataclasses.replace(plan, schedule="terapipe")] if rival_s else []
+    steps = planned_steps(plan, Mock(agree=lambda decide: decide()), rivals)
+    turn = next(steps)
+    while turn.slices.timed:
+        own = left[turn.slices.schedule]
+        turn = steps.send(StepTime((), own.pop(0) if len(own) > 1 else own[0]))
+    assert turn.plan is not None and turn.plan.schedule == turn.slices.schedule == winner
+    assert turn.plan.step_s == (1.0 if winner == "1f1b" else min(rival_s))
 
 
 # -------------------------------------------------------------------------------- plans and measurements that are given

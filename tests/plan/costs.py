@@ -34,3 +34,15 @@ def compositions(total):
     yield (total,)
     for first in range(1, total):
         yield from ((first, *rest) for rest in compositions(total - first))
+
+
+def sample_points(total, least):
+    """A few dozen (length, context) that cover slices of ``least`` tokens or more of a sequence, up to the deepest context."""
+    powers = [least * 2**i for i in range(total.bit_length())]
+    lengths = sorted({n for power in powers for n in (power, 3 * power) if n < total} | {total})
+    points = [(length, 0) for length in lengths]
+    for length in sorted({least, *lengths[len(lengths) // 2 :: 3]} - {total}):
+        deepest = total - length
+        contexts = {deepest // 4 // least * least, deepest // 2 // least * least, deepest} - {0}
+        points += [(length, context) for context in sorted(contexts)]
+    return points

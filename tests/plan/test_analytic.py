@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.costs.analytic import AnalyticCost
-from ds_terapipe.plan.costs.calibrate import NOISE, fit
 from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, Cluster, Model, Rates, load_cluster, load_model
 from ds_terapipe.plan.costs.memory import Peaks, calibrated
 from ds_terapipe.schedule import NAMES, Placement
@@ -80,17 +78,6 @@ def test_the_end_of_a_step_and_layers_of_other_shapes():
     assert llama.layer_parameters == 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
 
 
-def test_a_fit_is_the_weighted_mean_of_prior_and_time():
-    """One time that is one rate: the posterior of two normal distributions is known."""
-    known = V100.ranges["latency_s"]
-    found = fit(lambda rates: [rates.latency_s], [known.middle * 1.5], V100.ranges)
-    weight = known.width**2 / (known.width**2 + NOISE**2)
-    assert math.log(found.rates.latency_s / known.middle) == pytest.approx(weight * math.log(1.5), rel=1e-6)
-    assert found.shifts["latency_s"] == pytest.approx(weight * math.log(1.5) / known.width, rel=1e-6)
-    assert found.errors == [pytest.approx((weight - 1) * math.log(1.5), rel=1e-5)]
-    assert all(abs(shift) < 1e-6 for name, shift in found.shifts.items() if name != "latency_s")
-
-
 CLUSTER = {
     "devices_per_node": 4, "peak_tflops": 312, "memory_gb": 40, "memory_gb_per_s": 1555, "link_gb_per_s": 300,
     "slowest_link_gb_per_s": 300, "node_gb_per_s": 25,
@@ -116,7 +103,7 @@ def test_files_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("load", "data", "field", "rule"),
     [
-        (load_cluster, "{", "", "not JSON"),
+        (load_cluster, "{", "", "no JSON"),
         (load_cluster, {**CLUSTER, "peak_tflop": 1}, "peak_tflop", "peak_tflops"),
         (load_cluster, {**CLUSTER, "memory_gb": -1}, "memory_gb", "a positive number"),
         (load_cluster, {**CLUSTER, "slowest_link_gb_per_s": 301}, "slowest_link_gb_per_s", "link_gb_per_s (300)"),

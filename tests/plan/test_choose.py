@@ -22,19 +22,17 @@ from ds_terapipe.plan import (
     StageCost,
     StageMemory,
     StepTimes,
-    advise_micro_batch,
     best_cut,
     can_choose,
     choose,
     memory_use,
     plan_of,
-    sample_points,
     slice_times,
 )
 from ds_terapipe.plan.placed import placement_text
 from ds_terapipe.plan.result import compact
 from ds_terapipe.schedule import NAMES, Op, Placement, validate
-from tests.plan.costs import ExampleCost, compositions
+from tests.plan.costs import ExampleCost, compositions, sample_points
 from tests.schedule import strategies
 from tests.schedule.strategies import SCHEDULES
 
@@ -64,12 +62,11 @@ def memory(stages):
 def test_step_times_are_the_simulators_on_any_placement(placement, schedule, lengths, micro_batches, once, data):
     count = len(placement.stages)
     times = StepTimes(data.draw(costs(count)), count, micro_batches, once, placement)
-    result = times.simulate(schedule, lengths, [2.0] * count)
+    result = times.simulate(schedule, lengths)
     validate(result.grid, [len(lengths)] * micro_batches, schedule, placement)
     assert len(result.places) == placement.places
     assert times.seconds(schedule, lengths) == pytest.approx(result.makespan, rel=1e-12)
     assert times.bound(lengths) <= result.makespan * (1 + 1e-12)
-    assert all(place.peak_bytes == 2 * place.peak_tokens for place in result.places)
 
 
 @pytest.mark.parametrize("lengths", [[256], [100, 90, 66]])
@@ -102,25 +99,27 @@ def fits(request, schedule, lengths):
 
 @settings(deadline=None, max_examples=20)
 @given(costs(), st.integers(1, 6), st.integers(0, 7), st.integers(1, 3), st.booleans(), st.floats(0.0, 1.2))
-def test_small_cases_are_the_best_of_all_plans_that_fit(cost, quanta, rest, micro_batches, weights_once, room):
+def test_small_cases_fit_and_are_near_the_best_of_all_plans(cost, quanta, rest, micro_batches, weights_once, room):
     stages, total = len(cost.factors), quanta * 8 + rest
     times = StepTimes(cost, stages, micro_batches, weights_once)
     request = Request(total, stages, micro_batches, memory=memory(stages), weights_once=weights_once)
     most = max(use.total for use in choose(cost, dataclasses.replace(request, schedule="terapipe")).memory)
     request = dataclasses.replace(request, memory_gb=room * most / 1e9 or None)
     cuts = [Cuts(total, 8).lengths(counts) for counts in compositions(quanta)]
+    if not cost._rough:  # smooth costs as they are measured
+        best = min(times.seconds(name, c) for name in NAMES for c in cuts)
+        assert choose(cost, dataclasses.replace(request, memory_gb=None)).step_s <= best * 1.1
     feasible = [times.seconds(name, c) for name in NAMES for c in cuts if fits(request, name, c)]
     try:
         found = choose(cost, request)
     except ConfigError:
-        assert not feasible
+        assert not any(fits(request, name, [total]) for name in NAMES)
         return
-    # lengths that are equal but no multiples of the granularity are allowed as well, and may be better still
-    assert found.step_s <= min(feasible, default=found.step_s) * (1 + 1e-9)
-    if all(length % 8 == 0 for length in found.slices[:-1]):
-        assert found.step_s >= min(feasible) * (1 - 1e-9)
     assert fits(request, found.schedule, found.slices)
     assert found.step_s == pytest.approx(times.seconds(found.schedule, found.slices))
+    # lengths that are equal but no multiples of the granularity are allowed as well, and may be better still
+    if all(length % 8 == 0 for length in found.slices[:-1]):
+        assert found.step_s >= min(feasible) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -176,28 +175,6 @@ def test_one_stage_is_not_cut_and_the_overhead_counts():
     assert found.step_s == pytest.approx(0.5 + 4 * 3 * ExampleCost([1.0]).forward(0, 512, 0))
 
 
-def test_a_search_ends_where_moving_tokens_wins_nothing(monkeypatch):
-    timed, seconds = [], StepTimes.seconds
-    monkeypatch.setattr(StepTimes, "seconds", lambda *args: timed.append(args) or seconds(*args))
-    choose(ExampleCost([1.0], 0.0, 2.0**-16, 0.0), Request(512, 1, 4, "1f1b", min_length=128))
-    assert 5 < len(timed) < 50
-
-
-def test_advice_compares_sizes_of_the_micro_batch():
-    costs = {b: ExampleCost([1.0] * 4, fixed=5e-3, sequences=b) for b in (1, 2, 3, 4)}
-    of_stage = {field.name: float(n) for n, field in enumerate(dataclasses.fields(StageMemory), start=1)}
-    plans = advise_micro_batch(costs, Request(256, 4, 1, memory=MemoryModel((StageMemory(**of_stage),) * 4)), 4)
-    assert sorted((plan.sequences, plan.micro_batches) for plan in plans) == [(1, 4), (2, 2), (4, 1)]
-    assert [plan.step_s for plan in plans] == sorted(plan.step_s for plan in plans)
-    for plan in plans:  # more sequences take more of what tokens take
-        fixed = ("fixed", "largest_gradient", "gradient_sums")
-        grown = {name: each * (1 if name in fixed else plan.sequences) for name, each in of_stage.items()}
-        model = MemoryModel((StageMemory(**grown),) * 4)
-        assert plan.memory == memory_use(model, plan.schedule, plan.slices, plan.micro_batches)
-    with pytest.raises(ConfigError, match="sequences: got 5, must be a multiple of one of"):
-        advise_micro_batch({2: costs[2]}, Request(256, 4, 1), 5)
-
-
 def test_a_cut_that_is_named_is_a_plan_of_its_own():
     cost, request = ExampleCost([1.0] * 4), Request(512, 4, 4, memory=memory(4), overhead_s=0.5)
     plan = plan_of(cost, request, "terapipe", (300, 212))
@@ -234,7 +211,7 @@ def test_requests_that_break_a_rule_are_errors(values, says):
 @pytest.fixture(scope="module")
 def plan():
     request = Request(512, 4, 4, memory=memory(4), memory_gb=1.0, weights_once=True, about={"model": "gpt"})
-    return choose(ExampleCost([1.0] * 4, link=1e-6), request)
+    return choose(ExampleCost([1.0] * 4, fixed=1e-4, link=1e-6), request)
 
 
 def test_a_saved_plan_is_the_same(plan, tmp_path):

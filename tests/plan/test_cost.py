@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from itertools import accumulate
 
@@ -12,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.plan import MeasuredCost, MemoryModel, Sample, StageCost, StageMemory, sample_points
+from ds_terapipe.plan import MeasuredCost, MemoryModel, Sample, StageCost, StageMemory
 from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.tracing.chrome import MEASURED, Event, events_of
-from tests.plan.costs import ExampleCost
+from tests.plan.costs import ExampleCost, sample_points
 
 
 def measured(total=512, least=8, noise=lambda: 1.0, attention=2e-8):
@@ -24,20 +23,6 @@ def measured(total=512, least=8, noise=lambda: 1.0, attention=2e-8):
     return StageCost(
         [Sample(n, c, cost.forward(0, n, c) * noise(), cost.backward(0, n, c) * noise()) for n, c in points]
     )
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 5000), st.data())
-def test_samples_are_few_and_reach_every_slice(total, data):
-    least = data.draw(st.integers(max(1, total // 600), total))
-    points = sample_points(total, least)
-    assert len(points) <= 48 and len(set(points)) == len(points)
-    lengths = [length for length, _ in points]
-    assert (min(lengths), max(lengths)) == (least, total)
-    assert all(length + context <= total for length, context in points)
-    assert max(context for _, context in points) == total - least
-    without = sorted(length for length, context in points if context == 0)
-    assert all(b <= 2 * a for a, b in itertools.pairwise(without))
 
 
 @pytest.mark.parametrize(

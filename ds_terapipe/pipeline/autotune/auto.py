@@ -1,4 +1,4 @@
-"""``"slices": "auto"``: the first steps of each shape determine the slice plan of later ones, see phases.py."""
+"""``"slices": "auto"``: the first steps of each shape determine the slice plan of later ones, see trials.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import named
 from ds_terapipe.pipeline.autotune.memory_limit import MemoryLimit
-from ds_terapipe.pipeline.autotune.phases import SHORTEST, TRIALS, Compared, Phase, Settled, WarmUp
+from ds_terapipe.pipeline.autotune.meter import StepMeter
 from ds_terapipe.pipeline.autotune.planner import Planner, Shape
-from ds_terapipe.pipeline.autotune.run_info import Agreement, MemoryMeter, RunInfo, check_plan, mismatch
+from ds_terapipe.pipeline.autotune.run_info import Agreement, RunInfo, check_plan, mismatch
 from ds_terapipe.pipeline.autotune.slice_plan import DEFAULT_SCHEDULE, SlicePlan
+from ds_terapipe.pipeline.autotune.trials import SHORTEST, TRIALS, Steps, StepTime, Turn, measured_steps, planned_steps
 from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.result import Plan, compact
 from ds_terapipe.tracing.chrome import Event
@@ -40,14 +41,15 @@ class AutoSlices:
         config: TokenPipelineConfig,
         run: RunInfo,
         agree: Agreement,
-        meter: MemoryMeter,
+        meter: StepMeter,
         say: Callable[[str], None],
         layers: Callable[[], LayerSeconds | None] = lambda: None,
     ) -> None:
         self._config, self._run, self._say = config, run, say
         self._schedule = DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule
-        self._phases: dict[Shape, Phase] = {}
-        self._shape: Shape | None = None  # shape of the phase of the step that was cut last
+        self._steps: dict[Shape, Steps] = {}
+        self._turns: dict[Shape, Turn] = {}  # the next one of each
+        self._shape: Shape | None = None  # of the step that was cut last, None if it was no turn
         self._missed = 0  # steps since the last measured one
         self._given: Plan | None = None
         if config.plan_path is not None:
@@ -71,15 +73,16 @@ class AutoSlices:
         """Return the slice plan for these lengths; ``everywhere``: of all pipelines. Collective if it plans."""
         longest, self._shape = max(everywhere), None
         shape, alike = (longest, len(lengths)), min(everywhere) == longest
-        phase = self._phase_of(shape, alike)
-        if phase is None:
+        turn = self._turn_of(shape, alike)
+        if turn is None:
             return self._unmeasured(lengths)
         if not alike:  # not comparable with other steps
-            return self._unmeasured(lengths) if phase.plan is None else _scaled(phase.plan, lengths, longest)
-        if phase.plan is None:
+            return self._unmeasured(lengths) if turn.plan is None else _scaled(turn.plan, lengths, longest)
+        if turn.plan is None:
             self._missed = 0
+            self._planner.limit.watch(turn.counts)
         self._shape = shape
-        return phase.begin()
+        return turn.slices
 
     def now(self, lengths: Sequence[int]) -> SlicePlan:
         """Return the training's slice plan for an evaluation, which is neither measured nor planned for."""
@@ -87,38 +90,39 @@ class AutoSlices:
         plan = next((plan for plan in self._plans() if plan.seq_length == longest), None)
         return self._unmeasured(lengths) if plan is None else _scaled(plan, lengths, longest)
 
-    def _phase_of(self, shape: Shape, alike: bool) -> Phase | None:
-        """Return the phase of steps of this shape, a new one if there is none; None while another shape is measured.
+    def _turn_of(self, shape: Shape, alike: bool) -> Turn | None:
+        """Return the turn of steps of this shape, the first one if they are new; None while another shape is measured.
 
         If lengths change from step to step, the shape under measurement is measured whenever it comes; steps of others
         just run. After ``PATIENCE`` steps of other shapes its measurement is given up.
         """
-        found = self._phases.get(shape)
-        if found is not None:
-            return found
+        if shape in self._turns:
+            return self._turns[shape]
         if self._planner.can_plan(shape):
             self._say_why(shape)
             return self._adopt(self._planner.plan(shape))
         if not alike:
             return None
         self._missed += 1
-        measured = next((other for other, phase in self._phases.items() if phase.plan is None), None)
+        measured = next((other for other, turn in self._turns.items() if turn.plan is None), None)
         if measured is not None:
             if self._missed <= PATIENCE:
                 return None
-            del self._phases[measured]
+            del self._turns[measured], self._steps[measured]
         self._say_why(shape)
         cost = self._planner.cost
         if cost is not None:
             known = f"slices of {cost.min_length} to {cost.max_slice} tokens, up to {cost.max_length}"
             self._say(f"plan: measured were {known}, not sequences of {shape[0]}: measured again")
-        self._phases[shape] = phase = WarmUp(shape, self._planner)
-        return phase
+        return self._begin(shape, measured_steps(shape, self._planner))
 
-    def _adopt(self, plan: Plan) -> Phase:
+    def _adopt(self, plan: Plan) -> Turn:
         """Use a plan, and compare the next steps with its prediction."""
-        self._phases[plan.seq_length, plan.micro_batches] = phase = Compared(plan, self._planner)
-        return phase
+        return self._begin((plan.seq_length, plan.micro_batches), planned_steps(plan, self._planner))
+
+    def _begin(self, shape: Shape, steps: Steps) -> Turn:
+        self._steps[shape], self._turns[shape] = steps, next(steps)
+        return self._turns[shape]
 
     def _say_why(self, shape: Shape) -> None:
         """Log that the plan of ``plan_path`` is not used, if it is for other sequences."""
@@ -133,28 +137,13 @@ class AutoSlices:
         """Return a slice plan for steps of unknown cost."""
         return SlicePlan(min(TRIALS[1], max(min(lengths) // SHORTEST, 1)), self._schedule)
 
-    @property
-    def wants_events(self) -> bool:
-        """Whether to record the step that was cut last."""
-        return self._shape is not None and self._phases[self._shape].wants_events
-
-    @property
-    def wants_layers(self) -> bool:
-        """Whether to time single layers in the step that was cut last."""
-        return self._shape is not None and self._phases[self._shape].wants_layers
-
-    @property
-    def wants_seconds(self) -> bool:
-        """Whether the time of the step that was cut last matters; the host may run ahead of its device."""
-        return self._shape is not None and not isinstance(self._phases[self._shape], Settled)
-
     def record_step(self, events: Sequence[Event], seconds: float) -> None:
         """Note the end of the step: its events, on rank 0, and its wall time; collective if that decides anything."""
         if self._shape is not None:
-            self._phases[self._shape] = self._phases[self._shape].record_step(events, seconds)
+            self._turns[self._shape] = self._steps[self._shape].send(StepTime(events, seconds))
 
     def _plans(self) -> list[Plan]:
-        return [phase.plan for phase in self._phases.values() if phase.plan is not None]
+        return [turn.plan for turn in self._turns.values() if turn.plan is not None]
 
     def state(self) -> dict[str, Any]:
         """Return the plans, for a checkpoint."""
@@ -168,7 +157,7 @@ class AutoSlices:
             alike = dataclasses.replace(self._run, micro_batches=plan.micro_batches)
             other = mismatch(plan, alike, self._config.schedule, self._config.memory_gb)
             what = f"{compact(plan.slices)} tokens, {plan.schedule}, from the checkpoint"
-            there = self._phases.get((plan.seq_length, plan.micro_batches))
+            there = self._turns.get((plan.seq_length, plan.micro_batches))
             if other is not None:
                 self._say(f"plan: {what}, is for {other.theirs} and not for {other.ours}: not used")
             elif there is not None and there.plan is not None:

@@ -1,4 +1,4 @@
-"""Facts of an engine for cutting its steps: the run, and the free memory."""
+"""Facts of an engine for cutting its steps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.auto import AutoSlices
 from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
+from ds_terapipe.pipeline.autotune.meter import StepMeter
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
 from ds_terapipe.pipeline.autotune.slice_plan import DEFAULT_SCHEDULE, FixedSlices
 from ds_terapipe.pipeline.loss import runs_per_slice
-from ds_terapipe.pipeline.recording.accounting import StepMemory, gradients_to_come
+from ds_terapipe.pipeline.recording.accounting import StepMemory
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.plan.costs.layers import LayerSeconds
-from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, StageMemory
 from ds_terapipe.plan.files import check_writable
 from ds_terapipe.plan.placed import placement_dict, unlike_plain
 from ds_terapipe.refusals import cuts
@@ -44,13 +44,12 @@ def new_slicer(engine: Any, consensus: Consensus, memory: StepMemory, layers: La
     path = config.measurements_path
     if path is not None:
         consensus.decide(lambda: check_writable("token_pipeline.measurements_path", path, "e.g. costs.json"))
-    say = emit if engine.global_rank == 0 else _nobody_hears
     return AutoSlices(
         config,
         _run_info(engine, consensus),
         consensus.decide,
-        _Meter(engine, consensus, memory),
-        say,
+        StepMeter(engine, consensus, memory),
+        emit if engine.global_rank == 0 else lambda line: None,
         lambda: _layer_seconds(engine, consensus, layers),
     )
 
@@ -93,10 +92,6 @@ def _by_frequency(engine: Any) -> ConfigError | None:
             f"gradient is made slice by slice (a slice does not know how often a token is in the whole sequence), use {use}"
         )
     return None
-
-
-def _nobody_hears(line: str) -> None:
-    pass
 
 
 def _run_info(engine: Any, consensus: Consensus) -> RunInfo:
@@ -165,53 +160,3 @@ def _layer_seconds(engine: Any, consensus: Consensus, times: LayerTimes) -> Laye
         stages[stage] = max(stages.get(stage, ()), seconds, key=sum)
     ends = engine.module.layers_around if hasattr(engine.module, "layers_per_stage") else (0, 0)  # a StagedPipeline
     return LayerSeconds(tuple(stages[stage] for stage in sorted(stages)), ends)
-
-
-class _Meter:
-    """Memory of a step on all stages; see ``run_info.MemoryMeter``."""
-
-    def __init__(self, engine: Any, consensus: Consensus, memory: StepMemory) -> None:
-        self._engine, self._consensus, self._memory = engine, consensus, memory
-
-    def begin(self) -> None:
-        """Implement :meth:`MemoryMeter.begin`."""
-        self._memory.begin(self._engine.module.parameters())
-
-    def end(self) -> tuple[MemoryModel | None, float | None]:
-        """Return the memory model and limit of a step, each stage from its fullest replica and tensor-parallel rank."""
-        said = self._consensus.gather((self._memory.end(), self._free()))
-        stages: dict[int, StageMemory] = {}
-        for stage, taken in (each for of_rank, _ in said for each in of_rank.items()):
-            if stage not in stages or taken.activations > stages[stage].activations:
-                stages[stage] = taken
-        limits = [free for _, free in said if free is not None]
-        model = MemoryModel(tuple(stages[stage] for stage in sorted(stages)))
-        return model, min(limits) if limits else None
-
-    def note_peak(self) -> None:
-        """Implement :meth:`MemoryMeter.note_peak`."""
-        self._memory.note_peak(self._engine.module.parameters())
-
-    def peaks(self) -> tuple[float, ...] | None:
-        """Return the watched step's peaks by place, from its fullest replica and tensor-parallel rank; collective."""
-        if self._engine.device.type == "cpu":  # on all ranks
-            return None
-        peaks: dict[int, float] = {}
-        for place, taken in self._consensus.gather((self._engine.stage_id, self._memory.taken)):
-            peaks[place] = max(peaks.get(place, 0.0), taken or 0.0)
-        return tuple(peaks[place] for place in sorted(peaks))
-
-    def _free(self) -> float | None:
-        """Return the bytes for activations and buffers: the configured ones, else the free ones; None if unknown.
-
-        Free bytes include PyTorch's cache, and leave room for gradients. Weights and optimiser are allocated by then.
-        """
-        given = self._engine.token_pipeline.memory_gb
-        if given is not None:
-            return float(given * GIGABYTE)
-        device = self._engine.device
-        if device.type != "cuda":
-            return None
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        to_come = gradients_to_come(self._engine.module.parameters())
-        return float(torch.cuda.mem_get_info(device)[0] + kept - to_come)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_terapipe.config import TokenPipelineConfig
-from ds_terapipe.pipeline.autotune.run_info import Agreement, MemoryMeter, RunInfo
+from ds_terapipe.pipeline.autotune.meter import StepMeter
+from ds_terapipe.pipeline.autotune.run_info import Agreement, RunInfo
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, Peaks, calibrated, memory_use
@@ -23,7 +24,7 @@ class MemoryLimit:
     """
 
     def __init__(
-        self, config: TokenPipelineConfig, run: RunInfo, schedule: str, agree: Agreement, meter: MemoryMeter
+        self, config: TokenPipelineConfig, run: RunInfo, schedule: str, agree: Agreement, meter: StepMeter
     ) -> None:
         self._run, self._schedule, self._agree, self._meter = run, schedule, agree, meter
         self._given_gb = config.memory_gb
@@ -33,19 +34,17 @@ class MemoryLimit:
         self._limit_from: str | None = None  # the file that it was read from
         self.model: MemoryModel | None = None
 
-    def begin(self) -> None:
-        """Measure the memory of the next step."""
-        self._meter.begin()
+    def watch(self, counts: bool) -> None:
+        """Watch the peak of the next step, and measure its memory if it ``counts``."""
+        if counts:
+            self._meter.begin()
+        self._meter.note_peak()
 
-    def end(self) -> None:
-        """End the measured step; collective."""
+    def count(self) -> None:
+        """Take the model and the limit from the measured step; collective."""
         self._counted, self._limit = self._meter.end()
         self.model, self._limit_from = self._counted, None
         self._peaks.clear()
-
-    def note_peak(self) -> None:
-        """Watch the peak of the next step."""
-        self._meter.note_peak()
 
     def learn(self, shape: tuple[int, int], slices: int | Sequence[int]) -> None:
         """Refine the model by the peak of the step that has ended, cut into ``slices``; collective."""

@@ -43,22 +43,16 @@ class Planner:
         say: Callable[[str], None],
         layers: Callable[[], LayerSeconds | None],
     ) -> None:
-        self._config, self.run, self.schedule, self.limit = config, run, schedule, limit
+        self.config, self.run, self.schedule, self.limit = config, run, schedule, limit
         self.agree, self.say, self._layers, self._advised = agree, say, layers, False
         self.cost: MeasuredCost | None = None
-        self._overhead_s = 0.0
         if config.measurements_path is not None:
             self._load_measurements(config.measurements_path)
-
-    @property
-    def granularity(self) -> int:
-        """Granularity of unequal slices in tokens, see `plan.choose.Request`."""
-        return self._config.granularity
 
     def learn(self, steps: Sequence[RecordedStep]) -> None:
         """Learn the costs of these trials, and write them to the configured file; collective."""
         layers = self._layers()
-        self.cost, self._overhead_s = self.agree(lambda: self._costs(steps, layers))
+        self.cost = self.agree(lambda: self._costs(steps, layers))
 
     def can_plan(self, shape: Shape) -> bool:
         """Whether such steps are within the measurements."""
@@ -69,14 +63,25 @@ class Planner:
 
     def plan(self, shape: Shape) -> Plan:
         """Return the fastest plan for such steps, and log it; collective."""
-        plan: Plan = self.agree(lambda: self._choose(shape))
+        assert self.cost is not None
+        cost = self.cost
+        plan: Plan = self.agree(lambda: choose(cost, self._request(cost, shape)))
         for line in plan.summary():
             self.say(line)
         return plan
 
     def rivals(self, planned: Plan, steps: Sequence[RecordedStep]) -> list[Plan]:
         """Return the fastest trials other than the plan, as plans; collective."""
-        found: list[Plan] = self.agree(lambda: self._rivals(planned, steps))
+        assert self.cost is not None
+        cost, request = self.cost, self._request(self.cost, (planned.seq_length, planned.micro_batches))
+        seconds: dict[tuple[int, ...], float] = {}
+        for step in steps:
+            if self.limit.fits(step.slices, planned.micro_batches):
+                seconds[step.slices] = min(step.seconds, seconds.get(step.slices, step.seconds))
+        seconds.pop(planned.slices if planned.schedule == self.schedule else (), None)
+        most = NEAR * min(step.seconds for step in steps)
+        near = sorted((slices for slices, taken in seconds.items() if taken <= most), key=seconds.__getitem__)
+        found: list[Plan] = self.agree(lambda: [plan_of(cost, request, self.schedule, cut) for cut in near[:RIVALS]])
         return found
 
     def advise(self) -> None:
@@ -88,22 +93,22 @@ class Planner:
         if advice:
             self.say(f"plan: stages of {advice}")
 
-    def _costs(self, steps: Sequence[RecordedStep], layers: LayerSeconds | None) -> tuple[MeasuredCost, float]:
-        run, own = self.run, overhead(steps)
+    def _costs(self, steps: Sequence[RecordedStep], layers: LayerSeconds | None) -> MeasuredCost:
+        run = self.run
         cost = measured_cost(
             steps,
             run.stages,
             run.sequences,
             run.weights_once,
             run.loss_of_whole,
-            {**run.measured_on, "overhead_s": own, "memory_limit_bytes": self.limit.free_bytes},
+            {**run.measured_on, "overhead_s": overhead(steps), "memory_limit_bytes": self.limit.free_bytes},
             self.limit.model,
             layers,
         )
-        if self._config.measurements_path is not None:
+        if self.config.measurements_path is not None:
             with named("token_pipeline.measurements_path"):
-                cost.save(self._config.measurements_path)
-        return cost, own
+                cost.save(self.config.measurements_path)
+        return cost
 
     def _load_measurements(self, path: str) -> None:
         def load() -> MeasuredCost | None:
@@ -122,16 +127,11 @@ class Planner:
 
         self.cost = self.agree(load)
         if self.cost is not None:
-            self._overhead_s = self.cost.overhead_s
             self.limit.load(self.cost, path)
             self.advise()
 
-    def _choose(self, shape: Shape) -> Plan:
-        assert self.cost is not None
-        return choose(self.cost, self._request(self.cost, shape))
-
     def _request(self, cost: MeasuredCost, shape: Shape) -> Request:
-        config, run, limit = self._config, self.run, self.limit
+        config, run, limit = self.config, self.run, self.limit
         return Request(
             seq_length=shape[0],
             stages=run.stages,
@@ -145,20 +145,6 @@ class Planner:
             limit_name=limit.limit_name,
             weights_once=run.weights_once,
             placement=run.placement,
-            overhead_s=self._overhead_s,
+            overhead_s=cost.overhead_s,
             about=dict(run.measured_on),
         )
-
-    def _rivals(self, planned: Plan, steps: Sequence[RecordedStep]) -> list[Plan]:
-        assert self.cost is not None
-        seconds: dict[tuple[int, ...], float] = {}
-        for step in steps:
-            if self.limit.fits(step.slices, planned.micro_batches):
-                seconds[step.slices] = min(step.seconds, seconds.get(step.slices, step.seconds))
-        seconds.pop(planned.slices if planned.schedule == self.schedule else (), None)
-        near = [slices for slices, taken in seconds.items() if taken <= NEAR * min(step.seconds for step in steps)]
-        request = self._request(self.cost, (planned.seq_length, planned.micro_batches))
-        return [
-            plan_of(self.cost, request, self.schedule, slices)
-            for slices in sorted(near, key=seconds.__getitem__)[:RIVALS]
-        ]

@@ -1,14 +1,14 @@
-"""Facts of a run that a plan depends on, and the engine's interface for measuring them."""
+"""Facts of a run that a plan depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 from ds_terapipe.config import AUTO
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, gigabytes
+from ds_terapipe.plan.costs.memory import GIGABYTE, gigabytes
 from ds_terapipe.plan.placed import placement_text, same_places
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import Placement
@@ -37,27 +37,8 @@ class RunInfo:
     placement: Placement | None = None
 
 
-class Agreement(Protocol):
-    """Broadcast of rank 0's decisions; collective."""
-
-    def __call__(self, decision: Callable[[], Any]) -> Any:
-        """Return ``decision()`` of rank 0, or raise its error, on every rank."""
-
-
-class MemoryMeter(Protocol):
-    """Meter of one step's memory."""
-
-    def begin(self) -> None:
-        """Measure the next step."""
-
-    def end(self) -> tuple[MemoryModel | None, float | None]:
-        """Return the memory model of all stages, and the free bytes of a stage, None without limit; collective."""
-
-    def note_peak(self) -> None:
-        """Watch the peak of the next step."""
-
-    def peaks(self) -> tuple[float, ...] | None:
-        """Return the peak bytes of every place in the watched step; None if unknown; collective."""
+Agreement: TypeAlias = Callable[[Callable[[], Any]], Any]
+"""Return the decision of rank 0, or raise its error, on every rank; collective."""
 
 
 class Mismatch(NamedTuple):

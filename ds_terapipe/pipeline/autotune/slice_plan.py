@@ -11,10 +11,21 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 class SlicePlan(NamedTuple):
-    """Slices of a step's micro-batches, and their schedule."""
+    """Slices of a step's micro-batches and their schedule, and the measurements of the step that decide something.
+
+    Attributes:
+        slices: their number, or their lengths in tokens.
+        schedule: the order.
+        timed: the seconds of the step count; the engine synchronizes with its device.
+        recorded: so do its events.
+        times_layers: so do the times of its single layers.
+    """
 
     slices: int | tuple[int, ...]
     schedule: str
+    timed: bool = False
+    recorded: bool = False
+    times_layers: bool = False
 
 
 class FixedSlices:
@@ -30,21 +41,6 @@ class FixedSlices:
     def now(self, lengths: Sequence[int]) -> SlicePlan:
         """Return the current slice plan for an evaluation, which is neither measured nor planned for."""
         return self._plan
-
-    @property
-    def wants_events(self) -> bool:
-        """Whether to record the step."""
-        return False
-
-    @property
-    def wants_layers(self) -> bool:
-        """Whether to time the step's single layers."""
-        return False
-
-    @property
-    def wants_seconds(self) -> bool:
-        """Whether the seconds of the step decide anything; if so, the engine synchronizes with the device."""
-        return False
 
     def record_step(self, events: Sequence[Event], seconds: float) -> None:
         """Note the events and seconds of the step."""

@@ -67,41 +67,54 @@ class Sample(NamedTuple):
 
 
 class Curve:
-    """Seconds by number of tokens: the best curve that does not fall, linear between the measured numbers.
+    """Seconds of slices: the best t(l, 0) that does not fall, linear between the measured lengths, + a2 c + a3 l c.
 
     Args:
-        points: pairs (tokens, seconds); several of the same number of tokens are averaged.
+        points: triples (length, context, seconds); several of the same length are averaged, in effect.
         what: name of the curve for errors.
 
     Raises:
-        ConfigError: no point, or one that is no time.
+        ConfigError: no point without context, or one that is no time.
     """
 
-    def __init__(self, points: Sequence[tuple[float, float]], what: str) -> None:
-        _check_times(points, what, 1)
-        tokens = np.array([point[0] for point in points], dtype=float)
-        self.points = tuple((int(a), float(b)) for a, b in points)
-        self._what = what
-        self._knots, index = np.unique(tokens, return_inverse=True)
+    def __init__(self, points: Sequence[tuple[float, float, float]], what: str) -> None:
+        for length, _, seconds in points:
+            if not (length >= 1 and seconds >= 0 and math.isfinite(seconds)):
+                raise ConfigError(
+                    f"{what}: got {seconds} s for {length} tokens, must be at least one token and a time, measure again"
+                )
+        lengths, contexts, seconds = np.array(points, dtype=float).reshape(-1, 3).T
+        if not np.any(contexts == 0) or np.any(contexts < 0):
+            raise ConfigError(f"{what}: got no measurement without context, must have some, measure again")
+        self._what, self._deepest = what, float(np.max(contexts))
+        self._knots, index = np.unique(lengths, return_inverse=True)
         steps = (np.arange(len(self._knots))[None, :] <= index[:, None]).astype(float)
-        self._values = np.cumsum(_relative_fit(steps, np.array([point[1] for point in points], dtype=float)))
+        columns = np.column_stack([steps, contexts, contexts * lengths])
+        # relative errors: a short slice's microseconds count as much as a long one's milliseconds
+        floor = np.maximum(seconds, 1e-9)
+        fit = nonnegative_least_squares(columns / floor[:, None], seconds / floor)
+        self._values, (self._by_context, self._by_both) = np.cumsum(fit[:-2]), fit[-2:]
 
-    def __call__(self, tokens: Tokens) -> Tokens:
-        """Return the seconds for ``tokens``. Raises ConfigError outside the measured range."""
+    def __call__(self, length: Tokens, context: Any = 0.0) -> Tokens:
+        """Return the seconds of a slice. Raises ConfigError outside the measured range."""
         low, high = float(self._knots[0]), float(self._knots[-1])
-        if np.any(np.asarray(tokens) < low) or np.any(np.asarray(tokens) > high):
-            worst = max(np.max(tokens), high) if np.any(np.asarray(tokens) > high) else np.min(tokens)
+        lengths, contexts = np.broadcast_arrays(length, context)
+        wrong = (lengths < low) | (lengths > high) | (contexts < 0) | (contexts > self._deepest)
+        if np.any(wrong):
+            first = int(np.argmax(wrong.ravel()))
             raise ConfigError(
-                f"{self._what}: got {int(worst)} tokens, must be within the measured {low:g} to {high:g}, measure again"
+                f"{self._what}: got a slice of {lengths.ravel()[first]:g} tokens after {contexts.ravel()[first]:g}, must be "
+                f"within the measured {low:g} to {high:g} tokens after at most {self._deepest:g}, measure again"
             )
-        return _like(tokens, np.interp(tokens, self._knots, self._values))
+        base = np.interp(length, self._knots, self._values)
+        return _like(length, base + np.asarray(context) * (self._by_context + self._by_both * np.asarray(length)))
 
 
 class StageCost:
     """One stage, from measurements.
 
     Args:
-        samples: a few dozen; `sample_points` says where.
+        samples: a few dozen, at context 0 among them.
         weights: pairs (tokens of the whole sequence, seconds) of the weight gradients, where they are made once per
             micro-batch.
         what: name of the stage in errors.
@@ -113,72 +126,30 @@ class StageCost:
     def __init__(
         self, samples: Sequence[Sample], weights: Sequence[tuple[float, float]] = (), what: str = "stage"
     ) -> None:
-        _check_times([(s.length, t) for s in samples for t in (s.forward, s.backward)], what, 1)
-        self.samples = tuple(samples)
-        self.what = what
-        self._length = np.array([s.length for s in samples], dtype=float)
-        self._context = np.array([s.context for s in samples], dtype=float)
-        if not np.any(self._context == 0) or np.any(self._context < 0):
-            raise ConfigError(f"{what}: got no measurement without context, must have some, measure again")
-        self._knots = np.unique(self._length)
-        self._forward = self._fit(np.array([s.forward for s in samples]))
-        self._backward = self._fit(np.array([s.backward for s in samples]))
-        self._weights = Curve(weights, f"{what}, weight gradients") if weights else None
-
-    def _fit(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Steps of t(l, 0) from one measured length to the next, then a2 and a3."""
-        index = np.searchsorted(self._knots, self._length)
-        steps = (np.arange(len(self._knots))[None, :] <= index[:, None]).astype(float)
-        columns = np.column_stack([steps, self._context, self._context * self._length])
-        return _relative_fit(columns, seconds)
-
-    def forward(self, length: Tokens, context: Tokens) -> Tokens:
-        """Return the seconds of a slice's forward. Raises ConfigError outside the measured range."""
-        return self._evaluate(self._forward, length, context)
-
-    def backward(self, length: Tokens, context: Tokens) -> Tokens:
-        """Return the seconds of a slice's backward. Raises ConfigError outside the measured range."""
-        return self._evaluate(self._backward, length, context)
+        self.samples, self.weight_points = tuple(samples), tuple((int(a), float(b)) for a, b in weights)
+        self.forward = Curve([(s.length, s.context, s.forward) for s in samples], what)
+        self.backward = Curve([(s.length, s.context, s.backward) for s in samples], what)
+        self._weights = Curve(_without_context(weights), f"{what}, weight gradients") if weights else None
 
     def weights(self, length: Tokens) -> Tokens:
         """Seconds of the weight gradients of a whole sequence; 0 where none were measured."""
         return 0.0 * length if self._weights is None else self._weights(length)
 
     @property
-    def weight_points(self) -> tuple[tuple[int, float], ...]:
-        """The measured weight gradients, as given."""
-        return () if self._weights is None else self._weights.points
-
-    @property
     def max_length(self) -> int:
         """The longest measured sequence: context and slice together."""
-        return int(np.max(self._length + self._context))
+        return max(sample.length + sample.context for sample in self.samples)
 
     @property
-    def residuals(self) -> tuple[tuple[float, float], ...]:
+    def residuals(self) -> list[list[float]]:
         """(fitted - measured) / measured of each sample, forward and backward."""
-        fitted = [(self.forward(s.length, s.context), self.backward(s.length, s.context)) for s in self.samples]
-        return tuple(
-            (float(f) / s.forward - 1, float(b) / s.backward - 1)
-            for (f, b), s in zip(fitted, self.samples, strict=True)
-        )
-
-    def _evaluate(self, fit: NDArray[np.float64], length: Tokens, context: Tokens) -> Tokens:
-        self._check_range(length, context)
-        steps, (by_context, by_both) = fit[:-2], fit[-2:]
-        base = np.interp(length, self._knots, np.cumsum(steps))
-        return _like(length, base + np.asarray(context) * (by_context + by_both * np.asarray(length)))
-
-    def _check_range(self, length: Any, context: Any) -> None:
-        low, high, deepest = self._knots[0], self._knots[-1], np.max(self._context)
-        lengths, contexts = np.broadcast_arrays(length, context)
-        wrong = (lengths < low) | (lengths > high) | (contexts < 0) | (contexts > deepest)
-        if np.any(wrong):
-            first = int(np.argmax(wrong.ravel()))
-            raise ConfigError(
-                f"{self.what}: got a slice of {lengths.ravel()[first]:g} tokens after {contexts.ravel()[first]:g}, must be "
-                f"within the measured {low:g} to {high:g} tokens after at most {deepest:g}, measure again"
-            )
+        return [
+            [
+                self.forward(float(s.length), s.context) / s.forward - 1,
+                self.backward(float(s.length), s.context) / s.backward - 1,
+            ]
+            for s in self.samples
+        ]
 
 
 class MeasuredCost:
@@ -217,7 +188,10 @@ class MeasuredCost:
         self.stage_costs = tuple(stage_costs)
         self.sequences, self.memory, self.loss, self.layers = sequences, memory, loss, layers
         self.measured_on = dict(measured_on or {})
-        self._messages = [Curve(points, f"messages of boundary {index}") for index, points in enumerate(messages)]
+        self._points = [[(int(tokens), float(seconds)) for tokens, seconds in points] for points in messages]
+        self._messages = [
+            Curve(_without_context(points), f"messages of boundary {index}") for index, points in enumerate(messages)
+        ]
 
     @property
     def stages(self) -> int:
@@ -293,11 +267,11 @@ class MeasuredCost:
                 {
                     "samples": [list(sample) for sample in stage.samples],
                     "weights": [list(point) for point in stage.weight_points],
-                    "residuals": [list(pair) for pair in stage.residuals],
+                    "residuals": stage.residuals,
                 }
                 for stage in self.stage_costs
             ],
-            "messages": [{"points": [list(point) for point in curve.points]} for curve in self._messages],
+            "messages": [{"points": [list(point) for point in points]} for points in self._points],
             "loss": [list(self.loss)],
             "memory": None if self.memory is None else model_dict(self.memory),
             "layers": None if self.layers is None else self.layers.to_dict(),
@@ -329,29 +303,6 @@ class MeasuredCost:
         if about.value(_LIMIT) is not None:
             about.number(_LIMIT, "null for no limit")
         return cls(stages, messages, fields.count("sequences"), fields.block("measured_on"), memory, loss, layers)
-
-
-def sample_points(total: int, least: int) -> list[tuple[int, int]]:
-    """Return points to measure: a few dozen (length, context) that cover slices of ``least`` tokens or more.
-
-    Lengths go up by at most a half from ``least`` to the sequence of ``total`` tokens without context; contexts are tried
-    with short, middle and long slices, up to the deepest that a slice can have.
-
-    Raises:
-        ConfigError: a sequence shorter than the shortest slice.
-    """
-    if not 1 <= least <= total:
-        raise ConfigError(
-            f"least: got {least}, must be from 1 to the sequence length {total}, use e.g. {min(8, total)}"
-        )
-    powers = [least * 2**i for i in range(total.bit_length())]
-    lengths = sorted({n for power in powers for n in (power, 3 * power) if n < total} | {total})
-    points = [(length, 0) for length in lengths]
-    for length in sorted({least, *lengths[len(lengths) // 2 :: 3]} - {total}):
-        deepest = total - length
-        contexts = {deepest // 4 // least * least, deepest // 2 // least * least, deepest} - {0}
-        points += [(length, context) for context in sorted(contexts)]
-    return points
 
 
 def _stage(block: Fields, index: int) -> StageCost:
@@ -395,20 +346,8 @@ def _boundaries(fields: Fields, stages: Sequence[StageCost]) -> list[list[tuple[
     return found
 
 
-def _relative_fit(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    # relative errors: a short slice's microseconds count as much as a long one's milliseconds
-    floor = np.maximum(seconds, 1e-9)
-    return nonnegative_least_squares(columns / floor[:, None], seconds / floor)
-
-
-def _check_times(points: Sequence[tuple[float, float]], what: str, least: int) -> None:
-    if len(points) < least:
-        raise ConfigError(f"{what}: got no measurement, must have at least {least}, measure again")
-    for tokens, seconds in points:
-        if not (tokens >= 1 and seconds >= 0 and math.isfinite(seconds)):
-            raise ConfigError(
-                f"{what}: got {seconds} s for {tokens} tokens, must be at least one token and a time, measure again"
-            )
+def _without_context(points: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
+    return [(tokens, 0.0, seconds) for tokens, seconds in points]
 
 
 def _like(tokens: Tokens, values: Any) -> Tokens:

@@ -11,13 +11,12 @@ for `CLUSTERS`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_terapipe.errors import ConfigError, bad_value, nearest
+from ds_terapipe.plan.files import Fields, read_json
 
 
 class Range(NamedTuple):
@@ -159,27 +158,20 @@ def load_cluster(name_or_path: str) -> Cluster:
     """
     if name_or_path in CLUSTERS:
         return CLUSTERS[name_or_path]
-    known = {field.name for field in dataclasses.fields(Cluster)} - {"rates_known"}
-    found = _read(name_or_path, CLUSTERS, known | {"rates"})
-    rates = found.pop("rates", {})
-    if not isinstance(rates, dict):
-        raise bad_value(f"{name_or_path}: rates", rates, "an object of numbers by name", "e.g. {}")
-    names = {field.name for field in dataclasses.fields(Rates)}
-    for key, value in rates.items():
-        if key not in names:
-            raise bad_value(f"{name_or_path}: rates.{key}", value, "one of the nine rates", _one_of(key, names))
-        _positive(f"{name_or_path}: rates.{key}", value)
-    _complete(name_or_path, found, known - {"name"})
-    for key in sorted(known - {"name"}):
-        _positive(f"{name_or_path}: {key}", found[key], whole=key == "devices_per_node")
+    fields = read_json(name_or_path, f"a JSON file or one of {', '.join(CLUSTERS)}")
+    sizes = {field.name for field in dataclasses.fields(Cluster)} - {"name", "rates_known"}
+    fields.only(sizes | {"name", "rates"})
+    rates = Fields(fields.block("rates", default={}), fields.path("rates"))
+    rates.only({field.name for field in dataclasses.fields(Rates)})
+    found: dict[str, Any] = {key: fields.positive(key) for key in sorted(sizes)}
+    found["devices_per_node"] = fields.count("devices_per_node")
     if found["slowest_link_gb_per_s"] > found["link_gb_per_s"]:
-        raise bad_value(
-            f"{name_or_path}: slowest_link_gb_per_s",
-            found["slowest_link_gb_per_s"],
-            f"at most link_gb_per_s ({found['link_gb_per_s']})",
+        raise fields.fail(
+            "slowest_link_gb_per_s", f"at most link_gb_per_s ({found['link_gb_per_s']})",
             "the same value for a node with one kind of link",
-        )
-    return Cluster(**{"name": Path(name_or_path).stem, **found}, rates_known=rates)
+        )  # fmt: skip
+    known = {key: rates.positive(key) for key in fields.block("rates", default={})}
+    return Cluster(name=fields.text("name", Path(name_or_path).stem), rates_known=known, **found)
 
 
 def load_model(name_or_path: str) -> Model:
@@ -190,60 +182,17 @@ def load_model(name_or_path: str) -> Model:
     """
     if name_or_path in MODELS:
         return MODELS[name_or_path]
-    known = {field.name for field in dataclasses.fields(Model)}
-    found = _read(name_or_path, MODELS, known)
-    _complete(name_or_path, found, {"num_layers", "hidden_size", "num_attention_heads"})
-    for key in sorted(found.keys() - {"name", "swiglu"}):
-        _positive(f"{name_or_path}: {key}", found[key], whole=True)
-    if not isinstance(found.get("swiglu", False), bool):
-        raise bad_value(f"{name_or_path}: swiglu", found["swiglu"], "true or false", "false for a plain MLP")
+    fields = read_json(name_or_path, f"a JSON file or one of {', '.join(MODELS)}")
+    counts = {field.name for field in dataclasses.fields(Model)} - {"name", "swiglu"}
+    fields.only(counts | {"name", "swiglu"})
+    needed = {"num_layers", "hidden_size", "num_attention_heads"}
+    found = {key: fields.count(key) for key in sorted(counts) if key in needed or fields.value(key) is not None}
     heads, groups = found["num_attention_heads"], found.get("num_query_groups", 1)
     if found["hidden_size"] % heads and "kv_channels" not in found:
-        raise bad_value(
-            f"{name_or_path}: num_attention_heads",
-            heads,
-            f"a divisor of hidden_size ({found['hidden_size']})",
-            "kv_channels",
-        )
+        raise fields.fail("num_attention_heads", f"a divisor of hidden_size ({found['hidden_size']})", "kv_channels")
     if heads % groups:
-        raise bad_value(f"{name_or_path}: num_query_groups", groups, f"a divisor of {heads} heads", str(heads))
-    return Model(**{"name": Path(name_or_path).stem, **found})
-
-
-def _read(path: str, published: Mapping[str, object], known: set[str]) -> dict[str, Any]:
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror or error}), must be a JSON file or one of {', '.join(published)}"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: is not JSON ({error}), must be one complete JSON object") from error
-    if not isinstance(found, dict):
-        raise bad_value(path, found, "a JSON object", f"the fields {', '.join(sorted(known))}")
-    for key in found:
-        if key not in known:
-            raise bad_value(f"{path}: {key}", found[key], "a known field", _one_of(key, known))
-    if not isinstance(found.get("name", ""), str):
-        raise bad_value(f"{path}: name", found["name"], "text", "any name")
-    return found
-
-
-def _complete(path: str, found: Mapping[str, object], needed: set[str]) -> None:
-    missing = sorted(needed - found.keys())
-    if missing:
-        raise bad_value(f"{path}: {missing[0]}", None, "given", f"a positive number (missing: {', '.join(missing)})")
-
-
-def _positive(key: str, value: object, whole: bool = False) -> None:
-    numbers = int if whole else (int, float)
-    # bool is an int to Python, but never a number to the user.
-    if isinstance(value, bool) or not isinstance(value, numbers) or not 0 < value < math.inf:
-        raise bad_value(key, value, "a positive whole number" if whole else "a positive number", "e.g. 8")
-
-
-def _one_of(key: str, known: set[str]) -> str:
-    return nearest(key, known) or f"one of {', '.join(sorted(known))}"
+        raise fields.fail("num_query_groups", f"a divisor of {heads} heads", str(heads))
+    return Model(fields.text("name", Path(name_or_path).stem), swiglu=fields.flag("swiglu", False), **found)
 
 
 # V100-SXM2 of 16 GB. The network is 25 Gbit/s; NVLinks of 25 GB/s, some of them double, join a node's devices (a hybrid cube

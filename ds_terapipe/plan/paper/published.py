@@ -1,4 +1,5 @@
-"""The times that TeraPipe's paper prints (Li et al., arXiv 2102.07988): settings, slices, seconds per step. Data only.
+"""The times that TeraPipe's paper prints (Li et al., arXiv 2102.07988): settings, slices, seconds per step; and rates that
+are calibrated on seven of them. Data only.
 
 `Figure.source` says how a time came here: ``read`` off the paper's text and tables or the constants of its reference
 repository, or ``recalled`` and only consistent with a figure or a sum. The same for its slices in `Figure.slices_source`.
@@ -8,9 +9,8 @@ All steps have sequences of 2048 tokens but for those called ``long``, p3.16xlar
 from __future__ import annotations
 
 import dataclasses
-import re
 
-from ds_terapipe.plan.costs.hardware import MODELS, Model
+from ds_terapipe.plan.costs.hardware import MODELS, Model, Rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Figure:
         slices: their lengths in tokens; they add up to ``seq_length``.
         published_s: seconds.
         source, slices_source: ``read`` or ``recalled``.
+        calibrates: it is one of the seven times of `CALIBRATED`.
     """
 
     setting: Setting
@@ -47,11 +48,7 @@ class Figure:
     published_s: float
     source: str
     slices_source: str = "read"
-
-    @property
-    def uniform(self) -> bool:
-        """Whether the slices, maybe one only, were not chosen by the paper's optimiser."""
-        return self.kind in ("without", "uniform") or (self.kind == "long" and len(self.slices) == 1)
+    calibrates: bool = False
 
     @property
     def sequences(self) -> int:
@@ -75,27 +72,42 @@ SETTINGS = (
 )
 
 # Setting: seconds without, seconds with, slices with, source of the times, source of the slices.
-_MAIN = (
-    (1, 1.517, 1.254, "776 640 632", "read", "recalled"),
-    (2, 1.018, 1.018, "2048", "recalled", "recalled"),
-    (3, 0.913, 0.913, "2048", "read", "read"),
-    (4, 2.637, 1.891, "1024x2", "recalled", "recalled"),
-    (5, 1.863, 1.328, "704 688 656", "read", "read"),
-    (6, 13.319, 7.103, "64x26 56x6 48", "read", "recalled"),
-    (7, 4.311, 2.771, "368 384 384 368 256 288", "recalled", "recalled"),
-    (8, 2.662, 1.111, "384x2 368 320 296x2", "read", "read"),
-    (9, 9.990, 1.481, "120x4 112x6 104x8 64", "read", "read"),
-    (10, 5.822, 1.160, "128x16", "read", "recalled"),
+_MAIN: tuple[tuple[int, float, float, tuple[int, ...], str, str], ...] = (
+    (1, 1.517, 1.254, (776, 640, 632), "read", "recalled"),
+    (2, 1.018, 1.018, (2048,), "recalled", "recalled"),
+    (3, 0.913, 0.913, (2048,), "read", "read"),
+    (4, 2.637, 1.891, (1024, 1024), "recalled", "recalled"),
+    (5, 1.863, 1.328, (704, 688, 656), "read", "read"),
+    (6, 13.319, 7.103, (*(64,) * 26, *(56,) * 6, 48), "read", "recalled"),
+    (7, 4.311, 2.771, (368, 384, 384, 368, 256, 288), "recalled", "recalled"),
+    (8, 2.662, 1.111, (384, 384, 368, 320, 296, 296), "read", "read"),
+    (9, 9.990, 1.481, (120, 120, 120, 120, *(112,) * 6, *(104,) * 8, 64), "read", "read"),
+    (10, 5.822, 1.160, (128,) * 16, "read", "recalled"),
 )
 
 # Setting: seconds with that many equal slices.
 _UNIFORM = {8: {4: 1.241, 8: 1.255, 16: 1.241}, 9: {4: 2.902, 8: 1.892, 16: 1.547, 32: 1.593, 64: 2.227, 128: 3.252}}
 
 # Sequence length, batch, seconds without, seconds with, slices with (recalled): in setting 5's layout.
-_LONG = (
-    (4096, 8, 2.526, 0.913, "552 536 528 512 504 496 488 480"),
-    (6144, 4, 3.754, 0.756, "584 568 512x6 496 488 472 464"),
-    (8192, 2, 4.978, 0.636, "512x6 480x2 416x10"),
+_LONG: tuple[tuple[int, int, float, float, tuple[int, ...]], ...] = (
+    (4096, 8, 2.526, 0.913, (552, 536, 528, 512, 504, 496, 488, 480)),
+    (6144, 4, 3.754, 0.756, (584, 568, *(512,) * 6, 496, 488, 472, 464)),
+    (8192, 2, 4.978, 0.636, (*(512,) * 6, 480, 480, *(416,) * 10)),
+)
+
+# Which of the seven times there are is computed from the model and the datasheet's ranges alone, see `predicted`; so are the
+# rates, from these times. tests/plan/test_paper.py computes both.
+_CALIBRATING = (0, 8, 16, 20, 22, 28, 33)
+CALIBRATED = Rates(
+    launch_s=0.0016497558508738754,
+    flops=104967785964893.23,
+    attention_flops=46748190357088.71,
+    weight_passes=6.5971972345992285,
+    score_bytes=49.01776822606573,
+    latency_s=0.00021796408923554817,
+    message_bytes_per_s=3009054711.2743807,
+    all_reduce_bytes_per_s=34655429669.09471,
+    gradient_bytes_per_s=1884637268.0242114,
 )
 
 
@@ -105,7 +117,7 @@ def figures() -> list[Figure]:
     for number, without, with_slices, slices, source, slices_source in _MAIN:
         setting = SETTINGS[number - 1]
         found.append(Figure(setting, "without", setting.batch, 2048, (2048,), without, source))
-        found.append(Figure(setting, "with", setting.batch, 2048, lengths(slices), with_slices, source, slices_source))
+        found.append(Figure(setting, "with", setting.batch, 2048, slices, with_slices, source, slices_source))
     for number, times in _UNIFORM.items():
         setting = SETTINGS[number - 1]
         for count, seconds in times.items():
@@ -113,17 +125,5 @@ def figures() -> list[Figure]:
             found.append(Figure(setting, "uniform", setting.batch, 2048, equal, seconds, "read"))
     for length, batch, without, with_slices, slices in _LONG:
         found.append(Figure(SETTINGS[4], "long", batch, length, (length,), without, "read"))
-        found.append(Figure(SETTINGS[4], "long", batch, length, lengths(slices), with_slices, "read", "recalled"))
-    return found
-
-
-def lengths(text: str) -> tuple[int, ...]:
-    """``"64x26 56x6 48"`` as 26 slices of 64 tokens, six of 56 and one of 48.
-
-    Raises:
-        ValueError: any other text.
-    """
-    parts = [re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", part) for part in text.split()]
-    if not parts or None in parts:
-        raise ValueError(f"slices: got {text!r}, must be lengths or <length>x<count>, e.g. '64x26 48'")
-    return tuple(int(part[1]) for part in parts if part for _ in range(int(part[2] or 1)))
+        found.append(Figure(SETTINGS[4], "long", batch, length, slices, with_slices, "read", "recalled"))
+    return [dataclasses.replace(figure, calibrates=n in _CALIBRATING) for n, figure in enumerate(found)]

@@ -6,17 +6,17 @@ _CUTTING = "tests/pipeline/test_slice_plan.py -k "
 _SLICES = "tests/plan/test_slices.py -k "
 _LOOP = "tests/schedule/test_simulate.py -k event_loop"
 _AUTO, _PLANNER = "pipeline.autotune.auto", "pipeline.autotune.planner"
-_BEGIN, _FOUND = "        return phase.begin()\n", "            return None if other else cost\n"
-_WINNER = "        return self.plans[1 + ratios.index(max(ratios))] if max(ratios, default=0.0) > worse else "
+_BEGIN, _FOUND = "        return turn.slices\n", "            return None if other else cost\n"
+_WINNER = "    return 1 + ratios.index(max(ratios)) if max(ratios, default=0.0) > worse else 0\n"
 _SOURCE = "            also_after.append(channel.messages.popleft()[1])\n"
 
 KNOWN = (
     Known("a plan's slices are made equal", _AUTO, _BEGIN,
-          "        cut = phase.begin()\n"
+          "        cut = turn.slices\n"
           "        return cut._replace(slices=cut.slices if isinstance(cut.slices, int) else len(cut.slices))\n",
           _CUTTING + "'planned_is_what_runs and measurements'"),
     Known("a plan's schedule is not used", _AUTO, _BEGIN,
-          "        return phase.begin()._replace(schedule=DEFAULT_SCHEDULE)\n",
+          "        return turn.slices._replace(schedule=DEFAULT_SCHEDULE)\n",
           _CUTTING + "'planned_is_what_runs and plan]'"),
     Known("the engine cuts equally", "pipeline.batch", "slice_lengths(length, slices)",
           "slice_lengths(length, slices if isinstance(slices, int) else len(slices))",
@@ -38,15 +38,15 @@ KNOWN = (
           "        return self._limit / GIGABYTE if given is None and self._limit is not None else given\n",
           "        return None\n", _CUTTING + "too_little_memory"),
     Known("plans that do not fit are chosen", "plan.choose",
-          "        return max(use.total for use in self._use(candidate)) <= self._request.memory_gb * GIGABYTE\n",
+          "        return max(use.total for use in self.memory_of(schedule, lengths)) <= self.memory_gb * GIGABYTE\n",
           "        return True\n", _CUTTING + "too_little_memory"),
-    Known("a plan that disappoints stays", "pipeline.autotune.comparison", _WINNER,
-          "        return self.plans[0] if True else ", _CUTTING + "rival_wins"),
-    Known("a plan gives way to a slower trial", "pipeline.autotune.comparison", _WINNER,
-          "        return self.plans[-1] if True else ", _CUTTING + "rival_wins"),
-    Known("the programme gives equal slices", "plan.slices", "    return found\n\n\ndef even_cuts",
-          "    each, more = divmod(len(times), len(found.counts))\n"
-          "    counts = tuple(each + (i < more) for i in range(len(found.counts)))\n"
+    Known("a plan that disappoints stays", "pipeline.autotune.trials", _WINNER, "    return 0\n",
+          _CUTTING + "rival_wins"),
+    Known("a plan gives way to a slower trial", "pipeline.autotune.trials", _WINNER, "    return len(rivals)\n",
+          _CUTTING + "rival_wins"),
+    Known("the programme gives equal slices", "plan.slices", "    return best\n\n\ndef even_cuts",
+          "    each, more = divmod(len(times), len(best.counts))\n"
+          "    counts = tuple(each + (i < more) for i in range(len(best.counts)))\n"
           "    own = [float(times[sum(counts[:i]), count - 1]) for i, count in enumerate(counts)]\n"
           "    return Cut(counts, sum(own), max(own))\n\n\ndef even_cuts", _SLICES + "programme_finds"),
     Known("even cuts are equal lengths", "plan.slices",
@@ -54,8 +54,7 @@ KNOWN = (
           "            out[slices] = tuple(n // slices + (i < n % slices) for i in range(slices))\n",
           _SLICES + "even_cuts"),
     Known("the slowest slice is not bounded", "plan.slices",
-          "    best, least = first, _score(measure(first), weight)\n",
-          "    return first\n    best, least = first, _score(measure(first), weight)\n", _SLICES + "programme_finds"),
+          "    bound = best.slowest\n", "    return best\n    bound = best.slowest\n", _SLICES + "programme_finds"),
     Known("a receive does not wait for its message", "schedule.replay", _SOURCE,
           "            channel.messages.popleft()\n            also_after.append(at)\n", _LOOP),
     Known("a message does not wait for the one before it", "schedule.replay",
@@ -63,7 +62,8 @@ KNOWN = (
     Known("weight gradients take no time", "schedule.replay", "            out.append(duration(action))\n",
           "            out.append(0.0 if op is _W else duration(action))\n", _LOOP),
     Known("weight gradients of some slices take as long as of all", "plan.evaluate",
-          "* (starts[stop] - starts[first]) / starts[-1]", "* 1.0", "tests/plan/test_choose.py -k work_of_every"),
+          "weights[stage] * sum(lengths[i] for i in covered[action]) / total", "weights[stage]",
+          "tests/plan/test_choose.py -k work_of_every"),
     Known("operands are let go with the first of a micro-batch's weight gradients", "plan.costs.memory",
           "sum(self._lengths[covered] for covered in self._covered[unit])", "self._whole",
           "tests/plan/test_choose.py -k operands_of_weight"),
