@@ -11,9 +11,12 @@ import pytest
 
 import ds_terapipe.config  # noqa: F401  DeepSpeed's own messages at its import are not the commands'
 from ds_terapipe import cli
-from ds_terapipe.plan import LayerSeconds, MeasuredCost, MemoryModel, Plan, Sample, StageCost, StageMemory
 from ds_terapipe.plan.costs.analytic_memory import analytic_memory, fixed_bytes
+from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.hardware import Model
+from ds_terapipe.plan.costs.layers import LayerSeconds
+from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory
+from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import NAMES, Op
 from ds_terapipe.tracing.chrome import read
 from tests.plan.costs import ExampleCost, sample_points

@@ -41,7 +41,6 @@ class Request:
             tried as they are.
         min_length: shortest slice in tokens; by default the granularity.
         max_slice: longest slice in tokens, None without limit: measurements may reach no further.
-        multiple_of: every slice is a multiple of it (tensor parallelism that splits sequences).
         memory: memory model; None: memory is no limit.
         memory_gb: memory limit of each stage in 1e9 bytes; None: no limit.
         limit_name: name of that limit in errors.
@@ -58,7 +57,6 @@ class Request:
     granularity: int = 8
     min_length: int | None = None
     max_slice: int | None = None
-    multiple_of: int = 1
     memory: MemoryModel | None = None
     memory_gb: float | None = None
     limit_name: str = "memory_gb"
@@ -163,11 +161,11 @@ class _Timed(NamedTuple):
 def _candidates(cost: Cost, request: Request) -> Iterator[tuple[int, ...]]:
     """Lengths of slices to try, whatever the schedule."""
     total, least = request.seq_length, request.least
-    cuts = Cuts.of(total, request.granularity, least, request.multiple_of, request.max_slice)
+    cuts = Cuts.of(total, request.granularity, least, request.max_slice)
     for count in range(1, min(_EQUAL, total // least) + 1):
         length, longer = divmod(total, count)
         lengths = tuple(length + (i < longer) for i in range(count))
-        if request.allows(lengths) and all(each % request.multiple_of == 0 for each in lengths):
+        if request.allows(lengths):
             yield lengths
     table = slice_times(cost, request.where, cuts)
     even = even_cuts(table, max(_EVEN))
@@ -225,7 +223,7 @@ def _too_large(request: Request, timed: Sequence[_Timed]) -> ConfigError:
 
 
 def _check(cost: Cost, request: Request) -> None:
-    for key in ("seq_length", "stages", "micro_batches", "granularity", "multiple_of"):
+    for key in ("seq_length", "stages", "micro_batches", "granularity"):
         if getattr(request, key) < 1:
             raise bad_value(key, getattr(request, key), "a positive integer", "e.g. 1")
     if request.schedule not in ("auto", *NAMES):

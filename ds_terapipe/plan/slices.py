@@ -54,36 +54,26 @@ class Cuts(NamedTuple):
         return (*tokens[:-1], self.total - sum(tokens[:-1]))
 
     @classmethod
-    def of(
-        cls, total: int, granularity: int = 8, min_length: int = 1, multiple_of: int = 1, max_length: int | None = None
-    ) -> Cuts:
+    def of(cls, total: int, granularity: int = 8, min_length: int = 1, max_length: int | None = None) -> Cuts:
         """The cuts of a sequence.
 
         Args:
             total: its length in tokens.
             granularity: every slice but the last is a multiple of it.
             min_length: of a slice, in tokens.
-            multiple_of: every slice is a multiple of it: tensor parallelism that splits sequences.
             max_length: of a slice, in tokens; None: the sequence.
 
         Raises:
-            ConfigError: a value that is not positive, a sequence that ``multiple_of`` does not divide, or one shorter than
-                the shortest slice.
+            ConfigError: a value that is not positive, or a sequence shorter than the shortest slice.
         """
-        for key, value in (("granularity", granularity), ("min_length", min_length), ("multiple_of", multiple_of)):
+        for key, value in (("granularity", granularity), ("min_length", min_length)):
             if value < 1:
                 raise bad_value(key, value, "a positive number of tokens", "e.g. 8")
         if total < max(min_length, 1):
             raise bad_value(
                 "sequence length", total, f"at least the shortest slice, {min_length} tokens", "longer ones"
             )
-        if total % multiple_of:
-            raise bad_value(
-                "sequence length", total, f"a multiple of {multiple_of}, which slices must be",
-                f"e.g. {-(-total // multiple_of) * multiple_of}",
-            )  # fmt: skip
-        quantum = math.lcm(granularity, multiple_of)
-        return cls(total, quantum, -(-min_length // quantum), max_length)
+        return cls(total, granularity, -(-min_length // granularity), max_length)
 
 
 class Cut(NamedTuple):

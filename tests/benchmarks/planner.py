@@ -16,7 +16,7 @@ LOOP, QUANTA, SCHEDULES = "a million additions in Python", (256, 1024), ("terapi
 
 def programme(quanta: int) -> None:
     """TeraPipe's dynamic programme over so many quanta, its table of times included."""
-    from ds_terapipe.plan import Cuts, best_cut, slice_times
+    from ds_terapipe.plan.slices import Cuts, best_cut, slice_times
     from tests.plan.costs import ExampleCost
 
     cost, cuts = ExampleCost([1.0] * STAGES, attention=2e-8, rough=5e-4), Cuts.of(quanta * QUANTUM, QUANTUM)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.placing import placement_of
-from ds_terapipe.plan import MeasuredCost, Plan
+from ds_terapipe.plan.costs.cost import MeasuredCost
+from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import Placement
 from tests.pipeline.models import Block, Embedding, Head, masked_loss, steps_of
 from tests.pipeline.training import build_engine, train

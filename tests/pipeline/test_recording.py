@@ -15,7 +15,7 @@ from ds_terapipe import ConfigError
 from ds_terapipe.pipeline.autotune import engine_facts, layer_times
 from ds_terapipe.pipeline.autotune.phases import ROUNDS
 from ds_terapipe.pipeline.step_grid import grid_of_step
-from ds_terapipe.plan import MeasuredCost
+from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.schedule import Placement
 from ds_terapipe.tracing.chrome import MEASURED, read
 from ds_terapipe.tracing.summary import summarise

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.plan import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.costs.analytic import AnalyticCost
 from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, Cluster, Model, Rates, load_cluster, load_model
-from ds_terapipe.plan.costs.memory import Peaks, calibrated
+from ds_terapipe.plan.costs.memory import MemoryModel, Peaks, StageMemory, calibrated, memory_use
 from ds_terapipe.schedule import NAMES, Placement
 from tests.schedule import strategies
 

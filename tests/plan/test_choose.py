@@ -12,25 +12,13 @@ from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.run_info import RunInfo, mismatch
-from ds_terapipe.plan import (
-    Cuts,
-    MeasuredCost,
-    MemoryModel,
-    Plan,
-    Request,
-    Sample,
-    StageCost,
-    StageMemory,
-    StepTimes,
-    best_cut,
-    can_choose,
-    choose,
-    memory_use,
-    plan_of,
-    slice_times,
-)
+from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
+from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
+from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
+from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.placed import placement_text
-from ds_terapipe.plan.result import compact
+from ds_terapipe.plan.result import Plan, compact
+from ds_terapipe.plan.slices import Cuts, best_cut, slice_times
 from ds_terapipe.schedule import NAMES, Op, Placement, validate
 from tests.plan.costs import ExampleCost, compositions, sample_points
 from tests.schedule import strategies

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.plan import MeasuredCost, MemoryModel, Sample, StageCost, StageMemory
+from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
+from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.tracing.chrome import MEASURED, Event, events_of
 from tests.plan.costs import ExampleCost, sample_points

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ from ds_terapipe.tracing.chrome import Event
 
 # Noise only ever adds: a low quantile of the repeats is near what an undisturbed slice takes.
 _QUANTILE = 0.25
-_Samples = dict[tuple[int, int], dict[Op, list[float]]]
 _LEAST_S = 1e-9
 
 
@@ -37,10 +36,13 @@ class RecordedStep(NamedTuple):
 
 
 class _Timed(NamedTuple):
+    """An action of a step with such slices, from ``start`` to ``end``; then its stage was ``free`` for another one."""
+
+    slices: tuple[int, ...]
     action: Action
     start: float
-    end: float  # when the stage was free for its next computation or receive
-    sent: float  # when the action itself was over
+    end: float
+    free: float
 
 
 def measured_cost(
@@ -66,21 +68,17 @@ def measured_cost(
     Raises:
         ConfigError: no step, or a stage without events.
     """
-    rows = [row for step in steps for row in _rows(step)]
-    messages = [message for step in steps for message in _messages(step)]
-    ahead = {stage: _receive_overhead(messages, stage) for stage in range(stages)}
+    timed = [_timed(step) for step in steps]
     total = sum(steps[0].slices) if steps else 0
-    weights = [_weights(rows, stage) for stage in range(stages)]
-    costs = []
-    losses = (0.0, 0.0)
+    costs, losses = [], (0.0, 0.0)
     for stage in range(stages):
-        samples = _samples(rows, stage, ahead[stage], weights[stage] if weights_once else 0.0)
+        weights = _weights(timed, stage) if weights_once else 0.0
+        samples = _samples(timed, stage, weights)
         if loss_of_whole and stage == stages - 1:
             samples, losses = _apart(samples, total)
-        points = [(1, weights[stage] / total), (total, weights[stage])] if weights_once and weights[stage] else []
+        points = [(1, weights / total), (total, weights)] if weights else []
         costs.append(StageCost(samples, points, f"stage {stage}"))
-    lengths = [length for step in steps for length in step.slices]
-    curves = [_curve(messages, boundary, ahead, lengths) for boundary in range(stages - 1)]
+    curves = [_curve(timed, boundary) for boundary in range(stages - 1)]
     return MeasuredCost(costs, curves, sequences, measured_on, memory, losses, layers)
 
 
@@ -93,81 +91,33 @@ def overhead(steps: Sequence[RecordedStep]) -> float:
     return max(_median(outside), 0.0)
 
 
-class _Message(NamedTuple):
-    """A message: the receive's action, its tokens, and its timings at sender and receiver."""
-
-    receive: Action
-    length: int
-    sent: _Timed
-    received: _Timed
-
-
-class _Row(NamedTuple):
-    slices: tuple[int, ...]
-    events: list[_Timed]
-
-
-def _rows(step: RecordedStep) -> list[_Row]:
-    """The actions of each rank in order, with the time until the stage was free again."""
-    by_rank: dict[int, list[Event]] = defaultdict(list)
+def _timed(step: RecordedStep) -> list[_Timed]:
+    """The actions of a step, with the time until their stage was free again."""
+    by_rank: dict[int, list[tuple[Event, Action]]] = defaultdict(list)
     for event in step.events:
-        by_rank[event.rank].append(event)
-    rows = []
+        if event.action is not None:
+            by_rank[event.rank].append((event, event.action))
+    found = []
     for events in by_rank.values():
-        acted = [(event, event.action) for event in events if event.action is not None]
-        ordered = sorted(acted, key=lambda each: each[0].start)
-        timed: list[_Timed] = []
-        free = ordered[-1][0].end if ordered else 0.0
-        for event, action in reversed(ordered):
-            timed.append(_Timed(action, event.start, max(free, event.end), event.end))
+        events.sort(key=lambda each: each[0].start)
+        free = events[-1][0].end
+        for event, action in reversed(events):
+            found.append(_Timed(step.slices, action, event.start, event.end, max(free, event.end)))
             if not action.op.is_send:
                 free = event.start
-        if timed:
-            rows.append(_Row(step.slices, timed[::-1]))
-    return rows
-
-
-def _messages(step: RecordedStep) -> list[_Message]:
-    """The messages of a step, as both ends saw them."""
-    rows = _rows(step)
-    sent = {timed.action: timed for row in rows for timed in row.events if timed.action.op.is_send}
-    found = []
-    for row in rows:
-        for timed in (t for t in row.events if t.action.op.is_receive):
-            sender = sent.get(timed.action.counterpart) if timed.action.counterpart else None
-            if sender is not None:
-                found.append(_Message(timed.action, step.slices[timed.action.unit.slice], sender, timed))
     return found
 
 
-def _receive_overhead(messages: Sequence[_Message], stage: int) -> dict[Op, float]:
-    """Return a stage's seconds of a receive whose message has arrived already: the shortest of the late receives.
-
-    A receive is late if it starts later than the message could travel: the longest time of a message to a waiting
-    receiver.
-    """
-    shortest: dict[Op, float] = {}
-    own = [message for message in messages if message.receive.stage == stage]
-    for op, receive in ((Op.FORWARD, Op.RECV_FORWARD), (Op.BACKWARD, Op.RECV_BACKWARD)):
-        same = [message for message in own if message.receive.op is receive]
-        travelled = max((m.received.sent - m.sent.sent for m in same if m.received.start <= m.sent.start), default=0.0)
-        late = [m.received.sent - m.received.start for m in same if m.received.start >= m.sent.sent + travelled]
-        shortest[op] = min(late, default=0.0)
-    return shortest
-
-
-def _samples(rows: Iterable[_Row], stage: int, ahead: Mapping[Op, float], weights: float) -> list[Sample]:
-    found: _Samples = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        starts = [0, *accumulate(row.slices)]
-        for timed in row.events:
-            op, own, (_, index) = timed.action
-            if own != stage or op not in (Op.FORWARD, Op.BACKWARD):
-                continue
-            seconds = timed.end - timed.start + ahead[op]
-            if op is Op.BACKWARD and len(row.slices) == 1:
+def _samples(steps: Iterable[Sequence[_Timed]], stage: int, weights: float) -> list[Sample]:
+    """The seconds of a stage's slices; the backward of an uncut one without its ``weights``."""
+    found: dict[tuple[int, int], dict[Op, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for each in chain.from_iterable(steps):
+        op, own, (_, index) = each.action
+        if own == stage and op in (Op.FORWARD, Op.BACKWARD):
+            seconds = each.free - each.start
+            if op is Op.BACKWARD and len(each.slices) == 1:
                 seconds -= weights
-            found[row.slices[index], starts[index]][op].append(max(seconds, _LEAST_S))
+            found[each.slices[index], sum(each.slices[:index])][op].append(max(seconds, _LEAST_S))
     if not found:
         raise ConfigError(f"stage {stage}: got no recorded slice, must have some, measure again")
     return [  # a stage that only goes forward has no backward pass
@@ -176,15 +126,15 @@ def _samples(rows: Iterable[_Row], stage: int, ahead: Mapping[Op, float], weight
     ]
 
 
-def _weights(rows: Iterable[_Row], stage: int) -> float:
+def _weights(steps: Iterable[Sequence[_Timed]], stage: int) -> float:
     """Seconds of a micro-batch's weight gradients where they are made apart, 0 where they never are."""
     found: list[float] = []
-    for row in rows:
-        of_row: dict[int, float] = defaultdict(float)
-        for timed in row.events:
-            if timed.action.op is Op.WEIGHT_GRADIENTS and timed.action.stage == stage:
-                of_row[timed.action.unit.micro_batch] += timed.end - timed.start
-        found += of_row.values()
+    for step in steps:
+        of_step: dict[int, float] = defaultdict(float)
+        for each in step:
+            if each.action.op is Op.WEIGHT_GRADIENTS and each.action.stage == stage:
+                of_step[each.action.unit.micro_batch] += each.free - each.start
+        found += of_step.values()
     return _typical(found) if found else 0.0
 
 
@@ -193,45 +143,39 @@ def _apart(samples: Sequence[Sample], total: int) -> tuple[list[Sample], tuple[f
     others = [sample for sample in samples if sample.length + sample.context < total]
     if not others:
         return list(samples), (0.0, 0.0)
-    longest = max(sample.length for sample in others)
-    deepest = max(sample.context for sample in others)
+    longest, deepest = max(s.length for s in others), max(s.context for s in others)
     plain = StageCost(others, what="the last stage without its loss")
     last = [s for s in samples if s.length + s.context == total and s.length <= longest]
-    extra = [
-        (
-            s.forward - plain.forward(float(s.length), float(min(s.context, deepest))),
-            s.backward - plain.backward(float(s.length), float(min(s.context, deepest))),
-        )
-        for s in last
-    ]
-    loss = (max(_median([e[0] for e in extra]), 0.0), max(_median([e[1] for e in extra]), 0.0))
-    return [
-        s
-        if s.length + s.context < total
-        else s._replace(forward=max(s.forward - loss[0], _LEAST_S), backward=max(s.backward - loss[1], _LEAST_S))
+    at = [(float(s.length), float(min(s.context, deepest))) for s in last]
+    forward = max(_median([s.forward - plain.forward(*point) for s, point in zip(last, at, strict=True)]), 0.0)
+    backward = max(_median([s.backward - plain.backward(*point) for s, point in zip(last, at, strict=True)]), 0.0)
+    without = [
+        s._replace(forward=max(s.forward - forward, _LEAST_S), backward=max(s.backward - backward, _LEAST_S))
         for s in samples
-    ], loss
+        if s.length + s.context == total
+    ]
+    return others + without, (forward, backward)
 
 
-def _curve(
-    messages: Iterable[_Message], boundary: int, ahead: Mapping[int, Mapping[Op, float]], lengths: Sequence[int]
-) -> list[tuple[float, float]]:
+def _curve(steps: Iterable[Sequence[_Timed]], boundary: int) -> list[tuple[float, float]]:
     """Seconds from the moment a slice was handed over to its arrival, where the receiver stood waiting; by tokens."""
     found: dict[int, list[float]] = defaultdict(list)
-    for receive, length, sent, received in messages:
-        peer = receive.peer
-        assert peer is not None
-        if min(receive.stage, peer) == boundary and received.start <= sent.start:
-            op = Op.FORWARD if receive.op is Op.RECV_FORWARD else Op.BACKWARD
-            found[length].append(max(received.sent - sent.sent - ahead[receive.stage][op], 0.0))
+    lengths: set[int] = set()
+    for step in steps:
+        sent = {each.action: each for each in step if each.action.op.is_send}
+        lengths.update(*(each.slices for each in step))
+        for each in step:
+            action, sender = each.action, sent.get(each.action.counterpart) if each.action.counterpart else None
+            if sender is None or min(action.stage, sender.action.stage) != boundary or each.start > sender.start:
+                continue
+            found[each.slices[action.unit.slice]].append(max(each.end - sender.end, 0.0))
     points = [(float(length), _typical(times)) for length, times in found.items()]
     ends = [float(min(lengths)), float(max(lengths))]
     if not points:  # no stage ever waited at this boundary: its messages have no visible cost
         return [(end, 0.0) for end in ends]
     # no stage waited for the shortest or the longest: the nearest length stands for them
     nearest = [min(points, key=lambda point: abs(point[0] - end))[1] for end in ends]
-    known = {point[0] for point in points}
-    return points + [(end, seconds) for end, seconds in zip(ends, nearest, strict=True) if end not in known]
+    return points + [(end, seconds) for end, seconds in zip(ends, nearest, strict=True) if int(end) not in found]
 
 
 def _typical(values: Sequence[float]) -> float:
