@@ -77,7 +77,7 @@ def plan(options: argparse.Namespace) -> None:
         **found.to_dict(),
         "stage_layers": stages,
         "micro_batch_advice": batches,
-        "alternatives": [each.as_json(found.step_s) for each in alternatives],
+        "alternatives": [each.as_alternative(found.step_s) for each in alternatives],
         "verdicts": said,
     }
     show(options, "\n".join(lines), data)

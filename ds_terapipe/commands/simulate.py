@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.planning.alternatives import panel
 from ds_terapipe.commands.planning.compare import compare
 from ds_terapipe.commands.planning.inputs import (
     AUTO,
@@ -20,9 +21,9 @@ from ds_terapipe.commands.planning.inputs import (
 )
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import bad_value
-from ds_terapipe.plan.costs.memory import MemoryUse, as_dict, gigabytes, memory_use
-from ds_terapipe.plan.result import Plan, compact
-from ds_terapipe.schedule import Panel, Simulation, timelines_svg
+from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryUse, as_dict, gigabytes
+from ds_terapipe.plan.result import Option, Plan, compact, memory_lines
+from ds_terapipe.schedule import Panel, timelines_svg
 from ds_terapipe.tracing.chrome import events_of, write
 
 EXAMPLE = """\
@@ -35,13 +36,7 @@ example:
 _RULE = "a number of equal slices, or lengths in tokens"
 _UNIT_SLICES = 4
 DEFAULT_SCHEDULE = "1f1b"
-
-
-class Simulated(NamedTuple):
-    """The schedule and slices of a simulation."""
-
-    schedule: str
-    slices: tuple[int, ...]
+_PARTS = ("busy", "idle", "fill", "imbalance", "messages")  # of a stage's time
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -90,7 +85,8 @@ def simulate(options: argparse.Namespace) -> None:
             lines, data, panels = compare(inputs, slices)
     else:
         with progress("simulating"):
-            lines, data, panels = _one(inputs, _simulated(inputs, options, given, slices), options.trace)
+            schedule, chosen = _chosen(inputs, options, given, slices)
+            lines, data, panels = _one(inputs, schedule, chosen, options.trace)
     if options.picture:
         write_text("--picture", options.picture, timelines_svg(panels))
         lines.append(f"drawn in {options.picture}")
@@ -144,58 +140,35 @@ def _equal(key: str, total: int, count: int) -> tuple[int, ...]:
     return tuple(length + (i < longer) for i in range(count))
 
 
-def _simulated(
+def _chosen(
     inputs: Inputs, options: argparse.Namespace, given: Plan | None, slices: tuple[int, ...] | None
-) -> Simulated:
-    schedule = inputs.request.schedule
-    if given is not None and (options.schedule is None or options.schedule == AUTO):
-        schedule = given.schedule
+) -> tuple[str, tuple[int, ...]]:
+    """Return the schedule and the slices of the simulation."""
     if slices is None:
         best = choose_plan(inputs)
-        return Simulated(best.schedule, best.slices)
-    return Simulated(DEFAULT_SCHEDULE if schedule == AUTO else schedule, slices)
+        return best.schedule, best.slices
+    if given is not None and options.schedule in (None, AUTO):
+        return given.schedule, slices
+    schedule = inputs.request.schedule
+    return DEFAULT_SCHEDULE if schedule == AUTO else schedule, slices
 
 
-def _one(inputs: Inputs, simulated: Simulated, trace: str | None) -> tuple[list[str], dict[str, Any], list[Panel]]:
+def _one(
+    inputs: Inputs, schedule: str, slices: tuple[int, ...], trace: str | None
+) -> tuple[list[str], dict[str, Any], list[Panel]]:
     """Return one schedule's printed lines, its figures, and its picture."""
     request = inputs.request
-    times = request.times(inputs.source.cost(inputs.sequences))
-    found = times.simulate(simulated.schedule, simulated.slices)
-    memory: tuple[MemoryUse, ...] = ()
-    if request.memory is not None:
-        memory = memory_use(
-            request.memory,
-            simulated.schedule,
-            simulated.slices,
-            request.micro_batches,
-            request.weights_once,
-            request.placement,
-        )
+    found = request.times(inputs.source.cost(inputs.sequences)).simulate(schedule, slices)
+    memory = request.memory_of(schedule, slices)
     if trace is not None:
-        about = {"schedule": simulated.schedule, "slices": list(simulated.slices), "costs": inputs.source.text}
+        about = {"schedule": schedule, "slices": list(slices), "costs": inputs.source.text}
         try:
             write(trace, events_of(found.grid, found.intervals), about)
         except OSError as error:
             raise unwritable("--trace", trace, error) from error
-    data = _figures(inputs, simulated, found, memory)
-    scale = 1.0 if inputs.units else 1e3
-    intervals = [
-        [interval._replace(start=scale * interval.start, end=scale * interval.end) for interval in row]
-        for row in found.intervals
-    ]
-    count = len(simulated.slices)
-    title = f"{simulated.schedule}, {count} slices" if count > 1 else f"{simulated.schedule}, unsliced"
-    panel = Panel(
-        title if inputs.units else f"{title}, ms", found.grid, intervals=intervals, placement=request.placement
-    )
-    return _lines(inputs, simulated, data, memory), data, [panel]
-
-
-def _figures(inputs: Inputs, simulated: Simulated, found: Simulation, memory: tuple[MemoryUse, ...]) -> dict[str, Any]:
-    request = inputs.request
-    return {
-        "schedule": simulated.schedule,
-        "slices": list(simulated.slices),
+    data = {
+        "schedule": schedule,
+        "slices": list(slices),
         "seq_length": request.seq_length,
         "stages": request.stages,
         "micro_batches": request.micro_batches,
@@ -209,11 +182,7 @@ def _figures(inputs: Inputs, simulated: Simulated, found: Simulation, memory: tu
         "per_stage": [
             {
                 "stage": stage,
-                "busy_s": result.busy,
-                "idle_s": result.idle,
-                "fill_s": result.fill,
-                "imbalance_s": result.imbalance,
-                "messages_s": result.messages,
+                **{f"{name}_s": getattr(result, name) for name in _PARTS},
                 "live_units": result.peak_units,
                 "live_tokens": result.peak_tokens * inputs.sequences,
                 "live_sequences": result.peak_tokens / request.seq_length * inputs.sequences,
@@ -222,31 +191,27 @@ def _figures(inputs: Inputs, simulated: Simulated, found: Simulation, memory: tu
         ],
         "memory_bytes": [{"stage": stage, **as_dict(use)} for stage, use in enumerate(memory)],
     }
+    title = Option(schedule, slices, 0.0).name
+    return _lines(inputs, data, memory), data, [panel(inputs, title, found, request.placement)]
 
 
-def _lines(inputs: Inputs, simulated: Simulated, data: dict[str, Any], memory: tuple[MemoryUse, ...]) -> list[str]:
+def _lines(inputs: Inputs, data: dict[str, Any], memory: tuple[MemoryUse, ...]) -> list[str]:
     shown = shown_time(inputs.units)
     bubble = data["bubble"]
     parts = ", ".join(f"{name} {bubble[name]:.1%}" for name in ("fill", "imbalance", "messages"))
     after = f", {shown(data['overhead_s'])} of it after the last action" if data["overhead_s"] else ""
     lines = [
         *inputs.lines,
-        f"schedule: {simulated.schedule}, {compact(simulated.slices)} tokens",
+        f"schedule: {data['schedule']}, {compact(data['slices'])} tokens",
         f"step {shown(data['predicted_step_s'])}{after}; bubble {bubble['total']:.1%} ({parts})",
-        f"{'stage':>5}{'busy':>12}{'idle':>12}{'fill':>12}{'imbalance':>12}{'messages':>12}{'live seqs':>11}{'live tokens':>13}",
+        f"{'stage':>5}" + "".join(f"{name:>12}" for name in _PARTS) + f"{'live seqs':>11}{'live tokens':>13}",
     ]
     for row in data["per_stage"]:
-        cells = "".join(f"{shown(row[f'{name}_s']):>12}" for name in ("busy", "idle", "fill", "imbalance", "messages"))
+        cells = "".join(f"{shown(row[f'{name}_s']):>12}" for name in _PARTS)
         lines.append(f"{row['stage']:>5}{cells}{row['live_sequences']:>11.2f}{row['live_tokens']:>13}")
-    if not memory:
-        return lines
-    worst = max(range(len(memory)), key=lambda stage: memory[stage].total)
     limit = inputs.request.memory_gb
-    of = "" if limit is None else f" of {limit:.3f}"
-    lines.append(f"memory of stage {worst}, the fullest: {gigabytes(memory[worst].total):.3f}{of} GB")
-    for name, value in memory[worst]._asdict().items():
-        if value:
-            lines.append(f"  {name.replace('_', ' '):<24}{gigabytes(value):>9.3f} GB")
-    if limit is not None and gigabytes(memory[worst].total) > limit:
-        lines.append("  does not fit")
+    if memory:
+        lines += [line[2:] for line in memory_lines(memory, None if limit is None else limit * GIGABYTE, "stage")]
+        if limit is not None and max(gigabytes(use.total) for use in memory) > limit:
+            lines.append("  does not fit")
     return lines

@@ -78,7 +78,7 @@ class Plan:
         """Return the plan as text, the chosen option first."""
         out = [self._chosen, self._step, f"  {self._made_for}"]
         if self.memory:
-            out += _memory_lines(self.memory, self.memory_limit, self._row_word)
+            out += memory_lines(self.memory, self.memory_limit, self._row_word)
         if self.losing:
             out.append("  other options:")
         for option in self.losing[:_SHOWN]:
@@ -93,7 +93,7 @@ class Plan:
         others = [f"{o.name} {self._ratio(o):.2f}x{'' if o.fits else ' (too large)'}" for o in shown[:2]]
         out = [f"{self._chosen}, {self._made_for}", self._step + "".join(f"; {other}" for other in others)]
         if self.memory:
-            first, *parts = _memory_lines(self.memory, self.memory_limit, self._row_word)
+            first, *parts = memory_lines(self.memory, self.memory_limit, self._row_word)
             out.append(first + "".join(f", {' '.join(part.split()[:-1])}" for part in parts))
         return out
 
@@ -214,7 +214,8 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
-def _memory_lines(memory: Sequence[MemoryUse], limit: float | None, word: str) -> list[str]:
+def memory_lines(memory: Sequence[MemoryUse], limit: float | None, word: str) -> list[str]:
+    """Return the peak of the fullest place, and its parts; ``limit`` in bytes, ``word`` for a place."""
     worst = max(range(len(memory)), key=lambda place: memory[place].total)
     of = "" if limit is None else f" of {gigabytes(limit):.3f}"
     out = [f"  memory of {word} {worst}, the fullest: {gigabytes(memory[worst].total):.3f}{of} GB"]

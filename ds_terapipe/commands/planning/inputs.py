@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_terapipe.commands.planning.batch_sizes import batch, data_parallel
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured, Source, Units
@@ -118,28 +118,18 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
     """
     check_numbers(options)
     data, config = _configuration(options.ds_config)
-    notes: list[str] = []
-    weights_once = _weights_once(options, config, plan)
-    source = _source(options, config, data, weights_once, plan, notes) or (
-        _units(options, weights_once, plan) if unit_costs else None
-    )
-    if source is None:
-        raise ConfigError(
-            "--model: missing, must be there unless costs are measured, use a model file, one of "
-            f"{', '.join(MODELS)}, or --measured"
-        )
+    given = _Given(options, config, data, plan, [])
+    source = given.source(unit_costs)
     if plan is not None and source.stages != plan.stages:
         raise bad_value("--plan", plan.stages, f"for the {source.stages} stages that the costs are for", "another plan")
-    units = isinstance(source, Units)
-    _check_unused(options, source, notes)
+    given.check_unused(source)
     sequences, micro_batches = batch(options, data, source, plan)
-    length = _seq_length(options, source, plan)
-    memory_gb = options.memory_gb if options.memory_gb is not None else config.memory_gb if config else None
-    memory = source.memory(sequences)
+    memory_gb, memory = given.memory_gb, source.memory(sequences)
     if memory is None and memory_gb is not None:
-        notes.append("memory: not known from these costs, so memory_gb is no limit")
+        given.notes.append("memory: not known from these costs, so memory_gb is no limit")
     granularity = options.granularity or (config.granularity if config else 8)
     measured = source.measured if isinstance(source, Measured) else None
+    length = given.seq_length(source)
     request = Request(
         seq_length=length,
         stages=source.stages,
@@ -153,7 +143,7 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         limit_name=f"{source.path}: measured_on.memory_limit_bytes, in GB"
         if isinstance(source, Measured) and memory_gb is None
         else "memory_gb",
-        weights_once=source.weights_once if isinstance(source, Measured) else weights_once,
+        weights_once=source.weights_once if isinstance(source, Measured) else given.weights_once,
         placement=None if measured is None else measured.placement,
         overhead_s=source.overhead_s,
         about={**source.about, "seq_length": length},
@@ -164,8 +154,8 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         request,
         sequences,
         tuple(slices) if isinstance(slices, list) else slices,
-        units,
-        tuple(notes),
+        units=isinstance(source, Units),
+        notes=tuple(given.notes),
         cuts=data is None or config is not None,
     )
 
@@ -200,21 +190,6 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise bad_value("--memory-gb", value, "a positive number of 1e9 bytes", "e.g. 16")
 
 
-def _check_unused(options: argparse.Namespace, source: Source, notes: list[str]) -> None:
-    """Arguments that these costs have no use for: an error where they would mislead, else a note."""
-    if options.stage_layers is not None and not isinstance(source, Analytic):
-        rule = "absent: these costs are of the stages that were measured, or of no layers at all"
-        raise bad_value("--stage-layers", options.stage_layers, rule, "--model alone, or train.py to measure them")
-    if isinstance(source, Measured):
-        found = "micro_batch" if source.weights_once else "slice"
-        if options.weight_gradients not in (None, found):
-            raise bad_value("--weight-gradients", options.weight_gradients, f"as {source.path} was measured", found)
-        if options.model is not None and source.estimated is None:
-            notes.append("--model is not used: times and memory were measured")
-    if isinstance(source, Units) and (options.tensor_parallel or options.data_parallel):
-        notes.append("--tensor-parallel and --data-parallel are not used: without --model nothing is known about them")
-
-
 def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig | None]:
     """Return the DeepSpeed configuration and its block, None if missing; errors name the file."""
     if path is None:
@@ -230,108 +205,131 @@ def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _weights_once(options: argparse.Namespace, config: TokenPipelineConfig | None, plan: Plan | None) -> bool:
-    if options.weight_gradients:
-        return bool(options.weight_gradients == "micro_batch")
-    if plan is not None:
-        return plan.weights_once
-    return config is None or config.weight_gradients != "slice"
+class _Given(NamedTuple):
+    """What was given: arguments, the block ``token_pipeline`` of a configuration, the configuration, and a plan."""
 
+    options: argparse.Namespace
+    config: TokenPipelineConfig | None
+    data: Fields | None
+    plan: Plan | None
+    notes: list[str]
 
-def _source(
-    options: argparse.Namespace,
-    config: TokenPipelineConfig | None,
-    data: Fields | None,
-    weights_once: bool,
-    plan: Plan | None,
-    notes: list[str],
-) -> Source | None:
-    """Measurements that are named, or the model, or the configuration's measurements."""
-    path = options.measured
-    if path is None and options.model is None and config is not None:
-        path = config.measurements_path
-    if options.cluster is not None and options.model is None:
-        raise ConfigError("--cluster: got no model to run on it, must be there beside --model, use both")
-    if options.cluster is not None and options.measured is not None:
-        raise bad_value(
-            "--cluster", options.cluster, "absent beside --measured, which are times of a device", "one of the two"
+    @property
+    def memory_gb(self) -> float | None:
+        """What activations and buffers may take, None if nothing says it."""
+        if self.options.memory_gb is not None or self.config is None:
+            return self.options.memory_gb  # type: ignore[no-any-return]
+        return self.config.memory_gb
+
+    @property
+    def weights_once(self) -> bool:
+        """Whether weight gradients are made once per micro-batch."""
+        if self.options.weight_gradients:
+            return bool(self.options.weight_gradients == "micro_batch")
+        if self.plan is not None:
+            return self.plan.weights_once
+        return self.config is None or self.config.weight_gradients != "slice"
+
+    @property
+    def stages(self) -> int | None:
+        """Number of stages, None if nothing says it."""
+        return self.options.stages or (self.plan.stages if self.plan else None)
+
+    def seq_length(self, source: Source) -> int:
+        """Tokens of a sequence."""
+        given, plan = self.options.seq_length, self.plan
+        if given is not None and plan is not None and given != plan.seq_length:
+            raise bad_value("--seq-length", given, "that of the plan", str(plan.seq_length))
+        known = source.measured.max_length if isinstance(source, Measured) else _SEQ_LENGTH
+        return int(given or (plan.seq_length if plan else known))
+
+    def source(self, unit_costs: bool) -> Source:
+        """Return the measurements that are named, or the model, or the configuration's measurements, or units."""
+        options = self.options
+        path = options.measured
+        if path is None and options.model is None and self.config is not None:
+            path = self.config.measurements_path
+        if options.cluster is not None and options.model is None:
+            raise ConfigError("--cluster: got no model to run on it, must be there beside --model, use both")
+        if options.cluster is not None and options.measured is not None:
+            raise bad_value(
+                "--cluster", options.cluster, "absent beside --measured, which are times of a device", "one of the two"
+            )
+        if path is not None:
+            return self._measured(path)
+        if options.model is not None:
+            return self._analytic(self.stages, self.notes)
+        if unit_costs:
+            # a person who draws a schedule expects F and B, unless a plan or an argument says otherwise
+            apart = self.weights_once and (self.plan is not None or options.weight_gradients is not None)
+            length = options.seq_length or (self.plan.seq_length if self.plan else _SEQ_LENGTH)
+            return Units(self.stages or _UNIT_STAGES, length, apart)
+        raise ConfigError(
+            "--model: missing, must be there unless costs are measured, use a model file, one of "
+            f"{', '.join(MODELS)}, or --measured"
         )
-    if path is None:
-        return None if options.model is None else _analytic(options, config, data, weights_once, plan, notes)
-    measured = MeasuredCost.load(path)
-    ranks = measured.measured_on.get("ranks")
-    for name, axis, found in (
-        ("--stages", "pipe", measured.placement.places if measured.placement else measured.stages),
-        ("--tensor-parallel", "model", ranks.get("model", 1) if isinstance(ranks, dict) else None),
-        ("--data-parallel", "data", ranks.get("data", 1) if isinstance(ranks, dict) else None),
-    ):
-        given = getattr(options, name[2:].replace("-", "_"))
-        if given is not None and found is not None and given != found:
-            raise bad_value(name, given, f"what {path} was measured with, {found} ranks of {axis}", str(found))
-    estimated = None
-    if options.model is not None and measured.memory is None:
-        options.stages = measured.stages
-        estimated = _analytic(options, config, data, weights_once, plan, [])
-        notes.append(f"memory: estimated from {estimated.model.name}, it was not measured")
-    return Measured(measured, path, estimated)
 
+    def _measured(self, path: str) -> Measured:
+        measured = MeasuredCost.load(path)
+        ranks = measured.measured_on.get("ranks")
+        for name, axis, found in (
+            ("--stages", "pipe", measured.placement.places if measured.placement else measured.stages),
+            ("--tensor-parallel", "model", ranks.get("model", 1) if isinstance(ranks, dict) else None),
+            ("--data-parallel", "data", ranks.get("data", 1) if isinstance(ranks, dict) else None),
+        ):
+            given = getattr(self.options, name[2:].replace("-", "_"))
+            if given is not None and found is not None and given != found:
+                raise bad_value(name, given, f"what {path} was measured with, {found} ranks of {axis}", str(found))
+        estimated = None
+        if self.options.model is not None and measured.memory is None:
+            estimated = self._analytic(measured.stages, [])
+            self.notes.append(f"memory: estimated from {estimated.model.name}, it was not measured")
+        return Measured(measured, path, estimated)
 
-def _analytic(
-    options: argparse.Namespace,
-    config: TokenPipelineConfig | None,
-    data: Fields | None,
-    weights_once: bool,
-    plan: Plan | None,
-    notes: list[str],
-) -> Analytic:
-    model = load_model(options.model)
-    cluster = load_cluster(options.cluster or _CLUSTER)
-    if options.cluster is None:
-        notes.append(f"--cluster is not given: {_CLUSTER}")
-    stages = options.stages or (plan.stages if plan else None)
-    layers = None if options.stage_layers is None else read_layers(options.stage_layers, model.num_layers, stages)
-    if layers is None and stages is None:
-        raise ConfigError("--stages: missing, must be the number of pipeline stages, use e.g. 8")
-    tensor, replicas = options.tensor_parallel or 1, data_parallel(options, data)
-    if model.num_attention_heads % tensor:
-        raise bad_value(
-            "--tensor-parallel", tensor, f"a divisor of the model's {model.num_attention_heads} attention heads", "1"
+    def _analytic(self, stages: int | None, notes: list[str]) -> Analytic:
+        options = self.options
+        model = load_model(options.model)
+        cluster = load_cluster(options.cluster or _CLUSTER)
+        if options.cluster is None:
+            notes.append(f"--cluster is not given: {_CLUSTER}")
+        if options.stage_layers is not None:
+            layers = read_layers(options.stage_layers, model.num_layers, stages)
+        elif stages is not None:
+            layers = even_layers(model.num_layers, stages)
+        else:
+            raise ConfigError("--stages: missing, must be the number of pipeline stages, use e.g. 8")
+        tensor, heads = options.tensor_parallel or 1, model.num_attention_heads
+        if heads % tensor:
+            raise bad_value("--tensor-parallel", tensor, f"a divisor of the model's {heads} attention heads", "1")
+        block = self.data.value("zero_optimization") if self.data is not None else None
+        zero = block.get("stage", 0) if isinstance(block, dict) else 0
+        return Analytic(
+            model,
+            cluster,
+            layers,
+            tensor,
+            data_parallel(options, self.data),
+            shares_optimizer=isinstance(zero, int) and zero > 0,
+            weights_once=self.weights_once,
+            fixed=self.memory_gb is None,
         )
-    memory_gb = options.memory_gb if options.memory_gb is not None else config.memory_gb if config else None
-    return Analytic(
-        model,
-        cluster,
-        layers or even_layers(model.num_layers, int(stages or 1)),
-        tensor,
-        replicas,
-        _zero_stage(data),
-        weights_once,
-        fixed=memory_gb is None,
-    )
 
-
-def _units(options: argparse.Namespace, weights_once: bool, plan: Plan | None) -> Units:
-    stages = options.stages or (plan.stages if plan else _UNIT_STAGES)
-    length = options.seq_length or (plan.seq_length if plan else _SEQ_LENGTH)
-    # a person who draws a schedule expects F and B, unless a plan or an argument says otherwise
-    apart = weights_once and (plan is not None or options.weight_gradients is not None)
-    return Units(stages, length, apart)
-
-
-def _zero_stage(data: Fields | None) -> bool:
-    block = data.value("zero_optimization") if data is not None else None
-    stage = block.get("stage", 0) if isinstance(block, dict) else 0
-    return isinstance(stage, int) and stage > 0
-
-
-def _seq_length(options: argparse.Namespace, source: Source, plan: Plan | None) -> int:
-    if options.seq_length is not None:
-        if plan is not None and options.seq_length != plan.seq_length:
-            raise bad_value("--seq-length", options.seq_length, "that of the plan", str(plan.seq_length))
-        return int(options.seq_length)
-    if plan is not None:
-        return plan.seq_length
-    return source.measured.max_length if isinstance(source, Measured) else _SEQ_LENGTH
+    def check_unused(self, source: Source) -> None:
+        """Arguments that these costs have no use for: an error where they would mislead, else a note."""
+        options = self.options
+        if options.stage_layers is not None and not isinstance(source, Analytic):
+            rule = "absent: these costs are of the stages that were measured, or of no layers at all"
+            raise bad_value("--stage-layers", options.stage_layers, rule, "--model alone, or train.py to measure them")
+        if isinstance(source, Measured):
+            found = "micro_batch" if source.weights_once else "slice"
+            if options.weight_gradients not in (None, found):
+                raise bad_value("--weight-gradients", options.weight_gradients, f"as {source.path} was measured", found)
+            if options.model is not None and source.estimated is None:
+                self.notes.append("--model is not used: times and memory were measured")
+        if isinstance(source, Units) and (options.tensor_parallel or options.data_parallel):
+            self.notes.append(
+                "--tensor-parallel and --data-parallel are not used: without --model nothing is known about them"
+            )
 
 
 def write_text(argument: str, path: str, text: str) -> None:
