@@ -223,9 +223,6 @@ def _too_large(request: Request, timed: Sequence[_Timed]) -> ConfigError:
 
 
 def _check(cost: Cost, request: Request) -> None:
-    for key in ("seq_length", "stages", "micro_batches", "granularity"):
-        if getattr(request, key) < 1:
-            raise bad_value(key, getattr(request, key), "a positive integer", "e.g. 1")
     if request.schedule not in ("auto", *NAMES):
         raise bad_value("schedule", request.schedule, " or ".join(f'"{name}"' for name in ("auto", *NAMES)), '"auto"')
     if request.seq_length > cost.max_length:
@@ -233,7 +230,5 @@ def _check(cost: Cost, request: Request) -> None:
             "sequence length", request.seq_length, f"within what was measured, {cost.max_length} tokens",
             "a measurement of this length",
         )  # fmt: skip
-    if request.memory_gb is not None and not (request.memory_gb > 0 and math.isfinite(request.memory_gb)):
-        raise bad_value(request.limit_name, request.memory_gb, "a positive number", "e.g. 16")
     if request.memory is not None:
         check_stages(request.memory, request.stages)

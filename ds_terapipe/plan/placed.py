@@ -15,13 +15,8 @@ def unlike_plain(placement: Placement | None) -> Placement | None:
     return placement
 
 
-def same_places(one: Placement | None, other: Placement | None) -> bool:
-    """Whether the same stages are on the same places, and go backward, whatever their layers; None: as in `unlike_plain`."""
-    return _stages(one) == _stages(other)
-
-
 def placement_text(placement: Placement | None) -> str:
-    """Stages and places as a message names them."""
+    """Stages and places as a message names them: which is on which, and which go forward only, whatever their layers."""
     placement = unlike_plain(placement)
     if placement is None:
         return "stage s on place s"
@@ -57,10 +52,3 @@ def placement_from(fields: Fields, stages: int) -> Placement | None:
         return Placement.of(places, boundaries, frozen)  # type: ignore[arg-type]
     except ValueError as error:
         raise fields.fail("placement", rule, use) from error
-
-
-def _stages(placement: Placement | None) -> tuple[tuple[int, ...], int] | None:
-    placement = unlike_plain(placement)
-    if placement is None:
-        return None
-    return tuple(stage.place for stage in placement.stages), placement.forward_only

@@ -11,7 +11,7 @@ import torch
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.schedules.mixed_batch import set_batch
 from ds_terapipe.pipeline.autotune.planner import RIVALS
-from ds_terapipe.pipeline.autotune.trials import ROUNDS, comparison_steps
+from ds_terapipe.pipeline.autotune.trials import ROUNDS, TURNS
 from ds_terapipe.pipeline.checkpoints import PLAN_STATE
 from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.plan.choose import Request, plan_of
@@ -25,7 +25,7 @@ from tests.spawn import launched
 MICRO_BATCHES, SEQUENCE = 2, 24
 BATCH = 2  # sequences of a micro-batch
 MEASURING = 1 + ROUNDS * 2  # a step to warm up, then trials of sequences of 24 tokens: two slices and one
-COMPARING = comparison_steps(1 + RIVALS)
+COMPARING = 1 + TURNS * (1 + RIVALS)
 GIVEN = (10, 14)
 
 
@@ -170,7 +170,7 @@ def test_the_plan_is_made_after_the_trials_and_compared_with_its_rivals_on_all_r
     assert all(live for result in (first, second) for *_, live in result["after"])
     assert known == (0,) * (MEASURING - 1) + (1,) * (COMPARING + 2)
     steps = sum(comparing)  # as many rivals as came near the fastest
-    assert steps in [comparison_steps(cuttings) for cuttings in range(1, 2 + RIVALS)]
+    assert steps in [1 + TURNS * plans for plans in range(1, 2 + RIVALS)]
     assert comparing == (0,) * (MEASURING - 1) + (1,) * steps + (0,) * (len(known) - MEASURING + 1 - steps)
     # A device is waited for where seconds decide, in all steps but the last ones, when the plan is settled: a host that is
     # ahead would compare how fast it launches.

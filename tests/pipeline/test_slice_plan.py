@@ -14,7 +14,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.auto import AutoSlices
 from ds_terapipe.pipeline.autotune.planner import RIVALS
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
-from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, StepTime, comparison_steps, planned_steps
+from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS, StepTime, planned_steps
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
@@ -24,7 +24,7 @@ from tests.plan.costs import ExampleCost
 
 STAGES = 2
 MEASURING = 1 + ROUNDS * len(TRIALS)
-COMPARING = comparison_steps(1 + RIVALS)
+COMPARING = 1 + TURNS * (1 + RIVALS)
 TRUTH = ExampleCost([1.0] * STAGES, fixed=1e-3, linear=1e-4, attention=5e-9)
 TIMES = StepTimes(TRUTH, STAGES, 1)
 EQUAL = {slice_lengths(1024, n): TIMES.seconds("1f1b", slice_lengths(1024, n)) for n in TRIALS}
@@ -225,7 +225,7 @@ def test_what_is_planned_is_what_runs(path, known_by):
         run = Run()
         run.auto.load({"plans": [plan.to_dict()]})
     assert len(set(plan.slices)) > 1 and plan.slices != slice_lengths(1024, len(plan.slices))
-    for _ in range(1 if known_by == "trials" else comparison_steps(1) + 2):  # nothing to be compared with
+    for _ in range(1 if known_by == "trials" else TURNS + 3):  # nothing to be compared with
         assert (run.step([1024] * 8), run.schedule) == (plan.slices, plan.schedule)
     if known_by != "trials":  # by how many per cent steps took longer than predicted
         (line,) = run.said("taken")

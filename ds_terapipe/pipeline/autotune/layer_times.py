@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -125,14 +125,11 @@ class LayerTimes(Observer):
         forward: list[float] = []
         backward: list[float] = []
         for number, stage in enumerate(self._stages):
-            if not stage.timed:
-                forward += [0.0] * len(stage.functions)
-                backward += [0.0] * len(stage.functions)
-                continue
-            if (Op.FORWARD, number) not in taken:
+            none = np.zeros(len(stage.functions))
+            if stage.timed and (Op.FORWARD, number) not in taken:
                 return None
-            forward += taken[Op.FORWARD, number].tolist()
-            back = taken.get((Op.BACKWARD, number), np.zeros(len(stage.functions)))
+            forward += taken.get((Op.FORWARD, number), none).tolist()
+            back = taken.get((Op.BACKWARD, number), none)
             apart = float(taken.get((Op.WEIGHT_GRADIENTS, number), np.zeros(1))[0])
             backward += (back * (1 + apart / max(float(back.sum()), 1e-12))).tolist()
         return tuple(forward), tuple(backward)
@@ -151,8 +148,8 @@ class LayerTimes(Observer):
             number = numbers.get(stage)
             if number is None:
                 continue  # a stage that is not timed
-            of = {Op.FORWARD: self._forward, Op.BACKWARD: self._backward}.get(op)
-            seconds = [self._clock.seconds(timed.end, timed.begin)] if of is None else of(timed, number)
+            whole = [self._clock.seconds(timed.end, timed.begin)]
+            seconds = whole if op is Op.WEIGHT_GRADIENTS else self._layers(timed, number)
             if seconds is None:
                 return None
             key = op, number, unit.micro_batch
@@ -169,24 +166,21 @@ class LayerTimes(Observer):
             made.register_hook(lambda gradient: self._marks.append((index, self._clock.now())))
         return outputs
 
-    def _forward(self, timed: _Timed, number: int) -> list[float] | None:
-        if [index for index, _ in timed.layers] != list(range(*self._starts[number : number + 2])):
-            return None
-        ends = [*(mark for _, mark in timed.layers[:-1]), timed.end]
-        return [self._clock.seconds(end, begin) for begin, end in zip([timed.begin, *ends], ends, strict=False)]
-
-    def _backward(self, timed: _Timed, number: int) -> list[float] | None:
-        """Return the backward seconds of a stage's layers; None if the order of the marks is unexpected.
+    def _layers(self, timed: _Timed, number: int) -> list[float] | None:
+        """Return the seconds of a stage's layers in an action; None if the order of the marks is unexpected.
 
         The last layer includes the loss. Layers without a gradient take 0.
         """
-        order = [index for index, _ in timed.layers]
+        forward, order = timed.action.op is Op.FORWARD, [index for index, _ in timed.layers]
         first, stop = self._starts[number : number + 2]
-        if not order or order != sorted(set(order), reverse=True) or order[-1] < first or order[0] >= stop:
+        backward_order = [index for index in reversed(range(first, stop)) if index in order]
+        if not order or order != (list(range(first, stop)) if forward else backward_order):
             return None
-        begins = [timed.begin, *(mark for _, mark in timed.layers[1:])]
+        between = timed.layers[:-1] if forward else timed.layers[1:]
         seconds = [0.0] * (stop - first)
-        for index, begin, end in zip(order, begins, [*begins[1:], timed.end], strict=True):
+        for index, (begin, end) in zip(
+            order, pairwise([timed.begin, *(m for _, m in between), timed.end]), strict=True
+        ):
             seconds[index - first] = self._clock.seconds(end, begin)
         return seconds
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ds_terapipe.config import AUTO
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.plan.costs.memory import GIGABYTE, gigabytes
-from ds_terapipe.plan.placed import placement_text, same_places
+from ds_terapipe.plan.placed import placement_text
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import Placement
 
@@ -42,31 +42,25 @@ Agreement: TypeAlias = Callable[[Callable[[], Any]], Any]
 
 
 class Mismatch(NamedTuple):
-    """Mismatch of a plan and a run: what the plan is for, what it must be for, and what to use instead."""
+    """Mismatch of a plan and a run: what the plan is for, and what it must be for."""
 
     theirs: str
     ours: str
-    use: str
 
 
 def mismatch(plan: Plan, run: RunInfo, schedule: str, memory_gb: float | None) -> Mismatch | None:
     """Return why the plan is not for this run, None if it is; ``schedule`` and ``memory_gb`` as configured."""
     if schedule not in (AUTO, plan.schedule):
-        return Mismatch(
-            f'the schedule "{plan.schedule}"', "the given one", f'"schedule": "{plan.schedule}" or another plan'
-        )
+        return Mismatch(f'the schedule "{plan.schedule}"', "the given one")
     for name in ("stages", "sequences", "micro_batches"):
-        theirs, ours = getattr(plan, name), getattr(run, name)
-        if theirs != ours:
-            return Mismatch(f"{theirs} {name}", f"this run's {ours}", "a plan made for it or leave plan_path out")
-    if not same_places(plan.placement, run.placement):
-        theirs, ours = placement_text(plan.placement), placement_text(run.placement)
-        return Mismatch(theirs, f"this run's {ours}", "a plan made for it or leave plan_path out")
+        if getattr(plan, name) != getattr(run, name):
+            return Mismatch(f"{getattr(plan, name)} {name}", f"this run's {getattr(run, name)}")
+    theirs, ours = placement_text(plan.placement), placement_text(run.placement)
+    if theirs != ours:
+        return Mismatch(theirs, f"this run's {ours}")
     needed = max((use.total for use in plan.memory), default=0.0)
     if memory_gb is not None and needed > memory_gb * GIGABYTE:
-        return Mismatch(
-            f"{gigabytes(needed):.3g} GB", f"memory_gb, {memory_gb:g}", "a plan made for it or leave plan_path out"
-        )
+        return Mismatch(f"{gigabytes(needed):.3g} GB", f"memory_gb, {memory_gb:g}")
     return None
 
 
@@ -75,7 +69,8 @@ def check_plan(plan: Plan, run: RunInfo, schedule: str, memory_gb: float | None,
     found = mismatch(plan, run, schedule, memory_gb)
     if found is not None:
         raise ConfigError(
-            f"token_pipeline.plan_path: {path} is for {found.theirs}, must be for {found.ours}, use {found.use}"
+            f"token_pipeline.plan_path: {path} is for {found.theirs}, must be for {found.ours}, "
+            "use a plan made for it or leave plan_path out"
         )
 
 

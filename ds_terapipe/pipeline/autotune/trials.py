@@ -126,11 +126,6 @@ def winner(taken: Sequence[Sequence[float]], worse: float) -> int:
     return 1 + ratios.index(max(ratios)) if max(ratios, default=0.0) > worse else 0
 
 
-def comparison_steps(plans: int) -> int:
-    """Return the number of steps of a comparison of so many plans."""
-    return 1 + TURNS * plans
-
-
 def slice_plan(plan: Plan) -> SlicePlan:
     """Return the slices and the schedule of a plan."""
     return SlicePlan(plan.slices, plan.schedule)
