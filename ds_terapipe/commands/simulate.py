@@ -210,8 +210,7 @@ def _lines(inputs: Inputs, data: dict[str, Any], memory: tuple[MemoryUse, ...]) 
         cells = "".join(f"{shown(row[f'{name}_s']):>12}" for name in _PARTS)
         lines.append(f"{row['stage']:>5}{cells}{row['live_sequences']:>11.2f}{row['live_tokens']:>13}")
     limit = inputs.request.memory_gb
-    if memory:
-        lines += [line[2:] for line in memory_lines(memory, None if limit is None else limit * GIGABYTE, "stage")]
-        if limit is not None and max(gigabytes(use.total) for use in memory) > limit:
-            lines.append("  does not fit")
+    lines += [line[2:] for line in memory_lines(memory, None if limit is None else limit * GIGABYTE, "stage")]
+    if limit is not None and max((gigabytes(use.total) for use in memory), default=0.0) > limit:
+        lines.append("  does not fit")
     return lines

@@ -24,7 +24,6 @@ from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.engine_facts import new_slicer
-from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
 from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.controller import Controller
 from ds_terapipe.pipeline.ended import DESTROYED, refuse_ended
@@ -36,6 +35,7 @@ from ds_terapipe.pipeline.parameter_groups import occupy, unused
 from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.recording.accounting import new_memory
+from ds_terapipe.pipeline.recording.layer_times import LayerTimes
 from ds_terapipe.pipeline.recording.report import StepReport
 from ds_terapipe.pipeline.recording.trace import Recorder, new_trace
 from ds_terapipe.pipeline.resuming import resuming

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,55 +77,45 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Return the plan as text, the chosen option first."""
-        out = [self._chosen, self._step, f"  {self._made_for}"]
-        if self.memory:
-            out += memory_lines(self.memory, self.memory_limit, self._row_word)
+        chosen, made_for, step = self._said()
+        out = [chosen, step, f"  {made_for}", *memory_lines(self.memory, self.memory_limit, self._row_word)]
         if self.losing:
             out.append("  other options:")
         for option in self.losing[:_SHOWN]:
             note = "" if option.fits else "  does not fit into memory"
-            ratio, seconds = self._ratio(option), seconds_text(option.step_s)
-            out.append(f"    {option.name:<24}{seconds:>12}  {ratio:.2f}x  {compact(option.slices)}{note}")
+            seconds, ratio = seconds_text(option.step_s), self._ratio(option)
+            out.append(f"    {option.name:<24}{seconds:>12}  {ratio}  {compact(option.slices)}{note}")
         return out
 
     def summary(self) -> list[str]:
         """Return the plan's lines for the log of a run: the chosen option, the next best, and memory if known."""
+        chosen, made_for, step = self._said()
         shown = [option for place, option in enumerate(self.losing) if place == 0 or len(option.slices) == 1]
-        others = [f"{o.name} {self._ratio(o):.2f}x{'' if o.fits else ' (too large)'}" for o in shown[:2]]
-        out = [f"{self._chosen}, {self._made_for}", self._step + "".join(f"; {other}" for other in others)]
+        others = [f"; {o.name} {self._ratio(o)}{'' if o.fits else ' (too large)'}" for o in shown[:2]]
+        out = [f"{chosen}, {made_for}", step + "".join(others)]
         if self.memory:
             first, *parts = memory_lines(self.memory, self.memory_limit, self._row_word)
             out.append(first + "".join(f", {' '.join(part.split()[:-1])}" for part in parts))
         return out
 
-    def _ratio(self, option: Option) -> float:
-        """Return the option's predicted time as a multiple of the chosen option's."""
-        return option.step_s / self.step_s if self.step_s else 1.0
-
-    @property
-    def _chosen(self) -> str:
-        return f"plan: {Option(self.schedule, self.slices, self.step_s).name}: {compact(self.slices)} tokens"
-
-    @property
-    def _step(self) -> str:
+    def _said(self) -> tuple[str, str, str]:
+        """What was chosen, for which pipeline, and what a step takes."""
+        on = "" if self.placement is None or self.placement.is_plain else f" on {self.placement.places} places"
         parts = ", ".join(f"{name} {self.bubble[name]:.1%}" for name in _BUBBLE[1:] if name in self.bubble)
         bubble = f"bubble {self.bubble.get('total', 0.0):.1%}" + (f" ({parts})" if parts else "")
-        return f"  step {seconds_text(self.step_s)} predicted, {bubble}"
-
-    @property
-    def _made_for(self) -> str:
         return (
-            f"for {self._pipeline}, {self.micro_batches} micro-batches of {self.sequences} x {self.seq_length} tokens"
+            f"plan: {Option(self.schedule, self.slices, self.step_s).name}: {compact(self.slices)} tokens",
+            f"for {self.stages} stages{on}, {self.micro_batches} micro-batches of {self.sequences} x {self.seq_length} tokens",
+            f"  step {seconds_text(self.step_s)} predicted, {bubble}",
         )
+
+    def _ratio(self, option: Option) -> str:
+        """The option's predicted time as a multiple of the chosen option's."""
+        return f"{option.step_s / self.step_s if self.step_s else 1.0:.2f}x"
 
     @property
     def _row_word(self) -> str:
         return "stage" if self.placement is None else row_word(self.placement)
-
-    @property
-    def _pipeline(self) -> str:
-        on = "" if self.placement is None or self.placement.is_plain else f" on {self.placement.places} places"
-        return f"{self.stages} stages{on}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the file's content; ``--json`` prints the same keys."""
@@ -200,13 +191,8 @@ class Plan:
 
 def compact(lengths: Sequence[int]) -> str:
     """Lengths as text, repeats counted: ``512x3, 496, 16``."""
-    out: list[list[int]] = []
-    for length in lengths:
-        if out and out[-1][0] == length:
-            out[-1][1] += 1
-        else:
-            out.append([length, 1])
-    return ", ".join(f"{length}x{count}" if count > 1 else str(length) for length, count in out)
+    groups = [(length, len([*group])) for length, group in groupby(lengths)]
+    return ", ".join(f"{length}x{count}" if count > 1 else str(length) for length, count in groups)
 
 
 def seconds_text(seconds: float) -> str:
@@ -215,7 +201,9 @@ def seconds_text(seconds: float) -> str:
 
 
 def memory_lines(memory: Sequence[MemoryUse], limit: float | None, word: str) -> list[str]:
-    """Return the peak of the fullest place, and its parts; ``limit`` in bytes, ``word`` for a place."""
+    """Return the peak of the fullest place and its parts, nothing if unknown; ``limit`` in bytes, ``word`` for a place."""
+    if not memory:
+        return []
     worst = max(range(len(memory)), key=lambda place: memory[place].total)
     of = "" if limit is None else f" of {gigabytes(limit):.3f}"
     out = [f"  memory of {word} {worst}, the fullest: {gigabytes(memory[worst].total):.3f}{of} GB"]

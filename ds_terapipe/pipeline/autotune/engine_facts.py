@@ -13,12 +13,12 @@ from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.auto import AutoSlices
-from ds_terapipe.pipeline.autotune.layer_times import LayerTimes
 from ds_terapipe.pipeline.autotune.meter import StepMeter
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
 from ds_terapipe.pipeline.autotune.slice_plan import DEFAULT_SCHEDULE, FixedSlices
 from ds_terapipe.pipeline.loss import runs_per_slice
 from ds_terapipe.pipeline.recording.accounting import StepMemory
+from ds_terapipe.pipeline.recording.layer_times import LayerTimes
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.plan.costs.layers import LayerSeconds

@@ -51,8 +51,19 @@ class Planner:
 
     def learn(self, steps: Sequence[RecordedStep]) -> None:
         """Learn the costs of these trials, and write them to the configured file; collective."""
-        layers = self._layers()
-        self.cost = self.agree(lambda: self._costs(steps, layers))
+        run, layers, path = self.run, self._layers(), self.config.measurements_path
+
+        def costs() -> MeasuredCost:
+            values = {"overhead_s": overhead(steps), "memory_limit_bytes": self.limit.free_bytes}
+            about = {**run.measured_on, **values}
+            once, whole = run.weights_once, run.loss_of_whole
+            cost = measured_cost(steps, run.stages, run.sequences, once, whole, about, self.limit.model, layers)
+            if path is not None:
+                with named("token_pipeline.measurements_path"):
+                    cost.save(path)
+            return cost
+
+        self.cost = self.agree(costs)
 
     def can_plan(self, shape: Shape) -> bool:
         """Whether such steps are within the measurements."""
@@ -92,23 +103,6 @@ class Planner:
         advice = self.cost.layers.advice()
         if advice:
             self.say(f"plan: stages of {advice}")
-
-    def _costs(self, steps: Sequence[RecordedStep], layers: LayerSeconds | None) -> MeasuredCost:
-        run = self.run
-        cost = measured_cost(
-            steps,
-            run.stages,
-            run.sequences,
-            run.weights_once,
-            run.loss_of_whole,
-            {**run.measured_on, "overhead_s": overhead(steps), "memory_limit_bytes": self.limit.free_bytes},
-            self.limit.model,
-            layers,
-        )
-        if self.config.measurements_path is not None:
-            with named("token_pipeline.measurements_path"):
-                cost.save(self.config.measurements_path)
-        return cost
 
     def _load_measurements(self, path: str) -> None:
         def load() -> MeasuredCost | None:

@@ -70,29 +70,34 @@ class Curve:
     """Seconds of slices: the best t(l, 0) that does not fall, linear between the measured lengths, + a2 c + a3 l c.
 
     Args:
-        points: triples (length, context, seconds); several of the same length are averaged, in effect.
+        points: pairs (length, seconds); several of the same length are averaged, in effect.
         what: name of the curve for errors.
+        contexts: of the points; none by default.
 
     Raises:
         ConfigError: no point without context, or one that is no time.
     """
 
-    def __init__(self, points: Sequence[tuple[float, float, float]], what: str) -> None:
-        for length, _, seconds in points:
+    def __init__(
+        self, points: Sequence[tuple[float, float]], what: str, contexts: Sequence[float] | None = None
+    ) -> None:
+        for length, seconds in points:
             if not (length >= 1 and seconds >= 0 and math.isfinite(seconds)):
                 raise ConfigError(
                     f"{what}: got {seconds} s for {length} tokens, must be at least one token and a time, measure again"
                 )
-        lengths, contexts, seconds = np.array(points, dtype=float).reshape(-1, 3).T
-        if not np.any(contexts == 0) or np.any(contexts < 0):
+        self.points = tuple((int(length), float(seconds)) for length, seconds in points)
+        tokens, taken = np.array(points, dtype=float).reshape(-1, 2).T
+        before = np.zeros(len(points)) if contexts is None else np.array(contexts, dtype=float)
+        if not np.any(before == 0) or np.any(before < 0):
             raise ConfigError(f"{what}: got no measurement without context, must have some, measure again")
-        self._what, self._deepest = what, float(np.max(contexts))
-        self._knots, index = np.unique(lengths, return_inverse=True)
+        self._what, self._deepest = what, float(np.max(before))
+        self._knots, index = np.unique(tokens, return_inverse=True)
         steps = (np.arange(len(self._knots))[None, :] <= index[:, None]).astype(float)
-        columns = np.column_stack([steps, contexts, contexts * lengths])
+        columns = np.column_stack([steps, before, before * tokens])
         # relative errors: a short slice's microseconds count as much as a long one's milliseconds
-        floor = np.maximum(seconds, 1e-9)
-        fit = nonnegative_least_squares(columns / floor[:, None], seconds / floor)
+        floor = np.maximum(taken, 1e-9)
+        fit = nonnegative_least_squares(columns / floor[:, None], taken / floor)
         self._values, (self._by_context, self._by_both) = np.cumsum(fit[:-2]), fit[-2:]
 
     def __call__(self, length: Tokens, context: Any = 0.0) -> Tokens:
@@ -126,14 +131,14 @@ class StageCost:
     def __init__(
         self, samples: Sequence[Sample], weights: Sequence[tuple[float, float]] = (), what: str = "stage"
     ) -> None:
-        self.samples, self.weight_points = tuple(samples), tuple((int(a), float(b)) for a, b in weights)
-        self.forward = Curve([(s.length, s.context, s.forward) for s in samples], what)
-        self.backward = Curve([(s.length, s.context, s.backward) for s in samples], what)
-        self._weights = Curve(_without_context(weights), f"{what}, weight gradients") if weights else None
+        self.samples, contexts = tuple(samples), [sample.context for sample in samples]
+        self.forward = Curve([(s.length, s.forward) for s in samples], what, contexts)
+        self.backward = Curve([(s.length, s.backward) for s in samples], what, contexts)
+        self.weight_curve = Curve(weights, f"{what}, weight gradients") if weights else None
 
     def weights(self, length: Tokens) -> Tokens:
         """Seconds of the weight gradients of a whole sequence; 0 where none were measured."""
-        return 0.0 * length if self._weights is None else self._weights(length)
+        return 0.0 * length if self.weight_curve is None else self.weight_curve(length)
 
     @property
     def max_length(self) -> int:
@@ -188,10 +193,7 @@ class MeasuredCost:
         self.stage_costs = tuple(stage_costs)
         self.sequences, self.memory, self.loss, self.layers = sequences, memory, loss, layers
         self.measured_on = dict(measured_on or {})
-        self._points = [[(int(tokens), float(seconds)) for tokens, seconds in points] for points in messages]
-        self._messages = [
-            Curve(_without_context(points), f"messages of boundary {index}") for index, points in enumerate(messages)
-        ]
+        self._messages = [Curve(points, f"messages of boundary {index}") for index, points in enumerate(messages)]
 
     @property
     def stages(self) -> int:
@@ -266,12 +268,12 @@ class MeasuredCost:
             "stages": [
                 {
                     "samples": [list(sample) for sample in stage.samples],
-                    "weights": [list(point) for point in stage.weight_points],
+                    "weights": [list(point) for point in stage.weight_curve.points] if stage.weight_curve else [],
                     "residuals": stage.residuals,
                 }
                 for stage in self.stage_costs
             ],
-            "messages": [{"points": [list(point) for point in points]} for points in self._points],
+            "messages": [{"points": [list(point) for point in curve.points]} for curve in self._messages],
             "loss": [list(self.loss)],
             "memory": None if self.memory is None else model_dict(self.memory),
             "layers": None if self.layers is None else self.layers.to_dict(),
@@ -344,10 +346,6 @@ def _boundaries(fields: Fields, stages: Sequence[StageCost]) -> list[list[tuple[
             raise block.fail("points", f"of at least one token and from {least} to {most}", "a new measurement")
         found.append(points)
     return found
-
-
-def _without_context(points: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    return [(tokens, 0.0, seconds) for tokens, seconds in points]
 
 
 def _like(tokens: Tokens, values: Any) -> Tokens:
