@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,78 +25,6 @@ from ds_terapipe.plan.result import compact, seconds_text
 if TYPE_CHECKING:
     from ds_terapipe.commands.planning.entry_costs import Entries
     from ds_terapipe.elastic.shapes.predict import Prediction
-
-_LAUNCHED, _FROZEN = "as launched, nothing frozen", "as launched, frozen"
-
-
-@dataclass(frozen=True)
-class FrozenTable:
-    """The possible shapes with so many entries frozen.
-
-    Attributes:
-        frozen: entries.
-        launched: the shape of the launch and its layers, nothing frozen.
-        present: the same, frozen.
-        others: every other shape, and that of the launch where other layers on its stages would be faster.
-        taken: of ``present`` and ``others``.
-        most_bytes: that a rank may hold; None: anything.
-        knows_bytes: whether ``peak_bytes`` of a prediction are known.
-    """
-
-    frozen: int
-    launched: Prediction
-    present: Prediction
-    others: tuple[Prediction, ...]
-    taken: Prediction
-    most_bytes: float | None
-    knows_bytes: bool
-
-    def fits(self, each: Prediction) -> bool | None:
-        """Whether a prediction fits into a rank's memory; None if that is unknown."""
-        if not self.knows_bytes:
-            return None
-        return self.most_bytes is None or each.peak_bytes <= self.most_bytes
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all figures for JSON."""
-        return {
-            "frozen_layers": self.frozen,
-            "launched": self._figures(self.launched),
-            "launched_frozen": self._figures(self.present),
-            "shapes": [self._figures(each) for each in self.others],
-            "taken": self._figures(self.taken),
-        }
-
-    def lines(self, entries: int) -> list[str]:
-        """Return the lines of the table."""
-        from ds_terapipe.elastic.shapes.shape_text import shape_text
-
-        named = [(_LAUNCHED, self.launched), (_FROZEN, self.present)]
-        named += [(shape_text(each.shape), each) for each in self.others]
-        width = max(len(name) for name, _ in named)
-        layers = max(6, *(len(_layers_text(each)) for _, each in named))
-        head = f"  {'':<{width}}  {'layers':<{layers}}  {'step':>10}  {'launched':>8}  {'frozen':>7}  {'peak':>9}"
-        out = [f"{self.frozen} of {entries} layers frozen:", head]
-        for name, each in named:
-            peak = f"{gigabytes(each.peak_bytes):.3f} GB" if self.knows_bytes else "?"
-            remark = "  does not fit" if self.fits(each) is False else ""
-            remark += "  (taken)" if each == self.taken and name != _LAUNCHED else ""
-            out.append(
-                f"  {name:<{width}}  {_layers_text(each):<{layers}}  {seconds_text(each.seconds):>10}  "
-                f"{self.launched.seconds / each.seconds:>7.2f}x  {self.present.seconds / each.seconds:>6.2f}x  {peak:>9}{remark}"
-            )
-        return out
-
-    def _figures(self, each: Prediction) -> dict[str, Any]:
-        return {
-            **each.shape._asdict(),
-            "layers": [b - a for a, b in pairwise(each.parts)],
-            "predicted_step_s": each.seconds,
-            "peak_bytes": each.peak_bytes if self.knows_bytes else None,
-            "fits": self.fits(each),
-            "speed_against_launched": self.launched.seconds / each.seconds,
-            "speed_against_launched_frozen": self.present.seconds / each.seconds,
-        }
 
 
 def add_frozen(parser: argparse.ArgumentParser) -> None:
@@ -131,24 +59,34 @@ def plan_frozen(options: argparse.Namespace) -> None:
         from ds_terapipe.commands.planning.entry_costs import entries_of
 
         entries = entries_of(inputs.source, lengths, options.data_parallel)
-        tables = [frozen_table(inputs, entries, len(lengths), number, limit) for number in numbers]
-    show(options, "\n".join(_lines(inputs, entries, lengths, tables, limit)), {
+        most = None if limit is None or not entries.knows_bytes else limit * GIGABYTE
+        tables = [_table(inputs, entries, len(lengths), number, most) for number in numbers]
+    lines = [*inputs.lines, f"layer list: {entries.text}; slices: {compact(lengths)}"]
+    if not entries.knows_bytes:
+        unknown = "not known from these costs: what replicas add up, and memory"
+        lines.append(unknown if limit is None else f"{unknown}, so memory_gb is no limit")
+    elif limit is not None:
+        lines.append(f"a rank may hold {limit:g} GB")
+    for table in tables:
+        lines += _lines(table, entries.count)
+    lines.append("launched, frozen: how many times as fast as the first and the second line of a table")
+    show(options, "\n".join(lines), {
         "slices": list(lengths),
         "layers": entries.count,
-        "memory_limit_bytes": tables[0].most_bytes,
-        "frozen": [table.as_json() for table in tables],
+        "memory_limit_bytes": most,
+        "frozen": tables,
     })  # fmt: skip
 
 
-def frozen_table(inputs: Inputs, entries: Entries, slices: int, frozen: int, limit_gb: float | None) -> FrozenTable:
-    """Compare all shapes with so many entries frozen.
+def _table(inputs: Inputs, entries: Entries, slices: int, frozen: int, most: float | None) -> dict[str, Any]:
+    """Compare all shapes with so many entries frozen, and that of the launch with nothing frozen.
 
     Args:
         inputs: the batch.
         entries: costs of the entries, and the launch.
         slices: of a micro-batch.
         frozen: entries.
-        limit_gb: memory limit of a rank in 1e9 bytes; None: no limit.
+        most: bytes that a rank may hold; None: no limit.
 
     Raises:
         ConfigError: the head, the last entry, would be frozen.
@@ -171,27 +109,50 @@ def frozen_table(inputs: Inputs, entries: Entries, slices: int, frozen: int, lim
     launched, present = (predicted(now, first, entries.parts) for first in (0, frozen))
     others = [predicted(shape, frozen) for shape in possible]
     others = [each for each in others if (each.shape, each.parts) != (now, entries.parts)]
-    most = None if limit_gb is None or not entries.knows_bytes else limit_gb * GIGABYTE
     taken = choose(present, others, most, steps_left=math.inf, change_seconds=0.0).taken
-    return FrozenTable(frozen, launched, present, tuple(others), taken, most, entries.knows_bytes)
+
+    def figures(each: Prediction) -> dict[str, Any]:
+        return {
+            **each.shape._asdict(),
+            "layers": [b - a for a, b in pairwise(each.parts)],
+            "predicted_step_s": each.seconds,
+            "peak_bytes": each.peak_bytes if entries.knows_bytes else None,
+            "fits": (most is None or each.peak_bytes <= most) if entries.knows_bytes else None,
+            "speed_against_launched": launched.seconds / each.seconds,
+            "speed_against_launched_frozen": present.seconds / each.seconds,
+        }
+
+    return {
+        "frozen_layers": frozen,
+        "launched": figures(launched),
+        "launched_frozen": figures(present),
+        "shapes": [figures(each) for each in others],
+        "taken": figures(taken),
+    }
 
 
-def _lines(
-    inputs: Inputs, entries: Entries, lengths: Sequence[int], tables: Sequence[FrozenTable], limit_gb: float | None
-) -> list[str]:
-    out = [*inputs.lines, f"layer list: {entries.text}; slices: {compact(lengths)}"]
-    if not entries.knows_bytes:
-        unknown = "not known from these costs: what replicas add up, and memory"
-        out.append(unknown if limit_gb is None else f"{unknown}, so memory_gb is no limit")
-    elif limit_gb is not None:
-        out.append(f"a rank may hold {limit_gb:g} GB")
-    for table in tables:
-        out += table.lines(entries.count)
-    return [*out, "launched, frozen: how many times as fast as the first and the second line of a table"]
+def _lines(table: dict[str, Any], entries: int) -> list[str]:
+    """Return the lines of a table."""
+    from ds_terapipe.elastic.policies.resize import Shape
+    from ds_terapipe.elastic.shapes.shape_text import shape_text
 
-
-def _layers_text(each: Prediction) -> str:
-    return "-".join(str(b - a) for a, b in pairwise(each.parts))
+    rows = [("as launched, nothing frozen", table["launched"]), ("as launched, frozen", table["launched_frozen"])]
+    rows += [(shape_text(Shape(*(each[name] for name in Shape._fields))), each) for each in table["shapes"]]
+    cells = ["-".join(map(str, each["layers"])) for _, each in rows]
+    width, layers = max(len(name) for name, _ in rows), max(6, *map(len, cells))
+    out = [
+        f"{table['frozen_layers']} of {entries} layers frozen:",
+        f"  {'':<{width}}  {'layers':<{layers}}  {'step':>10}  {'launched':>8}  {'frozen':>7}  {'peak':>9}",
+    ]
+    for number, ((name, each), cell) in enumerate(zip(rows, cells, strict=True)):
+        peak = "?" if each["peak_bytes"] is None else f"{gigabytes(each['peak_bytes']):.3f} GB"
+        remark = "  does not fit" if each["fits"] is False else ""
+        remark += "  (taken)" if number and each == table["taken"] else ""
+        out.append(
+            f"  {name:<{width}}  {cell:<{layers}}  {seconds_text(each['predicted_step_s']):>10}  "
+            f"{each['speed_against_launched']:>7.2f}x  {each['speed_against_launched_frozen']:>6.2f}x  {peak:>9}{remark}"
+        )
+    return out
 
 
 def _numbers(text: str) -> list[int]:
