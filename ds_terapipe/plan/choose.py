@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.costs.cost import Cost
-from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, MemoryUse, gigabytes, memory_use
+from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, MemoryUse, check_stages, gigabytes, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.placed import unlike_plain
 from ds_terapipe.plan.result import Option, Plan, compact
@@ -230,3 +230,5 @@ def _check(cost: Cost, request: Request) -> None:
             "sequence length", request.seq_length, f"within what was measured, {cost.max_length} tokens",
             "a measurement of this length",
         )  # fmt: skip
+    if request.memory is not None:
+        check_stages(request.memory, request.stages)
