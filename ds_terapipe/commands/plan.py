@@ -15,10 +15,9 @@ from ds_terapipe.commands.planning.inputs import Inputs, add_inputs, choose_plan
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.choose import choose
-from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.result import Plan, compact, seconds_text
-from ds_terapipe.plan.stages import Partition, describe, partition
+from ds_terapipe.plan.stages import describe, partition
 
 EXAMPLE = """\
 example:
@@ -85,46 +84,34 @@ def plan(options: argparse.Namespace) -> None:
 
 def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any] | None]:
     """Return the best boundaries between stages for the plan's slices, and their gain."""
-    source = inputs.source
-    if isinstance(source, Measured) and source.measured.layers is not None:
-        return _measured_stages(source.measured.layers)
-    if not isinstance(source, Analytic):
+    source, step_s = inputs.source, None
+    if isinstance(source, Analytic):
+        seconds = source.layer_seconds(inputs.sequences, found.slices)
+        present, best = describe(seconds, source.layers), partition(seconds, source.stages)
+        gain = 1 - best.slowest / present.slowest if present.slowest else 0.0
+        cost = source.with_layout(best.layers).cost(inputs.sequences)
+        times = StepTimes(cost, found.stages, found.micro_batches, found.weights_once)
+        step_s = times.seconds(found.schedule, found.slices) + found.overhead_s
+        gained = 1 - step_s / found.step_s
+        advice = (
+            ""
+            if gained < _WORTH
+            else (
+                f"--stage-layers {best.text} in place of {present.text}: step {seconds_text(step_s)} in place of "
+                f"{seconds_text(found.step_s)} ({gained:.1%} less), the slowest stage {gain:.1%} less"
+            )
+        )
+    elif isinstance(source, Measured) and source.measured.layers is not None:
+        layers = source.measured.layers  # no prediction: curves hold for the present stages
+        present, best, gain, advice = layers.present, layers.best, layers.gain, layers.advice(_WORTH)
+    else:
         return ["stages: the costs do not know single layers, use --model for the best boundaries"], None
-    seconds = source.layer_seconds(inputs.sequences, found.slices)
-    present, best = describe(seconds, source.layers), partition(seconds, source.stages)
-    better = StepTimes(
-        source.with_layout(best.layers).cost(inputs.sequences), found.stages, found.micro_batches, found.weights_once
-    )
-    step_s = better.seconds(found.schedule, found.slices) + found.overhead_s
-    gain = 1 - best.slowest / present.slowest if present.slowest else 0.0
-    data = {
+    return [f"stages: {advice or f'--stage-layers {present.text} is as good as any'}"], {
         "present": list(present.layers),
         "best": list(best.layers),
         "slowest_stage_gain": gain,
         "predicted_step_s": step_s,
     }
-    gained = 1 - step_s / found.step_s
-    if gained < _WORTH:
-        return [_as_good(present)], data
-    return [
-        f"stages: --stage-layers {best.text} in place of {present.text}: step {seconds_text(step_s)} in place of "
-        f"{seconds_text(found.step_s)} ({gained:.1%} less), the slowest stage {gain:.1%} less"
-    ], data
-
-
-def _measured_stages(layers: LayerSeconds) -> tuple[list[str], dict[str, Any]]:
-    """Return the same from times of single layers, without a prediction: curves hold for the present stages."""
-    advice = layers.advice(_WORTH)
-    return [f"stages: {advice}" if advice else _as_good(layers.present)], {
-        "present": list(layers.present.layers),
-        "best": list(layers.best.layers),
-        "slowest_stage_gain": layers.gain,
-        "predicted_step_s": None,
-    }
-
-
-def _as_good(present: Partition) -> str:
-    return f"stages: --stage-layers {present.text} is as good as any"
 
 
 def _batch_advice(inputs: Inputs, found: Plan) -> tuple[list[str], list[dict[str, Any]]]:
