@@ -41,7 +41,6 @@ class Inputs:
         request: request for a plan.
         sequences: in a micro-batch.
         slices: of the configuration: a number, lengths, or ``auto``.
-        units: no cost was given; seconds are those of `cost_sources.UnitCost`.
         notes: notes on defaults.
         cuts: False: there is a configuration, and no block ``token_pipeline`` in it.
     """
@@ -50,9 +49,13 @@ class Inputs:
     request: Request
     sequences: int
     slices: int | tuple[int, ...] | str
-    units: bool
     notes: tuple[str, ...]
     cuts: bool = True
+
+    @property
+    def units(self) -> bool:
+        """Whether no cost was given; seconds are those of `cost_sources.UnitCost`."""
+        return isinstance(self.source, Units)
 
     @property
     def lines(self) -> list[str]:
@@ -154,7 +157,6 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         request,
         sequences,
         tuple(slices) if isinstance(slices, list) else slices,
-        units=isinstance(source, Units),
         notes=tuple(given.notes),
         cuts=data is None or config is not None,
     )

@@ -33,7 +33,7 @@ class AutoSlices:
         agree: brings rank 0's decisions to all ranks.
         meter: measures the memory of a step.
         say: writes a line into the log, on rank 0.
-        layers: returns the times of single layers in steps with ``wants_layers``; collective.
+        layers: returns the times of single layers in trials that timed them; collective.
     """
 
     def __init__(
