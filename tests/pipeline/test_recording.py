@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_terapipe import ConfigError
 from ds_terapipe.pipeline.autotune import engine_facts
-from ds_terapipe.pipeline.autotune.phases import ROUNDS
+from ds_terapipe.pipeline.autotune.trials import ROUNDS
 from ds_terapipe.pipeline.recording import layer_times
 from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.plan.costs.cost import MeasuredCost
