@@ -26,11 +26,10 @@ Step = Callable[[], "float | None"]
 
 def settling() -> int:
     """Steps in which the planner measures, plans, and compares its plan with the best trials."""
-    from ds_terapipe.pipeline.autotune.comparison import comparison_steps
-    from ds_terapipe.pipeline.autotune.phases import ROUNDS, TRIALS
     from ds_terapipe.pipeline.autotune.planner import RIVALS
+    from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS
 
-    return 1 + ROUNDS * len(TRIALS) + comparison_steps(1 + RIVALS)
+    return 1 + ROUNDS * len(TRIALS) + 1 + TURNS * (1 + RIVALS)
 
 
 def new_engine(
