@@ -43,7 +43,7 @@ def trained(name: str, way: str) -> dict[str, float]:
 
 def together(pairs: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> float:
     """The error of all tensors as of one: that of a small one is a matter of luck, and of the processor."""
-    found = [(mine[name].double(), exact[name].double()) for mine, exact in pairs for name in mine]
+    found = [(mine[name].double().flatten(), exact[name].double().flatten()) for mine, exact in pairs for name in mine]
     return float(sum((a - b).square().sum() for a, b in found) / sum(b.square().sum() for _, b in found)) ** 0.5
 
 
