@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
+from ds_terapipe.pipeline.autotune.slice_plan import SlicePlan
 from ds_terapipe.pipeline.batch import StepBatch, own
 from ds_terapipe.pipeline.ended import poison_on_error
 from ds_terapipe.pipeline.gradients import reduce_replicas, reduce_tied
@@ -30,7 +30,7 @@ def train(engine: Any) -> Tensor:
     follow_micro_batch(engine)
     slicer, recorder = engine._slicer, engine._recorder
     plan = slicer.plan(batch.lengths, batch.everywhere)
-    cut(engine, batch, plan.slices, request)
+    cut(engine, batch, plan, request)
     inspect(engine, batch, request)
     counts = batch.slice_counts()
     grid = grid_of_step(plan.schedule, engine.placement, counts, _deferring(engine) if max(counts) > 1 else ())
@@ -69,10 +69,13 @@ def read(engine: Any, request: StepRequest) -> StepBatch:
     return batch
 
 
-def cut(engine: Any, batch: StepBatch, slices: int | Sequence[int], request: StepRequest) -> None:
-    """Cut the micro-batches of a step; slices that are padding only are left out where no output of them is asked for."""
-    asked = request.keep_outputs or not request.compute_loss
-    batch.cut(slices, skips_padding=not asked and runs_per_slice(engine.module.loss_fn))
+def cut(engine: Any, batch: StepBatch, plan: SlicePlan, request: StepRequest) -> None:
+    """Cut the micro-batches of a step.
+
+    Slices that are padding only are left out where no output of them is asked for, and no cost of them is measured.
+    """
+    asked = request.keep_outputs or not request.compute_loss or plan.timed
+    batch.cut(plan.slices, skips_padding=not asked and runs_per_slice(engine.module.loss_fn))
 
 
 def inspect(engine: Any, batch: StepBatch, request: StepRequest) -> None:
