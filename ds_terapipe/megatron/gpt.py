@@ -28,12 +28,16 @@ class GPTPipeline(StagedPipeline):
     layer_class = GPTLayer
     document_end: int | None = None
 
-    def documents_of(self, inputs: tuple[Tensor, Tensor]) -> Documents | None:
-        """Return the documents of a micro-batch, each of which ends with the token ``document_end``."""
-        if self.document_end is None:
-            return None
-        ended = (inputs[0][:, :-1] == self.document_end).cumsum(1)
-        return Documents.of(F.pad(ended, (1, 0)) + 1)
+    @property
+    def documents_of(self) -> Callable[[tuple[Tensor, Tensor]], Documents | None] | None:
+        """Finds the documents of a micro-batch, each of which ends with the token ``document_end``; None without one."""
+        end = self.document_end
+        return None if end is None else lambda inputs: _ended_by(end, inputs[0])
+
+
+def _ended_by(end: int, tokens: Tensor) -> Documents | None:
+    ended = (tokens[:, :-1] == end).cumsum(1)
+    return Documents.of(F.pad(ended, (1, 0)) + 1)
 
 
 def gpt_pipeline(

@@ -119,7 +119,7 @@ class TokenPipelineEngine(PipelineEngine):
                 first_stage=self._controller.first_stage(self, placement),
                 host_group=self._consensus.group,
             )
-            if cuts(self.token_pipeline.slices) or hasattr(self.module, "documents_of"):
+            if cuts(self.token_pipeline.slices) or getattr(self.module, "documents_of", None) is not None:
                 self._runtime.intercept()
             self._watchdog.begin(self.global_steps, (), self._runtime.view)
             self._switches = [(name, p, p.requires_grad) for name, p in self.module.named_parameters()]

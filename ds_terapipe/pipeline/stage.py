@@ -191,5 +191,5 @@ class Stage:
         self._making.clear()
         self.weight_gradients.clear()
         self.context.clear()
-        self.context.weight_gradients = None
+        self.context.weight_gradients, self.context.documents_of = None, {}
         self._batch, self.losses = StepBatch(), None  # inputs and labels are no longer needed

@@ -136,7 +136,7 @@ def test_documents_of_a_sample_are_those_of_megatron_core(tmp_path: Path) -> Non
     end = Vocabulary(257).eod
     train, *_ = gpt_datasets([prefix], **given, reset_position_ids=True, eod_mask_loss=True)
     (text, positions), (_, mask) = next(BatchIterator(train, 3))
-    documents = GPTPipeline.documents_of(SimpleNamespace(document_end=end), (text, positions))
+    documents = GPTPipeline.documents_of.fget(SimpleNamespace(document_end=end))((text, positions))
     seen = seen_by(documents, [Span(0, 4 * SEQ, 4 * SEQ)])
     for row, tokens in enumerate(text):
         hidden, loss_mask, expected = _get_ltor_masks_and_position_ids(tokens, end, True, True, True, True)
