@@ -59,7 +59,7 @@ def shapes_svg(periods: Sequence[Period], width: int = 960) -> str:
     caption = f"{layers} layers on {processes} process{'es' * (processes != 1)}"
     if end is None:
         end = last.first + max(1, round(_OPEN * (last.first - begin)))
-        caption += "; nobody has written how long the last shape was there"
+        caption += "; the end of the last shape is unknown"
     scale = (width - _LEFT - RIGHT) / (end - begin)
     body = [_text(_LEFT, 16, caption)]
     for process in range(processes):
@@ -69,7 +69,7 @@ def shapes_svg(periods: Sequence[Period], width: int = 960) -> str:
         body += _period(period, _LEFT + (period.first - begin) * scale, (stop - period.first) * scale, row)
     body += _axis(periods, scale, bottom)
     items = [(COLOURS[0][1], "trained"), (COLOURS[0][0], "frozen, forward only"), (EMPTY, "on other processes")]
-    remark, height = "colour: replica; below a step: seconds of the change", bottom + _BELOW
+    remark, height = "2 x 1: stages x replicas; colour: replica; below a step: seconds of the change", bottom + _BELOW
     return document(width, height, [*body, *legend(items, remark, _LEFT, width, height - 12)])
 
 
