@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ds_terapipe import cli
-from ds_terapipe.commands.checking.peak import CountedPeak
 from ds_terapipe.commands.checking.ranks import _IF_NAMED, _PRELOADED
 from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
@@ -140,17 +139,6 @@ def test_a_launch_takes_what_was_checked(name, ranks, own, capsys):
         if name == "recomputed":  # 3 layers x 4 slices keep the host's random state, which no operator makes
             step += 12 * torch.get_rng_state().nbytes
         assert step == pytest.approx(there, rel=0.05), (stage, there)
-
-
-def test_peak_without_what_is_beside() -> None:
-    peak = CountedPeak()
-    with peak:
-        peak.begin()
-        kept = torch.empty(1000)
-        peak.mark(kept.nbytes)
-        for _ in range(3):
-            torch.empty(500) + kept[0]
-    assert peak.taken() == 4000  # the first one before it was beside, or one of 500 and a sum
 
 
 def test_every_distinct_rank_is_built_once(own, tmp_path, capsys):

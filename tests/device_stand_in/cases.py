@@ -4,60 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable
-from ctypes import CFUNCTYPE, c_void_p
+from ctypes import c_void_p
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from tests.device_stand_in import compute, runtime
 
 _ELEMENTS = 1 << 20
-_HELD_S = 0.2
-_HOST_FUNCTION = CFUNCTYPE(None, c_void_p)
-
-
-def numbers() -> list[float]:
-    """Largest differences from the host's numbers, as a part of them: loss and gradient in fp32, then in fp64."""
-
-    def block(x: Tensor, weight: Tensor) -> Tensor:
-        x = F.gelu(x @ weight).view(2, 3, 16, 8)
-        x = F.scaled_dot_product_attention(x, x, x * 0.5, is_causal=True)
-        picked = x[x > 0].sum() + x.argmax()
-        x = x.clone().masked_fill_(x < -1, 0.0)
-        x[:, 0, :, :] = picked
-        return x.float().logsumexp(-1).sum()
-
-    def on_device(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        side, main = torch.cuda.Stream(), torch.cuda.current_stream()
-        with torch.cuda.stream(side):
-            there = x.pin_memory().to("cuda", non_blocking=True)
-        main.wait_stream(side)
-        there.record_stream(main)
-        weight = weight.cuda().requires_grad_()
-        loss = block(there, weight)
-        loss.backward()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            gradient = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
-            gradient.copy_(weight.grad, non_blocking=True)
-        side.synchronize()
-        return loss.detach().cpu(), gradient
-
-    differences = []
-    for dtype in (torch.float32, torch.float64):
-        x, weight = torch.randn(6, 16, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)
-        on_host = weight.clone().requires_grad_()
-        loss = block(x, on_host)
-        loss.backward()
-        found = on_device(x, weight)
-        for ours, expected in zip(found, (loss.detach(), on_host.grad), strict=True):
-            differences.append(float((ours - expected).abs().max() / expected.abs().max()))
-    return differences
 
 
 def random_numbers() -> list[bool]:
@@ -112,25 +69,6 @@ def _hand_over(left_out: str) -> None:
     on_host.add_(1)
 
 
-def queue() -> dict[str, bool]:
-    """Whether an event of another stream comes while an entry of this one runs, and while one more waits for that."""
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    release = threading.Event()
-    block = _HOST_FUNCTION(lambda data: release.wait() and None)
-    come = {}
-    for name in ("one runs", "one waits"):
-        runtime.LIBRARY.cudaLaunchHostFunc(c_void_p(first.cuda_stream), block, None)
-        first.record_event()  # belongs to the entry that runs
-        event = second.record_event()
-        until = time.monotonic() + _HELD_S
-        while not event.query() and time.monotonic() < until:
-            time.sleep(0.001)
-        come[name] = event.query()
-    release.set()
-    torch.cuda.synchronize()
-    return {**come, "at last": event.query()}
-
-
 def memory() -> dict[str, int]:
     """The allocator's counters beside the runtime's, of two devices that nothing else used."""
     before = runtime.counts().allocations
@@ -167,7 +105,7 @@ def host_waits() -> list[tuple[str, str, int]]:
     return [(wait.call, wait.callers[0], count) for wait, count in seen.items()]
 
 
-_CASES: tuple[Callable[[], Any], ...] = (numbers, random_numbers, races, queue, memory, host_waits)
+_CASES: tuple[Callable[[], Any], ...] = (random_numbers, races, memory, host_waits)
 
 if __name__ == "__main__":
     compute.install()

@@ -174,17 +174,8 @@ class Hooked(PipelineModule):
             self.forward_funcs[0].up.register_forward_hook(lambda *args: None)
 
 
-def dropping(case: Case) -> list[float]:
-    engine = engine_of(replace(case, model="dropping"))
-    torch.manual_seed(SEED)
-    losses = [float(engine.train_batch(iter(step))) for step in DATA]
-    engine.destroy()
-    return losses
-
-
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found = {
-        "dropout": [dropping(CASE), dropping(replace(CASE, resize=()))],
         "carried": run(rich(), kind=Prepared),
         "modules": run(built(gpt())),
         "refused": refused_midway(rank, folder),
@@ -210,12 +201,6 @@ def test_what_was_set_on_live_layers_is_where_the_layers_are(ranks: Any, kind: s
         assert found["first"][0] == found["first"][1] < whole, "weights are where they are trained and nowhere else"
         assert all(alive == here for alive, here in found["weighed"])
         assert [here for _, here in found["weighed"]] == [found["first"][1], whole, found["weighed"][2][1]]
-
-
-def test_dropout_does_not_depend_on_the_shape(ranks: Any) -> None:
-    for reshaped, stayed in (rank["dropout"] for rank in ranks):
-        assert reshaped == pytest.approx(stayed, rel=OFF)
-        assert reshaped != pytest.approx(reference(replace(CASE, model="dropping")).losses, rel=10 * OFF)
 
 
 def test_a_refused_reshape_changes_nothing_and_training_goes_on(ranks: Any) -> None:

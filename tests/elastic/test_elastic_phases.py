@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +31,7 @@ STAGES = [2, 2, 1, 1, 1, 1, 2, 1, 1, 1]
 FROZEN = [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
 
 
-def engine_of(data: Any = None, block: dict[str, Any] | None = None) -> Any:
+def engine_of(data: Any, block: dict[str, Any] | None = None) -> Any:
     phases = [{**phase, "micro_batch_size": size} for phase, size in zip(PHASES, MICRO, strict=True)]
     block = block or {
         "freeze": {"policy": "schedule", "frozen_layers": FREEZE},
@@ -47,35 +46,19 @@ def engine_of(data: Any = None, block: dict[str, Any] | None = None) -> Any:
     )
 
 
-class Own(Iterator[Any]):
-    """A user's iterator, of the launch: this replica's part of every step, in micro-batches of the phase."""
-
-    def __init__(self, engine: Any, data: Texts) -> None:
-        self.engine, self.data = engine, data
-        self.consumed = self.taken = 0
-
-    def __next__(self) -> Any:
-        size, batch = self.engine.start_shape.micro_batch, self.engine.train_batch_size()
-        first = self.consumed + self.taken
-        self.taken += size
-        if self.taken == batch:
-            self.consumed, self.taken = self.consumed + batch, 0
-        return stacked(SampleOrder(SAMPLES, True, SEED).between(first, first + size), self.data.length)
-
-
-def trained(engine: Any, steps: int, iterator: Any = None) -> dict[str, Any]:
+def trained(engine: Any, steps: int) -> dict[str, Any]:
     """Losses and settings of every step, and weights at the end."""
     found: dict[str, Any] = {"losses": [], "steps": []}
     for _ in range(steps):
         phase, batch = engine.lr_scheduler.phase_index, engine.train_batch_size()
         rates = {group["lr"] for group in engine.basic_optimizer.param_groups}
-        found["losses"].append(float(engine.train_batch(*([] if iterator is None else [iterator]))))
+        found["losses"].append(float(engine.train_batch()))
         found["steps"].append((phase, batch, rates, engine.frozen_layers, engine.num_stages, engine.dp_world_size))
     return {**found, "weights": weights(engine), "counted": (engine.global_samples, engine.lr_scheduler.phase_index)}
 
 
 def runs(folder: str) -> dict[str, Any]:
-    """In one go with a checkpoint on the way, from the checkpoint, and with iterators of one's own."""
+    """In one go with a checkpoint on the way, and from the checkpoint."""
     engine = engine_of(Texts())
     objects = objects_of(engine)
     first = trained(engine, SAVED)
@@ -87,11 +70,6 @@ def runs(folder: str) -> dict[str, Any]:
     engine = engine_of(Texts())
     engine.load_checkpoint(folder)
     found["resumed"] = trained(engine, STEPS - SAVED)
-    engine.destroy()
-    engine, data = engine_of(), Texts()
-    if engine.reads_data:
-        engine.lr_scheduler.register_dataset(data)
-    found["own"] = trained(engine, STEPS, Own(engine, data))
     engine.destroy()
     return found
 
@@ -133,7 +111,7 @@ def alone() -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
     return losses, {key: p.detach() for key, p in model.named_parameters()}, rates
 
 
-@pytest.mark.parametrize("way", ["whole", "resumed", "own"])
+@pytest.mark.parametrize("way", ["whole", "resumed"])
 def test_phases_and_reshapes_are_the_training_in_one_process(ranks: Any, alone: Any, way: str) -> None:
     (losses, wanted, rates), begin = alone, SAVED if way == "resumed" else 0
     everywhere = {key: tensor for rank in ranks for key, tensor in rank["whole"]["weights"].items()}

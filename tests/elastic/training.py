@@ -103,12 +103,10 @@ def _texts(seed: int, size: int) -> Any:
     return micro_batch(seed, batch=size, masked=False)
 
 
-dropping = layers(Embedding, *[Dropping] * 4, Head)
 MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Tensor], Callable[[int, int], Any]]] = {
     "gpt": (gpt, masked_loss, _masked),
     "tied": (tied_gpt, masked_loss, _masked),
-    "dropping": (dropping, masked_loss, _masked),
-    "dropping texts": (dropping, mean_loss, _texts),
+    "dropping texts": (layers(Embedding, *[Dropping] * 4, Head), mean_loss, _texts),
     "partly frozen": (layers(FrozenEmbedding, FrozenBlock, FrozenBlock, Block, Block, Head), mean_loss, _texts),
     # the layer behind the frozen ones writes into what these put out
     "writing": (layers(FrozenEmbedding, FrozenBlock, WritingBlock, Block, Block, Head), mean_loss, _texts),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 import ds_terapipe
 from tests.pipeline.models import Plain, gpt, mean_loss, micro_batch
-from tests.pipeline.training import SGD, build_engine
+from tests.pipeline.training import SGD, build_engine, raised
 
 SAMPLES = 25
 PHASES: list[dict[str, Any]] = [
@@ -56,14 +56,6 @@ def stacked(indices: list[int], length: int) -> Any:
     samples = [one(index, length) for index in indices]
     inputs = tuple(torch.stack([sample[0][i] for sample in samples]) for i in (0, 1))
     return inputs, torch.stack([sample[1] for sample in samples])
-
-
-def error_of(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
 
 
 def endless(order: list[int]) -> Iterator[int]:
@@ -176,7 +168,7 @@ def own_iterator() -> dict[str, Any]:
     """``train_batch(data_iter)``: unregistered, registered, and one that reads ahead across a switch."""
     engine, data = pipeline(None), Texts()
     iterator = Iterated(engine, data)
-    found: dict[str, Any] = {"unregistered": error_of(lambda: engine.train_batch(iterator))}
+    found: dict[str, Any] = {"unregistered": raised(lambda: engine.train_batch(iterator))}
     engine.lr_scheduler.register_dataset(data)
     observed = Observed(engine)
     observed.train(len(STEPS), iterator)
@@ -186,7 +178,7 @@ def own_iterator() -> dict[str, Any]:
     iterator = Iterated(engine, data, workers=2)
     observed = Observed(engine)
     observed.train(2, iterator)
-    found["read ahead"] = error_of(lambda: engine.train_batch(iterator))
+    found["read ahead"] = raised(lambda: engine.train_batch(iterator))
     observed.train(3, Iterated(engine, data, workers=2))
     found["new"] = len(observed.losses)
     engine.destroy()
@@ -196,8 +188,8 @@ def own_iterator() -> dict[str, Any]:
 def refusals() -> dict[str, str]:
     odd, first = [PHASES[0], {**PHASES[1], "micro_batch_size": 4}], torch.distributed.get_rank() == 0
     return {
-        "division": error_of(lambda: pipeline(None, phases=odd)),
-        "no method": error_of(lambda: pipeline(None, OneLength() if first else Texts())),
+        "division": raised(lambda: pipeline(None, phases=odd)),
+        "no method": raised(lambda: pipeline(None, OneLength() if first else Texts())),
     }
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from deepspeed.runtime import dataloader
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from tests.optim import phase_runs
 from tests.optim.phase_runs import LRS, MICRO, ROWS, SAMPLES, SKIPPING, STEPS, reference, whole_run
+from tests.pipeline.test_engine_data import loading_here
 from tests.pipeline.training import worst
 from tests.spawn import launched
 
@@ -19,13 +18,8 @@ ENGINES: dict[str, dict[str, Any] | None] = {"DeepSpeed's": None, "ours": {"slic
 Ranks = list[dict[Any, Any]]
 
 
-def loading_itself() -> Any:
-    """DeepSpeed starts processes that load: none here, a test's process may not have children."""
-    return mock.patch.object(dataloader, "DataLoader", lambda *a, **k: DataLoader(*a, **{**k, "num_workers": 0}))
-
-
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    with loading_itself():
+    with loading_here():
         # Plain engines first: DeepSpeed 0.19.8 keeps a pipeline's groups for every engine that comes later.
         found: dict[str, Any] = {"zero": phase_runs.plain_run(f"{folder}/zero", zero=True)}
         found |= {name: phase_runs.plain_run(f"{folder}/plain", resumes=name == "again") for name in ("plain", "again")}
@@ -34,7 +28,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def with_a_middle(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    with loading_itself():
+    with loading_here():
         return {"DeepSpeed's": whole_run(None, folder, stages=3)}
 
 

@@ -49,7 +49,6 @@ _OPERATIONS: dict[str, tuple[Any, Callable[..., None] | None]] = {
     "copytree": (shutil, None),
     "save": (torch, _half_a_tensor_file),
 }
-DIVISIBLE = frozenset(name for name, (_, half) in _OPERATIONS.items() if half is not None)
 
 
 @contextmanager

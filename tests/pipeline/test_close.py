@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ds_terapipe.pipeline.operators.interception import Overrides
 from tests.pipeline.footprint import Footprint, footprint, settled
 from tests.pipeline.models import gpt, masked_loss, mean_loss, micro_batch, tied_gpt
 from tests.pipeline.test_engine_data import Texts, loading_here
-from tests.pipeline.training import ADAMW, build_engine
+from tests.pipeline.training import ADAMW, build_engine, raised
 from tests.spawn import launched
 
 MEMORY = 0.02  # of the resident memory, in twenty-five rounds
@@ -37,53 +36,42 @@ def data() -> Any:
 # -------------------------------------------------------------------------------------------------------- many, one by one
 
 
-# the engine's token_pipeline, how many are made, and after how many of them caches are full
-LOOPS: dict[str, tuple[dict[str, Any] | None, int, int]] = {"ours": (SLICED, 10, 5), "DeepSpeed's": (None, 8, 3)}
+ROUNDS, FULL = 10, 5  # engines that are made, and after how many of them caches are full
 
 
 def change(before: Footprint, after: Footprint, *names: str) -> dict[str, int]:
     return {name: getattr(after, name) - getattr(before, name) for name in names}
 
 
-def come_and_go(loop: str) -> tuple[dict[str, int], float, int]:
+def come_and_go(rank: int, world_size: int) -> tuple[dict[str, int], float, int]:
     """By how much counts and memory grew since caches were full, and how many engines are alive at the end.
 
     They have two stages and one by turns. Memory is a share of what was there, in as many rounds as :data:`MEMORY` is for.
     """
-    keys, rounds, full = LOOPS[loop]
     alive = []
-    for number in range(1, rounds + 1):
-        engine = build_engine(tied_gpt(2), mean_loss, stages=1 + number % 2, token_pipeline=keys)
+    for number in range(1, ROUNDS + 1):
+        engine = build_engine(tied_gpt(2), mean_loss, stages=1 + number % 2, token_pipeline=SLICED)
         engine.train_batch(data())
         engine.destroy()
         alive.append(weakref.ref(engine))
         del engine
         gc.collect()  # at one time in each round: what is allocated between garbage keeps whole pages
-        if number == full:
+        if number == FULL:
             torch.distributed.barrier()
             before = footprint()
     torch.distributed.barrier()
-    after = footprint() if loop == "DeepSpeed's" else settled(before)
-    share = (after.resident / before.resident - 1) * 25 / (rounds - full)
+    after = settled(before)
+    share = (after.resident / before.resident - 1) * 25 / (ROUNDS - FULL)
     return change(before, after, *Footprint._fields[:-1]), share, sum(engine() is not None for engine in alive)
 
 
-def all_loops(rank: int, world_size: int) -> dict[str, tuple[dict[str, int], float, int]]:
-    return {loop: come_and_go(loop) for loop in LOOPS}
+grown = launched(come_and_go, 2, timeout=240)
 
 
-grown = launched(all_loops, 2, timeout=240)
-
-
-def test_nothing_grows_but_with_deepspeeds_own_engine_by_which_the_meter_is_proven(grown: list[Any]) -> None:
-    for rank in grown:
-        for loop, (counts, memory, alive) in rank.items():
-            if loop == "DeepSpeed's":
-                assert all(counts[name] >= 5 for name in ("groups", "threads", "files"))
-                assert memory > MEMORY
-            else:
-                assert alive == 0 and max(counts.values()) <= 0 and counts["groups"] == 0, (loop, counts)
-                assert memory < MEMORY, loop
+def test_nothing_grows(grown: list[Any]) -> None:
+    for counts, memory, alive in grown:
+        assert alive == 0 and max(counts.values()) <= 0 and counts["groups"] == 0, counts
+        assert memory < MEMORY
 
 
 # ------------------------------------------------------------------------------------------------------ what one leaves
@@ -94,14 +82,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "zero": {"optimizer": ADAMW, "config": {"zero_optimization": {"stage": 1}}},
     "bf16": {"optimizer": ADAMW, "config": {"bf16": {"enabled": True}}},
 }
-
-
-def raised(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def left_by(kind: str, folder: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import Placement
 from tests.pipeline.models import Block, Embedding, Head, masked_loss, steps_of
+from tests.pipeline.test_frozen import frozen
 from tests.pipeline.training import build_engine, train
 from tests.spawn import launched
 from tests.threads import Threads
@@ -93,18 +94,9 @@ class Noisy(Block):
         return F.dropout(super().forward(hidden), 0.3, self.training)
 
 
-def frozen(kind: Any) -> Any:
-    class Frozen(kind):
-        def __init__(self) -> None:
-            super().__init__()
-            self.requires_grad_(False)
-
-    return Frozen
-
-
 def frozen_until(first: int) -> list[Any]:
     kinds = [Embedding, *[Noisy] * 6, Head]
-    return [LayerSpec(frozen(kind) if number < first else kind) for number, kind in enumerate(kinds)]
+    return [frozen(kind) if number < first else LayerSpec(kind) for number, kind in enumerate(kinds)]
 
 
 def losses(interval: int, ours: bool) -> list[float]:

@@ -13,7 +13,7 @@ from ds_terapipe import current_span
 from ds_terapipe.pipeline.inspection.sequence_dims import probe_spans
 from ds_terapipe.schedule import Op
 from tests.pipeline.models import Block, gpt, mean_loss, micro_batch
-from tests.pipeline.training import build_engine
+from tests.pipeline.training import build_engine, raised
 from tests.spawn import launched
 
 SLICES, LENGTH, MICRO_BATCHES = 4, 24, 2
@@ -45,41 +45,32 @@ def engine_of(layers: Any, slices: int = SLICES, timeout_s: float = 60, **option
     return build_engine(layers, mean_loss, token_pipeline={"slices": slices, "timeout_s": timeout_s}, **options)
 
 
-def said(call: Any) -> str:
-    """Type and first line of the error that a call raises; empty for one that succeeds."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return ""
-
-
 def come_back(rank: int) -> dict[str, list[str]]:
     """Errors before the first action of a step, each followed by a step that succeeds."""
     engine = engine_of(FAULTY)
     if rank == 1:
         Faulty.at = probe_spans(LENGTH)[1].start  # on the last stage, when the first slice has been sent, and taken
-    found = {"the model can't be cut": [said(lambda: engine.train_batch(data())) for _ in range(2)]}
+    found = {"the model can't be cut": [raised(lambda: engine.train_batch(data())) for _ in range(2)]}
     Faulty.at = None
-    found["data"] = [said(lambda: engine.train_batch(data(3))), said(lambda: engine.eval_batch(data(3)))]
-    found["good"] = [said(lambda: engine.train_batch(data())) for _ in range(2)]
-    found["evaluation"] = [said(lambda: engine.eval_batch(data(), reduce_output="sum"))]
+    found["data"] = [raised(lambda: engine.train_batch(data(3))), raised(lambda: engine.eval_batch(data(3)))]
+    found["good"] = [raised(lambda: engine.train_batch(data())) for _ in range(2)]
+    found["evaluation"] = [raised(lambda: engine.eval_batch(data(), reduce_output="sum"))]
     engine.destroy()
-    found["destroyed"] = [said(lambda: engine.train_batch(data()))]
+    found["destroyed"] = [raised(lambda: engine.train_batch(data()))]
     return found
 
 
 def break_down(rank: int) -> dict[str, list[str]]:
     """An error in the middle of a step, on the last stage; the other one waits in vain. A call after that is told."""
     engine = engine_of(FAULTY, timeout_s=10)
-    found = {"good": [said(lambda: engine.train_batch(data()))]}
+    found = {"good": [raised(lambda: engine.train_batch(data()))]}
     if rank == 1:
         Faulty.at = LENGTH // SLICES
-    found["bad"] = [said(lambda: engine.train_batch(data()))]
+    found["bad"] = [raised(lambda: engine.train_batch(data()))]
     Faulty.at = None
     batches = [partial(engine.train_batch, data()), partial(engine.eval_batch, data())]
     others = [partial(engine.set_slices, 2), partial(engine.save_checkpoint, "never")]
-    found["next"] = [said(call) for call in (*batches, *others)]
+    found["next"] = [raised(call) for call in (*batches, *others)]
     assert not Path("never").exists()
     engine.destroy()
     return found
@@ -92,7 +83,7 @@ def autocast(rank: int) -> dict[str, Any]:
     waiting = [action for action in engine._watchdog._grid[rank] if action.op is Op.WEIGHT_GRADIENTS]
     engine.destroy()
     keys = {"slices": SLICES, "weight_gradients": "micro_batch"}
-    refused = said(lambda: build_engine(gpt(4), mean_loss, token_pipeline=keys, config=AUTOCAST))
+    refused = raised(lambda: build_engine(gpt(4), mean_loss, token_pipeline=keys, config=AUTOCAST))
     return {"waiting": waiting, "refused": refused}
 
 

@@ -5,7 +5,7 @@ With slices they are refused on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from ds_terapipe.pipeline.operators.interception import Overrides
 from tests.pipeline.models import Block, Embedding, Head, gpt, masked_loss, steps_of
-from tests.pipeline.training import build_engine, train, worst
+from tests.pipeline.training import build_engine, raised, train, worst
 from tests.spawn import launched
 
 MICRO_BATCHES, STEPS = 3, 2
@@ -78,15 +78,6 @@ def course(engine: Any) -> dict[str, Any]:
     return {"losses": trace.losses, "evaluated": evaluated, "weights": trace.weights, "kind": (kind, intercepted)}
 
 
-def attempt(call: Callable[[], Any]) -> str:
-    """Return the error that it raises."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def checkpointed(rank: int) -> dict[str, Any]:
     """Contiguous checkpoints uncut and cut."""
     steps, results = steps_of(STEPS, MICRO_BATCHES), {}
@@ -99,7 +90,7 @@ def checkpointed(rank: int) -> dict[str, Any]:
         engine = build(gpt(), token_pipeline=key, module=EVERY_BLOCK)
         with partitioned(**CONTIGUOUS) if rank == 1 else nullcontext():  # one rank knows, both have to say
             for step in (engine.train_batch, engine.eval_batch):
-                results["refused"].append(attempt(lambda step=step: step(iter(steps[0]))))
+                results["refused"].append(raised(lambda step=step: step(iter(steps[0]))))
         engine.destroy()
     return results
 
@@ -119,7 +110,7 @@ def compiled() -> dict[str, Any]:
     results["refused"] = []
     for key in CUTS.values():
         engine = build(gpt(2), token_pipeline=key)
-        results["refused"].append(attempt(lambda engine=engine: engine.compile(backend=counting)))
+        results["refused"].append(raised(lambda engine=engine: engine.compile(backend=counting)))
         engine.destroy()
     return results
 
@@ -128,7 +119,7 @@ def own_forward() -> dict[str, Any]:
     """A module whose own forward does something, uncut."""
     results: dict[str, Any] = {"DeepSpeed": course(build(gpt(), token_pipeline=None, kind=Halving))}
     engine = build(gpt(), token_pipeline=WHOLE, kind=Halving)
-    results["refused"] = attempt(lambda: engine.set_slices(2))
+    results["refused"] = raised(lambda: engine.set_slices(2))
     results["ours"] = course(engine)
     return results
 

@@ -15,6 +15,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 import ds_terapipe
+from ds_terapipe.job import error_of
 from tests.pipeline.models import SEED, Block, Plain
 from tests.ran import Ran, lengths_of, watched
 
@@ -198,3 +199,9 @@ def difference(got: Tensor, expected: Tensor) -> float:
 def worst(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest relative difference of the tensors in ``got``, each of which must be in ``expected``."""
     return max((difference(tensor, expected[name]) for name, tensor in got.items()), default=0.0)
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """Type and text of the error that a call ends with; empty for one that succeeds."""
+    error = error_of(call)
+    return "" if error is None else f"{type(error).__name__}: {error}"
