@@ -10,13 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
-from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
 
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import ds_terapipe
 from ds_terapipe import hf
@@ -35,8 +31,7 @@ from tests.hf.families import (
     without_key_biases,
 )
 from tests.pipeline.host_reads import host_reads
-from tests.pipeline.models import HEADS, HIDDEN, VOCABULARY, Head, mean_loss, micro_batch
-from tests.pipeline.training import Trace, build_engine, train, train_plain, worst
+from tests.pipeline.training import Trace, build_engine, worst
 from tests.spawn import launched
 
 STEPS, MICRO_BATCHES, TOLERANCE = 2, 2, 1e-5
@@ -152,39 +147,6 @@ def without_an_optimizer(rank: int) -> str:
     return str(said.value)
 
 
-class Decoder(nn.Module):
-    """A layer of transformers as a user writes it into a PipelineModule: of slices it knows no more than ``current_span``."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        config = LlamaConfig(
-            hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_attention_heads=HEADS, num_key_value_heads=2,
-            attn_implementation="sdpa",
-        )  # fmt: skip
-        self.layer, self.rotary = LlamaDecoderLayer(config, layer_idx=index), LlamaRotaryEmbedding(config)
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        span = ds_terapipe.current_span()
-        positions = torch.arange(hidden.shape[1], device=hidden.device)[None] + (0 if span is None else span.start)
-        turned = self.rotary(hidden, positions)
-        outputs = self.layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=turned)
-        return outputs[0] if isinstance(outputs, tuple) else outputs  # a tuple in older versions
-
-
-def layers_by_hand() -> float:
-    """How far layers that are written by hand are from one process, in slices of one token."""
-    specs = [LayerSpec(nn.Embedding, VOCABULARY, HIDDEN), *(LayerSpec(Decoder, i) for i in range(4)), LayerSpec(Head)]
-    batches = [[micro_batch(2 * step + m, masked=False) for m in range(2)] for step in range(STEPS)]
-    steps = [[(tokens, targets) for (tokens, _), targets in step] for step in batches]
-    plain = train_plain(specs, mean_loss, steps, lambda parameters: torch.optim.SGD(parameters, lr=0.2))
-    engine = build_engine(specs, mean_loss, token_pipeline={"slices": [1] * 24}, micro_batches=2)
-    got = train(engine, steps)
-    engine.destroy()
-    pairs = [*zip(got.gradients, plain.gradients, strict=True), (got.weights, plain.weights)]
-    losses = [abs(a / b - 1) for a, b in zip(got.losses, plain.losses, strict=True)]
-    return max(*losses, *(worst(*pair) for pair in pairs))
-
-
 FREEZE, RESIZE = [[2, 2], [4, 3]], [[2, 1], [4, 2]]
 ELASTIC = {"gpt2": ("plain", "model"), "qwen3": ("packed", "folder")}
 
@@ -242,7 +204,7 @@ def frozen_and_moved(family: str, kind: str, given: str, folder: Path) -> dict[s
 
 def work(rank: int, world: int, folder: str) -> tuple[Any, ...]:
     elastic = {family: frozen_and_moved(family, *case, Path(folder, family)) for family, case in ELASTIC.items()}
-    rest = padded(), without_an_optimizer(rank), every_family(), layers_by_hand(), elastic, short()
+    rest = padded(), without_an_optimizer(rank), every_family(), elastic, short()
     return without_the_key(), means_over_a_step(), *rest
 
 
@@ -271,10 +233,6 @@ def test_positions_of_a_micro_batch_are_worked_out_once_and_no_host_waits(ranks:
 def test_a_rank_without_an_optimizer_is_named(ranks: list[Any]) -> None:
     for said in (found[3] for found in ranks):
         assert said.startswith("optimizer: got none on a rank that trains, must be one on every rank")
-
-
-def test_layers_that_are_written_by_hand_train_in_slices_as_they_do_whole(ranks: list[Any]) -> None:
-    assert all(found[5] <= TOLERANCE for found in ranks)
 
 
 def test_slices_of_padding_alone_are_not_run_where_no_output_is_asked_for(ranks: list[Any]) -> None:

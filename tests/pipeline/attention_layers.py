@@ -26,6 +26,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True, **options)
 
 
+def without_flag(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Hugging Face's call: ``is_causal`` for several queries only."""
+    return scaled_dot_product_attention(q, k, v, is_causal=q.shape[-2] > 1)
+
+
 def split(hidden: Tensor, heads: int) -> Tensor:
     """[b, s, heads * SIZE] to [b, heads, s, SIZE]."""
     return hidden.unflatten(-1, (heads, SIZE)).transpose(1, 2)
@@ -200,6 +205,7 @@ def deepspeeds(interval: int, reentrant: bool) -> dict[str, Any]:
 WAYS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "from-imported": (Attention, {}),
     "two key heads for four, own scale": (way(partial(attend, scale=0.3, enable_gqa=True), kv_heads=2), {}),
+    "without a flag for one token": (way(without_flag), {}),
     "two calls": (way(partial(twice, attend)), {}),
     "two checkpoints": (way(partial(twice, INNER)), {}),
     "checkpoints over the same keys, reentrant": (way(partial(shared_keys, REENTRANT)), {}),

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.schedule import Action, Op
 from tests.pipeline.models import gpt, masked_loss, micro_batch
-from tests.pipeline.training import build_engine
+from tests.pipeline.training import build_engine, raised
 from tests.ran import lengths_of
 from tests.spawn import launched
 
@@ -39,12 +38,6 @@ class WeightGradients(Observer):
         self.made += action.op is Op.WEIGHT_GRADIENTS
 
 
-def refused(change: Any) -> str:
-    with pytest.raises(ConfigError) as raised:
-        change()
-    return str(raised.value)
-
-
 def cut_again_and_again(rank: int, keys: dict[str, Any]) -> dict[str, Any]:
     engine = build_engine(gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES)
     weights = WeightGradients()
@@ -60,9 +53,9 @@ def cut_again_and_again(rank: int, keys: dict[str, Any]) -> dict[str, Any]:
 
     found: dict[str, Any] = {"at first": (engine.slices_run, engine.units_run)}
     of = {"engine": engine, "block": engine.token_pipeline}
-    found["assigned"] = [refused(lambda r=row: setattr(of[r[0]], r[1], r[2])) for row in ASSIGNED]
+    found["assigned"] = [raised(lambda r=row: setattr(of[r[0]], r[1], r[2])) for row in ASSIGNED]
     step()
-    found["refused"] = [refused(lambda row=row: engine.set_slices(*row[rank])) for row in REFUSED]
+    found["refused"] = [raised(lambda row=row: engine.set_slices(*row[rank])) for row in REFUSED]
     step()
     engine.set_slices(UNEVEN, "terapipe")
     step()
@@ -113,4 +106,6 @@ def test_bad_or_different_values_and_assignments_are_refused_on_every_rank(ranks
     first, second = (rank["given"]["refused"] + rank["given"]["assigned"] for rank in ranks)
     assert first == second
     for said, (*_, message) in zip(first, REFUSED + ASSIGNED, strict=True):
-        assert message in said and said.startswith(("token_pipeline.", "engine.token_pipeline")), said
+        assert message in said and said.startswith(
+            ("ConfigError: token_pipeline.", "ConfigError: engine.token_pipeline")
+        ), said

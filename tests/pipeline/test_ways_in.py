@@ -16,7 +16,7 @@ from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext
 from ds_terapipe.pipeline.operators.interception import Overrides
 from ds_terapipe.pipeline.slicing import Span
 from ds_terapipe.schedule import Unit
-from tests.pipeline.attention_layers import WAYS, Attention, attend, way
+from tests.pipeline.attention_layers import WAYS, Attention, attend, way, without_flag
 from tests.pipeline.models import HIDDEN, Embedding, Head, Plain, mean_loss, micro_batch
 from tests.pipeline.training import build_engine, train, train_plain, worst
 from tests.spawn import launched
@@ -145,11 +145,6 @@ def test_a_call_that_cannot_be_placed_is_an_error(context, before, calls, text):
         calls_of(context, Span(0, 4, 8), *before)
     with pytest.raises(PlacementError, match=text):
         calls_of(context, Span(4, 8, 8) if before else Span(0, 4, 8), *calls)
-
-
-def without_flag(q, k, v):
-    """Hugging Face's call: ``is_causal`` for several queries only."""
-    return sdpa(q, k, v, is_causal=q.shape[-2] > 1)
 
 
 def look_at(context, *calls):
