@@ -11,6 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from ds_terapipe import cli
 from ds_terapipe.commands import prepare_data
+from ds_terapipe.commands.preparing import texts
 from tests.test_cli_plan import run
 
 
@@ -45,23 +46,38 @@ def test_without_input_the_standard_library_is_taken_without_its_tests():
 
 
 @pytest.mark.parametrize(
-    ("given", "prefix", "message"),
+    ("given", "prefix", "message", "arguments"),
     [
-        ("missing.txt", "out/x", "missing.txt, which does not exist, use a text file"),
-        ("blank.txt", "old", "none of 1 files has text in it"),
-        ("lines.jsonl", "out/x", "lines.jsonl, a document in each line of JSON, must be text files, of"),
-        ("text.txt", "text.txt/corpus", "--output-prefix: cannot write"),
+        ("missing.txt", "out/x", "missing.txt, which does not exist, use a text file", ()),
+        ("blank.txt", "old", "none of 1 files has text in it", ()),
+        ("blank.jsonl", "old", "none of 1 files has text in it", ()),
+        ("text.txt", "text.txt/corpus", "--output-prefix: cannot write", ()),
+        ("/proc/self/mem", "old", "--input: cannot read /proc/self/mem (Input/output error)", ()),
+        ("broken.jsonl", "old", "broken.jsonl:4 (Unterminated string", ()),
+        ("lines.jsonl", "old", "lines.jsonl:2, another value", ()),
+        ("keys.jsonl", "old", "--json-keys: got body, no key of {}/keys.jsonl:1, must be", ("--json-keys", "body")),
+        ("keys.jsonl", "old", "--json-keys: got text, no text of {}/keys.jsonl:2, must be", ()),
+        ("half.jsonl", "old", "half.jsonl:1, half a surrogate pair in text", ()),
+        ("text.txt", "old", "--tokenizer: got {}/text.txt (", ("--tokenizer", "{}/text.txt")),
+        ("text.txt", "old", "--workers: got 0, must be a positive number", ("--workers", 0)),
+        ("text.txt", "old", "--append-eod: got it beside", ("--append-eod", "--split-sentences")),
     ],
 )
-def test_errors_are_one_line_and_leave_nothing(tmp_path, capsys, given, prefix, message):
-    (tmp_path / "blank.txt").write_bytes(b"")
-    (tmp_path / "text.txt").write_text("text")
+def test_errors_are_one_line_and_leave_nothing(tmp_path, capsys, monkeypatch, given, prefix, message, arguments):
+    monkeypatch.setattr(texts, "PIECE", 20)
+    for name, content in {
+        "blank.txt": "", "blank.jsonl": "\n", "text.txt": "text", "lines.jsonl": '{"text": "one"}\n[]\n',
+        "broken.jsonl": '{"text": "one"}\n\n{"text": "two"}\n{"text": "th', "half.jsonl": '{"text": "\\ud800"}',
+        "keys.jsonl": '{"text": "one"}\n{"text": 2}\n',
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(content)
     (tmp_path / "old.bin").write_bytes(b"old")
-    (tmp_path / "lines.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    status, _, err = prepared(capsys, tmp_path / given, tmp_path / prefix)
-    assert status == 1 and err.startswith("ds_terapipe prepare-data: error: ") and message in err
-    assert err.count("\n") == 1
+    arguments = [str(each).replace("{}", str(tmp_path)) for each in arguments]
+    status, _, err = prepared(capsys, tmp_path / given, tmp_path / prefix, *arguments)
+    assert status == 1 and err.startswith("ds_terapipe prepare-data: error: ")
+    assert message.replace("{}", str(tmp_path)) in err and err.count("\n") == 1
     assert not list(tmp_path.glob("out/*")) and (tmp_path / "old.bin").read_bytes() == b"old"
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_every_commands_help_has_an_example_and_figures_can_be_had_as_json(capsys):

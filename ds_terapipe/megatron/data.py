@@ -27,14 +27,15 @@ SPLITS = ("training", "validation", "test")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer's interface for a dataset of token ids: ids are below ``vocab_size``, the last ends a document."""
+    """The tokenizer's interface for a dataset of token ids: ids are below ``vocab_size``; ``end`` or the last ends a document."""
 
     vocab_size: int
+    end: int | None = None
 
     @property
     def eod(self) -> int:
         """The id that ends a document."""
-        return self.vocab_size - 1
+        return self.vocab_size - 1 if self.end is None else self.end
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
@@ -51,6 +52,7 @@ def gpt_datasets(
     split: str = "969,30,1",
     seed: int = 1234,
     cache_path: str | None = None,
+    eod_id: int | None = None,
     needed: Callable[[], bool] = lambda: True,
     **at_document_ends: bool,
 ) -> list[Any]:
@@ -64,6 +66,7 @@ def gpt_datasets(
         split: parts of the documents for the three, by weight.
         seed: of the order of samples.
         cache_path: where the index of samples is kept, default ``cache`` beside the data.
+        eod_id: token that ends a document, default the last.
         needed: whether this process reads data; the others get None.
         at_document_ends: ``reset_position_ids``, ``eod_mask_loss`` of megatron-core's ``GPTDatasetConfig``, default False.
 
@@ -80,7 +83,7 @@ def gpt_datasets(
         sequence_length=seq_length,
         blend=blend,
         split=split,
-        tokenizer=Vocabulary(vocab_size),
+        tokenizer=Vocabulary(vocab_size, eod_id),
         path_to_cache=cache_path or cache_path_of(blend[0]),
         reset_attention_mask=False,  # the model finds documents by their last tokens, and needs no mask
         create_attention_mask=False,

@@ -69,6 +69,7 @@ def add_text_arguments(group: argparse._ArgumentGroup) -> None:
     add("--data-path", nargs="+", help="prefix of .bin and .idx, or weight prefix weight prefix ...")
     add("--reset-position-ids", action="store_true", help="GPT: positions begin at 0 in each document of a sample")
     add("--reset-attention-mask", action="store_true", help="GPT: documents of a sample do not see each other")
+    add("--eod-id", type=int, help="GPT: token that ends a document, where prepare-data named one; default: the last")
     add("--eod-mask-loss", action="store_true", help="GPT: no loss of the token after a document's end")
     add("--data-cache-path", help="where the order of samples is kept, default: beside the data")
     add(
@@ -208,7 +209,7 @@ class GPTTask(Task):
         self.seq_length = args.seq_length
 
     def model(self) -> nn.Module:
-        end = Vocabulary(self.args.vocab_size).eod if self.args.reset_attention_mask else None
+        end = Vocabulary(self.args.vocab_size, self.args.eod_id).eod if self.args.reset_attention_mask else None
         return gpt_pipeline(self._config(), document_end=end, **self._text(self.args.vocab_size))
 
     def datasets(self, steps: Mapping[int, int], validation: int, needed: Callable[[], bool]) -> tuple[Any, Any]:
@@ -218,6 +219,7 @@ class GPTTask(Task):
             vocab_size=self.args.vocab_size,
             seq_length=self.seq_length,
             samples=[sum(steps.values()), validation, 0],
+            eod_id=self.args.eod_id,
             needed=needed,
             reset_position_ids=self.args.reset_position_ids,
             eod_mask_loss=self.args.eod_mask_loss,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,10 +18,12 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core")
 
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_terapipe import cli
-from ds_terapipe.commands import prepare_data
+from ds_terapipe.commands.preparing import dataset
+from ds_terapipe.commands.preparing import tokens as encodings
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron import GPTPipeline, bert_data
 from ds_terapipe.megatron.bert_data import BertBatches, WordPieces, bert_datasets
@@ -120,7 +126,7 @@ def test_datasets_are_text_shifted_by_one_and_name_what_they_have_not(tmp_path: 
     assert text.dtype == positions.dtype == labels.dtype == torch.int64 and mask.dtype == torch.float32
     assert torch.equal(text[:, 1:], labels[:, :-1]) and torch.equal(positions[0], torch.arange(SEQ))
     assert b"quick brown" in bytes(token for token in text.flatten().tolist() if token < 256)
-    assert Vocabulary(257).eod == prepare_data.END_OF_DOCUMENT
+    assert Vocabulary(257).eod == encodings.END_OF_DOCUMENT
     with pytest.raises(ConfigError, match=r"got 90,10,0, which leaves none of the 21 documents of .* for test"):
         gpt_datasets([prefix], samples=[4, 2, 1], **given)
     with pytest.raises(ConfigError, match=r"--data-path: got .*nothing, but there is no .*\.bin and no .*\.idx"):
@@ -129,6 +135,108 @@ def test_datasets_are_text_shifted_by_one_and_name_what_they_have_not(tmp_path: 
     with pytest.raises(ConfigError, match=r"--vocab-size: got 100, must be above every token of the data, \d{3} among"):
         for _ in range(50):
             next(BatchIterator(train, 1))
+
+
+WORDS = {"[UNK]": 0, "the": 1, "</s>": 2, "fox": 3}
+
+
+def save_tokenizer(folder: Path, largest: int) -> str:
+    """Of words; its file asks for one token at most, and for an end before each text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({**WORDS, "big": largest}, "[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing("</s> $A", special_tokens=[("</s>", 2)])
+    made.enable_truncation(1)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
+    return str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("largest", [None, 4, 70_000])
+def test_files_are_those_of_megatron_core(
+    tmp_path: Path, largest: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dataset, "TELL_AFTER_S", 0)
+    monkeypatch.setattr(dataset, "TELL_EVERY_S", 0)
+    (tmp_path / "in").mkdir()
+    objects = [{"more": "big the", "text": "the fox"}, {"text": "", "more": "fox"}]
+    (tmp_path / "in" / "a.json").write_text("\n".join(map(json.dumps, objects)))
+    (tmp_path / "in" / "b.txt").write_text("big fox")
+    texts = ["the fox", "big the", "fox", "big fox"]
+    if largest is None:
+        options, size, rows = [], 257, [[*text.encode(), 256] for text in texts]
+    else:
+        options, size = ["--tokenizer", save_tokenizer(tmp_path, largest), "--append-eod"], largest + 1
+        rows = [[{**WORDS, "big": largest}[word] for word in [*text.split(), "</s>"]] for text in texts]
+    builder = IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", dtype=DType.optimal_dtype(size))
+    for row in rows:
+        builder.add_document(np.array(row), [len(row)])
+    builder.finalize(f"{tmp_path}/theirs.idx")
+    where = ["--input", f"{tmp_path}/in", "--json-keys", "text", "more", "--output-prefix", f"{tmp_path}/ours"]
+    assert cli.main(["prepare-data", *where, *options]) == 0
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+    said = capsys.readouterr()
+    assert f"--vocab-size {size}" in said.out and "4 documents, " in said.err and " documents/s, " in said.err
+    if largest is not None:
+        assert "--eod-id 2 " in said.out
+        given = {"vocab_size": size, "seq_length": 4, "samples": [9, 0, 0], "split": "1,0,0"}
+        train, *_ = gpt_datasets([f"{tmp_path}/ours"], **given, eod_id=2, eod_mask_loss=True)
+        (text, _), (_, mask) = next(BatchIterator(train, 9))
+        assert torch.equal(mask == 0, text == 2) and (mask == 0).any()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from ds_terapipe import cli
+from ds_terapipe.commands.preparing import texts
+
+texts.PIECE, left = 64, [0]
+folder, old = Path(sys.argv[1]), {"data.bin": b"old", "data.idx": b"older"}
+(folder / "out").mkdir()
+
+def counted(owner, name):
+    was = getattr(owner, name)
+    def call(*args, **options):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return was(*args, **options)
+    setattr(owner, name, call)
+
+for owner, name in (IndexedDatasetBuilder, "add_document"), (os, "fsync"), (os, "remove"), (os, "replace"):
+    counted(owner, name)
+
+def prepared(workers, dies_at=0):
+    pid = os.fork()
+    if pid == 0:
+        left[0] = dies_at
+        where = ["--input", f"{folder}/lines.jsonl", "--output-prefix", f"{folder}/out/data"]
+        os._exit(cli.main(["prepare-data", *where, "--workers", workers]))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code, {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+
+code, new = prepared("1")
+assert code == 0 and len(new) == 2
+for point in map(int, sys.argv[2:]):
+    for name, content in old.items():
+        (folder / "out" / name).write_bytes(content)
+    code, found = prepared("2", point)
+    assert code == -signal.SIGKILL, (point, code)
+    assert "data.idx" not in found or {name: found.get(name) for name in old} in (old, new), (point, found)
+    assert prepared("2") == (0, new), point
+"""
+
+
+@pytest.mark.parametrize("points", [(5, 15, 18), pytest.param(tuple(range(1, 21)), marks=pytest.mark.full)], ids=len)
+def test_a_run_that_is_killed_leaves_a_whole_dataset_or_none(tmp_path: Path, points: tuple[int, ...]) -> None:
+    """At each document and each step of the end; any number of workers gives the same files, and none outlives its run."""
+    (tmp_path / "lines.jsonl").write_text("".join(f'{{"text": "document {n}"}}\n' for n in range(12)))
+    command = [sys.executable, "-c", KILLED, str(tmp_path), *map(str, points)]
+    end = subprocess.run(command, capture_output=True, text=True, timeout=300)  # its output ends with the last worker
+    assert end.returncode == 0, end.stderr
 
 
 def test_documents_of_a_sample_are_those_of_megatron_core(tmp_path: Path) -> None:
@@ -220,10 +328,10 @@ def test_data_without_sentences_are_refused(tmp_path: Path) -> None:
 
 
 def test_lines_are_sentences() -> None:
-    longest = prepare_data.LONGEST_SENTENCE
-    assert prepare_data.split_sentences(b"a b\n\n  c\r\n \nd") == [b"a b", b"c", b"d"]
-    assert [len(part) for part in prepare_data.split_sentences(b"x" * (2 * longest + 1))] == [longest, longest, 1]
-    assert WordPieces.of_bytes().vocab_size == prepare_data.SENTENCE_VOCABULARY
+    longest = encodings.LONGEST_SENTENCE
+    assert encodings.lines(b"a b\n\n  c\r\n \nd") == [b"a b", b"c", b"d"]
+    assert [len(part) for part in encodings.sentence_pieces(b"x" * (2 * longest + 1))] == [longest, longest, 1]
+    assert WordPieces.of_bytes().vocab_size == encodings.SENTENCE_VOCABULARY
     assert longest == bert_data.LONGEST_SENTENCE
 
 
