@@ -50,7 +50,6 @@ def test_without_input_the_standard_library_is_taken_without_its_tests():
     [
         ("missing.txt", "out/x", "missing.txt, which does not exist, use a text file", ()),
         ("blank.txt", "old", "none of 1 files has text in it", ()),
-        ("blank.jsonl", "old", "none of 1 files has text in it", ()),
         ("text.txt", "text.txt/corpus", "--output-prefix: cannot write", ()),
         ("/proc/self/mem", "old", "--input: cannot read /proc/self/mem (Input/output error)", ()),
         ("broken.jsonl", "old", "broken.jsonl:4 (Unterminated string", ()),
@@ -66,7 +65,7 @@ def test_without_input_the_standard_library_is_taken_without_its_tests():
 def test_errors_are_one_line_and_leave_nothing(tmp_path, capsys, monkeypatch, given, prefix, message, arguments):
     monkeypatch.setattr(texts, "PIECE", 20)
     for name, content in {
-        "blank.txt": "", "blank.jsonl": "\n", "text.txt": "text", "lines.jsonl": '{"text": "one"}\n[]\n',
+        "blank.txt": "", "text.txt": "text", "lines.jsonl": '{"text": "one"}\n[]\n',
         "broken.jsonl": '{"text": "one"}\n\n{"text": "two"}\n{"text": "th', "half.jsonl": '{"text": "\\ud800"}',
         "keys.jsonl": '{"text": "one"}\n{"text": 2}\n',
     }.items():  # fmt: skip
