@@ -48,6 +48,7 @@ def sources() -> str:
     files = [
         *PACKAGE.rglob("*.py"),
         *(ROOT / "tests" / "benchmarks").glob("*.py"),
+        *(ROOT / "examples").glob("*.py"),
         ROOT / "train.py",
         ROOT / "setup.py",
     ]

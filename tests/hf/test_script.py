@@ -1,9 +1,9 @@
-"""configs/train_hf.py as docs/huggingface.md launches it: from a folder to a folder, in token slices."""
+"""examples/finetune_llama.py as docs/huggingface.md launches it: from a folder to a folder, in token slices."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 import re
 import runpy
 import sys
@@ -24,13 +24,24 @@ from tests.hf.families import model_of, train_alone
 from tests.pipeline.training import difference
 from tests.spawn import run_to_exit
 
-SCRIPT = ROOT / "configs" / "train_hf.py"
+SCRIPT = ROOT / "examples" / "finetune_llama.py"
 STEPS, RATE = 4, 1e-3
-# text, tokens of a piece, sequences of a micro-batch, micro-batches, slices
-CASES: dict[str, tuple[str, int, int, int, Any]] = {
-    "long": (SCRIPT.read_text(), 64, 1, 2, [1, 40, 23]),
+LINES = [
+    {"prompt": "to ", "completion": "be"},
+    {"prompt": "n", "completion": "o"},
+    {"prompt": "", "completion": "To be"},
+]
+# text, tokens of a row, sequences of a micro-batch, micro-batches, slices
+CASES: dict[str, tuple[str, int, int, int, int]] = {
+    "long": (SCRIPT.read_text(), 64, 1, 2, 3),
     "padded": ("not to be", 7, 2, 1, 2),
+    "packed": (SCRIPT.read_text()[:200], 14, 2, 1, 3),
 }
+PACKED = ["--packing", "--lora-r", "2", "--learning-rate", "0.01"]
+HALF = f"--checkpoints folder --max-steps {STEPS // 2}".split()
+# runs of each case, with more arguments
+RUNS = {"long": [["--generate", "def "]], "padded": [[]],
+        "packed": [PACKED, PACKED + HALF, [*PACKED, *HALF[:2], "--resume-from-checkpoint"]]}  # fmt: skip
 
 
 def folder_of_a_model(folder: Path) -> Any:
@@ -41,29 +52,36 @@ def folder_of_a_model(folder: Path) -> Any:
     made.train_from_iterator([], trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=alphabet))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
     tokenizer.save_pretrained(folder)
-    model = model_of("llama, tied, dynamic", vocab_size=len(tokenizer))
+    model = model_of("llama", vocab_size=len(tokenizer), tie_word_embeddings=True)
     model.save_pretrained(folder, max_shard_size="20KB")
     return model, tokenizer
 
 
 def run_scripts(rank: int, world: int, folder: Path) -> None:
-    """The script itself, with its arguments, once for each case."""
+    """The script itself, with its arguments, once for each run."""
+    torch.distributed.destroy_process_group = lambda *group: None  # the next run is in the same one
     for name, (_, length, *_) in CASES.items():
-        at = folder / name
-        arguments = {
-            "--model": at / "model", "--text": at / "text.txt", "--out": at / "out", "--seq-length": length,
-            "--steps": STEPS, "--learning-rate": RATE, "--deepspeed_config": at / "ds_config.json",
-        }  # fmt: skip
-        sys.argv = ["train_hf.py", *(str(word) for pair in arguments.items() for word in pair)]
-        print(f"case {name}", flush=True)
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        os.chdir(folder / name)
+        for number, more in enumerate(RUNS[name]):
+            arguments = f"--model {folder / name}/model --data text.txt --eval-data eval.jsonl --out out{number} "
+            arguments += (
+                f"--max-seq-length {length} --max-steps {STEPS} --learning-rate {RATE} --lr-scheduler-type constant "
+            )
+            sys.argv = [
+                SCRIPT.name,
+                *(arguments + "--logging-steps 1 --deepspeed_config ds_config.json --generate").split(),
+                "",
+                *more,
+            ]
+            print(f"run {name}", flush=True)
+            runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 def test_an_out_that_cannot_be_written_is_one_line_before_the_work(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(sys, "argv", f"train_hf.py --model none --text none --out {tmp_path}".split())
+    monkeypatch.setattr(sys, "argv", f"finetune_llama.py --model none --data none --out {tmp_path}".split())
     rule = "must be a new folder or an empty one"
-    with pytest.raises(SystemExit, match=rf"^train_hf\.py: error: --out: got [^\n]*{rule}[^\n]*, use [^\n]*$"):
+    with pytest.raises(SystemExit, match=rf"^finetune_llama\.py: error: --out: got [^\n]*{rule}[^\n]*, use [^\n]*$"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
@@ -74,19 +92,44 @@ def test_the_script_trains_as_one_process_and_writes_the_folder(tmp_path: Path) 
         config |= {"train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": micro_batches}
         (tmp_path / name / "ds_config.json").write_text(json.dumps(config | {"token_pipeline": {"slices": slices}}))
         (tmp_path / name / "text.txt").write_text(text)
-    first, second = run_to_exit(run_scripts, 2, tmp_path, timeout=150)
+        (tmp_path / name / "eval.jsonl").write_text("\n".join(map(json.dumps, LINES)))
+    first, second = run_to_exit(run_scripts, 2, tmp_path, timeout=240)
     assert first.code == second.code == 0, first.output[-3000:] + second.output[-3000:]
-    said = re.split(r"^case \w+$", first.output, flags=re.MULTILINE)[1:]
-    for name, output in zip(CASES, said, strict=True):
+    said = re.split(r"^run \w+$", first.output, flags=re.MULTILINE)[1:]
+    names = [(name, number) for name in CASES for number in range(len(RUNS[name]))]
+    losses = []
+    for (name, number), output in zip(names, said, strict=True):
         model, tokenizer = made[name]
-        losses = [float(value) for value in re.findall(r"^step \d+: loss ([\d.]+)", output, re.MULTILINE)]
-        assert losses == pytest.approx(alone(model, tokenizer, *CASES[name][:4]), rel=1e-5), name
-        assert losses[-1] < losses[0] - 0.1, "it learns nothing"
-        trained = AutoModelForCausalLM.from_pretrained(tmp_path / name / "out")
-        for weight, parameter in trained.named_parameters():
-            assert difference(parameter, model.get_parameter(weight)) < 1e-4, f"{name}, {weight}"
-        again = AutoTokenizer.from_pretrained(tmp_path / name / "out")
+        losses.append([float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", output)])
+        if name != "packed":
+            assert losses[-1] == pytest.approx(alone(model, tokenizer, *CASES[name][:4]), rel=1e-5), name
+        trained = AutoModelForCausalLM.from_pretrained(tmp_path / name / f"out{number}")
+        (evaluated,) = re.findall(r"evaluation loss ([\d.]+), perplexity", output)
+        assert float(evaluated) == pytest.approx(loss_of_lines(trained, tokenizer), rel=1e-5), name
+        if name != "packed":
+            assert losses[-1][-1] < losses[-1][0] - 0.1, "it learns nothing"
+            for weight, parameter in trained.named_parameters():
+                assert difference(parameter, model.get_parameter(weight)) < 1e-4, f"{name}, {weight}"
+        again = AutoTokenizer.from_pretrained(tmp_path / name / f"out{number}")
         assert again("def main")["input_ids"] == tokenizer("def main")["input_ids"]
+    assert re.search(r"^def .", said[0], re.MULTILINE), "nothing is generated"
+    whole, half, rest = losses[-3:]
+    assert half + rest == whole and whole[-1] < whole[0] - 0.1
+
+
+def loss_of_lines(model: Any, tokenizer: Any) -> float:
+    """The mean loss of the answers' tokens, line by line."""
+    total, count = 0.0, 0
+    for line in LINES:
+        prompt, answer = (tokenizer(line[part])["input_ids"] for part in ("prompt", "completion"))
+        tokens, labels = (
+            [*prompt, *answer, tokenizer.eos_token_id],
+            [-100] * len(prompt) + answer + [tokenizer.eos_token_id],
+        )
+        counted = len(answer) + bool(prompt)
+        total += float(model(torch.tensor([tokens]), labels=torch.tensor([labels])).loss) * counted
+        count += counted
+    return total / count
 
 
 def alone(model: Any, tokenizer: Any, text: str, length: int, batch: int, micro_batches: int) -> list[float]:
@@ -100,11 +143,13 @@ def alone(model: Any, tokenizer: Any, text: str, length: int, batch: int, micro_
         mask, labels = [1] * len(row) + [0] * missing, row + [-100] * missing
         given.append({"input_ids": row + [end] * missing, "attention_mask": mask, "labels": labels})
     assert batch == 1 or given[-1]["attention_mask"][-1] == 0, "no piece is padded"
-    rows = itertools.cycle(given)
+    rows = runpy.run_path(str(SCRIPT))["endless"](given, 1234)
 
     def micro_batch() -> dict[str, torch.Tensor]:
         taken = [next(rows) for _ in range(batch)]
         return {name: torch.tensor([row[name] for row in taken]) for name in taken[0]}
 
     steps = [[micro_batch() for _ in range(micro_batches)] for _ in range(STEPS)]
-    return train_alone(model, steps, optimizer=partial(torch.optim.AdamW, lr=RATE)).losses
+    return train_alone(
+        model, steps, mean_over_step=True, optimizer=partial(torch.optim.AdamW, lr=RATE, weight_decay=0)
+    ).losses
