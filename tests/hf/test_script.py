@@ -35,7 +35,7 @@ LINES = [
 CASES: dict[str, tuple[str, int, int, int, int]] = {
     "long": (SCRIPT.read_text(), 64, 1, 2, 3),
     "padded": ("not to be", 7, 2, 1, 2),
-    "packed": (SCRIPT.read_text()[:200], 14, 2, 1, 3),
+    "packed": (SCRIPT.read_text()[:200], 16, 2, 1, 3),
 }
 PACKED = ["--packing", "--lora-r", "2", "--learning-rate", "0.01"]
 HALF = f"--checkpoints folder --max-steps {STEPS // 2}".split()
