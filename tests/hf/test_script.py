@@ -26,11 +26,7 @@ from tests.spawn import run_to_exit
 
 SCRIPT = ROOT / "examples" / "finetune_llama.py"
 STEPS, RATE = 4, 1e-3
-LINES = [
-    {"prompt": "to ", "completion": "be"},
-    {"prompt": "n", "completion": "o"},
-    {"prompt": "", "completion": "To be"},
-]
+LINES = [{"prompt": a, "completion": b} for a, b in (("to ", "be"), ("n", "o"), ("", "To be"))]
 # text, tokens of a row, sequences of a micro-batch, micro-batches, slices
 CASES: dict[str, tuple[str, int, int, int, int]] = {
     "long": (SCRIPT.read_text(), 64, 1, 2, 3),
@@ -101,12 +97,11 @@ def test_the_script_trains_as_one_process_and_writes_the_folder(tmp_path: Path) 
     for (name, number), output in zip(names, said, strict=True):
         model, tokenizer = made[name]
         losses.append([float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", output)])
-        if name != "packed":
-            assert losses[-1] == pytest.approx(alone(model, tokenizer, *CASES[name][:4]), rel=1e-5), name
         trained = AutoModelForCausalLM.from_pretrained(tmp_path / name / f"out{number}")
         (evaluated,) = re.findall(r"evaluation loss ([\d.]+), perplexity", output)
         assert float(evaluated) == pytest.approx(loss_of_lines(trained, tokenizer), rel=1e-5), name
         if name != "packed":
+            assert losses[-1] == pytest.approx(alone(model, tokenizer, *CASES[name][:4]), rel=1e-5), name
             assert losses[-1][-1] < losses[-1][0] - 0.1, "it learns nothing"
             for weight, parameter in trained.named_parameters():
                 assert difference(parameter, model.get_parameter(weight)) < 1e-4, f"{name}, {weight}"
