@@ -103,10 +103,10 @@ def run(settings: measure.Settings, documents: tuple[int, ...], shape: models.Sh
 
 
 def main() -> None:
-    options = measure.parser("packed", __doc__, rounds=4).parse_args()
+    options = measure.parser("packed", __doc__, rounds=3).parse_args()
     documents = QUICK if options.quick else DOCUMENTS
     shape = models.QUICK if options.quick else SHAPE
-    result, largest = measure.on_ranks(run, measure.settings_of(options), documents, shape, 1 if options.quick else 2)
+    result, largest = measure.on_ranks(run, measure.settings_of(options), documents, shape, 1)
     table = result.table(f"documents of {documents} tokens", WAYS[0])
     lines = [
         *table,
