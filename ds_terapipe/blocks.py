@@ -26,7 +26,7 @@ LARGEST_64 = 2**63 - 1
 
 
 class Must(NamedTuple):
-    """What an error says about a key's type: the words after "must be" and "use".
+    """Words of an error about a key's type: those after "must be" and "use".
 
     A key without it names the words that its type allows, and its default.
     """

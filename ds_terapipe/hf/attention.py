@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.operators import kernels
-from ds_terapipe.pipeline.operators.attention import refuse_compiled, slice_attention
+from ds_terapipe.pipeline.operators.attention import is_uncut, refuse_compiled, slice_attention
 from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
 
 NAME = "ds_terapipe"
@@ -74,7 +74,7 @@ def attention(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     context = SliceContext.current
-    if context is None or context.is_uncut:
+    if context is None or is_uncut(context):
         dropout = dropout if context is None or context.dropout else 0.0
         out = _whole(query, key, value, attention_mask, kernels.Call(dropout, scaling, softcap), causal, sliding_window)
         return out.transpose(1, 2).contiguous(), None

@@ -99,7 +99,7 @@ class Plan:
         return out
 
     def _said(self) -> tuple[str, str, str]:
-        """What was chosen, for which pipeline, and what a step takes."""
+        """The choice, its pipeline, and the time of a step."""
         on = "" if self.placement is None or self.placement.is_plain else f" on {self.placement.places} places"
         parts = ", ".join(f"{name} {self.bubble[name]:.1%}" for name in _BUBBLE[1:] if name in self.bubble)
         bubble = f"bubble {self.bubble.get('total', 0.0):.1%}" + (f" ({parts})" if parts else "")

@@ -208,7 +208,7 @@ def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig
 
 
 class _Given(NamedTuple):
-    """What was given: arguments, the block ``token_pipeline`` of a configuration, the configuration, and a plan."""
+    """Inputs of a command: arguments, the block ``token_pipeline`` of a configuration, the configuration, and a plan."""
 
     options: argparse.Namespace
     config: TokenPipelineConfig | None
@@ -218,7 +218,7 @@ class _Given(NamedTuple):
 
     @property
     def memory_gb(self) -> float | None:
-        """What activations and buffers may take, None if nothing says it."""
+        """Memory for activations and buffers, None if nothing says it."""
         if self.options.memory_gb is not None or self.config is None:
             return self.options.memory_gb  # type: ignore[no-any-return]
         return self.config.memory_gb

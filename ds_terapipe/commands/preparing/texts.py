@@ -18,7 +18,7 @@ PIECE = 4 << 20  # bytes of lines that a worker reads at once
 
 
 class Piece(NamedTuple):
-    """What is read at once: a text file, or the lines that begin in a range of a file with JSON in each line."""
+    """Piece that is read at once: a text file, or the lines that begin in a range of a file with JSON in each line."""
 
     path: Path
     start: int
@@ -129,7 +129,7 @@ def _place(path: Path, begin: int) -> str:
 
 
 def pieces_of(files: Sequence[Path]) -> list[Piece]:
-    """What is read of these files, in their order.
+    """Return the pieces of these files, in their order.
 
     Raises:
         CommandError: a file that cannot be read.

@@ -89,6 +89,14 @@ def is_causal_square(visible: Tensor, length: int) -> bool:
     return bool((visible == torch.ones(length, length, dtype=torch.bool, device=visible.device).tril()).all())
 
 
+def is_uncut(context: SliceContext) -> bool:
+    """Whether attention is that of a whole sequence of one document, which is computed as without a context."""
+    span, documents = context.span, context.documents
+    if span is None or not span.is_whole:
+        return span is None
+    return documents is None or documents.layout(span).is_one_document
+
+
 def refuse_compiled(context: SliceContext, query: Tensor) -> None:
     """Raise :class:`PlacementError` if attention of a slice is traced, not run."""
     # layers that were built empty run on fake tensors to be counted, and nothing is compiled

@@ -69,6 +69,7 @@ class SliceContext:
         self.streams: RandomStreams | None = None  # seeds random numbers, layer by layer
         self.micro_batch = -1
         self.documents_of: Mapping[int, Documents | None] = {}  # documents of the step's micro-batches
+        self.documents: Documents | None = None  # of the running one; None: every row is one document
         self.layer_text: Callable[[int], str] = "layer {}".format  # name of a layer in errors
         self._recomputing = False
         self.layer: int | None = None
@@ -116,13 +117,14 @@ class SliceContext:
         torch.backends.mha.set_fastpath_enabled(False)
         SliceContext.current = self
         self.span, self.micro_batch, self._recomputing = span, unit.micro_batch, recomputing
+        self.documents = self.documents_of.get(unit.micro_batch)
         self.layer, self._inside, self._call = None, False, 0
         try:
             yield
         finally:
             SliceContext.current = previous
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            self.span, self.layer, self._inside = None, None, False
+            self.span, self.documents, self.layer, self._inside = None, None, None, False
 
     def enter_layer(self, layer: int) -> None:
         """Begin layer ``layer`` of the ``PipelineModule``."""
@@ -217,18 +219,6 @@ class SliceContext:
     def buffers(self, micro_batch: int) -> list[torch.Tensor]:
         """Return keys and values of all attention calls of a micro-batch."""
         return [buffer for state in self._states[micro_batch].values() for buffer in (state.k, state.v)]
-
-    @property
-    def documents(self) -> Documents | None:
-        """Documents packed into the running micro-batch; None: every row is one document."""
-        return self.documents_of.get(self.micro_batch)
-
-    @property
-    def is_uncut(self) -> bool:
-        """Whether attention is that of a whole sequence of one document, which is computed as without a context."""
-        if self.span is None or not self.span.is_whole:
-            return self.span is None
-        return self.documents is None or self.documents.layout(self.span).is_one_document
 
     @property
     def notes(self) -> dict[Any, Any]:

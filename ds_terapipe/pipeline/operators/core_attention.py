@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ds_terapipe.pipeline.operators.attention import slice_attention
+from ds_terapipe.pipeline.operators.attention import is_uncut, slice_attention
 from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
 
 
@@ -46,7 +46,7 @@ def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, 
     original: Any = type(module).forward
     context = SliceContext.current
     span = context.span if context is not None else None
-    if context is None or span is None or context.is_uncut:
+    if context is None or span is None or is_uncut(context):
         return original(module, query, key, value, *args, **kwargs)
     given = _signature(original).bind(module, query, key, value, *args, **kwargs).arguments
     _refuse_variants(context, module, given)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_terapipe.pipeline.operators.attention import refuse_compiled, slice_attention
+from ds_terapipe.pipeline.operators.attention import is_uncut, refuse_compiled, slice_attention
 from ds_terapipe.pipeline.operators.context import CallForm, PlacementError, SliceContext, refuse_model
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -73,7 +73,7 @@ def _mixes_tokens(
     uncut tensor.
     """
     span = context.span
-    if span is None or context.is_uncut:
+    if span is None or is_uncut(context):
         return False
     refuse_compiled(context, query)
     over_itself = query.shape[-2] == span.length and key.shape[-2] == span.length
