@@ -41,12 +41,6 @@ class Texts(Dataset):
         return one(index, self.length)
 
 
-class OneLength(Texts):
-    """The same without the method."""
-
-    set_seq_length = property()  # type: ignore[assignment]  # an AttributeError
-
-
 def one(index: int, length: int) -> Any:
     (tokens, positions), targets = micro_batch(index, length, batch=1, masked=False)
     return (tokens[0], positions[0]), targets[0]
@@ -89,13 +83,11 @@ def keys_of(phases: list[dict[str, Any]]) -> dict[str, Any]:
     return {"scheduler": {"type": "MixedBatch", "params": {"phases": phases}}}
 
 
-def pipeline(
-    keys: dict[str, Any] | None, data: Any = None, stages: int = 2, phases: list[dict[str, Any]] = PHASES
-) -> Any:
+def pipeline(keys: dict[str, Any] | None, data: Any = None, stages: int = 2) -> Any:
     """A pipeline engine with fixed shapes, as DeepSpeed's default is: a switch has to reset them."""
     return build_engine(
         gpt(2), mean_loss, token_pipeline=keys, stages=stages, module={"dynamic_shape": False}, training_data=data,
-        config=keys_of(phases),
+        config=keys_of(PHASES),
     )  # fmt: skip
 
 
@@ -183,14 +175,6 @@ def own_iterator() -> dict[str, Any]:
     found["new"] = len(observed.losses)
     engine.destroy()
     return found
-
-
-def refusals() -> dict[str, str]:
-    odd, first = [PHASES[0], {**PHASES[1], "micro_batch_size": 4}], torch.distributed.get_rank() == 0
-    return {
-        "division": raised(lambda: pipeline(None, phases=odd)),
-        "no method": raised(lambda: pipeline(None, OneLength() if first else Texts())),
-    }
 
 
 def plain_run(folder: str, zero: bool = False, resumes: bool = False) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ds_terapipe.optim.op.cuda_op import CudaOp
 
 from .op_tests import CudaTests
 from .oracle import Rule
-from .tables import ALIKE, APART, BF16, FP16, FP32, Case, Run, run, run_in_phases, same, step_and_compare
+from .tables import ALIKE, APART, BF16, FP16, FP32, Case, Run, run, run_in_phases, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -50,10 +50,6 @@ def mixed() -> Case:
 
 def small() -> Case:
     return Case([Run(1000)], device="cuda")
-
-
-def test_ten_thousand_tiny_layers(op: CudaOp) -> None:
-    step_and_compare(op, Case([Run(1 + i % 7, i) for i in range(10_000)], device="cuda", fresh=True))
 
 
 def test_same_bits_at_every_run(op: CudaOp) -> None:

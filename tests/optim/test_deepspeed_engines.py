@@ -1,4 +1,4 @@
-"""``"optimizer": {"type": "FusedLamb"}`` in engines: pipelines with tied weights, plain ones, tensor-parallel GPTs of Megatron.
+"""``"optimizer": {"type": "FusedLamb"}`` in engines: pipelines with tied weights, and plain ones.
 
 Each is replayed: its own gradients are put together from all ranks and given to one unsharded FusedLamb, and both must make
 the same steps. What differs is then the optimizer alone: attention key biases, whose true gradient is zero and which LAMB turns
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +58,7 @@ class Setup(NamedTuple):
     resumes: bool = False
 
 
-# that they train as one process does, slices, precisions and layouts with LAMB among them, the rows prove
+# that they train as one process does, slices, precisions and tensor-parallel layouts with LAMB among them, the rows prove
 PIPELINES = {
     "fp32, four stages, slices": Setup({**SLICES}, 4, params={"max_grad_norm": 0.3, "mode": "deepspeed"}),
     "fp32 zero1, two groups": Setup({**CLIP, **ZERO1}, grouped=True, resumes=True),
@@ -76,10 +75,6 @@ PLAIN = {
     "bf16 zero2": Setup({**BF16, **ZERO2}, grouped=True, resumes=True),
     "fp16": Setup({**CLIP_LOW, **FP16}, grouped=True, params={"split_qkv": True}, resumes=True),
     "fp16 zero1": Setup({**CLIP_LOW, **FP16, **ZERO1}),
-}
-TENSOR_PARALLEL = {
-    "bf16 zero1": Setup({**CLIP, **BF16, **ZERO1}, 1),
-    "fp32 zero1, clipped by FusedLamb": Setup({**CLIP, **ZERO1}, 1, params={"max_grad_norm": 0.3}),
 }
 
 
@@ -128,21 +123,8 @@ def plain(setup: Setup) -> Any:
     return initialized(Net(), setup, **({} if "gradient_clipping" in setup.config else {"gradient_clipping": 0.0}))
 
 
-def tensor_parallel(setup: Setup) -> Any:
-    from tests.megatron.common import Model, batches, build, deepspeed_config
-
-    model = Model(dtype=torch.bfloat16 if "bf16" in setup.config else torch.float32)
-    module = build(model, tensor=2, stages=setup.stages)
-    config = deepspeed_config(model, module.topology().get_dim("data"))
-    engine = initialized(module, setup, **{name: value for name, value in config.items() if name != "optimizer"})
-    engine.batches = batches(engine.grid.data_parallel_id, engine.dp_world_size)
-    return engine
-
-
 def train(engine: Any, step: int) -> None:
-    if hasattr(engine, "batches"):
-        engine.train_batch(engine.batches)
-    elif isinstance(engine.module, PipelineModule):
+    if isinstance(engine.module, PipelineModule):
         engine.train_batch(iter(mine(engine, steps_of(step + 1, 2)[step])))
     else:
         random = torch.Generator().manual_seed(10 * step + engine.global_rank)
@@ -155,8 +137,7 @@ def victim(engine: Any, rank: int, setup: Setup) -> Any:
     """A parameter of the last rank alone; of four stages the last has but the tied weight. None on the others."""
     if rank != (1 if setup.stages == 4 else engine.world_size - 1):
         return None
-    split = [p for p in engine.module.parameters() if getattr(p, "tensor_model_parallel", False)]
-    return split[0] if split else [p for p in engine.module.parameters() if p.dim() == 1][-1]
+    return [p for p in engine.module.parameters() if p.dim() == 1][-1]
 
 
 # ----------------------------------------------------------------------------------- the same steps in one unsharded optimizer
@@ -319,10 +300,6 @@ def worker(rank: int, world_size: int, build: Any, setups: dict[str, Setup], fol
         engine.destroy()
         goes_on = not setup.resumes or resumed(partial(build, setup), f"{folder}/{number}")
         found[name] = wrong, cut, skipped, goes_on
-        if build is tensor_parallel:
-            from ds_terapipe.megatron.parallel import destroy_parallel
-
-            destroy_parallel()
     if build is pipeline:
         try:
             build(Setup(ZERO1, 4, grouped=True))
@@ -334,7 +311,6 @@ def worker(rank: int, world_size: int, build: Any, setups: dict[str, Setup], fol
 Ranks = list[dict[str, Any]]
 pipelines = launched(worker, 4, pipeline, PIPELINES, timeout=400, folder=True)
 replicas = launched(worker, 3, plain, PLAIN, timeout=400, folder=True)
-parallel = launched(worker, 4, tensor_parallel, TENSOR_PARALLEL, timeout=400, folder=True)
 
 
 def check(ranks: Ranks, name: str) -> None:
@@ -354,12 +330,6 @@ def test_plain_engines(replicas: Ranks, name: str) -> None:
     check(replicas, name)
     cut = [rank[name][1] for rank in replicas]
     assert "zero_optimization" not in PLAIN[name].config or min(cut) >= 1, "no layer is cut: the test does not test"
-
-
-@pytest.mark.skipif(find_spec("megatron") is None, reason="extra megatron")
-@pytest.mark.parametrize("name", TENSOR_PARALLEL)
-def test_tensor_parallel_engines(parallel: Ranks, name: str) -> None:
-    check(parallel, name)
 
 
 def test_stages_with_different_groups_are_refused_under_zero(pipelines: Ranks) -> None:

@@ -84,15 +84,6 @@ class RandomGrid(NamedTuple):
     placement: Placement | None = None
 
 
-def random_grids(most_stages: int = 4, weights: bool | None = None) -> st.SearchStrategy[RandomGrid]:
-    """Messages and weight gradients included, anywhere where the rules let them be."""
-    each, either = (
-        st.lists(st.integers(1, 3), min_size=1, max_size=3),
-        st.booleans() if weights is None else st.just(weights),
-    )
-    return st.builds(random_grid, st.integers(0, 2**32 - 1), st.integers(1, most_stages), each, either)
-
-
 def random_grid(
     seed: int, stages: int | Placement, slices: Sequence[int], weights: bool, each_slice: bool = False
 ) -> RandomGrid:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
 
-from ds_terapipe.schedule import Action, Op, Panel, Placement, grid_text, order, timelines_svg, with_messages
-from tests.schedule import strategies
+from ds_terapipe.schedule import Op, Panel, Placement, grid_text, order, timelines_svg, with_messages
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -22,17 +20,6 @@ def test_a_whole_grid_is_a_table():
     lines += ["   2   0B0.1     1B0.1", "   3   0B0.0     1B0.0"]
     assert grid_text(order("1f1b", 2, [2])) == "\n".join(lines)
     assert grid_text([[]]) == "step   stage 0" and "[end]" in grid_text([[]], {0: 0})
-
-
-@given(strategies.names, strategies.stages, strategies.slices)
-def test_a_whole_grid_holds_every_action(name, stages, slices):
-    grid = with_messages(order(name, stages, slices))
-    columns = [[] for _ in grid]
-    for line in grid_text(grid).splitlines()[1:]:
-        for text in line.split()[1:]:
-            action = Action.from_text(text)
-            columns[action.stage].append(action)
-    assert columns == grid
 
 
 def test_marked_stages_are_shown_with_their_neighbourhood():

@@ -23,7 +23,6 @@ from ds_terapipe.schedule import (
     with_messages,
     with_weight_gradients,
 )
-from ds_terapipe.schedule.streams import group_per_direction
 from tests.schedule import strategies
 from tests.schedule.strategies import grid_of, rows_of, validated
 
@@ -139,20 +138,6 @@ def test_live_units_of_a_place_are_those_of_its_trained_stages():
 def test_a_dry_run_takes_the_textbook_number_of_steps(name, stages, slices):
     assert dry_run(order(name, stages, slices)) == 2 * (sum(slices) + stages - 1)
     assert dry_run(forward_only(stages, slices)) == sum(slices) + stages - 1
-
-
-@given(strategies.random_grids(most_stages=5), st.integers(1, 3), st.integers(0, 3))
-def test_a_group_per_channel_locks_up_under_no_valid_order(made, posted_ahead, sent_kept):
-    validated(made)
-    assert not stream_deadlock(made.grid, posted_ahead=posted_ahead, sent_kept=sent_kept)
-
-
-# How the messages of a pipeline ran before each channel had a group of its own: the least that locks up.
-@pytest.mark.parametrize(("stages", "slices"), [(4, [4] * 2), (8, [8] * 2)])
-def test_a_group_per_direction_locks_up(stages, slices):
-    grid = with_messages(order("1f1b", stages, slices))
-    stuck = stream_deadlock(grid, group_per_direction)
-    assert len(stuck) == stages and all(grid[stage][index].op.is_receive for stage, index in stuck.items())
 
 
 def test_outputs_that_no_gradient_answers_are_bounded():
