@@ -79,15 +79,6 @@ def test_ramp_by_hand(ramp: Ramp, expected: list[float]) -> None:
 # -------------------------------------------------------------------------------------------------------------- LambWarmup
 
 
-def test_lr_used_at_every_step() -> None:
-    optimizer = sgd()
-    schedule = LambWarmup(optimizer, batch_size=256, **PARAMS)
-    peak = 2e-3
-    expected = [peak * (k + 1) / 5 for k in range(5)] + [peak * (20 - k) / 15 for k in range(5, 20)] + [0.0] * 3
-    assert lrs_used(optimizer, schedule, 23) == close(expected)
-    assert schedule.get_last_lr() == [0.0]
-
-
 def test_the_engine_has_the_last_word_on_the_batch_size() -> None:
     optimizer = sgd()
     schedule = build_scheduler("LambWarmup", PARAMS, {"train_micro_batch_size_per_gpu": 4})(optimizer)

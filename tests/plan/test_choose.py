@@ -20,7 +20,7 @@ from ds_terapipe.plan.placed import placement_text
 from ds_terapipe.plan.result import Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, slice_times
 from ds_terapipe.schedule import NAMES, Op, Placement, validate
-from tests.plan.costs import ExampleCost, compositions, sample_points
+from tests.plan.costs import ExampleCost, compositions
 from tests.schedule import strategies
 from tests.schedule.strategies import SCHEDULES
 
@@ -142,19 +142,6 @@ def test_what_does_not_fit_says_what_would():
     assert choose(cost, dataclasses.replace(request, memory_gb=need)).schedule == thriftiest
     with pytest.raises(ConfigError):
         choose(cost, dataclasses.replace(request, memory_gb=need - 0.002))
-
-
-@pytest.mark.parametrize(("total", "least"), [(1000, 8), (5, 5)])
-def test_the_samples_that_are_asked_for_are_enough_for_every_candidate(total, least):
-    true, points = ExampleCost([1.0, 1.5], attention=2e-8, link=1e-7), sample_points(total, least)
-    stages = [
-        StageCost([Sample(n, c, true.forward(k, n, c), true.backward(k, n, c)) for n, c in points]) for k in range(2)
-    ]
-    cost = MeasuredCost(stages, [[(n, true.message(0, n)) for n in sorted({length for length, _ in points})]])
-    found = choose(cost, Request(total, 2, 2, min_length=least))
-    assert found.step_s == pytest.approx(StepTimes(true, 2, 2).seconds(found.schedule, found.slices), rel=0.02)
-    with pytest.raises(ConfigError, match=f"within what was measured, {total} tokens"):
-        choose(cost, Request(total + 1, 2, 2))
 
 
 def test_one_stage_is_not_cut_and_the_overhead_counts():
@@ -307,11 +294,3 @@ def test_a_plan_is_for_its_own_placement(theirs, ours, alike):
     assert (found is None) == alike
     if found is not None:
         assert found[:2] == (placement_text(theirs), f"this run's {placement_text(ours)}")
-
-
-def test_measurements_say_where_the_stages_were(tmp_path):
-    path, stages = tmp_path / "costs.json", [StageCost([Sample(8, 0, 1.0, 2.0)]) for _ in range(3)]
-    about = {"placement": {"places": [0, 0, 1], "boundaries": [0, 2, 4, 8], "forward_only": 1}}
-    MeasuredCost(stages, [[(8, 0.0)]] * 2, measured_on=about).save(path)
-    assert MeasuredCost.load(path).placement == DIVIDED
-    assert MeasuredCost(stages, [[(8, 0.0)]] * 2).placement is None

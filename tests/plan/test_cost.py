@@ -157,13 +157,6 @@ def test_slices_cost_what_they_took(schedule, micro_batches):
     assert overhead(steps) == pytest.approx(0.05)
 
 
-def test_a_message_takes_what_a_waiting_stage_waited_for_it():
-    truth = Truth(message=0.004)
-    cost = learn(recorded(truth))
-    agree(cost, truth)
-    assert [cost.message(0, float(n)) for n in (4, 16, 64)] == pytest.approx([0.004] * 3)
-
-
 def test_the_loss_of_the_whole_is_no_cost_of_a_slice():
     truth = Truth(loss=(0.003, 0.006))
     cost = learn(recorded(truth), whole=True)

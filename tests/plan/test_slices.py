@@ -153,20 +153,6 @@ def test_a_line_is_worth_a_gain_of_more_than_three_per_cent(gain, says):
     assert bool(LayerSeconds(((1 - gain, gain), (0.1,))).advice()) is says
 
 
-def saved(path, layers):
-    data = MeasuredCost([StageCost([Sample(8, 0, 1.0, 2.0)]) for _ in range(2)], [[(8, 0.0)]]).to_dict()
-    path.write_text(json.dumps({**data, "layers": layers} if layers is not None else data))
-    return MeasuredCost.load(path).layers
-
-
-def test_measurements_keep_the_times_of_layers(tmp_path):
-    layers = LayerSeconds(((1.0, 2.0), (2.0, 2.0, 2.0)), (1, 0))
-    assert saved(tmp_path / "costs.json", {"stages": layers.stages, "ends": layers.ends}) == layers
-    MeasuredCost([StageCost([Sample(8, 0, 1.0, 2.0)])] * 2, [[(8, 0.0)]], layers=layers).save(tmp_path / "other.json")
-    assert MeasuredCost.load(tmp_path / "other.json").layers == layers
-    assert saved(tmp_path / "costs.json", None) is None
-
-
 @pytest.mark.parametrize(
     ("data", "field"),
     [
@@ -177,5 +163,7 @@ def test_measurements_keep_the_times_of_layers(tmp_path):
     ],
 )
 def test_what_a_file_has_wrong_in_layers_is_one_line(tmp_path, data, field):
+    path, stages = tmp_path / "costs.json", [StageCost([Sample(8, 0, 1.0, 2.0)])] * 2
+    path.write_text(json.dumps({**MeasuredCost(stages, [[(8, 0.0)]]).to_dict(), "layers": data}))
     with pytest.raises(ConfigError, match=rf"^.*costs\.json: {field}: [^\n]*$"):
-        saved(tmp_path / "costs.json", data)
+        MeasuredCost.load(path)

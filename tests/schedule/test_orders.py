@@ -114,17 +114,6 @@ def test_one_slice_is_deepspeeds_1f1b(stages, micro_batches):
         assert list(map(str, row)) == theirs
 
 
-@settings(deadline=None)
-@given(strategies.names, strategies.placements(), strategies.few_slices)
-def test_live_units_of_a_place_are_bounded_and_one_segment_reaches_the_bound(name, placement, slices):
-    bounds = peak_live_units(name, placement, slices)
-    for place, row in enumerate(order(name, placement, slices)):
-        peak = max(live_units([action for action in row if placement.goes_backward(action.stage)]), default=0)
-        stages = placement.stages_on(place)
-        one_segment = stages[-1] - stages[0] == len(stages) - 1
-        assert peak == bounds[place] if one_segment else peak <= bounds[place]
-
-
 def test_training_needs_a_stage_that_goes_backward():
     frozen = Placement.plain(2, forward_only=2)
     for function in (order, peak_live_units):

@@ -8,8 +8,6 @@ import pytest
 
 from ds_terapipe.schedule import Op, Panel, Placement, grid_text, order, timelines_svg, with_messages
 
-SVG = "{http://www.w3.org/2000/svg}"
-
 
 def seconds(action):
     return 1.0 if action.op is Op.FORWARD else 2.0
