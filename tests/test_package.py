@@ -136,16 +136,70 @@ def test_every_target_that_runs_python_makes_its_environment():
     assert all("venv" in needs for needs in running.values()), running
 
 
-def test_an_environment_that_somebody_else_made_is_left_alone(tmp_path):
+FAKE_PYTHON = """#!/usr/bin/env bash
+# Stands in for `python -m venv` and for the environment's own python, and writes down what it is asked for.
+echo "$*" >> {log}
+[ "$1" = -c ] && exit 0
+if [ "$2" = venv ]; then
+  mkdir -p "$3/bin" && echo "VIRTUAL_ENV=$3" > "$3/bin/activate" && cp "$0" "$3/bin/python"
+elif [ -e {broken} ]; then
+  exit 1
+fi
+"""
+MADE, KEPT = ["venv", "pip", "pip"], []
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """configs/venv.sh in a folder of its own with a stand-in for Python; returns the function that runs it."""
     (tmp_path / "configs").mkdir()
     shutil.copy(ROOT / "configs" / "venv.sh", tmp_path / "configs")
+    (tmp_path / "setup.py").touch()
+    (tmp_path / "constraints.txt").write_text("torch==2.13.0\ntorchvision==0.1\n")
+    log, python = tmp_path / "log", tmp_path / "python"
+    python.write_text(FAKE_PYTHON.format(log=log, broken=tmp_path / "broken"))
+    python.chmod(0o755)
+
+    def make(venv: str = ".venv") -> tuple[int, list[str], str]:
+        log.unlink(missing_ok=True)
+        env = {**os.environ, "VENV": venv, "PYTHON": str(python), "TORCH": "torch==2.13.0"}
+        command = ["bash", str(tmp_path / "configs" / "venv.sh")]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        ran = [line for line in log.read_text().splitlines() if line.startswith("-m")] if log.exists() else []
+        return done.returncode, [line.split()[1] for line in ran], done.stderr
+
+    return make
+
+
+def test_an_environment_is_made_once_and_again_where_it_is_no_good(environment, tmp_path):
+    venv = tmp_path / ".venv"
+    (tmp_path / "broken").touch()
+    assert environment()[:2] == (1, ["venv", "pip"])
+    (venv / "left").touch()
+    (tmp_path / "broken").unlink()
+    assert environment()[:2] == (0, MADE)
+    assert not (venv / "left").exists() and not (venv / ".begun").exists()
+    # another torch than the pinned one can be installed
+    asked = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("-m pip")]
+    assert len(asked) == 2 and all(f"-c {venv / 'constraints.txt'}" in line for line in asked)
+    assert (venv / "constraints.txt").read_text() == "torchvision==0.1\n"
+    assert environment()[:2] == (0, KEPT)
+    later = (venv / ".installed").stat().st_mtime + 10
+    os.utime(tmp_path / "constraints.txt", (later, later))
+    assert environment()[:2] == (0, ["pip", "pip"])
+    os.utime(tmp_path / "constraints.txt", (1, 1))
+    (venv / "bin" / "python").unlink()
+    assert environment()[:2] == (0, MADE)
+    (venv / "bin" / "activate").write_text("VIRTUAL_ENV=/elsewhere/.venv")
+    assert environment()[:2] == (0, MADE)
+
+
+def test_an_environment_that_somebody_else_made_is_left_alone(environment, tmp_path):
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "pyvenv.cfg").touch()
-    env = {**os.environ, "VENV": "theirs", "PYTHON": sys.executable, "TORCH": "torch==2.13.0"}
-    command = ["bash", str(tmp_path / "configs" / "venv.sh")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 1 and "VENV: got theirs, which was not made here" in done.stderr
+    status, ran, said = environment("theirs")
+    assert (status, ran) == (1, []) and "VENV: got theirs, which was not made here" in said
     assert [path.name for path in theirs.iterdir()] == ["pyvenv.cfg"]
 
 
