@@ -13,12 +13,23 @@ from torch import Tensor
 
 from ds_terapipe.elastic.settings import parse
 from ds_terapipe.elastic.shapes.measured import ShapeSelector
-from tests.elastic.test_cache_outputs import CLOCK
 from tests.elastic.training import Case, data_of, engine_of, reference_on
 from tests.pipeline.models import Block, Embedding, FrozenEmbedding, Head
 from tests.spawn import launched
 
 FORWARD, BACKWARD = 0.01, 0.03  # seconds of each block
+
+
+class Clock:
+    """Stands in for ``time.perf_counter`` in a process."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
 
 
 class Marked(torch.cuda.Event):
