@@ -20,6 +20,7 @@ from ds_terapipe.elastic.cache.samples import decode, encode, names
 from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.elastic.settings import CacheSettings
+from ds_terapipe.pipeline.documents import Documents
 
 CPU = torch.device("cpu")
 
@@ -281,6 +282,10 @@ def test_a_name_is_of_all_that_the_model_gets_of_a_sample_and_not_of_strides() -
         inputs = [tokens.clone(), mask.clone(), everywhere]
         inputs[index][change] = 0
         assert [a == b for a, b in zip(before, names(tuple(inputs)), strict=True)] == [True, False, True]
+    packed = [
+        names(tokens, Documents.of(torch.tensor([[1, 1, 1, 2], [1] * 4, second]))) for second in ([1] * 4, [1, 1, 2, 2])
+    ]
+    assert [a == b for a, b in zip(*packed, strict=True)] == [True, True, False], "documents are of the sample"
     padded = torch.cat([tokens, torch.zeros(3, 1, dtype=torch.long)], 1)
     for other in (
         (tokens, mask, everywhere * 2),

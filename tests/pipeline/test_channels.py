@@ -45,7 +45,7 @@ def open_and_close(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def two_jobs(rank: int) -> list[Any]:
-    """What each half of the launch agrees on, in rounds of its own, while the other half does so, too."""
+    """Agree within each half of the launch at the same time, in rounds of its own; return the results of this half."""
     job = Job([0, 1] if rank < 2 else [2, 3])
     watchdog = Watchdog(None, 60.0, job=job)
     watchdog._publish()

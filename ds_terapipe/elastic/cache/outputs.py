@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor
 from ds_terapipe.elastic.cache.samples import decode, encode, names, rows_of, sample_dims, some_rows
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.pipeline.clock import Clock
+from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.layer_range import Layer, modules_of
 from ds_terapipe.pipeline.slicing import as_tuple, like
 from ds_terapipe.pipeline.transport.stream import take_device
@@ -167,6 +168,7 @@ class OutputCache:
         self._level, self._earlier = level, earlier
         self.counts = Counts()
         self._given: list[Any] = []  # inputs of the step's micro-batches
+        self._documents: Mapping[int, Documents] = {}  # of these
         self._jobs: dict[int, Future[_Asked]] = {}
         self._writing: list[Future[None]] = []
         self._dims: list[int | None] | None = None
@@ -184,16 +186,16 @@ class OutputCache:
         """Whether entries of this level are used, as far as is known."""
         return bool(self.tiers) and self._sound and not self._given_up
 
-    def see(self, micro_batches: Sequence[Any]) -> None:
+    def see(self, micro_batches: Sequence[Any], documents: Mapping[int, Documents] | None = None) -> None:
         """Begin to read the samples of a step; collective over the tensor-parallel ranks.
 
-        ``micro_batches``: inputs of the step, on the host.
+        ``micro_batches``: inputs of the step, on the host; ``documents``: of those that have several, or padding.
         """
         self.end()
         self.active = self._agree(int(self.worth)) == 1
         if not self.active:
             return
-        self._given = list(micro_batches)
+        self._given, self._documents = list(micro_batches), documents or {}
         for number in range(min(_AHEAD, len(self._given))):
             self._ask(number)
 
@@ -250,10 +252,10 @@ class OutputCache:
     # ----------------------------------------------------------------------------------------------------------- reading
 
     def _ask(self, number: int) -> None:
-        self._jobs[number] = self._readers.submit(self._read, self._given[number])
+        self._jobs[number] = self._readers.submit(self._read, self._given[number], self._documents.get(number))
 
-    def _read(self, inputs: Any) -> _Asked:
-        begin, samples = time.perf_counter(), names(inputs)
+    def _read(self, inputs: Any, documents: Documents | None) -> _Asked:
+        begin, samples = time.perf_counter(), names(inputs, documents)
         for level in (self._level, self._earlier):
             entries = None if level is None else _entries(self.tiers, level.folder, samples)
             found = None if entries is None else decode(entries)

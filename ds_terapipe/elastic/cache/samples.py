@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_terapipe.elastic.redistribute import has_samples, samples_of
+from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.slicing import as_tuple
 
 _COUNT = struct.Struct("<I")
@@ -27,8 +28,8 @@ def rows_of(inputs: Any) -> int:
     return max(samples_of(inputs), 1)
 
 
-def names(inputs: Any) -> list[str]:
-    """Return a name for each sample: a hash of all its inputs."""
+def names(inputs: Any, documents: Documents | None = None) -> list[str]:
+    """Return a name for each sample: a hash of all its inputs, and of its documents."""
     tensors, rows = as_tuple(inputs), rows_of(inputs)
     views = [(tensor, _bytes(tensor)) for tensor in tensors]
     common = hashlib.blake2b(digest_size=16)
@@ -46,6 +47,8 @@ def names(inputs: Any) -> list[str]:
             if has_samples(tensor, rows):
                 size = len(data) // rows
                 one.update(data[row * size : (row + 1) * size])
+        if documents is not None:
+            one.update(documents.runs[row].tobytes())
         found.append(one.hexdigest())
     return found
 

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from ds_terapipe.elastic.cache.stage import CachedStage
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.elastic.optimizer import layer_dtype
 from ds_terapipe.elastic.settings import CacheSettings
+from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.stage import Stage
@@ -100,8 +101,11 @@ class CacheSession:
         """Note the inputs of the next step's micro-batches."""
         self._inputs = [item[0] for item in items if isinstance(item, (tuple, list)) and len(item)]
 
-    def begin(self, layers: Sequence[Any]) -> None:
-        """Begin a step with these layers in the first stage, all frozen; collective over the tensor-parallel ranks."""
+    def begin(self, layers: Sequence[Any], documents: Mapping[int, Documents]) -> None:
+        """Begin a step with these layers in the first stage, all frozen; collective over the tensor-parallel ranks.
+
+        ``documents``: of the step's micro-batches that have several, or padding.
+        """
         if self.cache is None:
             self.cache = OutputCache(
                 self._tiers(), self._settings.dtype == "bf16", self._device, self._agree, self._say
@@ -114,7 +118,7 @@ class CacheSession:
             earlier = self._level(layers[: self.levels[-1]]) if self.levels else None
             self.levels.append(len(layers))
             self.cache.begin(self._level(layers), earlier)
-        self.cache.see(self._inputs)
+        self.cache.see(self._inputs, documents)
 
     def end(self) -> None:
         """End the step, after an error too."""

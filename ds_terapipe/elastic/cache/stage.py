@@ -44,7 +44,7 @@ class CachedStage(Stage):
         """Extend `Stage.begin`: start to read the samples of the step."""
         super().begin(batch, losses, weights_apart)
         if torch.is_grad_enabled():
-            self._session.begin(self._functions)
+            self._session.begin(self._functions, batch.documents)
 
     def forward(self, unit: Unit, inputs: Any) -> Any:
         """Override `Stage.forward`: return cached outputs in place of running the layers."""

@@ -28,6 +28,8 @@ KNOWN = (
           "tests/hf/test_pipeline.py -k padding"),
     Known("cached stages compute with the documents of the first micro-batch", "elastic.cache.stage",
           "self._batch.documents.get(micro_batch)", "self._batch.documents.get(0)", "tests/rows -k packed"),
+    Known("a cached sample is known without its documents", "elastic.cache.samples", "if documents is not None:", "if False:",
+          "tests/elastic/test_cache_outputs.py -k name"),
     Known("a document ends before its last token", "megatron.gpt", "F.pad(ended, (1, 0))", "F.pad(ended, (0, 1))",
           "tests/megatron/test_data.py -k documents"),
 )  # fmt: skip
