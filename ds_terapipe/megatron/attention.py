@@ -119,6 +119,7 @@ class LayerNorm(nn.LayerNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        _mark(self, config)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -126,6 +127,13 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        _mark(self, config)
+
+
+def _mark(norm: nn.Module, config: Any) -> None:
+    """Mark the weights of a norm as Megatron does: with sequence parallelism each rank applies them to its tokens."""
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def norm_class(config: Any) -> type[nn.Module]:

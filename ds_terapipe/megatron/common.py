@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from deepspeed.runtime.pipe.topology import ProcessTopology
@@ -16,7 +17,6 @@ PositionEmbedding = Literal["learned", "rope"]
 # Settings of a TransformerConfig that change what a layer computes and that the layers here do not follow.
 _ONLY: dict[str, tuple[Any, str]] = {
     "context_parallel_size": (1, "sequences are cut into slices in time, not over processes"),
-    "sequence_parallel": (False, "gradients of sequence parallel parameters are not reduced"),
     "num_moe_experts": (None, "mixtures of experts are not built"),
     "mtp_num_layers": (None, "multi-token prediction is not built"),
     "multi_latent_attention": (False, "only self-attention is built"),
@@ -75,6 +75,13 @@ def position_table(kind: str, positions: int | None, seq_length: int) -> int | N
     return positions or seq_length
 
 
+def check_causal_config(config: TransformerConfig, topology: ProcessTopology, **sizes: int) -> None:
+    """Refuse settings that the causal layers do not follow; see `check_config`, which also refuses sequence parallelism."""
+    _check_sizes(config, topology, sizes)
+    for name, (allowed, reason) in _ONLY.items():
+        _check_setting(config, name, allowed, reason)
+
+
 def check_config(config: TransformerConfig, topology: ProcessTopology, **sizes: int) -> None:
     """Refuse settings that these layers do not follow.
 
@@ -86,6 +93,17 @@ def check_config(config: TransformerConfig, topology: ProcessTopology, **sizes: 
     Raises:
         ConfigError: a size that does not divide, or a setting that is not followed.
     """
+    check_causal_config(config, topology, **sizes)
+    _check_setting(config, "sequence_parallel", False, "its layers have all tokens on each rank")
+
+
+def _check_setting(config: TransformerConfig, name: str, allowed: Any, reason: str) -> None:
+    value = getattr(config, name, allowed)
+    if value != allowed:
+        raise ConfigError(f"TransformerConfig.{name}: got {value!r}, must be {allowed!r}: {reason}")
+
+
+def _check_sizes(config: TransformerConfig, topology: ProcessTopology, sizes: Mapping[str, int]) -> None:
     tensor = max(1, topology.get_dim("model"))
     if config.tensor_model_parallel_size != tensor:
         raise ConfigError(
@@ -103,7 +121,3 @@ def check_config(config: TransformerConfig, topology: ProcessTopology, **sizes: 
         raise ConfigError(
             "qk_layernorm: got true, must be false under tensor parallelism, use tensor_model_parallel_size 1"
         )
-    for name, (allowed, reason) in _ONLY.items():
-        value = getattr(config, name, allowed)
-        if value != allowed:
-            raise ConfigError(f"TransformerConfig.{name}: got {value!r}, must be {allowed!r}: {reason}")

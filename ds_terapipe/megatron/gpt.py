@@ -11,9 +11,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_terapipe.megatron.common import PositionEmbedding, check_config, core_config, layout_of, position_table
+from ds_terapipe.megatron.common import PositionEmbedding, check_causal_config, core_config, layout_of, position_table
 from ds_terapipe.megatron.layers import Embedding, FinalNorm, GPTLayer, OutputHead, Rotary, tied_logits
 from ds_terapipe.megatron.loss import TokenLoss
+from ds_terapipe.megatron.on_cpu import replace_regions
 from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.staged_pipeline import StagedPipeline
 
@@ -22,7 +23,8 @@ class GPTPipeline(StagedPipeline):
     """A GPT.
 
     Layers: embedding, ``num_layers`` Transformer layers, final norm, output head. Input: (tokens, position ids), both
-    [b, s] int64. Between layers: [s, b, hidden]. Output: logits [s, b, vocabulary / tensor parallel size].
+    [b, s] int64. Between layers: [s, b, hidden], with sequence parallelism this rank's share of s. Output: logits
+    [s, b, vocabulary / tensor parallel size].
     """
 
     layer_class = GPTLayer
@@ -85,7 +87,9 @@ def gpt_pipeline(
         ConfigError: a size that does not divide, a stage without a layer, or a setting that is not followed.
     """
     topology = layout_of(config, num_stages, topology)
-    check_config(config, topology, vocab_size=vocab_size)
+    check_causal_config(config, topology, vocab_size=vocab_size)
+    if config.sequence_parallel:
+        replace_regions()
     positions = position_table(position_embedding, max_position_embeddings, seq_length)
     rotary = Rotary(rotary_percent, rotary_base) if positions is None else None
     specs = _layer_specs(

@@ -10,7 +10,11 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -60,6 +64,7 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.group = process_groups().tp
+        self.sequence_parallel = config.sequence_parallel
         with random_stream(seed):
             self.word_embeddings = VocabParallelEmbedding(
                 num_embeddings=vocab_size,
@@ -73,7 +78,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
-        """(tokens [b, s], position ids [b, s]) to [s, b, hidden]."""
+        """(tokens [b, s], position ids [b, s]) to [s, b, hidden], or this rank's share of it."""
         return self.embed(*inputs)
 
     def embed(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None = None) -> Tensor:
@@ -83,13 +88,19 @@ class Embedding(nn.Module):
             hidden = hidden + self.position_embeddings(position_ids)
         if self.tokentype_embeddings is not None:
             hidden = hidden + self.tokentype_embeddings(token_types)
-        return cast(Tensor, self.dropout(hidden.transpose(0, 1).contiguous()))
+        hidden = hidden.transpose(0, 1).contiguous()
+        if self.sequence_parallel:
+            hidden = scatter_to_sequence_parallel_region(hidden, group=self.group)
+        return cast(Tensor, self.dropout(hidden))
 
 
 @defers
 def tied_logits(embedding: Embedding, hidden: Tensor) -> Tensor:
     """[s, b, hidden] to this process's logits [s, b, vocabulary / tensor parallel size], by the embedding's table."""
-    hidden = copy_to_tensor_model_parallel_region(hidden, group=embedding.group)
+    enter = copy_to_tensor_model_parallel_region
+    if embedding.sequence_parallel:
+        enter = gather_from_sequence_parallel_region
+    hidden = enter(hidden, group=embedding.group)
     return deferred_linear(hidden, embedding.word_embeddings.weight)
 
 
@@ -126,7 +137,8 @@ class CoreLayer(TransformerLayer):
         angles = None
         if self.rotary is not None:
             span = current_span()
-            angles = rotary_embedding(self.rotary, span.start if span else 0, hidden.shape[0], hidden.device)
+            tokens = hidden.shape[0] * (process_groups().tp.size() if self.config.sequence_parallel else 1)
+            angles = rotary_embedding(self.rotary, span.start if span else 0, tokens, hidden.device)
         return cast(Tensor, super().forward(hidden, attention_mask=mask, rotary_pos_emb=angles)[0])
 
 

@@ -14,6 +14,7 @@ from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, part_of, plan_cuts, slice_lengths, spans
+from ds_terapipe.pipeline.token_shares import check_length
 from ds_terapipe.pipeline.transport.consensus import Header
 from ds_terapipe.schedule import Unit
 
@@ -37,6 +38,7 @@ class StepBatch:
     lengths: list[int] = field(default_factory=list)
     documents: dict[int, Documents] = field(default_factory=dict)  # of the micro-batches that have several, or padding
     everywhere: tuple[int, ...] = ()
+    multiple: int = 1  # of tokens that every slice is
     signatures: list[int] = field(default_factory=list)
     spans: list[tuple[Span, ...]] = field(default_factory=list)
     load: Callable[[Any], Any] = _there
@@ -49,7 +51,7 @@ class StepBatch:
 
     def cut(self, slices: int | Sequence[int], *, skips_padding: bool = False) -> None:
         """Cut every micro-batch into so many slices, or slices of these lengths; perhaps without those of padding only."""
-        self.spans = [spans(slice_lengths(length, slices)) for length in self.lengths]
+        self.spans = [spans(slice_lengths(length, slices, self.multiple)) for length in self.lengths]
         for number, documents in self.documents.items() if skips_padding else ():
             first, *others = self.spans[number]
             self.spans[number] = (first, *(span for span in others if span.start < documents.used))
@@ -94,12 +96,13 @@ def read_step(
     labels: bool,
     cut_labels: bool,
     documents_of: Callable[[Any], Documents | None] | None = None,
+    multiple: int = 1,
 ) -> StepBatch:
     """Check and cut the items of the data iterator: one (inputs, labels) per micro-batch, each a tensor or several.
 
     ``load``: see `StepBatch`. ``inputs``, ``labels``: whether this stage needs them; ``cut_labels``: whether its loss
-    runs per slice; ``documents_of``: finds the documents in a micro-batch's inputs. Raises ConfigError for tensors that
-    cannot be cut.
+    runs per slice; ``documents_of``: finds the documents in a micro-batch's inputs; ``multiple``: of tokens that a slice
+    must be. Raises ConfigError for tensors that cannot be cut.
     """
     batch, cut, slices = StepBatch(load=load), config.cut or {}, config.slices
     for item in pulled:
@@ -114,8 +117,9 @@ def read_step(
             documents = None if documents_of is None else documents_of(value)
             if documents is not None:
                 batch.documents[len(batch.lengths) - 1] = documents
+            check_length(total, multiple)
             if not isinstance(slices, str):
-                slice_lengths(total, slices)  # wrong lengths raise before any rank has started
+                slice_lengths(total, slices, multiple)  # wrong lengths raise before any rank has started
         if labels:
             value = _tensors(item[1], "labels") if cut_labels else item[1]
             batch.labels.append(value)

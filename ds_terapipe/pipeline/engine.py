@@ -44,6 +44,7 @@ from ds_terapipe.pipeline.set_slices import hash_of, set_slices
 from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights
 from ds_terapipe.pipeline.step_runner import StepRunner
 from ds_terapipe.pipeline.teardown import close_engine, detach_engine
+from ds_terapipe.pipeline.token_shares import shares_of
 from ds_terapipe.pipeline.trained import check_trains
 from ds_terapipe.pipeline.training import train
 from ds_terapipe.pipeline.transport.consensus import Consensus
@@ -118,6 +119,7 @@ class TokenPipelineEngine(PipelineEngine):
                 streams=self._controller.streams,
                 first_stage=self._controller.first_stage(self, placement),
                 host_group=self._consensus.group,
+                shares=shares_of(self.module, self._consensus.gather),
             )
             if cuts(self.token_pipeline.slices) or getattr(self.module, "documents_of", None) is not None:
                 self._runtime.intercept()

@@ -24,6 +24,7 @@ from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.recording.accounting import LiveUnits, StepMemory
 from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like
 from ds_terapipe.pipeline.stage import Autocast, GradientRules, Stage
+from ds_terapipe.pipeline.token_shares import TokenShares
 from ds_terapipe.pipeline.transport.boundary import check_sendable
 from ds_terapipe.pipeline.transport.channels import Channels
 from ds_terapipe.pipeline.transport.consensus import Consensus
@@ -57,6 +58,7 @@ class PipelineRuntime:
         watchdog: times and bounds the waits.
         channels: process groups of the links, which `close` destroys; None: nothing to destroy.
         memory, autocast, streams: those of the stages.
+        shares: ranks that share the tokens of a slice; None: each has all of them.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class PipelineRuntime:
         memory: StepMemory | None = None,
         autocast: Autocast = nullcontext,
         streams: RandomStreams | None = None,
+        shares: TokenShares | None = None,
     ) -> None:
+        self.shares = shares
         self.view, self.placement, self.stages, self.links = view, view.placement, stages, links
         self.memory = memory if memory is not None else StepMemory()
         self.autocast = autocast
@@ -100,6 +104,7 @@ class PipelineRuntime:
         streams: RandomStreams | None = None,
         first_stage: Callable[..., Stage] = Stage,
         host_group: Any = None,
+        shares: TokenShares | None = None,
     ) -> PipelineRuntime:
         """Build the runtime of this rank; collective over all pipelines.
 
@@ -116,6 +121,7 @@ class PipelineRuntime:
             streams: seeds the layers' random numbers in training steps; None: the process's own state.
             first_stage: factory of the model's first stage.
             host_group: group of all ranks for messages in host memory; None: the job's.
+            shares: ranks that share the tokens of a slice; None: each has all of them.
         """
         view, memory = RankView.of(placement, watchdog.job.rank, pipelines), memory or StepMemory()
         stages = {}
@@ -125,9 +131,10 @@ class PipelineRuntime:
                 number, [functions[layer] for layer in range(first, stop)], first, module=module, gradients=gradients,
                 trains=placement.goes_backward(number), memory=memory, autocast=autocast, streams=streams,
             )  # fmt: skip
+            stages[number].context.shares = shares
         channels = Channels(placement, pipelines, watchdog, device)
         links = Links(view, channels, device, watchdog, watchdog.job.host_group if host_group is None else host_group)
-        return cls(view, stages, links, watchdog, channels, memory, autocast, streams)
+        return cls(view, stages, links, watchdog, channels, memory, autocast, streams, shares)
 
     def intercept(self) -> None:
         """Make attention run slices, and layers defer weight gradients; engines that never cut do not call this."""
@@ -142,6 +149,11 @@ class PipelineRuntime:
             mine = [number for number, stage in self.stages.items() if defers(stage, self.interception)]
             self._deferring = tuple(sorted({number for numbers in consensus.gather(mine) for number in numbers}))
         return self._deferring
+
+    @property
+    def multiple(self) -> int:
+        """Number of tokens that every slice must be a multiple of."""
+        return 1 if self.shares is None else self.shares.size
 
     @property
     def is_inspected(self) -> bool:

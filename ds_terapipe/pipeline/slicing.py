@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.pipeline.token_shares import TokenShares
 
 
 @dataclass(frozen=True)
@@ -46,29 +48,43 @@ def spans(lengths: tuple[int, ...]) -> tuple[Span, ...]:
 
 
 class TensorCut(NamedTuple):
-    """Dimensions of a tensor that follow the tokens: ``row`` by the slice's positions, ``column`` by all up to its end."""
+    """Dimensions of a tensor that follow the tokens: ``row`` by the slice's positions, ``column`` by all up to its end.
+
+    With ``shares`` this rank has its share of the rows.
+    """
 
     row: int | None = None
     column: int | None = None
+    shares: TokenShares | None = None
+
+    def rows(self, span: Span) -> int:
+        """Size of the dimension ``row`` for a slice."""
+        return span.length if self.shares is None else span.length // self.shares.size
 
     def apply(self, tensor: Tensor, span: Span) -> Tensor:
-        """Return the part of ``tensor`` for a slice; contiguous if cut, as an uncut one would be."""
+        """Return the part of ``tensor`` for a slice, contiguous if cut; collective over the ranks of ``shares``."""
         part = tensor
         if self.row is not None:
-            part = part.narrow(self.row, span.start, span.length)
+            part = self.whole(part).narrow(self.row, span.start, span.length)
+            part = part if self.shares is None else self.shares.own(part, self.row)
         if self.column is not None:
             part = part.narrow(self.column, 0, span.stop)
         return part if part is tensor else part.contiguous()
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with the rows of all ranks; collective over the ranks of ``shares``."""
+        return tensor if self.shares is None or self.row is None else self.shares.gather(tensor, self.row)
 
 
 WHOLE = TensorCut()
 
 
-def slice_lengths(total: int, slices: int | Sequence[int]) -> tuple[int, ...]:
+def slice_lengths(total: int, slices: int | Sequence[int], multiple: int = 1) -> tuple[int, ...]:
     """Return the slice lengths in tokens for a sequence of ``total`` tokens.
 
-    ``slices`` is a number of equal slices, the first ones a token longer if it does not divide, or the lengths
-    themselves. Raises ConfigError if the lengths do not add up or there are more slices than tokens.
+    ``slices`` is a number of equal slices, the first ones longer if it does not divide, or the lengths themselves. All
+    are multiples of ``multiple``, as ``total`` is. Raises ConfigError if the lengths do not add up or are no multiples,
+    or there are more slices than tokens.
     """
     if not isinstance(slices, int):
         if sum(slices) != total:
@@ -76,13 +92,25 @@ def slice_lengths(total: int, slices: int | Sequence[int]) -> tuple[int, ...]:
                 f"token_pipeline.slices: got {list(slices)}, which add up to {sum(slices)} tokens, must add up to the "
                 f"sequence length {total}, use e.g. {len(slices)}"
             )
+        _check_multiples(slices, multiple)
         return tuple(slices)
-    if slices > total:
-        raise ConfigError(
-            f"token_pipeline.slices: got {slices}, must be at most the sequence length {total}, use e.g. {min(8, total)}"
-        )
-    length, longer = divmod(total, slices)
-    return tuple(length + (i < longer) for i in range(slices))
+    most = total // multiple
+    if slices > most:
+        length = f"the sequence length {total}" + (f" / {multiple} ranks that share it" if multiple > 1 else "")
+        raise ConfigError(f"token_pipeline.slices: got {slices}, must be at most {length}, use e.g. {min(8, most)}")
+    length, longer = divmod(most, slices)
+    return tuple(multiple * (length + (i < longer)) for i in range(slices))
+
+
+def _check_multiples(lengths: Sequence[int], multiple: int) -> None:
+    if all(length % multiple == 0 for length in lengths):
+        return
+    ends = [round(end / multiple) * multiple for end in accumulate(lengths)]
+    near = [end - start for start, end in pairwise([0, *ends]) if end > start]
+    raise ConfigError(
+        f"token_pipeline.slices: got {list(lengths)}, must be multiples of {multiple}, the tensor-parallel ranks that share "
+        f"the tokens of a slice (sequence_parallel), use e.g. {near}"
+    )
 
 
 def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -92,6 +92,7 @@ class StepRunner:
             header = Header(tuple(batch.lengths), tuple(batch.signatures), documents=batch.documents)
         weighs = None if weight is None else weight.numel() > 0
         micro_batches, placement = request.micro_batches, runtime.view.placement
+        batch.multiple = runtime.multiple
         batch.adopt(self._consensus.announce(placement, header, micro_batches, error, weighs))
         if weight is not None and weighs:
             self._share_weight(weight)
@@ -106,7 +107,7 @@ class StepRunner:
         cut_labels = request.compute_loss and runs_per_slice(self._module.loss_fn)
         return read_step(
             items, settings, self._load, inputs=view.has_first, labels=view.has_last, cut_labels=cut_labels,
-            documents_of=getattr(self._module, "documents_of", None),
+            documents_of=getattr(self._module, "documents_of", None), multiple=runtime.multiple,
         )  # fmt: skip
 
     def _weight(self, batch: StepBatch) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ds_terapipe.config import TOKEN_PIPELINE
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.pipeline.token_shares import is_divided
 
 
 def check_model_class(model: Any, beside: str = TOKEN_PIPELINE) -> None:
@@ -69,8 +70,9 @@ def check_model(model: Any, cut: bool = True, beside: str = TOKEN_PIPELINE) -> N
     for index, layer in ModelChunks(model).functions.items():
         if cut and not hasattr(layer, "named_modules") and _compiled(layer):
             raise _refuse(beside, f"layer {index}", *_COMPILED)
+    tensor = model.mpu().get_slice_parallel_world_size()
     for where, module in model.named_modules():
-        layer, name = _Layer(module), f"layer {where or type(model).__name__} ({type(module).__name__})"
+        layer, name = _Layer(module, tensor), f"layer {where or type(model).__name__} ({type(module).__name__})"
         for found in (*_CUT_RULES, *_RULES) if cut else _RULES:
             if found.refused(layer):
                 raise _refuse(beside, name, found.got, found.must, found.use)
@@ -95,9 +97,11 @@ class _Layer:
 
     Args:
         module: a module of a stage, at any depth.
+        tensor_parallel: number of ranks that share its products.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, tensor_parallel: int) -> None:
+        self.tensor_parallel = tensor_parallel
         self.module, self.config = module, getattr(module, "config", None)
         self.names = [base.__name__ for base in type(module).__mro__]
         self._origins = [base.__module__ for base in type(module).__mro__]
@@ -139,9 +143,8 @@ _RULES = (
     _LayerRule(lambda layer: layer.is_from("deepspeed.sequence", "deepspeed.runtime.sequence_parallel")
                or layer.has("enable_ds_sequence_parallel") or layer.has("ds_sequence_parallel_fpdt"),
                "shares a sequence among ranks", "without Ulysses sequence parallelism", "more pipeline stages"),
-    _LayerRule(lambda layer: layer.has("sequence_parallel", layer.module, layer.config,
-                                       *layer.module.parameters(recurse=False)),
-               "has sequence_parallel=True", "False (it shares a sequence among tensor-parallel ranks)", "False"),
+    _LayerRule(lambda layer: layer.tensor_parallel == 1 and is_divided(layer.module),
+               "has sequence_parallel=True", "False without tensor parallelism (no rank shares its tokens)", "False"),
     _LayerRule(lambda layer: _number(layer.config, "context_parallel_size") > 1,
                "has context_parallel_size > 1", "1 (it shares a sequence among ranks)", "more pipeline stages"),
     _LayerRule(lambda layer: layer.has("use_flash_attn") or any(n.startswith("FlashSelfAttention") for n in layer.names),

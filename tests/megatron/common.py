@@ -23,6 +23,7 @@ class Model:
     modern: bool = False  # grouped queries, RMS norm, SwiGLU, no biases
     dtype: torch.dtype = torch.float32
     checkpoint_interval: int = 0
+    sequence_parallel: bool = False
 
 
 def config(model: Model, tensor: int) -> Any:
@@ -35,7 +36,8 @@ def config(model: Model, tensor: int) -> Any:
     }  # fmt: skip
     return TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
-        tensor_model_parallel_size=tensor, params_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
+        tensor_model_parallel_size=tensor, sequence_parallel=model.sequence_parallel and tensor > 1,
+        params_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
         **(modern if model.modern else {}),
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,8 @@ from ds_terapipe.megatron.attention import CausalAttention
 from ds_terapipe.megatron.parallel import adopt_topology
 from ds_terapipe.optim.sharding import Groups, tensor_parallel_group
 from ds_terapipe.pipeline.slicing import Span
-from tests.megatron.common import Model, build, relative, whole_tensors
+from tests.megatron.common import Model, batches, build, relative, whole_tensors
+from tests.pipeline.training import build_engine
 from tests.spawn import launched
 
 
@@ -151,7 +153,36 @@ def seeded(rank: int, size: int) -> tuple[float, float]:
     return max(relative(same[name], weight) for name, weight in one.items()), relative(other[key], one[key])
 
 
+def shared(rank: int, size: int) -> dict[tuple[bool, Any], tuple[list[float], dict[str, Any]]]:
+    """Losses and weights of two steps on two tensor-parallel ranks, with sequence parallelism and without."""
+    found = {}
+    for shares, slices in ((False, 1), (True, 1), (True, 3), (True, [4, 2, 10])):
+        module = build(Model("learned", dtype=torch.float64, sequence_parallel=shares), tensor=2)
+        engine = build_engine(
+            (), None, made=module, token_pipeline={"slices": slices}, dtype=torch.float64, micro_batches=2, batch=2
+        )
+        data = batches()
+        losses = [float(engine.train_batch(data)) for _ in range(2)]
+        found[shares, str(slices)] = losses, whole_tensors(module)
+        engine.destroy()
+    module = build(Model("learned", sequence_parallel=True), tensor=2)
+    engine = build_engine((), None, made=module, token_pipeline={"slices": [5, 11]}, micro_batches=1, batch=2)
+    with pytest.raises(ConfigError, match=re.escape("[5, 11], must be multiples of 2") + r".* use e.g. \[4, 12\]"):
+        engine.train_batch(batches())
+    return found
+
+
 ranks = launched(seeded, 2)
+on_shares = launched(shared, 2)
+
+
+def test_ranks_that_share_tokens_train_as_those_that_have_all_of_them(on_shares: list[Any]) -> None:
+    for found in on_shares:
+        losses, weights = found.pop((False, "1"))
+        for case, (theirs, others) in found.items():
+            torch.testing.assert_close(theirs, losses, rtol=1e-7, atol=0, msg=f"{case}")  # DeepSpeed rounds to fp32
+            for name, weight in weights.items():
+                assert relative(others[name], weight) < 1e-10, (case, name)
 
 
 def test_weights_follow_the_seed_and_no_layout(ranks: list[tuple[float, float]]) -> None:

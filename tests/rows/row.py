@@ -58,6 +58,7 @@ class Row(NamedTuple):
         resize: "off", "once" (to `Layout.other`), "and back".
         cache: whether the outputs of frozen layers are kept.
         packed: whether a sequence has several documents.
+        sequence_parallel: whether tensor-parallel ranks share the tokens between layers, as Megatron's do.
         resume: "no", or from a checkpoint in the middle, "here" or "elsewhere" (in `Layout.other`).
     """
 
@@ -76,6 +77,7 @@ class Row(NamedTuple):
     resize: str = "off"
     cache: bool = False
     packed: bool = False
+    sequence_parallel: bool = False
     resume: str = "no"
 
     @property
@@ -137,12 +139,14 @@ FACTORS: dict[str, Sequence[Any]] = {
     "resize": ("off", "once", "and back"),
     "cache": (False, True),
     "packed": (False, True),
+    "sequence_parallel": (False, True),
     "resume": ("no", "here", "elsewhere"),
 }
 OURS = ("gpt", "tied", "writing")
 
 RULES = (
     Rule(("model", "layout"), lambda model, layout: layout.tensor == 1 or model in ("megatron", "modern")),
+    Rule(("layout", "sequence_parallel"), lambda layout, shares: layout.tensor > 1 or not shares),
     Rule(("model", "loss"), lambda model, loss: (loss != "own") == (model in OURS)),
     # the gradient of key biases is rounding, and in LAMB's norms
     Rule(("model", "optimizer"), lambda model, optimizer: optimizer != "lamb" or model != "megatron"),

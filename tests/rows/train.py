@@ -32,7 +32,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16 late": {"bf16": {"enabled": True, "immediate_grad_update": False}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}},
 }
-UNEVEN = {24: (7, 2, 9, 1, 5), common.SEQ: (5, 1, 4, 2, 4)}
+SHARED = "shared by two ranks"
+UNEVEN = {24: (7, 2, 9, 1, 5), common.SEQ: (5, 1, 4, 2, 4), SHARED: (4, 2, 6, 2, 2)}
 
 
 class Trained(NamedTuple):
@@ -66,7 +67,8 @@ def megatron_model(row: Row, dtype: torch.dtype = torch.float32) -> common.Model
     """Build the model of the tests of megatron-core's layers."""
     modern = row.model == "modern"
     position = "rope" if modern else "learned"
-    return common.Model(position, tied=not modern, modern=modern, dtype=dtype, checkpoint_interval=row.recompute)
+    return common.Model(position, tied=not modern, modern=modern, dtype=dtype, checkpoint_interval=row.recompute,
+                        sequence_parallel=row.sequence_parallel)  # fmt: skip
 
 
 def data_of(row: Row) -> list[list[Any]]:
@@ -98,7 +100,8 @@ def document_numbers(tokens: torch.Tensor) -> torch.Tensor:
 
 def slices_of(row: Row) -> Any:
     """``token_pipeline.slices``."""
-    return list(UNEVEN[24 if row.model in OURS else common.SEQ]) if row.slices == "uneven" else row.slices
+    length = SHARED if row.sequence_parallel else 24 if row.model in OURS else common.SEQ
+    return list(UNEVEN[length]) if row.slices == "uneven" else row.slices
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -201,6 +204,8 @@ class _Run:
         if row.is_elastic and row.freeze == "schedule":
             facts.append(("frozen", engine.frozen_layers, row.frozen(number)))
         if engine.slices_run:
+            cuts = [cut for of_boundary in engine._runtime.boundary_cuts.values() for cut in of_boundary]
+            facts.append(("shares", any(cut.shares for cut in cuts), row.sequence_parallel and row.slices != 1))
             facts.append(("slices", set(engine.slices_run), {self.lengths[0]}))
         self.wrong += [f"step {number}: {what} {got}, not {wanted}" for what, got, wanted in facts if got != wanted]
         session = getattr(engine, "_session", None)

@@ -24,7 +24,7 @@ class Form:
 
     def tensor(self, span: Span) -> Tensor:
         """Return a tensor of this form for a slice."""
-        sizes = {self.cut.row: span.length, self.cut.column: span.stop}
+        sizes = {self.cut.row: self.cut.rows(span), self.cut.column: span.stop}
         shape = [sizes.get(dimension, size) for dimension, size in enumerate(self.shape)]
         return torch.empty(shape, dtype=self.dtype).requires_grad_(self.requires_grad)
 

@@ -121,6 +121,8 @@ def _run_info(engine: Any, consensus: Consensus) -> RunInfo:
         "checkpoint_interval": engine.module.activation_checkpoint_interval,
         "autocast": bool(engine.torch_autocast_enabled()),
     }
+    if engine._runtime.multiple > 1:
+        measured_on["sequence_parallel"] = engine._runtime.multiple
     if (unlike := unlike_plain(engine.placement)) is not None:
         measured_on["placement"] = placement_dict(unlike)
     return RunInfo(
@@ -130,6 +132,7 @@ def _run_info(engine: Any, consensus: Consensus) -> RunInfo:
         weights_once=engine.makes_weight_gradients_once(),
         loss_of_whole=not runs_per_slice(engine.module.loss_fn),
         placement=engine.placement,
+        multiple=engine._runtime.multiple,
         measured_on=measured_on,
     )
 

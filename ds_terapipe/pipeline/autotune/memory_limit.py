@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.pipeline.autotune.meter import StepMeter
 from ds_terapipe.pipeline.autotune.run_info import Agreement, RunInfo
-from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, Peaks, calibrated, memory_use
 
@@ -52,7 +51,7 @@ class MemoryLimit:
         if taken is None or counted is None:
             return
         longest, micro_batches = shape
-        lengths = slice_lengths(longest, slices)
+        lengths = self._run.lengths(longest, slices)
         self._peaks[lengths] = Peaks(lengths, taken)  # a trial replaces the warm-up, in which the model was inspected
         once, placement, peaks = self._run.weights_once, self._run.placement, [*self._peaks.values()]
         # decided by one rank: others' results may differ in a last digit, and their trials with them

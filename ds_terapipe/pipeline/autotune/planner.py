@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from ds_terapipe.config import TokenPipelineConfig
@@ -45,6 +46,7 @@ class Planner:
     ) -> None:
         self.config, self.run, self.schedule, self.limit = config, run, schedule, limit
         self.agree, self.say, self._layers, self._advised = agree, say, layers, False
+        self.granularity = math.lcm(config.granularity, run.multiple)
         self.cost: MeasuredCost | None = None
         if config.measurements_path is not None:
             self._load_measurements(config.measurements_path)
@@ -131,8 +133,8 @@ class Planner:
             stages=run.stages,
             micro_batches=shape[1],
             schedule=config.schedule,
-            granularity=config.granularity,
-            min_length=max(cost.min_length, config.granularity),
+            granularity=self.granularity,
+            min_length=max(cost.min_length, self.granularity),
             max_slice=cost.max_slice,
             memory=limit.model,
             memory_gb=limit.limit_gb if limit.model is not None else None,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from ds_terapipe.config import AUTO
 from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.memory import GIGABYTE, gigabytes
 from ds_terapipe.plan.placed import placement_text
 from ds_terapipe.plan.result import Plan
@@ -26,6 +27,7 @@ class RunInfo:
         loss_of_whole: the loss is made of a micro-batch's whole outputs.
         measured_on: model, types, devices, versions, ...: measurements hold where this is the same.
         placement: of the stages; None: one on each place.
+        multiple: number of tokens that every slice must be a multiple of.
     """
 
     stages: int
@@ -35,6 +37,11 @@ class RunInfo:
     loss_of_whole: bool
     measured_on: Mapping[str, Any] = field(default_factory=dict)
     placement: Placement | None = None
+    multiple: int = 1
+
+    def lengths(self, total: int, slices: int | Sequence[int]) -> tuple[int, ...]:
+        """Return the lengths of the slices of a sequence."""
+        return slice_lengths(total, slices, self.multiple)
 
 
 Agreement: TypeAlias = Callable[[Callable[[], Any]], Any]

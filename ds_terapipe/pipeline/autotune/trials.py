@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from ds_terapipe.pipeline.autotune.planner import Planner, Shape
 from ds_terapipe.pipeline.autotune.slice_plan import SlicePlan
-from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.measure import RecordedStep
 from ds_terapipe.plan.result import Plan, compact, seconds_text
 from ds_terapipe.tracing.chrome import Event
@@ -53,25 +52,25 @@ Steps = Generator[Turn, StepTime, None]
 def measured_steps(shape: Shape, planner: Planner) -> Steps:
     """Measure equal slices, plan, and go on with the plan; collective wherever it decides."""
     longest, micro_batches = shape
-    limit, least = planner.limit, max(SHORTEST, planner.config.granularity)
+    limit, least = planner.limit, max(SHORTEST, planner.granularity)
 
     def fitting(trials: Sequence[int]) -> list[int]:
         """Return the trials from the first one on that fits into memory."""
-        return [*dropwhile(lambda n: not limit.fits(slice_lengths(longest, n), micro_batches), trials)]
+        return [*dropwhile(lambda n: not limit.fits(planner.run.lengths(longest, n), micro_batches), trials)]
 
     trials = [n for _ in range(ROUNDS) for n in TRIALS if n == 1 or longest // n >= least]
     yield Turn(SlicePlan(trials[0], planner.schedule, timed=True), counts=True)
     limit.count()
     limit.learn(shape, trials[0])
     # if none fits, the one with least memory: planning refuses it and reports its memory
-    thriftiest = min(trials, key=lambda n: limit.needed(slice_lengths(longest, n), micro_batches))
+    thriftiest = min(trials, key=lambda n: limit.needed(planner.run.lengths(longest, n), micro_batches))
     left, steps = fitting(trials) or [thriftiest], list[RecordedStep]()
     while left:
         count, *left = left
         events, seconds = yield Turn(SlicePlan(count, planner.schedule, True, recorded=True, times_layers=count == 1))
         limit.learn(shape, count)
         left = fitting(left)
-        steps.append(RecordedStep(slice_lengths(longest, count), events, seconds))
+        steps.append(RecordedStep(planner.run.lengths(longest, count), events, seconds))
     planner.learn(steps)
     plan = planner.plan(shape)
     rivals = planner.rivals(plan, steps)

@@ -32,18 +32,19 @@ LONGEST = 2048  # tokens that are run whole
 _NO_ROOM = "token_pipeline.verify"
 
 
-def verified(spans: Sequence[Span]) -> tuple[Span, ...]:
+def verified(spans: Sequence[Span], multiple: int = 1) -> tuple[Span, ...]:
     """Return the slices to compare with the whole: those of the sequence, or of the beginning of a long one.
 
     A layer that mixes tokens, or makes positions, also does so there, and whole layers of long sequences may not fit
-    into memory.
+    into memory. Slices stay multiples of ``multiple``.
     """
     total = spans[-1].stop
     if total <= LONGEST:
         return tuple(spans)
-    inner = {min(max(round(span.stop * LONGEST / total), 1), LONGEST - 1) for span in spans[:-1]}
-    stops = [*sorted(inner), LONGEST]
-    return tuple(Span(start, stop, LONGEST) for start, stop in zip([0, *stops], stops, strict=False))
+    most = LONGEST // multiple
+    inner = {min(max(round(span.stop * most / total), 1), most - 1) for span in spans[:-1]}
+    stops = [multiple * stop for stop in (*sorted(inner), most)]
+    return tuple(Span(start, stop, stops[-1]) for start, stop in zip([0, *stops], stops, strict=False))
 
 
 @dataclass
@@ -62,24 +63,27 @@ class Inspection:
 
     def run(self, batch: StepBatch) -> None:
         """Run the inspection. Raises ConfigError, on every rank, for a model that cannot be cut."""
-        total = batch.lengths[0]
+        total, shares, multiple = batch.lengths[0], self.runtime.shares, self.runtime.multiple
         self.consensus.agree(self._detached(batch))
         parts = {stage.context: stage.root for stage in self.runtime.stages.values()}
         for context in parts:
             context.documents_of = batch.documents
         with undisturbed(parts), self.runtime.autocast():
             short = None
-            if total < LEAST_TOKENS:
+            least = LEAST_TOKENS * multiple
+            if total < least:
                 short = ConfigError(
-                    f"token_pipeline.slices: got {self.config.slices} for {total} tokens, must be 1 below {LEAST_TOKENS}"
+                    f"token_pipeline.slices: got {self.config.slices} for {total} tokens, must be 1 below {least}"
                 )
             self.consensus.agree(short)
             probes = {
-                number: SequenceProbe(self.config.layout, stage.layers.first, stage.layers.text)
+                number: SequenceProbe(self.config.layout, stage.layers.first, stage.layers.text, shares)
                 for number, stage in self.runtime.stages.items()
             }
             self._through_stages(
-                batch, probe_spans(total), lambda stage, inputs, span: _probe(stage, probes[stage.number], inputs, span)
+                batch,
+                probe_spans(total, multiple),
+                lambda stage, inputs, span: _probe(stage, probes[stage.number], inputs, span),
             )
             self._together(probes)
             if self.verifies:
@@ -93,7 +97,7 @@ class Inspection:
         found: list[str] = []
         end = batch.spans[0][-1].stop  # padding behind it is not run
         cut = tuple(Span(span.start, span.stop, end) for span in batch.spans[0])
-        for spans in dict.fromkeys((verified(cut), cut)):
+        for spans in dict.fromkeys((verified(cut, self.runtime.multiple), cut)):
             whole = (Span(0, spans[-1].stop, spans[-1].stop),)
             try:
                 self._through_stages(batch, whole, partial(self._verify, batch, spans))
@@ -106,7 +110,7 @@ class Inspection:
         assert stage.dims is not None
         adapted = [] if self.runtime.interception is None else self.runtime.interception.adapted
         try:
-            outputs = verify_stage(stage.root, stage.layers, stage.context, inputs, stage.dims.layers, spans, adapted)
+            outputs = verify_stage(stage.root, stage.layers, stage.context, inputs, stage.dims, spans, adapted)
         except torch.OutOfMemoryError as problem:
             raise ConfigError(
                 f"{_NO_ROOM}: got true, must be false where {spans[-1].stop} tokens of a layer, whole, do not fit "

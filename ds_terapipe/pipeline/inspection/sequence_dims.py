@@ -17,18 +17,20 @@ from torch import Tensor
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.operators.context import refuse_model
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple
+from ds_terapipe.pipeline.token_shares import TokenShares
 
-LEAST_TOKENS = 3
+LEAST_TOKENS = 3  # times the ranks that share them
 _EXPLICIT = {"bsh": 1, "sbh": 0}
 
 
-def probe_spans(total: int) -> tuple[Span, Span]:
+def probe_spans(total: int, multiple: int = 1) -> tuple[Span, Span]:
     """Return the two slices of a probe in a sequence of ``total`` tokens, at least :data:`LEAST_TOKENS`.
 
-    Two and three tokens; in a shorter sequence, two and one. In both, a dimension cannot follow both the slice and
-    context and slice, and one that follows neither keeps its size.
+    Two and three tokens, or multiples of them; in a shorter sequence, two and one. In both, a dimension cannot follow
+    both the slice and context and slice, and one that follows neither keeps its size.
     """
-    return Span(0, 2, total), Span(2, 5 if total >= 5 else 3, total)
+    first, second = 2 * multiple, (5 if total >= 5 * multiple else 3) * multiple
+    return Span(0, first, total), Span(first, second, total)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class SequenceProbe:
     layout: str  # token_pipeline.layout
     first_layer: int
     text: Callable[[int], str] = "layer {}".format  # name of a layer in errors
+    shares: TokenShares | None = None  # ranks that share the tokens of a slice
     _spans: list[Span] = field(default_factory=list)
     _shapes: list[list[list[tuple[int, ...]]]] = field(default_factory=list)  # slice, boundary, tensor
     _floating: list[list[bool]] = field(default_factory=list)
@@ -95,7 +98,8 @@ class SequenceProbe:
         changed = {d: sizes for d, sizes in enumerate(zip(first, second, strict=True)) if sizes[0] != sizes[1]}
         rows = [d for d, sizes in changed.items() if sizes == (a.length, b.length)]
         columns = [d for d, sizes in changed.items() if sizes == (a.stop, b.stop)]
-        if len(rows) + len(columns) < len(changed):
+        shared = [d for d, sizes in changed.items() if sizes == self._shares(a, b)]
+        if len(rows) + len(columns) + len(shared) < len(changed):
             raise refuse_model(
                 f"{where} has shape {list(first)} for a slice of {a.length} tokens and {list(second)} for one of {b.length}"
             )
@@ -107,10 +111,19 @@ class SequenceProbe:
                 f'token_pipeline.layout: got "{self.layout}", but {where} grows with the slice in dimensions {rows + columns} '
                 f'(shape {list(second)} for {b.length} tokens); must say which one is the sequence, use "bsh" or "sbh"'
             )
+        if shared and (rows or columns or len(shared) > 1):
+            raise refuse_model(f"{where} has shares of the tokens in dimensions {shared} beside {rows + columns}")
+        if shared:
+            return TensorCut(shared[0], shares=self.shares)
         return TensorCut(rows[0] if rows else None, columns[0] if columns else None)
+
+    def _shares(self, *spans: Span) -> tuple[int, ...] | None:
+        return None if self.shares is None else tuple(span.length // self.shares.size for span in spans)
 
 
 def check_outputs(outputs: Sequence[TensorCut]) -> None:
     """Raise ConfigError unless the last stage's outputs can be joined from their slices."""
     if not any(cut.row is not None for cut in outputs) or any(cut.column is not None for cut in outputs):
         raise refuse_model("its outputs do not follow the tokens (is the sequence pooled?)")
+    if any(cut.shares is not None for cut in outputs):
+        raise refuse_model("each tensor-parallel rank has its share of the tokens in the outputs, not all of them")

@@ -11,6 +11,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy
@@ -20,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
+from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
-from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, copy_of, part_of
+from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, copy_of, like, part_of
 from ds_terapipe.schedule import Unit
 
 # largest difference of a token's vector, relative to its length, that is rounding within one layer
@@ -178,7 +181,7 @@ def verify_stage(
     layers: Any,
     context: SliceContext,
     inputs: Any,
-    cuts: Sequence[Sequence[TensorCut]],
+    dims: SequenceDims,
     spans: Sequence[Span],
     skip: Sequence[nn.Module] = (),
 ) -> Any:
@@ -189,7 +192,7 @@ def verify_stage(
         layers: of the stage.
         context: the engine's slice context.
         inputs: of the stage, whole.
-        cuts: per layer, how its inputs are cut.
+        dims: how the tensors between its layers are cut.
         spans: the slices.
         skip: modules that run differently in a slice (adapted attention); only their inputs and outputs are compared.
 
@@ -201,12 +204,15 @@ def verify_stage(
     """
     recorder = _Recorder(root, skip)
     try:
-        for index, (layer, layer_cuts) in enumerate(zip(layers.functions, cuts, strict=True)):
-            one = _OneLayer(layer, layers.first + index, layers.text(layers.first + index), context, recorder)
+        for index, (layer, (cuts, after)) in enumerate(
+            zip(layers.functions, pairwise((*dims.layers, dims.outputs)), strict=True)
+        ):
+            run = partial(_run, layer, layers.first + index, context, recorder, cuts, after)
+            one = _OneLayer(layers.text(layers.first + index), run, recorder)
             outputs = one.run_whole(inputs, spans[0].total)
-            batch = _batch_size(as_tuple(inputs), layer_cuts)
+            batch = _batch_size(as_tuple(inputs), cuts)
             for span in spans:
-                one.compare(part_of(inputs, layer_cuts, span), span, batch)
+                one.compare(part_of(inputs, cuts, span), span, batch)
             context.clear()
             inputs = outputs
     finally:
@@ -217,11 +223,8 @@ def verify_stage(
 class _OneLayer:
     """A layer that runs whole first, and then slice by slice."""
 
-    def __init__(
-        self, layer: Callable[..., Any], number: int, text: str, context: SliceContext, recorder: _Recorder
-    ) -> None:
-        self._layer, self._number, self._text = layer, number, text
-        self._context, self._recorder = context, recorder
+    def __init__(self, text: str, run: Callable[[Any, Span], Any], recorder: _Recorder) -> None:
+        self._text, self._run, self._recorder = text, run, recorder
         self._expected: list[Record] = []
 
     def run_whole(self, inputs: Any, total: int) -> Any:
@@ -245,13 +248,28 @@ class _OneLayer:
         cured = _different(self._text, self._expected, self._recorder.take(), span, batch) is None
         raise refuse_model(different, diagnosis.advice(positions_are_all=cured))
 
-    def _run(self, inputs: Any, span: Span) -> Any:
-        with self._context.forward(Unit(0, 0), span):
-            self._context.enter_layer(self._number)
-            self._recorder.add("", "input", inputs)
-            output = self._layer(inputs)
-            self._recorder.add("", "output", output)
-        return output
+
+def _run(
+    layer: Callable[..., Any],
+    number: int,
+    context: SliceContext,
+    recorder: _Recorder,
+    cuts: Sequence[TensorCut],
+    after: Sequence[TensorCut],
+    inputs: Any,
+    span: Span,
+) -> Any:
+    """Run a layer and record its inputs and outputs, with the tokens of all ranks that share them."""
+    with context.forward(Unit(0, 0), span):
+        context.enter_layer(number)
+        recorder.add("", "input", _whole(inputs, cuts))
+        output = layer(inputs)
+        recorder.add("", "output", _whole(output, after))
+    return output
+
+
+def _whole(value: Any, cuts: Sequence[TensorCut]) -> Any:
+    return like(value, [cut.whole(tensor) for cut, tensor in zip(cuts, as_tuple(value), strict=True)])
 
 
 def _batch_size(tensors: Sequence[Tensor], cuts: Sequence[TensorCut]) -> int:

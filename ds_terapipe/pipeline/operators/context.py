@@ -22,6 +22,7 @@ from ds_terapipe.pipeline.operators.buffers import AttentionState
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.slicing import Span
+from ds_terapipe.pipeline.token_shares import TokenShares
 from ds_terapipe.schedule import Unit
 
 
@@ -67,6 +68,7 @@ class SliceContext:
         self.dropout = True  # False while a model is compared with itself
         self.weight_gradients: WeightGradients | None = None  # set if they are made once per micro-batch
         self.streams: RandomStreams | None = None  # seeds random numbers, layer by layer
+        self.shares: TokenShares | None = None  # tensor-parallel ranks that share a slice's tokens
         self.micro_batch = -1
         self.documents_of: Mapping[int, Documents | None] = {}  # documents of the step's micro-batches
         self.documents: Documents | None = None  # of the running one; None: every row is one document
@@ -130,7 +132,8 @@ class SliceContext:
         """Begin layer ``layer`` of the ``PipelineModule``."""
         self.layer, self._inside, self._call = layer, True, 0
         if self.streams is not None and self.span is not None:
-            self.streams.enter(layer, self.micro_batch, self.span)
+            first = 0 if self.shares is None else self.shares.rank * (self.span.length // self.shares.size)
+            self.streams.enter(layer, self.micro_batch, self.span.start + first)
 
     def leave_layer(self) -> None:
         """End the layer; later recomputations of its parts do not tell their position."""

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.weight_gradients import OfEmbedding, OfLinear, Rule, WeightGradients
+from ds_terapipe.pipeline.token_shares import TokenShares
 
 _LINEAR = OfLinear()
 
@@ -26,11 +27,27 @@ def deferred_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     :class:`torch.nn.Linear` modules need no such call.
     """
     keeper = keeper_of_linear(input, weight, bias)
+    return F.linear(input, weight, bias) if keeper is None else _linear(input, weight, bias, keeper, None)
+
+
+def gathered_linear(input: Tensor, weight: Tensor, bias: Tensor | None, shares: TokenShares) -> Tensor:
+    """Apply :func:`deferred_linear` to a rank's share of the tokens, [share, ...], and return all tokens'; collective.
+
+    Only for weights that wait, see :func:`waits_as_linear`. Kept is the share: its tokens are gathered again for the
+    weight's gradient.
+    """
+    keeper = keeper_of_linear(input, weight, bias)
     if keeper is None:
-        return F.linear(input, weight, bias)
+        return F.linear(shares.gather(input), weight, bias)
+    return _linear(input, weight, bias, keeper, shares)
+
+
+def _linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, keeper: WeightGradients, shares: TokenShares | None
+) -> Tensor:
     parameters = (weight,) if bias is None or not bias.requires_grad else (weight, bias)
     anchor = None if input.requires_grad else _anchor(weight)
-    made: Tensor = cast(Any, _Linear).apply(input, anchor, (weight, bias), parameters, keeper)
+    made: Tensor = cast(Any, _Linear).apply(input, anchor, (weight, bias), parameters, keeper, shares)
     return made
 
 
@@ -131,18 +148,23 @@ class _Linear(torch.autograd.Function):
         operands: tuple[Tensor, Tensor | None],
         parameters: tuple[Tensor, ...],
         keeper: WeightGradients,
+        shares: TokenShares | None,
     ) -> Tensor:
         ctx.save_for_backward(x, operands[0])
-        ctx.parameters, ctx.keeper = parameters, keeper
-        return _no_view(F.linear(x, *operands))
+        ctx.parameters, ctx.keeper, ctx.shares = parameters, keeper, shares
+        return _no_view(F.linear(x if shares is None else shares.gather(x), *operands))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        (x, weight), shares = ctx.saved_tensors, ctx.shares
         # Detached: otherwise the kept tensors would hold the slice's graph, messages and buffers until the products.
-        _keep(_LINEAR, ctx.keeper, ctx.parameters, x.detach().reshape(-1, x.shape[-1]), gradient)
-        return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
+        rule = _LINEAR if shares is None else OfLinear(shares)
+        _keep(rule, ctx.keeper, ctx.parameters, x.detach().reshape(-1, x.shape[-1]), gradient)
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 6
+        of_input = gradient @ weight
+        return of_input if shares is None else shares.sum(of_input), None, None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):

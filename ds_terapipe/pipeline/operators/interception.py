@@ -20,10 +20,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.operators import core_attention
+from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.deferred import (
     EmbeddingCalls,
     deferred_embedding,
     deferred_linear,
+    gathered_linear,
     keeper_of,
     waits_as_linear,
 )
@@ -155,9 +157,7 @@ def _deferring(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
         if not getattr(module, "deterministic_mode", False):  # deterministic mode indexes the weight
             yield "forward", _vocabulary
     elif callable(getattr(kind, "_forward_impl", None)):
-        if not getattr(module, "sequence_parallel", False) and not getattr(
-            module, "gradient_accumulation_fusion", False
-        ):
+        if not getattr(module, "gradient_accumulation_fusion", False):
             yield "_forward_impl", _parallel_linear
 
 
@@ -198,19 +198,21 @@ def _parallel_linear(module: Any, input: Tensor, weight: Tensor, *args: Any, **k
     """Run megatron-core's column- and row-parallel linear layers, which multiply in their own autograd function.
 
     With deferred weight gradients nothing overlaps the all-reduce of the input's gradient, so the plain region function
-    does the same.
+    does the same. With sequence parallelism the input is this rank's share of the tokens.
     """
     kind, bias, reduces = type(module), kwargs.get("bias"), kwargs.get("allreduce_dgrad", False)
     enter_region = getattr(sys.modules.get(kind.__module__), "copy_to_tensor_model_parallel_region", None)
     if (
         not waits_as_linear(input, weight, bias)
         or args
-        or kwargs.get("sequence_parallel")
         or kwargs.get("gradient_accumulation_fusion")
         or kwargs.get("grad_output_buffer") is not None
         or (reduces and enter_region is None)
     ):
         return cast(Tensor, kind._forward_impl(module, input, weight, *args, **kwargs))
+    context = SliceContext.current
+    if kwargs.get("sequence_parallel") and context is not None and context.shares is not None:
+        return gathered_linear(input, weight, bias, context.shares)
     if reduces and enter_region is not None:
         input = enter_region(input, group=kwargs.get("tp_group"))
     return deferred_linear(input, weight, bias)

@@ -2,7 +2,7 @@
 
 Dropout draws from a process's generators, so its numbers depend on earlier draws in that process: on its layers, the
 order of the schedule, the number of replicas. Here the generators are seeded before a layer runs, in a recomputation
-too, with a hash of the position in the training: (seed, step, global micro-batch, layer, first token of the slice).
+too, with a hash of the position in the training: (seed, step, global micro-batch, layer, first token of this rank).
 
 The default generators are for numbers that all tensor-parallel ranks draw alike; their seed is independent of the
 shard. Megatron's states, which its tracker keeps by name, differ between shards.
@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-
-from ds_terapipe.pipeline.slicing import Span
 
 _ALIKE = "data-parallel-rng"  # Megatron's state that is the same on all tensor-parallel ranks
 
@@ -52,11 +50,11 @@ class RandomStreams:
         self._step, self._first = step, first_micro_batch
         self._before = TorchStates(self._device)
 
-    def enter(self, layer: int, micro_batch: int, span: Span) -> None:
-        """Seed the generators for a layer and a slice of a micro-batch of this replica."""
+    def enter(self, layer: int, micro_batch: int, first_token: int) -> None:
+        """Seed the generators for a layer and the tokens of a micro-batch of this replica from ``first_token`` on."""
         if self._before is None:
             return
-        key = struct.pack("<Q4q", self.seed % 2**64, self._step, self._first + micro_batch, layer, span.start)
+        key = struct.pack("<Q4q", self.seed % 2**64, self._step, self._first + micro_batch, layer, first_token)
         seed = _hash(key)
         for generator in self._before.generators:
             generator.manual_seed(seed)

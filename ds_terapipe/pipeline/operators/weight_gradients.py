@@ -16,12 +16,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_terapipe.pipeline.storages import storage_bytes
+from ds_terapipe.pipeline.token_shares import TokenShares
 from ds_terapipe.schedule import Unit
 
 # Below, a product takes longer than joining its operands with the next ones.
@@ -45,13 +46,14 @@ class Rule(Protocol):
 class OfLinear:
     """Gradients of a linear layer's weight [out, in] and, as the second parameter, its bias [out].
 
-    Operands: inputs [tokens, in] and the gradient of the outputs [tokens, out].
+    Operands: inputs [tokens, in], or this rank's share of them, and the gradient of the outputs [tokens, out].
     """
 
-    needs_all = False
+    shares: TokenShares | None = None
+    needs_all: ClassVar[bool] = False
 
     def __call__(self, parameters: Sequence[Tensor], operands: list[Operands]) -> list[Tensor]:
-        products = _joined(operands)
+        products = _joined(operands, self.shares)
         inputs, gradient = next(products)
         made = [gradient.t() @ inputs, *(gradient.sum(0) for _ in parameters[1:])]
         for inputs, gradient in products:
@@ -215,19 +217,19 @@ def _versions(tensors: Operands) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors)
 
 
-def _joined(pairs: list[Operands]) -> Iterator[Operands]:
-    """Yield the operands for each product, short ones joined. Empties the list meanwhile."""
-    first = pairs[0][0]
+def _joined(pairs: list[Operands], shares: TokenShares | None) -> Iterator[Operands]:
+    """Yield the operands for each product, short ones joined, shares gathered. Empties the list meanwhile."""
+    first = pairs[0][1]
     one_by_one = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
-    least = _LEAST_TOKENS if one_by_one else sum(inputs.shape[0] for inputs, _ in pairs)
+    least = _LEAST_TOKENS if one_by_one else sum(gradients.shape[0] for _, gradients in pairs)
     del first
     while pairs:
         inputs, gradients, rows = [], [], 0
         while pairs and rows < least:
             pair = pairs.pop(0)
-            inputs.append(pair[0])
+            inputs.append(pair[0] if shares is None else shares.gather(pair[0]))
             gradients.append(pair[1])
-            rows += pair[0].shape[0]
+            rows += pair[1].shape[0]
         del pair
         yield _cat(inputs), _cat(gradients)
 

@@ -38,7 +38,7 @@ class TensorSpec(NamedTuple):
         """Return the spec for another slice."""
         shape = list(self.shape)
         if cut.row is not None:
-            shape[cut.row] = span.length
+            shape[cut.row] = cut.rows(span)
         if cut.column is not None:
             shape[cut.column] = span.stop
         return self._replace(shape=tuple(shape))

@@ -1,0 +1,107 @@
+"""Shares of a slice's tokens on tensor-parallel ranks: Megatron's sequence parallelism.
+
+Outside the products of a layer each tensor-parallel rank has one share of a slice's tokens (Korthikanti et al. 2022,
+arXiv 2205.05198). The shares of all ranks, in order, are the slice. So a slice is a multiple of as many tokens as there
+are ranks, and a rank's share of a slice is not a part of its share of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ds_terapipe.errors import ConfigError
+
+
+class TokenShares(NamedTuple):
+    """Tensor-parallel ranks that share the tokens of a slice.
+
+    Attributes:
+        group: their process group.
+        size: number of ranks.
+        rank: index of this rank, and of its share.
+    """
+
+    group: Any
+    size: int
+    rank: int
+
+    def gather(self, share: Tensor, dim: int = 0) -> Tensor:
+        """Join the shares of all ranks along ``dim``; collective."""
+        first = share.transpose(0, dim).contiguous()
+        whole = first.new_empty(self.size * first.shape[0], *first.shape[1:])
+        _all_gather(whole, first, group=self.group)
+        return whole.transpose(0, dim)
+
+    def own(self, whole: Tensor, dim: int = 0) -> Tensor:
+        """Return this rank's share of a tensor of all tokens."""
+        length = whole.shape[dim] // self.size
+        return whole.narrow(dim, self.rank * length, length)
+
+    def sum(self, whole: Tensor) -> Tensor:
+        """Return this rank's share, along the first dimension, of the sum of the ranks' tensors; collective."""
+        share = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
+        _reduce_scatter(share, whole.contiguous(), group=self.group)
+        return share
+
+
+# renamed in PyTorch 2.13
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def shares_of(module: Any, gather: Callable[[bool], Sequence[bool]]) -> TokenShares | None:
+    """Return the shares of a module's layers; None if its tensor-parallel ranks have all tokens; collective.
+
+    Args:
+        module: a ``PipelineModule``; a layer, its config or a parameter has ``sequence_parallel=True``.
+        gather: returns the values of all ranks; collective.
+    """
+    grid = module.mpu()
+    divided = grid.get_slice_parallel_world_size() > 1 and any(map(is_divided, module.modules()))
+    if not any(gather(divided)):
+        return None
+    return TokenShares(
+        grid.get_slice_parallel_group(), grid.get_slice_parallel_world_size(), grid.get_slice_parallel_rank()
+    )
+
+
+def is_divided(layer: Any) -> bool:
+    """Whether a layer is one of Megatron's with sequence parallelism."""
+    holders = (layer, getattr(layer, "config", None), *layer.parameters(recurse=False))
+    return any(getattr(holder, "sequence_parallel", False) is True for holder in holders)
+
+
+def sum_over_shares(engine: Any, shares: TokenShares | None) -> None:
+    """Sum the gradients of weights that each rank applies to its own share of the tokens only; collective.
+
+    These are norms and the biases behind row-parallel products: Megatron marks them with ``sequence_parallel``. As its
+    ``_allreduce_non_tensor_model_parallel_grads``, which DeepSpeed's engine does not call.
+    """
+    if shares is None:
+        return
+    of_type: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
+            gradient = parameter._hp_grad if engine.using_bf16_optimizer else parameter.grad
+            if gradient is not None:
+                of_type.setdefault(gradient.dtype, []).append(gradient)
+    for gradients in of_type.values():
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=shares.group)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def check_length(total: int, multiple: int) -> None:
+    """Raise ConfigError for sequences of ``total`` tokens that so many ranks cannot share."""
+    if total % multiple:
+        raise ConfigError(
+            f"the data iterator: got sequences of {total} tokens, must be a multiple of the {multiple} tensor-parallel ranks "
+            f"that share them (sequence_parallel), use e.g. {-(-total // multiple) * multiple}"
+        )
