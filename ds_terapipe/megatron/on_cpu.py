@@ -7,7 +7,7 @@ these replace them, with the same results.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.tensor_parallel import layers, mappings
@@ -45,6 +45,6 @@ _upstream_linear = layers.linear_with_grad_accumulation_and_async_allreduce
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
     """Multiply all tokens by a column-parallel weight, where ``input`` is this rank's share of them."""
     if not kwargs.get("sequence_parallel"):
-        return _upstream_linear(input, weight, bias, *args, **kwargs)
+        return cast(Tensor, _upstream_linear(input, weight, bias, *args, **kwargs))
     whole = mappings.gather_from_sequence_parallel_region(input, True, kwargs["tp_group"])
     return F.linear(whole, weight, bias)

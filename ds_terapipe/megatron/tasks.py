@@ -66,6 +66,7 @@ def add_text_arguments(group: argparse._ArgumentGroup) -> None:
     add("--vocab-size", type=positive, help="GPT: token ids in the data, before padding")
     add("--make-vocab-size-divisible-by", type=positive, default=128, help="times the tensor parallel size")
     add("--untie-embeddings-and-output-weights", action="store_true")
+    add("--sequence-parallel", action="store_true", help="GPT: tensor-parallel ranks share the tokens between layers")
     add("--data-path", nargs="+", help="prefix of .bin and .idx, or weight prefix weight prefix ...")
     add("--reset-position-ids", action="store_true", help="GPT: positions begin at 0 in each document of a sample")
     add("--reset-attention-mask", action="store_true", help="GPT: documents of a sample do not see each other")
@@ -115,6 +116,10 @@ class Task(ABC):
         if missing:
             raise ConfigError(f"the following arguments are required: {', '.join(missing)}")
         parts_of(args.split)
+        if args.sequence_parallel and (args.model != "gpt" or args.tensor_model_parallel_size == 1):
+            got = f"{args.model} with {args.tensor_model_parallel_size} tensor-parallel rank(s)"
+            rule = "gpt with several that share its tokens"
+            raise bad_value("--sequence-parallel", got, rule, "--tensor-model-parallel-size 2 or leave it out")
         self._check_heads()
 
     @abstractmethod
@@ -160,6 +165,7 @@ class Task(ABC):
             hidden_dropout=args.hidden_dropout,
             init_method_std=args.init_method_std,
             tensor_model_parallel_size=args.tensor_model_parallel_size,
+            sequence_parallel=args.sequence_parallel,
             **activation,
         )
 

@@ -96,8 +96,8 @@ def slice_lengths(total: int, slices: int | Sequence[int], multiple: int = 1) ->
         return tuple(slices)
     most = total // multiple
     if slices > most:
-        length = f"the sequence length {total}" + (f" / {multiple} ranks that share it" if multiple > 1 else "")
-        raise ConfigError(f"token_pipeline.slices: got {slices}, must be at most {length}, use e.g. {min(8, most)}")
+        limit = f"the sequence length {total}" + (f" / {multiple} ranks that share it" if multiple > 1 else "")
+        raise ConfigError(f"token_pipeline.slices: got {slices}, must be at most {limit}, use e.g. {min(8, most)}")
     length, longer = divmod(most, slices)
     return tuple(multiple * (length + (i < longer)) for i in range(slices))
 
@@ -241,8 +241,9 @@ def _given_cuts(
                 f"token_pipeline.cut.{key}[{index}]: got {entry}, must be a dimension from 1 to {tensor.dim() - 1} of its "
                 f"shape {list(tensor.shape)}, or [row, column], use null to leave it whole"
             )
-        cuts.append(TensorCut(*wanted))
-    sizes = {tensor.shape[d] for tensor, cut in zip(tensors, cuts, strict=True) for d in cut if d is not None}
+        row, column = (*wanted, None, None)[:2]
+        cuts.append(TensorCut(row, column))
+    sizes = {t.shape[d] for t, cut in zip(tensors, cuts, strict=True) for d in (cut.row, cut.column) if d is not None}
     if len(sizes) != 1:
         raise ConfigError(
             f"token_pipeline.cut.{key}: got {shown(list(given))}, which are dimensions of {sorted(sizes) or 'no'} tokens, "

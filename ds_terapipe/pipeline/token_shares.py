@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from ds_terapipe.errors import ConfigError
@@ -79,23 +79,36 @@ def is_divided(layer: Any) -> bool:
 def sum_over_shares(engine: Any, shares: TokenShares | None) -> None:
     """Sum the gradients of weights that each rank applies to its own share of the tokens only; collective.
 
-    These are norms and the biases behind row-parallel products: Megatron marks them with ``sequence_parallel``. As its
-    ``_allreduce_non_tensor_model_parallel_grads``, which DeepSpeed's engine does not call.
+    As Megatron's ``_allreduce_non_tensor_model_parallel_grads``, which DeepSpeed's engine does not call.
     """
     if shares is None:
         return
     of_type: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in engine.module.parameters():
-        if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
-            gradient = parameter._hp_grad if engine.using_bf16_optimizer else parameter.grad
-            if gradient is not None:
-                of_type.setdefault(gradient.dtype, []).append(gradient)
+    for parameter in _of_own_share(engine.module):
+        gradient = parameter._hp_grad if engine.using_bf16_optimizer else parameter.grad
+        if gradient is not None:
+            of_type.setdefault(gradient.dtype, []).append(gradient)
     for gradients in of_type.values():
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=shares.group)
         parts = flat.split([gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
+
+
+def _of_own_share(module: nn.Module) -> list[nn.Parameter]:
+    """Return trained norms, and biases behind row-parallel products.
+
+    Megatron marks these parameters. Megatron-DeepSpeed's norm for devices without its fused one marks its weight only.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for layer in module.modules():
+        divided = getattr(layer, "sequence_parallel", False) is True
+        for parameter in layer.parameters(recurse=False):
+            whole = divided and not getattr(parameter, "tensor_model_parallel", False)
+            if parameter.requires_grad and (whole or getattr(parameter, "sequence_parallel", False) is True):
+                found[id(parameter)] = parameter
+    return list(found.values())
 
 
 def check_length(total: int, multiple: int) -> None:

@@ -70,7 +70,7 @@ def check_model(model: Any, cut: bool = True, beside: str = TOKEN_PIPELINE) -> N
     for index, layer in ModelChunks(model).functions.items():
         if cut and not hasattr(layer, "named_modules") and _compiled(layer):
             raise _refuse(beside, f"layer {index}", *_COMPILED)
-    tensor = model.mpu().get_slice_parallel_world_size()
+    tensor = model.mpu().get_slice_parallel_world_size() if hasattr(model, "mpu") else 1
     for where, module in model.named_modules():
         layer, name = _Layer(module, tensor), f"layer {where or type(model).__name__} ({type(module).__name__})"
         for found in (*_CUT_RULES, *_RULES) if cut else _RULES:

@@ -18,13 +18,13 @@ from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.runtime import Step
-from ds_terapipe.pipeline.slicing import Span, TensorCut
+from ds_terapipe.pipeline.slicing import TensorCut
 from ds_terapipe.pipeline.stage import PlainGradients
 from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
 from ds_terapipe.schedule import Placement
 from tests.pipeline.fake_links import assemblies, run
 
-WIDTH, LENGTH, LAYERS, SPAN = 16, 12, 4, Span(0, 4, 4)
+WIDTH, LENGTH, LAYERS = 16, 12, 4
 Key = tuple[int, int, int]  # layer, micro-batch, first token of the slice
 
 
@@ -139,12 +139,12 @@ def test_evaluations_and_failed_steps_leave_the_users_generators() -> None:
     torch.manual_seed(1)
     before, streams = torch.get_rng_state(), RandomStreams(0)
     streams.begin(0)
-    streams.enter(0, 0, SPAN)
+    streams.enter(0, 0, 0)
     assert not torch.equal(torch.get_rng_state(), before)
     streams.begin(1)  # the step before never ended
     streams.end()
     streams.end()
-    streams.enter(0, 0, SPAN)
+    streams.enter(0, 0, 0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -176,7 +176,7 @@ def test_megatrons_states_differ_by_shard_and_the_default_ones_do_not(module: st
     for shard, layer in ((0, 1), (1, 1), (0, 2), (0, 1)):
         streams = RandomStreams(3, shard=shard)
         streams.begin(5)
-        streams.enter(layer, 0, SPAN)
+        streams.enter(layer, 0, 0)
         for name, state in {"default": torch.get_rng_state(), **states}.items():
             seen[name].append(drawn(state))
         if kind == "states":

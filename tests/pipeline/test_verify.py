@@ -18,6 +18,7 @@ from torch import nn
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.inspection import first_batch
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
+from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.inspection.verify import TOLERANCE, undisturbed, verify_stage
 from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.operators.context import SliceContext
@@ -274,9 +275,8 @@ def look(context, layers, inputs, lengths=(7, 2, 9, 1, 5), row=1):
     stage = LayerRange(layers, 4, context.enter_layer, context.leave_layer)
     cuts = [(TensorCut(row=row),) * (len(inputs) if isinstance(inputs, tuple) else 1)]
     with undisturbed({context: root}):
-        return verify_stage(
-            root, stage, context, inputs, cuts + [(TensorCut(row=1),)] * (len(layers) - 1), spans(lengths)
-        )
+        dims = SequenceDims((*cuts, *[(TensorCut(row=1),)] * (len(layers) - 1)), (TensorCut(row=1),))
+        return verify_stage(root, stage, context, inputs, dims, spans(lengths))
 
 
 def changing(total, change):

@@ -16,6 +16,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.placing import part_of
+from ds_terapipe.pipeline.token_shares import shares_of
 from ds_terapipe.refusals import cuts
 
 
@@ -30,6 +31,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
     topology = module._topo
     sizes = {axis: max(1, topology.get_dim(axis)) for axis in ("pipe", "data", "model")}
     kept, counted, length = None, None, task.length
+    shares = shares_of(module, lambda divided: [divided])
     if engine is not None:
         try:
             allocate_state(getattr(engine, "basic_optimizer", None))
@@ -60,6 +62,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
         weights_once=engine is not None and engine.makes_weight_gradients_once(), sizes=model_sizes(module),
         ranks=tuple(_rank(topology, pipe=stage) for stage in range(sizes["pipe"])),
         last_shard=_rank(topology, model=sizes["model"] - 1), signatures=signatures(module) if task.signs else (),
+        multiple=1 if shares is None else shares.size,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -59,7 +60,7 @@ def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
     schedule, plan = SCHEDULE if settings.schedule == AUTO else settings.schedule, None
     if slices == AUTO and first.stages == 1 and settings.plan_path is None:
         slices = 1
-    lengths = slice_lengths(first.length, 1 if isinstance(slices, str) else slices)
+    lengths = slice_lengths(first.length, 1 if isinstance(slices, str) else slices, first.multiple)
     if not isinstance(slices, str):
         given = f"given: {schedule}, {compact(lengths)} tokens" if first.cut else "no token_pipeline, one slice"
         lines = [f"plan: {given}"]
@@ -134,7 +135,8 @@ def _chosen(reports: Sequence[Report], settings: TokenPipelineConfig, model: Mem
     assert first.length is not None
     request = Request(
         seq_length=first.length, stages=first.stages, micro_batches=first.micro_batches, schedule=settings.schedule,
-        granularity=settings.granularity, memory=model, memory_gb=cluster.memory_gb if given is None else given,
+        granularity=math.lcm(settings.granularity, first.multiple),
+        memory=model, memory_gb=cluster.memory_gb if given is None else given,
         limit_name=f"{cluster.name}: memory_gb" if given is None else "token_pipeline.memory_gb",
         weights_once=first.weights_once, overhead_s=source.overhead_s,
     )  # fmt: skip

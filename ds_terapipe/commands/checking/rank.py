@@ -60,6 +60,7 @@ class Report:
         length, sequences, micro_batches: tokens of a sequence, sequences of a micro-batch, micro-batches of a step.
         settings, cut: the block ``token_pipeline``, whether there is one.
         weights_once: weight gradients are made once per micro-batch.
+        multiple: number of tokens that every slice must be a multiple of.
         shards: replicas that share the optimiser's state.
         sizes: the model's, as `plan.costs.hardware.Model` has them; None where they are not known.
         ranks: the first rank of each stage.
@@ -88,6 +89,7 @@ class Report:
     sizes: dict[str, Any] | None
     ranks: tuple[int, ...]
     last_shard: int
+    multiple: int = 1
     signatures: tuple[Signature, ...] = ()
 
     @property

@@ -32,6 +32,7 @@ from ds_terapipe.pipeline.runtime import PipelineRuntime, Step, defers
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.step_grid import grid_of_step
+from ds_terapipe.pipeline.token_shares import shares_of
 from ds_terapipe.plan.costs.memory import StageMemory
 from ds_terapipe.schedule import Placement, Unit
 
@@ -85,8 +86,10 @@ class StageRun:
         self._batch = StepBatch()
         self._links = Alongside(before, lambda unit: self._batch.span(unit), mode)
         view = RankView(placement, number, tuple(range(stages)))
+        stage.context.shares = shares = shares_of(module, lambda divided: [divided])
         self._runtime = PipelineRuntime(
-            view, {number: stage}, self._links, _NOBODY, memory=self._memory, autocast=stage._autocast  # type: ignore[arg-type]
+            view, {number: stage}, self._links, _NOBODY, memory=self._memory, autocast=stage._autocast,  # type: ignore[arg-type]
+            shares=shares,
         )  # fmt: skip
 
     def count(self, cut: bool) -> Counted:
@@ -99,7 +102,8 @@ class StageRun:
             ConfigError: the model cannot be cut, as the launch's first step would say.
         """
         longest = self._sample.length
-        counts = [count for count in _CUTS if count <= longest] if cut and longest >= LEAST_TOKENS else [1]
+        most = longest // self._runtime.multiple
+        counts = [count for count in _CUTS if count <= most] if cut and most >= LEAST_TOKENS else [1]
         peaks, deferring = [], False
         with _unread(), self._mode, torch.enable_grad():
             if counts != [1]:
@@ -111,7 +115,7 @@ class StageRun:
                     if count > 1:
                         self._inspect(count)
                     taken = self._step(count, deferring)
-                    peaks.append((slice_lengths(longest, count), taken))
+                    peaks.append((slice_lengths(longest, count, self._runtime.multiple), taken))
                 memory = self._memory.end()[self._number]
                 after = self._boundary() if self._number < len(self._runtime.placement.stages) - 1 else None
             finally:
@@ -134,6 +138,7 @@ class StageRun:
                 cut_labels=runs_per_slice(loss_fn),
             )  # fmt: skip
             batch.lengths, batch.signatures = lengths, signatures
+        batch.multiple = self._runtime.multiple
         batch.cut(count)
         return batch
 
@@ -143,7 +148,7 @@ class StageRun:
         check_loss(self._module.loss_fn)
         batch = self._batch = self._read(count)
         probe = Inspection(self._runtime, Job([0]), self._settings, False)  # type: ignore[arg-type]
-        with mock.patch.object(self._links, "_span", _probed(batch)):
+        with mock.patch.object(self._links, "_span", _probed(batch, self._runtime.multiple)):
             probe.run(batch)
 
     def _step(self, count: int, defers: bool) -> float:
@@ -185,8 +190,8 @@ def _unread() -> Any:
     return mock.patch.object(SliceContext, "check_recomputed", lambda context: None)
 
 
-def _probed(batch: StepBatch) -> Callable[[Unit], Any]:
+def _probed(batch: StepBatch, multiple: int) -> Callable[[Unit], Any]:
     from ds_terapipe.pipeline.inspection.sequence_dims import probe_spans
 
-    spans = probe_spans(batch.lengths[0])
+    spans = probe_spans(batch.lengths[0], multiple)
     return lambda unit: spans[unit.slice]

@@ -269,6 +269,8 @@ def _run(
 
 
 def _whole(value: Any, cuts: Sequence[TensorCut]) -> Any:
+    if not any(cut.shares for cut in cuts):
+        return value
     return like(value, [cut.whole(tensor) for cut, tensor in zip(cuts, as_tuple(value), strict=True)])
 
 

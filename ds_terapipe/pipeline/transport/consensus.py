@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.job import error_of
 from ds_terapipe.pipeline.documents import Documents
-from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Watchdog
 from ds_terapipe.schedule import Placement
 
 _MOST = 2**62  # lowest value of words that no rank has given
@@ -148,7 +148,12 @@ class Consensus:
     def agree(self, error: BaseException | None) -> None:
         """Raise any rank's error on every rank; collective."""
         failed = int(error is not None)
-        _, (any_failed,) = self._extremes([(failed, failed)], "all ranks to look at the model")
+        try:
+            _, (any_failed,) = self._extremes([(failed, failed)], "all ranks to look at the model")
+        except PipelineStalled as stalled:
+            if error is None:
+                raise
+            raise error from stalled  # the others may wait for this rank in a collective of the layers
         if any_failed:
             self._agree(error)
 
