@@ -84,6 +84,7 @@ def sum_over_shares(engine: Any, shares: TokenShares | None) -> None:
     if shares is None:
         return
     of_type: dict[torch.dtype, list[Tensor]] = {}
+    parameter: Any
     for parameter in _of_own_share(engine.module):
         gradient = parameter._hp_grad if engine.using_bf16_optimizer else parameter.grad
         if gradient is not None:

@@ -29,6 +29,11 @@ class Form:
         return torch.empty(shape, dtype=self.dtype).requires_grad_(self.requires_grad)
 
 
+def _for_others(cut: TensorCut) -> TensorCut:
+    """Return the cut as another process can read it: without a process group."""
+    return cut if cut.shares is None else cut._replace(shares=cut.shares._replace(group=None))
+
+
 @dataclass(frozen=True)
 class Boundary:
     """Tensors between two stages; ``single``: one tensor, not a tuple."""
@@ -40,7 +45,7 @@ class Boundary:
     def of(cls, outputs: Any, cuts: Sequence[TensorCut] | None = None) -> Boundary:
         """Return the boundary of a stage's outputs for a whole sequence; None: they do not follow the tokens."""
         tensors = as_tuple(outputs)
-        cuts = cuts or [WHOLE] * len(tensors)
+        cuts = [_for_others(cut) for cut in cuts or [WHOLE] * len(tensors)]
         forms = (Form(tuple(t.shape), t.dtype, t.requires_grad, cut) for t, cut in zip(tensors, cuts, strict=True))
         return cls(tuple(forms), isinstance(outputs, Tensor))
 

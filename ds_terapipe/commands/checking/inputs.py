@@ -30,7 +30,7 @@ class NoSample(Exception):
     """No micro-batch could be made; the text says what is missing."""
 
 
-def sample_of(engine: Any, length: int | None, before: Boundary | None, mode: Any) -> Sample:
+def sample_of(engine: Any, length: int | None, before: Boundary | None, mode: Any, ranks: int = 1) -> Sample:
     """Return a micro-batch for the stage of an engine.
 
     Args:
@@ -38,6 +38,7 @@ def sample_of(engine: Any, length: int | None, before: Boundary | None, mode: An
         length: tokens of a sequence; None: the dataset's, or the rows of a table of learned positions.
         before: the boundary to the stage before; None for the first one.
         mode: the mode of the fake tensors.
+        ranks: tensor-parallel ranks that share the tokens between layers.
 
     Raises:
         NoSample: no length is known, or no form fits.
@@ -58,7 +59,8 @@ def sample_of(engine: Any, length: int | None, before: Boundary | None, mode: An
 
             def runs(inputs: Any) -> None:
                 shape = tuple(as_tuple(layers[0](inputs))[0].shape)
-                if shape[:2] not in ((batch, length), (length, batch)):  # two tensors were taken from one
+                share = length // ranks
+                if shape[:2] not in ((batch, share), (share, batch)):  # two tensors were taken from one
                     raise ValueError(f"outputs of shape {list(shape)} for [{batch}, {length}] tokens")
 
             inputs = _first_that(_inputs(module, batch, length), runs, "the first layer")

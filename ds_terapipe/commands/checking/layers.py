@@ -32,6 +32,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
     sizes = {axis: max(1, topology.get_dim(axis)) for axis in ("pipe", "data", "model")}
     kept, counted, length = None, None, task.length
     shares = shares_of(module, lambda divided: [divided])
+    multiple = 1 if shares is None else shares.size
     if engine is not None:
         try:
             allocate_state(getattr(engine, "basic_optimizer", None))
@@ -39,7 +40,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
         except UNFAKED as problem:
             notes.append(f"the optimiser reads values ({problem})")
         try:
-            sample = sample_of(engine, length, task.before, mode)
+            sample = sample_of(engine, length, task.before, mode, multiple)
             length = sample.length
             one = engine.num_stages == 1 and built.settings.slices == "auto"
             cut = built.cut and cuts(built.settings.slices) and not one
@@ -62,7 +63,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
         weights_once=engine is not None and engine.makes_weight_gradients_once(), sizes=model_sizes(module),
         ranks=tuple(_rank(topology, pipe=stage) for stage in range(sizes["pipe"])),
         last_shard=_rank(topology, model=sizes["model"] - 1), signatures=signatures(module) if task.signs else (),
-        multiple=1 if shares is None else shares.size,
+        multiple=multiple,
     )  # fmt: skip
 
 
