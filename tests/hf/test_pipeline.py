@@ -140,16 +140,20 @@ def short() -> tuple[float, list[Any], float]:
     return abs(loss / expected.losses[0] - 1), ran, 0 if logits is None else logits.shape[1]
 
 
-def without_an_optimizer(rank: int) -> str:
-    """Return the error where the second stage has no optimizer."""
-    made = hf.pipeline(model_of("llama"), num_stages=2)
+def without_an_optimizer(rank: int) -> tuple[str, str]:
+    """Return the errors where the second stage has nothing to train, and none of our keys, or no optimizer."""
+    made, optimizer = hf.pipeline(model_of("llama"), num_stages=2), {"optimizer": SGD}
+    made.requires_grad_(rank == 0)
+    with pytest.raises(ConfigError) as idle:
+        ds_terapipe.initialize(model=made, config={"train_micro_batch_size_per_gpu": 2, **optimizer})
+    made.requires_grad_(True)
     given = {} if rank else {"optimizer": torch.optim.SGD(made.parameters(), lr=0.1)}
     config = {"train_micro_batch_size_per_gpu": 2, "token_pipeline": {"slices": 2}}
     engine, *_ = ds_terapipe.initialize(model=made, config=config, **given)
     with pytest.raises(ConfigError) as said:
         engine.train_batch(iter([hf.batch(batches_of("plain")[0][0])]))
     engine.destroy()
-    return str(said.value)
+    return str(idle.value), str(said.value)
 
 
 FREEZE, RESIZE = [[2, 2], [4, 3]], [[2, 1], [4, 2]]
@@ -235,8 +239,9 @@ def test_positions_of_a_micro_batch_are_worked_out_once_and_no_host_waits(ranks:
     assert [found[2] for found in ranks] == [(MICRO_BATCHES, [])] * 2
 
 
-def test_a_rank_without_an_optimizer_is_named(ranks: list[Any]) -> None:
-    for said in (found[3] for found in ranks):
+def test_a_rank_without_an_optimizer_and_one_without_trained_weights_are_named(ranks: list[Any]) -> None:
+    for idle, said in (found[3] for found in ranks):
+        assert idle.startswith("token_pipeline: got none with nothing trained on stage 1, must be there (DeepSpeed")
         assert said.startswith("optimizer: got none on a rank that trains, must be one on every rank")
 
 
