@@ -325,9 +325,6 @@ def test_deepspeed_gets_its_arguments_as_they_are():
 
 @pytest.mark.parametrize("imported", ["before", "after"])
 def test_accelerate_and_trainer_are_refused_as_they_read_our_keys(module, monkeypatch, tmp_path, imported):
-    class HfTrainerDeepSpeedConfig:
-        config = {"elastic_pipeline": {}}
-
     class DeepSpeedPlugin:
         def __init__(self, hf_ds_config=None):
             self.hf_ds_config = hf_ds_config
@@ -341,13 +338,11 @@ def test_accelerate_and_trainer_are_refused_as_they_read_our_keys(module, monkey
     monkeypatch.setitem(sys.modules, trainers.MODULE, SimpleNamespace(DeepSpeedPlugin=DeepSpeedPlugin))
     for _ in range(2):
         autoload.load() if imported == "before" else sys.meta_path[0].find_spec("accelerate.data_loader")
-    (tmp_path / "ours.json").write_text('{"token_pipeline": {"slices": "auto"}}')
-    for given in ({"token_pipeline": {"enabled": False}}, "none", None, HfTrainerDeepSpeedConfig.__base__()):
+    for given in ({"token_pipeline": {"enabled": False}}, "none", None, object()):
         assert DeepSpeedPlugin(given).done
+    (tmp_path / "ours.json").write_text('{"token_pipeline": {"slices": "auto"}}')
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ours.json"))
-    for given, said in (
-        (None, "token_pipeline: got accelerate"),
-        (HfTrainerDeepSpeedConfig(), "elastic_pipeline: got tr"),
-    ):
+    trainers_own = type("HfTrainerDeepSpeedConfig", (), {"config": {"elastic_pipeline": {}}})()
+    for given, said in ((None, "token_pipeline: got accelerate"), (trainers_own, "elastic_pipeline: got tr")):
         with pytest.raises(ConfigError, match=f"^{said}.*hf.pipeline and deepspeed.initialize"):
             DeepSpeedPlugin(given)

@@ -197,9 +197,7 @@ def frozen_and_moved(family: str, kind: str, given: str, folder: Path) -> dict[s
     expected = alone(model, names_of(made.source), steps)
     own = dict(engine.module.named_parameters())
     got = renamed(Trace(weights={name: p.detach().clone() for name, p in own.items()}), made).weights
-    pairs = [
-        {name: without_key_biases(model.config, name, each[name]) for name in got} for each in (got, expected.weights)
-    ]
+    pairs = [{name: without_key_biases(model.config, name, of[name]) for name in got} for of in (got, expected.weights)]
     here = set(map(id, own.values()))
     away = [p for p in theirs.parameters() if id(p) not in here] if given == "model" else []
     engine.destroy()

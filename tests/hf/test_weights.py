@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ds_terapipe import cli, hf, manifest
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.hf import export, folder
+from ds_terapipe.hf import export
+from ds_terapipe.hf import folder as hf_folder
 from ds_terapipe.hf.check import check_chain
 from ds_terapipe.hf.decoder_pipeline import _built, _specs
 from ds_terapipe.hf.record import write_record
@@ -103,9 +104,7 @@ def test_a_pipeline_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     assert [rank["adapters"] for rank in ranks] == [(f"{said}, which keeps them", [])] * 4
     for name, (family, config, _) in NUMBERS.items():
         read = [rank[name] for rank in ranks]
-        assert read[0] == read[1] and read[2] == read[3] and read[0] & read[2] < read[0] | read[2], (
-            "all read all shards"
-        )
+        assert read[0] == read[1] and read[2] == read[3] and read[0] & read[2] < read[0] | read[2], "all read all"
         out = export(tmp_path / "checkpoints" / name / "step", tmp_path / "out" / name, largest=15_000)
         assert len(list(out.glob("model-*-of-*.safetensors"))) > 2 and (out / "tokenizer.json").exists()
         assert not any((out / each).exists() for each in NOT_COPIED)
@@ -257,7 +256,7 @@ CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 def write(rank: int, world: int, at: Path, victim: int, point: int) -> None:
     """Write the folders that are not there, from checkpoints or on two stages; a rank gets SIGKILL at a change of files."""
     left = [point if rank == victim else 0]
-    save_file = folder.save_file
+    save_file = hf_folder.save_file
 
     def happens(event: str, args: Any) -> None:
         if event in CHANGES and str(args[0]).startswith(f"{at}/out/"):
@@ -272,7 +271,7 @@ def write(rank: int, world: int, at: Path, victim: int, point: int) -> None:
             os.truncate(file, file.stat().st_size // 2)
 
     sys.addaudithook(happens)
-    folder.save_file = saved
+    hf_folder.save_file = saved
     for out in (at / "out" / name for name in ("model", "adapter")):
         if not out.exists() and world == 1:
             export(at / out.name, out, largest=20_000)
@@ -294,14 +293,13 @@ def test_a_folder_is_whole_or_absent_where_a_process_is_killed(tmp_path: Path, w
 
     def run(victim: int = 0, point: int = 0) -> tuple[list[Any], dict[str, dict[str, bytes]]]:
         ends = run_to_exit(write, world, tmp_path, victim, point)
-        assert point or all(end.code == 0 for end in ends), [end.output for end in ends]
         out = [path for path in (tmp_path / "out").glob("*") if point == 0 or not path.name.startswith(".")]
         files = {path.name: {file.name: file.read_bytes() for file in path.iterdir()} for path in out}
         return [end.code for end in ends], files
 
     whole = run()
     counts = [int((tmp_path / f"{rank}.changes").read_text()) for rank in range(world)]
-    assert min(map(len, whole[1].values())) > 1 and sum(counts) > 20
+    assert whole[0] == [0] * world and min(map(len, whole[1].values())) > 1 and sum(counts) > 20
     for number in range(points):
         shutil.rmtree(tmp_path / "out")
         victim = number % world
